@@ -1,0 +1,20 @@
+"""Exact convex integration: the feature of a Lipschitz map through K given pairs.
+
+    problem = CipProblem(query, anchors, images, smoothness=2.0)
+    solution = ExactCip()(problem)
+    solution.image, solution.residual, problem.residual(solution)
+"""
+
+from otad.cip.feasibility import least_smoothness
+from otad.cip.problem import BankProblem, CipProblem
+from otad.cip.solution import CipSolution, Status
+from otad.cip.solver import ExactCip
+
+__all__ = [
+    "BankProblem",
+    "CipProblem",
+    "CipSolution",
+    "ExactCip",
+    "Status",
+    "least_smoothness",
+]

@@ -1,0 +1,157 @@
+"""Do potentials exist? Eq. (2) as a system of difference constraints, for a whole batch.
+
+u_i - u_j >= w_ij has a solution iff the complete digraph with weights w has no positive cycle.
+The max-plus closure D (the longest path from j to i) decides that, and gives the potentials:
+every column of D is the lowest potential that vanishes at its own neighbor, minus every row the
+highest. With w = s + t / M, the least M is a minimum-ratio-cycle problem, solved exactly here by
+Newton's method on 1/M. Arrays are (K,K,B), batch last; neighbors not in use have weight -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otad.cip.gram import Gram, ShiftedGram, gram_of
+from otad.cip.problem import RowProblem
+
+POTENTIALS = ("canonical", "lowest", "highest")
+_MOST_NEWTON_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """u_i - u_j >= rise_ij + bend_ij * flatness, flatness = 1 / M, for the active neighbors.
+
+    A cycle counts as positive above `floor` (B,): the rounding error of its terms.
+    """
+
+    rise: Tensor
+    bend: Tensor
+    active: Tensor
+    noise: float
+
+    @staticmethod
+    def of(shifted: ShiftedGram, active: Tensor, noise: float) -> Constraints:
+        return Constraints(*shifted.difference_bounds(), active, noise)
+
+    def weights(self, flatness: Tensor) -> Tensor:
+        """w (K,K,B), with -inf wherever a neighbor is left out, and 0 on the diagonal."""
+        weights = _between_active(self.rise + self.bend * flatness, self.active, -torch.inf)
+        weights.diagonal(dim1=0, dim2=1).zero_()
+        return weights
+
+    def floor(self, flatness: Tensor) -> Tensor:
+        size = self.rise.abs() + self.bend * flatness.abs()
+        return 4 * self.noise * _between_active(size, self.active, 0.0).amax((0, 1))
+
+    def columns(self, rows: Tensor) -> Constraints:
+        return Constraints(
+            self.rise[..., rows], self.bend[..., rows], self.active[:, rows], self.noise
+        )
+
+
+def _between_active(values: Tensor, active: Tensor, fill: float) -> Tensor:
+    """values (K,K,B) with `fill` wherever one of the two neighbors is left out."""
+    if bool(active.all()):
+        return values
+    return values.masked_fill(~(active[:, None] & active[None]), fill)
+
+
+def closure(weights: Tensor) -> Tensor:
+    """Longest paths D (K,K,B): D_ij = max over paths from j to i. O(K^3) per row."""
+    longest = weights.clone()
+    for k in range(len(longest)):
+        torch.maximum(longest, longest[:, k, None] + longest[None, k], out=longest)
+    return longest
+
+
+def has_positive_cycle(longest: Tensor, floor: Tensor) -> Tensor:
+    """(B,) from a closure."""
+    return longest.diagonal(dim1=0, dim2=1).amax(1) > floor
+
+
+def potentials(longest: Tensor, active: Tensor, rule: str) -> Tensor:
+    """Feasible potentials (K,B), mean zero over the active neighbors, zero elsewhere.
+
+    The lowest (mean column of D), the highest (minus the mean row), or the canonical one in the
+    middle: deterministic, and equivariant to the order of the neighbors.
+    """
+    count = active.sum(0)
+    longest = _between_active(longest, active, 0.0)
+    lowest, highest = longest.sum(1) / count, -longest.sum(0) / count
+    chosen = {"lowest": lowest, "highest": highest, "canonical": (lowest + highest) / 2}[rule]
+    return torch.where(active, chosen - chosen.sum(0) / count, 0.0)
+
+
+def greatest_flatness(constraints: Constraints) -> Tensor:
+    """The largest 1/M (B,) without a positive cycle: +inf if any M > 0 does, <= 0 if none does.
+
+    Newton's method from above. A closed walk of value s(C) + t(C)/M > 0 proves that 1/M must not
+    exceed -s(C)/t(C); the closure hands over the longest such walk and its t(C), so every step is
+    a valid bound, and the last is attained by the critical cycle.
+    """
+    bend, active = constraints.bend, constraints.active
+    # Cycles of two neighbors give the first bound.
+    rise2, bend2 = (m + m.transpose(0, 1) for m in (constraints.rise, bend))
+    size = _between_active(bend, active, 0.0).amax((0, 1))
+    ratio = (-rise2 / bend2).masked_fill(bend2 <= 4 * constraints.noise * size, torch.inf)
+    flatness = _between_active(ratio, active, torch.inf).amin((0, 1))
+    todo = flatness.isfinite().nonzero()[:, 0]
+    for _ in range(_MOST_NEWTON_STEPS):
+        if len(todo) == 0:
+            break
+        part = constraints.columns(todo)
+        bound = _walk_bound(part, flatness[todo])
+        better = bound < flatness[todo]
+        todo = todo[better]
+        flatness[todo] = bound[better]
+    return flatness
+
+
+def _walk_bound(constraints: Constraints, flatness: Tensor) -> Tensor:
+    """The best bound on 1/M from the longest closed walk through each neighbor (B,)."""
+    longest = constraints.weights(flatness)
+    slope = constraints.bend.clone()
+    slope.diagonal(dim1=0, dim2=1).zero_()
+    for k in range(len(longest)):
+        path = longest[:, k, None] + longest[None, k]
+        longer = path > longest
+        longest = torch.where(longer, path, longest)
+        slope = torch.where(longer, slope[:, k, None] + slope[None, k], slope)
+    gain = longest.diagonal(dim1=0, dim2=1).mT
+    rate = slope.diagonal(dim1=0, dim2=1).mT
+    positive = (gain > constraints.floor(flatness)) & (rate > 0)
+    return (flatness - gain / rate).masked_fill(~positive, torch.inf).amin(0)
+
+
+def critical(constraints: Constraints, flatness: Tensor) -> Tensor:
+    """The neighbors (K,B) on the cycle that forbids a greater flatness than `flatness` (B,)."""
+    beyond = flatness + max(1e-7, 8 * constraints.noise) * flatness.abs()
+    gain = closure(constraints.weights(beyond)).diagonal(dim1=0, dim2=1).mT
+    worst = gain.amax(0)
+    return constraints.active & (gain > 0) & (gain >= worst * 2.0 ** -len(gain))
+
+
+def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor:
+    """The least L (B,) for which potentials exist with the problem's strong convexity.
+
+    An infimum: equal to the strong convexity where every L above it will do (one neighbor, equal
+    images), infinite where none does. The problem's own `smoothness` plays no part.
+    """
+    with torch.no_grad():
+        gram = gram_of(problem, chunk)
+        return _least_smoothness(gram, problem.strong_convexity)
+
+
+def _least_smoothness(gram: Gram, strong_convexity: Tensor) -> Tensor:
+    active = torch.ones_like(gram.tilt, dtype=torch.bool)
+    constraints = Constraints.of(gram.shifted(strong_convexity), active, gram.noise)
+    return strong_convexity + modulus(greatest_flatness(constraints))
+
+
+def modulus(flatness: Tensor) -> Tensor:
+    """M = 1 / flatness, infinite for flatness <= 0."""
+    return torch.where(flatness > 0, 1 / flatness, torch.inf)

@@ -1,0 +1,78 @@
+"""The answer as a differentiable function of the query.
+
+The multipliers solve a linear system on their support, so with the sensitivity H (B,K,K) of the
+multipliers to the K lines <z~_i, x'> the derivatives are
+
+    d lambda / dx' = H Z~,      dz'/dx' = l I + Z~^T H Z~,      dv/dx' = z'.
+
+dz'/dx' is symmetric with eigenvalues in [l, L], so the backward pass is one more solve of the same
+kind: two products with the neighbors. The potentials do not depend on the query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otad.cip.gram import full_precision, rows_per_block
+from otad.cip.problem import RowProblem, blocks
+
+
+def assemble(
+    problem: RowProblem, multipliers: Tensor, strong_convexity: Tensor, chunk: int | None
+) -> Tensor:
+    """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows."""
+    image = torch.empty_like(problem.query)
+    bent = bool(strong_convexity.any())
+    with full_precision(image.device):
+        for rows, part in blocks(problem, rows_per_block(problem, chunk)):
+            weight = multipliers[rows, None].to(image.dtype)
+            answer = (weight @ part.images)[:, 0]
+            if bent:
+                low = strong_convexity[rows, None].to(image.dtype)
+                answer = answer - low * ((weight @ part.anchors)[:, 0] - part.query)
+            image[rows] = answer
+    return image
+
+
+class ImplicitMap(torch.autograd.Function):
+    """query -> (image, value, multipliers); everything else is a constant of the map."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        problem: RowProblem,
+        multipliers: Tensor,
+        value: Tensor,
+        sensitivity: Tensor,
+        strong_convexity: Tensor,
+        chunk: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        image = assemble(problem, multipliers, strong_convexity, chunk)
+        ctx.problem, ctx.chunk = problem, chunk
+        ctx.save_for_backward(image, sensitivity, strong_convexity)
+        # Copies: an output that shares memory with an input would confuse autograd.
+        return image, value.clone(), multipliers.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, image_grad: Tensor, value_grad: Tensor, multiplier_grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        image, sensitivity, strong_convexity = ctx.saved_tensors
+        dtype = image.dtype
+        low = strong_convexity.to(dtype)[:, None]
+        grad = low * image_grad + value_grad[:, None] * image
+        bent = bool(strong_convexity.any())
+        with full_precision(image.device):
+            for rows, part in blocks(ctx.problem, rows_per_block(ctx.problem, ctx.chunk)):
+                lines = part.images
+                if bent:
+                    lines = lines - low[rows, :, None] * (part.anchors - part.query[:, None])
+                pull = (lines @ image_grad[rows, :, None])[..., 0] + multiplier_grad[rows]
+                push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
+                grad[rows] += (push[:, None] @ lines)[:, 0]
+        return grad, None, None, None, None, None, None

@@ -1,0 +1,324 @@
+"""The convex integration problem of one query batch, and the judge of any answer to it.
+
+For a query x' with neighbors x_i (anchors) whose features are z_i (images), a potential h that is
+`strong_convexity`-strongly convex and `smoothness`-smooth has to satisfy h(x_i) = u_i and
+grad h(x_i) = z_i. With a_i = x_i - x', the shift z~_i = z_i - l a_i and M = L - l, the values u_i
+and the answer (v, z') = (h(x'), grad h(x')) obey
+
+    (2)  u~_i >= u~_j + <z~_j, a_i - a_j> + |z~_i - z~_j|^2 / (2M)             for all i != j
+    (3)  minimize v  subject to  v >= q_i(z') for all i,
+         q_i(z) = u~_i - <z~_i, a_i> + |z - z~_i|^2 / (2M),      u~_i = u_i - (l/2) |a_i|^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor
+from otad.cip.solution import CipSolution
+from otad.errors import InputError
+
+_JUDGE_BYTES = 2**26  # float64 working memory of one block of rows under judgment
+
+
+@dataclass(frozen=True, eq=False)
+class CipProblem:
+    """Queries (B,d) with their anchors (B,K,d) and images (B,K,d), all of one dtype and device.
+
+    `smoothness` (L > 0) and `strong_convexity` (l < L, may be negative) are numbers or one value
+    per row; they are kept as float64 tensors (B,). Gradients flow through `query` alone.
+    """
+
+    query: Tensor
+    anchors: Tensor
+    images: Tensor
+    smoothness: Tensor
+    strong_convexity: Tensor
+
+    def __init__(
+        self,
+        query: Tensor,
+        anchors: Tensor,
+        images: Tensor,
+        smoothness: float | Tensor,
+        strong_convexity: float | Tensor = 0.0,
+    ) -> None:
+        check_tensor(query, "query", "B,d")
+        check_tensor(anchors, "anchors", "B,K,d")
+        check_tensor(images, "images", "B,K,d")
+        batch, dim = query.shape
+        check_shape(anchors, "anchors", (batch, anchors.shape[1], dim), "(B,K,d) to match query")
+        check_shape(images, "images", tuple(anchors.shape), "to match anchors")
+        for name, tensor in (("anchors", anchors), ("images", images)):
+            check_alike(tensor, name, query, "query")
+            _refuse_gradient(tensor, name)
+        curvature = _curvature(smoothness, strong_convexity, query)
+        self._fill(query, anchors, images, *curvature)
+
+    def _fill(self, *values: Tensor) -> None:
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(B, K, d)."""
+        batch, count, dim = self.anchors.shape
+        return batch, count, dim
+
+    def rows(self, start: int, stop: int) -> CipProblem:
+        """The problem of rows start..stop, sharing memory with this one."""
+        part = object.__new__(CipProblem)
+        part._fill(*(getattr(self, name)[start:stop] for name in self.__dataclass_fields__))
+        return part
+
+    def residual(self, solution: CipSolution) -> Tensor:
+        """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
+        return kkt_residual(self, solution)
+
+
+@dataclass(frozen=True, eq=False)
+class BankProblem:
+    """The same problem with neighbors named by `indices` (B,K) into a bank of pairs (N,d).
+
+    Rows are gathered only while a block of them is worked on, so a batch never needs its
+    B*K*d neighbors in memory at once. The bank may be half precision and may live on another
+    device (or memory-mapped on disk); it is taken to be finite.
+    """
+
+    query: Tensor
+    inputs: Tensor
+    features: Tensor
+    indices: Tensor
+    smoothness: Tensor
+    strong_convexity: Tensor
+
+    def __init__(
+        self,
+        query: Tensor,
+        inputs: Tensor,
+        features: Tensor,
+        indices: Tensor,
+        smoothness: float | Tensor,
+        strong_convexity: float | Tensor = 0.0,
+    ) -> None:
+        check_tensor(query, "query", "B,d")
+        check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
+        check_tensor(features, "features", "N,d", dtypes=STORAGE_DTYPES, finite=False)
+        check_tensor(indices, "indices", "B,K", dtypes=(torch.int64,), finite=False)
+        batch, dim = query.shape
+        check_shape(inputs, "inputs", (inputs.shape[0], dim), "(N,d) to match query")
+        check_shape(features, "features", tuple(inputs.shape), "to match inputs")
+        check_shape(indices, "indices", (batch, indices.shape[1]), "(B,K) to match query")
+        check_alike(features, "features", inputs, "inputs")
+        for name, tensor in (("inputs", inputs), ("features", features)):
+            _refuse_gradient(tensor, name)
+        low, high = (int(bound) for bound in torch.aminmax(indices))
+        if low < 0 or high >= len(inputs):
+            raise InputError(
+                f"indices: expected bank rows 0 to {len(inputs) - 1}, got {low} to {high}"
+            )
+        curvature = _curvature(smoothness, strong_convexity, query)
+        values = (query, inputs, features, indices.to(inputs.device), *curvature)
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(B, K, d)."""
+        batch, count = self.indices.shape
+        return batch, count, self.query.shape[1]
+
+    def rows(self, start: int, stop: int) -> CipProblem:
+        """Gather rows start..stop into a dense problem in the query's dtype and device."""
+        query, indices = self.query[start:stop], self.indices[start:stop]
+        part = object.__new__(CipProblem)
+        part._fill(
+            query,
+            self.inputs[indices].to(query.device, query.dtype),
+            self.features[indices].to(query.device, query.dtype),
+            self.smoothness[start:stop],
+            self.strong_convexity[start:stop],
+        )
+        return part
+
+    def residual(self, solution: CipSolution) -> Tensor:
+        """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
+        return kkt_residual(self, solution)
+
+
+class RowProblem(Protocol):
+    """What a solver needs: sizes, curvature per row, and dense blocks of rows on demand."""
+
+    @property
+    def query(self) -> Tensor: ...
+    @property
+    def smoothness(self) -> Tensor: ...
+    @property
+    def strong_convexity(self) -> Tensor: ...
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    def rows(self, start: int, stop: int) -> CipProblem: ...
+
+
+def blocks(problem: RowProblem, chunk: int) -> Iterator[tuple[slice, CipProblem]]:
+    """Dense blocks of at most `chunk` rows, each with its place in the batch."""
+    batch = problem.shape[0]
+    for start in range(0, batch, chunk):
+        stop = min(start + chunk, batch)
+        yield slice(start, stop), problem.rows(start, stop)
+
+
+def map_curvature(problem: RowProblem, solution: CipSolution) -> tuple[Tensor, Tensor]:
+    """(L, l) of the map x' -> z', each (B,): its Jacobian has eigenvalues in [l, L]."""
+    asked = solution.mode == "paper"
+    source = problem if asked else solution
+    return source.smoothness, source.strong_convexity
+
+
+def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
+    """The largest violation of the optimality conditions, per row (B,), computed in float64.
+
+    From the raw data and the solution alone, however it was found: the potentials obey (2) with
+    the curvature the solution used; v >= q_i(z'); multipliers >= 0, zero on neighbors left out,
+    summing to 1; multiplier times slack is 0; z' = sum_i lambda_i z~_i. Each is divided by the
+    natural size of its terms (see `relative`), so the number has no unit. A row without an
+    answer (NaN) grades as infinity.
+    """
+    batch, count, dim = problem.shape
+    if solution.multipliers.shape != (batch, count):
+        raise InputError(
+            f"solution: expected multipliers of shape {(batch, count)}, "
+            f"got {tuple(solution.multipliers.shape)}"
+        )
+    chunk = max(1, _JUDGE_BYTES // (32 * count * dim))
+    with torch.no_grad():
+        parts = [_grade(part, solution.rows(rows)) for rows, part in blocks(problem, chunk)]
+    return torch.cat(parts)
+
+
+def _grade(problem: CipProblem, solution: CipSolution) -> Tensor:
+    query, anchors, images = (
+        t.double() for t in (problem.query, problem.anchors, problem.images)
+    )
+    point, value, weight, potential = (
+        t.double()
+        for t in (solution.image, solution.value, solution.multipliers, solution.potentials)
+    )
+    active = solution.active
+    offset = anchors - query[:, None]
+    square = offset.square().sum(-1)
+
+    def shifted(smoothness: Tensor, strong_convexity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        low = strong_convexity[:, None]
+        return (
+            images - low[..., None] * offset,
+            (potential - low / 2 * square).masked_fill(~active, 0.0),
+            (smoothness - strong_convexity)[:, None],
+        )
+
+    # Eq. (2), with the curvature the potentials were found for.
+    image, level, modulus = shifted(solution.smoothness, solution.strong_convexity)
+    slope = image @ offset.mT  # slope[j, i] = <z~_j, a_i>
+    drop = (slope - slope.diagonal(dim1=1, dim2=2)[..., None]).mT  # <z~_j, a_i - a_j> at [i, j]
+    spread = torch.cdist(image, image, compute_mode="donot_use_mm_for_euclid_dist").square()
+    excess = level[:, None, :] + drop + spread / (2 * modulus[..., None]) - level[:, :, None]
+    pairs = active[:, :, None] & active[:, None, :]
+    potential_gap = excess.masked_fill(~pairs, 0.0).amax((1, 2))
+
+    # Eq. (3), with the curvature of the map.
+    map_smoothness, map_convexity = map_curvature(problem, solution)
+    image, level, modulus = shifted(map_smoothness, map_convexity)
+    distance = (point[:, None] - image).square().sum(-1)
+    bound = level - (image * offset).sum(-1) + distance / (2 * modulus)
+    slack = value[:, None] - bound
+    image_size = image.norm(dim=-1).masked_fill(~active, 0.0).amax(1)
+    return relative(
+        value_gap=torch.maximum(potential_gap, (-slack).masked_fill(~active, 0.0).amax(1)),
+        complementarity=(weight * slack.masked_fill(~active, 0.0)).abs().sum(1),
+        stationarity=(point - (weight[:, None] @ image)[:, 0]).norm(dim=-1),
+        multipliers=weight,
+        active=active,
+        image_size=image_size,
+        offset_size=square.sqrt().masked_fill(~active, 0.0).amax(1),
+        modulus=modulus[:, 0],
+    )
+
+
+def relative(
+    *,
+    value_gap: Tensor,
+    complementarity: Tensor,
+    stationarity: Tensor,
+    multipliers: Tensor,
+    active: Tensor,
+    image_size: Tensor,
+    offset_size: Tensor,
+    modulus: Tensor,
+) -> Tensor:
+    """One dimensionless residual (B,) out of the violations of one batch.
+
+    Features are measured against the largest |z~_i|, values of the potential against the largest
+    |z~_i| |a_i| + |z~_i|^2 / (2M): the sizes of the terms whose difference each condition is.
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    value_size = image_size * offset_size + image_size.square() / (2 * modulus)
+    off_simplex = torch.stack(
+        (
+            (-multipliers).amax(1),
+            multipliers.masked_fill(active, 0.0).abs().amax(1),
+            (multipliers.sum(1) - 1).abs(),
+        )
+    ).amax(0)
+    in_value = torch.maximum(value_gap, complementarity) / value_size.clamp_min(tiny)
+    in_feature = stationarity / image_size.clamp_min(tiny)
+    worst = torch.maximum(torch.maximum(in_value, in_feature), off_simplex).clamp_min(0.0)
+    return worst.nan_to_num(nan=torch.inf)
+
+
+def _curvature(
+    smoothness: float | Tensor, strong_convexity: float | Tensor, query: Tensor
+) -> tuple[Tensor, Tensor]:
+    high = _per_row(smoothness, "smoothness", query)
+    low = _per_row(strong_convexity, "strong_convexity", query)
+    for bad, name, rule in (
+        (high <= 0, "smoothness", "above 0"),
+        (high <= low, "smoothness", "above strong_convexity"),
+    ):
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            raise InputError(
+                f"{name}: expected a value {rule}, got smoothness {high[row].item()} "
+                f"and strong_convexity {low[row].item()} in row {row}"
+            )
+    return high, low
+
+
+def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
+    batch = len(query)
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            value = value.expand(batch)
+        check_tensor(value, name, "B")
+        check_shape(value, name, (batch,), "(one value per query) or a number")
+        if value.device != query.device:
+            raise InputError(f"{name}: expected device {query.device}, got {value.device}")
+        return value.detach().double()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(
+            f"{name}: expected a number or a tensor (B,), got {type(value).__name__}"
+        )
+    row = torch.full((batch,), float(value), dtype=torch.float64, device=query.device)
+    return check_tensor(row, name, "B")
+
+
+def _refuse_gradient(tensor: Tensor, name: str) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name}: expected a constant (gradients flow through query alone), "
+            "got a tensor that requires grad; detach it"
+        )

@@ -1,0 +1,173 @@
+"""Concave quadratic maximization over the simplex, exact and for a whole batch at once.
+
+    maximize  c . w - w^T G w / 2     over  w >= 0, sum w = 1
+
+A primal active-set method: the weights in the basis S solve the problem on the affine hull of S;
+a neighbor outside S with a positive gain enters, one whose weight turns negative leaves. Each
+round is ONE symmetric pivot per unfinished row on the tableau
+
+    T = [ -N       N G_SR      ]        N: inverse of the bordered matrix [G_SS 1; 1^T 0], S block
+        [ G_RS N   Schur block ]        R: the neighbors outside S
+
+kept up to date by a rank-one change of size K x K. The objective rises with every step, so no
+basis returns and the method ends after finitely many pivots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+_MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is reported, not hidden
+
+
+@dataclass(frozen=True)
+class SimplexOptimum:
+    """`weights` (K,B); `sensitivity` (K,K,B) = d weights / d linear; `solved` (B,)."""
+
+    weights: Tensor
+    sensitivity: Tensor
+    solved: Tensor
+
+
+def maximize_on_simplex(
+    gram: Tensor, linear: Tensor, active: Tensor, tolerance: float
+) -> SimplexOptimum:
+    """Maximize linear . w - w^T gram w / 2 over the simplex of the active neighbors, per column.
+
+    `gram` (K,K,B) positive semidefinite up to the relative error `tolerance`, `linear` (K,B),
+    `active` (K,B) with at least one True in each column.
+    """
+    scale = gram.diagonal(dim1=0, dim2=1).mT.amax(0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    quadratic, linear = gram / scale, linear / scale
+    state = _start(quadratic, linear, active, tolerance)
+    weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
+    solved = torch.zeros_like(scale, dtype=torch.bool)
+    place = torch.arange(linear.shape[1], device=linear.device)
+
+    for _ in range(_MOST_ROUNDS + 10 * len(linear)):
+        done = _advance(state, tolerance)
+        left = (~done).nonzero()[:, 0]
+        if 2 * len(left) <= len(place):  # put finished rows away, go on with the rest
+            finished = done.nonzero()[:, 0]
+            rows, ended = place[finished], state.columns(finished)
+            weights[:, rows] = ended.weights
+            basis = ended.basis.to(linear.dtype)
+            inverse[..., rows] = ended.tableau * -basis[:, None] * basis[None]
+            solved[rows] = True
+            place, state = place[left], state.columns(left)
+        if len(left) == 0:
+            break
+
+    weights = _refined(quadratic, linear, weights, inverse)
+    return SimplexOptimum(weights, inverse / scale, solved & weights.isfinite().all(0))
+
+
+@dataclass
+class _State:
+    tableau: Tensor  # (K,K,B)
+    target: Tensor  # (K,B): in the basis the affine optimum, outside it the gain of entering
+    weights: Tensor  # (K,B) feasible, zero outside basis and entering
+    basis: Tensor  # (K,B) bool
+    barred: Tensor  # (K,B) bool: not allowed to enter
+    entering: Tensor  # (B,) neighbor that enters in the next round, or -1
+    gain_floor: Tensor  # (B,) gains up to this count as zero
+
+    def columns(self, keep: Tensor) -> _State:
+        return _State(*(getattr(self, field.name).index_select(-1, keep) for field in fields(self)))
+
+
+def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) -> _State:
+    """The basis of the single best neighbor."""
+    square = quadratic.diagonal(dim1=0, dim2=1).mT
+    best = (linear - square / 2).masked_fill(~active, -torch.inf).max(0).indices[None]  # (1,B)
+    row = _pick(quadratic, best)
+    corner = row.gather(0, best)
+    gain = linear - row - linear.gather(0, best) + corner
+    tableau = quadratic - row[:, None] - row[None] + corner
+    basis = torch.zeros_like(active).scatter_(0, best, True)
+    _put(tableau, best, (~basis).to(linear.dtype))
+    weights = basis.to(linear.dtype)
+    return _State(
+        tableau=tableau,
+        target=torch.where(basis, weights, gain),
+        weights=weights,
+        basis=basis,
+        barred=~active,
+        entering=torch.full_like(best[0], -1),
+        gain_floor=tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0)),
+    )
+
+
+def _pick(matrix: Tensor, index: Tensor) -> Tensor:
+    """Row index[b] of every matrix: (K,K,B), (1,B) -> (K,B)."""
+    return matrix.gather(0, index[None].expand(1, *matrix.shape[1:]))[0]
+
+
+def _put(matrix: Tensor, index: Tensor, row: Tensor) -> None:
+    """Write (K,B) as row and as column index[b] of every matrix (K,K,B)."""
+    place = index[None].expand(1, *matrix.shape[1:])
+    matrix.scatter_(0, place, row[None])
+    matrix.scatter_(1, place.transpose(0, 1), row[:, None])
+
+
+def _advance(state: _State, tolerance: float) -> Tensor:
+    """One pivot in every unfinished row; True for the rows that are finished (B,)."""
+    target, basis, weights = state.target, state.basis, state.weights
+    due = state.entering >= 0
+    # Weights that would turn negative: go towards the target until the first reaches zero.
+    negative = basis & (target < -tolerance)
+    blocked = negative.any(0) & ~due
+    step, leaving = (weights / (weights - target)).masked_fill(~negative, torch.inf).min(0)
+    # Otherwise the target is the new point, and the neighbor with the largest gain may enter.
+    gain, best = target.masked_fill(basis | state.barred, -torch.inf).max(0)
+    done = ~blocked & ~due & (gain <= state.gain_floor)
+    moving = ~blocked & ~due & ~done
+    column = _pick(state.tableau, best[None])
+    # No curvature along the entering direction: move until a weight vanishes, exchange the two.
+    flat = moving & (column.gather(0, best[None])[0] <= tolerance)
+    limit = (target / column).masked_fill(~(basis & (column > tolerance)), torch.inf)
+    reach, exchanged = limit.min(0)
+
+    point = torch.where(basis, target, 0.0)
+    moved = torch.where(blocked, weights + step * (point - weights), point)
+    moved = torch.where(flat & basis, moved - reach * column, moved)
+    moved.scatter_(0, best[None], torch.where(flat, reach, moved.gather(0, best[None])[0])[None])
+    state.weights = torch.where(due, weights, moved).clamp_min_(0.0)
+
+    pivot = torch.where(due, state.entering, best)
+    pivot = torch.where(blocked, leaving, torch.where(flat, exchanged, pivot))
+    outward = blocked | flat
+    state.entering = torch.where(flat, best, -1)
+    _pivot(state, pivot[None], outward, ~done)
+    return done
+
+
+def _pivot(state: _State, pivot: Tensor, outward: Tensor, go: Tensor) -> None:
+    """Symmetric pivot on entry (p,p) of every row in `go`: p leaves (outward) or joins S."""
+    column = _pick(state.tableau, pivot)
+    height = column.gather(0, pivot)[0]
+    scaled = torch.where(go, column / height, 0.0)  # finished rows stay as they are
+    aim = state.target.gather(0, pivot)
+    state.target.addcmul_(scaled, aim, value=-1)
+    state.tableau.addcmul_(scaled[:, None], column[None], value=-1)
+
+    sign = torch.where(outward, -1.0, 1.0)
+    new_row = torch.where(go, sign * scaled, column)
+    new_row.scatter_(0, pivot, torch.where(go, -1 / height, height)[None])
+    _put(state.tableau, pivot, new_row)
+    state.target.scatter_(0, pivot, torch.where(go, sign * aim[0] / height, aim[0])[None])
+    joined = torch.where(go, ~outward, state.basis.gather(0, pivot)[0])
+    state.basis.scatter_(0, pivot, joined[None])
+
+
+def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    """One step of iterative refinement removes what the pivots have gathered in rounding."""
+    gap = linear - (quadratic * weights[None]).sum(1)
+    gap = gap - (weights * gap).sum(0)  # the inverse ignores constants; do not round them in
+    better = weights + (inverse * gap[None]).sum(1)
+    better = better.clamp_min(0.0)
+    return better / better.sum(0)
