@@ -7,14 +7,15 @@ rows, and are float64 whatever the data is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from otad.cip.problem import CipProblem, RowProblem, blocks
+from otad.cip.problem import RowProblem, blocks
 
 _BLOCK_BYTES = {"cpu": 2**22, "cuda": 2**29}  # one cache-sized or one GPU-filling block
 
@@ -23,55 +24,49 @@ _BLOCK_BYTES = {"cpu": 2**22, "cuda": 2**29}  # one cache-sized or one GPU-filli
 class Gram:
     """Inner products of offsets a_i = x_i - x' and centered images c_i = z_i - z_1.
 
-    `offsets` (K,K,B) <a_i, a_j>, `cross` (K,K,B) <c_i, a_j>, `images` (K,K,B) <c_i, c_j>,
-    `tilt` (K,B) <z_1, a_i>, `center` (B,) |z_1|; `noise` is the relative rounding error of all.
+    `cross` (K,K,B) <c_i, a_j>, `images` (K,K,B) <c_i, c_j>, `tilt` (K,B) <z_1, a_i>,
+    `squared_distance` (K,B) |a_i|^2, `center` (B,) |z_1|, and `offsets` (K,K,B) <a_i, a_j> where a
+    strong convexity other than 0 asks for them; `noise` is the relative rounding error of all.
     """
 
-    offsets: Tensor
     cross: Tensor
     images: Tensor
     tilt: Tensor
+    squared_distance: Tensor
     center: Tensor
+    offsets: Tensor | None
     noise: float
 
     @property
     def count(self) -> int:
         return self.tilt.shape[0]
 
-    @property
-    def squared_distance(self) -> Tensor:
-        """|x_i - x'|^2 (K,B)."""
-        return self.offsets.diagonal(dim1=0, dim2=1).mT
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Gram:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return Gram(**changed)
 
     @property
     def is_finite(self) -> Tensor:
         """Whether no product overflowed (B,)."""
-        sums = self.offsets.sum((0, 1)) + self.images.sum((0, 1)) + self.tilt.sum(0)
-        return (sums + self.cross.sum((0, 1)) + self.center).isfinite()
+        sums = self.cross.sum((0, 1)) + self.images.sum((0, 1)) + self.tilt.sum(0) + self.center
+        return (sums + self.squared_distance.sum(0)).isfinite()
 
     def zeroed(self, rows: Tensor) -> Gram:
         """The same with all products of the rows marked (B,) set to zero."""
-        parts = (self.offsets, self.cross, self.images, self.tilt, self.center)
-        return Gram(*(part.masked_fill(rows, 0.0) for part in parts), noise=self.noise)
+        return self._map(lambda part: part.masked_fill(rows, 0.0))
+
+    def columns(self, rows: Tensor) -> Gram:
+        """The products of some rows of the batch."""
+        return self._map(lambda part: part[..., rows])
 
     def shift_of_levels(self, strong_convexity: Tensor) -> Tensor:
         """u_i - u~_i (K,B): what the shift by l and the centering of images take off h(x_i)."""
         return strong_convexity / 2 * self.squared_distance + self.tilt
 
-    def columns(self, rows: Tensor) -> Gram:
-        """The products of some rows of the batch."""
-        return Gram(
-            self.offsets[..., rows],
-            self.cross[..., rows],
-            self.images[..., rows],
-            self.tilt[..., rows],
-            self.center[rows],
-            self.noise,
-        )
-
     def shifted(self, strong_convexity: Tensor) -> ShiftedGram:
         """The products after the shift z~_i = z_i - l a_i that makes l = 0."""
-        if not bool(strong_convexity.any()):
+        if self.offsets is None:
             return ShiftedGram(self.cross, self.images)
         low = strong_convexity
         cross = self.cross - low * self.offsets
@@ -89,12 +84,12 @@ class ShiftedGram:
     @property
     def self_cross(self) -> Tensor:
         """<c~_i, a_i> (K,B)."""
-        return self.cross.diagonal(dim1=0, dim2=1).mT
+        return _diagonal(self.cross)
 
     @property
     def image_square(self) -> Tensor:
         """|c~_i|^2 (K,B)."""
-        return self.images.diagonal(dim1=0, dim2=1).mT
+        return _diagonal(self.images)
 
     def difference_bounds(self) -> tuple[Tensor, Tensor]:
         """(s, t), each (K,K,B), such that eq. (2) reads u~_i - u~_j >= s_ij + t_ij / M."""
@@ -113,54 +108,69 @@ def rows_per_block(problem: RowProblem, chunk: int | None) -> int:
     return max(1, budget // (2 * count * dim * problem.query.element_size()))
 
 
-def gram_of(problem: RowProblem, chunk: int | None) -> Gram:
-    """One pass over the neighbors of the whole batch, in blocks of rows."""
+def gram_of(problem: RowProblem, chunk: int | None, *, bends: bool) -> Gram:
+    """One pass over the neighbors of the whole batch, in blocks of rows.
+
+    `bends` says that some strong convexity is, or may become, other than 0.
+    """
     batch, count, _ = problem.shape
     query = problem.query
-    size = (2 * count, 2 * count, batch)
-    products = torch.empty(size, dtype=torch.float64, device=query.device)
+    new = partial(torch.empty, dtype=torch.float64, device=query.device)
+    # Rows of the stack: a_1..a_K, then z_1 in the place of c_1 = 0, then c_2..c_K.
+    first = 0 if bends else count
+    products, squares = new(2 * count - first, 2 * count, batch), new(count, batch)
     with full_precision(query.device):
-        for rows, part in blocks(problem, rows_per_block(problem, chunk)):
-            stack = _stack(part)
-            products[..., rows] = torch.bmm(stack, stack.mT).permute(1, 2, 0)
-    # Row K of the stack holds z_1 itself, as c_1 = 0 needs no place.
-    center = products[count, count].sqrt()
-    tilt = products[count, :count].clone()
-    products[count] = 0.0
-    products[:, count] = 0.0
+        for rows in blocks(batch, rows_per_block(problem, chunk)):
+            stack = _stack(problem, rows)
+            products[..., rows] = torch.bmm(stack[:, first:], stack.mT).permute(1, 2, 0)
+            if not bends:
+                squares[:, rows] = torch.linalg.vector_norm(stack[:, :count], dim=2).mT
+    lower = products[count - first :]
+    tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
+    lower[0] = 0.0
+    lower[:, count] = 0.0
+    offsets = products[:count, :count] if bends else None
     return Gram(
-        offsets=products[:count, :count],
-        cross=products[count:, :count],
-        images=products[count:, count:],
+        cross=lower[:, :count],
+        images=lower[:, count:],
         tilt=tilt,
+        squared_distance=squares.square() if offsets is None else _diagonal(offsets),
         center=center,
+        offsets=offsets,
         noise=2e-7 if query.dtype == torch.float32 else 1e-13,
     )
 
 
-def _stack(problem: CipProblem) -> Tensor:
-    """Rows a_1..a_K, z_1, c_2..c_K of every query: (B,2K,d)."""
-    batch, count, dim = problem.shape
-    # Column-major on the CPU, where batched products of row-major stacks are several times slower.
-    by_column = problem.query.device.type == "cpu"
-    shape = (batch, dim, 2 * count) if by_column else (batch, 2 * count, dim)
-    stack = problem.query.new_empty(shape)
-    stack = stack.mT if by_column else stack
-    torch.sub(problem.anchors, problem.query.detach()[:, None], out=stack[:, :count])
-    stack[:, count] = problem.images[:, 0]
-    torch.sub(problem.images[:, 1:], problem.images[:, :1], out=stack[:, count + 1 :])
+def _diagonal(matrix: Tensor) -> Tensor:
+    """(K,K,B) -> (K,B)."""
+    return matrix.diagonal(dim1=0, dim2=1).mT
+
+
+def _stack(problem: RowProblem, rows: slice) -> Tensor:
+    """Rows a_1..a_K, z_1, c_2..c_K of every query: (B,2K,d), in the query's dtype."""
+    query, images = problem.query.detach()[rows], problem.images_of(rows)
+    batch, count, dim = images.shape
+    stack = query.new_empty((batch, 2 * count, dim))
+    center = stack[:, count]
+    center.copy_(images[:, 0])
+    torch.sub(problem.anchors_of(rows), query[:, None], out=stack[:, :count])
+    torch.sub(images[:, 1:], center[:, None], out=stack[:, count + 1 :])
     return stack
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Float32 products in float32: no autocast and no TF32, whatever the caller has set."""
-    setting = torch.get_float32_matmul_precision()
-    if setting != "highest":
-        torch.set_float32_matmul_precision("highest")
+    """Float32 products in float32, by the plain BLAS, whatever the caller has set.
+
+    No autocast, no TF32; and no oneDNN, whose kernels for small batched products are reduced in
+    precision on some processors and many times slower than BLAS on others.
+    """
+    precision, onednn = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.enabled = False
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        if setting != "highest":
-            torch.set_float32_matmul_precision(setting)
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.mkldnn.enabled = onednn

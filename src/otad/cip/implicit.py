@@ -24,16 +24,18 @@ def assemble(
     problem: RowProblem, multipliers: Tensor, strong_convexity: Tensor, chunk: int | None
 ) -> Tensor:
     """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows."""
-    image = torch.empty_like(problem.query)
+    query = problem.query.detach()
+    image = torch.empty_like(query)
     bent = bool(strong_convexity.any())
     with full_precision(image.device):
-        for rows, part in blocks(problem, rows_per_block(problem, chunk)):
-            weight = multipliers[rows, None].to(image.dtype)
-            answer = (weight @ part.images)[:, 0]
+        for rows in blocks(len(image), rows_per_block(problem, chunk)):
+            weight = multipliers[rows, None]
+            answer = weight @ problem.images_of(rows).to(image.dtype)
             if bent:
-                low = strong_convexity[rows, None].to(image.dtype)
-                answer = answer - low * ((weight @ part.anchors)[:, 0] - part.query)
-            image[rows] = answer
+                mean = weight @ problem.anchors_of(rows).to(image.dtype)
+                low = strong_convexity[rows, None, None].to(image.dtype)
+                answer -= low * (mean - query[rows, None])
+            image[rows] = answer[:, 0]
     return image
 
 
@@ -68,10 +70,10 @@ class ImplicitMap(torch.autograd.Function):
         grad = low * image_grad + value_grad[:, None] * image
         bent = bool(strong_convexity.any())
         with full_precision(image.device):
-            for rows, part in blocks(ctx.problem, rows_per_block(ctx.problem, ctx.chunk)):
-                lines = part.images
-                if bent:
-                    lines = lines - low[rows, :, None] * (part.anchors - part.query[:, None])
+            for rows in blocks(len(grad), rows_per_block(ctx.problem, ctx.chunk)):
+                lines = ctx.problem.images_of(rows).to(dtype)
+                if bent:  # the part of z~_i that all neighbors share has no effect
+                    lines = lines - low[rows, :, None] * ctx.problem.anchors_of(rows).to(dtype)
                 pull = (lines @ image_grad[rows, :, None])[..., 0] + multiplier_grad[rows]
                 push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
                 grad[rows] += (push[:, None] @ lines)[:, 0]

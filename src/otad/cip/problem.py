@@ -58,11 +58,7 @@ class CipProblem:
             check_alike(tensor, name, query, "query")
             _refuse_gradient(tensor, name)
         curvature = _curvature(smoothness, strong_convexity, query)
-        self._fill(query, anchors, images, *curvature)
-
-    def _fill(self, *values: Tensor) -> None:
-        for name, value in zip(self.__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, name, value)
+        _fill(self, query, anchors, images, *curvature)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -70,11 +66,13 @@ class CipProblem:
         batch, count, dim = self.anchors.shape
         return batch, count, dim
 
-    def rows(self, start: int, stop: int) -> CipProblem:
-        """The problem of rows start..stop, sharing memory with this one."""
-        part = object.__new__(CipProblem)
-        part._fill(*(getattr(self, name)[start:stop] for name in self.__dataclass_fields__))
-        return part
+    def anchors_of(self, rows: slice) -> Tensor:
+        """The anchors of some rows, on the query's device."""
+        return self.anchors[rows]
+
+    def images_of(self, rows: slice) -> Tensor:
+        """The images of some rows, on the query's device."""
+        return self.images[rows]
 
     def residual(self, solution: CipSolution) -> Tensor:
         """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
@@ -123,9 +121,7 @@ class BankProblem:
                 f"indices: expected bank rows 0 to {len(inputs) - 1}, got {low} to {high}"
             )
         curvature = _curvature(smoothness, strong_convexity, query)
-        values = (query, inputs, features, indices.to(inputs.device), *curvature)
-        for name, value in zip(self.__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, name, value)
+        _fill(self, query, inputs, features, indices.to(inputs.device), *curvature)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -133,18 +129,13 @@ class BankProblem:
         batch, count = self.indices.shape
         return batch, count, self.query.shape[1]
 
-    def rows(self, start: int, stop: int) -> CipProblem:
-        """Gather rows start..stop into a dense problem in the query's dtype and device."""
-        query, indices = self.query[start:stop], self.indices[start:stop]
-        part = object.__new__(CipProblem)
-        part._fill(
-            query,
-            self.inputs[indices].to(query.device, query.dtype),
-            self.features[indices].to(query.device, query.dtype),
-            self.smoothness[start:stop],
-            self.strong_convexity[start:stop],
-        )
-        return part
+    def anchors_of(self, rows: slice) -> Tensor:
+        """The gathered anchors of some rows, on the query's device, in the bank's dtype."""
+        return self.inputs[self.indices[rows]].to(self.query.device)
+
+    def images_of(self, rows: slice) -> Tensor:
+        """The gathered images of some rows, on the query's device, in the bank's dtype."""
+        return self.features[self.indices[rows]].to(self.query.device)
 
     def residual(self, solution: CipSolution) -> Tensor:
         """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
@@ -152,7 +143,7 @@ class BankProblem:
 
 
 class RowProblem(Protocol):
-    """What a solver needs: sizes, curvature per row, and dense blocks of rows on demand."""
+    """What a solver needs: sizes, curvature per row, and the neighbors of any block of rows."""
 
     @property
     def query(self) -> Tensor: ...
@@ -162,15 +153,14 @@ class RowProblem(Protocol):
     def strong_convexity(self) -> Tensor: ...
     @property
     def shape(self) -> tuple[int, int, int]: ...
-    def rows(self, start: int, stop: int) -> CipProblem: ...
+    def anchors_of(self, rows: slice) -> Tensor: ...
+    def images_of(self, rows: slice) -> Tensor: ...
 
 
-def blocks(problem: RowProblem, chunk: int) -> Iterator[tuple[slice, CipProblem]]:
-    """Dense blocks of at most `chunk` rows, each with its place in the batch."""
-    batch = problem.shape[0]
+def blocks(batch: int, chunk: int) -> Iterator[slice]:
+    """Consecutive blocks of at most `chunk` rows."""
     for start in range(0, batch, chunk):
-        stop = min(start + chunk, batch)
-        yield slice(start, stop), problem.rows(start, stop)
+        yield slice(start, min(start + chunk, batch))
 
 
 def map_curvature(problem: RowProblem, solution: CipSolution) -> tuple[Tensor, Tensor]:
@@ -197,14 +187,16 @@ def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
         )
     chunk = max(1, _JUDGE_BYTES // (32 * count * dim))
     with torch.no_grad():
-        parts = [_grade(part, solution.rows(rows)) for rows, part in blocks(problem, chunk)]
+        parts = [_grade(problem, solution, rows) for rows in blocks(batch, chunk)]
     return torch.cat(parts)
 
 
-def _grade(problem: CipProblem, solution: CipSolution) -> Tensor:
+def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
     query, anchors, images = (
-        t.double() for t in (problem.query, problem.anchors, problem.images)
+        t.double() for t in (problem.query[rows], problem.anchors_of(rows), problem.images_of(rows))
     )
+    map_smoothness, map_convexity = (t[rows] for t in map_curvature(problem, solution))
+    solution = solution.rows(rows)
     point, value, weight, potential = (
         t.double()
         for t in (solution.image, solution.value, solution.multipliers, solution.potentials)
@@ -231,7 +223,6 @@ def _grade(problem: CipProblem, solution: CipSolution) -> Tensor:
     potential_gap = excess.masked_fill(~pairs, 0.0).amax((1, 2))
 
     # Eq. (3), with the curvature of the map.
-    map_smoothness, map_convexity = map_curvature(problem, solution)
     image, level, modulus = shifted(map_smoothness, map_convexity)
     distance = (point[:, None] - image).square().sum(-1)
     bound = level - (image * offset).sum(-1) + distance / (2 * modulus)
@@ -278,6 +269,11 @@ def relative(
     in_feature = stationarity / image_size.clamp_min(tiny)
     worst = torch.maximum(torch.maximum(in_value, in_feature), off_simplex).clamp_min(0.0)
     return worst.nan_to_num(nan=torch.inf)
+
+
+def _fill(frozen: CipProblem | BankProblem, *values: Tensor) -> None:
+    for name, value in zip(frozen.__dataclass_fields__, values, strict=True):
+        object.__setattr__(frozen, name, value)
 
 
 def _curvature(

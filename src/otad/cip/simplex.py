@@ -55,8 +55,7 @@ def maximize_on_simplex(
             finished = done.nonzero()[:, 0]
             rows, ended = place[finished], state.columns(finished)
             weights[:, rows] = ended.weights
-            basis = ended.basis.to(linear.dtype)
-            inverse[..., rows] = ended.tableau * -basis[:, None] * basis[None]
+            inverse[..., rows] = ended.tableau * -ended.basis[:, None] * ended.basis[None]
             solved[rows] = True
             place, state = place[left], state.columns(left)
         if len(left) == 0:
@@ -71,8 +70,8 @@ class _State:
     tableau: Tensor  # (K,K,B)
     target: Tensor  # (K,B): in the basis the affine optimum, outside it the gain of entering
     weights: Tensor  # (K,B) feasible, zero outside basis and entering
-    basis: Tensor  # (K,B) bool
-    barred: Tensor  # (K,B) bool: not allowed to enter
+    basis: Tensor  # (K,B) 1 in the basis, 0 outside
+    barrier: Tensor  # (K,B) 0 for those that may enter, -inf for the others
     entering: Tensor  # (B,) neighbor that enters in the next round, or -1
     gain_floor: Tensor  # (B,) gains up to this count as zero
 
@@ -88,15 +87,15 @@ def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) 
     corner = row.gather(0, best)
     gain = linear - row - linear.gather(0, best) + corner
     tableau = quadratic - row[:, None] - row[None] + corner
-    basis = torch.zeros_like(active).scatter_(0, best, True)
-    _put(tableau, best, (~basis).to(linear.dtype))
-    weights = basis.to(linear.dtype)
+    basis = torch.zeros_like(linear).scatter_(0, best, 1.0)
+    _put(tableau, best, 1 - basis)
+    out = torch.where(active, 0.0, -torch.inf).to(linear)
     return _State(
         tableau=tableau,
-        target=torch.where(basis, weights, gain),
-        weights=weights,
+        target=gain * (1 - basis) + basis,
+        weights=basis.clone(),
         basis=basis,
-        barred=~active,
+        barrier=out.scatter_(0, best, -torch.inf),
         entering=torch.full_like(best[0], -1),
         gain_floor=tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0)),
     )
@@ -115,53 +114,67 @@ def _put(matrix: Tensor, index: Tensor, row: Tensor) -> None:
 
 
 def _advance(state: _State, tolerance: float) -> Tensor:
-    """One pivot in every unfinished row; True for the rows that are finished (B,)."""
-    target, basis, weights = state.target, state.basis, state.weights
+    """One pivot in every unfinished row; True for the rows that are finished (B,).
+
+    Masks are multiplied or added where possible: that is many times faster than selecting.
+    """
+    target, weights = state.target, state.weights
     due = state.entering >= 0
+    point = target * state.basis
     # Weights that would turn negative: go towards the target until the first reaches zero.
-    negative = basis & (target < -tolerance)
-    blocked = negative.any(0) & ~due
-    step, leaving = (weights / (weights - target)).masked_fill(~negative, torch.inf).min(0)
+    fall = (point + tolerance).clamp_max_(0.0)
+    step, leaving = ((weights + tolerance) / (weights + tolerance - fall)).min(0)
+    blocked = (step < 1) & ~due
     # Otherwise the target is the new point, and the neighbor with the largest gain may enter.
-    gain, best = target.masked_fill(basis | state.barred, -torch.inf).max(0)
+    gain, best = (target + state.barrier).max(0)
     done = ~blocked & ~due & (gain <= state.gain_floor)
-    moving = ~blocked & ~due & ~done
-    column = _pick(state.tableau, best[None])
     # No curvature along the entering direction: move until a weight vanishes, exchange the two.
-    flat = moving & (column.gather(0, best[None])[0] <= tolerance)
-    limit = (target / column).masked_fill(~(basis & (column > tolerance)), torch.inf)
-    reach, exchanged = limit.min(0)
+    curvature = state.tableau.diagonal(dim1=0, dim2=1).mT.gather(0, best[None])[0]
+    flat = (curvature <= tolerance) & ~blocked & ~due & ~done
 
-    point = torch.where(basis, target, 0.0)
-    moved = torch.where(blocked, weights + step * (point - weights), point)
-    moved = torch.where(flat & basis, moved - reach * column, moved)
-    moved.scatter_(0, best[None], torch.where(flat, reach, moved.gather(0, best[None])[0])[None])
-    state.weights = torch.where(due, weights, moved).clamp_min_(0.0)
-
-    pivot = torch.where(due, state.entering, best)
-    pivot = torch.where(blocked, leaving, torch.where(flat, exchanged, pivot))
-    outward = blocked | flat
-    state.entering = torch.where(flat, best, -1)
-    _pivot(state, pivot[None], outward, ~done)
+    pivot = torch.where(due, state.entering, torch.where(blocked, leaving, best))
+    fraction = torch.where(due, 0.0, torch.where(blocked, step, 1.0))
+    state.weights = (weights + fraction * (point - weights)).clamp_min_(0.0)
+    state.entering = torch.full_like(best, -1)
+    if bool(flat.any()):
+        pivot = _exchange(state, flat, best, pivot, tolerance)
+    _pivot(state, pivot[None], blocked | flat, ~done)
     return done
+
+
+def _exchange(
+    state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float
+) -> Tensor:
+    """In `flat` rows, move along the entering direction as far as it goes; who leaves pivots."""
+    column = _pick(state.tableau, best[None])
+    open_end = (column <= tolerance) | (state.basis == 0)
+    reach, leaving = (state.weights / column).masked_fill(open_end, torch.inf).min(0)
+    moved = (state.weights - reach * column * state.basis).clamp_min_(0.0)
+    moved.scatter_(0, best[None], reach[None])
+    state.weights = torch.where(flat, moved, state.weights)
+    state.entering = torch.where(flat, best, -1)
+    return torch.where(flat, leaving, pivot)
 
 
 def _pivot(state: _State, pivot: Tensor, outward: Tensor, go: Tensor) -> None:
     """Symmetric pivot on entry (p,p) of every row in `go`: p leaves (outward) or joins S."""
     column = _pick(state.tableau, pivot)
-    height = column.gather(0, pivot)[0]
-    scaled = torch.where(go, column / height, 0.0)  # finished rows stay as they are
+    height = torch.where(go, column.gather(0, pivot)[0], 1.0)
+    change = go / height  # zero leaves finished rows as they are
+    scaled = column * change
     aim = state.target.gather(0, pivot)
     state.target.addcmul_(scaled, aim, value=-1)
     state.tableau.addcmul_(scaled[:, None], column[None], value=-1)
 
-    sign = torch.where(outward, -1.0, 1.0)
-    new_row = torch.where(go, sign * scaled, column)
-    new_row.scatter_(0, pivot, torch.where(go, -1 / height, height)[None])
-    _put(state.tableau, pivot, new_row)
-    state.target.scatter_(0, pivot, torch.where(go, sign * aim[0] / height, aim[0])[None])
-    joined = torch.where(go, ~outward, state.basis.gather(0, pivot)[0])
-    state.basis.scatter_(0, pivot, joined[None])
+    factor = torch.where(go, torch.where(outward, -change, change), 1.0)
+    corner = torch.where(go, -change, column.gather(0, pivot)[0])
+    _put(state.tableau, pivot, (column * factor).scatter_(0, pivot, corner[None]))
+    state.target.scatter_(0, pivot, aim * factor)
+    kept = state.basis.gather(0, pivot)[0]
+    state.basis.scatter_(0, pivot, torch.where(go, (~outward).to(kept), kept)[None])
+    shut = state.barrier.gather(0, pivot)[0]
+    opened = torch.where(outward, 0.0, -torch.inf).to(shut)
+    state.barrier.scatter_(0, pivot, torch.where(go, opened, shut)[None])
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:

@@ -81,7 +81,9 @@ class ExactCip:
                 f"{problem.smoothness.max().item()}, got {cap}"
             )
         with torch.no_grad():
-            gram = gram_of(problem, self.chunk)
+            falls = self.climb is not None and self.climb[1] > 0
+            bends = falls or bool(problem.strong_convexity.any())
+            gram = gram_of(problem, self.chunk, bends=bends)
             answer = self._answer(problem, gram, Relaxation(self.climb, cap, self.spares))
         return self._solution(problem, answer)
 
