@@ -1,0 +1,92 @@
+"""Seeded splits and subsets. The same seed gives the same rows on every machine."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otad.checks import check_count, check_tensor
+from otad.data.dataset import Dataset, Task
+from otad.errors import InputError
+
+
+class TrainValidation(NamedTuple):
+    """The train part of a data set, cut in two."""
+
+    train_x: Tensor
+    train_y: Tensor
+    validation_x: Tensor
+    validation_y: Tensor
+
+
+def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainValidation:
+    """Hold a share of the TRAIN part out, stratified by class; the test part is not touched."""
+    x, y = dataset.train_x, dataset.train_y
+    kept, held = holdout(y, validation, seed, task=dataset.task)
+    return TrainValidation(x[kept], y[kept], x[held], y[held])
+
+
+def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
+    """Ascending row indices (kept, held) with ceil(fraction * N) rows held out.
+
+    For classification every class is held out in proportion (largest remainder) and keeps at
+    least one row, so that no class is only ever seen at test time.
+    """
+    total = len(targets)
+    if not 0.0 < fraction < 1.0:
+        raise InputError(f"fraction: expected a number between 0 and 1, got {fraction!r}")
+    held_count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is a hair above 7
+    if held_count >= total:
+        raise InputError(f"fraction: {fraction} of {total} rows leaves none to keep")
+    generator = torch.Generator().manual_seed(seed)
+    if task == "regression":
+        held = torch.randperm(total, generator=generator)[:held_count]
+    else:
+        held = _stratified(targets, held_count, generator)
+    mask = torch.zeros(total, dtype=torch.bool)
+    mask[held] = True
+    return (~mask).nonzero().flatten(), mask.nonzero().flatten()
+
+
+def subset_per_class(labels: Tensor, per_class: int, generator: torch.Generator) -> Tensor:
+    """Ascending indices of `per_class` random rows of every class in `labels` (N,).
+
+    The paper searches neighbors in 50 (base), 10 (small), 5 (tiny) or 1 (nano) rows a class.
+    """
+    check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
+    check_count(per_class, "per_class")
+    chosen = []
+    for label in labels.unique().tolist():
+        rows = (labels == label).nonzero().flatten()
+        if len(rows) < per_class:
+            raise InputError(
+                f"per_class: expected at most {len(rows)}, the rows of class {label}, "
+                f"got {per_class}"
+            )
+        chosen.append(rows[torch.randperm(len(rows), generator=generator)[:per_class]])
+    return torch.cat(chosen).sort().values
+
+
+def _stratified(labels: Tensor, held_count: int, generator: torch.Generator) -> Tensor:
+    classes = labels.unique().tolist()
+    rows = {label: (labels == label).nonzero().flatten() for label in classes}
+    share = {label: held_count * len(rows[label]) / len(labels) for label in classes}
+    take = {label: math.floor(share[label]) for label in classes}
+    by_remainder = sorted(classes, key=lambda label: take[label] - share[label])
+    while (short := held_count - sum(take.values())) > 0:
+        roomy = [label for label in by_remainder if take[label] < len(rows[label]) - 1]
+        if not roomy:
+            raise InputError(
+                f"fraction: {held_count} of {len(labels)} rows cannot be held out of "
+                f"{len(classes)} classes when each keeps one"
+            )
+        for label in roomy[:short]:
+            take[label] += 1
+    picked = [
+        rows[label][torch.randperm(len(rows[label]), generator=generator)[: take[label]]]
+        for label in classes
+    ]
+    return torch.cat(picked)

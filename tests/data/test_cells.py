@@ -1,0 +1,153 @@
+"""Single cells: the preparation against dense formulas, and the .h5ad reader."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from otad.data import CellPreparation, CellTable, load, load_h5ad, read_h5ad
+from otad.errors import InputError, MissingExtraError
+
+COUNTS = np.random.default_rng(0).poisson(2.0, (40, 6)).astype(np.float32)
+COUNTS[:, 1] = 0  # a gene nobody expresses
+COUNTS[:, 4] *= 30  # a gene with a large variance
+COUNTS[7] = 0  # a cell without counts
+GENES = tuple("abcdef")
+
+
+def table(counts: np.ndarray = COUNTS, genes: tuple[str, ...] = GENES) -> CellTable:
+    return CellTable(sparse.csr_matrix(counts), genes)
+
+
+def log_normalized(counts: np.ndarray, target: float) -> np.ndarray:
+    totals = counts.sum(axis=1, keepdims=True)
+    return np.log1p(counts / np.where(totals == 0, 1, totals) * target)
+
+
+def test_log_normalization_and_scaling_match_the_formulas() -> None:
+    prepare = CellPreparation.fit(table(), clip=None)
+    expected = log_normalized(COUNTS, float(np.median(COUNTS.sum(axis=1))))
+    std = expected.std(axis=0)
+    expected = (expected - expected.mean(axis=0)) / np.where(std == 0, 1, std)
+    np.testing.assert_allclose(prepare(table()).numpy(), expected, atol=1e-4)
+
+
+def test_genes_of_largest_variance_in_the_order_of_the_file() -> None:
+    for seed in range(20):  # rates from rare to common, so that zeros matter
+        rates = np.random.default_rng(seed).uniform(0.1, 5.0, 6)
+        counts = np.random.default_rng(seed).poisson(rates, (40, 6)).astype(np.float32)
+        prepare = CellPreparation.fit(table(counts), genes=3, scale=False)
+        expected = log_normalized(counts, float(np.median(counts.sum(axis=1))))
+        columns = np.sort(np.argsort(-expected.var(axis=0))[:3])
+        assert prepare.genes == tuple(GENES[c] for c in columns)
+        np.testing.assert_allclose(prepare(table(counts)).numpy(), expected[:, columns], atol=1e-5)
+
+
+def test_scaled_values_are_clipped_and_raw_values_left_alone() -> None:
+    assert float(CellPreparation.fit(table(), clip=1.5)(table()).abs().max()) == 1.5
+    raw = CellPreparation.fit(table(COUNTS - 1), normalize=False, scale=False)
+    np.testing.assert_array_equal(raw(table(COUNTS - 1)).numpy(), COUNTS - 1)
+
+
+def test_new_cells_are_matched_by_gene_name_and_use_the_train_statistics() -> None:
+    prepare = CellPreparation.fit(table(), genes=3)
+    shuffled = [3, 5, 0, 1, 4, 2]
+    new = table(COUNTS[:5, shuffled], tuple(GENES[k] for k in shuffled))
+    assert torch.equal(prepare(new), prepare(table(COUNTS[:5])))
+    with pytest.raises(InputError, match="1 are missing: e"):
+        prepare(table(COUNTS[:, :4], GENES[:4]))
+
+
+def test_the_preparation_survives_json() -> None:
+    for scale in (True, False):
+        prepare = CellPreparation.fit(table(), genes=4, scale=scale)
+        again = CellPreparation.from_json(json.loads(json.dumps(prepare.to_json())))
+        assert torch.equal(again(table()), prepare(table()))
+    with pytest.raises(InputError, match="preparation: expected"):
+        CellPreparation.from_json({"genes": []})
+
+
+def test_refusals_of_the_preparation() -> None:
+    with pytest.raises(InputError, match=r"not negative, got -1.0"):
+        CellPreparation.fit(table(COUNTS - 1))
+    with pytest.raises(InputError, match="at most 6, got 7"):
+        CellPreparation.fit(table(), genes=7)
+    with pytest.raises(InputError, match="median total of zero"):
+        CellPreparation.fit(table(COUNTS * 0))
+    with pytest.raises(InputError, match="'a' more than once"):
+        table(genes=tuple("abcdea"))
+    with pytest.raises(InputError, match="expected 6 names, got 2"):
+        table(genes=("a", "b"))
+    spoiled = COUNTS.copy()
+    spoiled[3, 3] = np.nan
+    with pytest.raises(InputError, match="NaN"):
+        table(spoiled)
+
+
+def test_without_the_extra_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "anndata", None)
+    with pytest.raises(MissingExtraError, match=r"otad\[singlecell\]"):
+        read_h5ad(tmp_path / "a.h5ad")
+
+
+@pytest.fixture
+def h5ad(tmp_path: Path) -> Path:
+    reason = "needs the extra 'singlecell'"
+    anndata = pytest.importorskip("anndata", reason=reason)
+    pandas = pytest.importorskip("pandas", reason=reason)
+    kinds = ["neuron", "glia", "Ambiguous", "glia"] * 10
+    path = tmp_path / "single_cell" / "merfish_mousePOA.h5ad"
+    path.parent.mkdir()
+    anndata.AnnData(
+        sparse.csr_matrix(COUNTS),
+        obs=pandas.DataFrame(
+            {"cell_type": kinds, "holes": [None, *kinds[1:]]}, index=[f"c{k}" for k in range(40)]
+        ),
+        var=pandas.DataFrame(index=list(GENES)),
+    ).write_h5ad(path)
+    return path
+
+
+def test_h5ad_files_are_read_split_and_prepared_from_train_cells(h5ad: Path) -> None:
+    read = read_h5ad(h5ad, "cell_type")
+    np.testing.assert_array_equal(read.values.toarray(), COUNTS)
+    assert read.genes == GENES
+    dataset = load("merfish-mousepoa", h5ad.parent.parent, genes=4)
+    assert dataset.classes == ("Ambiguous", "glia", "neuron")
+    assert torch.bincount(dataset.test_y).tolist() == [2, 4, 2]
+    assert dataset.preparation is not None
+    assert dataset.feature_names == dataset.preparation.genes
+    torch.testing.assert_close(dataset.train_x.mean(dim=0), torch.zeros(4), atol=1e-5, rtol=0)
+    assert float(dataset.test_x.mean(dim=0).abs().max()) > 1e-3  # its own mean was not used
+
+
+def test_a_label_can_be_dropped(h5ad: Path) -> None:
+    dataset = load_h5ad(h5ad, "cell_type", drop=["Ambiguous"])
+    assert dataset.classes == ("glia", "neuron")
+    assert len(dataset.train_x) + len(dataset.test_x) == 30
+    assert load_h5ad(h5ad, "cell_type", drop="Ambiguous").fingerprint() == dataset.fingerprint()
+
+
+def test_refusals_of_the_reader(h5ad: Path) -> None:
+    with pytest.raises(InputError, match="unknown label 'Unsure', expected one of Ambiguous, glia"):
+        load_h5ad(h5ad, "cell_type", drop=["Unsure"])
+    with pytest.raises(InputError, match="no cell is left of 40"):
+        load_h5ad(h5ad, "cell_type", drop=["Ambiguous", "glia", "neuron"])
+    with pytest.raises(InputError, match="no obs column 'kind', expected one of cell_type, holes"):
+        load_h5ad(h5ad, "kind")
+    with pytest.raises(InputError, match="cells without a value"):
+        load_h5ad(h5ad, "holes")
+    h5ad.write_bytes(h5ad.read_bytes()[:500])
+    with pytest.raises(InputError, match=r"not a readable .h5ad file"):
+        load_h5ad(h5ad, "cell_type")
+    h5ad.unlink()
+    with pytest.raises(InputError, match=r"merfish_mousePOA.h5ad"):
+        load("merfish_mousePOA", h5ad.parent.parent)

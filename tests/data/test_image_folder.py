@@ -1,0 +1,130 @@
+"""Image folders made of tiny pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from otad.data import MissingDataError, load, load_image_folder, read_images
+from otad.errors import InputError
+
+COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def paint(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, color).save(path)
+
+
+def paint_classes(root: Path, count: int) -> None:
+    for name, color in COLORS.items():
+        for k in range(count):
+            paint(root / name / f"{k}.png", color)
+
+
+def colors_match_labels(x: torch.Tensor, y: torch.Tensor) -> bool:
+    expected = torch.tensor(list(COLORS.values())).float().div(255)[y]
+    return torch.equal(x, expected[:, :, None, None].expand_as(x))
+
+
+def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
+    paint_classes(tmp_path / "train", 3)
+    paint_classes(tmp_path / "val", 1)
+    (tmp_path / "train" / "red" / ".hidden").write_text("not an image")
+    dataset = load_image_folder(tmp_path, size=4)
+    assert dataset.classes == ("blue", "green", "red")
+    assert dataset.train_x.shape == (9, 3, 4, 4)
+    assert dataset.test_x.shape == (3, 3, 4, 4)
+    assert dataset.bounds == (0.0, 1.0)
+    assert colors_match_labels(dataset.train_x, dataset.train_y)
+    assert colors_match_labels(dataset.test_x, dataset.test_y)
+
+
+def test_class_folders_alone_are_split_by_seed(tmp_path: Path) -> None:
+    paint_classes(tmp_path, 5)
+    dataset = load_image_folder(tmp_path, size=4, test_fraction=0.2, seed=3)
+    assert torch.bincount(dataset.train_y).tolist() == [4, 4, 4]
+    assert torch.bincount(dataset.test_y).tolist() == [1, 1, 1]
+    assert colors_match_labels(dataset.test_x, dataset.test_y)
+
+
+def test_the_center_is_cropped_after_the_short_side_is_resized(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 12, 3), dtype=np.uint8)
+    pixels[:, 4:8] = np.arange(48).reshape(4, 4, 3)
+    path = tmp_path / "wide.png"
+    Image.fromarray(pixels).save(path)
+    kept = read_images([path], 4)[0].mul(255).permute(1, 2, 0).numpy()
+    np.testing.assert_allclose(kept, pixels[:, 4:8], atol=1e-4)
+    paint(tmp_path / "tall.png", (10, 20, 30), (5, 17))
+    shrunk = read_images([tmp_path / "tall.png"], 3, resize=4)
+    assert shrunk.shape == (1, 3, 3, 3)
+    torch.testing.assert_close(shrunk[0, :, 1, 1] * 255, torch.tensor([10.0, 20.0, 30.0]))
+    assert read_images([tmp_path / "tall.png"], 16).shape == (1, 3, 16, 16)  # enlarged
+
+
+def test_gray_images_become_rgb(tmp_path: Path) -> None:
+    Image.new("L", (4, 4), 51).save(tmp_path / "gray.png")
+    assert torch.equal(read_images([tmp_path / "gray.png"], 4), torch.full((1, 3, 4, 4), 0.2))
+
+
+def test_levels_above_255_are_refused_and_not_cut_off(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 4), 5000, dtype=np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(InputError, match="8-bit"):
+        read_images([tmp_path / "deep.png"], 4)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match="absent"):
+        load_image_folder(tmp_path / "absent", size=4)
+    with pytest.raises(InputError, match="empty folder"):
+        load_image_folder(tmp_path, size=4)
+    paint_classes(tmp_path / "train", 2)
+    with pytest.raises(MissingDataError, match="'val' or 'test'"):
+        load_image_folder(tmp_path, size=4)
+    paint(tmp_path / "test" / "violet" / "0.png", (1, 2, 3))
+    with pytest.raises(InputError, match=r"unknown label 'violet'.* expected one of blue, green"):
+        load_image_folder(tmp_path, size=4)
+    with pytest.raises(InputError, match="resize: expected an integer of at least 4"):
+        read_images([], 4, resize=3)
+
+
+def test_a_class_folder_holds_images_only(tmp_path: Path) -> None:
+    paint_classes(tmp_path, 2)
+    (tmp_path / "red" / "notes.txt").write_text("hello")
+    with pytest.raises(InputError, match=r"notes.txt: expected an image"):
+        load_image_folder(tmp_path, size=4)
+    (tmp_path / "red" / "notes.txt").unlink()
+    (tmp_path / "red" / "broken.png").write_bytes(b"hello")
+    with pytest.raises(InputError, match=r"broken.png: not a readable image"):
+        load_image_folder(tmp_path, size=4)
+    (tmp_path / "red" / "broken.png").unlink()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty: expected images, got an empty folder"):
+        load_image_folder(tmp_path, size=4)
+    (tmp_path / "empty").rmdir()
+    (tmp_path / "stray.png").write_bytes(b"")
+    with pytest.raises(InputError, match=r"stray.png: expected one subfolder for each class"):
+        load_image_folder(tmp_path, size=4)
+
+
+def test_a_cut_image_is_refused(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    path = tmp_path / "noise.png"
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(InputError, match=r"noise.png: not a readable image"):
+        read_images([path], 32)
+
+
+def test_imagenette_gets_readable_names(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for wnid in ("n01440764", "n03888257"):
+            paint(tmp_path / "imagenette" / part / wnid / "0.png", (5, 5, 5))
+    dataset = load("imagenette", tmp_path, size=8)
+    assert dataset.classes == ("tench", "parachute")
+    with pytest.raises(MissingDataError, match="fastai/imagenette"):
+        load("imagenette", tmp_path / "imagenette")

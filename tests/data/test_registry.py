@@ -1,0 +1,99 @@
+"""The registry: names, descriptions, the data folder, and the sets that need no file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn import datasets as bundled
+
+from otad.data import MissingDataError, describe, load, names
+from otad.errors import InputError
+
+FILE_SETS = [name for name in names() if describe(name).needs_folder]
+
+
+def test_every_set_is_described() -> None:
+    assert len(set(names())) == len(names()) == 14
+    for name in names():
+        info = describe(name)
+        assert info.name == name
+        assert info.summary
+        assert info.source
+        assert info.where
+    assert describe("RED-WINE").options == ("task", "test_fraction")
+    assert describe("mnist").options == ()
+
+
+def test_unknown_names_list_the_known() -> None:
+    for call in (load, describe):
+        with pytest.raises(InputError, match="unknown data set 'imagenet', expected one of mnist"):
+            call("imagenet")
+
+
+@pytest.mark.parametrize("name", FILE_SETS)
+def test_a_file_set_says_where_it_looked_and_where_to_get_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError) as caught:
+        load(name, tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert describe(name).where in str(caught.value)
+
+
+def test_the_folder_is_the_argument_else_the_variable_else_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTAD_DATA", raising=False)
+    with pytest.raises(MissingDataError, match=r"pass data_dir .* or set OTAD_DATA"):
+        load("mnist")
+    monkeypatch.setenv("OTAD_DATA", str(tmp_path / "absent"))
+    with pytest.raises(MissingDataError, match=r"OTAD_DATA: expected a folder, got .*absent"):
+        load("mnist")
+    with pytest.raises(MissingDataError, match=r"data_dir: expected a folder, got .*other"):
+        load("mnist", tmp_path / "other")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, rows in ((first, 10), (second, 20)):
+        (folder / "wine").mkdir(parents=True)
+        lines = "\n".join(f"{k},{k}" for k in range(rows))
+        (folder / "wine" / "winequality-red.csv").write_text(f"pH,quality\n{lines}\n")
+    monkeypatch.setenv("OTAD_DATA", str(first))
+    assert len(load("red_wine").train_x) == 8
+    assert len(load("red_wine", second).train_x) == 16
+
+
+def test_unknown_options_list_the_known() -> None:
+    with pytest.raises(InputError, match="digits: unknown option 'size', expected test_fraction"):
+        load("digits", size=3)
+    with pytest.raises(InputError, match="mnist: unknown option 'size', expected no options"):
+        load("mnist", size=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "train", "test"),
+    [
+        ("digits", (1, 8, 8), 10, 1437, 360),
+        ("breast_cancer", (30,), 2, 455, 114),
+        ("wine", (13,), 3, 142, 36),
+        ("diabetes", (10,), 0, 353, 89),
+    ],
+)
+def test_bundled_sets(
+    name: str, shape: tuple[int, ...], classes: int, train: int, test: int
+) -> None:
+    dataset = load(name)
+    assert dataset.input_shape == shape
+    assert len(dataset.classes) == classes
+    assert (len(dataset.train_x), len(dataset.test_x)) == (train, test)
+    options = {"scaled": False} if name == "diabetes" else {}
+    original = getattr(bundled, f"load_{name}")(**options)
+    x = torch.cat([dataset.train_x, dataset.test_x]).flatten(1).double()
+    y = torch.cat([dataset.train_y, dataset.test_y]).double()
+    raw = torch.from_numpy(original.data).float().double() / (16 if name == "digits" else 1)
+    both = torch.cat([x, y.unsqueeze(1)], dim=1)
+    expected = torch.cat([raw, torch.from_numpy(original.target).double().unsqueeze(1)], dim=1)
+    assert sorted(both.tolist()) == sorted(expected.tolist())  # the same rows with their targets
+
+
+def test_the_seed_moves_the_split_of_a_bundled_set() -> None:
+    assert load("wine", seed=0).fingerprint() == load("wine").fingerprint()
+    assert load("wine", seed=1).fingerprint() != load("wine").fingerprint()
