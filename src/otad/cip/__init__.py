@@ -1,8 +1,8 @@
 """Exact convex integration: the feature of a Lipschitz map through K given pairs.
 
-    problem = CipProblem(query, anchors, images, smoothness=2.0)
-    solution = ExactCip()(problem)
-    solution.image, solution.residual, problem.residual(solution)
+problem = CipProblem(query, anchors, images, smoothness=2.0)
+solution = ExactCip()(problem)
+solution.image, solution.residual, problem.residual(solution)
 """
 
 from otad.cip.feasibility import least_smoothness

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otad.cip.gram import Gram, ShiftedGram, gram_of
-from otad.cip.problem import RowProblem
+from otad.cip.rows import RowProblem
 
 POTENTIALS = ("canonical", "lowest", "highest")
 _MOST_NEWTON_STEPS = 100

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from otad.cip.problem import RowProblem, blocks
+from otad.cip.fused import streamed_products, streams
+from otad.cip.rows import RowProblem, blocks
 
 _BLOCK_BYTES = {"cpu": 2**22, "cuda": 2**29}  # one cache-sized or one GPU-filling block
 
@@ -43,8 +45,8 @@ class Gram:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Gram:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return Gram(**changed)
+        changed: dict[str, Any] = {k: change(v) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
 
     @property
     def is_finite(self) -> Tensor:
@@ -119,12 +121,16 @@ def gram_of(problem: RowProblem, chunk: int | None, *, bends: bool) -> Gram:
     # Rows of the stack: a_1..a_K, then z_1 in the place of c_1 = 0, then c_2..c_K.
     first = 0 if bends else count
     products, squares = new(2 * count - first, 2 * count, batch), new(count, batch)
-    with full_precision(query.device):
-        for rows in blocks(batch, rows_per_block(problem, chunk)):
-            stack = _stack(problem, rows)
-            products[..., rows] = torch.bmm(stack[:, first:], stack.mT).permute(1, 2, 0)
-            if not bends:
-                squares[:, rows] = torch.linalg.vector_norm(stack[:, :count], dim=2).mT
+    if streams(problem):
+        streamed, streamed_squares = streamed_products(problem, bends=bends)
+        products.copy_(streamed.permute(1, 2, 0))
+        squares.copy_(streamed_squares.mT)
+    else:
+        with full_precision(query.device):
+            for rows in blocks(batch, rows_per_block(problem, chunk)):
+                stack = _stack(problem, rows)
+                products[..., rows] = torch.bmm(stack[:, first:], stack.mT).permute(1, 2, 0)
+                squares[:, rows] = stack[:, :count].square().sum(-1).mT
     lower = products[count - first :]
     tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
     lower[0] = 0.0
@@ -134,7 +140,7 @@ def gram_of(problem: RowProblem, chunk: int | None, *, bends: bool) -> Gram:
         cross=lower[:, :count],
         images=lower[:, count:],
         tilt=tilt,
-        squared_distance=squares.square() if offsets is None else _diagonal(offsets),
+        squared_distance=squares,
         center=center,
         offsets=offsets,
         noise=2e-7 if query.dtype == torch.float32 else 1e-13,
@@ -167,7 +173,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """
     precision, onednn = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
     torch.set_float32_matmul_precision("highest")
-    torch.backends.mkldnn.enabled = False
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         with torch.autocast(device.type, enabled=False):
             yield

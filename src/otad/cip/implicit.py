@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otad.cip.fused import streamed_combination, streams
 from otad.cip.gram import full_precision, rows_per_block
-from otad.cip.problem import RowProblem, blocks
+from otad.cip.rows import RowProblem, blocks
 
 
 def assemble(
@@ -25,8 +26,14 @@ def assemble(
 ) -> Tensor:
     """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows."""
     query = problem.query.detach()
-    image = torch.empty_like(query)
     bent = bool(strong_convexity.any())
+    if streams(problem):
+        image = streamed_combination(problem.features, problem.indices, multipliers)
+        if bent:
+            mean = streamed_combination(problem.inputs, problem.indices, multipliers)
+            image -= strong_convexity[:, None].to(image.dtype) * (mean - query)
+        return image
+    image = torch.empty_like(query)
     with full_precision(image.device):
         for rows in blocks(len(image), rows_per_block(problem, chunk)):
             weight = multipliers[rows, None]

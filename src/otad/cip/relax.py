@@ -35,9 +35,7 @@ class Curvature:
     active: Tensor
 
     def columns(self, rows: Tensor) -> Curvature:
-        return Curvature(
-            self.smoothness[rows], self.strong_convexity[rows], self.active[:, rows]
-        )
+        return Curvature(self.smoothness[rows], self.strong_convexity[rows], self.active[:, rows])
 
     def constraints(self, gram: Gram) -> Constraints:
         return Constraints.of(gram.shifted(self.strong_convexity), self.active, gram.noise)
@@ -86,9 +84,7 @@ class Relaxation:
             rows = todo[good]
             found.smoothness[rows] = raised.smoothness[good]
             found.strong_convexity[rows] = raised.strong_convexity[good]
-            status[rows] = torch.where(
-                dropped[rows] > 0, int(Status.REPAIRED), int(Status.RAISED)
-            )
+            status[rows] = torch.where(dropped[rows] > 0, int(Status.REPAIRED), int(Status.RAISED))
             todo, part, at = todo[~good], part.columns(~good), at.columns(~good)
             if self.max_smoothness == torch.inf:
                 status[todo] = int(Status.INFEASIBLE)
@@ -117,9 +113,7 @@ class Relaxation:
 
     def _step(self, at: Curvature, steps: Tensor) -> Curvature:
         up, down = self.climb or (0.0, 0.0)
-        return Curvature(
-            at.smoothness + steps * up, at.strong_convexity - steps * down, at.active
-        )
+        return Curvature(at.smoothness + steps * up, at.strong_convexity - steps * down, at.active)
 
     def _last_step(self, at: Curvature) -> Tensor:
         """The largest number of steps that keeps the smoothness within the cap (B,)."""

@@ -142,9 +142,7 @@ def _advance(state: _State, tolerance: float) -> Tensor:
     return done
 
 
-def _exchange(
-    state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float
-) -> Tensor:
+def _exchange(state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float) -> Tensor:
     """In `flat` rows, move along the entering direction as far as it goes; who leaves pivots."""
     column = _pick(state.tableau, best[None])
     open_end = (column <= tolerance) | (state.basis == 0)

@@ -12,8 +12,9 @@ from otad.checks import check_choice, check_count
 from otad.cip.feasibility import POTENTIALS, potentials
 from otad.cip.gram import Gram, gram_of
 from otad.cip.implicit import ImplicitMap, assemble
-from otad.cip.problem import RowProblem, relative
+from otad.cip.judge import relative
 from otad.cip.relax import Curvature, Relaxation
+from otad.cip.rows import RowProblem
 from otad.cip.simplex import maximize_on_simplex
 from otad.cip.solution import CipSolution, Status
 from otad.errors import InputError, SolverError
@@ -175,7 +176,7 @@ class ExactCip:
         query = problem.query
         weight, value = answer.weight.to(query.dtype), answer.value.to(query.dtype)
         if query.requires_grad and torch.is_grad_enabled():
-            image, value, weight = ImplicitMap.apply(
+            image, value, weight = ImplicitMap.apply(  # type: ignore[no-untyped-call]
                 query, problem, weight, value, answer.sensitivity, answer.map_convexity, self.chunk
             )
         else:

@@ -1,0 +1,124 @@
+"""The judge of any answer to a convex integration problem: its KKT residual.
+
+Tests, benchmark, surrogate and certificate all grade by this one function. Equations (2) and (3)
+are those of `otad.cip.problem`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otad.cip.rows import RowProblem, blocks
+from otad.cip.solution import CipSolution
+from otad.errors import InputError
+
+_WORKING_BYTES = 2**26  # float64 memory of one block of rows under judgment
+
+
+def map_curvature(problem: RowProblem, solution: CipSolution) -> tuple[Tensor, Tensor]:
+    """(L, l) of the map x' -> z', each (B,): its Jacobian has eigenvalues in [l, L]."""
+    asked = solution.mode == "paper"
+    source = problem if asked else solution
+    return source.smoothness, source.strong_convexity
+
+
+def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
+    """The largest violation of the optimality conditions, per row (B,), computed in float64.
+
+    From the raw data and the solution alone, however it was found: the potentials obey (2) with
+    the curvature the solution used; v >= q_i(z'); multipliers >= 0, zero on neighbors left out,
+    summing to 1; multiplier times slack is 0; z' = sum_i lambda_i z~_i. Each is divided by the
+    natural size of its terms (see `relative`), so the number has no unit. A row without an
+    answer (NaN) grades as infinity.
+    """
+    batch, count, dim = problem.shape
+    if solution.multipliers.shape != (batch, count):
+        raise InputError(
+            f"solution: expected multipliers of shape {(batch, count)}, "
+            f"got {tuple(solution.multipliers.shape)}"
+        )
+    chunk = max(1, _WORKING_BYTES // (32 * count * dim))
+    with torch.no_grad():
+        parts = [_grade(problem, solution, rows) for rows in blocks(batch, chunk)]
+    return torch.cat(parts)
+
+
+def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
+    query, anchors, images = (
+        t.double() for t in (problem.query[rows], problem.anchors_of(rows), problem.images_of(rows))
+    )
+    map_smoothness, map_convexity = (t[rows] for t in map_curvature(problem, solution))
+    solution = solution.rows(rows)
+    point, value, weight, potential = (
+        t.double()
+        for t in (solution.image, solution.value, solution.multipliers, solution.potentials)
+    )
+    active = solution.active
+    offset = anchors - query[:, None]
+    square = offset.square().sum(-1)
+
+    def shifted(smoothness: Tensor, strong_convexity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        low = strong_convexity[:, None]
+        return (
+            images - low[..., None] * offset,
+            (potential - low / 2 * square).masked_fill(~active, 0.0),
+            (smoothness - strong_convexity)[:, None],
+        )
+
+    # Eq. (2), with the curvature the potentials were found for.
+    image, level, modulus = shifted(solution.smoothness, solution.strong_convexity)
+    slope = image @ offset.mT  # slope[j, i] = <z~_j, a_i>
+    drop = (slope - slope.diagonal(dim1=1, dim2=2)[..., None]).mT  # <z~_j, a_i - a_j> at [i, j]
+    spread = torch.cdist(image, image, compute_mode="donot_use_mm_for_euclid_dist").square()
+    excess = level[:, None, :] + drop + spread / (2 * modulus[..., None]) - level[:, :, None]
+    pairs = active[:, :, None] & active[:, None, :]
+    potential_gap = excess.masked_fill(~pairs, 0.0).amax((1, 2))
+
+    # Eq. (3), with the curvature of the map.
+    image, level, modulus = shifted(map_smoothness, map_convexity)
+    distance = (point[:, None] - image).square().sum(-1)
+    bound = level - (image * offset).sum(-1) + distance / (2 * modulus)
+    slack = value[:, None] - bound
+    image_size = image.norm(dim=-1).masked_fill(~active, 0.0).amax(1)
+    return relative(
+        value_gap=torch.maximum(potential_gap, (-slack).masked_fill(~active, 0.0).amax(1)),
+        complementarity=(weight * slack.masked_fill(~active, 0.0)).abs().sum(1),
+        stationarity=(point - (weight[:, None] @ image)[:, 0]).norm(dim=-1),
+        multipliers=weight,
+        active=active,
+        image_size=image_size,
+        offset_size=square.sqrt().masked_fill(~active, 0.0).amax(1),
+        modulus=modulus[:, 0],
+    )
+
+
+def relative(
+    *,
+    value_gap: Tensor,
+    complementarity: Tensor,
+    stationarity: Tensor,
+    multipliers: Tensor,
+    active: Tensor,
+    image_size: Tensor,
+    offset_size: Tensor,
+    modulus: Tensor,
+) -> Tensor:
+    """One dimensionless residual (B,) out of the violations of one batch.
+
+    Features are measured against the largest |z~_i|, values of the potential against the largest
+    |z~_i| |a_i| + |z~_i|^2 / (2M): the sizes of the terms whose difference each condition is.
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    value_size = image_size * offset_size + image_size.square() / (2 * modulus)
+    off_simplex = torch.stack(
+        (
+            (-multipliers).amax(1),
+            multipliers.masked_fill(active, 0.0).abs().amax(1),
+            (multipliers.sum(1) - 1).abs(),
+        )
+    ).amax(0)
+    in_value = torch.maximum(value_gap, complementarity) / value_size.clamp_min(tiny)
+    in_feature = stationarity / image_size.clamp_min(tiny)
+    worst = torch.maximum(torch.maximum(in_value, in_feature), off_simplex).clamp_min(0.0)
+    return worst.nan_to_num(nan=torch.inf)
