@@ -1,0 +1,62 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer: each creates or reuses .venv.
+# Another interpreter: make clean, then make test PYTHON=python3.13
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+
+# An installation is named after all it depends on, so it is redone exactly when one of them changes.
+KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
+CORE := $(VENV)/.core-$(KEY)
+TEST := $(VENV)/.test-$(KEY)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: demo test lint types format clean help
+
+demo: $(CORE) ## set up, then run the demonstration
+	$(VENV)/bin/otad demo
+
+test: lint types ## set up, then lint, type check and run all tests
+	$(RUN) pytest -n 2
+
+lint: $(TEST) ## check the style and the layout of the code
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+
+types: $(TEST) ## check the types over src
+	$(RUN) mypy
+
+format: $(TEST) ## rewrite the code in the agreed layout
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+
+clean: ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+$(CORE):
+	$(install)
+	@touch $(CORE)
+
+$(TEST): EXTRAS := [reference,singlecell,dev]
+$(TEST):
+	$(install)
+	@touch $(CORE) $(TEST)
+
+# Old marks go before pip starts: once it has, and should it be interrupted, none of them is true.
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+define install
+@$(VENV)/bin/python -c 'import pip; $(NEW_ENOUGH)' 2>/dev/null || { \
+	$(PYTHON) -c '$(NEW_ENOUGH)' || { \
+		echo "otad needs Python 3.11 or newer, but PYTHON=$(PYTHON) is: $$($(PYTHON) --version 2>&1)"; \
+		echo "Name another one, for example: make PYTHON=python3.12 $(MAKECMDGOALS)"; \
+		exit 1; }; \
+	$(PYTHON) -m venv --clear $(VENV); }
+@rm -f $(VENV)/.core-* $(VENV)/.test-*
+@echo "Installing otad$(EXTRAS) into $(VENV): a few minutes the first time"
+@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+endef

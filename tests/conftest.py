@@ -1,0 +1,37 @@
+"""What all tests share: one thread, repeatable randomness, and a browser if there is one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+# Read when the numerical libraries are first imported. The suite runs in parallel processes,
+# and small problems are faster on one thread.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import pytest
+import torch
+
+# The same examples in every run, and no verdict that depends on how busy the machine is.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("suite")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A freshly seeded source of randomness, the same for every test."""
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    """The path of a Chromium-like browser; a test that asks for it is left out without one."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"needs a browser, none of {', '.join(BROWSERS)} is installed")
+    return found

@@ -1,0 +1,247 @@
+"""Imports only point down the layers, and never in a circle.
+
+The checker reads the source with `ast`, so it also sees imports inside functions and under
+`if TYPE_CHECKING`, and needs none of the modules to be importable.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# Bottom up. A package covers all its modules.
+LAYERS = {
+    "otad.errors": 0,
+    "otad.types": 0,
+    "otad.checks": 0,
+    "otad.data": 1,
+    "otad.nets": 2,
+    "otad.transport": 3,
+    "otad.neighbors": 4,
+    "otad.cip": 5,
+    "otad.defense": 6,
+    "otad.attacks": 7,
+    "otad.baselines": 8,
+    "otad.certify": 9,
+    "otad.evaluate": 10,
+    "otad.estimators": 10,
+    "otad.explain": 10,
+    "otad.experiments": 11,
+    "otad.bench": 11,
+    "otad.demo": 11,
+    "otad.report": 11,
+    "otad.cli": 12,
+    "otad.app": 12,
+}
+
+FRONT_DOOR = "otad"  # `otad/__init__.py` gathers the public names: it may import everything
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of the package, and the line it stands on."""
+
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}, line {self.line}: imports {self.imported}"
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def layer_of(module: str) -> int | None:
+    """The layer of the longest entry of the table that covers the module."""
+    entries = [entry for entry in LAYERS if is_within(module, entry)]
+    return LAYERS[max(entries, key=len)] if entries else None
+
+
+def find_modules(source: Path) -> dict[str, Path]:
+    """Dotted name and file of every module below `source`; a package is its `__init__.py`."""
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def read_imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[Import]:
+    """Every import of the package itself, at any depth of the file."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # one dot is the package of this module, each further dot its parent
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            # `from package import name` means a module where there is one of that name.
+            paths = [f"{base}.{alias.name}" for alias in node.names]
+            names = [path if path in modules else base for path in paths]
+        else:
+            continue
+        for name in names:
+            if is_within(name, FRONT_DOOR):
+                yield Import(module, name, node.lineno)
+
+
+def fault_of(found: Import) -> str | None:
+    """What is wrong with one import, or None."""
+    importer, imported = found.importer, found.imported
+    if importer == FRONT_DOOR:
+        return None
+    if imported == FRONT_DOOR:
+        return "the front door is for users; import the module that owns the name"
+    above, below = layer_of(importer), layer_of(imported)
+    if above is None or below is None:
+        return None  # told once for the module, by `find_faults`
+    if below > above:
+        return f"points up from layer {above} to layer {below}"
+    pure = is_within(importer, "otad.cip") and not is_within(importer, "otad.cip.surrogate")
+    if pure and below > 0 and not is_within(imported, "otad.cip"):
+        return "otad.cip is pure mathematics and knows only layer 0 and itself"
+    blind = is_within(importer, "otad.attacks") and not is_within(importer, "otad.attacks.adaptive")
+    if blind and is_within(imported, "otad.defense"):
+        return "an attack sees a classifier, never the defense (but for otad.attacks.adaptive)"
+    return None
+
+
+def find_faults(source: Path) -> list[str]:
+    """Everything that breaks the layering below `source`, one sentence each."""
+    modules = find_modules(source)
+    faults = [
+        f"{module}: in no layer; add it to LAYERS in {Path(__file__).name}"
+        for module in modules
+        if module != FRONT_DOOR and layer_of(module) is None
+    ]
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        for found in read_imports(module, path, modules):
+            graph.setdefault(module, set()).add(found.imported)
+            if fault := fault_of(found):
+                faults.append(f"{found}: {fault}")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        faults.append("circle: " + " -> ".join(reversed(error.args[1])))
+    return faults
+
+
+def test_imports_point_down_and_close_no_circle() -> None:
+    assert len(find_modules(SOURCE)) > 5, f"nothing to check below {SOURCE}"
+    faults = find_faults(SOURCE)
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def plant(source: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = source / "otad" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
+    plant(
+        tmp_path,
+        {
+            "__init__.py": "from otad.cli import main\nfrom otad.defense import OTAD",
+            "errors.py": "import os",
+            "nets/__init__.py": "from otad.nets.base import Backbone",
+            "nets/base.py": "import torch, otadlike\nfrom otad.errors import OtadError",
+            "cip/__init__.py": "from . import solver",
+            "cip/solver.py": "from ..errors import OtadError",
+            "cip/surrogate.py": "from otad.nets import base\nfrom otad.cip import solver",
+            "defense.py": "import otad.cip, otad.nets.base",
+            "attacks/base.py": "from otad.nets import Backbone",
+            "attacks/adaptive.py": "from otad.attacks.base import Attack\nimport otad.defense",
+            "cli.py": "def main():\n    from otad import defense",
+        },
+    )
+    assert find_faults(tmp_path) == []
+
+
+UPWARD = "points up from layer 0 to layer 5"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("errors.py", "import otad.cip", UPWARD),
+        ("errors.py", "import os, otad.cip.solver as solver", UPWARD),
+        ("errors.py", "from otad import cip", UPWARD),
+        ("errors.py", "from otad.cip.solver import ExactCip", UPWARD),
+        ("errors.py", "from . import cip", UPWARD),
+        ("errors.py", "from .cip.solver import ExactCip", UPWARD),
+        ("errors.py", "def late():\n    import otad.cip", UPWARD),
+        ("errors.py", "if TYPE_CHECKING:\n    from otad.cip import solver", UPWARD),
+        ("cip/deep/part.py", "from ...defense import OTAD", "from layer 5 to layer 6"),
+        ("cip/problem.py", "from otad.nets import base", "knows only layer 0"),
+        ("cip/surrogate.py", "import otad.defense", "from layer 5 to layer 6"),
+        ("attacks/base.py", "from otad.defense import OTAD", "never the defense"),
+        ("attacks/__init__.py", "from ..defense import OTAD", "never the defense"),
+        ("nets/base.py", "import otad", "front door"),
+        ("nets/base.py", "from otad import OTADClassifier", "front door"),
+        ("nets/base.py", "from .. import OTADClassifier", "front door"),
+        ("utils.py", "", "otad.utils: in no layer; add it to LAYERS"),
+        ("cipher.py", "", "otad.cipher: in no layer"),
+    ],
+)
+def test_checker_catches_one_planted_fault(
+    tmp_path: Path, name: str, text: str, expected: str
+) -> None:
+    tree = {"__init__.py": "", "cip/__init__.py": "", "cip/solver.py": "", "defense.py": ""}
+    plant(tmp_path, tree | {name: text})
+    (fault,) = find_faults(tmp_path)
+    assert expected in fault
+
+
+def test_checker_names_the_line(tmp_path: Path) -> None:
+    plant(tmp_path, {"errors.py": "import os\n\nimport otad.cip\n"})
+    (fault,) = find_faults(tmp_path)
+    assert fault.startswith("otad.errors, line 3: imports otad.cip: ")
+
+
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        (
+            {"cip/a.py": "from otad.cip import b", "cip/b.py": "def late():\n    from . import a"},
+            {"otad.cip.a", "otad.cip.b"},
+        ),
+        (
+            {
+                "data/a.py": "import otad.data.b",
+                "data/b.py": "import otad.data.c",
+                "data/c.py": "if TYPE_CHECKING:\n    from otad.data.a import A",
+            },
+            {"otad.data.a", "otad.data.b", "otad.data.c"},
+        ),
+        (
+            {
+                "nets/__init__.py": "from otad.nets.a import A",
+                "nets/a.py": "from otad.nets import B",
+            },
+            {"otad.nets", "otad.nets.a"},
+        ),
+        ({"checks.py": "from otad.checks import check"}, {"otad.checks"}),
+    ],
+)
+def test_checker_catches_a_planted_circle(
+    tmp_path: Path, files: dict[str, str], circle: set[str]
+) -> None:
+    plant(tmp_path, files)
+    (fault,) = find_faults(tmp_path)
+    head, _, chain = fault.partition(": ")
+    assert head == "circle"
+    assert set(chain.split(" -> ")) == circle
