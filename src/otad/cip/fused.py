@@ -59,7 +59,8 @@ def streamed_products(problem: BankProblem, *, bends: bool) -> tuple[Tensor, Ten
         count,
         padded=_padded(count),
         bends=bends,
-        width=64,
+        width=32,
+        num_warps=2,
     )
     return products, squares
 
