@@ -26,6 +26,7 @@ LAYERS = {
     "otad.transport": 3,
     "otad.neighbors": 4,
     "otad.cip": 5,
+    "otad.model_files": 6,
     "otad.defense": 6,
     "otad.attacks": 7,
     "otad.baselines": 8,

@@ -1,0 +1,245 @@
+"""OTAD: a backbone whose features are interpolated from its training points.
+
+For an input x the backbone embeds it, the K nearest training points are found in the embedded
+space, the convex integration problem gives the feature of a Lipschitz map through their pairs
+(x_i, z_i), and the backbone's own linear head reads that feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_choice, check_count
+from otad.cip import BankProblem, CipSolution, ExactCip
+from otad.errors import InputError
+from otad.model_files import ModelParts, read_model, write_model
+from otad.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
+from otad.nets import Backbone, adapt
+from otad.transport.bank import FeatureBank, fingerprint_of
+
+SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A prediction and all it rests on, one row per input.
+
+    `outputs`: logits (B,C), or values (B,) in regression. `neighbors`: the training points found,
+    `labels` (B,K) theirs. `solution`: the convex integration answer, with the weight of each
+    neighbor, the curvature used, the residual and the status.
+    """
+
+    outputs: Tensor
+    neighbors: Neighbors
+    labels: Tensor
+    solution: CipSolution
+
+
+class OTAD(nn.Module):
+    """A classifier or regressor x (B,*input_shape) -> logits (B,C) or values (B,).
+
+    Inputs are in the backbone's own domain (pixels, raw features). Differentiable in x for fixed
+    neighbors. The bank travels with the module (`to`, `state_dict`) unless `resident` is False:
+    then it stays where it is, for instance mapped from a file, and only neighbors are read.
+
+    - `n_neighbors` (K), `smoothness` (L), `strong_convexity` (l): the map asked for.
+    - `solver`: how eq. (2) and (3) are solved. The default answers every row: where neighbors
+      contradict each other beyond repair, by the nearest one alone (see `trace`).
+    - `search`: "torch", or "faiss" (extra `index`).
+    """
+
+    bank_inputs: Tensor
+    bank_features: Tensor
+    bank_labels: Tensor
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        bank: FeatureBank,
+        *,
+        n_neighbors: int = 10,
+        smoothness: float = 2.0,
+        strong_convexity: float = 0.0,
+        solver: ExactCip | None = None,
+        search: str = "torch",
+        resident: bool = True,
+    ) -> None:
+        super().__init__()
+        if bank.dim != backbone.dim:
+            raise InputError(
+                f"bank: expected features of dimension {backbone.dim} like the backbone's, "
+                f"got {bank.dim}"
+            )
+        if not strong_convexity < smoothness or not smoothness > 0:
+            raise InputError(
+                "smoothness: expected a value above 0 and above strong_convexity "
+                f"({strong_convexity}), got {smoothness}"
+            )
+        self.backbone = backbone
+        self.solver = ExactCip(on_failure="fallback") if solver is None else solver
+        self.n_neighbors = check_count(n_neighbors, "n_neighbors")
+        if self.n_sought > len(bank):
+            raise InputError(
+                f"n_neighbors: expected at most the {len(bank)} points of the bank, "
+                f"got {self.n_neighbors} and {self.solver.spares} spares"
+            )
+        self.smoothness = float(smoothness)
+        self.strong_convexity = float(strong_convexity)
+        self.search = check_choice(search, "search", tuple(SEARCHES))
+        self.resident = resident
+        self.notes: dict[str, Any] = {}
+        self.bank_fingerprint = bank.fingerprint
+        for name in ("inputs", "features", "labels"):
+            tensor = getattr(bank, name)
+            if resident:
+                self.register_buffer(f"bank_{name}", tensor)
+            else:
+                setattr(self, f"bank_{name}", tensor)
+        self._found: NeighborSearch | None = None
+
+    @property
+    def n_sought(self) -> int:
+        """Neighbors looked up per input: K and the solver's spares."""
+        return self.n_neighbors + self.solver.spares
+
+    @property
+    def bank(self) -> FeatureBank:
+        """The bank where it is now."""
+        return FeatureBank(
+            self.bank_inputs,
+            self.bank_features,
+            self.bank_labels,
+            self.bank_fingerprint,
+            verify=False,
+        )
+
+    def neighbors(self, embedded: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
+        """The training points nearest to embedded inputs (B,d), nearest first."""
+        if self._found is None or self._found.points is not self.bank_inputs:
+            self._found = SEARCHES[self.search](self.bank_inputs)
+        return self._found(embedded, self.n_sought, exclude=exclude)
+
+    def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
+        """The prediction with its account. `exclude` (B,): bank rows that are x's own copies."""
+        embedded = self.backbone.embed(self.backbone.check_inputs(x))
+        neighbors = self.neighbors(embedded, exclude=exclude)
+        problem = BankProblem(
+            embedded,
+            self.bank_inputs,
+            self.bank_features,
+            neighbors.indices,
+            self.smoothness,
+            self.strong_convexity,
+        )
+        solution = self.solver(problem)
+        labels = self.bank_labels[neighbors.indices.to(self.bank_labels.device)]
+        return Trace(self.backbone.head(solution.image), neighbors, labels, solution)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trace(x).outputs
+
+    def save(self, folder: str | Path, **notes: Any) -> Path:
+        """Write the model to a folder (safetensors + JSON card); the path of the card.
+
+        `notes` (data, classes, metrics, ... in plain JSON) are added to those the model has.
+        """
+        settings = {
+            "n_neighbors": self.n_neighbors,
+            "smoothness": self.smoothness,
+            "strong_convexity": self.strong_convexity,
+            "search": self.search,
+            "solver": asdict(self.solver),
+        }
+        return write_model(
+            folder, ModelParts(self.backbone, self.bank, settings, self.notes | notes)
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"bank={len(self.bank_inputs)} points, n_neighbors={self.n_neighbors}, "
+            f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
+            f"mode={self.solver.mode}"
+        )
+
+
+def defend(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    n_neighbors: int = 10,
+    smoothness: float = 2.0,
+    strong_convexity: float = 0.0,
+    solver: ExactCip | None = None,
+    search: str = "torch",
+    resident: bool = True,
+    bank_dtype: torch.dtype = torch.float32,
+    bank_path: str | None = None,
+    batch_size: int = 1024,
+    progress: Callable[[int, int], None] | None = None,
+) -> OTAD:
+    """Turn a trained network into an OTAD model with the bank of its training data.
+
+    `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and keeps the size of
+    its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
+    `otad.nets.SequentialBackbone`). `x` (N,*input_shape) and `y` (N,) are the training data. With
+    `bank_path` the bank is written there as it is made and mapped from the file.
+    """
+    backbone = adapt(net).eval()
+    inputs = backbone.check_inputs(x)
+    targets = backbone.check_targets(y, len(inputs))
+
+    def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = backbone.embed(batch.to(backbone.mean.device))
+        return embedded, backbone.transport(embedded)[0]
+
+    bank = FeatureBank.build(
+        transport,
+        inputs,
+        targets,
+        fingerprint=fingerprint_of(backbone, {"x": inputs, "y": targets}),
+        batch_size=batch_size,
+        dtype=bank_dtype,
+        path=bank_path,
+        progress=progress,
+    )
+    model = OTAD(
+        backbone,
+        bank.to(backbone.mean.device) if resident else bank,
+        n_neighbors=n_neighbors,
+        smoothness=smoothness,
+        strong_convexity=strong_convexity,
+        solver=solver,
+        search=search,
+        resident=resident,
+    )
+    return model.eval()
+
+
+def load(
+    folder: str | Path, *, device: str = "cpu", resident: bool = True, verify: bool = True
+) -> OTAD:
+    """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`.
+
+    With `resident=False` the bank stays mapped from its file. `verify=False` skips reading the
+    whole bank for its checksum.
+    """
+    parts = read_model(folder, verify=verify, mmap=not resident)
+    settings = dict(parts.settings)
+    try:
+        solver = dict(settings.pop("solver"))
+        if solver.get("climb") is not None:
+            solver["climb"] = tuple(solver["climb"])  # JSON knows lists only
+        model = OTAD(
+            parts.backbone, parts.bank, solver=ExactCip(**solver), resident=resident, **settings
+        )
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder}: expected the settings of a model, got: {error}") from error
+    model.notes = parts.notes
+    return model.to(device).eval()

@@ -1,0 +1,296 @@
+"""Exact nearest neighbors in l2: K bank points for each query, whatever the batch or the device.
+
+A matrix product gives all B x N squared distances quickly but loses digits. So it is only asked for
+a *lower bound* on each of them: the bound picks a shortlist, the distances to the shortlist are
+computed again by plain differences in float64, and a row is accepted once every point left out is
+proved to be further away than its K-th neighbor. Other rows come back with a longer shortlist.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otad.checks import STORAGE_DTYPES, check_count, check_finite, check_shape, check_tensor
+from otad.errors import InputError, MissingExtraError
+
+FLOAT32_ROUNDOFF = 2.0**-24
+# What the user's setting lets a matrix product round its inputs to; else all of float32 is kept.
+MATMUL_ROUNDOFF = {"tf32": 2.0**-11, "high": 2.0**-11, "bf16": 2.0**-8, "medium": 2.0**-8}
+SECTION = 512  # columns summed in one product: short sums keep the error bound tight
+SPARE = 8  # first guess at how many more than K points the shortlist needs
+GROWTH = 4  # how much longer the shortlist of an unproved row becomes
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbors:
+    """The K nearest bank points of B queries, nearest first.
+
+    indices (B, K) int64 into the bank; distances (B, K) float64, ascending. Equal distances are
+    ordered by index, and the smaller index keeps the K-th place.
+    """
+
+    indices: Tensor
+    distances: Tensor
+
+
+class NeighborSearch(ABC):
+    """Exact l2 search over points (N, d), which must not change afterwards.
+
+    Points may live on the CPU (memory-mapped too: they are read in blocks) while queries are on a
+    GPU; the work is done, and the answer given, where the queries are. Nothing is differentiated.
+    Working memory stays near `max_bytes`.
+
+    With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
+    s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2.
+    """
+
+    def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
+        check_tensor(points, "points", "N,d", dtypes=STORAGE_DTYPES, finite=False)
+        self.points = points.detach()
+        self.max_bytes = check_count(max_bytes, "max_bytes", least=2**16)
+        self._work_dtype = torch.promote_types(points.dtype, torch.float32)
+        with torch.no_grad():
+            self._center = self._mean()
+            self._exponent = 0
+            radii = torch.cat([_norms(block) for _, block in self._scaled_blocks()])
+            self._exponent = self._choose_exponent(float(radii.max()))
+            self._radii = radii * 2.0**-self._exponent  # (N,) float64, |y|
+
+    def __len__(self) -> int:
+        return self.points.shape[0]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        queries: Tensor,
+        k: int,
+        *,
+        exclude: Tensor | None = None,
+        exclude_copies: bool = False,
+    ) -> Neighbors:
+        """The k nearest points of each query (B, d).
+
+        exclude: (B,) int64, for each query the index of a bank point that must not be its
+            neighbor (its own entry); -1 for none.
+        exclude_copies: leave out every bank point at distance exactly 0. A bank in half precision
+            holds rounded points, so only a query rounded the same way meets its copy there.
+        """
+        self._check(queries, k, exclude)
+        queries = queries.detach()
+        exclude = None if exclude is None else exclude.to(queries.device)
+        indices = torch.empty(len(queries), k, dtype=torch.int64, device=queries.device)
+        distances = torch.empty(len(queries), k, dtype=torch.float64, device=queries.device)
+        pending = torch.arange(len(queries), device=queries.device)
+        size = k + SPARE
+        while len(pending):
+            size = min(size, len(self))
+            unproved = []
+            for rows in pending.split(self._rows_at_once(size)):
+                banned = None if exclude is None else exclude[rows]
+                found, lengths, proved = self._attempt(
+                    queries[rows], k, size, banned, exclude_copies
+                )
+                indices[rows], distances[rows] = found, lengths
+                unproved.append(rows[~proved])
+            pending = torch.cat(unproved)
+            if size == len(self):
+                self._refuse(pending, k)
+            size *= GROWTH
+        return Neighbors(indices, distances)
+
+    @abstractmethod
+    def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Indices (b, size) of likely neighbors of x (b, d) float64, size < N, and a floor (b,)
+        float64 that s^2 |query - point|^2 of every other point is sure to reach."""
+
+    def _attempt(
+        self, queries: Tensor, k: int, size: int, banned: Tensor | None, exclude_copies: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Best k of a shortlist: indices (b, k), distances (b, k), and whether it is proved (b,)"""
+        center = self._center.to(queries.device, torch.float64)
+        x = (queries.double() - center) * 2.0**-self._exponent
+        if size < len(self):
+            candidates, floor = self._shortlist(x, size)
+            candidates = candidates.sort(dim=1).values  # so that a stable sort keeps index order
+        else:
+            candidates = torch.arange(size, device=x.device).expand(len(x), size)
+            floor = x.new_full((len(x),), math.inf)
+        lengths = self._distances(queries, candidates)
+        if banned is not None:
+            lengths = lengths.masked_fill(candidates == banned[:, None], math.inf)
+        if exclude_copies:
+            lengths = lengths.masked_fill(lengths == 0, math.inf)
+        lengths, order = lengths.sort(dim=1, stable=True)
+        lengths, order = lengths[:, :k], order[:, :k]
+        reach = (lengths[:, -1] * 2.0**-self._exponent).square()
+        # room for float64 rounding, and for what float32 flushes to zero
+        slack = 1e-12 * (reach + x.square().sum(1)) + len(x[0]) * 2.0**-120 * (1 + _norms(x))
+        return candidates.gather(1, order), lengths, (floor > reach + slack) & reach.isfinite()
+
+    def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        """|query - candidate| in float64 for candidates (b, T)."""
+        width = candidates.shape[1]
+        pairs = candidates.reshape(-1)
+        result = queries.new_empty(len(pairs), dtype=torch.float64)
+        for rows in torch.arange(len(pairs), device=pairs.device).split(self._fit(32)):
+            points = self.points[pairs[rows].to(self.points.device)].to(queries.device)
+            gap = points.double().sub_(queries[rows // width])
+            result[rows] = _ordered_sum(gap.square_()).sqrt_()
+        return result.view(candidates.shape)
+
+    def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """(start, y (n, d)) in the working dtype, over all points."""
+        for start, block in self._blocks():
+            yield start, (block - self._center).mul_(2.0**-self._exponent)
+
+    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
+        rows = self._fit(32)
+        for start in range(0, len(self), rows):
+            yield start, self.points[start : start + rows].to(self._work_dtype)
+
+    def _mean(self) -> Tensor:
+        total = torch.zeros_like(self.points[0], dtype=torch.float64)
+        for start, block in self._blocks():
+            check_finite(block, f"points[{start}:{start + len(block)}]")
+            total += block.sum(0, dtype=torch.float64)
+        return (total / len(self)).to(self._work_dtype)
+
+    def _choose_exponent(self, radius: float) -> int:
+        if not math.isfinite(radius):
+            raise InputError(
+                f"points: expected a spread that {self._work_dtype} can hold, got {radius}"
+            )
+        limit = 100 if self._work_dtype == torch.float32 else 1000
+        return max(-limit, min(limit, math.frexp(radius)[1]))
+
+    def _fit(self, bytes_per_number: int) -> int:
+        """How many rows of d numbers fit in the memory budget."""
+        return max(1, self.max_bytes // (bytes_per_number * self.points.shape[1]))
+
+    def _rows_at_once(self, size: int) -> int:
+        """Queries in a block: bounded by their own size, their shortlists, and a square product."""
+        square = math.isqrt(self.max_bytes // 16)
+        return max(1, min(self._fit(64), self.max_bytes // (128 * size), square))
+
+    def _check(self, queries: Tensor, k: int, exclude: Tensor | None) -> None:
+        check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES)
+        width = self.points.shape[1]
+        check_shape(queries, "queries", (len(queries), width), "like the points")
+        available = len(self)
+        if exclude is not None:
+            available -= 1
+            check_tensor(exclude, "exclude", "B", dtypes=(torch.int64,))
+            check_shape(exclude, "exclude", (len(queries),), "one for each query")
+            low, high = int(exclude.min()), int(exclude.max())
+            if low < -1 or high >= len(self):
+                raise InputError(
+                    f"exclude: expected -1 or an index below {len(self)}, got {low} to {high}"
+                )
+        if check_count(k, "k") > available:
+            raise InputError(f"k: expected at most {available} (points left to find), got {k}")
+
+    def _refuse(self, rows: Tensor, k: int) -> None:
+        if len(rows):
+            raise InputError(
+                f"queries: expected at least k = {k} bank points that are no copies, at a finite "
+                f"distance, got fewer for {len(rows)} queries, the first at row {int(rows[0])}"
+            )
+
+
+class TorchSearch(NeighborSearch):
+    """Exact search by matrix products in blocks; needs nothing but torch."""
+
+    def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        # |computed - true| <= slip (2 |x| |y| + |y|^2) for -2 <x, y> + |y|^2, so one more column,
+        # slip |x| against |y|, turns the product itself into a lower bound.
+        slip = _slip(min(SECTION, x.shape[1] + 1) + x.shape[1] // SECTION + 1, x.device)
+        left = torch.cat([x.float(), slip * _norms(x)[:, None].float()], dim=1)
+        left.mul_(-2)  # here, as a factor in the product itself makes it half as fast on some CPUs
+        best = left.new_empty(len(x), 0)
+        indices = torch.empty(len(x), 0, dtype=torch.int64, device=x.device)
+        per_block = max(size, self.max_bytes // (16 * len(x)))
+        for start, block in self._scaled_blocks():
+            radii = self._radii[start : start + len(block)]
+            base = (radii.square() * (1 - slip)).to(x.device, torch.float32)
+            right = torch.cat([block.float(), radii[:, None].float()], dim=1).to(x.device)
+            for offset in range(0, len(block), per_block):
+                part = slice(offset, offset + per_block)
+                bounds = _product(base[part], left, right[part])
+                values, places = bounds.topk(min(size, bounds.shape[1]), largest=False)
+                best = torch.cat([best, values], dim=1)
+                indices = torch.cat([indices, places + (start + offset)], dim=1)
+                if best.shape[1] > size:
+                    best, kept = best.topk(size, largest=False)
+                    indices = indices.gather(1, kept)
+        return indices, best.amax(1).double() + x.square().sum(1)
+
+
+class FaissSearch(NeighborSearch):
+    """The same answers, shortlisted by FAISS on the CPU; holds a float32 copy of the points."""
+
+    def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
+        super().__init__(points, max_bytes=max_bytes)
+        self._index: Any = _faiss().IndexFlatL2(points.shape[1])
+        for _, block in self._scaled_blocks():
+            self._index.add(block.to("cpu", torch.float32).numpy())
+
+    def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        squares, found = self._index.search(x.to("cpu", torch.float32).numpy(), size)
+        indices = torch.from_numpy(found).to(x.device)
+        furthest = torch.from_numpy(squares).to(x.device, torch.float64).amax(1)
+        floor = furthest - _slip(x.shape[1], torch.device("cpu")) * (_norms(x) + 1).square()
+        missing = (indices < 0).any(1)  # FAISS says so when distances overflow
+        return indices.clamp_(min=0), floor.masked_fill(missing, -math.inf)
+
+
+def _slip(terms: int, device: torch.device) -> float:
+    """Relative error of a float32 product with sums of so many terms, inputs rounded to float32.
+
+    2 (terms + 8) roundoffs for the sums (twice the textbook bound: tensor cores truncate) and 8
+    for rounding the inputs, each to whatever the user lets matrix products round them.
+    """
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    setting = setting or torch.get_float32_matmul_precision()  # before torch 2.9
+    rounded = MATMUL_ROUNDOFF.get(setting, FLOAT32_ROUNDOFF)
+    return 2 * (terms + 8) * FLOAT32_ROUNDOFF + 8 * rounded
+
+
+def _product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """base (n,) + left (b, m) right (n, m)^T, in sections of columns."""
+    result = base.expand(len(left), -1).contiguous()
+    for start in range(0, left.shape[1], SECTION):
+        columns = slice(start, start + SECTION)
+        result.addmm_(left[:, columns], right[:, columns].T)  # in place: autocast lets it be
+    return result
+
+
+def _norms(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms
+
+
+def _ordered_sum(rows: Tensor) -> Tensor:
+    """Sum of each row (P, d), overwriting it: halves are folded together entry by entry, so a sum
+    has the same bits in any batch, on any device and with any number of threads."""
+    width = rows.shape[1]
+    while width > 1:
+        half = (width + 1) // 2
+        rows[:, : width - half] += rows[:, half:width]
+        width = half
+    return rows[:, 0]
+
+
+def _faiss() -> Any:
+    try:
+        return importlib.import_module("faiss")
+    except ImportError as error:
+        raise MissingExtraError("faiss", "index") from error

@@ -1,0 +1,168 @@
+"""A user's own trained modules as a `Backbone`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otad.errors import InputError
+from otad.nets.base import Backbone, LinearHead, register
+from otad.nets.layers import describe, restore
+
+EQUAL_DIMENSIONS = (
+    "the pairs (embedded input, feature) must live in one space R^d; widen the last layer before "
+    "the head to that size, or move the layers that change the size into `embed`"
+)
+
+
+@register("sequential")
+class SequentialBackbone(Backbone):
+    """embed -> blocks one after another -> head, from modules that share the user's weights.
+
+    `embed` maps normalized inputs (B,*input_shape) to (B,d), None flattens them. A block maps
+    x^(k-1) (B,d) to x^k (B,d), shortcut included; the energy is sum_k |x^k - x^(k-1)|^2.
+    """
+
+    def __init__(
+        self,
+        embed: nn.Module | None,
+        blocks: Sequence[nn.Module],
+        head: nn.Linear,
+        *,
+        input_shape: Sequence[int],
+        task: str = "classification",
+        bounds: Sequence[float] | None = None,
+        mean: float | Sequence[float] | Tensor = 0.0,
+        std: float | Sequence[float] | Tensor = 1.0,
+    ) -> None:
+        if not isinstance(head, nn.Linear):
+            raise InputError(f"head: expected an nn.Linear, got {type(head).__name__}")
+        super().__init__(
+            input_shape,
+            head.out_features,
+            task=task,
+            dim=head.in_features,
+            bounds=bounds,
+            mean=mean,
+            std=std,
+        )
+        self.embedding = nn.Flatten() if embed is None else embed
+        self.blocks = nn.ModuleList(blocks)
+        self.head = LinearHead(self.dim, self.n_outputs, task, bias=head.bias is not None)
+        self.head.weight, self.head.bias = head.weight, head.bias
+        self.mean = self.mean.to(head.weight)
+        self.std = self.std.to(head.weight)
+        self._check_dimensions()
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.embedding(self.normalize(x))  # type: ignore[no-any-return]
+
+    def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        x, energy = e, e.new_zeros(e.shape[0])
+        for block in self.blocks:
+            moved = block(x)
+            energy = energy + (moved - x).square().sum(1)
+            x = moved
+        return x, energy
+
+    def _check_dimensions(self) -> None:
+        """Send one input through and compare every size with that of the embedded input."""
+        with _evaluating(self), torch.no_grad():
+            x = _run(self.embedding, self.mean.unsqueeze(0), "embed")
+            dim = x.shape[1]
+            for number, block in enumerate(self.blocks):
+                x = _run(block, x, f"blocks[{number}]")
+                if x.shape[1] != dim:
+                    raise InputError(
+                        f"blocks[{number}]: expected features of dimension {dim} like the "
+                        f"embedded input, got dimension {x.shape[1]}: {EQUAL_DIMENSIONS}"
+                    )
+            if self.head.in_features != dim:
+                raise InputError(
+                    f"head: expected in_features {dim} like the embedded input, "
+                    f"got {self.head.in_features}: {EQUAL_DIMENSIONS}"
+                )
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "embed": describe(self.embedding),
+            "blocks": [describe(block) for block in self.blocks],
+            "dim": self.dim,
+            "bias": self.head.bias is not None,
+        }
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any]) -> SequentialBackbone:
+        rest = dict(options)
+        head_shape = (rest.pop("dim"), rest.pop("n_outputs"), rest.pop("bias"))
+        with torch.random.fork_rng(devices=[]):  # layers draw at birth; leave the global RNG alone
+            embed, head = restore(rest.pop("embed")), nn.Linear(*head_shape)
+            blocks = [restore(block) for block in rest.pop("blocks")]
+        return cls(embed, blocks, head, **rest)
+
+
+def adapt(
+    net: nn.Module,
+    *,
+    input_shape: Sequence[int] | None = None,
+    task: str = "classification",
+    bounds: Sequence[float] | None = None,
+) -> Backbone:
+    """A trained nn.Sequential as a `Backbone`: its last Linear is the head, all before it is one
+    transport step over the flattened input, whose size it must keep. Weights are shared.
+
+    A net that first changes the size is given in parts: `SequentialBackbone(embed, blocks, head)`.
+    """
+    if isinstance(net, Backbone):
+        return net
+    if not isinstance(net, nn.Sequential) or len(net) == 0:
+        raise InputError(
+            f"net: expected a Backbone or a non-empty nn.Sequential, got {type(net).__name__}; "
+            "give its parts to SequentialBackbone(embed, blocks, head)"
+        )
+    *body, head = net
+    if not isinstance(head, nn.Linear):
+        raise InputError(f"net: expected an nn.Linear as last layer, got {type(head).__name__}")
+    if input_shape is None:
+        input_shape = (_first_width(net),)
+    blocks = [nn.Sequential(*body)] if body else []
+    return SequentialBackbone(None, blocks, head, input_shape=input_shape, task=task, bounds=bounds)
+
+
+def _first_width(net: nn.Sequential) -> int:
+    first = next(layer for layer in net if not isinstance(layer, nn.Flatten))
+    if not isinstance(first, nn.Linear):
+        raise InputError(
+            f"input_shape: expected a shape, since the first layer is {type(first).__name__} "
+            "and does not tell it, got None"
+        )
+    return first.in_features
+
+
+def _run(module: nn.Module, x: Tensor, name: str) -> Tensor:
+    try:
+        output = module(x)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise InputError(
+            f"{name}: expected a module that takes a tensor of shape {tuple(x.shape)}, got: {error}"
+        ) from error
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise InputError(f"{name}: expected an output of shape (B,d), got {got}")
+    return output
+
+
+@contextmanager
+def _evaluating(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while: one probe row must not move batch statistics."""
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

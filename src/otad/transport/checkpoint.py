@@ -1,0 +1,94 @@
+"""Training state in one safetensors file: atomically replaced, checksummed, never pickle.
+
+Tensors and a JSON header travel in the same file, so one rename makes a whole epoch valid: a
+kill at any moment leaves the previous epoch's file or the new one, never a mixture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from otad.errors import InputError
+from otad.transport.files import as_bytes, replacing
+
+_FORMAT = "otad-checkpoint-1"
+
+
+class Checkpoint(NamedTuple):
+    tensors: dict[str, Tensor]
+    header: dict[str, Any]
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, whatever the device and the order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].cpu()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(as_bytes(tensor))
+    return digest.hexdigest()
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Put the whole file in place of the one before, or leave that as it is."""
+    # Copies: shared weights have no place in the format.
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    text = json.dumps(header, sort_keys=True)
+    metadata = {"format": _FORMAT, "header": text, "checksum": _checksum(copies, text)}
+    with replacing(path) as partial:
+        save_file({name: copy.contiguous() for name, copy in copies.items()}, partial, metadata)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Tensors on the CPU and the header, or an `InputError` if any byte is not as written."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path}: expected a safetensors checkpoint, got: {error}") from error
+    if metadata.get("format") != _FORMAT:
+        raise InputError(f"{path}: expected format {_FORMAT!r}, got {metadata.get('format')!r}")
+    text = metadata.get("header", "")
+    if metadata.get("checksum") != _checksum(tensors, text):
+        raise InputError(
+            f"{path}: expected contents that match their checksum, got a damaged file; "
+            "delete it to train from the start"
+        )
+    return Checkpoint(tensors, json.loads(text))
+
+
+def refuse_foreign(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise, naming every difference, unless two (nested) descriptions of a run agree."""
+    there, here = _flatten(saved), _flatten(current)
+    differences = [
+        f"{name} ({here.get(name, 'nothing')!r} here, {there.get(name, 'nothing')!r} there)"
+        for name in sorted({*there, *here})
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        raise InputError(
+            f"{path}: expected a checkpoint of this very run, got one that differs in "
+            f"{'; '.join(differences)}; take another folder, or start from the same net and data"
+        )
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for name, branch in tree.items():
+        leaves |= _flatten(branch, f"{prefix}.{name}" if prefix else name)
+    return leaves
+
+
+def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
+    return hashlib.sha256((fingerprint(tensors) + text).encode()).hexdigest()

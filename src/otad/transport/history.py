@@ -1,0 +1,79 @@
+"""What a training run reports: one record per epoch, shown as it comes, kept for the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+METRICS = {"classification": "accuracy", "regression": "mse"}
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """Means over one epoch's training batches, and the score on the validation data after it.
+
+    A score is the accuracy, or for regression the mean squared error.
+    """
+
+    epoch: int
+    loss: float
+    energy: float
+    train_score: float
+    val_score: float | None
+    seconds: float = field(compare=False)
+
+    def __str__(self) -> str:
+        validation = "" if self.val_score is None else f", validation {self.val_score:.4f}"
+        return (
+            f"epoch {self.epoch}: loss {self.loss:.4f}, energy {self.energy:.4g}, "
+            f"train {self.train_score:.4f}{validation}"
+        )
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """`metric` names the scores; `resumed_after` is the epoch a checkpoint gave, 0 for none."""
+
+    history: tuple[EpochRecord, ...]
+    metric: str
+    resumed_after: int = field(compare=False)
+
+    @property
+    def final(self) -> EpochRecord:
+        return self.history[-1]
+
+    @property
+    def best_epoch(self) -> int:
+        """Best validation score, or without validation data the lowest training loss."""
+        sign = -1.0 if self.metric == "accuracy" else 1.0
+        best = min(
+            self.history,
+            key=lambda record: record.loss if record.val_score is None else sign * record.val_score,
+        )
+        return best.epoch
+
+
+Report = Callable[[EpochRecord], None]
+
+
+@contextmanager
+def reporting(progress: Report | bool, epochs: int, done: int) -> Iterator[Report]:
+    """The caller's function, a progress bar on stderr for True, or nothing for False."""
+    if callable(progress):
+        yield progress
+    elif progress:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("training", total=epochs, completed=done)
+            yield lambda record: bar.update(task, description=str(record), completed=record.epoch)
+    else:
+        yield lambda record: None

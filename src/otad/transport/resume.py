@@ -1,0 +1,73 @@
+"""Saving a training run after an epoch and taking it up again, to the very same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otad.errors import InputError
+from otad.nets.base import Backbone
+from otad.transport.checkpoint import (
+    fingerprint,
+    read_checkpoint,
+    refuse_foreign,
+    write_checkpoint,
+)
+from otad.transport.history import EpochRecord
+from otad.transport.recipe import TrainConfig
+
+Optimizer = torch.optim.Optimizer
+
+
+def run_identity(net: Backbone, data: Mapping[str, Tensor], config: TrainConfig) -> dict[str, Any]:
+    """All that decides the final weights, and so what a checkpoint must share to be resumed."""
+    settings = asdict(config) | {"device": torch.device(config.device).type}
+    del settings["log_every"]
+    try:
+        structure = net.config()
+    except InputError:  # a user's own modules: enough to recognize them again
+        structure = {"structure": repr(net)}
+    return {
+        "config": settings,
+        "net": structure | {"initial_weights": fingerprint(net.state_dict())},
+        "data": {name: fingerprint({name: tensor}) for name, tensor in data.items()},
+    }
+
+
+def save(
+    path: Path,
+    identity: Mapping[str, Any],
+    net: Backbone,
+    optimizer: Optimizer,
+    history: Sequence[EpochRecord],
+) -> None:
+    tensors = {f"net/{name}": tensor for name, tensor in net.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
+    header = {"run": identity, "history": [vars(record) for record in history]}
+    write_checkpoint(path, tensors, header)
+
+
+def resume(
+    path: Path, identity: Mapping[str, Any], net: Backbone, optimizer: Optimizer
+) -> list[EpochRecord]:
+    """Load weights and optimizer state of the run `identity`; its records so far."""
+    tensors, header = read_checkpoint(path)
+    refuse_foreign(path, header["run"], identity)
+    weights: dict[str, Tensor] = {}
+    moments: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        owner, name = full_name.split("/", 1)
+        if owner == "net":
+            weights[name] = tensor
+        else:
+            index, moment = name.split("/")
+            moments.setdefault(int(index), {})[moment] = tensor
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    return [EpochRecord(**record) for record in header["history"]]

@@ -1,0 +1,140 @@
+"""The user's own modules as a backbone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otad.errors import InputError
+from otad.nets import SequentialBackbone, adapt, build, fc_resnet
+
+
+class _Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def plain() -> nn.Sequential:
+    layers = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in layers.parameters():
+            weight.uniform_(-0.5, 0.5, generator=generator)
+    return layers
+
+
+def test_an_adapted_sequential_computes_the_same(plain: nn.Sequential, x: Tensor) -> None:
+    net = adapt(plain)
+    assert torch.equal(net(x), plain(x))
+    z, energy = net.transport(net.embed(x))
+    assert torch.equal(z, plain[:-1](x))
+    torch.testing.assert_close(energy, ((z - x) ** 2).sum(1))
+    assert net.head.weight is plain[-1].weight
+    assert (net.input_shape, net.dim, net.n_outputs) == ((6,), 6, 3)
+
+
+def test_images_are_flattened(plain: nn.Sequential, x: Tensor) -> None:
+    net = adapt(nn.Sequential(nn.Flatten(), *plain), input_shape=(2, 3), bounds=(0, 1))
+    assert torch.equal(net(x.reshape(5, 2, 3)), plain(x))
+
+
+def test_a_backbone_is_left_as_it_is() -> None:
+    net = fc_resnet((3,), 2)
+    assert adapt(net) is net
+
+
+def test_a_linear_model_has_no_transport(x: Tensor) -> None:
+    net = adapt(nn.Sequential(nn.Linear(6, 2, bias=False)))
+    z, energy = net.transport(net.embed(x))
+    assert torch.equal(z, x)
+    assert torch.equal(energy, torch.zeros(5))
+
+
+def test_own_residual_blocks_have_the_paper_s_energy(x: Tensor) -> None:
+    blocks = [_Residual(nn.Linear(4, 4)) for _ in range(2)]
+    net = SequentialBackbone(nn.Linear(6, 4), blocks, nn.Linear(4, 3), input_shape=(6,))
+    e = net.embed(x)
+    first = blocks[0].inner(e)
+    second = blocks[1].inner(e + first)
+    expected = (first**2).sum(1) + (second**2).sum(1)
+    torch.testing.assert_close(net.transport(e)[1], expected)
+
+
+def test_a_stack_of_known_layers_is_rebuilt_from_json(x: Tensor) -> None:
+    embed = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.LeakyReLU(0.2))
+    blocks = [nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.3), nn.Softplus(2.0))]
+    net = SequentialBackbone(embed, blocks, nn.Linear(4, 3), input_shape=(6,), mean=0.1).eval()
+    before = torch.random.get_rng_state()
+    twin = build(json.loads(json.dumps(net.config()))).eval()
+    assert torch.equal(before, torch.random.get_rng_state())
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(net(x), twin(x))
+    assert str(net) == str(twin)
+
+
+def test_looking_at_the_dimensions_changes_nothing(x: Tensor) -> None:
+    norm = nn.BatchNorm1d(6)
+    adapt(nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 2)))
+    assert norm.training
+    assert norm.num_batches_tracked == 0
+
+
+def test_the_equal_dimension_rule_is_explained_with_both_dimensions() -> None:
+    narrowing = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    with pytest.raises(InputError, match=r"dimension 784 like .* got dimension 128: .* one space"):
+        adapt(narrowing)
+    embedded = SequentialBackbone(narrowing[0], [narrowing[1]], narrowing[2], input_shape=(784,))
+    assert embedded.dim == 128  # the remedy the message names
+    with pytest.raises(InputError, match=r"in_features 4 like the embedded input, got 5: .*space"):
+        SequentialBackbone(nn.Linear(6, 4), [], nn.Linear(5, 2), input_shape=(6,))
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Linear(3, 2), "a Backbone or a non-empty nn.Sequential, got Linear"),
+        (nn.Sequential(), "got Sequential; give its parts"),
+        (nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), "nn.Linear as last layer, got Softmax"),
+        (nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), "the first layer is ReLU"),
+        (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), "at least 2 for classification"),
+    ],
+)
+def test_a_net_that_cannot_be_split_is_refused(net: nn.Module, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        adapt(net)
+
+
+def test_modules_that_do_not_fit_are_named() -> None:
+    with pytest.raises(InputError, match=r"blocks\[0\]: expected a module that takes .* \(1, 6\)"):
+        SequentialBackbone(None, [nn.Linear(5, 6)], nn.Linear(6, 2), input_shape=(6,))
+    with pytest.raises(InputError, match=r"embed: expected an output of shape \(B,d\), got"):
+        SequentialBackbone(nn.Identity(), [], nn.Linear(6, 2), input_shape=(2, 6))
+    with pytest.raises(InputError, match=r"head: expected an nn\.Linear, got Identity"):
+        SequentialBackbone(None, [], nn.Identity(), input_shape=(6,))
+
+
+def test_own_modules_cannot_be_written_as_json() -> None:
+    blocks = [_Residual(nn.Linear(6, 6))]
+    net = SequentialBackbone(None, blocks, nn.Linear(6, 2), input_shape=(6,))
+    with pytest.raises(InputError, match=r"got _Residual; subclass Backbone"):
+        net.config()
+
+
+def test_an_unknown_layer_in_a_config_is_refused() -> None:
+    config = adapt(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))).config()
+    config["blocks"][0]["layers"][0]["layer"] = "os.system"
+    with pytest.raises(InputError, match=r"expected one of Identity, .* got 'os\.system'"):
+        build(config)
