@@ -8,9 +8,9 @@ rows, and are float64 whatever the data is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -101,50 +101,80 @@ class ShiftedGram:
         return rise, bend.clamp_min(0.0)
 
 
-def rows_per_block(problem: RowProblem, chunk: int | None) -> int:
-    """`chunk`, or as many rows as fill the default working memory of the device."""
-    if chunk is not None:
-        return chunk
-    _, count, dim = problem.shape
-    budget = _BLOCK_BYTES.get(problem.query.device.type, 2**26)
-    return max(1, budget // (2 * count * dim * problem.query.element_size()))
+def for_blocks(problem: RowProblem, chunk: int | None, work: Callable[[slice], None]) -> None:
+    """Call `work` on blocks of `chunk` rows, or as many as fill the device's working memory.
+
+    On the CPU blocks are shared out to as many threads as torch may use: its own batched products
+    of small matrices run on one.
+    """
+    batch, count, dim = problem.shape
+    device = problem.query.device
+    if chunk is None:
+        budget = _BLOCK_BYTES.get(device.type, 2**26)
+        chunk = max(1, budget // (2 * count * dim * problem.query.element_size()))
+    parts = list(blocks(batch, chunk))
+    threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
+
+    def work_alone(rows: slice) -> None:
+        with torch.no_grad():  # this setting, too, belongs to a thread
+            work(rows)
+
+    with full_precision(device):
+        if threads == 1:
+            for rows in parts:
+                work_alone(rows)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                for _ in pool.map(work_alone, parts):
+                    pass
 
 
 def gram_of(problem: RowProblem, chunk: int | None, *, bends: bool) -> Gram:
-    """One pass over the neighbors of the whole batch, in blocks of rows.
+    """One pass over the neighbors of the whole batch.
 
     `bends` says that some strong convexity is, or may become, other than 0.
     """
-    batch, count, _ = problem.shape
-    query = problem.query
-    new = partial(torch.empty, dtype=torch.float64, device=query.device)
-    # Rows of the stack: a_1..a_K, then z_1 in the place of c_1 = 0, then c_2..c_K.
-    first = 0 if bends else count
-    products, squares = new(2 * count - first, 2 * count, batch), new(count, batch)
+    count = problem.shape[1]
     if streams(problem):
-        streamed, streamed_squares = streamed_products(problem, bends=bends)
-        products.copy_(streamed.permute(1, 2, 0))
-        squares.copy_(streamed_squares.mT)
+        products, squares = streamed_products(problem, bends=bends)
     else:
-        with full_precision(query.device):
-            for rows in blocks(batch, rows_per_block(problem, chunk)):
-                stack = _stack(problem, rows)
-                products[..., rows] = torch.bmm(stack[:, first:], stack.mT).permute(1, 2, 0)
-                squares[:, rows] = stack[:, :count].square().sum(-1).mT
-    lower = products[count - first :]
+        products, squares = _products(problem, chunk, bends=bends)
+    noise = 2e-7 if products.dtype == torch.float32 else 1e-13
+    products = products.permute(1, 2, 0).double().contiguous()
+    squares = squares.mT.double().contiguous()
+    # The last K rows belong to z_1, c_2..c_K; as c_1 = 0 needs no place, z_1 has taken it.
+    lower = products[-count:]
     tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
     lower[0] = 0.0
     lower[:, count] = 0.0
-    offsets = products[:count, :count] if bends else None
     return Gram(
         cross=lower[:, :count],
         images=lower[:, count:],
         tilt=tilt,
         squared_distance=squares,
         center=center,
-        offsets=offsets,
-        noise=2e-7 if query.dtype == torch.float32 else 1e-13,
+        offsets=products[:count, :count] if bends else None,
+        noise=noise,
     )
+
+
+def _products(problem: RowProblem, chunk: int | None, *, bends: bool) -> tuple[Tensor, Tensor]:
+    """Products (B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K, and |a_i|^2 (B,K).
+
+    Only the rows of z_1, c_2..c_K against all, unless `bends` asks for those of the a_i too.
+    """
+    batch, count, _ = problem.shape
+    first = 0 if bends else count
+    products = problem.query.new_empty((batch, 2 * count - first, 2 * count))
+    squares = problem.query.new_empty((batch, count))
+
+    def work(rows: slice) -> None:
+        stack = _stack(problem, rows)
+        torch.bmm(stack[:, first:], stack.mT, out=products[rows])
+        squares[rows] = torch.linalg.vector_norm(stack[:, :count], dim=2).square()
+
+    for_blocks(problem, chunk, work)
+    return products, squares
 
 
 def _diagonal(matrix: Tensor) -> Tensor:

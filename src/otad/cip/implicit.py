@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from otad.cip.fused import streamed_combination, streams
-from otad.cip.gram import full_precision, rows_per_block
-from otad.cip.rows import RowProblem, blocks
+from otad.cip.gram import for_blocks
+from otad.cip.rows import RowProblem
 
 
 def assemble(
@@ -34,15 +34,17 @@ def assemble(
             image -= strong_convexity[:, None].to(image.dtype) * (mean - query)
         return image
     image = torch.empty_like(query)
-    with full_precision(image.device):
-        for rows in blocks(len(image), rows_per_block(problem, chunk)):
-            weight = multipliers[rows, None]
-            answer = weight @ problem.images_of(rows).to(image.dtype)
-            if bent:
-                mean = weight @ problem.anchors_of(rows).to(image.dtype)
-                low = strong_convexity[rows, None, None].to(image.dtype)
-                answer -= low * (mean - query[rows, None])
-            image[rows] = answer[:, 0]
+
+    def work(rows: slice) -> None:
+        weight = multipliers[rows, None]
+        answer = weight @ problem.images_of(rows).to(image.dtype)
+        if bent:
+            mean = weight @ problem.anchors_of(rows).to(image.dtype)
+            low = strong_convexity[rows, None, None].to(image.dtype)
+            answer -= low * (mean - query[rows, None])
+        image[rows] = answer[:, 0]
+
+    for_blocks(problem, chunk, work)
     return image
 
 
@@ -76,12 +78,15 @@ class ImplicitMap(torch.autograd.Function):
         low = strong_convexity.to(dtype)[:, None]
         grad = low * image_grad + value_grad[:, None] * image
         bent = bool(strong_convexity.any())
-        with full_precision(image.device):
-            for rows in blocks(len(grad), rows_per_block(ctx.problem, ctx.chunk)):
-                lines = ctx.problem.images_of(rows).to(dtype)
-                if bent:  # the part of z~_i that all neighbors share has no effect
-                    lines = lines - low[rows, :, None] * ctx.problem.anchors_of(rows).to(dtype)
-                pull = (lines @ image_grad[rows, :, None])[..., 0] + multiplier_grad[rows]
-                push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
-                grad[rows] += (push[:, None] @ lines)[:, 0]
+        problem = ctx.problem
+
+        def work(rows: slice) -> None:
+            lines = problem.images_of(rows).to(dtype)
+            if bent:  # the part of z~_i that all neighbors share has no effect
+                lines = lines - low[rows, :, None] * problem.anchors_of(rows).to(dtype)
+            pull = (lines @ image_grad[rows, :, None])[..., 0] + multiplier_grad[rows]
+            push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
+            grad[rows] += (push[:, None] @ lines)[:, 0]
+
+        for_blocks(problem, ctx.chunk, work)
         return grad, None, None, None, None, None, None

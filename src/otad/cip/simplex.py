@@ -2,25 +2,29 @@
 
     maximize  c . w - w^T G w / 2     over  w >= 0, sum w = 1
 
-A primal active-set method: the weights in the basis S solve the problem on the affine hull of S;
-a neighbor outside S with a positive gain enters, one whose weight turns negative leaves. Each
-round is ONE symmetric pivot per unfinished row on the tableau
+The optimum is known once its support S is: on S it solves a linear system. So guess S, solve, drop
+the neighbors whose weight came out negative, take in those whose gain is positive, and repeat until
+nothing changes: then all optimality conditions hold. Almost every row ends within a few rounds;
+this exchange of many at a time could circle, so the rest go to `pivoting`, which cannot.
 
-    T = [ -N       N G_SR      ]        N: inverse of the bordered matrix [G_SS 1; 1^T 0], S block
-        [ G_RS N   Schur block ]        R: the neighbors outside S
+H = G + 1 1^T has the same optimum (it adds a constant on the simplex) and is regular on affinely
+independent images. Eliminating S from [H c 1] leaves p = H_SS^-1 c and r = H_SS^-1 1, and
 
-kept up to date by a rank-one change of size K x K. The objective rises with every step, so no
-basis returns and the method ends after finitely many pivots.
+    value = p - nu r,   nu = (sum_S p - 1) / sum_S r
+
+holds the weights of the neighbors in S and, by the same formula, the gains of those outside.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is reported, not hidden
+from otad.cip.pivoting import pivot_to_optimum
+
+_GUESSES = 8  # rounds of exchange before a row is left to pivoting
 
 
 @dataclass(frozen=True)
@@ -43,136 +47,77 @@ def maximize_on_simplex(
     scale = gram.diagonal(dim1=0, dim2=1).mT.amax(0)
     scale = torch.where(scale > 0, scale, 1.0)
     quadratic, linear = gram / scale, linear / scale
-    state = _start(quadratic, linear, active, tolerance)
+    # Only differences of the linear term matter; centered, they keep their digits.
+    linear = linear - (linear * active).sum(0) / active.sum(0)
     weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
-    solved = torch.zeros_like(scale, dtype=torch.bool)
-    place = torch.arange(linear.shape[1], device=linear.device)
-
-    for _ in range(_MOST_ROUNDS + 10 * len(linear)):
-        done = _advance(state, tolerance)
-        left = (~done).nonzero()[:, 0]
-        if 2 * len(left) <= len(place):  # put finished rows away, go on with the rest
-            finished = done.nonzero()[:, 0]
-            rows, ended = place[finished], state.columns(finished)
-            weights[:, rows] = ended.weights
-            inverse[..., rows] = ended.tableau * -ended.basis[:, None] * ended.basis[None]
-            solved[rows] = True
-            place, state = place[left], state.columns(left)
-        if len(left) == 0:
-            break
-
+    solved = torch.ones_like(scale, dtype=torch.bool)
+    todo = _by_exchange(quadratic, linear, active, tolerance, weights, inverse)
+    if len(todo):
+        weights[:, todo], inverse[..., todo], solved[todo] = pivot_to_optimum(
+            quadratic[..., todo], linear[:, todo], active[:, todo], tolerance
+        )
     weights = _refined(quadratic, linear, weights, inverse)
     return SimplexOptimum(weights, inverse / scale, solved & weights.isfinite().all(0))
 
 
-@dataclass
-class _State:
-    tableau: Tensor  # (K,K,B)
-    target: Tensor  # (K,B): in the basis the affine optimum, outside it the gain of entering
-    weights: Tensor  # (K,B) feasible, zero outside basis and entering
-    basis: Tensor  # (K,B) 1 in the basis, 0 outside
-    barrier: Tensor  # (K,B) 0 for those that may enter, -inf for the others
-    entering: Tensor  # (B,) neighbor that enters in the next round, or -1
-    gain_floor: Tensor  # (B,) gains up to this count as zero
-
-    def columns(self, keep: Tensor) -> _State:
-        return _State(*(getattr(self, field.name).index_select(-1, keep) for field in fields(self)))
-
-
-def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) -> _State:
-    """The basis of the single best neighbor."""
-    square = quadratic.diagonal(dim1=0, dim2=1).mT
-    best = (linear - square / 2).masked_fill(~active, -torch.inf).max(0).indices[None]  # (1,B)
-    row = _pick(quadratic, best)
-    corner = row.gather(0, best)
-    gain = linear - row - linear.gather(0, best) + corner
-    tableau = quadratic - row[:, None] - row[None] + corner
-    basis = torch.zeros_like(linear).scatter_(0, best, 1.0)
-    _put(tableau, best, 1 - basis)
-    out = torch.where(active, 0.0, -torch.inf).to(linear)
-    return _State(
-        tableau=tableau,
-        target=gain * (1 - basis) + basis,
-        weights=basis.clone(),
-        basis=basis,
-        barrier=out.scatter_(0, best, -torch.inf),
-        entering=torch.full_like(best[0], -1),
-        gain_floor=tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0)),
-    )
-
-
-def _pick(matrix: Tensor, index: Tensor) -> Tensor:
-    """Row index[b] of every matrix: (K,K,B), (1,B) -> (K,B)."""
-    return matrix.gather(0, index[None].expand(1, *matrix.shape[1:]))[0]
+def _by_exchange(
+    quadratic: Tensor,
+    linear: Tensor,
+    active: Tensor,
+    tolerance: float,
+    weights: Tensor,
+    inverse: Tensor,
+) -> Tensor:
+    """Fill in weights and inverse of the rows that exchange solves; the rows left over."""
+    place = torch.arange(linear.shape[1], device=linear.device)
+    ones = torch.ones_like(linear)
+    table = torch.cat((quadratic + 1, linear[:, None], ones[:, None]), dim=1)
+    allowed = active.to(linear.dtype)
+    support = allowed
+    floor = tolerance * (1 + (linear * allowed).abs().amax(0))
+    for _ in range(_GUESSES):
+        swept, basis = _eliminate(table, support, tolerance)
+        p, r = swept[:, -2], swept[:, -1]
+        rate = (r * basis).sum(0)
+        value = p - ((p * basis).sum(0) - 1) / rate * r
+        # Optimal: no weight below zero, no gain above, up to rounding.
+        excess = (value - 2 * basis * value) * allowed
+        done = (excess.amax(0) <= floor) & (rate > 0)
+        finished, left = done.nonzero()[:, 0], (~done).nonzero()[:, 0]
+        rows, keep = place[finished], basis.index_select(-1, finished)
+        border = r.index_select(-1, finished) * keep
+        block = swept[:, :-2].index_select(-1, finished).mul_(-keep[:, None]).mul_(keep[None])
+        block.addcmul_(border[:, None], (border / rate[finished])[None], value=-1)
+        inverse[..., rows] = block
+        weights[:, rows] = value.index_select(-1, finished) * keep
+        place = place[left]
+        if len(left) == 0:
+            break
+        support = ((value > 0) * allowed).index_select(-1, left)
+        table, allowed = (part.index_select(-1, left) for part in (table, allowed))
+        floor = floor[left]
+    return place
 
 
-def _put(matrix: Tensor, index: Tensor, row: Tensor) -> None:
-    """Write (K,B) as row and as column index[b] of every matrix (K,K,B)."""
-    place = index[None].expand(1, *matrix.shape[1:])
-    matrix.scatter_(0, place, row[None])
-    matrix.scatter_(1, place.transpose(0, 1), row[:, None])
+def _eliminate(table: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Sweep the columns in `support` (K,B) out of table (K,K+2,B): Gauss-Jordan without exchange.
 
-
-def _advance(state: _State, tolerance: float) -> Tensor:
-    """One pivot in every unfinished row; True for the rows that are finished (B,).
-
-    Masks are multiplied or added where possible: that is many times faster than selecting.
+    A neighbor whose image depends affinely on those before it has no pivot left and stays out; the
+    basis (K,B) that was really swept comes back too.
     """
-    target, weights = state.target, state.weights
-    due = state.entering >= 0
-    point = target * state.basis
-    # Weights that would turn negative: go towards the target until the first reaches zero.
-    fall = (point + tolerance).clamp_max_(0.0)
-    step, leaving = ((weights + tolerance) / (weights + tolerance - fall)).min(0)
-    blocked = (step < 1) & ~due
-    # Otherwise the target is the new point, and the neighbor with the largest gain may enter.
-    gain, best = (target + state.barrier).max(0)
-    done = ~blocked & ~due & (gain <= state.gain_floor)
-    # No curvature along the entering direction: move until a weight vanishes, exchange the two.
-    curvature = state.tableau.diagonal(dim1=0, dim2=1).mT.gather(0, best[None])[0]
-    flat = (curvature <= tolerance) & ~blocked & ~due & ~done
-
-    pivot = torch.where(due, state.entering, torch.where(blocked, leaving, best))
-    fraction = torch.where(due, 0.0, torch.where(blocked, step, 1.0))
-    state.weights = (weights + fraction * (point - weights)).clamp_min_(0.0)
-    state.entering = torch.full_like(best, -1)
-    if bool(flat.any()):
-        pivot = _exchange(state, flat, best, pivot, tolerance)
-    _pivot(state, pivot[None], blocked | flat, ~done)
-    return done
-
-
-def _exchange(state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float) -> Tensor:
-    """In `flat` rows, move along the entering direction as far as it goes; who leaves pivots."""
-    column = _pick(state.tableau, best[None])
-    open_end = (column <= tolerance) | (state.basis == 0)
-    reach, leaving = (state.weights / column).masked_fill(open_end, torch.inf).min(0)
-    moved = (state.weights - reach * column * state.basis).clamp_min_(0.0)
-    moved.scatter_(0, best[None], reach[None])
-    state.weights = torch.where(flat, moved, state.weights)
-    state.entering = torch.where(flat, best, -1)
-    return torch.where(flat, leaving, pivot)
-
-
-def _pivot(state: _State, pivot: Tensor, outward: Tensor, go: Tensor) -> None:
-    """Symmetric pivot on entry (p,p) of every row in `go`: p leaves (outward) or joins S."""
-    column = _pick(state.tableau, pivot)
-    height = torch.where(go, column.gather(0, pivot)[0], 1.0)
-    change = go / height  # zero leaves finished rows as they are
-    scaled = column * change
-    aim = state.target.gather(0, pivot)
-    state.target.addcmul_(scaled, aim, value=-1)
-    state.tableau.addcmul_(scaled[:, None], column[None], value=-1)
-
-    factor = torch.where(go, torch.where(outward, -change, change), 1.0)
-    corner = torch.where(go, -change, column.gather(0, pivot)[0])
-    _put(state.tableau, pivot, (column * factor).scatter_(0, pivot, corner[None]))
-    state.target.scatter_(0, pivot, aim * factor)
-    kept = state.basis.gather(0, pivot)[0]
-    state.basis.scatter_(0, pivot, torch.where(go, (~outward).to(kept), kept)[None])
-    shut = state.barrier.gather(0, pivot)[0]
-    opened = torch.where(outward, 0.0, -torch.inf).to(shut)
-    state.barrier.scatter_(0, pivot, torch.where(go, opened, shut)[None])
+    count, table, basis = len(table), table.clone(), support.clone()
+    for k in range(count):
+        pivot = table[k, k].clone()
+        basis[k] *= pivot > tolerance
+        chosen, other = basis[k], 1 - basis[k]
+        rate = chosen / (pivot * chosen + other)  # 1 / pivot where swept, else 0
+        row = table[k].clone()
+        column = row[:count] * rate
+        table.addcmul_(column[:, None], row[None], value=-1)
+        table[k] = torch.mul(row, rate + other, out=row)
+        table[:, k] = row[:count]
+        table[k, k] = pivot * other - rate
+    return table, basis
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
