@@ -209,6 +209,8 @@ def test_excluded_by_index(search_type, generator) -> None:
     assert found.indices[0, 0] == 1  # its copy is another bank point
     assert found.indices[1, 0] == 0
     assert found.indices[5, 0] == 5
+    nothing = torch.full((60,), -1)
+    assert_same(search_type(points)(points, 60, exclude=nothing), search_type(points)(points, 60))
 
 
 def test_excluded_copies(search_type, generator) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from otad.errors import InputError, MissingExtraError
 FLOAT32_ROUNDOFF = 2.0**-24
 # What the user's setting lets a matrix product round its inputs to; else all of float32 is kept.
 MATMUL_ROUNDOFF = {"tf32": 2.0**-11, "high": 2.0**-11, "bf16": 2.0**-8, "medium": 2.0**-8}
-SECTION = 512  # columns summed in one product: short sums keep the error bound tight
+SECTION = 1024  # columns summed in one product: short sums keep the error bound tight
 SPARE = 8  # first guess at how many more than K points the shortlist needs
 GROWTH = 4  # how much longer the shortlist of an unproved row becomes
 
@@ -46,7 +47,7 @@ class NeighborSearch(ABC):
 
     Points may live on the CPU (memory-mapped too: they are read in blocks) while queries are on a
     GPU; the work is done, and the answer given, where the queries are. Nothing is differentiated.
-    Working memory stays near `max_bytes`.
+    Working memory stays near `max_bytes`; more of it makes wide points faster on a GPU.
 
     With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
     s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2.
@@ -116,7 +117,7 @@ class NeighborSearch(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Best k of a shortlist: indices (b, k), distances (b, k), and whether it is proved (b,)"""
         center = self._center.to(queries.device, torch.float64)
-        x = (queries.double() - center) * 2.0**-self._exponent
+        x = queries.to(torch.float64, copy=True).sub_(center).mul_(2.0**-self._exponent)
         if size < len(self):
             candidates, floor = self._shortlist(x, size)
             candidates = candidates.sort(dim=1).values  # so that a stable sort keeps index order
@@ -131,8 +132,9 @@ class NeighborSearch(ABC):
         lengths, order = lengths.sort(dim=1, stable=True)
         lengths, order = lengths[:, :k], order[:, :k]
         reach = (lengths[:, -1] * 2.0**-self._exponent).square()
+        norms = _norms(x)
         # room for float64 rounding, and for what float32 flushes to zero
-        slack = 1e-12 * (reach + x.square().sum(1)) + len(x[0]) * 2.0**-120 * (1 + _norms(x))
+        slack = 1e-12 * (reach + norms.square()) + x.shape[1] * 2.0**-120 * (1 + norms)
         return candidates.gather(1, order), lengths, (floor > reach + slack) & reach.isfinite()
 
     def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
@@ -143,8 +145,8 @@ class NeighborSearch(ABC):
         for rows in torch.arange(len(pairs), device=pairs.device).split(self._fit(32)):
             points = self.points[pairs[rows].to(self.points.device)].to(queries.device)
             gap = points.double().sub_(queries[rows // width])
-            result[rows] = _ordered_sum(gap.square_()).sqrt_()
-        return result.view(candidates.shape)
+            result[rows] = _ordered_sum(gap.square_())
+        return _square_roots(result).view(candidates.shape)
 
     def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(start, y (n, d)) in the working dtype, over all points."""
@@ -152,7 +154,7 @@ class NeighborSearch(ABC):
             yield start, (block - self._center).mul_(2.0**-self._exponent)
 
     def _blocks(self) -> Iterator[tuple[int, Tensor]]:
-        rows = self._fit(32)
+        rows = self._fit(24)
         for start in range(0, len(self), rows):
             yield start, self.points[start : start + rows].to(self._work_dtype)
 
@@ -178,7 +180,7 @@ class NeighborSearch(ABC):
     def _rows_at_once(self, size: int) -> int:
         """Queries in a block: bounded by their own size, their shortlists, and a square product."""
         square = math.isqrt(self.max_bytes // 16)
-        return max(1, min(self._fit(64), self.max_bytes // (128 * size), square))
+        return max(1, min(self._fit(48), self.max_bytes // (128 * size), square))
 
     def _check(self, queries: Tensor, k: int, exclude: Tensor | None) -> None:
         check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES)
@@ -186,7 +188,6 @@ class NeighborSearch(ABC):
         check_shape(queries, "queries", (len(queries), width), "like the points")
         available = len(self)
         if exclude is not None:
-            available -= 1
             check_tensor(exclude, "exclude", "B", dtypes=(torch.int64,))
             check_shape(exclude, "exclude", (len(queries),), "one for each query")
             low, high = int(exclude.min()), int(exclude.max())
@@ -194,6 +195,7 @@ class NeighborSearch(ABC):
                 raise InputError(
                     f"exclude: expected -1 or an index below {len(self)}, got {low} to {high}"
                 )
+            available -= high >= 0
         if check_count(k, "k") > available:
             raise InputError(f"k: expected at most {available} (points left to find), got {k}")
 
@@ -212,7 +214,8 @@ class TorchSearch(NeighborSearch):
         # |computed - true| <= slip (2 |x| |y| + |y|^2) for -2 <x, y> + |y|^2, so one more column,
         # slip |x| against |y|, turns the product itself into a lower bound.
         slip = _slip(min(SECTION, x.shape[1] + 1) + x.shape[1] // SECTION + 1, x.device)
-        left = torch.cat([x.float(), slip * _norms(x)[:, None].float()], dim=1)
+        norms = _norms(x)
+        left = _widened(x, slip * norms)
         left.mul_(-2)  # here, as a factor in the product itself makes it half as fast on some CPUs
         best = left.new_empty(len(x), 0)
         indices = torch.empty(len(x), 0, dtype=torch.int64, device=x.device)
@@ -220,7 +223,7 @@ class TorchSearch(NeighborSearch):
         for start, block in self._scaled_blocks():
             radii = self._radii[start : start + len(block)]
             base = (radii.square() * (1 - slip)).to(x.device, torch.float32)
-            right = torch.cat([block.float(), radii[:, None].float()], dim=1).to(x.device)
+            right = _widened(block, radii).to(x.device)
             for offset in range(0, len(block), per_block):
                 part = slice(offset, offset + per_block)
                 bounds = _product(base[part], left, right[part])
@@ -230,7 +233,7 @@ class TorchSearch(NeighborSearch):
                 if best.shape[1] > size:
                     best, kept = best.topk(size, largest=False)
                     indices = indices.gather(1, kept)
-        return indices, best.amax(1).double() + x.square().sum(1)
+        return indices, best.amax(1).double() + norms.square()
 
 
 class FaissSearch(NeighborSearch):
@@ -273,6 +276,14 @@ def _product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return result
 
 
+def _widened(rows: Tensor, column: Tensor) -> Tensor:
+    """Rows (n, d) with one more column (n,), in float32."""
+    result = rows.new_empty(len(rows), rows.shape[1] + 1, dtype=torch.float32)
+    result[:, :-1] = rows
+    result[:, -1] = column
+    return result
+
+
 def _norms(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms
@@ -287,6 +298,11 @@ def _ordered_sum(rows: Tensor) -> Tensor:
         rows[:, : width - half] += rows[:, half:width]
         width = half
     return rows[:, 0]
+
+
+def _square_roots(values: Tensor) -> Tensor:
+    """Correctly rounded, hence ascending where the values are. On some CPUs torch's own are not."""
+    return values.sqrt() if values.is_cuda else torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def _faiss() -> Any:
