@@ -42,7 +42,7 @@ $(CORE):
 	$(install)
 	@touch $(CORE)
 
-$(TEST): EXTRAS := [reference,singlecell,dev]
+$(TEST): EXTRAS := [reference,index,singlecell,dev]
 $(TEST):
 	$(install)
 	@touch $(CORE) $(TEST)

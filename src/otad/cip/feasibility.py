@@ -131,8 +131,10 @@ def critical(constraints: Constraints, flatness: Tensor) -> Tensor:
     """The neighbors (K,B) on the cycle that forbids a greater flatness than `flatness` (B,)."""
     beyond = flatness + max(1e-7, 8 * constraints.noise) * flatness.abs()
     gain = closure(constraints.weights(beyond)).diagonal(dim1=0, dim2=1).mT
-    worst = gain.amax(0)
-    return constraints.active & (gain > 0) & (gain >= worst * 2.0 ** -len(gain))
+    # Only that cycle is positive there, by little; a walk of the closure goes round it 2^K times at
+    # most, so its neighbors gain at least this share of the largest. The rest is rounding.
+    share = gain.amax(0) * 2.0 ** -len(gain)
+    return constraints.active & (gain > 0) & (gain >= share)
 
 
 def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor:

@@ -118,8 +118,10 @@ class Relaxation:
     def _last_step(self, at: Curvature) -> Tensor:
         """The largest number of steps that keeps the smoothness within the cap (B,)."""
         up = self.climb[0] if self.climb else 0.0
-        room = (self.max_smoothness - at.smoothness) / up if up > 0 else torch.inf
-        return torch.as_tensor(room + 1e-9).clamp_max(_MOST_CLIMB).floor().expand_as(at.smoothness)
+        if up == 0:
+            return torch.full_like(at.smoothness, _MOST_CLIMB)
+        room = (self.max_smoothness - at.smoothness) / up
+        return (room + 1e-9).floor().clamp_max(_MOST_CLIMB)
 
     def _climbed(self, gram: Gram, at: Curvature) -> Curvature:
         """The first feasible step: classes of functions only grow, so doubling, then halving."""
@@ -146,4 +148,7 @@ class Relaxation:
         last = self._step(at, self._last_step(at)) if self.climb else at
         constraints = last.constraints(gram)
         cycle = critical(constraints, greatest_flatness(constraints))
+        cycle = torch.where(
+            cycle.any(0), cycle, at.active
+        )  # rounding may hide it: drop all the same
         return gram.squared_distance.masked_fill(~cycle, -torch.inf).argmax(0)
