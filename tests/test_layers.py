@@ -28,6 +28,7 @@ LAYERS = {
     "otad.cip": 5,
     "otad.model_files": 6,
     "otad.defense": 6,
+    "otad.regularity": 7,
     "otad.attacks": 7,
     "otad.baselines": 8,
     "otad.certify": 9,

@@ -23,7 +23,7 @@ from otad.cip.feasibility import (
 from otad.cip.gram import Gram
 from otad.cip.solution import Status
 
-_MOST_CLIMB = 2**40
+_MOST_CLIMB = 2**20  # steps; whatever needs more contradicts itself
 
 
 @dataclass(frozen=True)
