@@ -39,6 +39,7 @@ LAYERS = {
     "otad.bench": 11,
     "otad.demo": 11,
     "otad.report": 11,
+    "otad.commands": 12,
     "otad.cli": 12,
     "otad.app": 12,
 }

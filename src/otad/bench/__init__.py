@@ -1,0 +1,1 @@
+"""Benchmarks: the same instances for every solver, speed compared at equal answers."""
