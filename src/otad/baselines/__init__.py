@@ -1,0 +1,5 @@
+"""What OTAD is compared with."""
+
+from otad.baselines.knn import MajorityKnn, MeanFeatureKnn
+
+__all__ = ["MajorityKnn", "MeanFeatureKnn"]

@@ -1,0 +1,86 @@
+"""The two k-NN twins of OTAD: same bank, same exact search, no convex integration."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_count
+from otad.defense import OTAD, SEARCHES
+from otad.errors import InputError
+from otad.neighbors import Neighbors, NeighborSearch
+
+
+class Knn(nn.Module, ABC):
+    """x (B,*input_shape) -> scores (B,C) or values (B,), from the K nearest bank points of `model`.
+
+    The model's bank, embedding and kind of search are shared, not copied. There is no gradient.
+    """
+
+    def __init__(self, model: OTAD, n_neighbors: int | None = None) -> None:
+        super().__init__()
+        count = model.n_neighbors if n_neighbors is None else n_neighbors
+        if check_count(count, "n_neighbors") > len(model.bank_inputs):
+            raise InputError(
+                f"n_neighbors: expected at most the {len(model.bank_inputs)} points of the bank, "
+                f"got {count}"
+            )
+        self.model = model
+        self.n_neighbors = count
+        self._search: NeighborSearch | None = None
+        self._searched: Tensor | None = None
+
+    def neighbors(self, x: Tensor) -> Neighbors:
+        """The bank points nearest to inputs, nearest first; equal distances by bank order."""
+        points = self.model.bank_inputs
+        if self._search is None or self._searched is not points:
+            self._search, self._searched = SEARCHES[self.model.search](points), points
+        backbone = self.model.backbone
+        with torch.no_grad():
+            return self._search(backbone.embed(backbone.check_inputs(x)), self.n_neighbors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(self.neighbors(x))
+
+    @abstractmethod
+    def answer(self, neighbors: Neighbors) -> Tensor:
+        """Scores (B,C) or values (B,) from the neighbors alone."""
+
+
+class MajorityKnn(Knn):
+    """The class most neighbors belong to; in regression, the mean of their targets.
+
+    A class scores its votes, and (K - r) / (K + 1) < 1 if its nearest member is the r-th of the K
+    neighbors, r from 0. So of the classes with the most votes the one with the nearest member wins.
+    """
+
+    def answer(self, neighbors: Neighbors) -> Tensor:
+        bank_labels = self.model.bank_labels
+        labels = bank_labels[neighbors.indices.to(bank_labels.device)]
+        labels = labels.to(neighbors.indices.device)
+        if self.model.backbone.task == "regression":
+            return labels.mean(1)
+        count = self.n_neighbors
+        scores = torch.zeros(len(labels), self.model.backbone.n_outputs, device=labels.device)
+        scores.scatter_add_(1, labels, torch.ones_like(labels, dtype=scores.dtype))
+        rank = torch.arange(count, device=labels.device, dtype=scores.dtype)
+        bonus = torch.zeros_like(scores)
+        closeness = ((count - rank) / (count + 1)).expand(labels.shape)
+        return scores + bonus.scatter_reduce_(1, labels, closeness, "amax")
+
+
+class MeanFeatureKnn(Knn):
+    """The mean of the neighbors' features, read by the backbone's own head."""
+
+    def answer(self, neighbors: Neighbors) -> Tensor:
+        features = self.model.bank_features
+        indices = neighbors.indices.to(features.device)
+        head = self.model.backbone.head
+        mean = torch.zeros(len(indices), features.shape[1], device=features.device)
+        for column in indices.unbind(1):  # one neighbor at a time: never B*K*d numbers at once
+            mean += features[column] / self.n_neighbors
+        with torch.no_grad():
+            outputs: Tensor = head(mean.to(head.weight))
+        return outputs

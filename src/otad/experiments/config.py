@@ -1,0 +1,200 @@
+"""What an experiment consists of, as its TOML file says it.
+
+title = "..."             what the table shows
+[data.NAME]               a data set of the registry, with its options
+[train], [otad]           settings of every net, of every row, unless told otherwise there
+[nets.NAME]               a net, trained on one of the data sets
+[rows.NAME]               one line of the table: a method on a net, and what was published
+[cost]                    or: what predictions cost against banks of several sizes
+[quick]                   what a quick run changes, to try the machinery out
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from otad.checks import check_choice
+from otad.errors import InputError
+from otad.experiments.codec import from_plain
+
+METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
+# In an installed package, and in a checkout of the repository.
+_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[3] / "configs")
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A name in the registry of data sets and the options to load it with."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A training setting chosen by the score of `row` on a held-out share of the train part.
+
+    Each value is tried with `epochs` epochs on the rest; the net is then trained on all of it.
+    """
+
+    setting: str
+    values: tuple[float, ...]
+    row: str
+    validation: float = 0.1
+    epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class NetSpec:
+    """A fully connected net of `blocks` blocks; `train` holds fields of `TrainConfig`."""
+
+    data: str
+    blocks: int
+    residual: bool = True
+    normalize: str = "none"
+    train: dict[str, Any] = field(default_factory=dict)
+    choose: Choice | None = None
+
+
+@dataclass(frozen=True)
+class LipschitzSpec:
+    """Around how many test points, and how far off, the local Lipschitz constant is sought."""
+
+    radius: float
+    points: int = 500
+    steps: int = 20
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """One line of a table.
+
+    `noise`: l2 norm of random noise added to the embedded inputs. `published` and `at_least` are
+    by metric (accuracies in percent); `published_in` says where, and what differs there.
+    """
+
+    net: str
+    method: str
+    label: str = ""
+    n_neighbors: int = 10
+    smoothness: float = 2.0
+    strong_convexity: float = 0.0
+    mode: str = "consistent"
+    climb: tuple[float, float] | None = None
+    noise: float = 0.0
+    lipschitz: LipschitzSpec | None = None
+    published: dict[str, float] = field(default_factory=dict)
+    published_in: str = ""
+    at_least: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choice(self.method, "method", METHODS)
+        if self.lipschitz is not None and self.method not in ("net", "otad"):
+            raise InputError(f"lipschitz: expected for net or otad, got it for {self.method}")
+        if not 0 <= self.noise < float("inf"):
+            raise InputError(f"noise: expected a number of at least 0, got {self.noise}")
+
+
+@dataclass(frozen=True)
+class CostSpec:
+    """Predictions of the defended `net` against random banks of these sizes, on these devices.
+
+    `seconds_at_most` and `gigabytes_at_most` (resident, beyond the imports) are for the largest.
+    """
+
+    net: str
+    banks: tuple[int, ...]
+    queries: int
+    batch_size: int = 1000
+    threads: int = 2
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    seconds_at_most: float | None = None
+    gigabytes_at_most: float | None = None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One TOML file; `source` is its content after quick changes, for the record."""
+
+    name: str
+    title: str
+    quick: bool
+    data: dict[str, DataSpec]
+    nets: dict[str, NetSpec]
+    rows: dict[str, RowSpec]
+    source: dict[str, Any]
+    note: str = ""
+    cost: CostSpec | None = None
+
+    def __post_init__(self) -> None:
+        for key, net in self.nets.items():
+            _refer(self.data, net.data, f"nets.{key}.data")
+            if net.choose is not None:
+                _refer(self.rows, net.choose.row, f"nets.{key}.choose.row")
+        for key, row in self.rows.items():
+            _refer(self.nets, row.net, f"rows.{key}.net")
+        if self.cost is not None:
+            _refer(self.nets, self.cost.net, "cost.net")
+
+
+def names() -> tuple[str, ...]:
+    """The experiments that `reproduce` knows by name."""
+    return tuple(sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.toml")}))
+
+
+def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
+    """An experiment by name, or a TOML file of the user's by its path."""
+    path = _find(name)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: expected a TOML file, got: {error}") from error
+    changes = content.pop("quick", {})
+    if quick:
+        content = _merged(content, changes)
+    source = dict(content)
+    train, otad = content.pop("train", {}), content.pop("otad", {})
+    if isinstance(content.get("nets"), Mapping):
+        content["nets"] = {
+            key: net | {"train": train | net.get("train", {})}
+            for key, net in content["nets"].items()
+        }
+    content["rows"] = {
+        key: {"label": key} | otad | row for key, row in content.get("rows", {}).items()
+    }
+    added = {"name": path.stem, "quick": quick, "source": source}
+    experiment: Experiment = from_plain(Experiment, content | added, path.name)
+    return experiment
+
+
+def _find(name: str | Path) -> Path:
+    if str(name).endswith(".toml"):
+        return Path(name)
+    for folder in _FOLDERS:
+        if (folder / f"{name}.toml").is_file():
+            return folder / f"{name}.toml"
+    raise InputError(
+        f"unknown experiment {str(name)!r}, expected one of {', '.join(names())}, "
+        "or the path of a .toml file"
+    )
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`, table by table; but a data set is replaced as a whole."""
+    merged = dict(base)
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            whole = key == "data"
+            merged[key] = {**base[key], **value} if whole else _merged(base[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _refer(table: Mapping[str, object], key: str, where: str) -> None:
+    if key not in table:
+        raise InputError(f"{where}: expected one of {', '.join(table)}, got {key!r}")

@@ -1,0 +1,91 @@
+"""What predictions cost, in time and memory, as the bank grows: one fresh process per size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from otad.defense import defend
+from otad.errors import InputError, OtadError
+from otad.experiments.config import CostSpec
+from otad.experiments.nets import Trained
+from otad.experiments.records import CostRecord
+from otad.experiments.study import Study
+
+
+def measure_costs(study: Study, spec: CostSpec) -> tuple[tuple[CostRecord, ...], dict[str, str]]:
+    """A record for each device and bank, and why devices are missing."""
+    trained = study.net(spec.net)
+    available = len(trained.data.train_x)
+    if max(spec.banks) > available:
+        raise InputError(
+            f"cost.banks: expected at most the {available} points of the train part, "
+            f"got {max(spec.banks)}"
+        )
+    records, missing = [], {}
+    for device in spec.devices:
+        if device == "cuda" and not torch.cuda.is_available():
+            missing[device] = "no CUDA device on this machine"
+            continue
+        for bank in spec.banks:
+            label = f"{spec.queries} predictions, bank of {bank}, {device}"
+            identity = trained.identity | {"cost": [device, bank, spec.queries, spec.batch_size]}
+            record = study.part(
+                label,
+                CostRecord,
+                identity | {"threads": spec.threads},
+                partial(_measure, study, trained, spec, device, bank, label),
+            )
+            study.seconds[label] = record.seconds
+            records.append(record)
+    return tuple(records), missing
+
+
+def _measure(
+    study: Study, trained: Trained, spec: CostSpec, device: str, bank: int, label: str
+) -> CostRecord:
+    study.report(label, 0, 1)
+    data = trained.data
+    generator = torch.Generator().manual_seed(study.seed)
+    rows = torch.randperm(len(data.train_x), generator=generator)[:bank].sort().values
+    with tempfile.TemporaryDirectory(prefix="otad-cost-") as folder:
+        model, queries = Path(folder) / "model", Path(folder) / "queries.safetensors"
+        defend(trained.net, data.train_x[rows], data.train_y[rows]).save(model)
+        chosen = slice(0, spec.queries)
+        save_file({"x": data.test_x[chosen], "y": data.test_y[chosen]}, queries)
+        found = _run_probe(model, queries, spec, device)
+    study.report(label, 1, 1)
+    return CostRecord(
+        device=device,
+        bank=bank,
+        queries=min(spec.queries, len(data.test_x)),
+        batch_size=spec.batch_size,
+        threads=spec.threads,
+        **found,
+    )
+
+
+def _run_probe(model: Path, queries: Path, spec: CostSpec, device: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "otad.experiments.probe", str(model), str(queries)]
+    command += ["--device", device, "--threads", str(spec.threads)]
+    command += ["--batch-size", str(spec.batch_size)]
+    threads = dict.fromkeys(
+        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(spec.threads)
+    )
+    source = str(Path(__file__).parents[2])  # the very package that runs here
+    paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | threads | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        raise OtadError(f"the process that measures the cost failed:\n{done.stderr.strip()}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

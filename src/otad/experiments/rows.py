@@ -1,0 +1,188 @@
+"""One line of a table: a method's answers on the test part, their score and their account."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.cip import ExactCip, Status
+from otad.data import Dataset
+from otad.defense import OTAD
+from otad.experiments.codec import to_plain
+from otad.experiments.config import LipschitzSpec, RowSpec
+from otad.experiments.records import Account, Regularity, RowRecord
+from otad.experiments.scores import score_of
+from otad.nets import Backbone
+from otad.regularity import (
+    Distribution,
+    defended_map,
+    integrate,
+    local_lipschitz,
+    monotonicity_violations,
+    neighborhood_smoothness,
+    transport_energy,
+)
+
+Report = Callable[[int, int], None]
+BATCH = 1000
+OTAD_SETTINGS = ("n_neighbors", "smoothness", "strong_convexity", "mode", "climb")
+KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
+
+
+def defended(base: OTAD, row: RowSpec) -> OTAD:
+    """OTAD with the settings of a row, on the net and the bank of another."""
+    return OTAD(
+        base.backbone,
+        base.bank,
+        n_neighbors=row.n_neighbors,
+        smoothness=row.smoothness,
+        strong_convexity=row.strong_convexity,
+        solver=ExactCip(mode=row.mode, climb=row.climb, on_failure="fallback"),
+    ).eval()
+
+
+def evaluate_row(
+    row: RowSpec, base: OTAD, data: Dataset, data_key: str, *, seed: int, report: Report
+) -> RowRecord:
+    started = time.perf_counter()
+    generator = torch.Generator().manual_seed(seed)
+    backbone = base.backbone
+    x = _with_noise(backbone, data.test_x, row.noise, generator)
+    settings, account, lipschitz = {}, None, None
+    if row.method == "otad":
+        model = defended(base, row)
+        outputs, account = _account(model, x, report)
+        settings = {name: to_plain(getattr(row, name)) for name in OTAD_SETTINGS}
+    elif row.method == "net":
+        outputs = _predict(backbone, x, report)
+    else:
+        outputs = _predict(KNN[row.method](base, row.n_neighbors), x, report)
+        settings = {"n_neighbors": row.n_neighbors}
+    if row.lipschitz is not None:
+        function = (
+            defended_map(model)
+            if row.method == "otad"
+            else (lambda embedded: backbone.transport(embedded)[0])
+        )
+        lipschitz = _lipschitz(function, backbone, x, row.lipschitz, generator)
+        settings = settings | {"lipschitz": to_plain(row.lipschitz)}
+    if row.noise:
+        settings = settings | {"noise": row.noise}
+    return RowRecord(
+        label=row.label,
+        net=row.net,
+        data=data_key,
+        method=row.method,
+        settings=settings,
+        score=score_of(outputs, data.test_y),
+        published=row.published,
+        published_in=row.published_in,
+        at_least=row.at_least,
+        account=account,
+        lipschitz=lipschitz,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def measure_regularity(
+    model: OTAD, data: Dataset, bank_rows: Tensor, *, report: Report
+) -> Regularity:
+    """See `Regularity`; `bank_rows` are those whose neighbor pairs are looked at."""
+    started = time.perf_counter()
+    device = model.backbone.mean.device
+    energies, least = [], []
+    parts = (data.train_x.split(BATCH), data.test_x.split(BATCH))
+    total = sum(map(len, parts)) + 1
+    for done, batch in enumerate(parts[0], start=1):
+        energies.append(transport_energy(model.backbone, batch.to(device)).cpu())
+        report(done, total)
+    for done, batch in enumerate(parts[1], start=len(parts[0]) + 1):
+        least.append(neighborhood_smoothness(model, batch.to(device)).cpu())
+        report(done, total)
+    violations = monotonicity_violations(model, bank_rows)
+    report(total, total)
+    return Regularity(
+        energy=Distribution.of(torch.cat(energies)),
+        least_smoothness=Distribution.of(torch.cat(least)),
+        violations=violations,
+        violation_rows=len(bank_rows),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _batches(x: Tensor, device: torch.device, report: Report) -> Iterator[Tensor]:
+    done = 0
+    for batch in x.split(BATCH):
+        yield batch.to(device)
+        done += len(batch)
+        report(done, len(x))
+
+
+@torch.no_grad()
+def _predict(model: nn.Module, x: Tensor, report: Report) -> Tensor:
+    device = next(model.parameters()).device
+    return torch.cat([model(batch).cpu() for batch in _batches(x, device, report)])
+
+
+@torch.no_grad()
+def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
+    """Outputs of the model and how it came to them; neighbors are sought once for all potentials"""
+    outputs, errors, statuses, smoothness, residuals = [], [], [], [], []
+    changed = 0
+    backbone = model.backbone
+    extremes = [replace(model.solver, potential=rule) for rule in ("lowest", "highest")]
+    for batch in _batches(x, backbone.mean.device, report):
+        embedded = backbone.embed(backbone.check_inputs(batch))
+        learned = backbone.transport(embedded)[0]
+        neighbors = model.neighbors(embedded)
+        solution = integrate(model, embedded, neighbors)
+        outputs.append(backbone.head(solution.image).cpu())
+        error = (learned - solution.image).square().sum(1) / learned.square().sum(1)
+        errors.append(error.cpu())
+        statuses.append(solution.status.cpu())
+        smoothness.append(solution.smoothness.cpu())
+        residuals.append(solution.residual[~solution.failed].cpu())
+        if backbone.task == "classification":
+            images = (integrate(model, embedded, neighbors, solver=one).image for one in extremes)
+            low, high = (backbone.head(image).argmax(1) for image in images)
+            changed += int((low != high).sum())
+    status, residual = torch.cat(statuses), torch.cat(residuals)
+    account = Account(
+        statuses={one.name.lower(): float((status == one).float().mean()) for one in Status},
+        smoothness=Distribution.of(torch.cat(smoothness)),
+        residual=float(residual.max()) if len(residual) else None,
+        relative_error=Distribution.of(torch.cat(errors)),
+        changed_by_potential=changed / len(x) if backbone.task == "classification" else None,
+    )
+    return torch.cat(outputs), account
+
+
+def _lipschitz(
+    function: Callable[[Tensor], Tensor],
+    backbone: Backbone,
+    x: Tensor,
+    spec: LipschitzSpec,
+    generator: torch.Generator,
+) -> Distribution | None:
+    chosen = torch.randperm(len(x), generator=generator)[: spec.points]
+    with torch.no_grad():
+        points = backbone.embed(x[chosen].to(backbone.mean.device))
+    found = local_lipschitz(
+        function, points, radius=spec.radius, steps=spec.steps, generator=generator
+    )
+    return Distribution.of(found)
+
+
+def _with_noise(backbone: Backbone, x: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """x with a random step of l2 norm `size` in each embedded (normalized) input."""
+    if not size:
+        return x
+    step = torch.randn(x.shape, generator=generator)
+    step *= size / step.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.dim() - 1))
+    moved = x + step * backbone.std.cpu()
+    return moved if backbone.bounds is None else moved.clamp(*backbone.bounds)

@@ -1,0 +1,89 @@
+"""`reproduce`: run an experiment and write its record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from otad.bench.record import Environment
+from otad.checks import check_count
+from otad.errors import InputError
+from otad.experiments.config import Experiment, read_experiment
+from otad.experiments.cost import measure_costs
+from otad.experiments.plots import draw_costs
+from otad.experiments.progress import Report, reporting
+from otad.experiments.records import CostRecord, RowRecord, RunRecord
+from otad.experiments.study import Study
+
+WORK = ".work"
+
+
+def reproduce(
+    name: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    device: str = "cpu",
+    out: str | Path = "results",
+    work: str | Path | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    progress: Report | bool = False,
+) -> RunRecord:
+    """Run the experiment `name` (see `names`) or that of a TOML file; write `out`/NAME.json.
+
+    Finished parts and trained nets are kept in `work` (`out`/.work by default), which experiments
+    may share: a killed run goes on where it stopped. `quick` makes the changes the file names under
+    [quick], to try the machinery out in seconds; its record is NAME-quick.json and no result.
+    `progress` draws a line per part, or is called with (part, steps done, all steps).
+    """
+    check_count(seed, "seed", least=0)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device: expected one that is present, got {device!r} without CUDA")
+    experiment = read_experiment(name, quick=quick)
+    environment = Environment.now(torch.device(device), torch.get_num_threads())
+    out = Path(out)
+    with reporting(progress) as report:
+        study = Study(
+            experiment,
+            data_dir=data_dir,
+            device=device,
+            work=out / WORK if work is None else Path(work),
+            seed=seed,
+            report=report,
+        )
+        record = _record(experiment, study, environment)
+    stem = f"{experiment.name}-quick" if quick else experiment.name
+    record.write(out / f"{stem}.json")
+    if record.costs:
+        draw_costs(record.costs, out / f"{stem}.svg")
+    return record
+
+
+def _record(experiment: Experiment, study: Study, environment: Environment) -> RunRecord:
+    # Net by net, so that each bank is built once; in the record, the order of the file.
+    rows: dict[str, RowRecord] = {}
+    nets = {}
+    for net in experiment.nets:
+        rows |= {key: study.row(key) for key, row in experiment.rows.items() if row.net == net}
+        nets[net] = study.net_record(net)
+    costs: tuple[CostRecord, ...] = ()
+    missing: dict[str, str] = {}
+    if experiment.cost is not None:
+        costs, missing = measure_costs(study, experiment.cost)
+    return RunRecord(
+        name=experiment.name,
+        title=experiment.title,
+        note=experiment.note,
+        quick=experiment.quick,
+        config=experiment.source,
+        seed=study.seed,
+        code=study.code,
+        environment=environment,
+        data={key: study.data_record(key) for key in experiment.data},
+        nets=nets,
+        rows={key: rows[key] for key in experiment.rows},
+        seconds=study.seconds,
+        costs=costs,
+        missing=missing,
+    )

@@ -1,0 +1,50 @@
+"""A score with the interval that its number of test points allows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Score:
+    """`value` over `n` points with its 95 % interval [low, high].
+
+    "accuracy" is in percent, with Wilson's interval; "mse" with the normal one for a mean.
+    """
+
+    metric: str
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def rank(self) -> float:
+        """Larger is better."""
+        return -self.value if self.metric == "mse" else self.value
+
+
+def score_of(outputs: Tensor, targets: Tensor) -> Score:
+    """Logits (B,C) against labels, or values (B,) against targets."""
+    n = len(targets)
+    if outputs.dim() == 2:
+        correct = int((outputs.argmax(1) == targets).sum())
+        low, high = wilson_interval(correct, n)
+        return Score("accuracy", 100 * correct / n, 100 * low, 100 * high, n)
+    errors = (outputs.double() - targets.double()).square()
+    mean = float(errors.mean())
+    reach = Z_95 * float(errors.std()) / math.sqrt(n) if n > 1 else math.inf
+    return Score("mse", mean, max(0.0, mean - reach), mean + reach, n)
+
+
+def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
+    """The shares p with |successes/n - p| <= z sqrt(p (1 - p) / n), by the quadratic formula."""
+    share = successes / n
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    reach = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, center - reach), min(1.0, center + reach)

@@ -1,0 +1,220 @@
+"""An experiment under way: its data, its nets and the parts that are finished.
+
+Everything finished is kept in the work folder under the fingerprint of all it depends on, the
+library's own source included, so a run that was killed goes on where it stopped, and experiments
+share their nets. Nets are the exception: a checkpoint outlives a change of the source, and is
+trained anew only if the folder is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from otad.data import load
+from otad.defense import OTAD
+from otad.experiments.codec import from_plain, to_plain
+from otad.experiments.config import Choice, Experiment, NetSpec, RowSpec
+from otad.experiments.nets import Source, Trained, train_net
+from otad.experiments.progress import Report
+from otad.experiments.records import (
+    Candidate,
+    DataRecord,
+    NetRecord,
+    Regularity,
+    RowRecord,
+    code_fingerprint,
+    digest_of,
+    write_json,
+)
+from otad.experiments.rows import defended, evaluate_row, measure_regularity
+
+T = TypeVar("T")
+_VIOLATION_ROWS = 10_000
+
+
+class Study:
+    """Loads, trains and measures what the rows of an experiment ask for, each thing once."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        data_dir: str | Path | None,
+        device: str,
+        work: Path,
+        seed: int,
+        report: Report,
+    ) -> None:
+        self.experiment = experiment
+        self.device = device
+        self.work = work
+        self.seed = seed
+        self.report = report
+        self.code = code_fingerprint()
+        self.seconds: dict[str, float] = {}
+        self._data_dir = data_dir
+        self._sources: dict[str, Source] = {}
+        self._nets: dict[str, Trained] = {}
+        self._bank: tuple[str, OTAD] | None = None
+
+    def part(
+        self, label: str, kind: type[T], identity: dict[str, Any], compute: Callable[[], T]
+    ) -> T:
+        """What `compute` gives, or gave in an earlier run on the same things."""
+        depends = identity | {"code": self.code, "device": self.device, "seed": self.seed}
+        path = self.work / "parts" / f"{digest_of(depends)}.json"
+        if path.exists():
+            self.report(label, 1, 1)
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found: T = from_plain(kind, content, path.name)
+            return found
+        computed = compute()
+        write_json(path, to_plain(computed))
+        return computed
+
+    def source(self, key: str) -> Source:
+        """A data set of the experiment, loaded on first use."""
+        if key not in self._sources:
+            self.report(f"load {key}", 0, 1)
+            spec = self.experiment.data[key]
+            data = load(spec.name, self._data_dir, seed=self.seed, **spec.options)
+            self._sources[key] = Source(data, data.fingerprint())
+            self.report(f"load {key}", 1, 1)
+        return self._sources[key]
+
+    def net(self, key: str) -> Trained:
+        """A net of the experiment, trained (or taken from the work folder) on first use."""
+        if key not in self._nets:
+            spec = self.experiment.nets[key]
+            settings = dict(spec.train)
+            candidates: tuple[Candidate, ...] = ()
+            if spec.choose is not None:
+                candidates = self._candidates(key, spec, spec.choose)
+                best = max(candidates, key=lambda candidate: candidate.score.rank)
+                settings[spec.choose.setting] = best.value
+            trained = self._train(f"train {key}", spec, self.source(spec.data), settings)
+            self._nets[key] = replace(trained, candidates=candidates)
+        return self._nets[key]
+
+    def row(self, key: str) -> RowRecord:
+        """A line of the table."""
+        spec = self.experiment.rows[key]
+        return self._row(key, spec, self.net(spec.net), partial(self.bank, spec.net))
+
+    def bank(self, net: str) -> OTAD:
+        """OTAD over the bank of a net. One is kept: rows come net by net, and banks are large."""
+        if self._bank is None or self._bank[0] != net:
+            trained, self._bank = self.net(net), None
+            label, started = f"bank of {net}", time.perf_counter()
+            self._bank = net, trained.base(partial(self.report, label))
+            self.seconds[label] = time.perf_counter() - started
+        return self._bank[1]
+
+    def data_record(self, key: str) -> DataRecord:
+        source = self.source(key)
+        return DataRecord(
+            name=source.data.name,
+            options=self.experiment.data[key].options,
+            train_size=len(source.data.train_x),
+            test_size=len(source.data.test_x),
+            input_shape=source.data.input_shape,
+            classes=len(source.data.classes),
+            fingerprint=source.fingerprint,
+            source=source.data.source,
+        )
+
+    def net_record(self, key: str) -> NetRecord:
+        spec, trained = self.experiment.nets[key], self.net(key)
+        return NetRecord(
+            data=spec.data,
+            blocks=spec.blocks,
+            residual=spec.residual,
+            normalize=spec.normalize,
+            train=asdict(trained.config),
+            train_score=trained.result.final.train_score,
+            weights=trained.identity["weights"],
+            seconds=trained.seconds,
+            regularity=self._regularity(key, trained),
+            candidates=trained.candidates,
+        )
+
+    def _train(
+        self, label: str, spec: NetSpec, source: Source, settings: dict[str, Any]
+    ) -> Trained:
+        trained = train_net(
+            spec,
+            source,
+            settings,
+            seed=self.seed,
+            device=self.device,
+            folder=self.work / "nets",
+            report=partial(self.report, label),
+        )
+        self.seconds[label] = trained.seconds
+        return trained
+
+    def _candidates(self, key: str, spec: NetSpec, choice: Choice) -> tuple[Candidate, ...]:
+        source = self.source(spec.data).validation_part(choice.validation, self.seed)
+        row = replace(self.experiment.rows[choice.row], lipschitz=None)
+        found = []
+        for value in choice.values:
+            label = f"{key} with {choice.setting} = {value:g}"
+            settings = spec.train | {choice.setting: value}
+            if choice.epochs is not None:
+                settings["epochs"] = choice.epochs
+            trained = self._train(f"try {label}", spec, source, settings)
+            bank = partial(trained.base, partial(self.report, f"bank of {label}"))
+            record = self._row(f"validate {label}", row, trained, bank)
+            found.append(Candidate(value, record.score))
+        return tuple(found)
+
+    def _row(
+        self, label: str, spec: RowSpec, trained: Trained, bank: Callable[[], OTAD]
+    ) -> RowRecord:
+        data_key = self.experiment.nets[spec.net].data
+        record = self.part(
+            label,
+            RowRecord,
+            trained.identity | {"row": to_plain(spec), "of": data_key},
+            lambda: evaluate_row(
+                spec,
+                bank(),
+                trained.data,
+                data_key,
+                seed=self.seed,
+                report=partial(self.report, label),
+            ),
+        )
+        self.seconds[label] = record.seconds
+        return record
+
+    def _regularity(self, key: str, trained: Trained) -> Regularity | None:
+        """For nets that OTAD defends in some row, with the neighbors of the first such row."""
+        specs = self.experiment.rows.values()
+        row = next((row for row in specs if row.net == key and row.method == "otad"), None)
+        if row is None:
+            return None
+        label = f"regularity of {key}"
+        generator = torch.Generator().manual_seed(self.seed)
+        chosen = torch.randperm(len(trained.data.train_x), generator=generator)[:_VIOLATION_ROWS]
+        record = self.part(
+            label,
+            Regularity,
+            trained.identity | {"neighbors": row.n_neighbors, "convexity": row.strong_convexity},
+            lambda: measure_regularity(
+                defended(self.bank(key), row),
+                trained.data,
+                chosen,
+                report=partial(self.report, label),
+            ),
+        )
+        self.seconds[label] = record.seconds
+        return record

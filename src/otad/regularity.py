@@ -1,0 +1,184 @@
+"""How close a learned map x_i -> z_i is to optimal transport, and how smooth the defended one is.
+
+The gradient of a convex L-smooth potential is monotone, <z_i - z_j, x_i - x_j> >= 0, and moves
+nearby points by at most L times their distance. These functions measure how far a trained net and
+its bank are from that, and what OTAD makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otad.checks import check_count, check_tensor
+from otad.cip import BankProblem, CipSolution, ExactCip, least_smoothness
+from otad.defense import OTAD
+from otad.errors import InputError
+from otad.neighbors import Neighbors
+from otad.nets import Backbone
+
+Map = Callable[[Tensor], Tensor]
+"""Points (B,d) -> features (B,d'), differentiable or not."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What `count` values look like. Infinity is the largest of values, NaN is none.
+
+    A quantile is the least value that so many percent do not exceed: one that occurs, so that a
+    single infinity does not spoil the others.
+    """
+
+    count: int
+    mean: float
+    least: float
+    median: float
+    quantile_90: float
+    quantile_99: float
+    most: float
+
+    @staticmethod
+    def of(values: Tensor) -> Distribution | None:
+        """The distribution of values (B,); None where not one of them is a number."""
+        numbers = values.detach().double().cpu().numpy()
+        numbers = numbers[~np.isnan(numbers)]
+        if len(numbers) == 0:
+            return None
+        marks = np.quantile(numbers, [0.0, 0.5, 0.9, 0.99, 1.0], method="inverted_cdf")
+        return Distribution(len(numbers), float(numbers.mean()), *(float(mark) for mark in marks))
+
+
+def integrate(
+    model: OTAD, embedded: Tensor, neighbors: Neighbors, *, solver: ExactCip | None = None
+) -> CipSolution:
+    """The convex integration answer for embedded inputs (B,d), by the model's solver or another."""
+    return (solver or model.solver)(_problem(model, embedded, neighbors.indices))
+
+
+@torch.no_grad()
+def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
+    """The least L (B,) for which the K neighbors of each input are integrable, in float64.
+
+    With the model's strong convexity; infinite where no L will do. See `least_smoothness`.
+    """
+    found = []
+    for batch in model.backbone.check_inputs(x).split(batch_size):
+        embedded = model.backbone.embed(batch)
+        indices = model.neighbors(embedded).indices[:, : model.n_neighbors]
+        found.append(least_smoothness(_problem(model, embedded, indices)))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def transport_energy(backbone: Backbone, x: Tensor, *, batch_size: int = 1024) -> Tensor:
+    """sum_k |x^k - x^(k-1)|^2 (B,): the energy of the way from each input to its feature."""
+    batches = backbone.check_inputs(x).split(batch_size)
+    return torch.cat([backbone.transport(backbone.embed(batch))[1] for batch in batches])
+
+
+@torch.no_grad()
+def monotonicity_violations(
+    model: OTAD, rows: Tensor | None = None, *, batch_size: int = 256
+) -> float:
+    """The share of pairs with <z_i - z_j, x_i - x_j> < 0, which no convex potential allows.
+
+    i runs over `rows` of the bank (int64, all by default), j over the K nearest other bank points
+    of each.
+    """
+    inputs, features = model.bank_inputs, model.bank_features
+    if rows is None:
+        rows = torch.arange(len(inputs))
+    check_tensor(rows, "rows", "B", dtypes=(torch.int64,))
+    violations = pairs = 0
+    for batch in rows.to(inputs.device).split(batch_size):
+        found = model.neighbors(inputs[batch], exclude=batch).indices[:, : model.n_neighbors]
+        step = inputs[batch].double()[:, None] - inputs[found].double()
+        image_step = features[batch].double()[:, None] - features[found].double()
+        products = (step * image_step).sum(2)
+        violations += int((products < 0).sum())
+        pairs += products.numel()
+    return violations / pairs
+
+
+@torch.no_grad()
+def relative_error(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
+    """The paper's RE (B,): |R(x) - f(x)|^2 / |R(x)|^2 between the features of the net, R, and of
+    the defense, f."""
+    found = []
+    for batch in model.backbone.check_inputs(x).split(batch_size):
+        embedded = model.backbone.embed(batch)
+        learned = model.backbone.transport(embedded)[0]
+        defended = integrate(model, embedded, model.neighbors(embedded)).image
+        found.append((learned - defended).square().sum(1) / learned.square().sum(1))
+    return torch.cat(found)
+
+
+def defended_map(model: OTAD) -> Map:
+    """Embedded inputs (B,d) -> features of the defense (B,d), neighbors sought for each."""
+    return lambda embedded: integrate(model, embedded, model.neighbors(embedded)).image
+
+
+def local_lipschitz(
+    function: Map,
+    points: Tensor,
+    *,
+    radius: float,
+    generator: torch.Generator,
+    steps: int = 20,
+    batch_size: int = 256,
+) -> Tensor:
+    """The largest |f(x + e) - f(x)| / |e| found with |e| = `radius`, for each point x (B,d).
+
+    The paper measures the local Lipschitz constant at the noise level of an attack; so this is
+    attacked too, and what it gives is a lower bound. Each step takes the gradient of
+    |f(x + e) - f(x)|^2 in e as the next direction, which for a linear f is the power method for
+    its largest singular value. Where the gradient is zero, a random direction is tried.
+    """
+    check_tensor(points, "points", "B,d")
+    check_count(steps, "steps", least=0)
+    if not 0 < radius < float("inf"):
+        raise InputError(f"radius: expected a positive number, got {radius!r}")
+    found = [
+        _steepest(function, batch.detach(), radius, steps, generator)
+        for batch in points.split(batch_size)
+    ]
+    return torch.cat(found)
+
+
+def _steepest(
+    function: Map, points: Tensor, radius: float, steps: int, generator: torch.Generator
+) -> Tensor:
+    with torch.no_grad():
+        center = function(points)
+    best = points.new_zeros(len(points))
+    direction = _random_like(points, generator)
+    for _ in range(steps + 1):
+        moved = points + radius * direction / direction.norm(dim=1, keepdim=True)
+        moved.requires_grad_()
+        with torch.enable_grad():
+            shift = function(moved) - center
+            size = shift.square().sum(1)
+        way = (moved.detach() - points).norm(dim=1)  # radius, but for rounding
+        best = torch.maximum(best, size.detach().sqrt() / way)
+        gradient = None
+        if size.requires_grad:
+            (gradient,) = torch.autograd.grad(size.sum(), moved, allow_unused=True)
+        direction = _random_like(points, generator)
+        if gradient is not None:
+            moving = gradient.norm(dim=1, keepdim=True) > 0
+            direction = torch.where(moving, gradient, direction)
+    return best
+
+
+def _random_like(points: Tensor, generator: torch.Generator) -> Tensor:
+    drawn = torch.randn(points.shape, generator=generator, device=generator.device)
+    return drawn.to(points)
+
+
+def _problem(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
+    bank = model.bank_inputs, model.bank_features
+    return BankProblem(embedded, *bank, indices, model.smoothness, model.strong_convexity)

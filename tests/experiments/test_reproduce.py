@@ -1,0 +1,221 @@
+"""Whole runs, in small: every shipped experiment, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from otad.errors import InputError, OtadError
+from otad.experiments import RunRecord, names, reproduce
+from otad.experiments import cost as cost_module
+from otad.experiments import run as run_module
+from otad.experiments import study as study_module
+from otad.experiments.config import read_experiment
+from otad.experiments.records import RowRecord
+
+SMALL = """
+title = "small"
+[data.wine]
+name = "wine"
+[train]
+epochs = 3
+[nets.one]
+data = "wine"
+blocks = 1
+normalize = "feature"
+[nets.two]
+data = "wine"
+blocks = 1
+normalize = "feature"
+choose = { setting = "energy_weight", values = [0.0, 0.1], row = "c", validation = 0.3, epochs = 2 }
+[rows]
+a = { net = "one", method = "net" }
+b = { net = "one", method = "otad", lipschitz = { radius = 0.1, points = 5, steps = 2 } }
+c = { net = "two", method = "otad" }
+d = { net = "one", method = "majority_knn", at_least = { accuracy = 101 } }
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", names())
+def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
+    lines: dict[str, tuple[int, int]] = {}
+    record = reproduce(
+        name,
+        out=tmp_path,
+        quick=True,
+        progress=lambda part, done, total: lines.update({part: (done, total)}),
+    )
+    assert RunRecord.read(tmp_path / f"{name}-quick.json") == record
+    experiment = read_experiment(name, quick=True)
+    assert list(record.rows) == list(experiment.rows)
+    assert list(record.nets) == list(experiment.nets)
+    assert all(done == total for done, total in lines.values()), "every line reached its end"
+    assert set(record.rows) <= set(record.seconds), "every part has its seconds"
+    for data in record.data.values():
+        assert data.train_size > 0
+        assert len(data.fingerprint) == 64
+    for row in record.rows.values():
+        assert row.score.low <= row.score.value <= row.score.high
+        assert (row.account is not None) == (row.method == "otad")
+        if row.account is not None:
+            assert sum(row.account.statuses.values()) == pytest.approx(1.0)
+            assert record.nets[row.net].regularity is not None
+            assert row.account.residual is not None
+            assert row.account.residual < 1e-6
+    if experiment.cost is not None:
+        check_costs(record, experiment.cost.banks, tmp_path / f"{name}-quick.svg")
+
+
+def check_costs(record: RunRecord, banks: tuple[int, ...], plot: Path) -> None:
+    on_cpu = [cost for cost in record.costs if cost.device == "cpu"]
+    assert [cost.bank for cost in on_cpu] == list(banks)
+    assert {cost.device for cost in record.costs} | set(record.missing) == {"cpu", "cuda"}
+    for cost in on_cpu:
+        assert 0 < cost.seconds < math.inf
+        assert 2**20 < cost.resident < 2**30
+        assert cost.accuracy > 10
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_record_holds_all_it_depends_on(small: Path, tmp_path: Path) -> None:
+    record = reproduce(small, out=tmp_path, seed=4)
+    content = json.loads((tmp_path / "small.json").read_text(encoding="utf-8"))
+    assert content["seed"] == 4
+    assert content["config"]["train"] == {"epochs": 3}
+    assert content["environment"]["versions"]["torch"]
+    assert content["environment"]["device"] == "cpu"
+    assert content["data"]["wine"]["train_size"] == 142
+    assert content["nets"]["one"]["train"]["seed"] == 4
+    assert len(content["code"]) == 64
+    assert record.rows["d"].is_met is False
+    assert record.rows["a"].is_met is None
+    assert record.rows["b"].lipschitz is not None
+    chosen = max(record.nets["two"].candidates, key=lambda candidate: candidate.score.rank)
+    assert record.nets["two"].train["energy_weight"] == chosen.value
+    assert record.nets["two"].train["epochs"] == 3
+    assert {candidate.score.n for candidate in record.nets["two"].candidates} == {43}
+
+
+class KilledError(Exception):
+    pass
+
+
+def without_seconds(record: RunRecord) -> dict[str, RowRecord]:
+    return {
+        key: RowRecord(**(vars(row) | {"seconds": 0.0, "label": key}))
+        for key, row in record.rows.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "small.toml").write_text(SMALL, encoding="utf-8")
+    return reproduce(folder / "small.toml", out=folder)
+
+
+@pytest.mark.parametrize("moment", [1, 9, 17])
+def test_a_killed_run_goes_on_to_the_same_record(
+    small: Path, tmp_path: Path, whole: RunRecord, moment: int
+) -> None:
+    calls = 0
+
+    def kill(part: str, done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > moment:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        reproduce(small, out=tmp_path, progress=kill)
+    assert not (tmp_path / "small.json").exists()
+    again = reproduce(small, out=tmp_path)
+    assert without_seconds(again) == without_seconds(whole)
+    weights = [{key: net.weights for key, net in run.nets.items()} for run in (again, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_finished_parts_are_taken_over(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = reproduce(small, out=tmp_path)
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("evaluated again")
+
+    monkeypatch.setattr(study_module, "evaluate_row", never)
+    monkeypatch.setattr(study_module, "measure_regularity", never)
+    assert reproduce(small, out=tmp_path).rows == first.rows
+    with pytest.raises(AssertionError, match="evaluated again"):
+        reproduce(small, out=tmp_path, seed=1)
+    monkeypatch.setattr(study_module, "code_fingerprint", lambda: "other source")
+    with pytest.raises(AssertionError, match="evaluated again"):
+        reproduce(small, out=tmp_path)
+
+
+def test_experiments_share_their_nets(small: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    reproduce(small, out=tmp_path / "out", work=work)
+    nets = sorted((work / "nets").iterdir())
+    other = tmp_path / "other.toml"
+    other.write_text(SMALL.replace('a = { net = "one", method = "net" }', ""), encoding="utf-8")
+    reproduce(other, out=tmp_path / "out", work=work)
+    assert sorted((work / "nets").iterdir()) == nets
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "other.json",
+        "small.json",
+    ]
+
+
+def test_progress_draws_a_line_for_each_part(
+    small: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reproduce(small, out=tmp_path, progress=True)
+    drawn = capfd.readouterr()
+    assert drawn.out == ""
+    for part in ("load wine", "train one", "bank of one", "regularity of two"):
+        assert part in drawn.err
+
+
+def test_refusals(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown experiment"):
+        reproduce("nothing", out=tmp_path)
+    with pytest.raises(InputError, match="seed"):
+        reproduce(small, out=tmp_path, seed=-1)
+    with pytest.raises(InputError, match="'cuda:7' without CUDA"):
+        reproduce(small, out=tmp_path, device="cuda:7")
+    text = SMALL.replace("epochs = 3", "epochs = 3\nspeed = 9", 1)
+    small.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"settings of TrainConfig.*speed"):
+        reproduce(small, out=tmp_path)
+    cost = '[cost]\nnet = "one"\nbanks = [143]\nqueries = 1\n'
+    small.write_text(SMALL.replace("[rows]", cost + "[rows]"), encoding="utf-8")
+    with pytest.raises(InputError, match="at most the 142 points"):
+        reproduce(small, out=tmp_path)
+
+
+def test_a_failing_probe_says_why(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", "otad.experiments.probe"]
+        return subprocess.CompletedProcess(command, 1, "", "out of luck")
+
+    cost = '[cost]\nnet = "one"\nbanks = [142]\nqueries = 1\ndevices = ["cpu"]\n'
+    small.write_text(SMALL.replace("[rows]", cost + "[rows]"), encoding="utf-8")
+    monkeypatch.setattr(cost_module.subprocess, "run", fail)
+    monkeypatch.setattr(run_module.Environment, "now", lambda *where: None)
+    with pytest.raises(OtadError, match="the cost failed:\nout of luck"):
+        reproduce(small, out=tmp_path)
