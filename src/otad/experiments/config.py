@@ -22,8 +22,7 @@ from otad.errors import InputError
 from otad.experiments.codec import from_plain
 
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
-# In an installed package, and in a checkout of the repository.
-_FOLDERS = (Path(__file__).parent / "configs", Path(__file__).parents[3] / "configs")
+_FOLDER = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Experiment:
 
 def names() -> tuple[str, ...]:
     """The experiments that `reproduce` knows by name."""
-    return tuple(sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.toml")}))
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
@@ -174,9 +173,8 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
 def _find(name: str | Path) -> Path:
     if str(name).endswith(".toml"):
         return Path(name)
-    for folder in _FOLDERS:
-        if (folder / f"{name}.toml").is_file():
-            return folder / f"{name}.toml"
+    if (_FOLDER / f"{name}.toml").is_file():
+        return _FOLDER / f"{name}.toml"
     raise InputError(
         f"unknown experiment {str(name)!r}, expected one of {', '.join(names())}, "
         "or the path of a .toml file"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from otad.bench.record import Environment
+from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments.codec import from_plain, to_plain
 from otad.experiments.scores import Score
@@ -151,6 +151,11 @@ class RunRecord:
     costs: tuple[CostRecord, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
     format: str = FORMAT
+
+    @property
+    def file_stem(self) -> str:
+        """A quick run never takes the place of a result."""
+        return f"{self.name}-quick" if self.quick else self.name
 
     def write(self, path: Path) -> None:
         """The whole file or none of it."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from otad.bench.record import Environment
 from otad.checks import check_count
+from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments.config import Experiment, read_experiment
 from otad.experiments.cost import measure_costs
@@ -53,10 +53,9 @@ def reproduce(
             report=report,
         )
         record = _record(experiment, study, environment)
-    stem = f"{experiment.name}-quick" if quick else experiment.name
-    record.write(out / f"{stem}.json")
+    record.write(out / f"{record.file_stem}.json")
     if record.costs:
-        draw_costs(record.costs, out / f"{stem}.svg")
+        draw_costs(record.costs, out / f"{record.file_stem}.svg")
     return record
 
 
