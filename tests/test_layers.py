@@ -21,6 +21,7 @@ LAYERS = {
     "otad.errors": 0,
     "otad.types": 0,
     "otad.checks": 0,
+    "otad.environment": 0,
     "otad.data": 1,
     "otad.nets": 2,
     "otad.transport": 3,

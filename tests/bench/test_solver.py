@@ -18,9 +18,10 @@ from otad.bench import peers
 from otad.bench.bank import BankCase, run_bank_case
 from otad.bench.peers import NOT_INSTALLED, PEERS, QUESTIONS
 from otad.bench.plots import plot_solver_benchmark
-from otad.bench.record import BenchmarkRecord, Environment, commit_of, cpu_name
+from otad.bench.record import BenchmarkRecord
 from otad.bench.solver import PRESETS, Cell, Grid, run_solver_benchmark
 from otad.bench.table import format_ratio, format_seconds, solver_tables
+from otad.environment import Environment, commit_of, cpu_name
 from otad.errors import InputError
 
 BANK = BankCase(20, 6, 3, 8, dtypes=("float16",), chunks=(None, 4))

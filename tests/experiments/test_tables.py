@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from otad.bench.record import Environment
+from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments import RunRecord, write_page
 from otad.experiments.plots import draw_costs

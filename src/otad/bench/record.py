@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from otad.bench.bank import BankTiming
+from otad.environment import Environment
 from otad.errors import InputError
 from otad.transport.files import replacing
 
 FORMAT = 1
-PACKAGES = ("otad", "torch", "numpy", "scipy", "cvxpy", "clarabel", "proxsuite", "POT")
 
 
 @dataclass(frozen=True)
@@ -48,36 +42,6 @@ class Measurement:
     @property
     def cell(self) -> tuple[int, int, int]:
         return self.batch, self.neighbors, self.dim
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Where and when a benchmark ran, with which versions (None: not installed)."""
-
-    started: str
-    commit: str | None
-    python: str
-    versions: dict[str, str | None]
-    platform: str
-    cpu: str
-    device: str
-    device_name: str
-    threads: int
-
-    @staticmethod
-    def now(device: torch.device, threads: int) -> Environment:
-        cpu = cpu_name()
-        return Environment(
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            commit=commit_of(Path(__file__).parent),
-            python=platform.python_version(),
-            versions={name: _version(name) for name in PACKAGES},
-            platform=platform.platform(),
-            cpu=cpu,
-            device=device.type,
-            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-            threads=threads,
-        )
 
 
 @dataclass(frozen=True)
@@ -129,37 +93,3 @@ def as_json(value: Any) -> Any:
 
 def _with_tuples(row: dict[str, Any], *names: str) -> dict[str, Any]:
     return row | {name: tuple(row[name]) for name in names}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit `folder` was checked out at, "-dirty" if changed since; None if unknown.
-
-    A folder that merely lies inside somebody's repository (an environment, say) has no commit.
-    """
-    if not _output("git", "-C", str(folder), "ls-files", "."):
-        return None
-    return _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40")
-
-
-def cpu_name() -> str:
-    for line in (_output("lscpu") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "Model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def _output(*command: str) -> str | None:
-    """What a command prints, None if it is absent or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

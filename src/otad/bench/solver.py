@@ -13,8 +13,9 @@ from otad.bench.bank import BankCase, run_bank_case
 from otad.bench.instances import Instance, random_instance
 from otad.bench.measure import limited_threads, measure
 from otad.bench.peers import NOT_INSTALLED, PEERS, QUESTIONS, our_answer
-from otad.bench.record import BenchmarkRecord, Environment, Measurement, as_json
+from otad.bench.record import BenchmarkRecord, Measurement, as_json
 from otad.checks import check_choice, check_count
+from otad.environment import Environment
 from otad.errors import InputError
 
 DEVICES = ("cpu", "cuda")
