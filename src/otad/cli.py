@@ -1,0 +1,61 @@
+"""The command `otad`. Only registers; every group of commands has a file in `otad.commands`."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from otad.commands.bench import app as bench
+from otad.commands.defend import defend
+from otad.commands.demo import demo
+from otad.commands.explain import explain
+from otad.commands.predict import predict
+from otad.commands.reproduce import reproduce
+from otad.commands.train import train
+from otad.errors import OtadError
+
+
+class _Commands(TyperGroup):
+    """An error of the library is one clear line and exit code 2; any other keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OtadError as error:
+            typer.echo(f"otad: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
+main = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+main.add_typer(bench, name="bench")
+for command in (demo, train, defend, predict, explain, reproduce):
+    main.command()(command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"otad {metadata.version('otad')}")
+        raise typer.Exit
+
+
+@main.callback()
+def otad(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Robust prediction by optimal transport and exact convex integration.
+
+    Start with: otad demo
+    """

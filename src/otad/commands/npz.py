@@ -1,0 +1,121 @@
+"""NumPy archives: x and y, perhaps test_x, test_y, feature_names. Pickled objects are refused."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otad.data import Dataset, Task, holdout
+from otad.data.files import find_first
+from otad.data.labels import class_names, encode_labels
+from otad.errors import InputError
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+_OPTIONAL = ("test_x", "test_y", "feature_names")
+
+
+def load_npz(
+    path: Path, *, task: Task | None = None, test_fraction: float = 0.2, seed: int = 0
+) -> Dataset:
+    """A data set from the arrays x and y; a share is held out unless test_x and test_y are there.
+
+    Whole numbers or text in y are classes and other numbers are targets, unless `task` says so.
+    """
+    arrays = read_npz(path, ("x", "y"), _OPTIONAL)
+    if ("test_x" in arrays) != ("test_y" in arrays):
+        raise InputError(f"{path}: expected both test_x and test_y, or neither of them")
+    x, y = as_inputs(arrays["x"], path, "x"), arrays["y"]
+    if task is None:
+        task = "regression" if y.dtype.kind == "f" else "classification"
+    classes = () if task == "regression" else class_names(_texts(y, path, "y"))
+    targets = _as_targets(y, path, "y", classes)
+    if len(x) != len(targets):
+        raise InputError(f"{path}: expected as many y as the {len(x)} x, got {len(targets)}")
+    if "test_x" in arrays:
+        test_x = as_inputs(arrays["test_x"], path, "test_x")
+        test_y = _as_targets(arrays["test_y"], path, "test_y", classes)
+    else:
+        kept, held = holdout(targets, test_fraction, seed, task=task)
+        x, test_x, targets, test_y = x[kept], x[held], targets[kept], targets[held]
+    named = arrays.get("feature_names")
+    return Dataset(
+        name=path.stem,
+        train_x=x,
+        train_y=targets,
+        test_x=test_x,
+        test_y=test_y,
+        task=task,
+        source="the user's NPZ file",
+        classes=classes,
+        bounds=(0.0, 1.0) if x.dim() == 4 else None,
+        feature_names=None if named is None else tuple(map(str, named.ravel())),
+    )
+
+
+def read_npz(path: Path, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> Arrays:
+    """The arrays asked for; others in the file are left alone."""
+    find_first([path], "NPZ file")
+    try:
+        # A file opened here is closed here, even where NumPy gives up on it halfway.
+        with path.open("rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise InputError(f"{path}: expected an NPZ archive, got a single array")
+            missing = [name for name in needed if name not in archive.files]
+            if missing:
+                raise InputError(
+                    f"{path}: expected the arrays {', '.join(needed)}, "
+                    f"got {', '.join(archive.files) or 'none'}"
+                )
+            wanted = (*needed, *(name for name in optional if name in archive.files))
+            return {name: archive[name] for name in wanted}
+    except InputError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: not a readable NPZ file ({error})") from error
+
+
+def as_inputs(values: np.ndarray[Any, Any], path: Path, name: str) -> Tensor:
+    """Vectors (N,d), or images (N,C,H,W) or (N,H,W) in [0, 1], as float32.
+
+    Images of whole numbers from 0 to 255 (uint8) are divided by 255.
+    """
+    if values.dtype.kind not in "fiu":
+        raise InputError(f"{path}: expected numbers in {name}, got dtype {values.dtype}")
+    if values.ndim not in (2, 3, 4):
+        raise InputError(
+            f"{path}: expected {name} of shape (N,d), (N,H,W) or (N,C,H,W), got {values.shape}"
+        )
+    x = torch.from_numpy(values.astype(np.float32))
+    if values.ndim == 2:
+        return x
+    if values.dtype == np.uint8:
+        x = x.div_(255)
+    return x.unsqueeze(1) if values.ndim == 3 else x
+
+
+def _as_targets(
+    values: np.ndarray[Any, Any], path: Path, name: str, classes: tuple[str, ...]
+) -> Tensor:
+    if classes:
+        return encode_labels(_texts(values, path, name), classes, f"{path}, {name}")
+    if values.ndim != 1 or values.dtype.kind not in "fiu":
+        raise InputError(
+            f"{path}: expected {name} of shape (N,) with numbers, "
+            f"got {values.shape} of dtype {values.dtype}"
+        )
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def _texts(values: np.ndarray[Any, Any], path: Path, name: str) -> list[str]:
+    if values.ndim != 1 or values.dtype.kind not in "iuU":
+        raise InputError(
+            f"{path}: expected class labels in {name}, whole numbers or text of shape (N,), "
+            f"got {values.shape} of dtype {values.dtype}"
+        )
+    return [str(value) for value in values.tolist()]

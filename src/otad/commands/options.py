@@ -1,0 +1,47 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from otad.errors import InputError
+
+READING = "Reading the data"
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else there.")
+]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:1.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of the registered data sets; by default the one in OTAD_DATA.",
+        rich_help_panel=READING,
+    ),
+]
+ModelDir = Annotated[
+    Path, typer.Argument(metavar="MODEL_DIR", help="Model folder written by `otad defend`.")
+]
+Input = Annotated[
+    str,
+    typer.Argument(
+        metavar="INPUT",
+        help="CSV, NPZ (array x), image folder or .h5ad; or the word test, for the test part of "
+        "the data the model was made from.",
+    ),
+]
+
+
+def check_device(name: str) -> torch.device:
+    """A device that is there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"device: expected one that is present, got {name!r}: {reason}") from error
+    return device

@@ -1,0 +1,97 @@
+"""Random convex integration problems whose answers are known to exist, and how to compare them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otad.cip import CipProblem, CipSolution
+
+DIMENSIONS = (2, 11, 128, 784)
+CONVEXITIES = (-0.5, 0.0, 0.3)
+LEAST_SLOPE, GREATEST_SLOPE = 0.4, 2.4  # of `convex_map`
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def convex_map(points: Tensor, generator: torch.Generator) -> Tensor:
+    """The gradient of a random convex function at points (B,K,d); a different one for each row.
+
+    0.4 x + 2 W tanh(W x + b) with a random reflection W: the slopes lie in [0.4, 2.4].
+    """
+    batch, _, dim = points.shape
+    mirror = torch.nn.functional.normalize(normal(generator, batch, 1, dim), dim=-1)
+
+    def reflect(vectors: Tensor) -> Tensor:
+        return vectors - 2 * (vectors * mirror).sum(-1, keepdim=True) * mirror
+
+    bent = torch.tanh(reflect(points) + normal(generator, batch, 1, dim))
+    return LEAST_SLOPE * points + (GREATEST_SLOPE - LEAST_SLOPE) * reflect(bent)
+
+
+def random_problem(
+    generator: torch.Generator,
+    batch: int,
+    count: int,
+    dim: int,
+    *,
+    smoothness: float | Tensor = GREATEST_SLOPE,
+    strong_convexity: float = 0.0,
+    noise: float = 0.0,
+) -> CipProblem:
+    """Pairs of a convex map, disturbed by `noise`; queries among the anchors.
+
+    Without noise potentials exist for L = 2.4, l = 0.4, and for some L below 2.4 as a rule.
+    """
+    anchors = normal(generator, batch, count, dim)
+    images = convex_map(anchors, generator) + noise * normal(generator, batch, count, dim)
+    mixture = torch.rand(batch, 1, count, generator=generator, dtype=torch.float64)
+    query = (mixture / mixture.sum(-1, keepdim=True) @ anchors)[:, 0]
+    query = query + 0.3 * normal(generator, batch, dim)
+    return CipProblem(query, anchors, images, smoothness, strong_convexity)
+
+
+def converted(problem: CipProblem, dtype: torch.dtype) -> CipProblem:
+    arrays = (t.to(dtype) for t in (problem.query, problem.anchors, problem.images))
+    return CipProblem(*arrays, problem.smoothness, problem.strong_convexity)
+
+
+def rows_of(problem: CipProblem, rows: Tensor | slice) -> CipProblem:
+    """The problem of some rows."""
+    names = ("query", "anchors", "images", "smoothness", "strong_convexity")
+    return CipProblem(*(getattr(problem, name)[rows] for name in names))
+
+
+def value_size(problem: CipProblem) -> Tensor:
+    """The size (B,) of the terms that a value of the potential is made of."""
+    image = problem.images.norm(dim=-1).amax(1)
+    offset = (problem.anchors - problem.query[:, None]).norm(dim=-1).amax(1)
+    return image * offset + image.square() / 2
+
+
+def assert_same(
+    found: CipSolution, expected: CipSolution, problem: CipProblem, tolerance: float
+) -> None:
+    """All fields but residuals, each beside its natural size; NaN where NaN is expected."""
+    size = problem.images.norm(dim=-1).amax(1)
+    pairs = {
+        "image": size[:, None],
+        "value": value_size(problem),
+        "multipliers": torch.tensor(1.0),
+        "potentials": value_size(problem)[:, None],
+        "smoothness": expected.smoothness,
+        "strong_convexity": torch.tensor(1.0),
+    }
+    for name, unit in pairs.items():
+        torch.testing.assert_close(
+            getattr(found, name) / unit,
+            getattr(expected, name) / unit,
+            rtol=0,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+    assert found.status.tolist() == expected.status.tolist()
+    assert torch.equal(found.active, expected.active)

@@ -1,0 +1,472 @@
+"""Rows at the edge: repeated points, flat data, extreme scales, and bad rows beside good ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cip.instances import assert_same, converted, normal, random_problem, rows_of
+from torch import Tensor
+
+from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status, least_smoothness
+from otad.errors import SolverError
+
+DOUBLE = torch.float64
+BOTH_MODES = pytest.mark.parametrize("mode", ["consistent", "paper"])
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+def check(problem: CipProblem, solution: CipSolution) -> None:
+    """Both residuals of every row."""
+    limit = 1e-9 if problem.query.dtype == DOUBLE else 1e-5
+    assert float(solution.residual.max()) <= limit
+    assert float(problem.residual(solution).max()) <= limit
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
+def test_one_neighbor(low, dtype, mode, generator) -> None:
+    """h(x) = u + <z, x - x_1> + l/2 |x - x_1|^2 is the lowest potential."""
+    problem = random_problem(generator, 8, 1, 5, smoothness=1.0, strong_convexity=low)
+    problem = converted(problem, dtype)
+    solution = ExactCip(mode=mode)(problem)
+    gap = problem.query - problem.anchors[:, 0]
+    torch.testing.assert_close(solution.image, problem.images[:, 0] + low * gap)
+    value = (problem.images[:, 0] * gap).sum(1) + low / 2 * gap.square().sum(1)
+    torch.testing.assert_close(solution.value, value)
+    assert solution.multipliers.tolist() == [[1.0]] * 8
+    assert solution.potentials.tolist() == [[0.0]] * 8
+    assert solution.status.tolist() == [Status.SOLVED] * 8
+    assert least_smoothness(problem).tolist() == [low] * 8
+    check(problem, solution)
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+@pytest.mark.parametrize("dim", [2, 784])
+@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
+def test_repeated_pairs_change_nothing(low, dim, dtype, mode, generator) -> None:
+    """All neighbors twice: the same mean of paths, hence potentials, hence answer."""
+    problem = random_problem(generator, 8, 5, dim, smoothness=1.3, strong_convexity=low)
+    problem = converted(problem, dtype)
+    order = [3, 0, 1, 2, 2, 3, 4, 4, 0, 1]
+    arrays = problem.anchors[:, order], problem.images[:, order]
+    twice = CipProblem(problem.query, *arrays, 1.3, low)
+    expected, found = ExactCip(mode=mode)(problem), ExactCip(mode=mode)(twice)
+    check(twice, found)
+    tolerance = 1e-9 if dtype == DOUBLE else 1e-3
+    assert found.status.tolist() == expected.status.tolist()
+    torch.testing.assert_close(
+        found.smoothness, expected.smoothness, rtol=min(tolerance, 1e-5), atol=0
+    )
+    size = problem.images.norm(dim=-1).amax(1)
+    assert float(((found.image - expected.image).norm(dim=1) / size).max()) <= tolerance
+    weights = torch.zeros_like(expected.multipliers)
+    weights.scatter_add_(1, torch.tensor(order).expand(8, -1), found.multipliers)
+    torch.testing.assert_close(weights, expected.multipliers, rtol=0, atol=tolerance)
+    levels = (found.potentials - expected.potentials[:, order]).abs().amax(1)
+    assert float((levels / size.square()).max()) <= tolerance
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("dim", [2, 784])
+@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
+def test_contradicting_images_of_one_anchor(low, dim, dtype, generator) -> None:
+    problem = random_problem(generator, 10, 15, dim, strong_convexity=low)
+    anchors = problem.anchors.clone()
+    anchors[:, 14] = anchors[:, 7]
+    twins = CipProblem(problem.query, anchors, problem.images, 2.4, low)
+    twins = converted(twins, dtype)
+    assert least_smoothness(twins).tolist() == [math.inf] * 10
+    with pytest.raises(SolverError, match=r"10 of 10 rows have no solution: 0 \(INFEASIBLE\)"):
+        ExactCip()(twins)
+    if dtype == DOUBLE:  # in single precision a very large L is as good as none
+        solution = ExactCip(climb=(0.5, 0.0), on_failure="abstain")(twins)
+        assert solution.status.tolist() == [Status.INFEASIBLE] * 10
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
+def test_query_on_an_anchor(low, dtype, generator) -> None:
+    for count, dim in ((1, 3), (6, 2), (10, 784)):
+        problem = random_problem(generator, count, count, dim, smoothness=1.5, strong_convexity=low)
+        rows = torch.arange(count)
+        on = CipProblem(problem.anchors[rows, rows], problem.anchors, problem.images, 1.5, low)
+        on = converted(on, dtype)
+        solution = ExactCip()(on)
+        check(on, solution)
+        size = on.images.norm(dim=-1).amax(1, keepdim=True)
+        error = (solution.image - on.images[rows, rows]) / size
+        assert float(error.abs().max()) <= (1e-9 if dtype == DOUBLE else 1e-3)
+        gap = solution.value - solution.potentials[rows, rows]
+        assert float((gap / size[:, 0] ** 2).abs().max()) <= (1e-12 if dtype == DOUBLE else 1e-5)
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+@pytest.mark.parametrize("low", [-0.5, 0.0])
+def test_all_images_equal(low, dtype, mode, generator) -> None:
+    problem = random_problem(generator, 6, 7, 4, smoothness=1.0, strong_convexity=low)
+    flat = problem.images[:, :1].expand(-1, 7, -1).contiguous()
+    constant = CipProblem(problem.query, problem.anchors, flat, 1.0, low)
+    constant = converted(constant, dtype)
+    solution = ExactCip(mode=mode)(constant)
+    assert solution.status.tolist() == [Status.SOLVED] * 6
+    check(constant, solution)
+    if low == 0:
+        torch.testing.assert_close(solution.image, constant.images[:, 0])
+        assert least_smoothness(constant).tolist() == [0.0] * 6
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+@pytest.mark.parametrize("slope", [0.3, -0.5, 1.0])
+def test_images_on_the_lower_curvature(slope, dtype, mode, generator) -> None:
+    """z_i = l x_i + c: the potential is the parabola itself, whatever L > l."""
+    for count, dim in ((1, 3), (5, 4), (10, 784)):
+        anchors = normal(generator, 6, count, dim)
+        for query in (normal(generator, 6, dim), torch.zeros(6, dim, dtype=DOUBLE)):
+            for shift in (0.0, 1.0):
+                images = slope * anchors + shift
+                problem = CipProblem(query, anchors, images, slope + 1.5, slope)
+                problem = converted(problem, dtype)
+                solution = ExactCip(mode=mode)(problem)
+                assert solution.smoothness.tolist() == [slope + 1.5] * 6
+                tolerance = 1e-12 if dtype == DOUBLE else 1e-5
+                expected = slope * problem.query + shift
+                torch.testing.assert_close(solution.image, expected, rtol=0, atol=tolerance)
+                least = least_smoothness(problem)
+                torch.testing.assert_close(
+                    least, torch.full_like(least, slope), rtol=0, atol=100 * tolerance
+                )
+                check(problem, solution)
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+@pytest.mark.parametrize("slope", [0.5, 2.0])
+def test_linear_map(slope, dtype, mode, generator) -> None:
+    """z_i = s x_i with l = 0: the least L is s, every cycle of two is critical."""
+    anchors = normal(generator, 20, 8, 3)
+    problem = CipProblem(normal(generator, 20, 3), anchors, slope * anchors, slope)
+    problem = converted(problem, dtype)
+    tolerance = 1e-12 if dtype == DOUBLE else 1e-5
+    least = least_smoothness(problem)
+    torch.testing.assert_close(least, torch.full_like(least, slope), rtol=tolerance, atol=0)
+    solution = ExactCip(mode=mode)(problem)
+    check(problem, solution)
+    expected = problem.query * slope
+    inside = solution.multipliers.gt(0).sum(1) > 3  # in the hull of its neighbors: exact
+    assert bool(inside.any())
+    error = (solution.image - expected)[inside].norm(dim=1)
+    assert float(error.max()) <= (1e-6 if dtype == DOUBLE else 1e-2)
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+def test_collinear_images(dtype, mode, generator) -> None:
+    """The Gram matrix has rank one: many multipliers give the same image."""
+    direction = torch.nn.functional.normalize(normal(generator, 12, 1, 6), dim=-1)
+    anchors = normal(generator, 12, 9, 6)
+    height = (anchors * direction).sum(-1, keepdim=True)
+    problem = CipProblem(
+        normal(generator, 12, 6), anchors, (height + 0.5 * height.tanh()) * direction, 1.6
+    )
+    problem = converted(problem, dtype)
+    solution = ExactCip(mode=mode)(problem)
+    assert solution.status.tolist() == [Status.SOLVED] * 12
+    check(problem, solution)
+    off = solution.image - (solution.image * direction[:, 0]).sum(1, keepdim=True) * direction[:, 0]
+    assert float(off.norm(dim=1).max()) <= (1e-12 if dtype == DOUBLE else 1e-5)
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+def test_more_neighbors_than_dimensions(dtype, mode, generator) -> None:
+    for dim in (1, 2):
+        for low in (-0.5, 0.0, 0.3):
+            problem = random_problem(generator, 8, 25, dim, smoothness=1.0, strong_convexity=low)
+            problem = converted(problem, dtype)
+            solution = ExactCip(mode=mode)(problem)
+            check(problem, solution)
+            assert int(solution.multipliers.gt(1e-6).sum(1).max()) <= dim + 2
+
+
+def test_the_worst_of_many_rows(generator) -> None:
+    """In the plane, among thousands of rows some supports are nearly dependent."""
+    generator.manual_seed(24)
+    problem = random_problem(
+        generator, 3000, 10, 2, smoothness=1.3, strong_convexity=-0.5, noise=0.1
+    )
+    solution = ExactCip(mode="paper", on_failure="abstain")(problem)
+    solved = ~solution.failed
+    assert float(solved.double().mean()) > 0.9
+    assert float(solution.residual[solved].max()) <= 1e-9
+    assert float(problem.residual(solution)[solved].max()) <= 1e-9
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("margin", [1e-3, 1e-6, 1e-9, 1e-12, 0.0])
+def test_nearly_infeasible(margin, mode, generator) -> None:
+    """Asked for a hair above and a hair below the least smoothness."""
+    problem = random_problem(generator, 30, 6, 3, noise=0.05)
+    least = least_smoothness(problem)
+    problem = rows_of(problem, least.isfinite())
+    least = least[least.isfinite()]
+    arrays = (problem.query, problem.anchors, problem.images)
+    above, below = (CipProblem(*arrays, least * (1 + sign * margin)) for sign in (1, -1))
+    solved, raised = ExactCip(mode=mode)(above), ExactCip(mode=mode)(below)
+    check(above, solved)
+    check(below, raised)
+    if margin > 1e-12:
+        assert solved.status.eq(Status.SOLVED).all()
+        assert raised.status.eq(Status.RAISED).all()
+    torch.testing.assert_close(raised.smoothness, least, rtol=1e-11, atol=0)
+    torch.testing.assert_close(solved.smoothness, least, rtol=margin + 1e-11, atol=0)
+
+
+def test_nearly_contradicting(generator) -> None:
+    """Two neighbors a hair apart with different images: a least L of any size, found exactly."""
+    for gap in (1e-2, 1e-5, 1e-8):
+        problem = random_problem(generator, 10, 6, 4)
+        anchors, images = problem.anchors.clone(), problem.images.clone()
+        step = torch.nn.functional.normalize(normal(generator, 10, 4), dim=-1)
+        anchors[:, 5] = anchors[:, 4] + gap * step
+        images[:, 5] = images[:, 4] + step
+        near = CipProblem(problem.query, anchors, images, 2.4)
+        solution = ExactCip(on_failure="abstain")(near)
+        least = least_smoothness(near)
+        assert bool((least >= (1 - 1e-6) / gap).all())
+        solved = ~solution.failed
+        assert float(near.residual(solution)[solved].max()) <= 1e-9
+        assert bool(solved.any())
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("anchor_scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("image_scale", [1e-6, 1.0, 1e6])
+@BOTH_DTYPES
+def test_scales(dtype, image_scale, anchor_scale, mode, generator) -> None:
+    """Anchors times s and images times t: curvature times t/s, values times s t."""
+    slope = image_scale / anchor_scale
+    for low in (0.0, 0.3):
+        problem = random_problem(generator, 10, 8, 5, smoothness=1.4, strong_convexity=low)
+        scaled = CipProblem(
+            anchor_scale * problem.query,
+            anchor_scale * problem.anchors,
+            image_scale * problem.images,
+            slope * 1.4,
+            slope * low,
+        )
+        scaled = converted(scaled, dtype)
+        found, expected = ExactCip(mode=mode)(scaled), ExactCip(mode=mode)(problem)
+        check(scaled, found)
+        assert found.status.tolist() == expected.status.tolist()
+        tolerance = 1e-8 if dtype == DOUBLE else 2e-3
+        units = {
+            "image": image_scale,
+            "value": image_scale * anchor_scale,
+            "potentials": image_scale * anchor_scale,
+            "multipliers": 1.0,
+            "smoothness": slope,
+        }
+        for name, unit in units.items():
+            torch.testing.assert_close(
+                getattr(found, name).double() / unit,
+                getattr(expected, name),
+                rtol=tolerance,
+                atol=tolerance,
+            )
+
+
+@pytest.mark.parametrize("distance", [1e2, 1e4])
+def test_query_far_from_all_anchors(distance, generator) -> None:
+    for low in (-0.5, 0.0, 0.3):
+        problem = random_problem(generator, 10, 8, 5, smoothness=1.4, strong_convexity=low)
+        far = CipProblem(
+            distance * normal(generator, 10, 5), problem.anchors, problem.images, 1.4, low
+        )
+        solution = ExactCip()(far)
+        check(far, solution)
+        near = ExactCip()(problem)
+        torch.testing.assert_close(
+            solution.smoothness, near.smoothness, rtol=1e-13 * distance**2, atol=0
+        )
+
+
+@BOTH_MODES
+@BOTH_DTYPES
+def test_order_of_neighbors(dtype, mode, generator) -> None:
+    for low in (-0.5, 0.0, 0.3):
+        problem = random_problem(generator, 20, 9, 6, smoothness=1.4, strong_convexity=low)
+        problem = converted(problem, dtype)
+        order = torch.randperm(9, generator=generator)
+        mixed = CipProblem(
+            problem.query, problem.anchors[:, order], problem.images[:, order], 1.4, low
+        )
+        expected, found = ExactCip(mode=mode)(problem), ExactCip(mode=mode)(mixed)
+        tolerance = 1e-10 if dtype == DOUBLE else 1e-3
+        back = order.argsort()
+        for name in ("image", "value", "smoothness", "status"):
+            torch.testing.assert_close(
+                getattr(found, name), getattr(expected, name), rtol=tolerance, atol=tolerance
+            )
+        for name in ("multipliers", "potentials", "active"):
+            torch.testing.assert_close(
+                getattr(found, name)[:, back],
+                getattr(expected, name),
+                rtol=tolerance,
+                atol=tolerance,
+            )
+
+
+def poisoned(problem: CipProblem, kind: str) -> CipProblem:
+    """The same with rows 1 and 4 made bad."""
+    query, anchors, images = (t.clone() for t in (problem.query, problem.anchors, problem.images))
+    for row in (1, 4):
+        if kind == "decreasing":
+            images[row] = -2 * anchors[row]
+        elif kind == "contradicting":
+            anchors[row, 2] = anchors[row, 0]
+        elif kind == "overflow":
+            anchors[row, 1] = 1e200
+            images[row, 2] = -1e200
+        elif kind == "nearly overflow":
+            images[row] *= 1e152
+        elif kind == "far query":
+            query[row] = 1e300
+        elif kind == "tiny":
+            query[row] *= 1e-120
+            anchors[row] *= 1e-120
+            images[row] *= 1e-120
+    return CipProblem(query, anchors, images, problem.smoothness, problem.strong_convexity)
+
+
+KINDS = ["decreasing", "contradicting", "overflow", "nearly overflow", "far query", "tiny"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_failure", ["abstain", "fallback"])
+@pytest.mark.parametrize("options", [{}, {"climb": (0.5, 0.1)}, {"max_smoothness": 1.6}])
+def test_a_bad_row_never_disturbs_a_good_one(kind, on_failure, options, generator) -> None:
+    low = 0.0 if on_failure == "abstain" else 0.2
+    problem = random_problem(generator, 6, 5, 4, smoothness=1.4, strong_convexity=low)
+    mixed = poisoned(problem, kind)
+    solver = ExactCip(on_failure=on_failure, **options)
+    expected, found = solver(problem), solver(mixed)
+    good = torch.tensor([0, 2, 3, 5])
+    for name in expected.__dataclass_fields__:
+        if name != "mode":
+            one, other = (getattr(s, name)[good] for s in (found, expected))
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12, equal_nan=True)
+    bad = found.rows(slice(1, 2))
+    if bool(bad.failed):
+        assert bad.residual.tolist() == [math.inf]
+        assert bool(bad.value.isnan())
+        assert bool(bad.smoothness.isnan())
+        assert mixed.residual(found)[1] == math.inf
+        assert bool(bad.image.isnan().all()) == (on_failure == "abstain")
+    else:
+        assert float(mixed.residual(found)[1]) <= 1e-9
+
+
+def test_statuses_of_bad_rows(generator) -> None:
+    problem = random_problem(generator, 6, 5, 4)
+    for kind, status in (
+        ("decreasing", Status.INFEASIBLE),
+        ("contradicting", Status.INFEASIBLE),
+        ("overflow", Status.UNSOLVED),
+        ("far query", Status.UNSOLVED),
+    ):
+        mixed = poisoned(problem, kind)
+        solution = ExactCip(on_failure="abstain")(mixed)
+        assert solution.status[[1, 4]].tolist() == [status] * 2
+        assert solution.failed.tolist() == [False, True, False, False, True, False]
+        listed = rf"2 of 6 rows have no solution: 1 \({status.name}\), 4 \({status.name}\)\. "
+        with pytest.raises(SolverError, match=listed):
+            ExactCip()(mixed)
+
+
+def test_fallback_answers_with_the_nearest_neighbor(generator) -> None:
+    anchors = normal(generator, 12, 6, 3)
+    problem = CipProblem(normal(generator, 12, 3), anchors, -2 * anchors, 1.0)
+    solution = ExactCip(on_failure="fallback")(problem)
+    nearest = (anchors - problem.query[:, None]).norm(dim=-1).argmin(1)
+    assert solution.status.tolist() == [Status.INFEASIBLE] * 12
+    assert torch.equal(solution.multipliers.argmax(1), nearest)
+    assert torch.equal(solution.image, problem.images[torch.arange(12), nearest])
+
+
+@BOTH_MODES
+def test_batch_and_chunk_change_nothing(mode, generator) -> None:
+    for low in (0.0, -0.3):
+        problem = random_problem(
+            generator, 64, 7, 30, smoothness=1.3, strong_convexity=low, noise=0.2
+        )
+        together = ExactCip(mode=mode)(problem)
+        for chunk in (1, 5, 64, 1000):
+            assert_same(ExactCip(mode=mode, chunk=chunk)(problem), together, problem, 1e-12)
+        for row in (0, 31, 63):
+            at = slice(row, row + 1)
+            alone = ExactCip(mode=mode)(rows_of(problem, at))
+            assert_same(alone, together.rows(at), rows_of(problem, at), 1e-12)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize(
+    ("storage", "dtype"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float64),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_bank_equals_dense(storage, dtype, mode, generator) -> None:
+    """A bank of any precision has the answer of its gathered rows, converted."""
+    inputs = normal(generator, 50, 12)
+    features = (inputs + inputs.tanh()).to(storage)
+    inputs = inputs.to(storage)
+    indices = torch.stack([torch.randperm(50, generator=generator)[:6] for _ in range(20)])
+    query = normal(generator, 20, 12).to(dtype)
+    tolerance = 1e-12 if dtype == DOUBLE else 1e-6
+    for low in (0.0, 0.4):
+        bank = BankProblem(query, inputs, features, indices, 1.7, low)
+        rows = inputs[indices].to(dtype), features[indices].to(dtype)
+        dense = CipProblem(query, *rows, 1.7, low)
+        assert bank.shape == dense.shape == (20, 6, 12)
+        for chunk in (None, 3):
+            solver = ExactCip(mode=mode, chunk=chunk)
+            found, expected = solver(bank), solver(dense)
+            assert_same(widened(found), widened(expected), converted(dense, DOUBLE), tolerance)
+            torch.testing.assert_close(
+                bank.residual(found), dense.residual(found), rtol=0, atol=1e-14
+            )
+        torch.testing.assert_close(
+            least_smoothness(bank), least_smoothness(dense), rtol=tolerance, atol=0
+        )
+
+
+def widened(solution: CipSolution) -> CipSolution:
+    names = (name for name in solution.__dataclass_fields__ if name != "mode")
+    fields = {name: getattr(solution, name) for name in names}
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in fields.items()}
+    return CipSolution(**wide, mode=solution.mode)
+
+
+def test_curvature_per_row(generator) -> None:
+    """One value per row is what as many problems with a number each would use."""
+    problem = random_problem(generator, 5, 6, 4)
+    high: Tensor = torch.tensor([0.9, 1.3, 2.0, 3.0, 5.0], dtype=DOUBLE)
+    low: Tensor = torch.tensor([0.3, -0.5, 0.0, -1.0, 0.1], dtype=DOUBLE)
+    arrays = (problem.query, problem.anchors, problem.images)
+    together = CipProblem(*arrays, high, low)
+    solution = ExactCip()(together)
+    for row in range(5):
+        at = slice(row, row + 1)
+        alone = CipProblem(*(t[at] for t in arrays), float(high[row]), float(low[row]))
+        assert_same(ExactCip()(alone), solution.rows(at), alone, 1e-12)

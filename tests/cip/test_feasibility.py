@@ -1,0 +1,193 @@
+"""Potentials and the least smoothness against linear programs, the climb against counting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cip.instances import CONVEXITIES, random_problem
+from scipy.optimize import linprog
+
+from otad.cip import CipProblem, ExactCip, Status, least_smoothness
+from otad.cip.feasibility import closure
+from otad.cip.reference_potentials import (
+    canonical_potentials,
+    difference_bounds,
+    least_smoothness_by_lp,
+)
+
+
+def feasible_by_lp(anchors: np.ndarray, images: np.ndarray, high: float, low: float) -> bool:
+    """Whether HiGHS finds potentials that satisfy eq. (2)."""
+    bounds = difference_bounds(anchors, images, high, low)
+    i, j = np.nonzero(~np.eye(len(anchors), dtype=bool))
+    if len(i) == 0:
+        return True
+    unknowns = np.eye(len(anchors))
+    size = np.abs(bounds).max()
+    answer = linprog(
+        np.zeros(len(anchors)),
+        A_ub=unknowns[j] - unknowns[i],
+        b_ub=-bounds[i, j] / size,
+        bounds=(None, None),
+        method="highs",
+        options={"primal_feasibility_tolerance": 1e-10},
+    )
+    assert answer.status in (0, 2)
+    return answer.status == 0
+
+
+def feasible(anchors: np.ndarray, images: np.ndarray, high: float, low: float) -> bool:
+    """The same without a solver: no positive cycle."""
+    return canonical_potentials(difference_bounds(anchors, images, high, low))[1] <= 1e-12
+
+
+def arrays(problem: CipProblem, row: int) -> tuple[np.ndarray, np.ndarray]:
+    return problem.anchors[row].numpy(), problem.images[row].numpy()
+
+
+@pytest.mark.parametrize("strong_convexity", CONVEXITIES)
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("dim", [2, 11, 128])
+def test_least_smoothness_and_feasibility(dim, noise, strong_convexity, generator) -> None:
+    """27 cases of 28 rows: 756 in all, with and without potentials."""
+    generator.manual_seed(dim + int(10 * noise) + CONVEXITIES.index(strong_convexity))
+    for count in (1, 2, 3, 5, 8, 11, 15):
+        problem = random_problem(
+            generator, 4, count, dim, noise=noise, smoothness=2.0, strong_convexity=strong_convexity
+        )
+        least = least_smoothness(problem)
+        status = ExactCip(on_failure="abstain")(problem).status
+        for row in range(4):
+            pair = arrays(problem, row)
+            expected = least_smoothness_by_lp(*pair, strong_convexity)
+            assert float(least[row]) == pytest.approx(expected, rel=1e-7)
+            assert feasible_by_lp(*pair, 2.0, strong_convexity) == (expected <= 2.0)
+            if 2.0 < expected < 50.0:  # beyond, one percent is less than HiGHS can tell
+                assert feasible_by_lp(*pair, 1.01 * expected, strong_convexity)
+                assert not feasible_by_lp(*pair, 0.99 * expected, strong_convexity)
+            too_small = Status.INFEASIBLE if expected == np.inf else Status.RAISED
+            assert status[row] == (Status.SOLVED if expected <= 2.0 else too_small)
+
+
+def test_some_rows_had_no_potentials(generator) -> None:
+    """The noise above is strong enough to contradict every smoothness, and weak enough not to."""
+    problem = random_problem(generator, 200, 8, 2, noise=0.3)
+    share = least_smoothness(problem).isinf().double().mean()
+    assert 0.1 < float(share) < 0.9
+
+
+def test_asked_smoothness_plays_no_part_in_the_least(generator) -> None:
+    problem = random_problem(generator, 20, 6, 5, smoothness=9.0)
+    other = CipProblem(problem.query + 1, problem.anchors, problem.images, 0.1)
+    torch.testing.assert_close(
+        least_smoothness(problem), least_smoothness(other), rtol=1e-10, atol=0
+    )
+    torch.testing.assert_close(
+        least_smoothness(problem), least_smoothness(problem, chunk=3), rtol=1e-12, atol=0
+    )
+
+
+def test_closure_finds_the_longest_paths(generator) -> None:
+    """Against the same relaxation repeated until nothing moves, for weights without a cycle."""
+    heights = torch.randn(7, 1, 50, generator=generator, dtype=torch.float64)
+    slack = torch.rand(7, 7, 50, generator=generator, dtype=torch.float64)
+    weights = heights - heights.transpose(0, 1) - slack  # below a difference: no positive cycle
+    weights.diagonal(dim1=0, dim2=1).zero_()
+    expected = weights.clone()
+    for _ in range(7):
+        through = (expected[:, :, None] + weights[None]).amax(1)
+        expected = torch.maximum(expected, through)
+    torch.testing.assert_close(closure(weights), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("potential", ["canonical", "lowest", "highest"])
+@pytest.mark.parametrize("strong_convexity", CONVEXITIES)
+def test_potentials_satisfy_every_inequality(potential, strong_convexity, generator) -> None:
+    for count in (2, 4, 9):
+        problem = random_problem(
+            generator, 10, count, 5, smoothness=1.5, strong_convexity=strong_convexity
+        )
+        solution = ExactCip(potential=potential)(problem)
+        assert float(solution.potentials.mean(1).abs().max()) <= 1e-13
+        for row in range(10):
+            high, low = float(solution.smoothness[row]), float(solution.strong_convexity[row])
+            bounds = difference_bounds(*arrays(problem, row), high, low)
+            levels = solution.potentials[row].numpy()
+            assert (bounds + levels - levels[:, None]).max() <= 1e-11 * np.abs(bounds).max()
+
+
+def test_extreme_potentials_enclose_the_canonical(generator) -> None:
+    """Lowest and highest differ by what eq. (2) leaves open; the canonical is their middle."""
+    problem = random_problem(generator, 20, 5, 4, smoothness=3.0)
+    levels = {
+        rule: ExactCip(potential=rule)(problem).potentials
+        for rule in ("canonical", "lowest", "highest")
+    }
+    middle = (levels["lowest"] + levels["highest"]) / 2
+    torch.testing.assert_close(levels["canonical"], middle, rtol=0, atol=1e-12)
+    assert float((levels["highest"] - levels["lowest"]).abs().amax(1).min()) > 1e-3
+    for row in range(20):
+        bounds = difference_bounds(*arrays(problem, row), 3.0, 0.0)
+        expected, _ = canonical_potentials(bounds)
+        np.testing.assert_allclose(levels["canonical"][row].numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [(0.25, 0.0), (0.1, 0.05), (2.0, 1.0)])
+@pytest.mark.parametrize("strong_convexity", [-0.2, 0.0, 0.3])
+def test_climb_stops_at_the_first_feasible_step(steps, strong_convexity, generator) -> None:
+    asked, (up, down) = 1.1, steps
+    problem = random_problem(
+        generator, 40, 4, 3, noise=0.2, smoothness=asked, strong_convexity=strong_convexity
+    )
+    solution = ExactCip(climb=steps, on_failure="abstain")(problem)
+    taken = []
+    for row in range(40):
+        pair = arrays(problem, row)
+        if down == 0 and least_smoothness_by_lp(*pair, strong_convexity) == np.inf:
+            assert solution.status[row] == Status.INFEASIBLE
+            continue
+        step = 0
+        while not feasible(*pair, asked + step * up, strong_convexity - step * down):
+            step += 1
+        taken.append(step)
+        assert float(solution.smoothness[row]) == pytest.approx(asked + step * up, rel=1e-12)
+        low = pytest.approx(strong_convexity - step * down, rel=1e-12, abs=1e-12)
+        assert float(solution.strong_convexity[row]) == low
+        assert solution.status[row] == (Status.RAISED if step else Status.SOLVED)
+    assert max(taken) >= (2 if up < 1 else 1)
+    if down > 0:
+        assert float(solution.strong_convexity.min()) < 0
+    assert float(problem.residual(solution)[~solution.failed].max()) <= 1e-9
+
+
+def test_climb_of_the_strong_convexity_alone(generator) -> None:
+    """h is L-smooth and l-weakly convex iff L/2 |x|^2 - h is convex and (L - l)-smooth."""
+    problem = random_problem(generator, 60, 4, 3, noise=0.2, smoothness=2.0)
+    solution = ExactCip(climb=(0.0, 0.2), on_failure="abstain")(problem)
+    steps = []
+    for row in range(60):
+        anchors, images = arrays(problem, row)
+        span = least_smoothness_by_lp(anchors, 2.0 * anchors - images, 0.0)
+        if span == np.inf:  # a slope above L: no strong convexity helps
+            assert solution.status[row] == Status.INFEASIBLE
+        else:
+            steps.append(max(0, int(np.ceil((span - 2.0) / 0.2))))
+            assert float(solution.strong_convexity[row]) == pytest.approx(-0.2 * steps[-1])
+            assert float(solution.smoothness[row]) == 2.0
+    assert len(steps) < 60
+    assert max(steps) > 1
+
+
+def test_climb_in_paper_mode_keeps_the_asked_curvature(generator) -> None:
+    """Potentials for (L_t, l_t), the map with (L, l): Algorithm 2 as printed."""
+    problem = random_problem(generator, 30, 5, 3, smoothness=1.0, strong_convexity=0.1)
+    consistent, paper = (
+        ExactCip(mode=mode, climb=(0.2, 0.1))(problem) for mode in ("consistent", "paper")
+    )
+    assert torch.equal(consistent.smoothness, paper.smoothness)
+    assert torch.equal(consistent.potentials, paper.potentials)
+    raised = paper.status == Status.RAISED
+    assert bool(raised.any())
+    assert float((paper.image - consistent.image)[raised].norm(dim=1).min()) > 1e-9
+    assert float(problem.residual(paper).max()) <= 1e-9

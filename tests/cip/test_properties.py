@@ -1,0 +1,133 @@
+"""What holds for every fixed set of neighbors, whatever it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from cip.instances import CONVEXITIES, normal, random_problem, rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otad.cip import CipProblem, ExactCip
+from otad.cip.judge import map_curvature
+from otad.cip.reference_potentials import difference_bounds
+
+MODES = st.sampled_from(["consistent", "paper"])
+PROBLEMS = st.builds(
+    lambda seed, count, dim, high, low, noise: random_problem(
+        torch.Generator().manual_seed(seed),
+        1,
+        count,
+        dim,
+        smoothness=high,
+        strong_convexity=low,
+        noise=noise,
+    ),
+    seed=st.integers(0, 2**31),
+    count=st.integers(1, 12),
+    dim=st.sampled_from([1, 2, 3, 11, 60]),
+    high=st.floats(0.5, 4.0),
+    low=st.sampled_from(CONVEXITIES),
+    noise=st.sampled_from([0.0, 0.01]),
+)
+SPREADS = st.sampled_from([1e-3, 0.1, 1.0, 10.0])
+
+
+def solved_at(problem: CipProblem, queries: torch.Tensor, mode: str):
+    """The solution at many queries with the neighbors of the one row; None if there is none."""
+    many = rows_of(problem, torch.zeros(len(queries), dtype=torch.int64))
+    arrays = (queries, many.anchors, many.images)
+    many = CipProblem(*arrays, many.smoothness, many.strong_convexity)
+    solution = ExactCip(mode=mode, on_failure="abstain")(many)
+    return (many, solution) if not bool(solution.failed.any()) else (many, None)
+
+
+@settings(max_examples=80)
+@given(problem=PROBLEMS, mode=MODES, spread=SPREADS, seed=st.integers(0, 2**31))
+def test_map_is_lipschitz_and_monotone(problem, mode, spread, seed) -> None:
+    """l |dx|^2 <= <dz, dx> and |dz| <= max(L, -l) |dx|, with the curvature of the map."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = problem.query + spread * normal(generator, 12, problem.shape[2])
+    queries[6:] = queries[:6] + 1e-3 * spread * normal(generator, 6, problem.shape[2])
+    many, solution = solved_at(problem, queries, mode)
+    if solution is None:
+        return
+    high, low = map_curvature(many, solution)
+    if mode == "paper":
+        assert torch.equal(high, many.smoothness)
+    torch.testing.assert_close(solution.smoothness, solution.smoothness[:1].expand(12))
+    dx = queries[:, None] - queries
+    dz = solution.image[:, None] - solution.image
+    length = dx.norm(dim=-1)
+    rounding = 1e-10 * (1 + problem.images.norm(dim=-1).max()) * (1 + spread)
+    assert bool((dz.norm(dim=-1) <= torch.maximum(high, -low) * length + rounding).all())
+    assert bool(((dz * dx).sum(-1) >= low * length.square() - rounding * length).all())
+    if float(low[0]) == 0.0:
+        assert bool(((dz * dx).sum(-1) >= -rounding * length).all())
+
+
+@settings(max_examples=80)
+@given(problem=PROBLEMS)
+def test_consistent_map_passes_through_its_anchors(problem) -> None:
+    many, solution = solved_at(problem, problem.anchors[0], "consistent")
+    if solution is None:
+        return
+    size = problem.images.norm(dim=-1).max()
+    assert float((solution.image - problem.images[0]).norm(dim=1).max() / size) <= 1e-8
+    assert float(many.residual(solution).max()) <= 1e-9
+    levels = solution.potentials[0]
+    scale = size * (1 + size)
+    assert float((solution.value - levels).abs().max() / scale) <= 1e-9
+
+
+@settings(max_examples=80)
+@given(problem=PROBLEMS, mode=MODES, rule=st.sampled_from(["canonical", "lowest", "highest"]))
+def test_potentials_satisfy_eq_2(problem, mode, rule) -> None:
+    solution = ExactCip(mode=mode, potential=rule, on_failure="abstain")(problem)
+    if bool(solution.failed.any()):
+        return
+    high, low = float(solution.smoothness[0]), float(solution.strong_convexity[0])
+    bounds = difference_bounds(problem.anchors[0].numpy(), problem.images[0].numpy(), high, low)
+    levels = solution.potentials[0].numpy()
+    slack = levels[:, None] - levels - bounds
+    assert slack.min() >= -1e-11 * (1 + np.abs(bounds).max())
+    assert float(solution.residual) <= 1e-9
+    assert float(problem.residual(solution)) <= 1e-9
+
+
+@settings(max_examples=40)
+@given(problem=PROBLEMS, mode=MODES, seed=st.integers(0, 2**31))
+def test_translations(problem, mode, seed) -> None:
+    """Moving all points moves nothing else; adding c to all images adds c to the answer."""
+    generator = torch.Generator().manual_seed(seed)
+    move, lift = normal(generator, 2, problem.shape[2])
+    solver = ExactCip(mode=mode, on_failure="abstain")
+    solution = solver(problem)
+    curvature = (problem.smoothness, problem.strong_convexity)
+    moved = solver(
+        CipProblem(problem.query + move, problem.anchors + move, problem.images, *curvature)
+    )
+    lifted = solver(CipProblem(problem.query, problem.anchors, problem.images + lift, *curvature))
+    assert solution.status.tolist() == moved.status.tolist() == lifted.status.tolist()
+    if bool(solution.failed.any()):
+        return
+    torch.testing.assert_close(moved.image, solution.image, rtol=0, atol=1e-7)
+    torch.testing.assert_close(lifted.image, solution.image + lift, rtol=0, atol=1e-7)
+    torch.testing.assert_close(moved.smoothness, solution.smoothness, rtol=1e-8, atol=0)
+    torch.testing.assert_close(lifted.smoothness, solution.smoothness, rtol=1e-8, atol=0)
+
+
+@settings(max_examples=40)
+@given(problem=PROBLEMS, mode=MODES)
+def test_answer_is_a_convex_combination(problem, mode) -> None:
+    """z' = sum_i lambda_i (z_i - l (x_i - x')); with l = 0, of the images alone."""
+    solution = ExactCip(mode=mode, on_failure="abstain")(problem)
+    if bool(solution.failed.any()):
+        return
+    weights = solution.multipliers
+    assert float(weights.min()) >= 0.0
+    assert abs(float(weights.sum()) - 1) <= 1e-12
+    offset = problem.anchors - problem.query[:, None]
+    shifted = problem.images - problem.strong_convexity[:, None, None] * offset
+    expected = (weights[:, None] @ shifted)[:, 0]
+    torch.testing.assert_close(solution.image, expected, rtol=0, atol=1e-11)

@@ -1,0 +1,177 @@
+"""The quadratic program on the simplex against all supports."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from cip.instances import normal
+from torch import Tensor
+
+from otad.cip.pivoting import pivot_to_optimum
+from otad.cip.simplex import maximize_on_simplex
+
+TOLERANCE = 1e-13
+
+
+def objective(gram: np.ndarray, linear: np.ndarray, weights: np.ndarray) -> float:
+    return float(linear @ weights - weights @ gram @ weights / 2)
+
+
+def brute_force(gram: np.ndarray, linear: np.ndarray, active: np.ndarray) -> float:
+    """The largest objective among the stationary points of every face with weights >= 0.
+
+    On a face with a singular matrix some optimum lies on a smaller face, so these suffice.
+    """
+    best = -np.inf
+    allowed = np.nonzero(active)[0]
+    for size in range(1, len(allowed) + 1):
+        for chosen in map(list, combinations(allowed, size)):
+            system = np.block(
+                [[gram[np.ix_(chosen, chosen)], np.ones((size, 1))], [np.ones((1, size)), 0.0]]
+            )
+            found = np.linalg.lstsq(system, np.append(linear[chosen], 1.0), rcond=None)[0][:-1]
+            if found.min() < -1e-9:
+                continue
+            weights = np.zeros(len(gram))
+            weights[chosen] = found.clip(0.0) / found.clip(0.0).sum()
+            best = max(best, objective(gram, linear, weights))
+    return best
+
+
+def solve_and_check(vectors: Tensor, linear: Tensor, active: Tensor) -> Tensor:
+    """Optimality of every column against brute force; returns the weights (K,B)."""
+    gram = torch.einsum("bik,bjk->ijb", vectors, vectors)
+    best = maximize_on_simplex(gram, linear, active, TOLERANCE)
+    weights = best.weights
+    assert bool(best.solved.all())
+    assert float(weights.min()) >= 0.0
+    assert float((weights.sum(0) - 1).abs().max()) <= 1e-12
+    assert float(weights[~active].abs().sum()) == 0.0
+    for column in range(linear.shape[1]):
+        matrix, line = gram[..., column].numpy(), linear[:, column].numpy()
+        expected = brute_force(matrix, line, active[:, column].numpy())
+        found = objective(matrix, line, weights[:, column].numpy())
+        size = np.abs(matrix).max() + np.abs(line).max()
+        assert found == pytest.approx(expected, abs=1e-11 * size)
+    return weights
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("dim", [1, 2, 3, 10])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_all_supports(count, dim, size, generator) -> None:
+    """Regular matrices for dim >= count, singular ones below; short and long linear terms."""
+    vectors, linear = normal(generator, 25, count, dim), size * normal(generator, count, 25)
+    active = torch.ones(count, 25, dtype=torch.bool)
+    weights = solve_and_check(vectors, linear, active)
+    if count > 1 and size == 1e3:
+        assert float(weights.amax(0).min()) > 0.5  # long linear terms win
+    if count == 6 and dim == 10 and size == 1e-3:
+        assert int((weights > 0).sum(0).max()) >= 4
+
+
+@pytest.mark.parametrize("dim", [2, 8])
+def test_only_active_neighbors_take_part(dim, generator) -> None:
+    vectors, linear = normal(generator, 40, 6, dim), normal(generator, 6, 40)
+    active = torch.rand(6, 40, generator=generator) < 0.5
+    active[torch.randint(6, (40,), generator=generator), torch.arange(40)] = True
+    linear[~active] += 100.0  # however tempting
+    solve_and_check(vectors, linear, active)
+
+
+def test_repeated_vectors(generator) -> None:
+    vectors, linear = normal(generator, 30, 6, 4), 0.1 * normal(generator, 6, 30)
+    vectors[:, 3] = vectors[:, 0]
+    vectors[:, 4:] = vectors[:, :1]
+    linear[5] = linear[3]
+    solve_and_check(vectors, linear, torch.ones(6, 30, dtype=torch.bool))
+
+
+def test_no_curvature_at_all(generator) -> None:
+    linear = normal(generator, 5, 20)
+    active = torch.ones(5, 20, dtype=torch.bool)
+    weights = solve_and_check(torch.zeros(20, 5, 3, dtype=torch.float64), linear, active)
+    assert torch.equal(weights.argmax(0), linear.argmax(0))
+    assert float(weights.amax(0).min()) == 1.0
+
+
+def test_equal_linear_terms_find_the_shortest_vector(generator) -> None:
+    """On the sphere, with the origin inside the hull or not."""
+    vectors = torch.nn.functional.normalize(normal(generator, 30, 6, 2), dim=-1)
+    linear = torch.full((6, 30), 7.0, dtype=torch.float64)
+    solve_and_check(vectors, linear, torch.ones(6, 30, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-5, 1e-7])
+def test_nearly_dependent_vectors(gap, generator) -> None:
+    vectors = normal(generator, 30, 6, 4)
+    vectors[:, 3:] = vectors[:, :3] + gap * normal(generator, 30, 3, 4)
+    linear = 0.3 * normal(generator, 6, 30)
+    linear[3:] = linear[:3] + gap * normal(generator, 3, 30)
+    solve_and_check(vectors, linear, torch.ones(6, 30, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dim", [3, 40])
+def test_many_neighbors(dim, generator) -> None:
+    """Too many for brute force: the optimality conditions instead."""
+    vectors, linear = normal(generator, 50, 40, dim), normal(generator, 40, 50)
+    gram = torch.einsum("bik,bjk->ijb", vectors, vectors)
+    best = maximize_on_simplex(gram, linear, torch.ones(40, 50, dtype=torch.bool), TOLERANCE)
+    assert bool(best.solved.all())
+    slope = linear - (gram * best.weights).sum(1)
+    level = (slope * best.weights).sum(0)
+    assert float((slope - level).max()) <= 1e-10
+    assert float((best.weights * (slope - level).abs()).max()) <= 1e-10
+
+
+@pytest.mark.parametrize("dim", [2, 9])
+def test_sensitivity(dim, generator) -> None:
+    """d weights / d linear against central differences."""
+    vectors, linear = normal(generator, 20, 5, dim), normal(generator, 5, 20)
+    gram = torch.einsum("bik,bjk->ijb", vectors, vectors)
+    active = torch.ones(5, 20, dtype=torch.bool)
+    exact = maximize_on_simplex(gram, linear, active, TOLERANCE).sensitivity
+    for k in range(5):
+        step = torch.zeros_like(linear)
+        step[k] = 1e-6
+        ahead, behind = (
+            maximize_on_simplex(gram, linear + sign * step, active, TOLERANCE).weights
+            for sign in (1, -1)
+        )
+        torch.testing.assert_close(exact[:, k], (ahead - behind) / 2e-6, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact, exact.transpose(0, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 12])
+def test_pivoting_alone(dim, generator) -> None:
+    """The method of last resort finds the same optimum from the first row on."""
+    vectors, linear = normal(generator, 60, 9, dim), normal(generator, 9, 60)
+    gram = torch.einsum("bik,bjk->ijb", vectors, vectors)
+    gram, linear = gram / gram.amax((0, 1)), linear / gram.amax((0, 1))
+    active = torch.ones(9, 60, dtype=torch.bool)
+    active[3] = False
+    weights, _, solved = pivot_to_optimum(gram, linear, active, TOLERANCE)
+    expected = maximize_on_simplex(gram, linear, active, TOLERANCE).weights
+    assert bool(solved.all())
+    slope = linear - (gram * weights).sum(1)
+    level = (slope * weights).sum(0)
+    assert float((slope - level)[active].max()) <= 1e-10
+    image, other = (torch.einsum("kb,bkd->bd", w, vectors) for w in (weights, expected))
+    torch.testing.assert_close(image, other, rtol=0, atol=1e-9)
+
+
+def test_rows_do_not_disturb_each_other(generator) -> None:
+    vectors, linear = normal(generator, 50, 6, 3), normal(generator, 6, 50)
+    gram = torch.einsum("bik,bjk->ijb", vectors, vectors)
+    active = torch.ones(6, 50, dtype=torch.bool)
+    together = maximize_on_simplex(gram, linear, active, TOLERANCE)
+    gram[..., 7] = torch.nan
+    linear[:, 8] = torch.inf
+    mixed = maximize_on_simplex(gram, linear, active, TOLERANCE)
+    good = torch.ones(50, dtype=torch.bool)
+    good[7:9] = False
+    assert mixed.solved.tolist() == good.tolist()
+    assert torch.equal(mixed.weights[:, good], together.weights[:, good])

@@ -1,0 +1,41 @@
+"""A terminal in an empty folder, and nets and models for the commands to work with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from commands.small import BODY, QUICK, Terminal, write_body, write_digits
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Terminal:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OTAD_DATA", raising=False)
+    return Terminal()
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, nets and models: of images (digits) and of a table (body)."""
+    folder = tmp_path_factory.mktemp("workshop")
+    write_digits(folder / "digits.npz")
+    write_body(folder / "body.csv")
+    terminal = Terminal()
+    reading = ["--target", "progression", "--task", "regression"]
+    for name in BODY:
+        reading += ["--features", name]
+    for data, options in (("digits.npz", ()), ("body.csv", reading)):
+        name = data.partition(".")[0]
+        net = folder / f"{name}-net"
+        terminal.succeed("train", folder / data, "--out", net, *QUICK, *options)
+        terminal.succeed("defend", net, "--out", folder / f"{name}-model")
+    return folder
+
+
+@pytest.fixture
+def model_copy(workshop: Path, tmp_path: Path) -> Path:
+    """The folder of the model of images, to be spoiled."""
+    shutil.copytree(workshop / "digits-model", tmp_path / "model-copy")
+    return tmp_path / "model-copy"
