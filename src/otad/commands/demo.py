@@ -43,7 +43,6 @@ def demo(
     Example: otad demo --out my-demo
     """
     from otad.demo import draw_map
-    from otad.environment import Environment
     from otad.report import sections
     from otad.report.cases import cases_section
     from otad.report.cost import cost_number, cost_section, measure_cost
