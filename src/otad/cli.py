@@ -19,12 +19,13 @@ from otad.errors import OtadError
 
 
 class _Commands(TyperGroup):
-    """An error of the library is one clear line and exit code 2; any other keeps its traceback."""
+    """What the user can mend (our errors, files and folders) is one clear line and exit code 2; any
+    other error keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except OtadError as error:
+        except (OtadError, OSError) as error:
             typer.echo(f"otad: {error}", err=True)
             raise typer.Exit(2) from error
 

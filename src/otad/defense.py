@@ -7,6 +7,7 @@ space, the convex integration problem gives the feature of a Lipschitz map throu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ class OTAD(nn.Module):
     bank_inputs: Tensor
     bank_features: Tensor
     bank_labels: Tensor
+    _found: tuple[Tensor, NeighborSearch] | None
 
     def __init__(
         self,
@@ -76,19 +78,10 @@ class OTAD(nn.Module):
                 f"bank: expected features of dimension {backbone.dim} like the backbone's, "
                 f"got {bank.dim}"
             )
-        if not strong_convexity < smoothness or not smoothness > 0:
-            raise InputError(
-                "smoothness: expected a value above 0 and above strong_convexity "
-                f"({strong_convexity}), got {smoothness}"
-            )
         self.backbone = backbone
-        self.solver = ExactCip(on_failure="fallback") if solver is None else solver
-        self.n_neighbors = check_count(n_neighbors, "n_neighbors")
-        if self.n_sought > len(bank):
-            raise InputError(
-                f"n_neighbors: expected at most the {len(bank)} points of the bank, "
-                f"got {self.n_neighbors} and {self.solver.spares} spares"
-            )
+        self.solver = solver or ExactCip(on_failure="fallback")
+        check_settings(len(bank), n_neighbors, smoothness, strong_convexity, self.solver)
+        self.n_neighbors = n_neighbors
         self.smoothness = float(smoothness)
         self.strong_convexity = float(strong_convexity)
         self.search = check_choice(search, "search", tuple(SEARCHES))
@@ -101,7 +94,7 @@ class OTAD(nn.Module):
                 self.register_buffer(f"bank_{name}", tensor)
             else:
                 setattr(self, f"bank_{name}", tensor)
-        self._found: NeighborSearch | None = None
+        self._found = None
 
     @property
     def n_sought(self) -> int:
@@ -121,9 +114,9 @@ class OTAD(nn.Module):
 
     def neighbors(self, embedded: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
         """The training points nearest to embedded inputs (B,d), nearest first."""
-        if self._found is None or self._found.points is not self.bank_inputs:
-            self._found = SEARCHES[self.search](self.bank_inputs)
-        return self._found(embedded, self.n_sought, exclude=exclude)
+        if self._found is None or self._found[0] is not self.bank_inputs:
+            self._found = self.bank_inputs, SEARCHES[self.search](self.bank_inputs)
+        return self._found[1](embedded, self.n_sought, exclude=exclude)
 
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction with its account. `exclude` (B,): bank rows that are x's own copies."""
@@ -138,7 +131,7 @@ class OTAD(nn.Module):
             self.strong_convexity,
         )
         solution = self.solver(problem)
-        labels = self.bank_labels[neighbors.indices.to(self.bank_labels.device)]
+        labels = self.bank_labels[neighbors.indices.to(self.bank_labels.device)].to(x.device)
         return Trace(self.backbone.head(solution.image), neighbors, labels, solution)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,11 +153,54 @@ class OTAD(nn.Module):
             folder, ModelParts(self.backbone, self.bank, settings, self.notes | notes)
         )
 
+    def get_extra_state(self) -> Tensor:
+        """The bank's fingerprint: a state dict tells which bank it belongs to."""
+        return torch.tensor(list(self.bank_fingerprint.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        fingerprint = bytes(state.tolist()).decode()
+        if not self.resident and fingerprint != self.bank_fingerprint:
+            raise InputError(
+                f"state_dict: expected the state of a model with the bank {self.bank_fingerprint}, "
+                f"which is not resident and cannot be replaced, got one with {fingerprint}"
+            )
+        self.bank_fingerprint = fingerprint
+        self._found = None  # the points of the bank may be others now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_found": None}  # a copy makes its own search when it needs one
+
     def extra_repr(self) -> str:
         return (
             f"bank={len(self.bank_inputs)} points, n_neighbors={self.n_neighbors}, "
             f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
             f"mode={self.solver.mode}"
+        )
+
+
+def check_settings(
+    points: int,
+    n_neighbors: int,
+    smoothness: float,
+    strong_convexity: float,
+    solver: ExactCip,
+) -> None:
+    """Refuse what cannot be asked of a bank of so many points, before any long work is done."""
+    sought = check_count(n_neighbors, "n_neighbors") + solver.spares
+    if sought > points:
+        raise InputError(
+            f"n_neighbors: expected at most the {points} points of the bank, got {n_neighbors} "
+            f"and {solver.spares} spares"
+        )
+    if not -math.inf < strong_convexity < smoothness < math.inf or smoothness <= 0:
+        raise InputError(
+            "smoothness: expected a finite value above 0 and above strong_convexity "
+            f"({strong_convexity}), got {smoothness}"
+        )
+    if solver.max_smoothness is not None and solver.max_smoothness < smoothness:
+        raise InputError(
+            f"max_smoothness: expected at least the smoothness {smoothness}, "
+            f"got {solver.max_smoothness}"
         )
 
 
@@ -188,12 +224,18 @@ def defend(
 
     `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and keeps the size of
     its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
-    `otad.nets.SequentialBackbone`). `x` (N,*input_shape) and `y` (N,) are the training data. With
-    `bank_path` the bank is written there as it is made and mapped from the file.
+    `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
+    are the training data. With `bank_path` the bank is written there as it is made and mapped from
+    the file.
     """
-    backbone = adapt(net).eval()
+    solver = solver or ExactCip(on_failure="fallback")
+    shape = x.shape[1:] if isinstance(x, Tensor) else None
+    is_value = isinstance(y, Tensor) and y.is_floating_point()
+    task = "regression" if is_value else "classification"
+    backbone = adapt(net, input_shape=shape, task=task).eval()
     inputs = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(inputs))
+    check_settings(len(inputs), n_neighbors, smoothness, strong_convexity, solver)
 
     def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
         embedded = backbone.embed(batch.to(backbone.mean.device))

@@ -1,11 +1,13 @@
 """A model on disk: a folder of two safetensors files and the JSON card that binds them.
 
 The files carry their own fingerprints in their names and the card is replaced last, so a kill while
-saving leaves the model that was there before, whole. Nothing is ever unpickled.
+saving leaves the model that was there before, whole. A card that was edited since, or that names
+other files than those it was written with, is refused. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ import torch
 
 from otad.errors import InputError
 from otad.nets import Backbone, build
-from otad.transport.bank import FeatureBank
+from otad.transport.bank import FeatureBank, fingerprint_of
 from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 from otad.transport.files import replacing
 
@@ -41,22 +43,23 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
     folder = Path(folder)
     state, bank = parts.backbone.state_dict(), parts.bank
     net_print = fingerprint(state)
-    bank_print = fingerprint({"inputs": bank.inputs, "features": bank.features})
-    net_file = f"backbone-{net_print[:16]}.safetensors"
-    bank_file = f"bank-{bank_print[:16]}.safetensors"
-    write_checkpoint(folder / net_file, state, {"config": parts.backbone.config()})
-    bank.save(folder / bank_file)
+    tensors = {"inputs": bank.inputs, "features": bank.features, "labels": bank.labels}
+    bank_print = fingerprint_of(tensors, note=bank.fingerprint)
+    names = {
+        "backbone": f"backbone-{net_print[:16]}.safetensors",
+        "bank": f"bank-{bank_print[:16]}.safetensors",
+    }
     card = {
         "format": FORMAT,
         "version": VERSION,
         "written_with": {"torch": torch.__version__, "python": platform.python_version()},
         "backbone": {
-            "file": net_file,
+            "file": names["backbone"],
             "fingerprint": net_print,
             "config": parts.backbone.config(),
         },
         "bank": {
-            "file": bank_file,
+            "file": names["bank"],
             "fingerprint": bank.fingerprint,
             "points": len(bank),
             "dim": bank.dim,
@@ -65,16 +68,16 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
         "settings": parts.settings,
         "notes": parts.notes,
     }
-    try:
-        text = json.dumps(card, indent=2, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"notes: expected plain JSON values, got: {error}") from error
+    text = _sealed_text(card)
+    write_checkpoint(folder / names["backbone"], state, {"config": parts.backbone.config()})
+    bank.save(folder / names["bank"])
     with replacing(folder / CARD) as partial:
-        partial.write_text(text + "\n", encoding="utf-8")
-    for kind, current in (("backbone", net_file), ("bank", bank_file)):
-        for old in folder.glob(f"{kind}-*.safetensors"):
-            if old.name != current:
-                old.unlink()
+        partial.write_text(text, encoding="utf-8")
+    for kind, current in names.items():
+        for pattern in (f"{kind}-*.safetensors", f".{kind}-*.safetensors.*.partial"):
+            for old in folder.glob(pattern):
+                if old.name != current:
+                    old.unlink()
     return folder / CARD
 
 
@@ -90,6 +93,12 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     found = (card.get("format"), card.get("version")) if isinstance(card, Mapping) else None
     if found != (FORMAT, VERSION):
         raise InputError(f"{path}: expected {FORMAT} of version {VERSION}, got {found}")
+    stored = card.pop("checksum", None)
+    if stored != _checksum(card):
+        raise InputError(
+            f"{path}: expected contents with checksum {stored}, got {_checksum(card)}: the card "
+            "was edited; load the model and save it anew instead"
+        )
     return dict(card)
 
 
@@ -120,3 +129,16 @@ def read_model(folder: str | Path, *, verify: bool = True, mmap: bool = False) -
         raise InputError(f"{net_path}: expected weights that fit {CARD}, got: {error}") from error
     bank = FeatureBank.load(bank_path, expect_fingerprint=bank_print, verify=verify, mmap=mmap)
     return ModelParts(backbone.eval(), bank, settings, notes)
+
+
+def _sealed_text(card: Mapping[str, Any]) -> str:
+    """The card as JSON, with its checksum."""
+    try:
+        plain = json.loads(json.dumps(card, allow_nan=False))  # as a reader will see it
+    except (TypeError, ValueError) as error:
+        raise InputError(f"notes: expected plain JSON values, got: {error}") from error
+    return json.dumps(plain | {"checksum": _checksum(plain)}, indent=2) + "\n"
+
+
+def _checksum(card: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from otad import transport
@@ -182,9 +181,7 @@ def train_net(
 
 def _take_units(net: Backbone, result: TrainResult, mean: float, std: float) -> TrainResult:
     """Give the head the units of the targets; the history with squared errors in them."""
-    with torch.no_grad():
-        net.head.weight.mul_(std)
-        net.head.bias.mul_(std).add_(mean)
+    net.head.take_units(mean, std)
     square = std * std
     history = tuple(
         replace(

@@ -32,6 +32,12 @@ class LinearHead(nn.Linear):
         outputs = functional.linear(input, self.weight, self.bias)
         return outputs.squeeze(-1) if self.is_value else outputs
 
+    @torch.no_grad()
+    def take_units(self, shift: float, scale: float) -> None:
+        """Answer shift + scale * (what it answers now): the units of the targets."""
+        self.weight.mul_(scale)
+        self.bias.mul_(scale).add_(shift)
+
 
 class Backbone(nn.Module, ABC):
     """x -> head(transport(embed(x))), with input and feature in one space R^d.

@@ -63,7 +63,7 @@ class TrainConfig:
         return self.learning_rate * 0.1 ** sum(share >= drop for drop in _STEP_AT)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        fused = torch.device(self.device).type == "cuda"  # one kernel for all parameters
+        fused = torch.device(self.device).type in ("cpu", "cuda")  # one kernel for all parameters
         if self.optimizer == "sgd":
             return torch.optim.SGD(
                 parameters,

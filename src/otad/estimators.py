@@ -1,0 +1,265 @@
+"""scikit-learn's front door: `OTADClassifier` and `OTADRegressor`.
+
+`fit` standardizes the inputs inside the model, trains a residual network with the transport energy
+of the paper's eq. (1), and defends it with the bank of its training points. Vectors (n, d) and
+images (n, c, h, w) alike; numbers of any dtype are taken and worked with in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from torch import Tensor
+
+from otad.checks import check_choice
+from otad.cip import ExactCip
+from otad.data import Standardizer, Task, holdout
+from otad.defense import OTAD, check_settings, defend
+from otad.errors import InputError
+from otad.explain import Explanation, explain
+from otad.nets import FCResNet, fc_resnet
+from otad.transport import EpochRecord, TrainConfig, train
+
+LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
+ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
+
+Array = NDArray[Any]
+
+
+class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
+    """What both estimators share; the parameters are described in `OTADClassifier`."""
+
+    _task: ClassVar[Task]
+    module_: OTAD
+    history_: tuple[EpochRecord, ...]
+    n_iter_: int
+    feature_names_in_: Array
+
+    def __init__(
+        self,
+        n_neighbors: int = 10,
+        *,
+        smoothness: float = 2.0,
+        strong_convexity: float = 0.0,
+        n_blocks: int = 5,
+        hidden: int | None = None,
+        energy_weight: float = 0.2,
+        epochs: int = 30,
+        batch_size: int = 32,
+        learning_rate: float = 0.003,
+        weight_decay: float = 0.01,
+        optimizer: str = "adamw",
+        mode: str = "consistent",
+        climb: tuple[float, float] | None = None,
+        max_smoothness: float | None = None,
+        on_failure: str = "fallback",
+        bounds: tuple[float, float] | None = None,
+        validation_fraction: float | None = None,
+        device: str = "cpu",
+        random_state: int | np.random.RandomState | None = None,
+        verbose: int = 0,
+    ) -> None:
+        self.n_neighbors = n_neighbors
+        self.smoothness = smoothness
+        self.strong_convexity = strong_convexity
+        self.n_blocks = n_blocks
+        self.hidden = hidden
+        self.energy_weight = energy_weight
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.optimizer = optimizer
+        self.mode = mode
+        self.climb = climb
+        self.max_smoothness = max_smoothness
+        self.on_failure = on_failure
+        self.bounds = bounds
+        self.validation_fraction = validation_fraction
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def explain(self, X: Any) -> list[Explanation]:
+        """For each input the training points its prediction rests on; X may be a single input."""
+        check_is_fitted(self, "module_")
+        if np.ndim(X) == len(self.module_.backbone.input_shape):
+            X = np.asarray(X)[None]
+        return explain(
+            self.module_,
+            self._check_inputs(X),
+            classes=getattr(self, "classes_", None),
+            feature_names=getattr(self, "feature_names_in_", None),
+        )
+
+    def _check_training_data(self, X: Any, y: Any) -> tuple[Tensor, Array]:
+        """Inputs as a tensor, targets (n,) as they came."""
+        inputs, targets = validate_data(
+            self,
+            X,
+            y,
+            dtype=np.float32,
+            allow_nd=True,
+            ensure_min_samples=2,
+            y_numeric=self._task == "regression",
+        )
+        if inputs.ndim not in (2, 4):
+            raise InputError(
+                "X: expected vectors (n, d) or images (n, c, h, w), "
+                f"got an array of shape {inputs.shape}"
+            )
+        return torch.tensor(inputs), column_or_1d(targets, warn=True)
+
+    def _check_inputs(self, X: Any) -> Tensor:
+        inputs = validate_data(self, X, dtype=np.float32, allow_nd=True, reset=False)
+        return torch.tensor(inputs, device=self.module_.backbone.mean.device)
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Parameters as plain Python values; grid searches hand over numpy's."""
+        values = {name: getattr(self, name) for name in names}
+        return {k: v.item() if isinstance(v, np.generic) else v for k, v in values.items()}
+
+    def _settings(self) -> dict[str, Any]:
+        """Those of the defense."""
+        check_choice(self.on_failure, "on_failure", ("fallback", "raise"))
+        solver = ExactCip(**self._given("mode", "climb", "max_smoothness", "on_failure"))
+        asked = self._given("n_neighbors", "smoothness", "strong_convexity")
+        return asked | {"solver": solver}
+
+    def _train(self, x: Tensor, y: Tensor, n_outputs: int) -> tuple[FCResNet, Tensor]:
+        """The trained network, and the rows (indices) it was trained on."""
+        seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        recipe = ("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer", "device")
+        config = TrainConfig(**self._given("energy_weight", *recipe), seed=seed)
+        rows = torch.arange(len(x))
+        parts: tuple[Tensor, ...] = (x, y)
+        if self.validation_fraction is not None:
+            rows, held = holdout(y, self.validation_fraction, seed, task=self._task)
+            parts = (x[rows], y[rows], x[held], y[held])
+        check_settings(len(rows), **self._settings())
+        moments = Standardizer.fit(parts[0], per="channel" if x.dim() == 4 else "feature")
+        sizes = self._given("n_blocks", "hidden", "bounds")
+        width = max(LEAST_WIDTH, math.prod(x.shape[1:]))
+        net = fc_resnet(
+            x.shape[1:],
+            n_outputs,
+            blocks=sizes["n_blocks"],
+            hidden=width if sizes["hidden"] is None else sizes["hidden"],
+            bounds=sizes["bounds"],
+            task=self._task,
+            mean=moments.mean,
+            std=moments.std,
+            seed=seed,
+        )
+        self.history_ = train(net, parts, config, progress=self.verbose > 0).history
+        self.n_iter_ = len(self.history_)
+        return net, rows
+
+    def _defend(self, net: FCResNet, x: Tensor, y: Tensor, **notes: Any) -> None:
+        self.module_ = defend(net, x, y, **self._settings())
+        if hasattr(self, "feature_names_in_"):
+            notes["feature_names"] = self.feature_names_in_.tolist()
+        self.module_.notes = notes
+
+    def _outputs(self, X: Any) -> Array:
+        """Logits (n, C) or values (n,), float64."""
+        check_is_fitted(self, "module_")
+        inputs = self._check_inputs(X)
+        with torch.no_grad():
+            outputs = [self.module_(rows) for rows in inputs.split(ROWS_AT_ONCE)]
+        return torch.cat(outputs).double().cpu().numpy()
+
+
+class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
+    """A classifier whose features are interpolated between the nearest training points.
+
+    Parameters
+    ----------
+    n_neighbors, smoothness, strong_convexity : the map asked for: training points used for a
+        prediction (K), and the largest and smallest curvature of its potential (L, l).
+    n_blocks, hidden : residual blocks of the network, and their inner width (None: that of the
+        inputs, but at least 64).
+    energy_weight : the paper's alpha. The larger, the more the network resembles optimal
+        transport, and the fewer rows need a larger L than the one asked for.
+    epochs, batch_size, learning_rate, weight_decay, optimizer ("adamw", "sgd") : the training.
+    mode, climb, max_smoothness, on_failure ("fallback", "raise") : as in `otad.cip.ExactCip`.
+    bounds : lowest and highest legal input value, such as (0, 1) for pixels; None for no bounds.
+    validation_fraction : share of the rows kept out of training and bank; the network's score on
+        them after each epoch is in `history_`.
+    device, random_state, verbose : where to work, the seed, and whether to draw a progress bar.
+
+    Attributes
+    ----------
+    module_ : the fitted `otad.OTAD`, a torch module.
+    classes_ : the labels, ascending.
+    history_ : one record per epoch: loss, energy, training and validation score of the network.
+    n_iter_ : epochs trained.
+    n_features_in_, feature_names_in_ : as everywhere in scikit-learn; for images n_features_in_ is
+        their number of channels.
+    """
+
+    _task: ClassVar[Task] = "classification"
+    classes_: Array
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Learn from inputs (n, d) or (n, c, h, w) and their labels (n,) of any type."""
+        inputs, labels = self._check_training_data(X, y)
+        check_classification_targets(labels)
+        self.classes_, codes = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise InputError(f"y: expected at least two classes, got one class: {labels[0]!r}")
+        targets = torch.tensor(codes)
+        net, rows = self._train(inputs, targets, len(self.classes_))
+        names = [str(label) for label in self.classes_]
+        self._defend(net, inputs[rows], targets[rows], classes=names)
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """The label of each input (n,)."""
+        best: Array = self._outputs(X).argmax(axis=1)
+        return self.classes_[best]
+
+    def decision_function(self, X: Any) -> Array:
+        """Logits (n, C); for two classes that of the second above that of the first (n,)."""
+        logits = self._outputs(X)
+        return logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits
+
+    def predict_proba(self, X: Any) -> Array:
+        """The softmax of the logits (n, C), columns in the order of `classes_`."""
+        logits = self._outputs(X)
+        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+        shares: Array = scores / scores.sum(axis=1, keepdims=True)
+        return shares
+
+
+class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
+    """A regressor whose features are interpolated between the nearest training points.
+
+    Parameters and attributes are those of `OTADClassifier`, without `classes_`. The target is
+    standardized for the training; the module's own outputs are in the target's units.
+    """
+
+    _task: ClassVar[Task] = "regression"
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Learn from inputs (n, d) or (n, c, h, w) and one number for each, y (n,)."""
+        inputs, values = self._check_training_data(X, y)
+        values = values.astype(np.float64)
+        shift, scale = float(values.mean()), float(values.std()) or 1.0
+        targets = torch.tensor(values)
+        net, rows = self._train(inputs, ((targets - shift) / scale).float(), 1)
+        net.head.take_units(shift, scale)
+        self._defend(net, inputs[rows], targets[rows].float())
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """The value of each input (n,)."""
+        return self._outputs(X)

@@ -1,0 +1,182 @@
+"""One prediction and the training points it rests on, as text, table, picture or JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from otad.checks import check_count
+from otad.cip import Status
+from otad.errors import InputError
+from otad.explain.picture import Panel, draw
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Label = str | int | float | bool
+AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbor:
+    """A training point: its row in the bank, the weight of its feature in the answer, its label,
+    its distance to the query in the embedded space, and its raw inputs where they are known."""
+
+    index: int
+    weight: float
+    label: Label
+    distance: float
+    inputs: Tensor | None
+
+    def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "index": self.index,
+            "weight": _finite(self.weight),
+            "label": self.label,
+            "distance": self.distance,
+        }
+        if inputs and self.inputs is not None:
+            found["inputs"] = self.inputs.tolist()
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """One prediction and its account.
+
+    `prediction` is a label or a value (None where the solver abstained), `probabilities` those of
+    all classes (None in regression), `neighbors` the training points found, nearest first.
+    `status`, `smoothness` (the L really used) and `residual` tell how the convex integration
+    problem was solved; `inputs` is the query itself.
+    """
+
+    prediction: Label | None
+    probabilities: dict[Label, float] | None
+    neighbors: tuple[Neighbor, ...]
+    status: Status
+    smoothness: float
+    residual: float
+    inputs: Tensor
+    feature_names: tuple[str, ...] | None = None
+    bounds: tuple[float, float] | None = None
+
+    @property
+    def n_weighted(self) -> int:
+        """How many neighbors got weight."""
+        return sum(neighbor.weight > 0 for neighbor in self.neighbors)
+
+    @property
+    def account(self) -> str:
+        """How the problem was solved, in words."""
+        level = f"{self.smoothness:.3g}"
+        return {
+            Status.SOLVED: f"solved with smoothness {level}, as asked",
+            Status.RAISED: f"solved with smoothness raised to {level}: the neighbors need it",
+            Status.REPAIRED: f"solved with smoothness {level} without a contradicting neighbor",
+            Status.INFEASIBLE: "not solved: the neighbors contradict each other",
+            Status.UNSOLVED: "not solved: the numbers are out of range",
+        }[self.status]
+
+    def heaviest(self, count: int) -> list[Neighbor]:
+        """The neighbors of most weight, and of those without any the nearest."""
+        check_count(count, "count")
+        return sorted(self.neighbors, key=lambda neighbor: -neighbor.weight)[:count]
+
+    def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
+        """Plain JSON, with the raw values of query and neighbors if asked for."""
+        shares = self.probabilities
+        found: dict[str, Any] = {
+            "prediction": self.prediction,
+            "probabilities": shares and {str(label): share for label, share in shares.items()},
+            "status": self.status.name.lower(),
+            "smoothness": _finite(self.smoothness),
+            "residual": _finite(self.residual),
+            "n_weighted": self.n_weighted,
+            "neighbors": [neighbor.to_dict(inputs=inputs) for neighbor in self.neighbors],
+        }
+        if inputs:
+            names = self.feature_names
+            found |= {"inputs": self.inputs.tolist(), "feature_names": names and list(names)}
+        return found
+
+    def __str__(self) -> str:
+        lines = [
+            f"prediction: {self._answer()}",
+            f"{self.account}; residual {self.residual:.1e}",
+            f"{self.n_weighted} of {len(self.neighbors)} neighbors have weight",
+            f"{'weight':>8}  {'distance':>8}  {'row':>8}  label",
+        ]
+        for it in self.heaviest(max(self.n_weighted, 1)):
+            lines.append(f"{it.weight:8.3f}  {it.distance:8.4g}  {it.index:8d}  {_text(it.label)}")
+        return "\n".join(lines)
+
+    def table(self, *, top: int = 5, max_features: int = 40) -> Table:
+        """The query beside its `top` heaviest neighbors, feature by feature where these are few
+        numbers (a vector) and known."""
+        shown = self.heaviest(top)
+        table = Table(title=escape(f"prediction: {self._answer()}"), caption=self.account)
+        table.add_column("")
+        table.add_column("query", justify="right")
+        for neighbor in shown:
+            table.add_column(f"row {neighbor.index}", justify="right")
+        table.add_row("weight", "", *(f"[bold]{it.weight:.3f}" for it in shown))
+        labels = (f"[{self._color(it)}]{escape(_text(it.label))}" for it in shown)
+        table.add_row("label", escape(_text(self.prediction)), *labels)
+        table.add_row("distance", "", *(f"{it.distance:.4g}" for it in shown), end_section=True)
+        known = [it.inputs for it in shown if it.inputs is not None]
+        if self.inputs.dim() != 1 or len(known) < len(shown):
+            return table
+        names = self.feature_names or [f"feature {k}" for k in range(len(self.inputs))]
+        for number, name in enumerate(names[:max_features]):
+            values = (f"{float(values[number]):.4g}" for values in (self.inputs, *known))
+            table.add_row(escape(name), *values)
+        if len(names) > max_features:
+            table.add_row(f"... {len(names) - max_features} more")
+        return table
+
+    def figure(self, *, top: int = 6) -> Figure:
+        """The query image beside its `top` heaviest neighbors, framed by whether labels agree."""
+        panels = []
+        for it in self.heaviest(top):
+            if it.inputs is None:
+                raise InputError(
+                    f"train_x: expected the training inputs, got none, and the image of row "
+                    f"{it.index} cannot be told from its embedding"
+                )
+            detail = f"weight {it.weight:.3f}\ndistance {it.distance:#.3g}"
+            panels.append(
+                Panel(it.inputs, _text(it.label), detail, self._color(it), weight=it.weight)
+            )
+        query = Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)
+        return draw(query, panels, caption=self.account, bounds=self.bounds)
+
+    def _certainty(self) -> str:
+        """The probability of the prediction, in words."""
+        if self.prediction is None or self.probabilities is None:
+            return ""
+        return f"probability {self.probabilities[self.prediction]:.3f}"
+
+    def _answer(self) -> str:
+        certainty = self._certainty()
+        return _text(self.prediction) + (f" ({certainty})" if certainty else "")
+
+    def _color(self, neighbor: Neighbor) -> str:
+        if self.probabilities is None:
+            return NEUTRAL
+        return AGREES if neighbor.label == self.prediction else DIFFERS
+
+
+def _text(label: Label | None) -> str:
+    if label is None:
+        return "none (abstained)"
+    return f"{label:.5g}" if isinstance(label, float) else str(label)
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no NaN and no infinity."""
+    return value if math.isfinite(value) else None

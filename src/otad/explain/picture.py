@@ -1,0 +1,108 @@
+"""A query image beside the training images its prediction rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from otad.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEXT, SOFT, FAINT = "#22282d", "#69737b", "#e4e7ea"
+# In inches: an image, the space between two, the wider one after the query, and the edges.
+SIDE, GAP, BREAK, EDGE = 1.25, 0.2, 0.55, 0.2
+ABOVE, BELOW = 0.5, 1.2
+BAR = 0.07
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """An image (C,H,W) or (H,W), its label, further lines of text, the color of its frame, and
+    its weight from 0 to 1, drawn as a bar. What has no weight is drawn pale."""
+
+    image: Tensor
+    label: str
+    detail: str
+    color: str
+    weight: float | None = None
+
+
+def draw(
+    query: Panel,
+    neighbors: Sequence[Panel],
+    *,
+    caption: str,
+    bounds: tuple[float, float] | None,
+) -> Figure:
+    """The query on the left, its neighbors in a row; gray levels as `bounds` say, or else over
+    the range of the values shown. Nothing global of matplotlib is touched."""
+    from matplotlib.figure import Figure
+
+    panels = [query, *neighbors]
+    width = 2 * EDGE + len(panels) * SIDE + (len(panels) - 2) * GAP + BREAK
+    figure = Figure(figsize=(width, ABOVE + SIDE + BELOW), facecolor="white")
+    low, high = bounds or _range(panels)
+    for number, panel in enumerate(panels):
+        left = EDGE + number * (SIDE + GAP) + (BREAK - GAP if number else 0.0)
+        _draw_panel(figure, panel, left, low, high)
+    beside, bottom = EDGE + SIDE + BREAK, 0.16
+    top = ABOVE + SIDE + BELOW - 0.2
+    for left, height, text in (
+        (EDGE, top, "query"),
+        (beside, top, "training points behind the answer, by weight"),
+        (beside, bottom, caption),
+    ):
+        place = (left / width, height / figure.get_figheight())
+        figure.text(*place, text, color=SOFT, fontsize=8.5, va="center")
+    return figure
+
+
+def _draw_panel(figure: Figure, panel: Panel, left: float, low: float, high: float) -> None:
+    width, height = figure.get_size_inches()
+
+    def place(bottom: float, tall: float) -> tuple[float, float, float, float]:
+        return left / width, bottom / height, SIDE / width, tall / height
+
+    alpha = 0.4 if panel.weight == 0 else 1.0
+    image = figure.add_axes(place(BELOW, SIDE), xticks=[], yticks=[], anchor="S")
+    image.imshow(_pixels(panel.image, low, high), cmap="gray", vmin=0, vmax=1, alpha=alpha)
+    for spine in image.spines.values():
+        spine.set(color=panel.color, linewidth=2.5, alpha=alpha)
+    middle = (left + SIDE / 2) / width
+    figure.text(
+        middle, (BELOW - 0.2) / height, panel.label,
+        ha="center", va="center", color=panel.color, alpha=alpha, fontweight="bold",
+        fontsize=min(11, 130 / max(len(panel.label), 1)),
+    )  # fmt: skip
+    figure.text(
+        middle, (BELOW - 0.47) / height, panel.detail,
+        ha="center", va="top", color=TEXT, alpha=alpha, fontsize=8, linespacing=1.4,
+    )  # fmt: skip
+    if panel.weight is not None:
+        bar = figure.add_axes(place(BELOW - 0.42, BAR), xlim=(0, 1))
+        bar.set_axis_off()
+        bar.barh(0, 1, color=FAINT)
+        bar.barh(0, panel.weight, color=panel.color)
+
+
+def _pixels(image: Tensor, low: float, high: float) -> NDArray[np.float32]:
+    """(H,W) in gray or (H,W,3) in color, from 0 to 1."""
+    if image.dim() != 2 and not (image.dim() == 3 and image.shape[0] in (1, 3)):
+        raise InputError(
+            "figure: expected inputs that are images (1,H,W), (3,H,W) or (H,W), got inputs of "
+            f"shape {tuple(image.shape)}; a table shows vectors"
+        )
+    scaled = ((image.detach().float().cpu() - low) / max(high - low, 1e-12)).clamp(0, 1)
+    return (scaled if scaled.dim() == 2 else scaled.movedim(0, -1).squeeze(-1)).numpy()
+
+
+def _range(panels: Sequence[Panel]) -> tuple[float, float]:
+    low = min(float(panel.image.min()) for panel in panels)
+    return low, max(float(panel.image.max()) for panel in panels)

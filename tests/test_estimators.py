@@ -1,0 +1,305 @@
+"""scikit-learn's front door keeps scikit-learn's manners, and gives what is inside."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_diabetes, load_digits, load_wine
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+import otad
+from otad.errors import InputError
+from otad.estimators import OTADClassifier, OTADRegressor
+
+Estimator = OTADClassifier | OTADRegressor
+BOTH = [OTADClassifier, OTADRegressor]
+QUICK: dict[str, Any] = {
+    "n_neighbors": 5,
+    "n_blocks": 2,
+    "epochs": 5,
+    "batch_size": 16,
+    "learning_rate": 0.01,
+}
+
+
+def tables(kind: type[Estimator], rows: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """float64 inputs of unlike scale, and three classes with names or a target far from 0."""
+    x = np.random.default_rng(0).normal([5, -300, 0.01], [1, 50, 0.002], (rows, 3))
+    level = (x[:, 0] - 5) + (x[:, 1] + 300) / 50
+    names = np.array(["low", "middle", "high"])
+    return x, names[np.digitize(level, [-0.8, 0.8])] if kind is OTADClassifier else 900 + 40 * level
+
+
+def quick(kind: type[Estimator], **options: Any) -> Any:
+    return kind(**(QUICK | {"random_state": 0} | options))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_scikit_learn_has_no_complaint(kind: type[Estimator]) -> None:
+    results = check_estimator(kind(**QUICK), on_skip=None)
+    assert len(results) > 50
+    # One check is not for an estimator but for arrays of other libraries, where these are set up.
+    others = {(r["check_name"], r["status"]) for r in results if r["status"] != "passed"}
+    assert others <= {("check_array_api_input", "skipped")}
+
+
+def test_classifier_on_a_real_table() -> None:
+    x, y = load_wine(return_X_y=True)
+    parts = train_test_split(x, y, random_state=0, stratify=y)
+    model = OTADClassifier(random_state=0).fit(parts[0], parts[2])
+    assert model.score(parts[1], parts[3]) >= 0.95
+    solved = [one.status.name for one in model.explain(parts[1])]
+    assert solved.count("SOLVED") >= 0.8 * len(solved)
+
+
+def test_regressor_on_a_real_table() -> None:
+    x, y = load_diabetes(return_X_y=True)
+    parts = train_test_split(x, y, random_state=0)
+    model = OTADRegressor(random_state=0, epochs=15).fit(parts[0], parts[2])
+    assert model.score(parts[1], parts[3]) >= 0.25
+    assert 20 < model.predict(parts[1]).mean() < 350
+
+
+def test_images_give_pictures() -> None:
+    x, y = load_digits(return_X_y=True)
+    x = x.reshape(-1, 1, 8, 8) / 16
+    model = quick(OTADClassifier, epochs=8, bounds=(0, 1)).fit(x[:400], y[:400])
+    assert model.score(x[400:600], y[400:600]) >= 0.8
+    assert model.module_.backbone.input_shape == (1, 8, 8)
+    assert model.module_.backbone.mean.unique().numel() == 1  # one mean for the channel
+    one, *_ = model.explain(x[400:402])
+    assert len(one.figure(top=2).axes) == 5  # query, and two neighbors with their bars
+    np.testing.assert_allclose(one.neighbors[0].inputs, x[one.neighbors[0].index], atol=1e-6)
+    with pytest.raises(InputError, match=r"x: expected shape \(2, 1, 8, 8\)"):
+        model.predict(x[:2, :, :4])
+    with pytest.raises(InputError, match="within the declared bounds"):
+        model.predict(x[:2] * 16)
+
+
+def test_classifier_outputs_belong_together() -> None:
+    x, y = tables(OTADClassifier)
+    model = quick(OTADClassifier).fit(x, y)
+    with torch.no_grad():
+        logits = model.module_(torch.tensor(x, dtype=torch.float32)).double().numpy()
+    assert model.classes_.tolist() == ["high", "low", "middle"]
+    np.testing.assert_array_equal(model.decision_function(x), logits)
+    np.testing.assert_array_equal(model.predict(x), model.classes_[logits.argmax(1)])
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(model.predict_proba(x), shares, rtol=1e-12)
+    two = quick(OTADClassifier).fit(x, y == "low")
+    margin = two.decision_function(x)
+    assert margin.shape == (60,)
+    np.testing.assert_allclose(two.predict_proba(x)[:, 1], 1 / (1 + np.exp(-margin)), rtol=1e-12)
+    np.testing.assert_array_equal(two.predict(x), margin > 0)
+    assert two.predict(x).dtype == bool
+
+
+def test_regressor_answers_in_the_targets_units() -> None:
+    """The target is standardized for training alone: module, bank and backbone do not know it."""
+    x, y = tables(OTADRegressor)
+    model = quick(OTADRegressor, epochs=20).fit(x, y)
+    assert model.score(x, y) > 0.9
+    inputs = torch.tensor(x, dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_array_equal(model.predict(x), model.module_(inputs).double().numpy())
+        np.testing.assert_allclose(model.module_.backbone(inputs).numpy(), y, atol=40)
+    np.testing.assert_allclose(model.module_.bank_labels.numpy(), y, rtol=1e-6)
+    assert model.history_[-1].loss < 1  # of the standardized target
+    same = quick(OTADRegressor, epochs=20).fit(x, (y - 900) / 40)
+    np.testing.assert_allclose(same.predict(x) * 40 + 900, model.predict(x), rtol=1e-4)
+
+
+def test_constant_feature_and_constant_target() -> None:
+    x, _ = tables(OTADRegressor)
+    x[:, 1] = 0.1
+    model = quick(OTADRegressor).fit(x, np.full(60, 7.5))
+    np.testing.assert_allclose(model.predict(x), 7.5, atol=1.0)
+    assert model.module_.backbone.std[1] == 1
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_standardization_is_inside(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    model = quick(kind).fit(x, y)
+    torch.testing.assert_close(model.module_.bank_inputs.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        model.module_.bank_inputs.std(0, correction=0), torch.ones(3), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_random_state_decides(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    outputs = "predict" if kind is OTADRegressor else "predict_proba"
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = getattr(quick(kind).fit(x, y), outputs)(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    again = getattr(quick(kind).fit(x, y), outputs)(x)
+    np.testing.assert_array_equal(first, again)
+    other = getattr(quick(kind, random_state=1).fit(x, y), outputs)(x)
+    assert not np.array_equal(first, other)
+    source = np.random.RandomState(0)
+    drawn = getattr(quick(kind, random_state=source).fit(x, y), outputs)(x)
+    np.testing.assert_array_equal(first, drawn)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_clone_and_pickles(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    model = quick(kind, climb=(0.5, 0.0)).fit(x, y)
+    fresh = clone(model)
+    assert fresh.get_params() == model.get_params()
+    assert not hasattr(fresh, "module_")
+    expected = model.predict(x)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(x), expected)
+    file = io.BytesIO()
+    joblib.dump(model, file)
+    np.testing.assert_array_equal(joblib.load(file).predict(x), expected)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_pipeline_and_grid_search(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    name = kind.__name__.lower()
+    grid = {f"{name}__n_neighbors": np.array([2, 4]), f"{name}__smoothness": np.array([1.5])}
+    search = GridSearchCV(make_pipeline(MinMaxScaler(), quick(kind)), grid, cv=2)
+    search.fit(x, y)
+    assert search.best_params_[f"{name}__n_neighbors"] in (2, 4)
+    assert search.best_estimator_[-1].module_.smoothness == 1.5
+    assert search.predict(x).shape == (60,)
+
+
+def test_names_of_columns_travel(tmp_path) -> None:
+    pd = pytest.importorskip("pandas", reason="comes with the extra singlecell")
+    x, y = tables(OTADClassifier)
+    frame = pd.DataFrame(x, columns=["acid", "heat", "salt"])
+    model = quick(OTADClassifier).fit(frame, y)
+    assert model.feature_names_in_.tolist() == ["acid", "heat", "salt"]
+    (one,) = model.explain(frame[:1])
+    assert one.feature_names == ("acid", "heat", "salt")
+    assert one.prediction == model.predict(frame[:1])[0]
+    assert one.neighbors[0].label == y[one.neighbors[0].index]
+    assert one.neighbors[0].inputs.tolist() == pytest.approx(
+        x[one.neighbors[0].index].tolist(), rel=1e-5
+    )
+    model.module_.save(tmp_path)
+    loaded = otad.load(tmp_path)
+    assert loaded.notes == {
+        "classes": ["high", "low", "middle"],
+        "feature_names": ["acid", "heat", "salt"],
+    }
+    inputs = torch.tensor(x, dtype=torch.float32)
+    assert torch.equal(loaded(inputs), model.module_(inputs))
+
+
+def test_one_input_is_explained_like_a_batch_of_one() -> None:
+    x, y = tables(OTADRegressor)
+    model = quick(OTADRegressor).fit(x, y)
+    (single,), (batch,) = model.explain(x[3]), model.explain(x[3:4])
+    assert single.to_dict() == batch.to_dict()
+    assert single.neighbors[0].index == 3
+    assert single.prediction == pytest.approx(model.predict(x[3:4])[0])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_validation_rows_are_kept_out(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    model = quick(kind, validation_fraction=0.25).fit(x, y)
+    assert len(model.module_.bank_inputs) == 45
+    assert model.n_iter_ == len(model.history_) == 5
+    assert all(record.val_score is not None for record in model.history_)
+    assert all(record.val_score is None for record in quick(kind).fit(x, y).history_)
+
+
+def test_parameters_reach_the_model(capsys) -> None:
+    x, y = tables(OTADClassifier)
+    model = quick(
+        OTADClassifier,
+        smoothness=1.5,
+        strong_convexity=-0.25,
+        hidden=7,
+        mode="paper",
+        climb=(0.25, 0.125),
+        max_smoothness=8.0,
+        on_failure="raise",
+        verbose=1,
+    ).fit(x, y)
+    module = model.module_
+    assert (module.n_neighbors, module.smoothness, module.strong_convexity) == (5, 1.5, -0.25)
+    solver = module.solver
+    assert (solver.mode, solver.climb, solver.max_smoothness) == ("paper", (0.25, 0.125), 8.0)
+    assert solver.on_failure == "raise"
+    assert (len(module.backbone.blocks), module.backbone.hidden) == (2, 7)
+    assert "epoch 5: loss" in capsys.readouterr().err
+    quick(OTADClassifier).fit(x, y)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_neighbors": 61}, "n_neighbors: expected at most the 60 points of the bank, got 61"),
+        ({"n_neighbors": 50, "validation_fraction": 0.2}, "at most the 48 points .* got 50"),
+        ({"n_neighbors": 2.5}, "n_neighbors: expected an integer"),
+        ({"smoothness": -1.0}, "smoothness: expected a finite value above 0"),
+        ({"max_smoothness": 1.0}, "max_smoothness: expected at least the smoothness 2.0, got 1.0"),
+        ({"mode": "fast"}, "mode: expected one of consistent, paper, got 'fast'"),
+        ({"on_failure": "abstain"}, "on_failure: expected one of fallback, raise, got 'abstain'"),
+        ({"hidden": 0}, "hidden: expected an integer of at least 1, got 0"),
+        ({"n_blocks": 0}, "blocks: expected an integer of at least 1, got 0"),
+        ({"epochs": 0}, "epochs: expected an integer of at least 1, got 0"),
+        ({"energy_weight": -1.0}, "energy_weight: expected a number of at least 0"),
+        ({"optimizer": "lion"}, "optimizer: expected one of sgd, adamw, got 'lion'"),
+        ({"device": "abacus"}, "device: expected a device such as 'cpu', got 'abacus'"),
+        ({"validation_fraction": 1.5}, "fraction: expected a number between 0 and 1, got 1.5"),
+        ({"bounds": (0.0, 1.0)}, r"within the declared bounds \(0.0, 1.0\), got values from"),
+    ],
+)
+def test_parameters_are_refused_before_training(
+    kind: type[Estimator], options: dict[str, Any], message: str, monkeypatch
+) -> None:
+    monkeypatch.setattr("otad.transport.training._run_epoch", None)
+    with pytest.raises(InputError, match=message):
+        quick(kind, **options).fit(*tables(kind))
+
+
+def test_data_is_refused() -> None:
+    x, y = tables(OTADClassifier)
+    with pytest.raises(InputError, match="y: expected at least two classes, got one class"):
+        quick(OTADClassifier).fit(x, np.full(60, "low"))
+    for kind in BOTH:
+        with pytest.raises(InputError, match=r"X: expected vectors .* got .* \(60, 3, 1\)"):
+            quick(kind).fit(x[:, :, None], tables(kind)[1])
+        hole = x.copy()
+        hole[3, 1] = np.nan
+        with pytest.raises(ValueError, match="Input X contains NaN"):
+            quick(kind).fit(hole, tables(kind)[1])
+        with pytest.raises(ValueError, match="contains infinity or a value too large for"):
+            quick(kind).fit(x, tables(kind)[1]).predict(np.full((1, 3), np.inf))
+    with pytest.raises(ValueError, match="X has 2 features, but OTADClassifier is expecting 3"):
+        quick(OTADClassifier).fit(x, y).predict(x[:, :2])
+
+
+@pytest.mark.parametrize("method", ["predict", "explain", "predict_proba", "decision_function"])
+def test_nothing_is_answered_before_fit(method: str) -> None:
+    model = quick(OTADClassifier, n_neighbors=61)
+    with pytest.raises(NotFittedError):
+        getattr(model, method)(np.zeros((2, 3)))
+    with pytest.raises(InputError, match="n_neighbors"):
+        model.fit(*tables(OTADClassifier))
+    with pytest.raises(NotFittedError):
+        getattr(model, method)(np.zeros((2, 3)))

@@ -1,0 +1,268 @@
+"""Explanations: the numbers are those of the trace, in every form they are shown in."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO, StringIO
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from rich.console import Console
+from torch import Tensor, nn
+
+from otad.cip import ExactCip, Status
+from otad.defense import OTAD, defend
+from otad.errors import InputError
+from otad.explain import Explanation, explain
+from otad.explain.explanation import AGREES, DIFFERS
+from otad.nets import SequentialBackbone, fc_resnet
+
+N, D, K = 60, 4, 5
+NAMES = ["acid", "[sugar]", "salt", "pH"]
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def table_model(task: str = "classification", **options) -> tuple[OTAD, Tensor]:
+    x = 10 * rand(N, D)
+    y = (x[:, 0] > 5).long() if task == "classification" else x.sum(1)
+    outputs = 2 if task == "classification" else 1
+    net = fc_resnet((D,), outputs, blocks=2, task=task, mean=5.0, std=3.0)
+    return defend(net, x, y, n_neighbors=K, **options), x
+
+
+def image_model(shape: tuple[int, ...] = (1, 6, 6), **options) -> tuple[OTAD, Tensor]:
+    x = rand(N, *shape)
+    net = fc_resnet(shape, 2, blocks=1, **options)
+    return defend(net, x, (x.flatten(1).mean(1) > 0.5).long(), n_neighbors=K), x
+
+
+QUERIES = 10 * rand(7, D, seed=1)
+
+
+def plain(table) -> str:
+    console = Console(width=120, file=StringIO(), color_system=None)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_numbers_are_those_of_the_trace() -> None:
+    model, train_x = table_model(smoothness=1.2)
+    found = explain(model, QUERIES, classes=np.array(["dry", "sweet"]), feature_names=NAMES)
+    with torch.no_grad():
+        trace = model.trace(QUERIES)
+        shares = trace.outputs.double().softmax(1)
+    assert len(found) == len(QUERIES)
+    for row, one in enumerate(found):
+        assert one.prediction == ["dry", "sweet"][int(trace.outputs[row].argmax())]
+        assert type(one.prediction) is str
+        expected = dict(zip(["dry", "sweet"], shares[row].tolist(), strict=True))
+        assert one.probabilities == pytest.approx(expected)
+        indices = trace.neighbors.indices[row]
+        assert [it.index for it in one.neighbors] == indices.tolist()
+        weights = trace.solution.multipliers[row].tolist()
+        assert [it.weight for it in one.neighbors] == pytest.approx(weights)
+        assert sum(it.weight for it in one.neighbors) == pytest.approx(1)
+        distances = ((QUERIES[row] - train_x[indices]) / 3).norm(dim=1).tolist()
+        assert [it.distance for it in one.neighbors] == pytest.approx(distances, rel=1e-5)
+        truths = ["sweet" if x[0] > 5 else "dry" for x in train_x[indices]]
+        assert [it.label for it in one.neighbors] == truths
+        assert (one.status, one.smoothness) == (
+            trace.solution.status[row],
+            trace.solution.smoothness[row],
+        )
+        assert one.residual == trace.solution.residual[row]
+        assert one.n_weighted == sum(weight > 0 for weight in weights) >= 1
+        assert torch.equal(one.inputs, QUERIES[row])
+        for it in one.neighbors:  # told back from the bank
+            torch.testing.assert_close(it.inputs, train_x[it.index], rtol=1e-5, atol=1e-5)
+    assert {one.status for one in found} == {Status.SOLVED, Status.RAISED}
+
+
+def test_classes_are_numbers_without_names() -> None:
+    model, _ = table_model()
+    (one,) = explain(model, QUERIES[:1])
+    assert type(one.prediction) is int
+    assert set(one.probabilities or ()) == {0, 1}
+    assert {it.label for it in one.neighbors} <= {0, 1}
+
+
+def test_regression() -> None:
+    model, train_x = table_model("regression")
+    (one, *_) = explain(model, QUERIES)
+    assert one.prediction == pytest.approx(float(model(QUERIES)[0].detach()))
+    assert one.probabilities is None
+    targets = train_x.sum(1)[[it.index for it in one.neighbors]].tolist()
+    assert [it.label for it in one.neighbors] == pytest.approx(targets)
+    assert f"{one.prediction:.5g}" in str(one)
+    assert f"{targets[0]:.5g}" in plain(one.table())
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_dict_is_json(inputs: bool) -> None:
+    model, _ = table_model()
+    (one,) = explain(model, QUERIES[:1], classes=np.array([3, 8]), feature_names=NAMES)
+    back = json.loads(json.dumps(one.to_dict(inputs=inputs), allow_nan=False))
+    assert back == one.to_dict(inputs=inputs)
+    assert back["prediction"] == one.prediction
+    assert set(back["probabilities"]) == {"3", "8"}
+    assert back["status"] == "solved"
+    assert [it["weight"] for it in back["neighbors"]] == [it.weight for it in one.neighbors]
+    assert ("inputs" in back) == ("inputs" in back["neighbors"][0]) == inputs
+    if inputs:
+        assert back["inputs"] == pytest.approx(QUERIES[0].tolist())
+        assert back["feature_names"] == NAMES
+
+
+def test_text_and_table_show_query_and_neighbors() -> None:
+    model, _ = table_model()
+    one = explain(model, QUERIES, classes=["[dry]", "sweet"], feature_names=NAMES)[2]
+    text, table = str(one), plain(one.table(top=3))
+    for shown in (text, table):
+        assert f"prediction: {one.prediction} (probability " in shown
+        assert one.account in shown
+    assert one.account == "solved with smoothness 2, as asked"
+    heaviest = sorted(one.neighbors, key=lambda it: -it.weight)
+    assert one.heaviest(3) == heaviest[:3]
+    assert f"{one.n_weighted} of {K} neighbors have weight" in text
+    assert text.count("\n") == 3 + one.n_weighted
+    for it in heaviest[:3]:
+        assert f"row {it.index}" in table
+        assert f"{it.weight:.3f}" in table
+        assert f"{it.inputs[1]:.4g}" in table
+    assert f"row {heaviest[3].index}" not in table
+    for name, value in zip(NAMES, one.inputs.tolist(), strict=True):
+        (line,) = (line for line in table.splitlines() if f" {name} " in line)
+        assert f" {value:.4g} " in line
+
+
+def test_table_of_many_features_is_cut_short() -> None:
+    model, _ = table_model()
+    (one,) = explain(model, QUERIES[:1])
+    table = plain(one.table(max_features=3))
+    assert "feature 2" in table
+    assert "feature 3" not in table
+    assert "... 1 more" in table
+
+
+@pytest.mark.parametrize("on_failure", ["abstain", "fallback"])
+def test_rows_without_a_solution(on_failure: str) -> None:
+    """Two training points at one place with different features contradict each other."""
+    model, train_x = table_model(solver=ExactCip(on_failure=on_failure))
+    model.bank_inputs[1] = model.bank_inputs[0]
+    (one,) = explain(model, train_x[:1] + 1e-3)
+    assert one.status is Status.INFEASIBLE
+    assert one.account == "not solved: the neighbors contradict each other"
+    found = json.loads(json.dumps(one.to_dict(), allow_nan=False))
+    assert found["smoothness"] is found["residual"] is None
+    if on_failure == "abstain":
+        assert one.prediction is one.probabilities is found["prediction"] is None
+        assert found["neighbors"][0]["weight"] is None
+        assert "prediction: none (abstained)" in str(one)
+        assert "none (abstained)" in plain(one.table())
+    else:
+        assert one.prediction in (0, 1)
+        assert one.n_weighted == 1
+
+
+def picture(one: Explanation, **options) -> np.ndarray:
+    file = BytesIO()
+    one.figure(**options).savefig(file, dpi=100)
+    file.seek(0)
+    return imread(file)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 6), (3, 6, 6), (6, 4)])
+def test_images_are_drawn_beside_each_other(shape: tuple[int, ...]) -> None:
+    model, train_x = image_model(shape, bounds=(0, 1))
+    (one,) = explain(model, rand(1, *shape, seed=3), classes=["dark", "light"])
+    figure = one.figure(top=3)
+    images = [axes.images[0] for axes in figure.axes if axes.images]
+    shown = [one.inputs, *(train_x[it.index] for it in one.heaviest(3))]
+    assert len(images) == len(shown)
+    for image, expected in zip(images, shown, strict=True):
+        pixels = expected if expected.dim() == 2 else expected.movedim(0, -1).squeeze(-1)
+        np.testing.assert_allclose(image.get_array(), pixels.numpy(), atol=1e-6)
+    words = " ".join(text.get_text() for text in figure.texts)
+    assert one.account in words
+    for it in one.heaviest(3):
+        assert f"weight {it.weight:.3f}" in words
+        assert it.label in words
+    assert picture(one, top=1).shape[1] < picture(one, top=3).shape[1]
+
+
+def test_frames_tell_whether_labels_agree() -> None:
+    model, _ = image_model()
+    for one in explain(model, rand(8, 1, 6, 6, seed=3)):
+        frames = [axes.spines["left"].get_edgecolor() for axes in one.figure(top=K).axes]
+        colors = ["#" + bytes(round(255 * part) for part in rgba[:3]).hex() for rgba in frames]
+        for it in one.heaviest(K):
+            assert (AGREES if it.label == one.prediction else DIFFERS) in colors
+        agree = {it.label == one.prediction for it in one.neighbors}
+        assert (DIFFERS in colors) == (False in agree)
+
+
+def test_values_without_bounds_use_the_range_shown() -> None:
+    model, _ = image_model()
+    (one,) = explain(model, 40 * rand(1, 1, 6, 6, seed=3) - 20)
+    image = one.figure(top=2).axes[0].images[0].get_array()
+    assert (float(image.min()), float(image.max())) == (0.0, 1.0)
+
+
+def embedding_model() -> tuple[OTAD, Tensor]:
+    """A backbone whose embedding cannot be undone."""
+    x = rand(N, 1, 6, 6)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        embed = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+        net = SequentialBackbone(embed, [nn.Tanh()], nn.Linear(3, 2), input_shape=(1, 6, 6))
+    return defend(net, x, (x.flatten(1).mean(1) > 0.5).long(), n_neighbors=K), x
+
+
+def test_another_embedding_needs_the_training_inputs() -> None:
+    model, train_x = embedding_model()
+    query = rand(1, 1, 6, 6, seed=3)
+    (blind,) = explain(model, query)
+    assert all(it.inputs is None for it in blind.neighbors)
+    assert "inputs" not in blind.to_dict(inputs=True)["neighbors"][0]
+    with pytest.raises(InputError, match="train_x: expected the training inputs, got none"):
+        blind.figure()
+    (seeing,) = explain(model, query, train_x=train_x)
+    assert all(torch.equal(it.inputs, train_x[it.index]) for it in seeing.neighbors)
+    assert seeing.figure().axes
+
+
+def test_a_users_sequential_needs_none() -> None:
+    x = rand(N, 1, 6, 6)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 2))
+    model = defend(net, x, torch.arange(N) % 2, n_neighbors=K)
+    for it in explain(model, x[:1])[0].neighbors:
+        torch.testing.assert_close(it.inputs, x[it.index])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": ["a"]}, "classes: expected 2 names, one for each output, got 1"),
+        ({"feature_names": ["a"]}, r"feature_names: expected one for each input \(4,\), got 1"),
+        ({"train_x": torch.zeros(3, D)}, r"train_x: expected shape \(60, 4\) one for each point"),
+        ({"x": torch.zeros(1, D + 1)}, r"x: expected shape \(1, 4\)"),
+    ],
+)
+def test_refusals(options: dict[str, object], message: str) -> None:
+    model, _ = table_model()
+    with pytest.raises(InputError, match=message):
+        explain(model, **({"x": QUERIES} | options))
+
+
+def test_a_vector_is_no_picture() -> None:
+    model, _ = table_model()
+    (one,) = explain(model, QUERIES[:1])
+    with pytest.raises(InputError, match=r"expected inputs that are images .* got .* \(4,\)"):
+        one.figure()
+    with pytest.raises(InputError, match="count: expected an integer of at least 1, got 0"):
+        one.table(top=0)
