@@ -9,12 +9,12 @@ Newton's method on 1/M. Arrays are (K,K,B), batch last; neighbors not in use hav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from otad.cip.gram import Gram, ShiftedGram, gram_of
+from otad.cip.gram import Gram, gram_of
 from otad.cip.rows import RowProblem
 
 POTENTIALS = ("canonical", "lowest", "highest")
@@ -25,32 +25,39 @@ _MOST_NEWTON_STEPS = 100
 class Constraints:
     """u_i - u_j >= rise_ij + bend_ij * flatness, flatness = 1 / M, for the active neighbors.
 
-    A cycle counts as positive above `floor` (B,): the rounding error of its terms.
+    `rise_error` and `bend_error` (B,) are the rounding errors of the two: the shift by l may cancel
+    most of their terms. Weights are taken off that much, so that rounding closes no positive cycle.
     """
 
     rise: Tensor
     bend: Tensor
     active: Tensor
-    noise: float
+    rise_error: Tensor
+    bend_error: Tensor
 
     @staticmethod
-    def of(shifted: ShiftedGram, active: Tensor, noise: float) -> Constraints:
-        return Constraints(*shifted.difference_bounds(), active, noise)
+    def of(gram: Gram, strong_convexity: Tensor, active: Tensor) -> Constraints:
+        rise, bend = gram.shifted(strong_convexity).difference_bounds()
+        offset, image = gram.sizes(strong_convexity, active)
+        noise = 2 * gram.noise  # two products make a difference
+        return Constraints(rise, bend, active, noise * image * offset, noise * image.square())
 
     def weights(self, flatness: Tensor) -> Tensor:
         """w (K,K,B), with -inf wherever a neighbor is left out, and 0 on the diagonal."""
-        weights = _between_active(self.rise + self.bend * flatness, self.active, -torch.inf)
+        error = self.rise_error + self.bend_error * flatness.abs()
+        weights = self.rise + self.bend * flatness - error
+        weights = _between_active(weights, self.active, -torch.inf)
         weights.diagonal(dim1=0, dim2=1).zero_()
         return weights
 
-    def floor(self, flatness: Tensor) -> Tensor:
-        size = self.rise.abs() + self.bend * flatness.abs()
-        return 4 * self.noise * _between_active(size, self.active, 0.0).amax((0, 1))
+    def exact(self) -> Constraints:
+        """The same without allowance for rounding."""
+        nothing = torch.zeros_like(self.rise_error)
+        return replace(self, rise_error=nothing, bend_error=nothing)
 
     def columns(self, rows: Tensor) -> Constraints:
-        return Constraints(
-            self.rise[..., rows], self.bend[..., rows], self.active[:, rows], self.noise
-        )
+        parts = (getattr(self, field.name)[..., rows] for field in fields(self))
+        return Constraints(*parts)
 
 
 def _between_active(values: Tensor, active: Tensor, fill: float) -> Tensor:
@@ -68,9 +75,9 @@ def closure(weights: Tensor) -> Tensor:
     return longest
 
 
-def has_positive_cycle(longest: Tensor, floor: Tensor) -> Tensor:
+def has_positive_cycle(longest: Tensor) -> Tensor:
     """(B,) from a closure."""
-    return longest.diagonal(dim1=0, dim2=1).amax(1) > floor
+    return longest.diagonal(dim1=0, dim2=1).amax(1) > 0
 
 
 def potentials(longest: Tensor, active: Tensor, rule: str) -> Tensor:
@@ -96,8 +103,7 @@ def greatest_flatness(constraints: Constraints) -> Tensor:
     bend, active = constraints.bend, constraints.active
     # Cycles of two neighbors give the first bound.
     rise2, bend2 = (m + m.transpose(0, 1) for m in (constraints.rise, bend))
-    size = _between_active(bend, active, 0.0).amax((0, 1))
-    ratio = (-rise2 / bend2).masked_fill(bend2 <= 4 * constraints.noise * size, torch.inf)
+    ratio = (-rise2 / bend2).masked_fill(bend2 <= 2 * constraints.bend_error, torch.inf)
     flatness = _between_active(ratio, active, torch.inf).amin((0, 1))
     todo = flatness.isfinite().nonzero()[:, 0]
     for _ in range(_MOST_NEWTON_STEPS):
@@ -123,14 +129,18 @@ def _walk_bound(constraints: Constraints, flatness: Tensor) -> Tensor:
         slope = torch.where(longer, slope[:, k, None] + slope[None, k], slope)
     gain = longest.diagonal(dim1=0, dim2=1).mT
     rate = slope.diagonal(dim1=0, dim2=1).mT
-    positive = (gain > constraints.floor(flatness)) & (rate > 0)
+    positive = (gain > 0) & (rate > 0)
     return (flatness - gain / rate).masked_fill(~positive, torch.inf).amin(0)
 
 
 def critical(constraints: Constraints, flatness: Tensor) -> Tensor:
     """The neighbors (K,B) on the cycle that forbids a greater flatness than `flatness` (B,)."""
-    beyond = flatness + max(1e-7, 8 * constraints.noise) * flatness.abs()
-    gain = closure(constraints.weights(beyond)).diagonal(dim1=0, dim2=1).mT
+    # Contradicting images of one anchor forbid any flatness above 0, which has no size of its own.
+    size = constraints.rise_error / constraints.bend_error.clamp_min(
+        torch.finfo(flatness.dtype).tiny
+    )
+    beyond = flatness + 1e-7 * torch.maximum(flatness.abs(), 1e-3 * size)
+    gain = closure(constraints.exact().weights(beyond)).diagonal(dim1=0, dim2=1).mT
     # Only that cycle is positive there, by little; a walk of the closure goes round it 2^K times at
     # most, so its neighbors gain at least this share of the largest. The rest is rounding.
     share = gain.amax(0) * 2.0 ** -len(gain)
@@ -150,7 +160,7 @@ def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor
 
 def _least_smoothness(gram: Gram, strong_convexity: Tensor) -> Tensor:
     active = torch.ones_like(gram.tilt, dtype=torch.bool)
-    constraints = Constraints.of(gram.shifted(strong_convexity), active, gram.noise)
+    constraints = Constraints.of(gram, strong_convexity, active)
     return strong_convexity + modulus(greatest_flatness(constraints))
 
 

@@ -62,6 +62,12 @@ class Gram:
         """The products of some rows of the batch."""
         return self._map(lambda part: part[..., rows])
 
+    def sizes(self, strong_convexity: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest |a_i| and |c_i| + |l a_i| (B,): the terms that the shift may cancel."""
+        offset = self.squared_distance.masked_fill(~active, 0.0).amax(0).sqrt()
+        image = _diagonal(self.images).masked_fill(~active, 0.0).amax(0).sqrt()
+        return offset, image + strong_convexity.abs() * offset
+
     def shift_of_levels(self, strong_convexity: Tensor) -> Tensor:
         """u_i - u~_i (K,B): what the shift by l and the centering of images take off h(x_i)."""
         return strong_convexity / 2 * self.squared_distance + self.tilt

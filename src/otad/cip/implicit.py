@@ -64,7 +64,8 @@ class ImplicitMap(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         image = assemble(problem, multipliers, strong_convexity, chunk)
         ctx.problem, ctx.chunk = problem, chunk
-        ctx.save_for_backward(image, sensitivity, strong_convexity)
+        slope = image.masked_fill(value.isnan()[:, None], 0.0)  # a failed row's value is constant
+        ctx.save_for_backward(slope, sensitivity, strong_convexity)
         # Copies: an output that shares memory with an input would confuse autograd.
         return image, value.clone(), multipliers.clone()
 
@@ -73,10 +74,10 @@ class ImplicitMap(torch.autograd.Function):
     def backward(
         ctx: Any, image_grad: Tensor, value_grad: Tensor, multiplier_grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        image, sensitivity, strong_convexity = ctx.saved_tensors
-        dtype = image.dtype
+        slope, sensitivity, strong_convexity = ctx.saved_tensors
+        dtype = slope.dtype
         low = strong_convexity.to(dtype)[:, None]
-        grad = low * image_grad + value_grad[:, None] * image
+        grad = low * image_grad + value_grad[:, None] * slope
         bent = bool(strong_convexity.any())
         problem = ctx.problem
 

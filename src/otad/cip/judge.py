@@ -80,15 +80,17 @@ def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
     distance = (point[:, None] - image).square().sum(-1)
     bound = level - (image * offset).sum(-1) + distance / (2 * modulus)
     slack = value[:, None] - bound
-    image_size = image.norm(dim=-1).masked_fill(~active, 0.0).amax(1)
+    offset_size, image_size = (
+        t.norm(dim=-1).masked_fill(~active, 0.0).amax(1) for t in (offset, images)
+    )
     return relative(
         value_gap=torch.maximum(potential_gap, (-slack).masked_fill(~active, 0.0).amax(1)),
         complementarity=(weight * slack.masked_fill(~active, 0.0)).abs().sum(1),
         stationarity=(point - (weight[:, None] @ image)[:, 0]).norm(dim=-1),
         multipliers=weight,
         active=active,
-        image_size=image_size,
-        offset_size=square.sqrt().masked_fill(~active, 0.0).amax(1),
+        image_size=image_size + map_convexity.abs() * offset_size,
+        offset_size=offset_size,
         modulus=modulus[:, 0],
     )
 
@@ -106,8 +108,9 @@ def relative(
 ) -> Tensor:
     """One dimensionless residual (B,) out of the violations of one batch.
 
-    Features are measured against the largest |z~_i|, values of the potential against the largest
-    |z~_i| |a_i| + |z~_i|^2 / (2M): the sizes of the terms whose difference each condition is.
+    Features are measured against s = |z_i| + |l a_i|, values of the potential against
+    s |a_i| + s^2 / (2M), the largest of each: the sizes of the terms whose difference each
+    condition is.
     """
     tiny = torch.finfo(torch.float64).tiny
     value_size = image_size * offset_size + image_size.square() / (2 * modulus)

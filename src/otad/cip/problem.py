@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor
+from otad.checks import STORAGE_DTYPES, check_alike, check_finite, check_shape, check_tensor
 from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
@@ -46,13 +46,14 @@ class CipProblem:
         strong_convexity: float | Tensor = 0.0,
     ) -> None:
         check_tensor(query, "query", "B,d")
-        check_tensor(anchors, "anchors", "B,K,d")
-        check_tensor(images, "images", "B,K,d")
+        for name, tensor in (("anchors", anchors), ("images", images)):
+            check_tensor(tensor, name, "B,K,d", finite=False)
         batch, dim = query.shape
         check_shape(anchors, "anchors", (batch, anchors.shape[1], dim), "(B,K,d) to match query")
         check_shape(images, "images", tuple(anchors.shape), "to match anchors")
         for name, tensor in (("anchors", anchors), ("images", images)):
             check_alike(tensor, name, query, "query")
+            check_finite(tensor, name)
             _refuse_gradient(tensor, name)
         curvature = _curvature(smoothness, strong_convexity, query)
         _fill(self, query, anchors, images, *curvature)
@@ -167,10 +168,11 @@ def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         if value.dim() == 0:
             value = value.expand(batch)
-        check_tensor(value, name, "B")
+        check_tensor(value, name, "B", finite=False)
         check_shape(value, name, (batch,), "(one value per query) or a number")
         if value.device != query.device:
             raise InputError(f"{name}: expected device {query.device}, got {value.device}")
+        check_finite(value, name)
         return value.detach().double()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{name}: expected a number or a tensor (B,), got {type(value).__name__}")

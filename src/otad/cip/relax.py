@@ -38,17 +38,25 @@ class Curvature:
         return Curvature(self.smoothness[rows], self.strong_convexity[rows], self.active[:, rows])
 
     def constraints(self, gram: Gram) -> Constraints:
-        return Constraints.of(gram.shifted(self.strong_convexity), self.active, gram.noise)
+        return Constraints.of(gram, self.strong_convexity, self.active)
 
     @property
     def flatness(self) -> Tensor:
         return 1 / (self.smoothness - self.strong_convexity)
 
     def closure(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """Longest paths (K,K,B), and whether potentials exist (B,)."""
-        constraints = self.constraints(gram)
-        longest = closure(constraints.weights(self.flatness))
-        return longest, ~has_positive_cycle(longest, constraints.floor(self.flatness))
+        """Longest paths (K,K,B), and whether potentials exist (B,).
+
+        The weights are taken as they are, so that the map meets its anchors to the last digit; with
+        allowance for rounding only where a cycle is positive without it.
+        """
+        constraints, flatness = self.constraints(gram), self.flatness
+        longest = closure(constraints.exact().weights(flatness))
+        doubtful = has_positive_cycle(longest).nonzero()[:, 0]
+        if len(doubtful):
+            weights = constraints.columns(doubtful).weights(flatness[doubtful])
+            longest[..., doubtful] = closure(weights)
+        return longest, ~has_positive_cycle(longest)
 
     def feasible(self, gram: Gram) -> Tensor:
         return self.closure(gram)[1]
@@ -113,7 +121,9 @@ class Relaxation:
 
     def _step(self, at: Curvature, steps: Tensor) -> Curvature:
         up, down = self.climb or (0.0, 0.0)
-        return Curvature(at.smoothness + steps * up, at.strong_convexity - steps * down, at.active)
+        # The last step may meet the cap up to rounding: see `_last_step`.
+        smoothness = (at.smoothness + steps * up).clamp_max(self.max_smoothness)
+        return Curvature(smoothness, at.strong_convexity - steps * down, at.active)
 
     def _last_step(self, at: Curvature) -> Tensor:
         """The largest number of steps that keeps the smoothness within the cap (B,)."""

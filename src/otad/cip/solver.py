@@ -110,14 +110,15 @@ class ExactCip:
         bound = line + ((weight * pull).sum(0) / 2 - pull) / modulus  # q_i(z')
         value = (weight * bound).sum(0)
         gap = (bound - value).masked_fill(~active, 0.0)
+        offset_size, image_size = gram.sizes(used.strong_convexity, active)
         residual = relative(
             value_gap=torch.maximum(gap.amax(0), level_gap),
             complementarity=(weight * gap).abs().sum(0),
             stationarity=torch.zeros_like(value),  # z' is assembled from the multipliers
             multipliers=weight.mT,
             active=active.mT,
-            image_size=gram.center + shifted.image_square.amax(0).sqrt(),
-            offset_size=gram.squared_distance.amax(0).sqrt(),
+            image_size=gram.center + image_size,
+            offset_size=offset_size,
             modulus=modulus,
         )
         unsolved = ~finite | (~best.solved & (status < int(Status.INFEASIBLE)))
