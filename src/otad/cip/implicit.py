@@ -17,35 +17,36 @@ import torch
 from torch import Tensor
 
 from otad.cip.fused import streamed_combination, streams
-from otad.cip.gram import for_blocks
-from otad.cip.rows import RowProblem
+from otad.cip.gram import for_blocks, rows_per_block
+from otad.cip.rows import RowProblem, blocks
 
 
 def assemble(
     problem: RowProblem, multipliers: Tensor, strong_convexity: Tensor, chunk: int | None
 ) -> Tensor:
     """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows."""
-    query = problem.query.detach()
-    bent = bool(strong_convexity.any())
-    if streams(problem):
-        image = streamed_combination(problem.features, problem.indices, multipliers)
-        if bent:
-            mean = streamed_combination(problem.inputs, problem.indices, multipliers)
-            image -= strong_convexity[:, None].to(image.dtype) * (mean - query)
-        return image
-    image = torch.empty_like(query)
-
-    def work(rows: slice) -> None:
-        weight = multipliers[rows, None]
-        answer = weight @ problem.images_of(rows).to(image.dtype)
-        if bent:
-            mean = weight @ problem.anchors_of(rows).to(image.dtype)
-            low = strong_convexity[rows, None, None].to(image.dtype)
-            answer -= low * (mean - query[rows, None])
-        image[rows] = answer[:, 0]
-
-    for_blocks(problem, chunk, work)
+    image = _combination(problem, multipliers, chunk, anchors=False)
+    if bool(strong_convexity.any()):
+        mean = _combination(problem, multipliers, chunk, anchors=True)
+        image -= strong_convexity[:, None].to(image.dtype) * (mean - problem.query.detach())
     return image
+
+
+def _combination(
+    problem: RowProblem, weights: Tensor, chunk: int | None, *, anchors: bool
+) -> Tensor:
+    """sum_i lambda_i z_i, or of the x_i, (B,d)."""
+    if streams(problem):
+        points = problem.inputs if anchors else problem.features
+        return streamed_combination(points, problem.indices, weights)
+    points_of = problem.anchors_of if anchors else problem.images_of
+    total = torch.empty_like(problem.query)
+    for rows in blocks(len(total), rows_per_block(problem, chunk)):
+        points, weight, part = points_of(rows), weights[rows], total[rows]
+        torch.mul(points[:, 0], weight[:, :1], out=part)
+        for k in range(1, weight.shape[1]):  # faster than batched products of a single row
+            part.addcmul_(points[:, k].to(part.dtype), weight[:, k, None])
+    return total
 
 
 class ImplicitMap(torch.autograd.Function):

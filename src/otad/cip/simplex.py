@@ -106,18 +106,17 @@ def _eliminate(table: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor
     A neighbor whose image depends affinely on those before it has no pivot left and stays out; the
     basis (K,B) that was really swept comes back too.
     """
-    count, table, basis = len(table), table.clone(), support.clone()
+    count, table, basis = len(table), table.clone(), torch.empty_like(support)
     for k in range(count):
-        pivot = table[k, k].clone()
-        basis[k] *= pivot > tolerance
-        chosen, other = basis[k], 1 - basis[k]
-        rate = chosen / (pivot * chosen + other)  # 1 / pivot where swept, else 0
         row = table[k].clone()
-        column = row[:count] * rate
-        table.addcmul_(column[:, None], row[None], value=-1)
-        table[k] = torch.mul(row, rate + other, out=row)
-        table[:, k] = row[:count]
-        table[k, k] = pivot * other - rate
+        regular = row[k] > tolerance
+        chosen = torch.mul(support[k], regular, out=basis[k])
+        rate = chosen / torch.where(regular, row[k], 1.0)
+        # With the pivot lowered by 1, one rank-one change makes row and column k right as well:
+        # t - (p - 1) t / p = t / p; only the corner, 2 - 1 / p, is 2 too high.
+        row[k] -= chosen
+        table.addcmul_((row[:count] * rate)[:, None], row[None], value=-1)
+        table[k, k] -= 2 * chosen
     return table, basis
 
 
