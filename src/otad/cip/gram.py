@@ -124,7 +124,8 @@ def for_blocks(problem: RowProblem, chunk: int | None, work: Callable[[slice], N
     """
     device = problem.query.device
     parts = list(blocks(problem.shape[0], rows_per_block(problem, chunk)))
-    threads = min(torch.get_num_threads(), len(parts)) if device.type == "cpu" else 1
+    allowed = torch.get_num_threads()
+    threads = min(allowed, len(parts)) if device.type == "cpu" else 1
 
     def work_alone(rows: slice) -> None:
         with torch.no_grad():  # this setting, too, belongs to a thread
@@ -134,10 +135,15 @@ def for_blocks(problem: RowProblem, chunk: int | None, work: Callable[[slice], N
         if threads == 1:
             for rows in parts:
                 work_alone(rows)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
+            return
+        try:
+            with ThreadPoolExecutor(
+                threads, initializer=torch.set_num_threads, initargs=(1,)
+            ) as pool:
                 for _ in pool.map(work_alone, parts):
                     pass
+        finally:
+            torch.set_num_threads(allowed)  # what a thread sets is what new threads start from
 
 
 def gram_of(problem: RowProblem, chunk: int | None, *, bends: bool) -> Gram:
