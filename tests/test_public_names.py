@@ -30,6 +30,7 @@ PUBLIC = {
         "BankProblem",
         "CipProblem",
         "CipSolution",
+        "CvxpyCip",
         "ExactCip",
         "Status",
         "least_smoothness",

@@ -7,6 +7,7 @@ solution.image, solution.residual, problem.residual(solution)
 
 from otad.cip.feasibility import least_smoothness
 from otad.cip.problem import BankProblem, CipProblem
+from otad.cip.reference import CvxpyCip
 from otad.cip.solution import CipSolution, Status
 from otad.cip.solver import ExactCip
 
@@ -14,6 +15,7 @@ __all__ = [
     "BankProblem",
     "CipProblem",
     "CipSolution",
+    "CvxpyCip",
     "ExactCip",
     "Status",
     "least_smoothness",

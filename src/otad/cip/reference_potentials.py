@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from otad.cip.solution import Status
 from otad.errors import SolverError
@@ -69,6 +68,8 @@ def least_smoothness_by_lp(anchors: Array, images: Array, low: float) -> float:
 
     u_i - u_j >= <z_j, dx> + l/2 |dx|^2 + |dz - l dx|^2 / (2 (L - l)).
     """
+    from scipy.optimize import linprog  # slow to import, and needed for the twin alone
+
     count = len(anchors)
     i, j = np.nonzero(~np.eye(count, dtype=bool))
     dx, dz = anchors[i] - anchors[j], images[i] - images[j]
