@@ -19,7 +19,8 @@ import torch
 from otad.nets import fc_resnet
 from otad.transport import TrainConfig, checkpoint, train
 
-EPOCHS = 40
+EPOCHS = 100
+KILLS = 20
 FILE = "checkpoint.safetensors"
 
 
@@ -71,7 +72,7 @@ def main(base: Path) -> None:
     tell(fork_run(whole), whole)
     tell(fork_run(cut, die_at_rename=3), cut)  # the new file is written, not yet in its place
     dice = random.Random(0)
-    for _ in range(6):
+    for _ in range(KILLS):
         before = (cut / FILE).stat().st_mtime_ns
         pid = fork_run(cut)
         while (cut / FILE).stat().st_mtime_ns == before:

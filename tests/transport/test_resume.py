@@ -47,15 +47,7 @@ def _stop_after(epoch: int):
 
 
 def _same_state(folder: Path, other: Path) -> bool:
-    mine, theirs = read_checkpoint(folder / FILE), read_checkpoint(other / FILE)
-    same_history = [
-        {name: value for name, value in record.items() if name != "seconds"}
-        for record in mine.header["history"]
-    ] == [
-        {name: value for name, value in record.items() if name != "seconds"}
-        for record in theirs.header["history"]
-    ]
-    return same_history and fingerprint(mine.tensors) == fingerprint(theirs.tensors)
+    return (folder / FILE).read_bytes() == (other / FILE).read_bytes()
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -89,7 +81,7 @@ def test_a_finished_run_is_only_loaded(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [FILE]
 
 
-def test_killed_runs_end_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_run_killed_twenty_times_ends_with_the_same_file(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kill_repeatedly.py")
     paths = os.pathsep.join(path for path in sys.path if path)
     output = subprocess.run(
@@ -100,10 +92,10 @@ def test_killed_runs_end_with_the_same_weights(tmp_path: Path) -> None:
         timeout=120,
     ).stdout
     whole, unrenamed, *random_kills, final = (json.loads(line) for line in output.splitlines())
-    assert whole == final == {"killed": False, "epochs": 40, "files": [FILE]}
+    assert whole == final == {"killed": False, "epochs": 100, "files": [FILE]}
     assert (unrenamed["killed"], unrenamed["epochs"], len(unrenamed["files"])) == (True, 2, 2)
     reached = [kill["epochs"] for kill in random_kills]
-    assert all(kill["killed"] for kill in random_kills)
+    assert [kill["killed"] for kill in random_kills] == 20 * [True]
     assert reached == sorted(set(reached))  # every run went on from where the last one was killed
     assert _same_state(tmp_path / "whole", tmp_path / "cut")
 
@@ -173,7 +165,7 @@ def test_a_pickle_or_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> No
     with pytest.raises(InputError, match="expected a safetensors checkpoint"):
         train(_net(), _data(), CONFIG, checkpoint_dir=tmp_path)
     save_file({"a": torch.zeros(2)}, path)
-    with pytest.raises(InputError, match="expected format 'otad-checkpoint-1', got None"):
+    with pytest.raises(InputError, match=r"expected format 'otad-checkpoint-1', got \[\]"):
         train(_net(), _data(), CONFIG, checkpoint_dir=tmp_path)
 
 

@@ -42,7 +42,8 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
     # Copies: shared weights have no place in the format.
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     text = json.dumps(header, sort_keys=True)
-    metadata = {"format": _FORMAT, "header": text, "checksum": _checksum(copies, text)}
+    # One entry: the order of several is left to chance, and equal contents shall be equal files.
+    metadata = {_FORMAT: _checksum(copies, text) + text}
     with replacing(path) as partial:
         save_file({name: copy.contiguous() for name, copy in copies.items()}, partial, metadata)
 
@@ -55,10 +56,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path}: expected a safetensors checkpoint, got: {error}") from error
-    if metadata.get("format") != _FORMAT:
-        raise InputError(f"{path}: expected format {_FORMAT!r}, got {metadata.get('format')!r}")
-    text = metadata.get("header", "")
-    if metadata.get("checksum") != _checksum(tensors, text):
+    if list(metadata) != [_FORMAT]:
+        raise InputError(f"{path}: expected format {_FORMAT!r}, got {sorted(metadata)}")
+    checksum, text = metadata[_FORMAT][:64], metadata[_FORMAT][64:]
+    if checksum != _checksum(tensors, text):
         raise InputError(
             f"{path}: expected contents that match their checksum, got a damaged file; "
             "delete it to train from the start"

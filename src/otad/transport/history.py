@@ -16,7 +16,8 @@ METRICS = {"classification": "accuracy", "regression": "mse"}
 class EpochRecord:
     """Means over one epoch's training batches, and the score on the validation data after it.
 
-    A score is the accuracy, or for regression the mean squared error.
+    A score is the accuracy, or for regression the mean squared error. `seconds` are 0 for an epoch
+    taken over from a checkpoint: files hold nothing that differs from run to run.
     """
 
     epoch: int
@@ -24,7 +25,7 @@ class EpochRecord:
     energy: float
     train_score: float
     val_score: float | None
-    seconds: float = field(compare=False)
+    seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         validation = "" if self.val_score is None else f", validation {self.val_score:.4f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,13 @@ def save(
     tensors = {f"net/{name}": tensor for name, tensor in net.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
-    header = {"run": identity, "history": [vars(record) for record in history]}
+    header = {"run": identity, "history": [_lasting(record) for record in history]}
     write_checkpoint(path, tensors, header)
+
+
+def _lasting(record: EpochRecord) -> dict[str, Any]:
+    """The record without its time, so that a run that was killed ends with the same file."""
+    return {field.name: getattr(record, field.name) for field in fields(record) if field.compare}
 
 
 def resume(
