@@ -19,7 +19,7 @@ from torch import Tensor
 from otad.cip.fused import streamed_products, streams
 from otad.cip.rows import RowProblem, blocks
 
-_BLOCK_BYTES = {"cpu": 2**23, "cuda": 2**29}  # measured best
+_BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # measured best
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,14 @@ def _products(problem: RowProblem, chunk: int | None, *, bends: bool) -> tuple[T
     products = problem.query.new_empty((batch, 2 * count - first, 2 * count))
     squares = problem.query.new_empty((batch, count))
 
+    idle: list[Tensor] = []  # stacks to be used again: fresh memory costs as much as filling it
+
     def work(rows: slice) -> None:
-        stack = _stack(problem, rows)
+        whole = idle.pop() if idle else _empty_stack(problem, rows)
+        stack = _fill_stack(whole[: rows.stop - rows.start], problem, rows)
         torch.bmm(stack[:, first:], stack.mT, out=products[rows])
         squares[rows] = torch.linalg.vector_norm(stack[:, :count], dim=2).square()
+        idle.append(whole)
 
     for_blocks(problem, chunk, work)
     return products, squares
@@ -199,11 +203,15 @@ def _diagonal(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=0, dim2=1).mT
 
 
-def _stack(problem: RowProblem, rows: slice) -> Tensor:
+def _empty_stack(problem: RowProblem, rows: slice) -> Tensor:
+    _, count, dim = problem.shape
+    return problem.query.new_empty((rows.stop - rows.start, 2 * count, dim))
+
+
+def _fill_stack(stack: Tensor, problem: RowProblem, rows: slice) -> Tensor:
     """Rows a_1..a_K, z_1, c_2..c_K of every query: (B,2K,d), in the query's dtype."""
     query, images = problem.query.detach()[rows], problem.images_of(rows)
-    batch, count, dim = images.shape
-    stack = query.new_empty((batch, 2 * count, dim))
+    count = images.shape[1]
     center = stack[:, count]
     center.copy_(images[:, 0])
     torch.sub(problem.anchors_of(rows), query[:, None], out=stack[:, :count])
