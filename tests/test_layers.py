@@ -22,6 +22,7 @@ LAYERS = {
     "otad.types": 0,
     "otad.checks": 0,
     "otad.environment": 0,
+    "otad.progress": 0,
     "otad.data": 1,
     "otad.nets": 2,
     "otad.transport": 3,

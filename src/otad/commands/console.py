@@ -9,8 +9,9 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from otad.progress import bars
 
 Advance = Callable[[int, int], None]
 """Called after every step with the steps done and all steps."""
@@ -19,16 +20,7 @@ Advance = Callable[[int, int], None]
 @contextmanager
 def progress_bar(description: str) -> Iterator[Advance]:
     """A bar on stderr that leaves nothing behind; none where stderr is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with bars(passing=True) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

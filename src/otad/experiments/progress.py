@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from otad.progress import bars
 
 Report = Callable[[str, int, int], None]
 """Called with the name of a part, the steps done and all its steps."""
@@ -18,13 +17,7 @@ def reporting(progress: Report | bool) -> Iterator[Report]:
     if callable(progress):
         yield progress
     elif progress:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as lines:
+        with bars() as lines:
             tasks = {}
 
             def draw(part: str, done: int, total: int) -> None:

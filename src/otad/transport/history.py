@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from otad.progress import bars
 
 METRICS = {"classification": "accuracy", "regression": "mse"}
 
@@ -67,13 +66,7 @@ def reporting(progress: Report | bool, epochs: int, done: int) -> Iterator[Repor
     if callable(progress):
         yield progress
     elif progress:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
+        with bars() as bar:
             task = bar.add_task("training", total=epochs, completed=done)
             yield lambda record: bar.update(task, description=str(record), completed=record.epoch)
     else:
