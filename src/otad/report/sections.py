@@ -122,7 +122,8 @@ def accuracy_section(assessment: Assessment) -> Section:
     return Section(
         "accuracy",
         "Accuracy" if is_share else "Error",
-        f"On {total:,} test inputs that took no part in training, and are not in the bank.",
+        f"On {total:,} test inputs that took no part in training, and are not in the bank. The "
+        "settings were chosen with such data in view, and one split is one draw: try other seeds.",
         [Table(columns, rows, strong_row=names.index(DEFENDED))],
     )
 
