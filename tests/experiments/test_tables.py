@@ -24,9 +24,9 @@ from otad.experiments.records import (
     RowRecord,
     read_records,
 )
-from otad.experiments.scores import Score
 from otad.experiments.tables import render
 from otad.regularity import Distribution
+from otad.scores import Score
 
 REPOSITORY = Path(__file__).parents[2]
 SPREAD = Distribution(100, 2.5, 2.0, 2.25, 3.5, 4.5, math.inf)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from otad.checks import check_choice
+from otad.codec import from_plain
 from otad.errors import InputError
-from otad.experiments.codec import from_plain
 
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
 _FOLDER = Path(__file__).parent / "configs"

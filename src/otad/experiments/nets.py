@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from otad.codec import digest_of
 from otad.data import Dataset, Standardizer, holdout
 from otad.defense import OTAD, defend
 from otad.errors import InputError
 from otad.experiments.config import NetSpec
-from otad.experiments.records import Candidate, digest_of
+from otad.experiments.records import Candidate
 from otad.nets import Backbone, fc_resnet
 from otad.transport import TrainConfig, TrainResult, train
 from otad.transport.checkpoint import fingerprint

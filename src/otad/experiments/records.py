@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from otad.codec import from_plain, read_json, to_plain, write_json
 from otad.environment import Environment
 from otad.errors import InputError
-from otad.experiments.codec import from_plain, to_plain
-from otad.experiments.scores import Score
 from otad.regularity import Distribution
-from otad.transport.files import replacing
+from otad.scores import Score
 
 FORMAT = "otad-run-1"
 
@@ -163,7 +161,7 @@ class RunRecord:
 
     @staticmethod
     def read(path: Path) -> RunRecord:
-        content = _read_json(path)
+        content = read_json(path)
         if _format_of(content) != FORMAT:
             raise InputError(
                 f"{path}: expected a record of format {FORMAT}, got {_format_of(content)}"
@@ -175,31 +173,13 @@ class RunRecord:
 def read_records(folder: Path) -> list[RunRecord]:
     """The records of experiments in a folder, by name; other JSON files there are let be."""
     files = [
-        path for path in sorted(folder.glob("*.json")) if _format_of(_read_json(path)) == FORMAT
+        path for path in sorted(folder.glob("*.json")) if _format_of(read_json(path)) == FORMAT
     ]
     return [RunRecord.read(path) for path in files]
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected a record in JSON, got: {error}") from error
-
-
 def _format_of(content: Any) -> object:
     return content.get("format") if isinstance(content, dict) else None
-
-
-def write_json(path: Path, content: Any) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def digest_of(content: Any) -> str:
-    """A short name for plain values: equal values, equal names."""
-    text = json.dumps(to_plain(content), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def code_fingerprint() -> str:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import ExactCip, Status
+from otad.codec import to_plain
 from otad.data import Dataset
 from otad.defense import OTAD
-from otad.experiments.codec import to_plain
 from otad.experiments.config import LipschitzSpec, RowSpec
 from otad.experiments.records import Account, Regularity, RowRecord
-from otad.experiments.scores import score_of
 from otad.nets import Backbone
 from otad.regularity import (
     Distribution,
@@ -27,6 +26,7 @@ from otad.regularity import (
     neighborhood_smoothness,
     transport_energy,
 )
+from otad.scores import score_of
 
 Report = Callable[[int, int], None]
 BATCH = 1000

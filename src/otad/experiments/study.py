@@ -8,7 +8,6 @@ trained anew only if the folder is deleted.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from otad.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.data import load
 from otad.defense import OTAD
-from otad.experiments.codec import from_plain, to_plain
 from otad.experiments.config import Choice, Experiment, NetSpec, RowSpec
 from otad.experiments.nets import Source, Trained, train_net
 from otad.experiments.progress import Report
@@ -31,8 +30,6 @@ from otad.experiments.records import (
     Regularity,
     RowRecord,
     code_fingerprint,
-    digest_of,
-    write_json,
 )
 from otad.experiments.rows import defended, evaluate_row, measure_regularity
 
@@ -73,8 +70,7 @@ class Study:
         path = self.work / "parts" / f"{digest_of(depends)}.json"
         if path.exists():
             self.report(label, 1, 1)
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found: T = from_plain(kind, content, path.name)
+            found: T = from_plain(kind, read_json(path), path.name)
             return found
         computed = compute()
         write_json(path, to_plain(computed))

@@ -9,8 +9,8 @@ from string import ascii_lowercase
 
 from otad.errors import InputError
 from otad.experiments.records import NetRecord, RowRecord, RunRecord, read_records
-from otad.experiments.scores import Score
 from otad.regularity import Distribution
+from otad.scores import Score
 from otad.transport.files import replacing
 
 HEADER = """# Results

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from otad.experiments.scores import Score, score_of, wilson_interval
+from otad.scores import Score, score_of, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
-"""Frozen dataclasses to plain JSON or TOML values and back, refusing what does not fit."""
+"""Frozen dataclasses to plain JSON or TOML values and back, refusing what does not fit; and files
+of them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from otad.errors import InputError
+from otad.transport.files import replacing
 
 _NOT_FINITE = ("inf", "-inf", "nan")  # JSON has no word for them
 
@@ -72,3 +77,23 @@ def _dataclass(kind: type, value: Any, where: str) -> Any:
 
 def _name(kind: Any) -> str:
     return str(getattr(kind, "__name__", kind)) if not get_args(kind) else str(kind)
+
+
+def read_json(path: Path) -> Any:
+    """The plain values of a file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: expected a record in JSON, got: {error}") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """The whole file or none of it."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def digest_of(content: Any) -> str:
+    """A short name for plain values: equal values, equal names."""
+    text = json.dumps(to_plain(content), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from otad.codec import from_plain, to_plain
 from otad.errors import InputError
-from otad.experiments.codec import from_plain, to_plain
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,17 @@ def score_of(outputs: Tensor, targets: Tensor) -> Score:
     """Logits (B,C) against labels, or values (B,) against targets."""
     n = len(targets)
     if outputs.dim() == 2:
-        correct = int((outputs.argmax(1) == targets).sum())
-        low, high = wilson_interval(correct, n)
-        return Score("accuracy", 100 * correct / n, 100 * low, 100 * high, n)
+        return share_score(int((outputs.argmax(1) == targets).sum()), n)
     errors = (outputs.double() - targets.double()).square()
     mean = float(errors.mean())
     reach = Z_95 * float(errors.std()) / math.sqrt(n) if n > 1 else math.inf
     return Score("mse", mean, max(0.0, mean - reach), mean + reach, n)
+
+
+def share_score(successes: int, n: int) -> Score:
+    """An accuracy: so many of n are right."""
+    low, high = wilson_interval(successes, n)
+    return Score("accuracy", 100 * successes / n, 100 * low, 100 * high, n)
 
 
 def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:

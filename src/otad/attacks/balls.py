@@ -1,0 +1,218 @@
+"""Threat models: the inputs an attacker may turn an input into."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from otad.checks import check_finite
+from otad.errors import InputError
+
+FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
+
+
+@dataclass(frozen=True, eq=False)
+class LpBall(ABC):
+    """{x + delta : |delta / scale|_p <= eps, delta = 0 where immutable, low <= x + delta <= high}.
+
+    - `eps`: the radius, 0 allowed.
+    - `bounds`: the lowest and highest legal input value, None for unbounded inputs.
+    - `scale` (*input_shape): the unit each feature is measured in, all 1 by default; the l-infinity
+      ball of a table then has its own eps for each feature, eps * scale.
+    - `mutable` (*input_shape) bool: the features an attacker can change, all by default.
+    """
+
+    eps: float
+    bounds: tuple[float, float] | None = None
+    scale: Tensor | None = None
+    mutable: Tensor | None = None
+    norm: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps < math.inf:
+            raise InputError(f"eps: expected a finite number of at least 0, got {self.eps!r}")
+        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
+            raise InputError(f"bounds: expected (low, high) with low < high, got {self.bounds!r}")
+        if self.scale is not None:
+            check_finite(self.scale, "scale")
+            if not bool((self.scale > 0).all()):
+                raise InputError(
+                    f"scale: expected positive values, got {float(self.scale.min())}; "
+                    "features that cannot change belong in `mutable`"
+                )
+        if self.mutable is not None and self.mutable.dtype != torch.bool:
+            raise InputError(f"mutable: expected dtype bool, got {self.mutable.dtype}")
+
+    def with_eps(self, eps: float) -> Self:
+        """The same ball in another size."""
+        return replace(self, eps=eps)
+
+    def check_inputs(self, x: Tensor) -> None:
+        """Refuse inputs (B,*input_shape) that the ball's own tensors or bounds do not fit."""
+        for name in ("scale", "mutable"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != x.shape[1:]:
+                raise InputError(
+                    f"{name}: expected shape {tuple(x.shape[1:])} like one input, "
+                    f"got {tuple(tensor.shape)}"
+                )
+        if self.bounds is not None:
+            low, high = (float(value) for value in torch.aminmax(x.detach()))
+            if low < self.bounds[0] or high > self.bounds[1]:
+                raise InputError(
+                    f"x: expected values within the bounds {self.bounds}, "
+                    f"got values from {low} to {high}"
+                )
+
+    def distance(self, moved: Tensor, x: Tensor) -> Tensor:
+        """|(moved - x) / scale|_p (B,) in float64; infinite where an immutable feature changed."""
+        step = moved.detach().double() - x.detach().double()
+        if self.scale is not None:
+            step = step / self.scale.to(step)
+        found = self._length(step.flatten(1))
+        if self.mutable is not None:
+            frozen = ~self.mutable.to(step.device)
+            found = found.masked_fill((step[:, frozen] != 0).any(1), math.inf)
+        return found
+
+    def project(self, moved: Tensor, x: Tensor) -> Tensor:
+        """Points (B,*) of the ball near `moved`; their measured distance never exceeds eps.
+
+        The step is put in the ball, then the input in its bounds: x is within them, so that only
+        shortens the step further.
+        """
+        step = self._masked(moved - x) / self._scale(x)
+        step = self._shorten(step.flatten(1)).view_as(x) * self._scale(x)
+        shrink = FIRST_SHRINK
+        result = self._clipped(x + step)
+        while bool((outside := self.distance(result, x) > self.eps).any()):
+            shrink *= 2
+            rows = outside.view(-1, *[1] * (x.dim() - 1))
+            step = torch.where(rows, step * max(0.0, 1 - shrink), step)
+            result = self._clipped(x + step)
+        return result
+
+    def inside(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Uniformly random points of the ball (B,*), as far as the bounds let them be."""
+        return self.project(x + self._masked(self._random(x, generator)) * self._scale(x), x)
+
+    def surface(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Random steps of full length eps (B,*), as far as the bounds let them be."""
+        drawn = _normal(x, generator)
+        return self.project(x + self.eps * self.steepest(drawn), x)
+
+    def steepest(self, gradient: Tensor) -> Tensor:
+        """The step of length 1 along which a function with this gradient (B,*) grows most."""
+        scale = self._scale(gradient)
+        scaled = self._masked(gradient) * scale
+        return self._unit(scaled.flatten(1)).view_as(gradient) * scale
+
+    def degrees_of_freedom(self, x: Tensor) -> int:
+        """How many numbers of an input can change."""
+        return x[0].numel() if self.mutable is None else int(self.mutable.sum())
+
+    def describe(self) -> str:
+        """The threat model in words."""
+        parts = [f"{self.norm}, eps = {self.eps:g}"]
+        parts.append("inputs unbounded" if self.bounds is None else f"inputs in {self.bounds}")
+        if self.scale is not None:
+            parts.append("each feature measured in its own unit")
+        if self.mutable is not None:
+            parts.append(f"{int((~self.mutable).sum())} features immutable")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain JSON, for a record."""
+        return {
+            "norm": self.norm,
+            "eps": self.eps,
+            "bounds": None if self.bounds is None else list(self.bounds),
+            "scale": None if self.scale is None else self.scale.flatten().tolist(),
+            "mutable": None if self.mutable is None else self.mutable.flatten().tolist(),
+        }
+
+    def _scale(self, x: Tensor) -> Tensor:
+        return x.new_ones(()) if self.scale is None else self.scale.to(x)
+
+    def _masked(self, step: Tensor) -> Tensor:
+        return step if self.mutable is None else step * self.mutable.to(step)
+
+    def _clipped(self, moved: Tensor) -> Tensor:
+        return moved if self.bounds is None else moved.clamp(*self.bounds)
+
+    @abstractmethod
+    def _length(self, step: Tensor) -> Tensor:
+        """|step|_p of rows (B,n)."""
+
+    @abstractmethod
+    def _shorten(self, step: Tensor) -> Tensor:
+        """The point of the ball nearest to each row (B,n), in its own norm's units."""
+
+    @abstractmethod
+    def _unit(self, gradient: Tensor) -> Tensor:
+        """The step (B,n) of length 1 with the largest product with each gradient; 0 for 0."""
+
+    @abstractmethod
+    def _random(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Uniformly random steps (B,*) of the ball in units of `scale`, before masking."""
+
+
+class L2(LpBall):
+    """Euclidean length."""
+
+    norm = "l2"
+
+    def _length(self, step: Tensor) -> Tensor:
+        return _euclidean(step)
+
+    def _shorten(self, step: Tensor) -> Tensor:
+        return step * (self.eps / _euclidean(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
+
+    def _unit(self, gradient: Tensor) -> Tensor:
+        largest = gradient.abs().amax(1, keepdim=True)  # first, as squares of small numbers vanish
+        scaled = gradient / largest.masked_fill(largest == 0, 1.0)
+        return scaled / _euclidean(scaled).clamp_min(0.5)[:, None]
+
+    def _random(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        drawn = self._masked(_normal(x, generator))
+        direction = self._unit(drawn.flatten(1)).view_as(x)
+        share = torch.rand(len(x), generator=generator, dtype=torch.float64)
+        radius = self.eps * share.pow(1 / max(1, self.degrees_of_freedom(x)))
+        return direction * radius.to(x).view(-1, *[1] * (x.dim() - 1))
+
+
+class Linf(LpBall):
+    """The largest change of any feature."""
+
+    norm = "linf"
+
+    def _length(self, step: Tensor) -> Tensor:
+        return step.abs().amax(1)
+
+    def _shorten(self, step: Tensor) -> Tensor:
+        return step.clamp(-self.eps, self.eps)
+
+    def _unit(self, gradient: Tensor) -> Tensor:
+        return gradient.sign()
+
+    def _random(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        drawn = torch.rand(x.shape, generator=generator).to(x)
+        return self.eps * (2 * drawn - 1)
+
+
+NORMS: dict[str, type[LpBall]] = {ball.norm: ball for ball in (L2, Linf)}
+
+
+def _normal(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers like x, the same on every device."""
+    return torch.randn(x.shape, generator=generator).to(x)
+
+
+def _euclidean(rows: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return lengths

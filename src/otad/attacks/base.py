@@ -1,0 +1,225 @@
+"""What every attack does the same way: check, count, project, ask again, measure."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from otad.attacks.balls import LpBall
+from otad.checks import WORKING_DTYPES, check_finite, check_shape, check_tensor
+from otad.errors import InputError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Outputs (B,C) or (B,) and targets (B,) -> what an attacker wants large (B,), differentiable."""
+
+
+def gain_of(outputs: Tensor, y: Tensor) -> Tensor:
+    """How far an attack has got (B,): the best wrong logit above the right one, or |f - y|.
+
+    A model that abstains (NaN) no longer answers right: infinite.
+    """
+    if y.is_floating_point():
+        found = (outputs - y).abs()
+    else:
+        own = outputs.gather(1, y[:, None])[:, 0]
+        found = outputs.scatter(1, y[:, None], -math.inf).amax(1) - own
+    return found.masked_fill(found.isnan(), math.inf)
+
+
+class Target:
+    """The model under attack with the right answers: what a run may ask, and a count of it.
+
+    `y` (B,): labels (int64) or, in regression, values. `tolerance`: a regression is broken once
+    its error exceeds it. `rows` select some of the B examples, as everywhere below.
+    """
+
+    def __init__(self, model: nn.Module, y: Tensor, tolerance: float = math.inf) -> None:
+        self.model = model
+        self.y = y
+        self.tolerance = tolerance
+        self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
+        self.backwards = torch.zeros_like(self.forwards)
+
+    def targets(self, rows: Tensor | None = None) -> Tensor:
+        return self.y if rows is None else self.y[rows]
+
+    def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Outputs for inputs x, one for each of `rows` (int64, all by default), without gradient"""
+        self._count(self.forwards, rows)
+        with torch.no_grad():
+            outputs: Tensor = self.model(x)
+        return outputs
+
+    def gain(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """See `gain_of`."""
+        return gain_of(self(x, rows), self.targets(rows))
+
+    def gradient(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs, and the gradient of the loss in x (zero where the model has none)."""
+        self._count(self.forwards, rows)
+        self._count(self.backwards, rows)
+        moved = x.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs: Tensor = self.model(moved)
+            value = loss(outputs, self.targets(rows)).sum()
+        if not value.requires_grad:
+            return outputs.detach(), torch.zeros_like(x)
+        (gradient,) = torch.autograd.grad(value, moved, allow_unused=True, materialize_grads=True)
+        return outputs.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
+
+    def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Whether answers (B,) are wrong: another class, an abstention, an error too large."""
+        y = self.targets(rows)
+        if y.is_floating_point():
+            return ~((outputs - y).abs() <= self.tolerance)
+        return (outputs.argmax(1) != y) | outputs.isnan().any(1)
+
+    def _count(self, counter: Tensor, rows: Tensor | None) -> None:
+        if rows is None:
+            counter += 1
+        else:
+            counter.index_add_(0, rows, torch.ones_like(rows))
+
+
+class Best:
+    """For each example the input that got furthest so far."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.inputs = x.clone()
+        self.gain = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
+
+    def offer(self, inputs: Tensor, gain: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Keep what is better than before; which rows of `inputs` are (bool)."""
+        known = self.gain if rows is None else self.gain[rows]
+        better = gain > known
+        places = better.nonzero()[:, 0] if rows is None else rows[better]
+        self.inputs[places] = inputs[better]
+        self.gain[places] = gain[better].to(self.gain.dtype)
+        return better
+
+
+@dataclass(frozen=True, eq=False)
+class AttackResult:
+    """What an attack found, one row per example.
+
+    `inputs` (B,*): the best it found within the ball. `broken` (B,): the model's answer there is
+    wrong (or was, unattacked: then `inputs` is the example itself). `abstained` (B,): it gave none.
+    `distance` (B,) float64: measured from the example. `gain` (B,): see `gain_of`. `forwards`,
+    `backwards` (B,): how often the model was asked for an answer, for a gradient.
+    """
+
+    inputs: Tensor
+    broken: Tensor
+    abstained: Tensor
+    distance: Tensor
+    gain: Tensor
+    forwards: Tensor
+    backwards: Tensor
+    seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        """The share of the examples still answered right."""
+        return float((~self.broken).double().mean())
+
+
+class Attack(ABC):
+    """Looks for an input within a ball around each example that a model answers wrongly.
+
+    A new attack writes `run` only. It may return anything: `__call__` projects, asks the model
+    again and measures, so that no attack can claim what it has not got.
+    """
+
+    name: ClassVar[str]
+    family: ClassVar[str]  # "white-box", "black-box", "adaptive" or "random"
+
+    @abstractmethod
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        """The most promising input (B,*) for each of the examples x."""
+
+    @final
+    def __call__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        ball: LpBall,
+        *,
+        generator: torch.Generator,
+        tolerance: float = math.inf,
+    ) -> AttackResult:
+        """Attack examples x (B,*) with right answers y (B,), all in one batch.
+
+        `generator` (on the CPU) is the only source of randomness. In classification, examples that
+        are answered wrongly already are not attacked.
+        """
+        _check(model, x, y, ball)
+        started = time.perf_counter()
+        target = Target(model, y, tolerance)
+        clean = target(x)
+        _check_outputs(clean, y)
+        broken = target.is_broken(clean)
+        inputs, outputs = x.clone(), clean.clone()
+        rows = (~broken).nonzero()[:, 0]
+        if len(rows):
+            inner = Target(model, y[rows], tolerance)
+            examples = x[rows]
+            found = self.run(inner, examples, ball, generator).detach()
+            check_shape(found, f"{self.name}.run", tuple(examples.shape), "like its examples")
+            found = ball.project(torch.where(found.isfinite(), found, examples), examples)
+            answers = inner(found)
+            wrong = inner.is_broken(answers)
+            better = wrong | (gain_of(answers, y[rows]) > gain_of(clean[rows], y[rows]))
+            inputs[rows[better]], outputs[rows[better]] = found[better], answers[better]
+            broken[rows[wrong]] = True
+            target.forwards[rows] += inner.forwards
+            target.backwards[rows] += inner.backwards
+        return AttackResult(
+            inputs=inputs,
+            broken=broken,
+            abstained=outputs.flatten(1).isnan().any(1),
+            distance=ball.distance(inputs, x),
+            gain=gain_of(outputs, y),
+            forwards=target.forwards,
+            backwards=target.backwards,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _check(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if model.training:
+        raise InputError("model: expected one in evaluation mode, got one in training mode")
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
+        raise InputError("x: expected a tensor of at least one example (B,*input_shape)")
+    if x.dtype not in WORKING_DTYPES:
+        raise InputError(f"x: expected dtype float32 or float64, got {x.dtype}")
+    check_finite(x, "x")
+    check_tensor(y, "y", "B", dtypes=(torch.int64, *WORKING_DTYPES))
+    check_shape(y, "y", (len(x),), "with one target per example")
+    ball.check_inputs(x)
+
+
+def _check_outputs(outputs: Tensor, y: Tensor) -> None:
+    if y.is_floating_point():
+        check_shape(outputs, "model", (len(y),), "of values, as y holds values")
+        return
+    if outputs.dim() != 2 or len(outputs) != len(y) or outputs.shape[1] < 2:
+        raise InputError(
+            f"model: expected logits ({len(y)}, C) of at least 2 classes, as y holds labels, "
+            f"got outputs of shape {tuple(outputs.shape)}"
+        )
+    low, high = (int(value) for value in torch.aminmax(y))
+    if low < 0 or high >= outputs.shape[1]:
+        raise InputError(
+            f"y: expected labels from 0 to {outputs.shape[1] - 1}, got the unknown label "
+            f"{low if low < 0 else high}"
+        )

@@ -1,0 +1,184 @@
+"""What an evaluation leaves behind: who was broken by what, at which distance, at which cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from otad.codec import from_plain, read_json, to_plain, write_json
+from otad.environment import Environment
+from otad.errors import InputError
+from otad.scores import Score, share_score
+
+FORMAT = "otad-evaluation-1"
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+
+
+@dataclass(frozen=True)
+class AttackRecord:
+    """One attack at one eps. Rows are numbers of examples, from 0.
+
+    `attacked`: the rows it was run on. `broken`: those of them it broke, `distances` how far off
+    each adversarial example lies (after it was drawn back towards the example as far as it stays
+    wrong), `abstained` those among them where the model gave no answer. In regression nothing is
+    broken; `errors` |f - y| of all attacked rows tell instead. `forwards` and `backwards`: answers
+    and gradients asked of the model, summed over the rows.
+    """
+
+    attack: str
+    family: str
+    eps: float
+    settings: dict[str, Any]
+    attacked: tuple[int, ...]
+    broken: tuple[int, ...]
+    distances: tuple[float, ...]
+    abstained: tuple[int, ...]
+    errors: tuple[float, ...]
+    forwards: int
+    backwards: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CertificateRecord:
+    """Certified radii of all rows, and what they rest on. In regression, the certified largest
+    |f - y| of each row at the eps of the threat."""
+
+    radius: tuple[float, ...]
+    rules: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    worst_errors: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A red-flag check: its verdict, what was found, what it means and what to do about it."""
+
+    name: str
+    verdict: str
+    found: str
+    meaning: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class SolverRecord:
+    """How the defended model came to its clean answers (see EVALUATION in the docs).
+
+    `statuses`: share of rows by status; `smoothness`: least, median, 90 %, 99 % and largest L used;
+    `residual`: the largest, graded in float64; `changed_by_potential`: share of predictions that
+    differ between the two extreme potentials (None in regression).
+    """
+
+    statuses: dict[str, float]
+    smoothness: tuple[float, ...]
+    residual: float | None
+    changed_by_potential: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The whole evaluation of a model on n examples under a threat model.
+
+    `threat` is `LpBall.to_dict()` with the headline eps; `eps` all radii attacked, ascending.
+    `clean`: scores without attack, by predictor ("net", "otad", "knn_majority",
+    "knn_mean_feature", or just "model" for a foreign one). `clean_right`: rows the model answers
+    right unattacked (regression: all). `clean_errors`: |f - y| unattacked (regression only).
+    `missing`: attacks that were not run, and why.
+    """
+
+    task: str
+    n: int
+    seed: int
+    model: dict[str, Any]
+    threat: dict[str, Any]
+    eps: tuple[float, ...]
+    attacker_knows: str
+    environment: Environment
+    clean: dict[str, Score]
+    clean_right: tuple[int, ...]
+    clean_errors: tuple[float, ...]
+    attacks: tuple[AttackRecord, ...]
+    certificate: CertificateRecord | None
+    flags: tuple[Flag, ...]
+    solver: SolverRecord | None
+    seconds: float
+    missing: dict[str, str] = field(default_factory=dict)
+    format: str = FORMAT
+
+    @property
+    def headline_eps(self) -> float:
+        return float(self.threat["eps"])
+
+    @property
+    def worst_case_accuracy(self) -> float:
+        """At the eps of the threat; see `worst_case`."""
+        return self.worst_case().value / 100
+
+    @property
+    def per_attack(self) -> dict[str, float]:
+        """At the eps of the threat: accuracy over all examples when only this attack counts.
+
+        Rows the attack was spared, as others had broken them, count as standing here; so this is
+        the attack's own strength only in an evaluation with `survivors_only=False`.
+        """
+        names = dict.fromkeys(record.attack for record in self.attacks)
+        return {name: self.accuracy_under([name], self.headline_eps).value / 100 for name in names}
+
+    def worst_case(self, eps: float | None = None) -> Score:
+        """The share of examples that are right and that no attack broke within eps."""
+        names = [record.attack for record in self.attacks]
+        return self.accuracy_under(names, self.headline_eps if eps is None else eps)
+
+    def accuracy_under(self, attacks: list[str], eps: float) -> Score:
+        """The same, with only these attacks counted."""
+        if self.task != "classification":
+            raise InputError("accuracy: expected an evaluation of a classifier, got a regression")
+        distances = self.distances(attacks)
+        standing = sum(distances[row] > eps for row in self.clean_right)
+        return share_score(standing, self.n)
+
+    def distances(self, attacks: list[str] | None = None) -> list[float]:
+        """For each row the shortest distance at which it is known to be wrong: 0 where it is so
+        unattacked, infinite where no attack (of these) broke it."""
+        found = [0.0] * self.n
+        for row in self.clean_right:
+            found[row] = math.inf
+        for record in self.attacks:
+            if attacks is None or record.attack in attacks:
+                for row, distance in zip(record.broken, record.distances, strict=True):
+                    found[row] = min(found[row], distance)
+        return found
+
+    def worst_errors(self, eps: float | None = None) -> list[float]:
+        """Regression: the largest |f - y| any attack of size at most eps found for each row."""
+        limit = self.headline_eps if eps is None else eps
+        found = list(self.clean_errors)
+        for record in self.attacks:
+            if record.eps <= limit:
+                for row, error in zip(record.attacked, record.errors, strict=True):
+                    found[row] = max(found[row], error)
+        return found
+
+    def certified_accuracy(self, eps: float) -> Score | None:
+        """The share of examples that are right and proved to stay so within eps."""
+        if self.certificate is None or self.task != "classification":
+            return None
+        radius = self.certificate.radius
+        return share_score(sum(radius[row] > eps for row in self.clean_right), self.n)
+
+    def write(self, path: Path) -> None:
+        """The whole file or none of it."""
+        write_json(path, to_plain(self))
+
+    @staticmethod
+    def read(path: Path) -> Evaluation:
+        content = read_json(path)
+        kind = content.get("format") if isinstance(content, dict) else None
+        if kind != FORMAT:
+            raise InputError(f"{path}: expected an evaluation of format {FORMAT}, got {kind}")
+        record: Evaluation = from_plain(Evaluation, content, path.name)
+        return record
