@@ -63,7 +63,8 @@ class LpBall(ABC):
                 )
         if self.bounds is not None:
             low, high = (float(value) for value in torch.aminmax(x.detach()))
-            if low < self.bounds[0] or high > self.bounds[1]:
+            lowest, highest = x.new_tensor(self.bounds).tolist()  # 0.3 is another number in float32
+            if low < lowest or high > highest:
                 raise InputError(
                     f"x: expected values within the bounds {self.bounds}, "
                     f"got values from {low} to {high}"

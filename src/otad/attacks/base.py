@@ -81,6 +81,11 @@ class Target:
             return ~((outputs - y).abs() <= self.tolerance)
         return (outputs.argmax(1) != y) | outputs.isnan().any(1)
 
+    def is_done(self, gain: Tensor) -> Tensor:
+        """Whether more work on examples with this gain is useless: a wrong class is wrong, but an
+        error may always grow."""
+        return gain > (math.inf if self.y.is_floating_point() else 0.0)
+
     def _count(self, counter: Tensor, rows: Tensor | None) -> None:
         if rows is None:
             counter += 1
@@ -164,7 +169,7 @@ class Attack(ABC):
         started = time.perf_counter()
         target = Target(model, y, tolerance)
         clean = target(x)
-        _check_outputs(clean, y)
+        check_outputs(clean, y)
         broken = target.is_broken(clean)
         inputs, outputs = x.clone(), clean.clone()
         rows = (~broken).nonzero()[:, 0]
@@ -184,7 +189,7 @@ class Attack(ABC):
         return AttackResult(
             inputs=inputs,
             broken=broken,
-            abstained=outputs.flatten(1).isnan().any(1),
+            abstained=outputs.isnan().view(len(x), -1).any(1),
             distance=ball.distance(inputs, x),
             gain=gain_of(outputs, y),
             forwards=target.forwards,
@@ -208,13 +213,14 @@ def _check(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall) -> None:
     ball.check_inputs(x)
 
 
-def _check_outputs(outputs: Tensor, y: Tensor) -> None:
+def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
+    """Refuse outputs that targets y (B,) do not fit."""
     if y.is_floating_point():
-        check_shape(outputs, "model", (len(y),), "of values, as y holds values")
+        check_shape(outputs, name, (len(y),), "of values, as y holds values")
         return
     if outputs.dim() != 2 or len(outputs) != len(y) or outputs.shape[1] < 2:
         raise InputError(
-            f"model: expected logits ({len(y)}, C) of at least 2 classes, as y holds labels, "
+            f"{name}: expected logits ({len(y)}, C) of at least 2 classes, as y holds labels, "
             f"got outputs of shape {tuple(outputs.shape)}"
         )
     low, high = (int(value) for value in torch.aminmax(y))

@@ -1,0 +1,113 @@
+"""A smooth stand-in for the choice of neighbors, and ascent on it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otad.attacks.adaptive.neighborhood import Neighborhood
+from otad.attacks.balls import LpBall
+from otad.attacks.base import Attack, Best, Target
+from otad.checks import check_count
+from otad.errors import InputError
+
+
+@dataclass(frozen=True)
+class SoftKnn(Attack):
+    """Every bank point i votes with weight exp(-|e - x_i|^2 / T), e the embedded input.
+
+    The attack climbs log(weight of the wrong votes) - log(weight of the right ones), in regression
+    the squared error of the weighted mean; its gradient points from the right neighbors to the
+    wrong ones. T is a share of the squared distance to the K-th neighbor of the example, and
+    each share in `temperatures` is tried: small ones see the nearest points alone, large ones the
+    whole region. With `targets` > 0 the wrong votes count for one class at a time, for so many of
+    the classes that come nearest. The model is asked every `ask_every` steps.
+    """
+
+    temperatures: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01)
+    steps: int = 40
+    ask_every: int = 5
+    targets: int = 3
+    random_start: bool = False
+    name = "soft_knn"
+    family = "adaptive"
+
+    def __post_init__(self) -> None:
+        check_count(self.steps, "steps")
+        check_count(self.ask_every, "ask_every")
+        check_count(self.targets, "targets", least=0)
+        if not self.temperatures or min(self.temperatures) <= 0:
+            raise InputError(
+                f"temperatures: expected positive shares, at least one, got {self.temperatures}"
+            )
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        bank = Neighborhood.of(target.model, x)
+        best = Best(x)
+        for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
+            for temperature in self.temperatures:
+                for place in range(1 if target.y.is_floating_point() else max(1, self.targets)):
+                    rows = rows[~target.is_done(best.gain[rows])]
+                    if len(rows):
+                        self._climb(
+                            target, x, ball, rows, bank, temperature, place, best, generator
+                        )
+        return best.inputs
+
+    def _climb(
+        self,
+        target: Target,
+        x: Tensor,
+        ball: LpBall,
+        rows: Tensor,
+        bank: Neighborhood,
+        temperature: float,
+        place: int,
+        best: Best,
+        generator: torch.Generator,
+    ) -> None:
+        start, y = x[rows], target.targets(rows)
+        with torch.no_grad():
+            squared = bank.squared_distances(bank.embed(start))
+            reach = squared.topk(bank.n_neighbors, largest=False).values[:, -1:]
+            width = temperature * reach.clamp_min(torch.finfo(x.dtype).tiny)
+            sides = None if y.is_floating_point() else self._sides(bank, squared, y, place)
+        moved = ball.inside(start, generator) if self.random_start else start
+        for step in range(1, self.steps + 1):
+            moved = moved.detach().requires_grad_()
+            with torch.enable_grad():
+                scores = -bank.squared_distances(bank.embed(moved)) / width
+                value = _advantage(scores, sides, bank.votes, y)
+            (gradient,) = torch.autograd.grad(value.sum(), moved)
+            # From a stride across the ball down to none: the stand-in is smooth, so few will do.
+            stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
+            moved = ball.project(moved.detach() + stride * ball.steepest(gradient), start)
+            if step % self.ask_every == 0 or step == self.steps:
+                best.offer(moved, target.gain(moved, rows), rows)
+
+    def _sides(self, bank: Neighborhood, squared: Tensor, y: Tensor, place: int) -> Tensor:
+        """+1 for bank points (B,N) to draw near, -1 for those to get away from, 0 for others."""
+        wrong = bank.is_wrong(y)
+        if self.targets == 0:
+            return torch.where(wrong, 1, -1)
+        classes = int(bank.votes.max()) + 1
+        nearest = squared.new_full((len(y), classes), math.inf)
+        nearest.scatter_reduce_(1, bank.votes.expand(len(y), -1), squared, "amin")
+        nearest.scatter_(1, y[:, None].clamp_max(classes - 1), math.inf)
+        aim = nearest.argsort(1)[:, min(place, classes - 1)]
+        chosen = (bank.votes[None] == aim[:, None]) & wrong
+        return chosen.to(torch.int8) - (~wrong).to(torch.int8)
+
+
+def _advantage(scores: Tensor, sides: Tensor | None, votes: Tensor, y: Tensor) -> Tensor:
+    """What the attack climbs (B,), from scores (B,N)."""
+    if sides is None:
+        mean = scores.softmax(1) @ votes.to(scores)
+        return (mean - y).square()
+    drawn = scores.masked_fill(sides != 1, -math.inf).logsumexp(1)
+    fled = scores.masked_fill(sides != -1, -math.inf).logsumexp(1)
+    # Without a point on one side there is nothing to compare; the other side alone still says where
+    return torch.where(drawn.isfinite(), drawn, 0.0) - torch.where(fled.isfinite(), fled, 0.0)

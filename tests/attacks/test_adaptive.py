@@ -1,0 +1,207 @@
+"""Attacks on the choice of neighbors: exact where theory is exact, and never out of the ball."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+from otad.attacks import L2, Attack, Linf
+from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
+from otad.attacks.adaptive.region import shortest_step
+from otad.attacks.adaptive.soft_knn import _advantage
+from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.defense import OTAD, defend
+from otad.errors import InputError
+from otad.nets import fc_resnet
+
+ATTACKS: list[Attack] = [Straight(points=6), Bisector(pairs=4), SoftKnn(steps=15), Region()]
+
+
+def blobs(size: int, seed: int, task: str = "classification") -> tuple[Tensor, Tensor]:
+    """Two classes left and right of 0.5 in the unit square, or the value of the first feature."""
+    drawn = torch.rand(size, 2, generator=torch.Generator().manual_seed(seed))
+    if task == "regression":
+        return drawn, drawn[:, 0].clone()
+    return drawn, (drawn[:, 0] > 0.5).long()
+
+
+def small_model(
+    size: int = 40, *, neighbors: int = 1, seed: int = 0, task: str = "classification"
+) -> OTAD:
+    """A bank in the unit square whose head reads the first feature, so that votes are labels."""
+    x, y = blobs(size, seed, task)
+    outputs = 2 if task == "classification" else 1
+    net = fc_resnet((2,), outputs, blocks=1, seed=seed, task=task, bounds=(0.0, 1.0))
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if "head" not in name:
+                weight.zero_()  # no transport: features are inputs
+        if task == "classification":
+            net.head.weight.copy_(torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
+            net.head.bias.copy_(torch.tensor([0.5, -0.5]))
+        else:
+            net.head.weight.copy_(torch.tensor([[1.0, 0.0]]))
+            net.head.bias.zero_()
+    return defend(net, x, y, n_neighbors=neighbors)
+
+
+def true_distances(model: OTAD, x: Tensor, y: Tensor, cells: int = 300) -> Tensor:
+    """Brute force: how far the nearest wrong node of a fine grid is from each input (B,)."""
+    axis = torch.linspace(0, 1, cells)
+    nodes = torch.cartesian_prod(axis, axis)
+    with torch.no_grad():
+        answers = torch.cat([model(part).argmax(1) for part in nodes.split(20_000)])
+    away = torch.cdist(x, nodes).masked_fill(answers[None] == y[:, None], torch.inf)
+    return away.amin(1)
+
+
+def test_with_one_neighbor_the_region_attack_finds_the_distance_of_a_fine_grid_to_five_percent(
+    generator: torch.Generator,
+) -> None:
+    model = small_model(size=15, neighbors=1)
+    x, y = blobs(8, seed=1)
+    y = model(x).argmax(1)
+    attack = Region(singles=15, opponents=15, classes=1, sizes=(1,), rounds=1)
+    for row, true in enumerate(true_distances(model, x, y).tolist()):
+        one = slice(row, row + 1)
+        above = attack(model, x[one], y[one], L2(1.05 * true, (0.0, 1.0)), generator=generator)
+        below = attack(
+            model, x[one], y[one], L2(0.97 * true - 0.005, (0.0, 1.0)), generator=generator
+        )
+        assert bool(above.broken)
+        assert not bool(below.broken)
+
+
+def test_where_gradients_are_blind_the_neighbor_attacks_are_not(
+    generator: torch.Generator,
+) -> None:
+    model = small_model(neighbors=1)  # one neighbor: the map is piecewise constant
+    x, y = blobs(30, seed=2)
+    moved = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(moved).sum(), moved)
+    assert float(gradient.abs().max()) == 0.0
+    true = true_distances(model, x, y)
+    ball = L2(0.2, (0.0, 1.0))
+    reachable = float((true < 0.19).double().mean())
+    for attack in ATTACKS:
+        broken = 1 - attack(model, x, y, ball, generator=generator).accuracy
+        assert broken > 0.8 * reachable, attack.name
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("ball", [L2(0.3, (0.0, 1.0)), Linf(0.2, (0.0, 1.0))], ids=["l2", "linf"])
+def test_stays_in_the_ball_and_counts(
+    attack: Attack, ball: L2 | Linf, generator: torch.Generator
+) -> None:
+    model = small_model(neighbors=5)
+    x, y = blobs(25, seed=3)
+    result = attack(model, x, y, ball, generator=generator)
+    assert float(result.distance.max()) <= ball.eps
+    assert float(result.inputs.min()) >= 0
+    assert float(result.inputs.max()) <= 1
+    assert bool((result.broken == (model(result.inputs).argmax(1) != y)).all())
+    right = model(x).argmax(1) == y
+    assert bool((result.forwards[right] > 2).all())
+    assert bool((result.backwards == 0).all())  # none of them asks the model for a gradient
+    assert result.accuracy < float(right.double().mean())
+
+
+def test_immutable_features_stay(generator: torch.Generator) -> None:
+    model = small_model(neighbors=3)
+    x, y = blobs(25, seed=4)
+    ball = L2(0.5, (0.0, 1.0), mutable=torch.tensor([True, False]))
+    for attack in ATTACKS:
+        result = attack(model, x, y, ball, generator=generator)
+        assert torch.equal(result.inputs[:, 1], x[:, 1])
+        assert result.accuracy < 0.9
+
+
+@pytest.mark.parametrize("rule", [MajorityKnn, MeanFeatureKnn])
+def test_attacks_k_nn_on_the_same_bank(rule: type, generator: torch.Generator) -> None:
+    model = rule(small_model(neighbors=5), 5).eval()
+    x, y = blobs(25, seed=5)
+    for attack in ATTACKS:
+        result = attack(model, x, y, L2(0.4, (0.0, 1.0)), generator=generator)
+        assert result.accuracy < 0.6
+
+
+def test_regression_error_only_grows(generator: torch.Generator) -> None:
+    model = small_model(neighbors=5, task="regression")
+    x, y = blobs(25, seed=6, task="regression")
+    clean = (model(x) - y).abs().detach()
+    for attack in ATTACKS:
+        result = attack(model, x, y, L2(0.2, (0.0, 1.0)), generator=generator)
+        assert bool((result.gain >= clean).all())
+        # the value is the first feature, so a step of 0.2 should buy an error near 0.2
+        assert float(result.gain.median()) > 0.1, attack.name
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_a_model_without_a_bank_is_refused(attack: Attack, generator: torch.Generator) -> None:
+    net = nn.Linear(2, 2).eval()
+    x, y = blobs(10, seed=7)
+    y = net(x).argmax(1)
+    with pytest.raises(InputError, match="expected OTAD or k-NN on its bank"):
+        attack(net, x, y, L2(0.3), generator=generator)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), drawn=st.integers(1, 3), fled=st.integers(1, 4))
+def test_shortest_step_is_the_projection_an_independent_solver_finds(
+    seed: int, drawn: int, fled: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    point = torch.zeros(1, 6, dtype=torch.float64)
+    near = torch.randn(1, fled, 6, generator=generator, dtype=torch.float64)
+    far = 2 * torch.randn(1, drawn, 6, generator=generator, dtype=torch.float64)
+    step = shortest_step(point, far, near)[0].numpy()
+    constraints = []
+    for i, j in itertools.product(range(drawn), range(fled)):
+        gap = (far[0, i] - near[0, j]).numpy()
+        need = float(far[0, i].square().sum() - near[0, j].square().sum())
+        constraints.append(
+            {"type": "ineq", "fun": lambda s, gap=gap, need=need: 2 * gap @ s - need}
+        )
+    found = minimize(
+        lambda s: s @ s,
+        np.zeros(6),
+        jac=lambda s: 2 * s,
+        constraints=constraints,
+        options={"maxiter": 500, "ftol": 1e-12},
+    )
+    if found.success:
+        assert np.linalg.norm(step) == pytest.approx(np.sqrt(found.fun), rel=0.05, abs=1e-3)
+
+
+def test_the_stand_in_has_the_gradient_it_claims() -> None:
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    sides = torch.tensor([[1, -1, 0] * 4])
+    start = torch.randn(1, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    def advantage(x: Tensor) -> Tensor:
+        return _advantage(-(x[:, None] - points).square().sum(2), sides, points[:, 0], x[:, 0])
+
+    assert torch.autograd.gradcheck(advantage, start)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SoftKnn(temperatures=()), "temperatures: expected positive shares"),
+        (lambda: SoftKnn(steps=0), "steps: expected an integer of at least 1"),
+        (lambda: Straight(shares=(2.0,)), r"shares: expected numbers in \(0, 1\]"),
+        (lambda: Region(rounds=0), "rounds: expected an integer of at least 1"),
+        (lambda: Bisector(pairs=0), "pairs: expected an integer of at least 1"),
+    ],
+)
+def test_refuses_bad_settings(make: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()  # type: ignore[operator]
