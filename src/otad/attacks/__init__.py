@@ -1,6 +1,32 @@
 """Attacks on a model, each within a ball around every example."""
 
+from otad.attacks.apgd import Apgd
+from otad.attacks.autoattack import AutoAttackSuite
 from otad.attacks.balls import L2, Linf, LpBall
 from otad.attacks.base import Attack, AttackResult
+from otad.attacks.ngopt import NgOpt
+from otad.attacks.noise import RandomNoise
+from otad.attacks.pgd import Bpda, MetricAttack, Pgd
+from otad.attacks.pixle import Pixle
+from otad.attacks.random_search import RandomSearch
+from otad.attacks.square import Square
+from otad.attacks.transfer import Transfer
 
-__all__ = ["L2", "Attack", "AttackResult", "Linf", "LpBall"]
+__all__ = [
+    "L2",
+    "Apgd",
+    "Attack",
+    "AttackResult",
+    "AutoAttackSuite",
+    "Bpda",
+    "Linf",
+    "LpBall",
+    "MetricAttack",
+    "NgOpt",
+    "Pgd",
+    "Pixle",
+    "RandomNoise",
+    "RandomSearch",
+    "Square",
+    "Transfer",
+]

@@ -1,0 +1,209 @@
+"""AutoAttack (Croce and Hein 2020) by its own library, with what it has to say of a model."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otad.attacks.balls import LpBall
+from otad.attacks.base import Attack, Target
+from otad.attacks.foreign import LIBRARY_NORMS, UnitBox, check_images, own_randomness
+from otad.attacks.square import check_windows
+from otad.checks import check_choice
+from otad.errors import InputError, MissingExtraError
+
+VERSIONS = ("standard", "plus", "rand", "custom")
+PARTS = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
+NEED_CLASSES = {"apgd-dlr": 3, "apgd-t": 4}  # their loss looks at so many logits
+TARGETS = 9  # classes the targeted parts try, where there are so many
+
+
+@dataclass(frozen=True, eq=False)
+class AutoAttackSuite(Attack):
+    """APGD, FAB and Square in a row, on images (B,C,H,W) of a classifier.
+
+    - `version`: "standard", "plus", "rand" (for randomized models) or "custom", which runs the
+      `attacks` of `PARTS` it is given.
+    - `remarks`: what the library warned of in the last call (a randomized model, zero gradients,
+      Square stronger than the gradient attacks, ...), and what had to be changed to run it.
+
+    The library does not tell which example a query is for: the counts of answers and gradients
+    are right in total and spread evenly over the examples.
+    """
+
+    version: str = "standard"
+    attacks: tuple[str, ...] = ()
+    remarks: list[str] = field(default_factory=list, init=False, repr=False)
+    name = "autoattack"
+    family = "white-box"
+
+    def __post_init__(self) -> None:
+        check_choice(self.version, "version", VERSIONS)
+        if (self.version == "custom") != bool(self.attacks):
+            raise InputError(
+                "attacks: expected some with version 'custom' and none otherwise, "
+                f"got {self.attacks!r} with {self.version!r}"
+            )
+        for part in self.attacks:
+            check_choice(part, "attacks", PARTS)
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        self.remarks.clear()
+        check_images(x, self.name)
+        box = UnitBox.of(ball, self.name)
+        if target.y.is_floating_point():
+            raise InputError("autoattack: expected a classifier, got a regression")
+        library, checks = _library()
+        model = _Counted(target, box, x.dtype)
+        with own_randomness(generator) as seed, _frozen(target.model):
+            suite = library.AutoAttack(
+                model,
+                norm=LIBRARY_NORMS[ball.norm],
+                eps=ball.eps / box.width,
+                version=self.version,
+                attacks=list(self.attacks) or None,
+                seed=seed,
+                device=x.device,
+            )
+            self._fit_to_classes(suite, int(model(box.to_unit(x[:1])).shape[1]))
+            if "square" in suite.attacks_to_run and ball.norm == "l2":
+                check_windows(*x.shape[2:])
+            with _listening(suite.logger, self.remarks), _untraced(checks):
+                found, _ = suite.run_standard_evaluation(
+                    box.to_unit(x).float(), target.y, batch_size=len(x)
+                )
+        self.remarks.extend(model.remarks())
+        target.forwards += _spread(model.forwards, target.forwards)
+        target.backwards += _spread(model.backwards, target.backwards)
+        # The library holds x in single precision: what it left alone is exactly x.
+        kept = (found == box.to_unit(x).float()).flatten(1).all(1)
+        kept = kept.view(-1, *[1] * (x.dim() - 1))
+        return torch.where(kept, x, box.from_unit(found.to(x.dtype)))
+
+    def _fit_to_classes(self, suite: Any, classes: int) -> None:
+        """The library warns of too few classes and then fails: leave out what cannot be run."""
+        impossible = [part for part in suite.attacks_to_run if NEED_CLASSES.get(part, 2) > classes]
+        if impossible:
+            suite.attacks_to_run = [p for p in suite.attacks_to_run if p not in impossible]
+            self.remarks.append(
+                f"left out, as there are only {classes} classes: {', '.join(impossible)}"
+            )
+        if not suite.attacks_to_run:
+            raise InputError(
+                f"attacks: expected one that can be run with {classes} classes, "
+                f"got {', '.join(self.attacks)}"
+            )
+        targeted = {"apgd-t", "fab-t"}.intersection(suite.attacks_to_run)
+        if targeted and classes - 1 < TARGETS:
+            self.remarks.append(
+                f"{classes - 1} target classes instead of {TARGETS}, as there are no more"
+            )
+        suite.apgd_targeted.n_target_classes = min(TARGETS, classes - 1)
+        suite.fab.n_target_classes = min(TARGETS, classes - 1)
+
+
+class _Counted:
+    """The model on [0, 1] as the library calls it; counts answers and gradients of single rows."""
+
+    def __init__(self, target: Target, box: UnitBox, dtype: torch.dtype) -> None:
+        self.target = target
+        self.box = box
+        self.dtype = dtype
+        self.forwards = 0
+        self.backwards = 0
+        self.abstained = 0
+        self.has_gradient = True
+
+    def __call__(self, units: Tensor) -> Tensor:
+        self.forwards += len(units)
+        moved = self.box.from_unit(units).to(self.dtype)
+        wants_gradient = moved.requires_grad
+        if wants_gradient:
+            moved.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0))
+        logits: Tensor = self.target.model(moved).to(units.dtype)
+        silent = logits.isnan().any(1, keepdim=True)
+        self.abstained += int(silent.sum())
+        logits = logits.masked_fill(silent, 0.0)
+        if wants_gradient:
+            if not logits.requires_grad:
+                self.has_gradient = False
+                logits = logits + 0.0 * moved.flatten(1).sum(1, keepdim=True).to(logits.dtype)
+            logits.register_hook(self._count_gradient)
+        return logits
+
+    def _count_gradient(self, gradient: Tensor) -> None:
+        self.backwards += len(gradient)
+
+    def remarks(self) -> Iterator[str]:
+        if not self.has_gradient:
+            yield "the model has no gradient: the gradient attacks went nowhere"
+        if self.abstained:
+            yield (
+                f"the model abstained on {self.abstained} queries, "
+                "which the library takes for equal logits"
+            )
+
+
+def _spread(total: int, like: Tensor) -> Tensor:
+    """Integers that sum to `total`, as equal as can be."""
+    shares = torch.full_like(like, total // len(like))
+    shares[: total % len(like)] += 1
+    return shares
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """FAB calls `backward`, which would leave gradients in the model's own weights."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)
+
+
+@contextmanager
+def _listening(logger: logging.Logger, remarks: list[str]) -> Iterator[None]:
+    """Adds to `remarks` each different warning of the logger."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (message := record.getMessage()) not in remarks:
+                remarks.append(message)
+
+    listener = Listener(level=logging.WARNING)
+    logger.addHandler(listener)
+    try:
+        yield
+    finally:
+        logger.removeHandler(listener)
+
+
+@contextmanager
+def _untraced(checks: Any) -> Iterator[None]:
+    """The library's check for dynamic models counts calls over all models ever checked, and takes
+    away the trace function of debuggers."""
+    checks.funcs.update(dict.fromkeys(checks.funcs, 0))
+    tracer = sys.gettrace()
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        library = importlib.import_module("pyautoattack")
+        return library, importlib.import_module("pyautoattack.checks")
+    except ImportError as error:
+        raise MissingExtraError("pyautoattack", "attacks") from error

@@ -1,0 +1,58 @@
+"""Attack one model, show the result to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from otad.attacks.balls import LpBall
+from otad.attacks.base import Attack, Target, check_outputs
+from otad.attacks.gradients import check_evaluation_mode
+from otad.attacks.pgd import Pgd
+from otad.attacks.survivors import Survivors
+from otad.checks import check_count
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer(Attack):
+    """Run the `inner` attack on `source` (the undefended network, say), `starts` times.
+
+    The attacked model is asked for its answer to each result, and for nothing else.
+
+    In regression, with `Pgd` as the inner attack, this is the OTAD paper's non-adaptive white-box
+    attack: it maximizes the error of the network, and the defense meets what that gives.
+    """
+
+    source: nn.Module
+    inner: Attack = field(default_factory=Pgd)
+    starts: int = 1
+    name = "transfer"
+    family = "black-box"
+
+    def __post_init__(self) -> None:
+        check_count(self.starts, "starts")
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        check_evaluation_mode(self.source, "source")
+        with torch.no_grad():
+            check_outputs(self.source(x), target.y, "source")
+        survivors = Survivors(target, x)
+        for _ in range(self.starts):
+            rows = survivors.rows
+            if not len(rows):
+                break
+            source = Unbreakable(self.source, target.targets(rows))
+            examples = x[rows]
+            found = self.inner.run(source, examples, ball, generator).detach()
+            moved = ball.project(torch.where(found.isfinite(), found, examples), examples)
+            survivors.judge(moved, target(moved, rows), rows)
+        return survivors.inputs
+
+
+class Unbreakable(Target):
+    """A source is pushed as far as it goes: what just breaks it seldom breaks another model."""
+
+    def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
+        return torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)

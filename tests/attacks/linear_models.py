@@ -1,0 +1,105 @@
+"""Models whose robustness is known in closed form, and one that writes down what it is asked."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from otad.attacks import LpBall
+
+
+class Linear(nn.Module):
+    """Logits (or, with one output, the value) linear in inputs of any shape."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int = 2, seed: int = 0) -> None:
+        super().__init__()
+        drawn = torch.randn(
+            outputs, torch.Size(shape).numel(), generator=torch.Generator().manual_seed(seed)
+        )
+        self.weight = nn.Parameter(drawn)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = (x - 0.5).flatten(1) @ self.weight.to(x).T
+        return outputs[:, 0] if len(self.weight) == 1 else outputs
+
+    def radius(self, x: Tensor, dual: float) -> Tensor:
+        """The distance (B,) to the nearest other answer, bounds aside; `dual` norm of weights."""
+        with torch.no_grad():
+            logits = self(x)
+            best = logits.argmax(1)
+            gaps = logits.gather(1, best[:, None]) - logits
+            slopes = torch.linalg.vector_norm(self.weight[best][:, None] - self.weight, dual, dim=2)
+        return (gaps / slopes).scatter(1, best[:, None], torch.inf).amin(1)
+
+
+DUAL = {"l2": 2.0, "linf": 1.0}
+
+
+def halving_ball(kind: type[LpBall], model: Linear, x: Tensor, **options: Any) -> LpBall:
+    """A ball of half of the largest radius: some of x can be broken in it, some cannot."""
+    return kind(float(model.radius(x, DUAL[kind.norm]).max()) / 2, **options)
+
+
+def inner_points(count: int, shape: tuple[int, ...], seed: int = 7) -> Tensor:
+    """Inputs far enough from 0 and 1 that bounds play no part."""
+    drawn = torch.rand(count, *shape, generator=torch.Generator().manual_seed(seed))
+    return 0.4 + 0.2 * drawn
+
+
+class Recorder(nn.Module):
+    """Passes on to a model and keeps all inputs it was given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.asked: list[Tensor] = []
+        self.gradients = 0
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked.append(x.detach().clone())
+        outputs: Tensor = self.model(x)
+        if x.requires_grad:
+            outputs.register_hook(self._count)
+        return outputs
+
+    def _count(self, gradient: Tensor) -> None:
+        self.gradients += len(gradient)
+
+    def counts(self, x: Tensor) -> Tensor:
+        """How many inputs were nearest to each of x (B,)."""
+        asked = torch.cat(self.asked).flatten(1)
+        return torch.cdist(asked, x.flatten(1)).argmin(1).bincount(minlength=len(x))
+
+
+class AbstainsAbove(nn.Module):
+    """Right everywhere, but silent (NaN) where the mean of an input exceeds a level."""
+
+    def __init__(self, level: float) -> None:
+        super().__init__()
+        self.level = level
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.flatten(1).mean(1)
+        logits = torch.stack([2 - mean, mean], 1)
+        return logits.masked_fill(mean[:, None] > self.level, torch.nan)
+
+
+def global_randomness() -> tuple[object, ...]:
+    """The state of every global generator."""
+    numpy_state = np.random.get_state()
+    assert isinstance(numpy_state, tuple)
+    return torch.get_rng_state().tolist(), numpy_state[1].tolist(), random.getstate()
+
+
+def assert_legal(inputs: Tensor, x: Tensor, ball: LpBall) -> None:
+    assert float(ball.distance(inputs, x).max()) <= ball.eps
+    if ball.bounds is not None:
+        assert float(inputs.min()) >= ball.bounds[0]
+        assert float(inputs.max()) <= ball.bounds[1]

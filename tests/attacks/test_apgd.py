@@ -1,0 +1,182 @@
+"""Auto-PGD against a plain transcription of its pseudo-code, PGD and the authors' own program."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otad.attacks.apgd import Apgd, _Path, checkpoints
+from otad.attacks.balls import L2, Linf, LpBall
+from otad.attacks.pgd import Pgd
+
+
+def jagged_net(seed: int, inputs: int = 20, classes: int = 4) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(seed)
+    net = nn.Sequential(
+        nn.Linear(inputs, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, classes)
+    ).eval()
+    for weights in net.parameters():
+        bound = 2.5 / weights.shape[-1] ** 0.5
+        weights.data = bound * (2 * torch.rand(weights.shape, generator=generator) - 1)
+        weights.requires_grad_(False)
+    return net
+
+
+def test_checkpoints_are_the_published_ones() -> None:
+    assert list(checkpoints(100)) == [22, 41, 57, 70, 80, 87, 93, 99]
+    assert list(checkpoints(100).values()) == [22, 19, 16, 13, 10, 7, 6, 6]
+    for steps in (1, 2, 3, 10, 37):
+        found = checkpoints(steps)
+        assert max(found) <= steps
+        assert sum(found.values()) == max(found)
+        assert min(found.values()) > 0
+
+
+class Hilly(nn.Module):
+    """A regressor with many hills, and a record of where it was asked."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.weights = weights
+        self.asked: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked.append(x.detach().clone())
+        return (2 * x @ self.weights.T).sin().sum(1) + x.square().sum(1)
+
+
+def transcribed(
+    model: Hilly, x: Tensor, y: Tensor, eps: float, steps: int, order: int
+) -> list[Tensor]:
+    """Algorithm 1 of Croce and Hein (2020) for one example, with all history in lists."""
+
+    def f(point: Tensor) -> Tensor:
+        return ((model(point[None])[0] - y) ** 2).squeeze()
+
+    def gradient(point: Tensor) -> Tensor:
+        return torch.autograd.functional.jacobian(f, point)
+
+    def normalized(g: Tensor) -> Tensor:
+        return g / g.norm() if order == 2 else g.sign()
+
+    def project(point: Tensor) -> Tensor:
+        step = point - x
+        if order == 2:
+            return x + step * min(1.0, eps / float(step.norm()))
+        return x + step.clamp(-eps, eps)
+
+    w, p = [0], [0.0, 0.22]
+    while p[-1] <= 1:
+        w.append(math.ceil(round(p[-1] * steps, 9)))
+        p.append(p[-1] + max(p[-1] - p[-2] - 0.03, 0.06))
+    eta = 2 * eps
+    x_max, f_max = x, float(f(x))
+    points, values, tried = [x], [f_max], [x]
+    eta_at, f_max_at = {0: eta}, {0: f_max}
+    for k in range(steps):
+        if k in w[1:]:
+            last = max(mark for mark in w if mark < k)
+            eta_at[k], f_max_at[k] = eta, f_max
+            rises = sum(values[i + 1] > values[i] for i in range(last, k))
+            stuck = eta_at[last] == eta_at[k] and f_max_at[last] == f_max_at[k]
+            if rises < 0.75 * (k - last) or stuck:
+                eta /= 2
+                points[k], values[k] = x_max, f_max
+        new = project(points[k] + eta * normalized(gradient(points[k])))
+        if k > 0:
+            inertia = points[k] - points[k - 1]
+            new = project(points[k] + 0.75 * (new - points[k]) + 0.25 * inertia)
+        tried.append(new)
+        points.append(new)
+        values.append(float(f(new)))
+        if values[-1] > f_max:
+            x_max, f_max = new, values[-1]
+    return tried
+
+
+@pytest.mark.parametrize("kind", [L2, Linf])
+@pytest.mark.parametrize("steps", [1, 2, 9, 30])
+def test_same_path_as_the_pseudo_code(kind, steps, generator) -> None:
+    weights = torch.randn(10, 3, generator=generator, dtype=torch.float64)
+    for _ in range(4):
+        x = torch.randn(3, generator=generator, dtype=torch.float64)
+        y = torch.zeros((), dtype=torch.float64)
+        model = Hilly(weights).eval()
+        Apgd(steps=steps, random_start=False)(
+            model, x[None], y[None], kind(1.0), generator=generator
+        )
+        found = torch.cat(model.asked)[1:-1]  # without the example itself, and the final check
+        expected = transcribed(model, x, y, 1.0, steps, 2 if kind is L2 else 0)
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_rule_at_a_checkpoint() -> None:
+    """Halved: too few rises (row 0), or no news at the same step (1). Not if the step is new (2),
+    or the best is (3). Rows that are halved go back to their best point."""
+    ones = torch.ones(4)
+    path = _Path(torch.arange(4), torch.zeros(4, 1), torch.zeros(4, 1), ones, ones[:, None], 2.0)
+    path.move(torch.full((4, 1), 5.0), 0.5 * ones, 3 * ones[:, None])
+    path.raised = torch.tensor([5, 6, 6, 6])
+    path.step_is_old = torch.tensor([False, True, False, True])
+    path.best_value = torch.tensor([1.0, 1.0, 1.0, 2.0])
+    path.adapt(8)
+    assert path.step.tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert path.step_is_old.tolist() == [False, False, True, True]
+    assert path.point.flatten().tolist() == [0.0, 0.0, 5.0, 5.0]
+    assert path.gradient.flatten().tolist() == [1.0, 1.0, 3.0, 3.0]
+    assert path.value.tolist() == [1.0, 1.0, 0.5, 0.5]
+    path.raised = torch.tensor([8, 8, 8, 8])
+    path.adapt(8)  # nothing new: only those whose step was kept are halved now
+    assert path.step.tolist() == [1.0, 1.0, 1.0, 1.0]
+
+
+BALLS = [L2(0.25, bounds=(0.0, 1.0)), Linf(0.08, bounds=(0.0, 1.0))]
+
+
+def remaining(attack: Apgd | Pgd, net: nn.Module, x: Tensor, ball: LpBall) -> float:
+    y = net(x).argmax(1)
+    return attack(net, x, y, ball, generator=torch.Generator().manual_seed(1)).accuracy
+
+
+@pytest.mark.parametrize("ball", BALLS, ids=lambda ball: ball.norm)
+def test_at_least_as_strong_as_pgd_for_the_same_cost(ball, generator) -> None:
+    x = torch.rand(150, 20, generator=generator)
+    apgd, pgd = [], []
+    for seed in range(3):
+        net = jagged_net(seed)
+        apgd.append(remaining(Apgd(steps=20, loss="cross_entropy"), net, x, ball))
+        pgd.append(remaining(Pgd(steps=20, loss="cross_entropy"), net, x, ball))
+    assert sum(apgd) < sum(pgd)
+
+
+@pytest.mark.parametrize("ball", BALLS, ids=lambda ball: ball.norm)
+@pytest.mark.parametrize(("loss", "theirs"), [("cross_entropy", "ce"), ("dlr", "dlr")])
+def test_as_strong_as_the_authors_program(ball, loss, theirs, generator) -> None:
+    base = pytest.importorskip("pyautoattack.autopgd_base", reason="needs the extra 'attacks'")
+    x = torch.rand(150, 20, generator=generator)
+    norm = {"l2": "L2", "linf": "Linf"}[ball.norm]
+    for seed in range(2):
+        net = jagged_net(seed)
+        program = base.APGDAttack(
+            net, n_iter=30, norm=norm, n_restarts=1, eps=ball.eps, seed=1, loss=theirs, device="cpu"
+        )
+        y = net(x).argmax(1)
+        expected = float((net(program.perturb(x, y)).argmax(1) == y).double().mean())
+        found = remaining(Apgd(steps=30, loss=loss), net, x, ball)
+        assert abs(found - expected) <= 0.02
+
+
+def test_step_sizes_belong_to_each_example(generator) -> None:
+    """An example meets the same fate alone and in a batch."""
+    net = jagged_net(0).double()
+    x = torch.rand(8, 20, generator=generator, dtype=torch.float64)
+    y = net(x).argmax(1)
+    attack = Apgd(steps=30, random_start=False)
+    together = attack(net, x, y, L2(0.2), generator=generator)
+    for row in range(len(x)):
+        alone = attack(net, x[[row]], y[[row]], L2(0.2), generator=generator)
+        torch.testing.assert_close(alone.inputs[0], together.inputs[row])
+        assert alone.forwards[0] == together.forwards[row]

@@ -1,0 +1,238 @@
+"""What the base promises whatever an attack does: nothing can be claimed that was not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otad.attacks.balls import L2, Linf, LpBall
+from otad.attacks.base import Attack, AttackResult, Best, Target, gain_of
+from otad.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Scripted(Attack):
+    """Returns whatever a function makes of its arguments."""
+
+    script: Callable[[Target, Tensor, LpBall], Tensor]
+    name = "scripted"
+    family = "random"
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        return self.script(target, x, ball)
+
+
+class Sign(nn.Module):
+    """Two classes by the sign of the first feature, with logits (-x_0, x_0)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.flatten(1)[:, 0]
+        return torch.stack([-first, first], 1)
+
+
+class Shy(Sign):
+    """Answers NaN to the right of 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).masked_fill(x[:, :1] > 1, math.nan)
+
+
+class First(nn.Module):
+    """A regressor: the first feature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]
+
+
+def attack(
+    script: Callable[[Target, Tensor, LpBall], Tensor],
+    x: Tensor,
+    y: Tensor,
+    ball: LpBall,
+    model: nn.Module | None = None,
+    **options: float,
+) -> AttackResult:
+    model = Sign().eval() if model is None else model.eval()
+    return Scripted(script)(model, x, y, ball, generator=torch.Generator(), **options)
+
+
+X = torch.tensor([[0.5, 0.0], [2.0, 0.0], [-1.0, 0.0]])
+Y = torch.tensor([1, 1, 1])
+
+
+def test_results_are_projected_and_measured() -> None:
+    """An attack that leaves the ball gets no further than the ball."""
+    result = attack(
+        lambda target, x, ball: x - 100.0, X, Y, L2(1.0, mutable=torch.tensor([1, 0]) > 0)
+    )
+    assert result.broken.tolist() == [True, False, True]
+    torch.testing.assert_close(result.inputs, torch.tensor([[-0.5, 0.0], [1.0, 0.0], [-1.0, 0.0]]))
+    assert bool((result.distance <= 1).all())
+    assert result.distance.dtype == torch.float64
+    torch.testing.assert_close(result.gain, torch.tensor([1.0, -2.0, 2.0]))
+    assert result.accuracy == pytest.approx(1 / 3)
+    assert not result.abstained.any()
+    assert result.seconds >= 0
+
+
+def test_rows_wrong_before_the_attack_are_not_attacked() -> None:
+    seen = []
+
+    def script(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+        seen.append((x, target.y))
+        return x + 0.1
+
+    result = attack(script, X, torch.tensor([1, 0, 0]), L2(1.0))
+    ((examples, labels),) = seen
+    assert torch.equal(examples, X[[0, 2]])
+    assert labels.tolist() == [1, 0]
+    assert torch.equal(result.inputs[1], X[1])
+    assert result.broken.tolist() == [False, True, False]
+    assert result.distance[1] == 0
+    assert result.forwards.tolist() == [2, 1, 2]
+
+    def forbidden(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+        raise RuntimeError("nothing to attack")
+
+    assert attack(forbidden, X, torch.tensor([0, 0, 1]), L2(1.0)).accuracy == 0
+
+
+def test_what_gains_nothing_leaves_the_example() -> None:
+    result = attack(lambda target, x, ball: x + 0.2, X, torch.tensor([1, 1, 0]), L2(1.0))
+    assert torch.equal(result.inputs[:2], X[:2])  # moved away from the boundary
+    assert not torch.equal(result.inputs[2], X[2])  # moved closer to it
+    assert not result.broken.any()
+    torch.testing.assert_close(result.gain, gain_of(Sign()(result.inputs), torch.tensor([1, 1, 0])))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_points_that_are_no_numbers_count_for_nothing(value) -> None:
+    result = attack(lambda target, x, ball: x * 0 + value, X[:2], Y[:2], L2(9.0))
+    assert torch.equal(result.inputs, X[:2])
+    assert not result.broken.any()
+
+
+def test_an_attack_of_the_wrong_shape_is_refused() -> None:
+    with pytest.raises(InputError, match=r"scripted.run: expected shape \(2, 2\)"):
+        attack(lambda target, x, ball: x[:1], X[:2], Y[:2], L2(1.0))
+
+
+def test_the_caller_keeps_its_tensors() -> None:
+    x = X.clone()
+
+    def script(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+        return x.sub_(1.0)
+
+    attack(script, x, Y, L2(1.0))
+    assert torch.equal(x, X)
+
+
+def test_abstention_is_an_answer_that_is_not_right() -> None:
+    x = torch.tensor([[0.5], [1.5]])
+    result = attack(lambda target, x, ball: x + 1.0, x, torch.tensor([1, 1]), L2(1.0), Shy())
+    assert result.broken.tolist() == [True, True]
+    assert result.abstained.tolist() == [True, True]
+    assert result.gain.tolist() == [math.inf, math.inf]
+    assert result.distance.tolist() == [1.0, 0.0]  # the second abstained unattacked
+
+
+def test_regression_is_broken_by_its_tolerance() -> None:
+    x = torch.zeros(3, 2)
+    y = torch.tensor([0.0, -0.4, 2.0])
+
+    def script(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+        return x + 1.0
+
+    free = attack(script, x, y, Linf(0.5), First())
+    assert not free.broken.any()  # no error is too large unless one says so
+    torch.testing.assert_close(free.gain, torch.tensor([0.5, 0.9, 2.0]))
+    assert torch.equal(free.inputs[2], x[2])  # it would have made the error smaller
+    strict = attack(script, x, y, Linf(0.5), First(), tolerance=0.6)
+    assert strict.broken.tolist() == [False, True, True]
+    assert strict.forwards.tolist() == [2, 2, 1]
+
+
+def test_every_question_is_counted() -> None:
+    def script(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+        rows = torch.tensor([1])
+        target(x)
+        target.gain(x[rows], rows)
+        target.gradient(x, lambda outputs, y: outputs.sum(1))
+        target.gradient(x[rows], lambda outputs, y: outputs.sum(1), rows)
+        return x
+
+    result = attack(script, X, torch.tensor([1, 1, 1]), L2(1.0))
+    assert result.forwards.tolist() == [1 + 2 + 1, 1 + 4 + 1, 1]
+    assert result.backwards.tolist() == [1, 2, 0]
+
+
+def test_gradient_of_a_loss_and_its_absence() -> None:
+    target = Target(Sign(), torch.tensor([1, 0]))
+    x = torch.tensor([[0.5, 1.0], [-2.0, 1.0]])
+    outputs, gradient = target.gradient(x, lambda outputs, y: outputs[:, 1].square())
+    assert torch.equal(outputs, Sign()(x))
+    assert gradient.tolist() == [[1.0, 0.0], [-4.0, 0.0]]
+    assert not x.requires_grad
+    _, missing = target.gradient(x, lambda outputs, y: outputs.detach().sum(1))
+    assert not missing.any()
+    _, broken = target.gradient(x, lambda outputs, y: (outputs - outputs).sqrt().sum(1))
+    assert not broken.any()  # 0 / 0 is no direction
+
+
+def test_gain_of() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.5], [0.0, 0.0, -1.0], [math.nan, 1.0, 2.0]])
+    assert gain_of(logits, torch.tensor([0, 1, 1])).tolist() == [-0.5, 0.0, math.inf]
+    values = torch.tensor([1.0, -3.0, math.nan])
+    assert gain_of(values, torch.tensor([2.0, 1.0, 0.0])).tolist() == [1.0, 4.0, math.inf]
+
+
+def test_best_keeps_the_first_of_the_best() -> None:
+    best = Best(torch.zeros(3, 1))
+    better = best.offer(torch.ones(3, 1), torch.tensor([1.0, -math.inf, -5.0]))
+    assert better.tolist() == [True, False, True]
+    rows = torch.tensor([2, 0])
+    better = best.offer(torch.full((2, 1), 7.0), torch.tensor([-4.0, 1.0]), rows)
+    assert better.tolist() == [True, False]
+    assert best.inputs.flatten().tolist() == [1.0, 0.0, 7.0]
+    assert best.gain.tolist() == [1.0, -math.inf, -4.0]
+
+
+def harmless(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "ball", "message"),
+    [
+        (X * math.nan, Y, L2(1.0), "x: expected finite values"),
+        (X.half(), Y, L2(1.0), "x: expected dtype float32 or float64, got torch.float16"),
+        (X[0], Y, L2(1.0), "x: expected a tensor of at least one example"),
+        (X[:0], Y[:0], L2(1.0), "x: expected a tensor of at least one example"),
+        (X, Y[:2], L2(1.0), r"y: expected shape \(3,\)"),
+        (X, Y.int(), L2(1.0), "y: expected dtype int64 or"),
+        (X, Y + 1, L2(1.0), "y: expected labels from 0 to 1, got the unknown label 2"),
+        (X, -Y, L2(1.0), "y: expected labels from 0 to 1, got the unknown label -1"),
+        (X, Y.float(), L2(1.0), r"model: expected shape \(3,\) of values"),
+        (X, Y, L2(1.0, bounds=(0.0, 1.0)), "x: expected values within the bounds"),
+        (X, Y, L2(1.0, scale=torch.ones(3)), "scale: expected shape"),
+    ],
+)
+def test_refusals(x, y, ball, message) -> None:
+    with pytest.raises(InputError, match=message):
+        attack(harmless, x, y, ball)
+
+
+def test_refused_models() -> None:
+    run = Scripted(harmless)
+    generator = torch.Generator()
+    with pytest.raises(InputError, match="model: expected one in evaluation mode"):
+        run(Sign(), X, Y, L2(1.0), generator=generator)
+    with pytest.raises(InputError, match=r"model: expected a torch.nn.Module, got function"):
+        run(lambda x: x, X, Y, L2(1.0), generator=generator)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"model: expected logits \(3, C\) of at least 2 classes"):
+        run(First().eval(), X, Y, L2(1.0), generator=generator)
