@@ -57,6 +57,20 @@ def test_help_teaches(cli: CliRunner, arguments: list[str], expected: tuple[str,
         assert text in result.stdout
 
 
+def test_commands_are_listed_in_the_order_of_use(cli: CliRunner) -> None:
+    shown = cli.invoke(main, ["--help"], env={"COLUMNS": "100"}).stdout
+    listed = [line.strip(" │").split()[0] for line in shown.splitlines() if line.startswith("│ ")]
+    expected = "demo train defend predict explain attack certify evaluate reproduce bench"
+    assert [word for word in listed if not word.startswith("-")] == expected.split()
+
+
+@pytest.mark.parametrize("command", ["attack", "certify", "evaluate"])
+def test_help_shows_an_example_to_type(cli: CliRunner, command: str) -> None:
+    shown = cli.invoke(main, [command, "--help"], env={"COLUMNS": "100"}).stdout
+    assert f"Example: otad {command} digits-model test" in shown
+    assert "--json" in shown
+
+
 def test_bench_prints_a_table_and_leaves_record_and_plot(cli: CliRunner) -> None:
     result = cli.invoke(main, ["bench", "solver", "--preset", "small", "--seed", "5"])
     assert result.exit_code == 0

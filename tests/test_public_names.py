@@ -13,18 +13,55 @@ import pytest
 # Adding a name here is a promise; removing one breaks somebody's program.
 PUBLIC = {
     "otad": [
+        "Certificate",
         "InputError",
+        "L2",
+        "Linf",
+        "LpBall",
         "OTAD",
         "OTADClassifier",
         "OTADRegressor",
         "OtadError",
         "Trace",
         "__version__",
+        "attacks",
+        "certify",
         "cip",
         "data",
         "defend",
+        "evaluate",
         "load",
         "nets",
+    ],
+    "otad.attacks": [
+        "Apgd",
+        "Attack",
+        "AttackResult",
+        "AutoAttackSuite",
+        "Bpda",
+        "L2",
+        "Linf",
+        "LpBall",
+        "MetricAttack",
+        "NgOpt",
+        "Pgd",
+        "Pixle",
+        "RandomNoise",
+        "RandomSearch",
+        "Square",
+        "Transfer",
+    ],
+    "otad.certify": [
+        "Certificate",
+        "Interval",
+        "activation_lipschitz",
+        "attention_lipschitz",
+        "certify",
+        "certify_values",
+        "layer_norm_bound",
+        "layer_norm_lipschitz",
+        "mlp_lipschitz",
+        "vit_block_lipschitz",
     ],
     "otad.cip": [
         "BankProblem",
@@ -34,6 +71,17 @@ PUBLIC = {
         "ExactCip",
         "Status",
         "least_smoothness",
+    ],
+    "otad.evaluate": [
+        "ATTACKS",
+        "AttackRecord",
+        "CertificateRecord",
+        "Evaluation",
+        "Flag",
+        "PRESETS",
+        "SolverRecord",
+        "evaluate",
+        "make_attack",
     ],
     "otad.explain": [
         "Explanation",
@@ -45,12 +93,16 @@ PUBLIC = {
 # Packages that take long to load or come with an extra: imported where they are used.
 HEAVY = (
     "anndata",
+    "art",
     "cvxpy",
     "faiss",
+    "foolbox",
     "matplotlib",
+    "nevergrad",
     "ot",
     "pandas",
     "proxsuite",
+    "pyautoattack",
     "scanpy",
     "sklearn",
     "torchvision",
@@ -85,6 +137,34 @@ def test_public_names_are_documented(module: str, name: str) -> None:
     generated = inspect.isclass(thing) and own.startswith(f"{name}(")  # a dataclass's default
     assert own.strip(), f"{module}.{name} has no docstring"
     assert not generated, f"{module}.{name} has no docstring of its own"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import otad",
+        "import otad.evaluate.suite; from otad.certify import hull",
+    ],
+)
+def test_functions_that_share_their_name_with_a_package(first: str) -> None:
+    """Whatever was imported before, `otad.evaluate` and `otad.certify` are the functions."""
+    program = f"""
+        {first}
+        import otad
+        from otad.certify import Certificate, certify
+        from otad.evaluate import Evaluation, evaluate
+        import otad.evaluate.records, otad.certify.certificate
+        assert otad.evaluate is evaluate, otad.evaluate
+        assert otad.certify is certify, otad.certify
+        assert otad.Certificate is Certificate
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_import_is_silent_and_light() -> None:

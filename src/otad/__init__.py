@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from otad import cip, data, nets
+from otad import attacks, cip, data, nets
+from otad.attacks import L2, Linf, LpBall
+from otad.certify import Certificate, certify
 from otad.defense import OTAD, Trace, defend, load
 from otad.errors import InputError, OtadError
+from otad.evaluate import evaluate
+
+# `certify` and `evaluate` are functions here, though packages have these names. Python binds a
+# package to its parent when it is first loaded, so they are loaded above and bound for good; what
+# is inside the packages is reached by `from otad.evaluate import Evaluation`.
 
 if TYPE_CHECKING:
     from otad.estimators import OTADClassifier, OTADRegressor
@@ -14,16 +21,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "L2",
     "OTAD",
+    "Certificate",
     "InputError",
+    "Linf",
+    "LpBall",
     "OTADClassifier",
     "OTADRegressor",
     "OtadError",
     "Trace",
     "__version__",
+    "attacks",
+    "certify",
     "cip",
     "data",
     "defend",
+    "evaluate",
     "load",
     "nets",
 ]

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from otad.commands.attack import attack
 from otad.commands.bench import app as bench
+from otad.commands.certify import certify
 from otad.commands.defend import defend
 from otad.commands.demo import demo
+from otad.commands.evaluate import evaluate
 from otad.commands.explain import explain
 from otad.commands.predict import predict
 from otad.commands.reproduce import reproduce
@@ -37,7 +40,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 main.add_typer(bench, name="bench")
-for command in (demo, train, defend, predict, explain, reproduce):
+for command in (demo, train, defend, predict, explain, attack, certify, evaluate, reproduce):
     main.command()(command)
 
 

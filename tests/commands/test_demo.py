@@ -14,12 +14,16 @@ from commands.small import Terminal
 import otad
 import otad.demo
 from otad.commands import demo
+from otad.evaluate.records import Evaluation
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two epochs, and a coarse grid for the picture."""
+    """Two epochs, a coarse grid for the picture, and two attacks on a few digits."""
     monkeypatch.setattr(demo, "RECIPE", replace(demo.RECIPE, epochs=2))
+    monkeypatch.setattr(demo, "ATTACKED", 8)
+    monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
+    monkeypatch.setattr(demo, "SUITE", ("straight", "noise"))
     coarse = functools.partial(otad.demo.interpolate_grid, lines=5, every=2)
     monkeypatch.setattr(otad.demo, "interpolate_grid", coarse)
 
@@ -38,15 +42,41 @@ def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> Non
         assert len(list(csv.DictReader(stream))) == 360
     assert Path("there/net/training.json").is_file()
     assert Path("there/map.png").read_bytes().startswith(b"\x89PNG")
+
+    # How robust it is stands in the record, on the page and in Markdown alike.
+    assert record["evaluation"] == "there/evaluation/evaluation.json"
+    evaluation = Evaluation.read(Path(record["evaluation"]))
+    assert (evaluation.n, evaluation.eps, evaluation.seed) == (8, (0.5, 2.0), 1)
+    assert record["worst_case_accuracy"] == evaluation.worst_case_accuracy
+    proved = evaluation.certified_accuracy(0.5)
+    assert proved is not None
+    assert record["certified_accuracy"] == proved.value / 100
+    text = Path(record["robustness"]).read_text(encoding="utf-8")
+    worst = evaluation.worst_case(2.0)
+    assert worst.value < evaluation.worst_case_accuracy * 100  # else the next line says little
+    for content in (page, text):
+        assert f"{worst.value:.1f}%" in content
+        for flag in evaluation.flags:
+            assert flag.verdict in content
+            assert flag.name in content
+    assert page.index('id="cost"') < page.index('id="threat"') < page.index('id="examples"')
+    assert len(list(Path("there/robustness_files").iterdir())) > 3
+
     # What the summary proposes next works on what was left behind.
     terminal.succeed("explain", record["model"], "test", "--row", 0)
 
 
 @pytest.mark.usefixtures("short")
-def test_the_demo_ends_by_saying_where_things_are(terminal: Terminal) -> None:
+def test_the_demo_ends_by_saying_where_things_are(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = functools.partial(demo.evaluate, flags=False)
+    monkeypatch.setattr(demo, "evaluate", hasty)
+    monkeypatch.setattr(demo, "SUITE", ("noise",))
     result = terminal.succeed("demo")
-    for text in ("demo-output/report.html", "demo-output/model", "demo-output/predictions.csv"):
-        assert text in result.stdout
+    for name in ("report.html", "robustness.md", "model", "predictions.csv"):
+        assert f"demo-output/{name}" in result.stdout
+    assert "under attack" in result.stdout
 
 
 @pytest.mark.usefixtures("short")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from report.evaluations import Attacked, of_digits
 from report.small import Small, make_small, write_report
 
 
@@ -16,3 +17,8 @@ def small() -> Small:
 @pytest.fixture(scope="session")
 def report(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(small, tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="session")
+def attacked(small: Small) -> Attacked:
+    return of_digits(small)

@@ -1,16 +1,18 @@
-"""`otad demo`: the whole of the library on handwritten digits, in a minute or two."""
+"""`otad demo`: the whole of the library on handwritten digits, in a few minutes."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
 from otad import defense
+from otad.attacks import L2
+from otad.commands.attack_bar import attack_bar
 from otad.commands.console import remark, show
 from otad.commands.data_choice import DataChoice, describe_data
 from otad.commands.defend import build_model, model_notes
@@ -19,13 +21,21 @@ from otad.commands.net_files import TrainedNet, write_net
 from otad.commands.options import AsJson
 from otad.commands.predict import write_predictions
 from otad.commands.train import train_net, training_record
+from otad.data import Dataset
+from otad.defense import OTAD
 from otad.environment import Environment
+from otad.evaluate import Evaluation, evaluate
+from otad.evaluate.records import FAIL
 from otad.explain import explain
 from otad.report.assessment import DEFENDED, NET, assess
 from otad.transport import TrainConfig
 
+if TYPE_CHECKING:
+    from otad.report.page import Report
+
 RECIPE = TrainConfig(epochs=40, batch_size=64, energy_weight=0.01)
 BLOCKS, NEIGHBORS, SMOOTHNESS = 5, 10, 2.0
+ATTACKED, EPS, RADII, SUITE = 100, 0.5, (0.25, 0.5, 1.0, 1.5), "quick"
 
 
 def demo(
@@ -35,15 +45,17 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of split, weights and order of the rows.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train, defend, predict and explain on handwritten digits, and write a report.
+    """Train, defend, attack and certify on handwritten digits, and write a report.
 
     Needs no data: the 1,797 digits come with scikit-learn. Leaves a model folder
-    that the other commands take, predictions.csv and report.html.
+    that the other commands take, predictions.csv, report.html, and how robust the
+    model is as robustness.md and evaluation/evaluation.json.
 
     Example: otad demo --out my-demo
     """
     from otad.demo import draw_map
     from otad.report import sections
+    from otad.report.blocks import chapter
     from otad.report.cases import cases_section
     from otad.report.cost import cost_number, cost_section, measure_cost
     from otad.report.page import Report
@@ -77,34 +89,54 @@ def demo(
     truths = [dataset.classes[label] for label in dataset.test_y.tolist()]
     cost = measure_cost(model, dataset.test_x, card.parent)
 
+    remark(f"attacking {ATTACKED} digits, and proving what can be proved")
+    evaluation, robust = _evaluate(model, dataset, out / "evaluation", seed)
+    robust.write_markdown(out / "robustness.md")
+
     remark("drawing")
     here = Environment.now(torch.device("cpu"), torch.get_num_threads())
     ours = f"this model (alpha = {config.energy_weight:g})"
     draw_map(out / "map.png")
+    accuracy, *solving = sections.headline(assessment)
+    under_attack = [number for number in robust.numbers if number.name != "clean accuracy"]
     report = Report(
         "Digits, defended",
         "A residual network whose answers are interpolated from its training points by an exact, "
         "smooth map. Everything on this page was computed by one run of otad demo.",
-        [*sections.headline(assessment), cost_number(cost)],
+        [accuracy, *under_attack, *solving, cost_number(cost)],
         [
-            sections.model_section(dataset, model, config),
-            sections.training_section(result),
-            sections.accuracy_section(assessment),
-            sections.honesty_section(ours, {ours: assessment, "without the energy term": other}),
-            cases_section(explanations, truths),
-            sections.map_section((out / "map.png").read_bytes()),
-            cost_section(cost),
+            *chapter(
+                "The model",
+                [
+                    sections.model_section(dataset, model, config),
+                    sections.training_section(result),
+                    sections.accuracy_section(assessment),
+                    sections.honesty_section(
+                        ours, {ours: assessment, "without the energy term": other}
+                    ),
+                    cases_section(explanations, truths),
+                    sections.map_section((out / "map.png").read_bytes()),
+                    cost_section(cost),
+                ],
+            ),
+            *chapter("Its robustness", robust.sections),
         ],
         footer=f"{here.started}; otad {here.versions['otad'] or 'from source'}, "
         f"torch {here.versions['torch']}, Python {here.python}; {here.cpu}; seed {seed}",
     ).write(out / "report.html")
 
+    proved = evaluation.certified_accuracy(EPS)
     record: dict[str, Any] = {
         "report": str(report),
         "model": str(out / "model"),
         "predictions": predictions["predictions"],
         **assessment.to_dict(),
         "share_raised_without_energy": other.share_raised,
+        "robustness": str(out / "robustness.md"),
+        "evaluation": str(out / "evaluation" / "evaluation.json"),
+        "worst_case_accuracy": evaluation.worst_case_accuracy,
+        "certified_accuracy": None if proved is None else proved.value / 100,
+        "flags_failed": [flag.name for flag in evaluation.flags if flag.verdict == FAIL],
         "demo_seconds": time.perf_counter() - started,
     }
     facts = {
@@ -112,10 +144,37 @@ def demo(
         "accuracy of OTAD": f"{assessment.scores[DEFENDED]:.2%}",
         "L raised": f"{assessment.share_raised:.1%} of the rows ({other.share_raised:.1%} without "
         "the energy term)",
+        "under attack": f"{evaluation.worst_case_accuracy:.1%} left by the worst of "
+        f"{len(evaluation.per_attack)} attacks, l2 up to {EPS:g}, on {evaluation.n} digits",
+        "proved": "nothing" if proved is None else f"{proved.value:.1f}% cannot be attacked",
         "report": f"{report}  (open it in a browser)",
+        "robustness": f"{out / 'robustness.md'}",
         "model": f"{out / 'model'}",
         "predictions": str(out / "predictions.csv"),
         "next": f"otad explain {out / 'model'} test --row 0",
         "time": f"{record['demo_seconds']:.0f} s",
     }
     show(record, as_json, title="otad demo", facts=facts)
+
+
+def _evaluate(model: OTAD, dataset: Dataset, folder: Path, seed: int) -> tuple[Evaluation, Report]:
+    """The quick suite on some test digits, and what there is to say about it."""
+    from otad.report.adversarial import Adversarial
+    from otad.report.robustness import evaluation_report
+
+    x, y = dataset.test_x[:ATTACKED], dataset.test_y[:ATTACKED]
+    with attack_bar() as progress:
+        evaluation = evaluate(
+            model, x, y, L2(EPS), eps=RADII, attacks=SUITE, seed=seed, folder=folder,
+            progress=progress,
+        )  # fmt: skip
+    report = evaluation_report(
+        evaluation,
+        model=model,
+        x=x,
+        y=y,
+        adversarial=Adversarial.read(folder / "adversarial.safetensors"),
+        classes=dataset.classes,
+        title="How robust is the digits model?",
+    )
+    return evaluation, report

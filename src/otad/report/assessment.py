@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.cip import BankProblem, Status, least_smoothness
+from otad.cip import Status, least_smoothness
 from otad.defense import OTAD
-from otad.regularity import Distribution
+from otad.regularity import Distribution, problem_of
 from otad.transport.history import METRICS
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
@@ -108,8 +108,8 @@ def assess(
         smoothness.append(trace.solution.smoothness.cpu())
         status.append(trace.solution.status.cpu())
         embedded, indices = model.backbone.embed(inputs), trace.neighbors.indices
-        residual.append(_problem(model, embedded, indices).residual(trace.solution).cpu())
-        nearest = _problem(model, embedded, indices[:, : model.n_neighbors])
+        residual.append(problem_of(model, embedded, indices).residual(trace.solution).cpu())
+        nearest = problem_of(model, embedded, indices[:, : model.n_neighbors])
         least.append(least_smoothness(nearest).cpu())
         if progress is not None:
             progress(sum(map(len, status)), len(x))
@@ -135,11 +135,6 @@ def _score(answers: Tensor, targets: Tensor) -> float:
     if targets.dtype == torch.int64:
         return float((answers == targets).double().mean())
     return float((answers.double() - targets.double()).square().mean())
-
-
-def _problem(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
-    bank = model.bank_inputs, model.bank_features
-    return BankProblem(embedded, *bank, indices, model.smoothness, model.strong_convexity)
 
 
 def _plain(distribution: Distribution | None) -> dict[str, float | None] | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
+
+from otad.evaluate.records import Flag
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,15 @@ class Text:
 
     kind: ClassVar[str] = "text"
     text: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """Sentences under a heading, each with a bullet."""
+
+    kind: ClassVar[str] = "items"
+    title: str
+    items: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -25,13 +36,19 @@ class Facts:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns with a heading; the first holds names, the others numbers. `note` stands below."""
+    """Columns with a heading; the first holds names, the others numbers. `note` stands below.
+
+    A table with a word in `folded` is closed until a reader opens it by that word; `prose`: the
+    cells are sentences.
+    """
 
     kind: ClassVar[str] = "table"
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     strong_row: int | None = None
     note: str = ""
+    folded: str = ""
+    prose: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,23 +97,60 @@ class Gallery:
     cases: Sequence[Case]
 
 
-Block = Text | Facts | Table | Picture | Gallery
+@dataclass(frozen=True)
+class Comparison:
+    """A prediction before and after an attack; `difference` is a picture of what was changed."""
+
+    before: Case
+    after: Case
+    difference: str
+    difference_note: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """Predictions before and after, one below the other."""
+
+    kind: ClassVar[str] = "comparisons"
+    comparisons: Sequence[Comparison]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Red-flag checks, each with its verdict."""
+
+    kind: ClassVar[str] = "flags"
+    flags: Sequence[Flag]
+
+
+Block = Text | Items | Facts | Table | Picture | Gallery | Comparisons | Flags
 
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part of a report. `slug` names it in links; `lead` is its message in a sentence."""
+    """A titled part of a report. `slug` names it in links; `lead` is its message in a sentence.
+
+    Neighboring sections of the same `chapter` stand under its name.
+    """
 
     slug: str
     title: str
     lead: str
     blocks: Sequence[Block]
+    chapter: str = ""
+
+
+def chapter(name: str, sections: Sequence[Section]) -> list[Section]:
+    """The sections, as a chapter."""
+    return [replace(section, chapter=name) for section in sections]
 
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """A number worth a glance, its name, and a remark on it."""
+    """A number worth a glance, its name, and a remark on it; an `alarm` calls for attention."""
 
     value: str
     name: str
     remark: str = ""
+    alarm: bool = False

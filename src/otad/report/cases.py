@@ -40,7 +40,8 @@ def certainty(explanation: Explanation) -> float:
 
 def make_case(explanation: Explanation, truth: str) -> Case:
     """The card of one prediction, with the training points of most weight."""
-    answer, bounds = str(explanation.prediction), explanation.bounds
+    found, bounds = explanation.prediction, explanation.bounds
+    answer = "no answer" if found is None else str(found)
     votes = [
         Vote(
             uri="" if it.inputs is None else pixels_uri(it.inputs, bounds),

@@ -53,14 +53,17 @@ def cost_section(cost: Cost) -> Section:
     together = duration(cost.batch_seconds), duration(cost.batch_seconds / cost.rows)
     alone = duration(cost.single_seconds), duration(cost.single_seconds)
     rows = [(f"{cost.rows:,} inputs in one batch", *together), ("one input alone", *alone)]
-    threads = "one CPU thread" if cost.threads == 1 else f"{cost.threads} CPU threads"
     return Section(
         "cost",
         "Cost of a prediction",
-        f"Embedding, exact neighbor search, convex integration and head, on {threads}; the model "
-        f"folder takes {cost.disk_bytes / 1e6:.1f} MB.",
+        f"Embedding, exact neighbor search, convex integration and head, on "
+        f"{threads(cost.threads)}; the model folder takes {cost.disk_bytes / 1e6:.1f} MB.",
         [Table(("", "in all", "per input"), rows)],
     )
+
+
+def threads(count: int) -> str:
+    return "one CPU thread" if count == 1 else f"{count} CPU threads"
 
 
 def duration(seconds: float) -> str:

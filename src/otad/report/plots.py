@@ -28,7 +28,7 @@ def training_curves(history: Sequence[EpochRecord], metric: str) -> Figure:
         score.plot(*zip(*watched, strict=True), color=COLORS[1], label="validation")
         score.legend(frameon=False, fontsize=9, labelcolor=INK)
     for panel, title in ((loss, "loss"), (energy, "transport energy"), (score, metric)):
-        _tidy(panel, title)
+        tidy(panel, title)
         panel.set_xlabel("epoch", color=SOFT, fontsize=9)
     loss.set_yscale("log")
     return figure
@@ -47,14 +47,20 @@ def smoothness_histogram(least: Mapping[str, Tensor], asked: float) -> Figure:
     panel.axvline(asked, color=INK, lw=1.4, ls=(0, (4, 3)))
     top = panel.get_ylim()[1]
     panel.text(asked, top, f"  L = {asked:g} asked for", color=INK, fontsize=9, va="top")
-    _tidy(panel, "test inputs")
+    tidy(panel, "test inputs")
     panel.set_xlabel("least smoothness L of the neighbors", color=SOFT, fontsize=9)
     if len(finite) > 1:
         panel.legend(frameon=False, fontsize=9, labelcolor=INK)
     return figure
 
 
-def _tidy(panel: Axes, title: str) -> None:
+def plain(label: str) -> str:
+    """A label that is not taken for mathematics, nor left out of a legend."""
+    return label.replace("$", r"\$").lstrip("_")
+
+
+def tidy(panel: Axes, title: str) -> None:
+    """The look of every panel."""
     panel.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color(SOFT)

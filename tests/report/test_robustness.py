@@ -1,0 +1,257 @@
+"""The report of an evaluation says what the record says, for every kind of record."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from report.evaluations import Attacked, by_hand, hand_report, of_values
+from report.small import Small
+from report.test_page import Page
+from torch import nn
+
+from otad.defense import defend
+from otad.errors import InputError
+from otad.evaluate.records import Evaluation
+from otad.nets import fc_resnet
+from otad.report.adversarial import Adversarial, finder_of, spread
+from otad.report.attack_order import counted_with
+from otad.report.blocks import Comparisons, Section, Table
+from otad.report.curve_plots import accuracy_curves, error_curves
+from otad.report.page import Report
+from otad.report.robustness import evaluation_report
+from otad.report.sections import scientific
+from otad.scores import wilson_interval
+from otad.transport.checkpoint import write_checkpoint
+
+SLUGS = (
+    "threat", "curves", "flags", "attacks", "clean", "certificate", "solver", "attack-cost",
+    "repeat",
+)  # fmt: skip
+
+
+def section(report: Report, slug: str) -> Section:
+    (found,) = (it for it in report.sections if it.slug == slug)
+    return found
+
+
+def tables(report: Report, slug: str) -> list[Table]:
+    return [block for block in section(report, slug).blocks if isinstance(block, Table)]
+
+
+def test_the_headline_is_worst_case_proved_clean_and_flags() -> None:
+    worst, proved, clean, flags = hand_report().numbers
+    low, high = wilson_interval(6, 10)
+    assert worst.value == "60.0%"
+    assert worst.remark.startswith("at eps = 1, n = 10")
+    assert worst.remark.endswith(f"{100 * low:.1f} to {100 * high:.1f}%")
+    assert (proved.value, clean.value) == ("40.0%", "90.0%")
+    assert (flags.value, flags.remark, flags.alarm) == ("1 of 3", "1 pass, 1 not run", True)
+    without = evaluation_report(replace(by_hand(), flags=by_hand().flags[:1])).numbers[-1]
+    assert (without.value, without.alarm) == ("0 of 1", False)
+
+
+def test_tables_count_an_attack_with_those_before_it() -> None:
+    report = hand_report()
+    assert [it.slug for it in report.sections] == list(SLUGS)
+    at_headline, others, missing = tables(report, "attacks")
+    # Row 0 fell at 0.4, row 1 at 0.8 and row 9 is wrong anyway: 7 stand; pgd then takes row 2.
+    assert list(at_headline.rows) == [
+        ("straight", "adaptive", "1", "8", "1", "70.0%", "12", "3", "1.5"),
+        ("pgd", "white-box", "1", "7", "1", "60.0%", "12", "3", "1.5"),
+        ("worst case", "", "1", "10", "4", "60.0%", "", "", "3.0"),
+    ]
+    assert [(row[0], row[2], row[5]) for row in others.rows] == [
+        ("straight", "0.5", "80.0%"), ("pgd", "0.5", "80.0%"),
+        ("straight", "2", "40.0%"), ("pgd", "2", "30.0%"),
+    ]  # fmt: skip
+    assert others.folded
+    assert missing.rows[0][0] == "square"
+    (curve,) = tables(report, "curves")
+    assert [(row[0], row[1], row[3]) for row in curve.rows] == [
+        ("0.5", "80.0%", "50.0%"), ("1", "60.0%", "40.0%"), ("2", "30.0%", "0.0%"),
+    ]  # fmt: skip
+    assert curve.strong_row == 1
+
+
+def test_attacks_on_all_rows_count_alone() -> None:
+    first = by_hand().attacks[2]
+    both = (
+        replace(first, attacked=tuple(range(9)), broken=(0, 1), distances=(0.4, 0.8)),
+        replace(first, attack="pgd", attacked=tuple(range(9)), broken=(1, 2), distances=(0.9, 0.9)),
+    )
+    evaluation = replace(by_hand(), attacks=both)
+    assert counted_with(evaluation) == {"straight": ["straight"], "pgd": ["pgd"]}
+    (table, _) = tables(evaluation_report(evaluation), "attacks")
+    assert [row[5] for row in table.rows] == ["70.0%", "70.0%", "60.0%"]
+    assert table.columns[5] == "accuracy"
+    caption = section(evaluation_report(evaluation), "curves").blocks[0].caption  # type: ignore[union-attr]
+    assert "alone" in caption
+    assert "alone" not in section(hand_report(), "curves").blocks[0].caption  # type: ignore[union-attr]
+
+
+def test_drawn_curves_are_the_accuracies_of_the_record() -> None:
+    evaluation = by_hand()
+    panel = accuracy_curves(evaluation).axes[0]
+    lines = {line.get_label(): line for line in panel.lines}
+    for name, attacks in (("straight", ["straight"]), ("worst case", ["straight", "pgd"])):
+        eps, drawn = np.asarray(lines[name].get_xdata()), np.asarray(lines[name].get_ydata())
+        expected = [evaluation.accuracy_under(attacks, size).value for size in eps.tolist()]
+        np.testing.assert_allclose(drawn, expected)
+    eps, drawn = lines["proved"].get_xdata(), lines["proved"].get_ydata()
+    scores = [evaluation.certified_accuracy(float(size)) for size in np.asarray(eps)]
+    np.testing.assert_allclose(np.asarray(drawn), [score.value for score in scores if score])
+
+
+def test_flags_solver_and_certificate_are_told() -> None:
+    report = hand_report()
+    text = report.render()
+    assert re.findall(r'class="verdict">([A-Z ]+)<', text) == ["FAIL", "NOT RUN", "PASS"]
+    for words in (
+        "71 % are zero", "Attacks are blind.", "Use BPDA.", "no model was given",
+        scientific(4e-8), "10.0%", "L used", "3.3",
+        "hull", "a linear head", "No adversarial example was found inside",
+        "seed 7", "2026-01-02T03:04:05+00:00", "steps = 20, inner.rate = 0.25",
+        "gave no answer for 1 of the 10", "from 0 to 1", "Euclidean",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_a_wrong_proof_is_cried_out() -> None:
+    evaluation = by_hand()
+    assert evaluation.certificate is not None
+    radius = (0.41, *evaluation.certificate.radius[1:])  # row 0 was broken at 0.4
+    wrong = replace(evaluation, certificate=replace(evaluation.certificate, radius=radius))
+    assert "1 adversarial examples lie INSIDE" in evaluation_report(wrong).render()
+
+
+def test_without_attacks_nothing_is_called_robust(tmp_path: Path) -> None:
+    bare = replace(by_hand(), attacks=(), certificate=None, flags=(), solver=None, missing={})
+    report = evaluation_report(bare)
+    assert report.numbers[0].value == "not attacked"
+    assert report.numbers[0].alarm
+    text = Page(report.write(tmp_path / "bare.html")).text
+    assert "No attack was run" in text
+    assert "Nothing: no certificate was computed." in text
+    assert "No check was run" in text
+    assert "solver" not in [it.slug for it in report.sections]
+    assert "not attacked" in report.markdown()
+
+
+def test_regression_tells_errors_and_bounds() -> None:
+    evaluation = of_values()
+    report = evaluation_report(evaluation)
+    assert [number.value for number in report.numbers] == ["1.5", "3", "1", "none run"]
+    (curve,) = tables(report, "curves")
+    assert [tuple(row) for row in curve.rows] == [
+        ("0", "1", "1.375", "2", "-"),
+        ("1", "1.5", "3.125", "3", "3"),
+        ("2", "4", "16", "4", "-"),
+    ]
+    at_headline, others = tables(report, "attacks")
+    assert [row[4:6] for row in at_headline.rows] == [("1.25", "2.5"), ("1.312", "3")]
+    assert [row[4:6] for row in others.rows] == [("4", "4")]
+    lines = {line.get_label(): line for line in error_curves(evaluation).axes[0].lines}
+    np.testing.assert_allclose(np.asarray(lines["worst case"].get_ydata()), [1, 1.5, 4])
+    np.testing.assert_allclose(np.asarray(lines["noise"].get_ydata()), [1, 1.375, 1.375])
+    text = report.render()
+    for words in ("1 of 2 features", "of 1 to 2", "unbounded", "largest change of any feature"):
+        assert words in text
+    assert evaluation_report(replace(evaluation, attacks=())).numbers[0].value == "not attacked"
+
+
+def test_examples_show_input_change_and_neighbors(small: Small, attacked: Attacked) -> None:
+    evaluation, y, adversarial = attacked.evaluation, attacked.y, attacked.adversarial
+    shown = [it for block in section(attacked.report, "examples").blocks
+             if isinstance(block, Comparisons) for it in block.comparisons]  # fmt: skip
+    assert len(shown) == 4
+    lengths = [float(it.title.rpartition(" ")[2]) for it in shown]
+    assert lengths == sorted(lengths)
+    assert max(lengths) <= evaluation.headline_eps
+    for it in shown:
+        row = int(re.search(r"\d+", it.title)[0])  # type: ignore[index]
+        place = adversarial.rows.tolist().index(row)
+        with torch.no_grad():
+            answer = int(small.model(adversarial.inputs[place, None]).argmax())
+        assert it.after.prediction == str(answer) != it.before.prediction == str(int(y[row]))
+        assert it.before.right
+        assert not it.after.right
+        for vote in (*it.before.votes, *it.after.votes):
+            assert vote.agrees is (vote.label == it.after.truth)
+        assert len(it.before.votes) == len(it.after.votes) == 5
+        assert finder_of(evaluation, row) in it.title
+        assert re.search(r"\d+ times as strong", it.difference_note)
+    assert [it.title for it in shown] == list(dict.fromkeys(it.title for it in shown))
+
+
+def test_a_foreign_model_has_examples_without_neighbors(attacked: Attacked) -> None:
+    foreign = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
+    report = evaluation_report(
+        attacked.evaluation, model=foreign, x=attacked.x, y=attacked.y,
+        adversarial=attacked.adversarial,
+    )  # fmt: skip
+    (block, *_) = section(report, "examples").blocks
+    assert isinstance(block, Comparisons)
+    assert block.comparisons[0].after.votes == ()
+    assert "training points" not in section(report, "examples").lead
+
+
+def test_a_table_shows_the_features_that_moved(generator: torch.Generator) -> None:
+    x, y = torch.randn(30, 2, generator=generator), torch.randn(30, generator=generator)
+    model = defend(fc_resnet((2,), 1, task="regression"), x, y, n_neighbors=4)
+    moved = x[:4].clone()
+    moved[:, 0] += torch.tensor([0.5, 0.6, 0.7, 0.8])
+    report = evaluation_report(
+        of_values(), model=model, x=x[:4], y=y[:4],
+        adversarial=Adversarial(torch.arange(4), moved), feature_names=("acid", "sugar"),
+    )  # fmt: skip
+    (table, *_) = tables(report, "examples")
+    answer, acid, sugar = table.rows
+    with torch.no_grad():
+        assert answer[:3] == ("answer", f"{model(x[:1])[0]:.5g}", f"{model(moved[:1])[0]:.5g}")
+    assert acid == ("acid", f"{x[0, 0]:.4g}", f"{moved[0, 0]:.4g}", "+0.5")
+    assert sugar[0] == "sugar"
+    assert sugar[3] == "+0"
+    assert f"The right answer is {y[0]:.5g}" in table.note
+
+
+def test_no_adversarial_example_is_no_fault(small: Small, attacked: Attacked) -> None:
+    none = Adversarial(torch.zeros(0, dtype=torch.int64), attacked.x[:0])
+    report = evaluation_report(
+        attacked.evaluation, model=small.model, x=attacked.x, y=attacked.y, adversarial=none
+    )
+    assert section(report, "examples").lead == "No adversarial example was found."
+    assert section(report, "examples").blocks == []
+
+
+def test_examples_are_spread_over_the_ball() -> None:
+    distances = torch.tensor([0.9, 0.1, 3.0, 0.5, 0.3, 0.7, torch.inf])
+    assert spread(distances, 1.0, 3) == [1, 3, 0]
+    assert spread(distances, 0.4, 4) == [1, 4, 3, 5]
+    assert spread(distances, 1.0, 10) == [1, 4, 3, 5, 0, 2]
+
+
+def test_other_examples_than_those_of_the_record_are_refused(small: Small) -> None:
+    with pytest.raises(InputError, match="x: expected the 10 examples of the record, got 3"):
+        evaluation_report(by_hand(), x=small.dataset.test_x[:3])
+
+
+def test_adversarial_examples_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "adversarial.safetensors"
+    write_checkpoint(path, {"rows": torch.tensor([4, 2]), "inputs": torch.rand(2, 3)}, {})
+    read = Adversarial.read(path)
+    assert read.rows.tolist() == [4, 2]
+    assert read.inputs.shape == (2, 3)
+    write_checkpoint(path, {"rows": torch.tensor([4, 2])}, {})
+    with pytest.raises(InputError, match="got no inputs"):
+        Adversarial.read(path)
+
+
+def test_a_record_read_from_its_file_gives_the_same_report(tmp_path: Path) -> None:
+    by_hand().write(tmp_path / "evaluation.json")
+    read = Evaluation.read(tmp_path / "evaluation.json")
+    assert evaluation_report(read).markdown() == hand_report().markdown()
