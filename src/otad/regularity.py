@@ -8,7 +8,7 @@ its bank are from that, and what OTAD makes of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -52,11 +52,27 @@ class Distribution:
         return Distribution(len(numbers), float(numbers.mean()), *(float(mark) for mark in marks))
 
 
+def problem_of(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
+    """The convex integration problem of embedded inputs (B,d) with these bank points (B,K)."""
+    bank = model.bank_inputs, model.bank_features
+    return BankProblem(embedded, *bank, indices, model.smoothness, model.strong_convexity)
+
+
 def integrate(
     model: OTAD, embedded: Tensor, neighbors: Neighbors, *, solver: ExactCip | None = None
 ) -> CipSolution:
     """The convex integration answer for embedded inputs (B,d), by the model's solver or another."""
-    return (solver or model.solver)(_problem(model, embedded, neighbors.indices))
+    return (solver or model.solver)(problem_of(model, embedded, neighbors.indices))
+
+
+@torch.no_grad()
+def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) -> Tensor:
+    """Whether a class prediction (B,) differs between the two extreme potentials."""
+    extremes = (replace(model.solver, potential=rule) for rule in ("lowest", "highest"))
+    images = (integrate(model, embedded, neighbors, solver=one).image for one in extremes)
+    low, high = (model.backbone.head(image).argmax(1) for image in images)
+    changed: Tensor = low != high
+    return changed
 
 
 @torch.no_grad()
@@ -69,7 +85,7 @@ def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -
     for batch in model.backbone.check_inputs(x).split(batch_size):
         embedded = model.backbone.embed(batch)
         indices = model.neighbors(embedded).indices[:, : model.n_neighbors]
-        found.append(least_smoothness(_problem(model, embedded, indices)))
+        found.append(least_smoothness(problem_of(model, embedded, indices)))
     return torch.cat(found)
 
 
@@ -177,8 +193,3 @@ def _steepest(
 def _random_like(points: Tensor, generator: torch.Generator) -> Tensor:
     drawn = torch.randn(points.shape, generator=generator, device=generator.device)
     return drawn.to(points)
-
-
-def _problem(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
-    bank = model.bank_inputs, model.bank_features
-    return BankProblem(embedded, *bank, indices, model.smoothness, model.strong_convexity)

@@ -1,5 +1,17 @@
 """Robustness by the protocol: worst case over many attacks, proofs beneath it, flags beside it."""
 
-from otad.evaluate.records import AttackRecord, Evaluation, Flag
+from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation, Flag, SolverRecord
+from otad.evaluate.runner import evaluate
+from otad.evaluate.suite import ATTACKS, PRESETS, make_attack
 
-__all__ = ["AttackRecord", "Evaluation", "Flag"]
+__all__ = [
+    "ATTACKS",
+    "PRESETS",
+    "AttackRecord",
+    "CertificateRecord",
+    "Evaluation",
+    "Flag",
+    "SolverRecord",
+    "evaluate",
+    "make_attack",
+]

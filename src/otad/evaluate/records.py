@@ -14,6 +14,7 @@ from otad.scores import Score, share_score
 
 FORMAT = "otad-evaluation-1"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+SANDWICH = "certificate sandwich"  # the flag whose failure is a bug
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class SolverRecord:
-    """How the defended model came to its clean answers (see EVALUATION in the docs).
+    """How the defended model came to its clean answers.
 
     `statuses`: share of rows by status; `smoothness`: least, median, 90 %, 99 % and largest L used;
     `residual`: the largest, graded in float64; `changed_by_potential`: share of predictions that
@@ -112,6 +113,11 @@ class Evaluation:
     @property
     def headline_eps(self) -> float:
         return float(self.threat["eps"])
+
+    @property
+    def is_sound(self) -> bool:
+        """No attack contradicts a certificate."""
+        return not any(flag.name == SANDWICH and flag.verdict == FAIL for flag in self.flags)
 
     @property
     def worst_case_accuracy(self) -> float:

@@ -1,0 +1,125 @@
+"""What a part of an evaluation depends on, in plain values: model, attack, code, randomness."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otad.attacks import Attack
+from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.baselines.knn import Knn
+from otad.codec import to_plain
+from otad.defense import OTAD
+from otad.errors import InputError
+from otad.nets import Backbone
+from otad.transport.bank import fingerprint_of
+from otad.transport.checkpoint import fingerprint
+
+NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
+FOREIGN = "model"
+_KINDS: dict[type, str] = {
+    Backbone: NET,
+    OTAD: DEFENDED,
+    MajorityKnn: MAJORITY,
+    MeanFeatureKnn: MEAN_FEATURE,
+}
+
+
+def kind_of(model: nn.Module) -> str:
+    """The name of a model among the predictors of a record."""
+    return next((name for kind, name in _KINDS.items() if isinstance(model, kind)), FOREIGN)
+
+
+def model_card(model: nn.Module) -> dict[str, Any]:
+    """What a record says about a model: its kind, its settings and a fingerprint of all of it."""
+    card: dict[str, Any] = {"kind": kind_of(model), "class": type(model).__name__}
+    card |= _settings(model)
+    state = model.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    others = {name: repr(value) for name, value in state.items() if name not in tensors}
+    # Two runs show one module at two places in memory.
+    shown = re.sub(r" at 0x[0-9a-f]+", "", repr(model))
+    note = f"{type(model).__module__}|{shown}|{card}|{others}"
+    return card | {"fingerprint": fingerprint_of(tensors, note=note)}
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    if isinstance(model, Backbone):
+        try:
+            return {"net": model.config()}
+        except InputError:  # not a registered kind: its class and weights still tell it apart
+            return {"net": {"class": type(model).__name__}}
+    if isinstance(model, Knn):
+        return _settings(model.model) | {"n_neighbors": model.n_neighbors}
+    if not isinstance(model, OTAD):
+        return {}
+    return _settings(model.backbone) | {
+        "n_neighbors": model.n_neighbors,
+        "smoothness": model.smoothness,
+        "strong_convexity": model.strong_convexity,
+        "search": model.search,
+        "solver": to_plain(asdict(model.solver)),
+        "bank": {"points": len(model.bank_inputs), "fingerprint": model.bank_fingerprint},
+    }
+
+
+def settings_of(attack: Attack) -> dict[str, Any]:
+    """The settings of an attack in plain values; modules and tensors by their fingerprint."""
+    own: Any = attack
+    if is_dataclass(own):
+        names = [field.name for field in fields(own) if field.init]
+    else:
+        names = [name for name in vars(own) if not name.startswith("_") and name != "remarks"]
+    return {name: _plain(getattr(attack, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        card = model_card(value)
+        return {"class": card["class"], "fingerprint": card["fingerprint"]}
+    if isinstance(value, Tensor):
+        return {"tensor": fingerprint({"": value.detach()})}
+    if isinstance(value, Attack):
+        return {"attack": value.name} | settings_of(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return to_plain(value)
+
+
+def source_of(attack: Attack) -> str:
+    """The code of an attack's class, which may be the user's own."""
+    kind = type(attack)
+    try:
+        return f"{kind.__module__}.{inspect.getsource(kind)}"
+    except (OSError, TypeError):  # typed in at a prompt
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@functools.cache
+def code_digest() -> str:
+    """A fingerprint of the library's own code and of torch: parts of other code do not count."""
+    digest = hashlib.sha256(str(torch.__version__).encode())
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def generator_for(*names: object) -> torch.Generator:
+    """A CPU generator whose seed is a hash of these: the same names, the same numbers."""
+    text = "/".join(str(name) for name in names)
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,92 @@
+"""A weakness put there on purpose: whoever looks for weaknesses must find it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from otad.baselines.knn import Knn
+from otad.defense import OTAD
+from otad.evaluate.records import FAIL, PASS, Flag
+from otad.evaluate.scene import Scene, not_run
+from otad.evaluate.suite import defended_of
+from otad.transport.bank import FeatureBank
+
+PLANTS = 8  # examples that get one
+BANK = 2000  # points of the original bank that stay around them
+DISTANCE = 0.5  # of eps: where an adversarial example is put
+
+NAME = "planted adversarial example is found"
+MEANING = (
+    "In a copy of the model, bank points are moved so that an input at half the eps is answered "
+    "wrongly by construction. Attacks that miss it would miss a real one too."
+)
+
+
+def planted_example(scene: Scene) -> Flag:
+    """The attacks of the evaluation, those that know the bank first, on a model with plants."""
+    defended = defended_of(scene.model)
+    if defended is None:
+        return not_run(NAME, "the model has no bank to plant one in", MEANING)
+    if scene.task != "classification" or not scene.attacks or scene.threat.eps == 0:
+        return not_run(NAME, "it takes a classifier, an attack and an eps above 0", MEANING)
+    x, y = scene.sample(PLANTS)
+    if not len(x):
+        return not_run(NAME, "no example is right unattacked", MEANING)
+    model, aims = plant(scene, defended, x, y)
+    with torch.no_grad():
+        hidden = (model(x).argmax(1) == y) & (model(aims).argmax(1) != y)
+    x, y = x[hidden], y[hidden]
+    total = len(x)
+    if not total:
+        return not_run(NAME, "no weakness could be planted at this eps", MEANING)
+    for attack in sorted(scene.attacks, key=lambda one: one.family != "adaptive"):
+        result = attack(model, x, y, scene.threat, generator=scene.generator(NAME))
+        x, y = x[~result.broken], y[~result.broken]
+        if not len(x):
+            found = f"all {total} were found"
+            return Flag(NAME, PASS, found, MEANING, "Nothing to do.")
+    advice = (
+        "Add attacks that move towards bank points of other classes (straight, soft_knn, region). "
+        "The worst case of this evaluation is too optimistic."
+    )
+    return Flag(NAME, FAIL, f"{len(x)} of {total} were missed", MEANING, advice)
+
+
+@torch.no_grad()
+def plant(scene: Scene, defended: OTAD, x: Tensor, y: Tensor) -> tuple[nn.Module, Tensor]:
+    """A model with a part of the bank and, for each example x (B,*), as many new points as there
+    are neighbors at the example itself, with the feature of a bank point that is answered y, and
+    as many at an input (B,*) at half the eps, with a feature that is answered otherwise."""
+    generator, backbone = scene.generator(NAME), defended.backbone
+    half = scene.threat.with_eps(DISTANCE * scene.threat.eps)
+    aims = half.surface(x, generator)
+    bank = defended.bank
+    chosen = torch.randperm(len(bank), generator=generator)[:BANK].sort().values
+    chosen = chosen.to(bank.inputs.device)
+    inputs, features, labels = bank.inputs[chosen], bank.features[chosen], bank.labels[chosen]
+    answers = backbone.head(features.to(backbone.head.weight)).argmax(1).to(labels.device)
+    copies = max(defended.n_sought, getattr(scene.model, "n_neighbors", 0))
+    agreed = answers == labels  # points whose feature and label say the same
+    for example, aim, label in zip(x, aims, y.tolist(), strict=True):
+        for place, wanted in ((example, answers == label), (aim, answers != label)):
+            source = (wanted & agreed).nonzero()[:, 0][:1]
+            if not len(source):
+                continue
+            point = backbone.embed(place[None]).to(inputs).expand(copies, -1)
+            inputs = torch.cat([inputs, point])
+            features = torch.cat([features, features[source].expand(copies, -1)])
+            labels = torch.cat([labels, labels[source].expand(copies)])
+    planted = OTAD(
+        backbone,
+        FeatureBank(inputs, features, labels, "planted", verify=False),
+        n_neighbors=defended.n_neighbors,
+        smoothness=defended.smoothness,
+        strong_convexity=defended.strong_convexity,
+        solver=defended.solver,
+        search=defended.search,
+    )
+    model = scene.model
+    if isinstance(model, Knn):
+        return type(model)(planted, model.n_neighbors).eval(), aims
+    return planted.eval(), aims

@@ -1,0 +1,49 @@
+"""Certificates as an evaluation records them: in the norm and the units of its threat."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from otad.attacks import LpBall
+from otad.certify import certify, certify_values
+from otad.defense import OTAD
+from otad.evaluate.records import CertificateRecord
+
+SAFETY = 1 + 1e-12  # more than the rounding of a conversion
+
+
+def prove(model: OTAD, x: Tensor, y: Tensor, ball: LpBall) -> CertificateRecord:
+    """Radii of all rows, in regression the largest |f - y| within the ball.
+
+    Certificates are in l2, in the units of the ball. A step of l-infinity size 1 in n features is
+    at most sqrt(n) long in l2, so for such a ball radii are divided by that.
+    """
+    started = time.perf_counter()
+    unit, longest = ball.scale, 1.0
+    radius: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
+    rules: tuple[str, ...] = ()
+    note: tuple[str, ...] = ()
+    if ball.norm != "l2":
+        longest = math.sqrt(max(1, ball.degrees_of_freedom(x))) * SAFETY
+        note = (f"a step of size 1 in {ball.norm} is at most {longest:.6g} long in l2",)
+    if y.is_floating_point():
+        interval = certify_values(model, x, ball.eps * longest, unit=unit)
+        targets = y.double()
+        worst = torch.maximum(interval.high - targets, targets - interval.low)
+        errors, assumptions = tuple(worst.tolist()), interval.assumptions
+    else:
+        certificate = certify(model, x, unit=unit)
+        radius = tuple((certificate.radius / longest).tolist())
+        rules, assumptions = certificate.rules, certificate.assumptions
+    return CertificateRecord(
+        radius=radius,
+        rules=rules,
+        assumptions=(*assumptions, *note),
+        worst_errors=errors,
+        seconds=time.perf_counter() - started,
+    )

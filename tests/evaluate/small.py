@@ -1,0 +1,170 @@
+"""Small models and attacks whose robustness is known in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from otad.attacks import Attack, LpBall
+from otad.attacks.base import Target
+from otad.codec import to_plain
+from otad.defense import OTAD, defend
+from otad.evaluate import AttackRecord, CertificateRecord, Evaluation
+from otad.evaluate.clean import look_at_clean
+from otad.evaluate.scene import Scene
+from otad.nets import FCResNet, fc_resnet
+
+
+class Plane(nn.Module):
+    """Logits (-s, s) with s = x_0: class 1 where x_0 > 0. The distance of x to the plane is |x_0|,
+    and along a unit direction d it is |x_0| / |d_0|."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = x @ self.weight
+        return torch.stack([-score, score], 1)
+
+
+class Slope(nn.Module):
+    """The value 2 x_0: an error grows by 2 for each unit along the first axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x[:, 0]
+
+
+@dataclass(frozen=True)
+class Walk(Attack):
+    """Goes eps far along `direction`, towards the other class; draws a number to be random."""
+
+    direction: tuple[float, ...] = (1.0, 0.0, 0.0)
+    name = "walk"
+    family = "white-box"
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        torch.rand((), generator=generator)
+        step = torch.tensor(self.direction)
+        step = step / step.norm()
+        sign = torch.ones(len(x)) if target.y.is_floating_point() else 1.0 - 2.0 * target.y
+        return x + ball.eps * sign[:, None] * step.to(x)
+
+
+@dataclass(frozen=True)
+class Slant(Walk):
+    """The same, along a diagonal by default: each distance is longer by the square root of 2."""
+
+    direction: tuple[float, ...] = (1.0, 1.0, 0.0)
+    name = "slant"
+
+
+@dataclass(frozen=True)
+class Blind(Walk):
+    """The same, by an attacker who is said to know nothing."""
+
+    name = "blind"
+    family = "black-box"
+
+
+@dataclass(frozen=True)
+class Wander(Attack):
+    """A random step, so that the seed matters; stops for good after `limit` batches."""
+
+    name = "wander"
+    family = "random"
+    limit: ClassVar[int | None] = None
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        if Wander.limit is not None:
+            if Wander.limit == 0:
+                raise KeyboardInterrupt
+            Wander.limit -= 1
+        return ball.surface(x, generator)
+
+
+def plane_data(count: int = 40) -> tuple[Tensor, Tensor]:
+    """Points at distances up to 1 from the plane; every eighth has the wrong label."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.rand(count, 3, generator=generator) * 2 - 1
+    y = (x[:, 0] > 0).long()
+    y[::8] = 1 - y[::8]
+    return x, y
+
+
+def identity_net(
+    n_outputs: int, *, task: str = "classification", bounds: tuple[float, float] | None = None
+) -> FCResNet:
+    """A net of two inputs that leaves them as they are; class 1 where the first is positive."""
+    net = fc_resnet((2,), n_outputs, blocks=1, task=task, bounds=bounds)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+        net.head.weight[-1, 0] = 1.0
+        if n_outputs == 2:
+            net.head.weight[0, 0] = -1.0
+    return net.eval()
+
+
+def two_sides(seed: int = 0, *, task: str = "classification") -> tuple[OTAD, Tensor, Tensor]:
+    """OTAD on 200 points of a square, K = 3, and 30 test points of it."""
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.rand(230, 2, generator=generator) * 2 - 1
+    y = (points[:, 0] > 0).long() if task == "classification" else points[:, 0].clone()
+    net = identity_net(2 if task == "classification" else 1, task=task, bounds=(-1.0, 1.0))
+    model = defend(net, points[:200], y[:200], n_neighbors=3, smoothness=1.5)
+    return model, points[200:], y[200:]
+
+
+def timeless(record: Evaluation) -> Any:
+    """A record without what differs from run to run by its nature."""
+
+    def stripped(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                name: stripped(item)
+                for name, item in value.items()
+                if name not in ("seconds", "environment")
+            }
+        return [stripped(item) for item in value] if isinstance(value, list) else value
+
+    return stripped(to_plain(record))
+
+
+def scene_of(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    ball: LpBall,
+    *,
+    attacks: tuple[Attack, ...] = (),
+    records: tuple[AttackRecord, ...] = (),
+    certificate: CertificateRecord | None = None,
+    remarks: dict[str, list[str]] | None = None,
+) -> Scene:
+    """What a flag looks at, without an evaluation around it."""
+    clean = look_at_clean(model, x, y, ball, len(x))
+    return Scene(model, x, y, ball, attacks, records, clean, certificate, remarks or {}, 0)
+
+
+def record_of(
+    family: str, attacked: tuple[int, ...], broken: tuple[int, ...], *, eps: float = 0.4
+) -> AttackRecord:
+    """An attack that broke these rows, all at distance eps."""
+    return AttackRecord(
+        attack=f"some {family}",
+        family=family,
+        eps=eps,
+        settings={},
+        attacked=attacked,
+        broken=broken,
+        distances=(eps,) * len(broken),
+        abstained=(),
+        errors=(),
+        forwards=0,
+        backwards=0,
+        seconds=0.0,
+    )

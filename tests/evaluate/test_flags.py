@@ -1,0 +1,297 @@
+"""Every flag is raised by what it is for, and only by that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from evaluate.small import (
+    Blind,
+    Plane,
+    Slope,
+    Walk,
+    plane_data,
+    record_of,
+    scene_of,
+    two_sides,
+)
+from torch import Tensor, nn
+
+from otad.attacks import L2, Attack, Linf, LpBall
+from otad.attacks.adaptive import SoftKnn, Straight
+from otad.attacks.base import Target
+from otad.attacks.noise import RandomNoise
+from otad.attacks.pgd import Pgd
+from otad.baselines import MajorityKnn
+from otad.certify import Certificate
+from otad.evaluate import Evaluation, Flag, evaluate, proof, strength_flags
+from otad.evaluate.flags import CHECKS, raise_flags, remark_flags
+from otad.evaluate.model_flags import (
+    batch_size,
+    finite_differences,
+    gradient_share,
+    neighbor_changes,
+    randomness,
+)
+from otad.evaluate.planted import planted_example
+from otad.evaluate.proof import prove
+from otad.evaluate.records import FAIL, NOT_RUN, PASS, CertificateRecord
+from otad.evaluate.sandwich import sandwich
+from otad.evaluate.scene import Scene
+from otad.evaluate.strength_flags import (
+    large_eps,
+    more_eps,
+    more_restarts,
+    more_steps,
+    white_box_is_strongest,
+)
+
+CERTAIN = (1e6,) * 40
+
+
+def plane_scene(model: nn.Module | None = None, **options: object) -> Scene:
+    x, y = plane_data()
+    return scene_of((model or Plane()).eval(), x, y, L2(0.4), **options)  # type: ignore[arg-type]
+
+
+def verdicts(record: Evaluation) -> dict[str, str]:
+    return {flag.name: flag.verdict for flag in record.flags}
+
+
+class Zeroed(Plane):
+    """The right answers without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach()) + 0 * x.sum()
+
+
+class Undefined(Plane):
+    """The right answers with a gradient that is no number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0 * x).sum(1, keepdim=True).sqrt()
+
+
+class Wrong(Plane):
+    """A gradient in the direction opposite to the true one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x.detach()) - super().forward(x)
+
+
+class Single(Plane):
+    """Refuses to work in double precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ torch.eye(2)
+
+
+class Randomized(Plane):
+    """The right answers and a little noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        return outputs + 0.01 * torch.randn(outputs.shape)
+
+
+class Crowd(Plane):
+    """Answers that depend on the rest of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def test_a_sound_model_raises_no_flag() -> None:
+    x, y = plane_data()
+    record = evaluate(Plane().eval(), x, y, L2(0.4, bounds=(-1, 1)), attacks=[Walk(), Blind()])
+    assert FAIL not in verdicts(record).values()
+    assert len(record.flags) == len(CHECKS)
+    assert all(flag.found and flag.meaning and flag.advice for flag in record.flags)
+
+
+@pytest.mark.parametrize("model", [Zeroed, Undefined])
+def test_a_model_without_gradients_is_flagged(model: type[nn.Module]) -> None:
+    x, y = plane_data()
+    attacks = [Pgd(steps=5, random_start=False), Blind()]
+    record = evaluate(model().eval(), x, y, L2(0.4, bounds=(-1, 1)), attacks=attacks)
+    assert record.attacks[0].broken == ()  # and yet it is no safer than the sound one
+    found = verdicts(record)
+    assert found["gradients are there"] == FAIL
+    assert found["gradients agree with finite differences"] == FAIL
+    assert found["white-box at least as strong as black-box"] == FAIL
+    assert found["a large eps drives accuracy to chance"] == FAIL
+    assert found["the model is not randomized"] == PASS
+
+
+def test_gradients_of_another_function_are_flagged() -> None:
+    scene = plane_scene(Wrong())
+    assert finite_differences(scene).verdict == FAIL
+    assert gradient_share(scene).verdict == PASS
+
+
+def test_a_model_that_insists_on_float32_is_compared_in_float32() -> None:
+    found = finite_differences(plane_scene(Single()))
+    assert found.verdict == PASS
+    assert found.found.endswith("float32")
+
+
+def test_a_randomized_model_is_flagged() -> None:
+    x, y = plane_data()
+    record = evaluate(Randomized().eval(), x, y, L2(0.4), attacks=[Walk()])
+    assert verdicts(record)["the model is not randomized"] == FAIL
+
+
+def test_a_model_that_looks_at_the_whole_batch_is_flagged() -> None:
+    scene = plane_scene(Crowd())
+    assert batch_size(scene).verdict == FAIL
+    assert randomness(scene).verdict == PASS
+
+
+def test_otad_passes_the_checks_of_its_gradients_and_answers() -> None:
+    model, x, y = two_sides()
+    scene = scene_of(model, x, y, L2(0.2, bounds=(-1.0, 1.0)))
+    for check in (finite_differences, batch_size, randomness):
+        assert check(scene).verdict == PASS
+    changes = neighbor_changes(scene)
+    moved = scene.threat.surface(scene.sample()[0], scene.generator(changes.name))
+    before, after = (
+        model.neighbors(points).indices.sort(1).values for points in (scene.sample()[0], moved)
+    )
+    share = (before != after).any(1).double().mean()
+    assert changes.found.startswith(f"for {share:.0%} of")
+
+
+def test_a_wrong_certificate_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = two_sides()
+    options = {"attacks": [Straight(points=3)], "flags": False}
+    assert evaluate(model, x, y, L2(0.3), **options).is_sound  # type: ignore[arg-type]
+    honest = proof.certify
+
+    def boastful(*arguments: object, **named: object) -> Certificate:
+        found = honest(*arguments, **named)  # type: ignore[arg-type]
+        return replace(found, radius=found.radius + 0.2)
+
+    monkeypatch.setattr(proof, "certify", boastful)
+    record = evaluate(model, x, y, L2(0.3), **options)  # type: ignore[arg-type]
+    assert not record.is_sound
+    (flag,) = record.flags
+    assert flag.verdict == FAIL
+    assert "within its certified radius" in flag.found
+
+
+def test_the_sandwich_is_strict_to_the_last_digit() -> None:
+    certificate = CertificateRecord(CERTAIN, (), (), (), 0.0)
+    record = record_of("white-box", (3,), (3,))
+    for radius, verdict in ((0.4, PASS), (0.4 + 1e-15, FAIL)):
+        one = replace(certificate, radius=(radius,) * 40)
+        assert sandwich(plane_scene(records=(record,), certificate=one)).verdict == verdict
+    assert sandwich(plane_scene(records=(record,))).verdict == NOT_RUN
+
+
+def test_the_sandwich_of_a_regression_is_made_of_errors() -> None:
+    model, x, y = two_sides(task="regression")
+    attack = Straight(points=3, shares=(1.0,))
+    record = evaluate(model, x, y, L2(0.2), attacks=[attack], flags=False)
+    assert record.certificate is not None
+    assert record.is_sound
+    worst = torch.tensor(record.worst_errors())
+    proved = torch.tensor(record.certificate.worst_errors)
+    assert (worst <= proved + 1e-6).all()
+    assert (worst > torch.tensor(record.clean_errors)).any()
+    less = replace(record.certificate, worst_errors=tuple((worst / 2).tolist()))
+    scene = scene_of(model, x, y, L2(0.2), records=record.attacks, certificate=less)
+    assert sandwich(scene).verdict == FAIL
+
+
+def test_linf_radii_hold_in_linf() -> None:
+    model, x, y = two_sides()
+    scale = torch.tensor([2.0, 0.5])
+    balls = (L2(0.2), Linf(0.2), L2(0.2, scale=scale))
+    radii, in_linf, in_units = (torch.tensor(prove(model, x, y, ball).radius) for ball in balls)
+    torch.testing.assert_close(in_linf, radii / 2**0.5)
+    # The first feature moves by up to 2 for each unit, the second by half of one.
+    assert (in_units >= radii / 2 - 1e-6).all()
+    assert (in_units <= radii * 2 + 1e-6).all()
+
+
+@pytest.mark.parametrize("rule", ["otad", "knn"])
+def test_a_planted_weakness_is_found_by_attacks_that_know_the_bank(rule: str) -> None:
+    otad, x, y = two_sides()
+    model = otad if rule == "otad" else MajorityKnn(otad).eval()
+    soft = SoftKnn(temperatures=(0.1,), targets=1, steps=5)
+    for attacks, verdict in (
+        ((Straight(points=2, shares=(1.0,)), soft), PASS),
+        ((RandomNoise(draws=1),), FAIL),
+    ):
+        scene = scene_of(model, x, y, L2(0.1), attacks=attacks)
+        assert planted_example(scene).verdict == verdict
+    assert planted_example(plane_scene(attacks=(Walk(),))).verdict == NOT_RUN
+
+
+def test_rows_only_black_box_attacks_break_are_counted_where_both_tried() -> None:
+    everyone = tuple(range(40))
+
+    def verdict(*records: object) -> Flag:
+        return white_box_is_strongest(plane_scene(records=records))
+
+    white = record_of("white-box", everyone, (1,))
+    assert verdict(white, record_of("black-box", (2, 3), (2,))).verdict == FAIL
+    assert verdict(white, record_of("random", everyone, (1,))).verdict == PASS
+    # Rows 2 and 3 fell first, so nobody knows what the white-box attack would have done.
+    spared = verdict(record_of("random", everyone, (2, 3)), record_of("adaptive", (1, 4), (1,)))
+    assert spared.verdict == PASS
+    assert "2 times the white-box attacks were spared" in spared.found
+    assert verdict(white).verdict == NOT_RUN
+
+
+@dataclass(frozen=True)
+class Tiring(Attack):
+    """Breaks fewer rows the more it is given."""
+
+    steps: int = 10
+    restarts: int = 1
+    name = "tiring"
+    family = "white-box"
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        share = min(1.0, (10 / self.steps * 0.4 / ball.eps) ** 2 / self.restarts)
+        return x + share * ball.eps * (1 - 2 * target.y)[:, None] * torch.tensor([1.0, 0.0, 0.0])
+
+
+def test_attacks_that_get_weaker_are_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = plane_scene()
+    for check in (more_steps, more_restarts, more_eps):
+        assert check(scene).verdict == PASS
+    monkeypatch.setattr(strength_flags, "make_attack", lambda *_, **__: Tiring())
+    for check in (more_steps, more_restarts, more_eps):
+        assert check(scene).verdict == FAIL
+
+
+def test_attacks_that_fail_with_everything_allowed_are_flagged() -> None:
+    assert large_eps(plane_scene(attacks=(Walk(),))).verdict == PASS
+    assert large_eps(plane_scene(attacks=(Walk((0.0, 1.0, 0.0)),))).verdict == FAIL
+    assert large_eps(plane_scene(attacks=(Blind(),))).verdict == NOT_RUN
+
+
+def test_a_regression_runs_the_flags_that_make_sense() -> None:
+    x, _ = plane_data()
+    scene = scene_of(Slope().eval(), x, 2 * x[:, 0] - 0.5, L2(0.3), attacks=(Walk(),))
+    flags = {flag.name: flag.verdict for flag in raise_flags(scene)}
+    assert FAIL not in flags.values()
+    assert flags["more steps never help the defense"] == PASS
+    assert flags["gradients agree with finite differences"] == PASS
+    assert flags["a large eps drives accuracy to chance"] == NOT_RUN
+
+
+def test_remarks_of_an_attack_are_shown() -> None:
+    scene = plane_scene(remarks={"autoattack": ["zero gradients", "few classes"]})
+    (flag,) = remark_flags(scene)
+    assert flag.verdict == FAIL
+    assert flag.found == "zero gradients few classes"
+
+
+def test_nothing_is_claimed_where_no_example_is_right() -> None:
+    x, _ = plane_data()
+    scene = scene_of(Plane().eval(), x, (x[:, 0] <= 0).long(), L2(0.1), attacks=(Walk(),))
+    assert PASS not in {flag.verdict for flag in raise_flags(scene)}

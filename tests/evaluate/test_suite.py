@@ -1,0 +1,170 @@
+"""Attacks by name: which are made, with what inside, and why others are missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from evaluate.small import Plane, two_sides
+from torch import Tensor
+
+from otad.attacks import L2, Linf
+from otad.attacks.pgd import Bpda, MetricAttack, Pgd
+from otad.attacks.transfer import Transfer
+from otad.baselines import MajorityKnn
+from otad.defense import OTAD, defend
+from otad.errors import InputError
+from otad.evaluate import ATTACKS, PRESETS, make_attack
+from otad.evaluate import suite as suites
+from otad.evaluate.identity import generator_for, model_card, settings_of
+from otad.evaluate.suite import suite
+from otad.nets import fc_resnet
+
+IMAGE = (1, 10, 10)
+INSTALLED = [
+    name
+    for name in ATTACKS
+    if name not in suites.PACKAGES or importlib.util.find_spec(suites.PACKAGES[name])
+]
+
+
+@pytest.fixture(scope="module")
+def images() -> OTAD:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(30, *IMAGE, generator=generator)
+    net = fc_resnet(IMAGE, 3, blocks=1, bounds=(0.0, 1.0))
+    return defend(net, x, torch.arange(30) % 3, n_neighbors=2)
+
+
+def test_the_network_inside_is_found(images: OTAD) -> None:
+    for model in (images, MajorityKnn(images)):
+        bpda, transfer = make_attack("bpda", model, steps=3), make_attack("transfer", model)
+        assert isinstance(bpda, Bpda)
+        assert bpda.network is images.backbone
+        assert bpda.steps == 3
+        assert isinstance(transfer, Transfer)
+        assert transfer.source is images.backbone
+        metric = make_attack("metric", model)
+        assert isinstance(metric, MetricAttack)
+        assert metric.metric == images.backbone.embed
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_name_is_that_of_its_attack(images: OTAD, name: str) -> None:
+    assert make_attack(name, images).name == name
+
+
+def test_presets_hold_known_names_and_options_and_grow(images: OTAD) -> None:
+    names = {preset: {name for name, _ in choices} for preset, choices in PRESETS.items()}
+    assert names["quick"] <= names["standard"] < names["full"] == set(ATTACKS)
+    for choices in PRESETS.values():
+        for name, options in choices:
+            if name in INSTALLED:
+                made = make_attack(name, images, **options)
+                assert all(getattr(made, option) == value for option, value in options.items())
+
+
+def test_each_attack_of_a_preset_is_made_or_missing_with_a_reason(images: OTAD) -> None:
+    vectors, _, _ = two_sides()
+    ball = L2(1.0, bounds=(0.0, 1.0))
+    for model, shape, threat in (
+        (images, IMAGE, ball),
+        (vectors, (2,), L2(1.0)),
+        (Plane(), (3,), Linf(1.0)),
+    ):
+        for preset, choices in PRESETS.items():
+            attacks, missing = suite(model, preset, shape, "classification", threat)
+            made = [attack.name for attack in attacks]
+            assert made == [name for name, _ in choices if name not in missing]
+            assert all(missing.values())
+
+
+def test_images_get_square_and_vectors_random_search(images: OTAD) -> None:
+    pytest.importorskip("pyautoattack", reason="needs the extra `attacks`")
+    ball = L2(1.0, bounds=(0.0, 1.0))
+    _, missing = suite(images, "full", IMAGE, "classification", ball)
+    assert set(missing) - {"ngopt"} == {"random_search"}
+    _, missing = suite(images, "full", (100,), "classification", ball)
+    assert {"square", "pixle", "autoattack"} <= set(missing)
+    assert "random_search" not in missing
+
+
+@pytest.mark.parametrize(
+    ("threat", "shape", "task", "reason"),
+    [
+        (L2(1.0), IMAGE, "classification", "bounded"),
+        (L2(1.0, bounds=(0, 1), scale=torch.ones(IMAGE)), IMAGE, "classification", "alike"),
+        (L2(1.0, bounds=(0, 1)), (1, 4, 4), "classification", "tile"),
+        (L2(1.0, bounds=(0, 1)), IMAGE, "regression", "classifiers"),
+    ],
+)
+def test_autoattack_is_missing_where_it_cannot_run(
+    images: OTAD, threat: L2, shape: tuple[int, ...], task: str, reason: str
+) -> None:
+    pytest.importorskip("pyautoattack", reason="needs the extra `attacks`")
+    _, missing = suite(images, "full", shape, task, threat)
+    assert reason in missing["autoattack"]
+
+
+def test_a_missing_extra_is_named(images: OTAD, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suites, "find_spec", lambda package: None)
+    _, missing = suite(images, "full", IMAGE, "classification", L2(1.0, bounds=(0, 1)))
+    assert {"square", "autoattack", "ngopt"} == set(missing)
+    assert "pip install 'otad[attacks]'" in missing["ngopt"]
+    with pytest.raises(InputError, match="nevergrad is not installed"):
+        make_attack("ngopt", images)
+
+
+def test_attacks_on_lines_to_bank_points_need_a_plain_embedding(images: OTAD) -> None:
+    class Shifted(type(images.backbone)):  # type: ignore[misc]
+        def embed(self, x: Tensor) -> Tensor:
+            return super().embed(x) + 1
+
+    net = Shifted(IMAGE, 3, blocks=1, bounds=(0.0, 1.0)).eval()
+    model = OTAD(net, images.bank, n_neighbors=2)
+    _, missing = suite(model, "standard", IMAGE, "classification")
+    assert {"straight", "bisector", "region"} <= set(missing)
+    assert "Shifted" in missing["straight"]
+    assert make_attack("soft_knn", model).name == "soft_knn"
+
+
+def test_unknown_names_and_options_are_refused(images: OTAD) -> None:
+    with pytest.raises(InputError, match="attack: expected one of"):
+        make_attack("fgsm", images)
+    with pytest.raises(InputError, match="preset: expected one of quick, standard, full"):
+        suite(images, "huge", IMAGE, "classification")
+    with pytest.raises(InputError, match="expected options of pgd"):
+        make_attack("pgd", images, stepz=3)
+
+
+def test_a_card_tells_models_apart_and_copies_not(images: OTAD) -> None:
+    def again(**options: Any) -> str:
+        settings = {"n_neighbors": 2} | options
+        return str(model_card(OTAD(images.backbone, images.bank, **settings))["fingerprint"])
+
+    first = model_card(images)
+    assert first["kind"] == "otad"
+    assert again() == first["fingerprint"]
+    assert len({again(), again(n_neighbors=3), again(smoothness=3.0)}) == 3
+    assert model_card(Plane())["fingerprint"] == model_card(Plane())["fingerprint"]
+
+
+def test_settings_are_plain_and_tell_networks_apart(images: OTAD) -> None:
+    settings = settings_of(make_attack("bpda", images))
+    assert settings["steps"] == 100
+    assert set(settings["network"]) == {"class", "fingerprint"}
+    nested = settings_of(Transfer(images.backbone, inner=Pgd(steps=7)))
+    assert nested["inner"]["attack"] == "pgd"
+    assert nested["inner"]["steps"] == 7
+
+
+def test_generators_depend_on_every_name() -> None:
+    drawn = {
+        float(torch.rand((), generator=generator_for(*names)))
+        for names in ((0, "pgd", 1), (1, "pgd", 1), (0, "apgd", 1), (0, "pgd", 2))
+    }
+    assert len(drawn) == 4
+    same = [torch.rand(3, generator=generator_for(0, "pgd")) for _ in range(2)]
+    assert torch.equal(*same)
