@@ -303,3 +303,42 @@ def test_nothing_is_answered_before_fit(method: str) -> None:
         model.fit(*tables(OTADClassifier))
     with pytest.raises(NotFittedError):
         getattr(model, method)(np.zeros((2, 3)))
+
+
+def test_certified_radii_hold_against_random_moves() -> None:
+    x, y = tables(OTADClassifier, 80)
+    model = quick(OTADClassifier).fit(x[:60], y[:60])
+    unit = x.std(axis=0)
+    found = model.certify(x[60:], unit=unit)
+    assert (model.classes_[found.prediction.numpy()] == model.predict(x[60:])).all()
+    radius = found.radius.numpy()
+    assert (radius > 0.01).sum() >= 5
+    moves = np.random.default_rng(1).normal(size=(200, 1, 3))
+    moves /= np.linalg.norm(moves, axis=2, keepdims=True)
+    near = x[60:] + 0.999 * moves * np.minimum(radius, 9)[:, None] * unit
+    answers = model.predict(near.reshape(-1, 3)).reshape(200, 20)
+    assert (answers == model.predict(x[60:])).all()
+
+
+def test_certified_interval_holds_random_answers() -> None:
+    x, y = tables(OTADRegressor, 80)
+    model = quick(OTADRegressor).fit(x[:60], y[:60])
+    unit = x.std(axis=0)
+    found = model.certify(x[60:], 0.1, unit=unit)
+    moves = np.random.default_rng(1).normal(size=(200, 1, 3))
+    moves *= 0.0999 / np.linalg.norm(moves, axis=2, keepdims=True)
+    answers = model.predict((x[60:] + moves * unit).reshape(-1, 3)).reshape(200, 20)
+    assert (answers >= found.low.numpy()).all()
+    assert (answers <= found.high.numpy()).all()
+    assert (found.high - found.low).median() < np.ptp(y)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_certificates_need_a_fitted_model_and_a_fitting_unit(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    more = {} if kind is OTADClassifier else {"eps": 0.1}
+    with pytest.raises(NotFittedError):
+        kind().certify(x, **more)
+    model = quick(kind, epochs=1).fit(x, y)
+    with pytest.raises(InputError, match="unit: expected shape"):
+        model.certify(x, unit=np.ones(2), **more)

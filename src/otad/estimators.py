@@ -19,6 +19,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
+from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice
 from otad.cip import ExactCip
 from otad.data import Standardizer, Task, holdout
@@ -121,6 +122,12 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
     def _check_inputs(self, X: Any) -> Tensor:
         inputs = validate_data(self, X, dtype=np.float32, allow_nd=True, reset=False)
         return torch.tensor(inputs, device=self.module_.backbone.mean.device)
+
+    def _unit(self, unit: Any) -> Tensor | None:
+        """What distances of inputs are measured in, as a tensor where the model is."""
+        if unit is None:
+            return None
+        return torch.tensor(np.asarray(unit, np.float64), device=self.module_.backbone.mean.device)
 
     def _given(self, *names: str) -> dict[str, Any]:
         """Parameters as plain Python values; grid searches hand over numpy's."""
@@ -239,6 +246,16 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         shares: Array = scores / scores.sum(axis=1, keepdims=True)
         return shares
 
+    def certify(self, X: Any, *, unit: Any = None) -> Certificate:
+        """Proved l2 radii (n,) within which no change of an input changes its label.
+
+        `unit`, of the shape of one input, is what the change of each feature is divided by; None
+        for plain input units. Labels in the certificate are positions in `classes_`. See
+        `otad.certify.certify` for what it assumes and refuses.
+        """
+        check_is_fitted(self, "module_")
+        return certify(self.module_, self._check_inputs(X), unit=self._unit(unit))
+
 
 class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
     """A regressor whose features are interpolated between the nearest training points.
@@ -263,3 +280,11 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
     def predict(self, X: Any) -> Array:
         """The value of each input (n,)."""
         return self._outputs(X)
+
+    def certify(self, X: Any, eps: float, *, unit: Any = None) -> Interval:
+        """Proved bounds (n,) on the answer to every input within l2 distance eps.
+
+        `unit` as in `OTADClassifier.certify`; see `otad.certify.certify_values`.
+        """
+        check_is_fitted(self, "module_")
+        return certify_values(self.module_, self._check_inputs(X), eps, unit=self._unit(unit))

@@ -1,5 +1,26 @@
 """Certified radii: distances within which no attack, known or unknown, changes a prediction."""
 
+from otad.certify.attention import (
+    activation_lipschitz,
+    attention_lipschitz,
+    layer_norm_bound,
+    layer_norm_lipschitz,
+    mlp_lipschitz,
+    vit_block_lipschitz,
+)
 from otad.certify.certificate import Certificate, Interval
+from otad.certify.classes import certify
+from otad.certify.values import certify_values
 
-__all__ = ["Certificate", "Interval"]
+__all__ = [
+    "Certificate",
+    "Interval",
+    "activation_lipschitz",
+    "attention_lipschitz",
+    "certify",
+    "certify_values",
+    "layer_norm_bound",
+    "layer_norm_lipschitz",
+    "mlp_lipschitz",
+    "vit_block_lipschitz",
+]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from otad.checks import check_count
 from otad.errors import InputError
 
 
@@ -39,6 +41,11 @@ class Certificate:
     def accuracy(self, y: Tensor, eps: float) -> float:
         """Certified accuracy: the share of rows that `holds`."""
         return float(self.holds(y, eps).double().mean())
+
+    def linf_radius(self, n_mutable: int) -> Tensor:
+        """Radii (B,) in l-infinity, for attacks on so many features: |delta|_2 is at most
+        sqrt(n_mutable) |delta|_inf. Both are measured in the same unit."""
+        return self.radius / math.sqrt(check_count(n_mutable, "n_mutable"))
 
 
 @dataclass(frozen=True, eq=False)

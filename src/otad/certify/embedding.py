@@ -1,0 +1,105 @@
+"""How far a change of the input can carry the embedded query."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_finite, check_shape
+from otad.errors import InputError
+from otad.nets import Backbone, SequentialBackbone
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """An input x + delta with |delta / unit| <= r is embedded at e(x) + stretch * u, |u| <= r.
+
+    `stretch` (d,) float64. For normalized and flattened inputs it is unit / std, and the embedded
+    points reached are exactly that ellipsoid; for another embedding it is a Lipschitz constant,
+    the same for all d coordinates. All rules work with u: their radii are radii of the input.
+
+    `slip` is the relative rounding error of the embedding as the model computes it, so that in
+    truth |u| <= r + slip (2 |e(x) / stretch| + r).
+    """
+
+    stretch: Tensor
+    slip: float
+
+    @property
+    def longest(self) -> float:
+        """Q: no embedded query moves further than Q r."""
+        return float(self.stretch.max())
+
+    def to_input(self, radius: Tensor, embedded: Tensor) -> Tensor:
+        """The largest r (B,) for which |u| stays within `radius` (B,); 0 where there is none."""
+        return ((radius - self._rounding(embedded)) / (1 + self.slip)).clamp_min(0.0)
+
+    def from_input(self, eps: float, embedded: Tensor) -> Tensor:
+        """The largest |u| (B,) for inputs within eps."""
+        return eps * (1 + self.slip) + self._rounding(embedded)
+
+    def _rounding(self, embedded: Tensor) -> Tensor:
+        size: Tensor = torch.linalg.vector_norm(embedded / self.stretch, dim=1)
+        return 2 * self.slip * size
+
+
+def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float | None) -> Reach:
+    """The reach of a backbone's embedding, for changes measured as |delta / unit|.
+
+    An embedding that does more than normalize and flatten needs `embedding_lipschitz`, a constant Q
+    with |e(x + delta) - e(x)| <= Q |delta / unit| for the embedding as it is computed.
+    """
+    measured = _checked_unit(unit, backbone)
+    if not _is_plain(backbone):
+        return _stated(backbone, embedding_lipschitz)
+    if embedding_lipschitz is not None:
+        raise InputError(
+            "embedding_lipschitz: expected None, as this embedding only normalizes and is known "
+            f"exactly, got {embedding_lipschitz!r}"
+        )
+    std = backbone.std.double()
+    stretch = (1 / std if measured is None else measured / std).flatten()
+    return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps)
+
+
+def _is_plain(backbone: Backbone) -> bool:
+    """Whether the embedding is normalization and flattening, nothing else."""
+    kind = type(backbone)
+    if kind.normalize is not Backbone.normalize:
+        return False
+    if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
+        layer = backbone.embedding
+        return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
+    return kind.embed is Backbone.embed
+
+
+def _stated(backbone: Backbone, constant: float | None) -> Reach:
+    if constant is None:
+        raise InputError(
+            f"embedding_lipschitz: expected a number, as {type(backbone).__name__} embeds its "
+            "inputs in a way of its own, got None"
+        )
+    if not 0 < constant < math.inf:
+        raise InputError(
+            f"embedding_lipschitz: expected a positive finite number, got {constant!r}"
+        )
+    if backbone.training:
+        raise InputError("model: expected evaluation mode (model.eval()), got training mode")
+    stretch = torch.full((backbone.dim,), float(constant), dtype=torch.float64)
+    return Reach(stretch.to(backbone.std.device), 0.0)
+
+
+def _checked_unit(unit: object, backbone: Backbone) -> Tensor | None:
+    if unit is None:
+        return None
+    if not isinstance(unit, Tensor):
+        raise InputError(f"unit: expected a torch.Tensor or None, got {type(unit).__name__}")
+    check_shape(unit, "unit", backbone.input_shape, "like one input")
+    measured = unit.detach().to(backbone.std.device, torch.float64)
+    check_finite(measured, "unit")
+    if not bool((measured > 0).all()):
+        raise InputError(f"unit: expected positive values, got {measured.min().item()}")
+    return measured

@@ -1,0 +1,94 @@
+"""`certify_values`: intervals that hold every answer of a regressor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from otad.certify.cell import cell_radius, steady_map
+from otad.certify.certificate import Interval
+from otad.certify.classes import answered, batch_rows
+from otad.certify.conditions import CELL, check_certifiable
+from otad.certify.embedding import reach_of
+from otad.certify.hull import Entrance
+from otad.certify.search import least_over_bank
+from otad.certify.surroundings import Surroundings
+from otad.certify.votes import Votes
+from otad.defense import OTAD
+from otad.errors import InputError
+
+
+@torch.no_grad()
+def certify_values(
+    model: OTAD,
+    x: Tensor,
+    eps: float,
+    *,
+    unit: Tensor | None = None,
+    embedding_lipschitz: float | None = None,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Interval:
+    """An interval for each input of x (B,*input_shape) with all answers within l2 distance eps.
+
+    The answer is a mixture of the votes of the neighbors, so it lies between the least and the
+    largest vote of the bank points that can be neighbors within eps; and where the neighbors cannot
+    change at all, no further from the answer at x than the Lipschitz constant allows. Parameters
+    and refusals as in `certify`.
+    """
+    if not 0 <= eps < math.inf:
+        raise InputError(f"eps: expected a finite number of at least 0, got {eps!r}")
+    assumptions = check_certifiable(model, "regression")
+    inputs = model.backbone.check_inputs(x)
+    reach = reach_of(model.backbone, unit, embedding_lipschitz)
+    votes = Votes(model, reach)
+    if embedding_lipschitz is not None:
+        assumptions += (f"the embedding stretches by {embedding_lipschitz:g} at most, as stated",)
+    lows, highs, steadied = [], [], False
+    for rows in inputs.split(batch_rows(model, batch_size)):
+        trace = model.trace(rows)
+        value = answered(trace).double()
+        embedded = model.backbone.embed(rows)
+        surroundings = Surroundings(embedded.double(), model.bank_inputs, reach.stretch)
+        reached = reach.from_input(eps, surroundings.embedded)
+        entrance = Entrance.of(surroundings, model.n_sought)
+        low, high = _hull_interval(entrance, votes, reached, trace.neighbors.distances[:, -1])
+
+        steady = steady_map(model, trace, embedded, votes)
+        limit = torch.minimum(steady.reach, 1.001 * reached)  # no need to look any further
+        same = cell_radius(surroundings, trace.neighbors.indices, limit) > reached
+        change = steady.lipschitz * votes.lengths[0] * reach.longest * reached
+        change += steady.spread(votes.lengths[0], votes, votes.lengths[0], votes.offsets[0])
+        change = torch.where(same, change, torch.inf)
+        steadied |= bool(same.any())
+        lows.append(torch.maximum(low, value - change))
+        highs.append(torch.minimum(high, value + change))
+        if progress is not None:
+            progress(sum(len(part) for part in lows), len(inputs))
+    if steadied:
+        assumptions += CELL
+    return Interval(torch.cat(lows), torch.cat(highs), float(eps), assumptions)
+
+
+def _hull_interval(
+    entrance: Entrance, votes: Votes, reached: Tensor, farthest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Least and largest vote (B,) of the bank points that can be neighbors while |u| <= `reached`
+    (B,). Taken in the order of their votes, the first that can be one decides."""
+    surroundings = entrance.surroundings
+    excluded = surroundings.entry_floor(farthest) > reached[:, None]
+    low, high = votes.range_of_values(surroundings.embedded, reached)
+
+    def least(bound: Tensor) -> Tensor:
+        def bound_if_reached(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
+            outside = entrance(rows, indices, reached[rows]) > reached[rows][:, None]
+            return bound[rows[:, None], indices].masked_fill(outside, torch.inf)
+
+        floor = bound.masked_fill(excluded, torch.inf)
+        start = torch.full_like(reached, torch.inf)
+        return least_over_bank(floor, start, bound_if_reached, surroundings.rows_at_once)
+
+    return least(low), -least(-high)

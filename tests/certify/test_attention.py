@@ -1,0 +1,208 @@
+"""Lipschitz bounds of transformer parts against Jacobians of torch's own layers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.functional import jacobian
+
+from otad.certify import (
+    activation_lipschitz,
+    attention_lipschitz,
+    layer_norm_bound,
+    layer_norm_lipschitz,
+    mlp_lipschitz,
+    vit_block_lipschitz,
+)
+from otad.errors import InputError
+
+TOKENS, DIM = 4, 6
+
+
+def drawn(module: nn.Module, seed: int, scale: float) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    module.double().eval()
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.normal_(std=scale, generator=generator)
+    return module
+
+
+def steepest(function: object, sequences: Tensor) -> float:
+    """The largest spectral norm of the Jacobian over sequences (S,N,D)."""
+    norms = []
+    for sequence in sequences:
+        slopes = jacobian(function, sequence)  # type: ignore[arg-type]
+        norms.append(float(torch.linalg.matrix_norm(slopes.reshape(TOKENS * DIM, -1), ord=2)))
+    return max(norms)
+
+
+def ball(radius: float, seed: int, count: int = 40) -> Tensor:
+    """Sequences on the sphere |X|_F = radius, some with all their length in one or two tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, TOKENS, DIM, dtype=torch.float64, generator=generator)
+    x[::4, 1:] *= 0.01
+    x[1::4, 2:] *= 0.01
+    return x * (radius / x.flatten(1).norm(dim=1))[:, None, None]
+
+
+def attend(layer: nn.MultiheadAttention):
+    def function(x: Tensor) -> Tensor:
+        return layer(x[None], x[None], x[None], need_weights=False)[0][0]
+
+    return function
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("radius", [0.3, 2.0, 8.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_attention_bound_holds(heads: int, radius: float, bias: bool) -> None:
+    layer = drawn(nn.MultiheadAttention(DIM, heads, bias=bias, batch_first=True), heads, 0.5)
+    found = steepest(attend(layer), ball(radius, 7))
+    settings = {"n_heads": heads, "n_tokens": TOKENS, "max_norm": radius}
+    weights = (layer.in_proj_weight, layer.out_proj.weight)
+    query_bias = layer.in_proj_bias[:DIM] if bias else None
+    tight = attention_lipschitz(*weights, query_bias=query_bias, **settings)
+    assert found <= tight
+    assert found > 0.02 * tight, "a bound this loose says nothing"
+    if not bias:
+        printed = attention_lipschitz(*weights, form="paper", **settings)
+        assert tight <= printed
+        parts = layer.in_proj_weight.view(3 * heads, DIM // heads, DIM)
+        largest = max(float(part.detach().norm()) for part in [*parts, layer.out_proj.weight])
+        root = math.sqrt(TOKENS)
+        expected = math.sqrt(heads) * largest**2 * (
+            largest**2 / math.sqrt(DIM / heads) * radius**2 * (root + 1) + root
+        )  # fmt: skip
+        assert printed == pytest.approx(expected, rel=1e-6)
+
+
+def test_key_and_value_biases_have_no_effect() -> None:
+    layer = drawn(nn.MultiheadAttention(DIM, 2, batch_first=True), 1, 0.5)
+    before = jacobian(attend(layer), ball(2.0, 1)[0])
+    with torch.no_grad():
+        layer.in_proj_bias[DIM : 2 * DIM] += 1.0
+        layer.in_proj_bias[2 * DIM :] += 1.0
+    assert torch.allclose(jacobian(attend(layer), ball(2.0, 1)[0]), before)
+
+
+def test_query_bias_matters() -> None:
+    """Without it in the bound, a large query bias would break it."""
+    layer = drawn(nn.MultiheadAttention(DIM, 1, batch_first=True), 2, 0.4)
+    with torch.no_grad():
+        layer.in_proj_bias[:DIM] *= 60
+        layer.in_proj_weight[:DIM] *= 0.01
+    found = steepest(attend(layer), ball(1.0, 2))
+    settings = {"n_heads": 1, "n_tokens": TOKENS, "max_norm": 1.0}
+    weights = (layer.in_proj_weight, layer.out_proj.weight)
+    assert found <= attention_lipschitz(*weights, query_bias=layer.in_proj_bias[:DIM], **settings)
+    with pytest.raises(InputError, match="Theorem 1 knows no biases"):
+        attention_lipschitz(*weights, query_bias=layer.in_proj_bias[:DIM], form="paper", **settings)
+
+
+def test_attention_at_rest() -> None:
+    """At X = 0 all attend to all alike: the Jacobian is that of an average, |W V|; the bound keeps
+    the factor sqrt(N) of the worst case, where all attend to one token."""
+    layer = drawn(nn.MultiheadAttention(DIM, 1, bias=False, batch_first=True), 3, 0.5)
+    settings = {"n_heads": 1, "n_tokens": TOKENS, "max_norm": 0.0}
+    bound = attention_lipschitz(layer.in_proj_weight, layer.out_proj.weight, **settings)
+    product = (layer.out_proj.weight @ layer.in_proj_weight[2 * DIM :]).detach()
+    norm = float(torch.linalg.matrix_norm(product, ord=2))
+    assert bound == pytest.approx(math.sqrt(TOKENS) * norm, rel=1e-6)
+    assert steepest(attend(layer), torch.zeros(1, TOKENS, DIM).double()) == pytest.approx(norm)
+
+
+@pytest.mark.parametrize("size", [1e-4, 0.1, 10.0])
+def test_layer_norm(size: float) -> None:
+    layer = drawn(nn.LayerNorm(DIM, eps=1e-3), 4, 1.0)
+    x = ball(size, 3)
+    spread = float(x.std(dim=2, correction=0).min())
+    found = steepest(layer, x)
+    bound = layer_norm_lipschitz(layer.weight, eps=1e-3, min_std=spread)
+    assert found <= bound * (1 + 1e-12) <= layer_norm_lipschitz(layer.weight, eps=1e-3) * (1 + 1e-9)
+    lengths = layer(x).flatten(1).norm(dim=1)
+    assert lengths.max() <= layer_norm_bound(layer.weight, layer.bias, n_tokens=TOKENS)
+
+
+def test_layer_norm_constant_is_attained() -> None:
+    layer = nn.LayerNorm(DIM, eps=1e-2).double()
+    found = steepest(layer, torch.ones(1, TOKENS, DIM, dtype=torch.float64))
+    assert found == pytest.approx(layer_norm_lipschitz(layer.weight, eps=1e-2))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("relu", nn.ReLU()), ("gelu", nn.GELU()), ("gelu_tanh", nn.GELU(approximate="tanh"))],
+)
+def test_activations(name: str, function: nn.Module) -> None:
+    x = torch.linspace(-9, 9, 400_001, dtype=torch.float64, requires_grad=True)
+    function(x).sum().backward()
+    slope = float(x.grad.abs().max())
+    assert slope <= activation_lipschitz(name) <= slope + 1e-4
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_block_of_a_vision_transformer(activation: str) -> None:
+    layer = drawn(
+        nn.TransformerEncoderLayer(
+            DIM, 2, dim_feedforward=9, dropout=0.0, activation=activation,
+            batch_first=True, norm_first=True, layer_norm_eps=1e-2,
+        ),
+        5,
+        0.4,
+    )  # fmt: skip
+    attention = layer.self_attn
+    bound = vit_block_lipschitz(
+        attention=attention_lipschitz(
+            attention.in_proj_weight,
+            attention.out_proj.weight,
+            n_heads=2,
+            n_tokens=TOKENS,
+            max_norm=layer_norm_bound(layer.norm1.weight, layer.norm1.bias, n_tokens=TOKENS),
+            query_bias=attention.in_proj_bias[:DIM],
+        ),
+        attention_norm=layer_norm_lipschitz(layer.norm1.weight, eps=1e-2),
+        mlp=mlp_lipschitz(layer.linear1.weight, layer.linear2.weight, activation),
+        mlp_norm=layer_norm_lipschitz(layer.norm2.weight, eps=1e-2),
+    )
+    sequences = torch.cat([ball(size, 6, 10) for size in (0.01, 1.0, 30.0)])
+    found = steepest(lambda x: layer(x[None])[0], sequences)
+    assert 1 < found <= bound
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_heads": 4}, "n_heads: expected a divisor of D = 6"),
+        ({"max_norm": -1.0}, "max_norm: expected a finite number"),
+        ({"form": "loose"}, "form: expected one of tight, paper"),
+        ({"n_tokens": 0}, "n_tokens"),
+        ({"query_bias": torch.zeros(5)}, "query_bias: expected shape"),
+    ],
+)
+def test_refusals(change: dict, message: str) -> None:
+    settings = {"n_heads": 2, "n_tokens": 3, "max_norm": 1.0} | change
+    with pytest.raises(InputError, match=message):
+        attention_lipschitz(torch.ones(18, 6), torch.ones(6, 6), **settings)
+
+
+def test_refused_shapes_and_names() -> None:
+    with pytest.raises(InputError, match="in_weight: expected shape"):
+        attention_lipschitz(
+            torch.ones(12, 6), torch.ones(6, 6), n_heads=1, n_tokens=2, max_norm=1.0
+        )
+    with pytest.raises(InputError, match="out_weight: expected shape"):
+        attention_lipschitz(
+            torch.ones(18, 6), torch.ones(6, 5), n_heads=1, n_tokens=2, max_norm=1.0
+        )
+    with pytest.raises(InputError, match="second: expected shape"):
+        mlp_lipschitz(torch.ones(9, 6), torch.ones(6, 8))
+    with pytest.raises(InputError, match="name: expected one of relu"):
+        mlp_lipschitz(torch.ones(9, 6), torch.ones(6, 9), "swish")
+    with pytest.raises(InputError, match="eps: expected a positive"):
+        layer_norm_lipschitz(torch.ones(6), eps=0.0)
+    with pytest.raises(InputError, match="mlp: expected a finite number"):
+        vit_block_lipschitz(attention=1, attention_norm=1, mlp=float("nan"), mlp_norm=1)

@@ -1,0 +1,135 @@
+"""No input within a certified radius changes the prediction: fine grids in the plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from certify.small import broken, exact_radius, plane_model, queries
+
+from otad.certify import certify
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one neighbor": {"n_neighbors": 1},
+    "three": {"n_neighbors": 3},
+    "eight": {"n_neighbors": 8, "noise": 0.2},
+    "curved down": {"n_neighbors": 2, "strong_convexity": -0.5},
+    "curved up": {"n_neighbors": 4, "strong_convexity": 0.4},
+    "paper": {"n_neighbors": 4, "solver": {"mode": "paper"}},
+    "paper, climbing": {
+        "n_neighbors": 4,
+        "strong_convexity": 0.2,
+        "solver": {"mode": "paper", "climb": (0.5, 0.3)},
+    },
+    "spares": {"n_neighbors": 2, "solver": {"spares": 2, "max_smoothness": 2.5}},
+    "dropping": {"n_neighbors": 5, "solver": {"max_smoothness": 2.0}},
+    "copies": {"n_neighbors": 2, "copies": 10},
+    "many points": {"n_neighbors": 2, "points": 200, "noise": 0.3},
+    "other scales": {"n_neighbors": 2, "std": (0.3, 4.0)},
+    "all neighbors": {"n_neighbors": 12, "points": 12, "noise": 0.02},
+    "all, curved down": {
+        "n_neighbors": 12, "points": 12, "noise": 0.02, "strong_convexity": -0.3
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_changes_within_a_radius(name: str) -> None:
+    proved = 0
+    for seed in range(2):
+        model = plane_model(seed, **SETTINGS[name])
+        x = queries(model, 10, seed + 50)
+        found = certify(model, x)
+        assert broken(model, x, found.radius) == []
+        assert torch.equal(found.prediction, model(x).argmax(1))
+        proved += int((found.radius > 0.01).sum())
+    assert proved >= 3, "radii of 0 prove nothing"
+
+
+@pytest.mark.parametrize("unit", [(1.0, 1.0), (0.2, 3.0), (2.0, 0.5)])
+def test_distances_are_in_the_unit_asked_for(unit: tuple[float, float]) -> None:
+    measured = torch.tensor(unit)
+    for seed in range(3):
+        model = plane_model(seed, std=(0.5, 2.0), n_neighbors=2)
+        x = queries(model, 12, seed)
+        found = certify(model, x, unit=measured)
+        assert broken(model, x, found.radius, measured) == []
+        assert int((found.radius > 0).sum()) >= 4
+
+
+def test_units_only_rescale() -> None:
+    model = plane_model(1, std=(0.5, 2.0))
+    x = queries(model, 10, 1)
+    plain = certify(model, x).radius
+    doubled = certify(model, x, unit=torch.full((2,), 2.0)).radius
+    assert torch.allclose(doubled, plain / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_straight_to_every_bank_point() -> None:
+    """The way an attack goes: along the line to each bank point, in small steps."""
+    model = plane_model(5, points=60, n_neighbors=3)
+    x = queries(model, 6, 5)
+    found = certify(model, x)
+    steps = torch.linspace(0, 1, 151)[:, None, None]
+    for row in range(len(x)):
+        ways = model.bank_inputs * model.backbone.std + model.backbone.mean - x[row]
+        moves = (steps * ways).reshape(-1, 2)
+        wrong = model(x[row] + moves).argmax(1) != found.prediction[row]
+        if wrong.any():
+            assert moves[wrong].double().norm(dim=1).min() >= found.radius[row]
+
+
+def test_a_wrong_certificate_is_caught() -> None:
+    """The grid finds radii that are too large, so its silence above means something."""
+    caught = 0
+    for seed in range(3):
+        model = plane_model(seed, n_neighbors=1)
+        x = queries(model, 12, seed)
+        found = certify(model, x)
+        caught += len(broken(model, x, 1.25 * found.radius))
+    assert caught >= 15
+
+
+def test_radii_are_close_to_the_truth_for_one_neighbor() -> None:
+    """The truth: the distance of the nearest Voronoi cell of another opinion."""
+    model = plane_model(2, points=60, n_neighbors=1)
+    x = queries(model, 25, 2)
+    radius, truth = certify(model, x).radius.numpy(), exact_radius(model, x)
+    ratio = radius / truth
+    assert (truth > 0).all()
+    assert ratio.max() <= 1
+    assert np.median(ratio) >= 0.999
+    assert ratio.min() >= 0.7
+
+
+def test_a_bank_of_one_opinion_cannot_be_moved() -> None:
+    model = plane_model(0)
+    with torch.no_grad():
+        model.backbone.head.weight.zero_()
+        model.backbone.head.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    found = certify(model, queries(model, 4, 0))
+    assert found.radius.isinf().all()
+    assert set(found.rules) == {"hull"}
+
+
+def test_both_rules_have_their_rows() -> None:
+    """One map for the whole bank is the cell rule's case; one neighbor that of the hull."""
+    whole = plane_model(1, points=12, n_neighbors=12, noise=0.02)
+    found = certify(whole, queries(whole, 20, 3))
+    assert found.rules.count("cell") >= 5
+    assert any("cell" in words for words in found.assumptions)
+    single = plane_model(1, n_neighbors=1)
+    assert "hull" in certify(single, queries(single, 20, 3)).rules
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [{"spares": 1, "max_smoothness": 3.0}, {"climb": (0.5, 0.0)}],
+)
+def test_the_cell_rule_knows_its_limits(solver: dict[str, Any]) -> None:
+    """Not with spares, and not where the curvature had to be raised."""
+    noise = 0.02 if "spares" in solver else 3.0
+    model = plane_model(1, points=12, n_neighbors=11, noise=noise, solver=solver)
+    assert "cell" not in certify(model, queries(model, 20, 3)).rules
