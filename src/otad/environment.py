@@ -11,7 +11,20 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("otad", "torch", "numpy", "scipy", "cvxpy", "clarabel", "proxsuite", "POT")
+PACKAGES = (
+    "otad",
+    "torch",
+    "numpy",
+    "scipy",
+    "cvxpy",
+    "clarabel",
+    "proxsuite",
+    "POT",
+    "pyautoattack",
+    "nevergrad",
+    "foolbox",
+    "adversarial-robustness-toolbox",
+)
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,10 @@ class NgOpt(Attack):
         space = nevergrad.p.Array(shape=(dimension,)).set_mutation(sigma=self.sigma)
         space.random_state = np.random.RandomState(seed % 2**32)
         chosen = nevergrad.optimizers.NGOpt(space, budget=self.budget).optim
-        # Often it is one inside a quadratic model, which is meant to propose a point now and then.
-        # That model needs more points than the budget, or in few dimensions fails with NumPy 2.4.
-        chosen = getattr(chosen, "_optim", chosen)
+        if isinstance(chosen, nevergrad.optimization.optimizerlib._MetaModel):
+            # An optimizer inside a quadratic model, which is to propose a point now and then: it
+            # needs more points than the budget, or in few dimensions fails with NumPy 2.4.
+            chosen = chosen._optim
         chosen.pruning = nevergrad.optimization.utils.Pruning(1, REMEMBERED)
         return chosen
 
