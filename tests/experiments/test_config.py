@@ -10,6 +10,7 @@ from otad.data import describe
 from otad.errors import InputError
 from otad.experiments import names
 from otad.experiments.config import read_experiment
+from otad.experiments.shifts import SMAPE, E
 from otad.transport import TrainConfig
 
 SMALL = """
@@ -24,13 +25,17 @@ n_neighbors = 4
 data = "digits"
 blocks = 2
 train = { learning_rate = 0.5 }
+[attacks.blunt]
+name = "pgd"
+eps = 1.0
 [rows.plain]
 net = "one"
 method = "net"
 [rows.otad]
 net = "one"
-method = "otad"
 n_neighbors = 5
+attacks = ["blunt"]
+method = "otad"
 """
 
 
@@ -42,7 +47,8 @@ def small(folder: Path, old: str = "", new: str = "") -> Path:
 
 
 def test_every_result_asked_for_has_its_experiment() -> None:
-    assert set(names()) >= {"mnist", "plain", "synthetic", "red_wine", "merfish", "cost"}
+    clean = {"mnist", "plain", "synthetic", "red_wine", "merfish", "cost"}
+    assert set(names()) >= clean | {"mnist_attacks", "curvature", "suite"}
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -58,7 +64,9 @@ def test_shipped_experiments_are_sound(name: str, quick: bool) -> None:
         TrainConfig(**net.train)
     for row in experiment.rows.values():
         assert bool(row.published) == bool(row.published_in)
-        assert set(row.published) <= {"accuracy", "mse", "relative_error", "lipschitz"}
+        known = {"accuracy", "mse", "relative_error", "lipschitz", *row.attacks}
+        known |= {f"{key} {measure}" for key in row.attacks for measure in (E, SMAPE)}
+        assert set(row.published) <= known
 
 
 def test_defaults_reach_every_net_and_row_and_are_overridden(tmp_path: Path) -> None:
@@ -68,6 +76,18 @@ def test_defaults_reach_every_net_and_row_and_are_overridden(tmp_path: Path) -> 
     assert experiment.rows["plain"].n_neighbors == 4
     assert experiment.rows["otad"].n_neighbors == 5
     assert experiment.rows["otad"].label == "otad"
+
+
+def test_rows_name_attacks_or_change_them(tmp_path: Path) -> None:
+    experiment = read_experiment(small(tmp_path))
+    assert experiment.rows["plain"].attacks == {}
+    (blunt,) = experiment.rows["otad"].attacks.values()
+    assert (blunt.name, blunt.eps, blunt.points, blunt.label) == ("pgd", 1.0, 1000, "blunt")
+    assert experiment.points_on("digits") == 1000
+    changed = "attacks = { blunt = { eps = 2.0, options = { steps = 3 } } }"
+    path = small(tmp_path, 'attacks = ["blunt"]', changed)
+    (blunt,) = read_experiment(path).rows["otad"].attacks.values()
+    assert (blunt.name, blunt.eps, blunt.options) == ("pgd", 2.0, {"steps": 3})
 
 
 def test_quick_changes_tables_but_replaces_data(tmp_path: Path) -> None:
@@ -95,7 +115,42 @@ rows.otad.smoothness = 3.0
         ('data = "digits"', 'data = "digit"', "nets.one.data: expected one of digits, got 'digit'"),
         ('net = "one"', 'net = "two"', "rows.plain.net: expected one of one, got 'two'"),
         ('method = "net"', 'method = "magic"', "method: expected one of net, otad"),
-        ('method = "net"', 'method = "net"\nnoise = -1', "noise: expected a number of at least 0"),
+        ('method = "net"', 'method = "net"\nattacks = ["sharp"]', "attacks: expected one of blunt"),
+        ('name = "pgd"', 'name = "magic"', "attack: expected one of random_step, .*got 'magic'"),
+        ('name = "pgd"', 'name = "pgd"\nalso = { magic = {} }', "attack: .*got 'magic'"),
+        ('name = "pgd"', 'name = "random_step"\nalso = { pgd = {} }', "also: expected none beside"),
+        ("eps = 1.0", "eps = -1.0", "eps: expected a finite number of at least 0, got -1.0"),
+        ("eps = 1.0", "eps = inf", "eps: expected a finite number"),
+        ("eps = 1.0", 'unit = "std"', "eps: expected a radius where features are in units of std"),
+        ("eps = 1.0", 'eps = 1.0\nunit = "mile"', "unit: expected one of input, std"),
+        ("eps = 1.0", 'eps = 1.0\non = "us"', "on: expected one of model, net"),
+        ("eps = 1.0", 'eps = 1.0\nnorm = "l7"', "norm: expected one of l2, linf"),
+        ("eps = 1.0", "eps = 1.0\npoints = 0", "points: expected an integer of at least 1"),
+        (
+            "[otad]",
+            "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 2.0\n[otad]",
+            "headline: expected one of eps",
+        ),
+        (
+            "[otad]",
+            "[evaluate]\nrow = 'plain'\neps = [1.0]\nheadline = 1.0\n[otad]",
+            "rows.plain.method: expected one of otad, got 'net'",
+        ),
+        (
+            "[otad]",
+            "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\nat_most = { 2 = 5 }\n[otad]",
+            "at_most: expected keys among 1, got '2'",
+        ),
+        (
+            "[otad]",
+            "[evaluate]\nrow = 'none'\neps = [1.0]\nheadline = 1.0\n[otad]",
+            "evaluate: expected one of plain, otad, got 'none'",
+        ),
+        (
+            'method = "otad"',
+            'method = "net"\n[curve]\ntitle = "L"',
+            "curve: expected at least one row of otad",
+        ),
         (
             'method = "net"',
             'method = "majority_knn"\nlipschitz = { radius = 1 }',

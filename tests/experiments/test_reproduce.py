@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from otad.errors import InputError, OtadError
+from otad.evaluate import Evaluation
+from otad.evaluate.suite import PACKAGES
 from otad.experiments import RunRecord, names, reproduce
 from otad.experiments import cost as cost_module
 from otad.experiments import run as run_module
 from otad.experiments import study as study_module
-from otad.experiments.config import read_experiment
+from otad.experiments.config import RowSpec, read_experiment
 from otad.experiments.records import RowRecord
+from otad.experiments.shifts import SMAPE, E
+from otad.experiments.specs import EvaluateSpec
+from otad.experiments.tables import render
 
 SMALL = """
 title = "small"
@@ -33,10 +39,12 @@ data = "wine"
 blocks = 1
 normalize = "feature"
 choose = { setting = "energy_weight", values = [0.0, 0.1], row = "c", validation = 0.3, epochs = 2 }
+[attacks]
+push = { name = "pgd", eps = 1.0, unit = "std", points = 9, options = { steps = 2 } }
 [rows]
-a = { net = "one", method = "net" }
+a = { net = "one", method = "net", attacks = ["push"] }
 b = { net = "one", method = "otad", lipschitz = { radius = 0.1, points = 5, steps = 2 } }
-c = { net = "two", method = "otad" }
+c = { net = "two", method = "otad", attacks = ["push"] }
 d = { net = "one", method = "majority_knn", at_least = { accuracy = 101 } }
 """
 
@@ -50,6 +58,10 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", names())
 def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
+    for row in read_experiment(name).rows.values():
+        for run in (run for attack in row.attacks.values() for run in attack.runs):
+            if run in PACKAGES:
+                pytest.importorskip(PACKAGES[run], reason=f"extra 'attacks', for {run}")
     lines: dict[str, tuple[int, int]] = {}
     record = reproduce(
         name,
@@ -66,7 +78,7 @@ def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
     for data in record.data.values():
         assert data.train_size > 0
         assert len(data.fingerprint) == 64
-    for row in record.rows.values():
+    for key, row in record.rows.items():
         assert row.score.low <= row.score.value <= row.score.high
         assert (row.account is not None) == (row.method == "otad")
         if row.account is not None:
@@ -74,8 +86,43 @@ def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
             assert record.nets[row.net].regularity is not None
             assert row.account.residual is not None
             assert row.account.residual < 1e-6
+        check_attacks(record, row, experiment.rows[key])
     if experiment.cost is not None:
         check_costs(record, experiment.cost.banks, tmp_path / f"{name}-quick.svg")
+    if experiment.curve is not None:
+        drawn = (tmp_path / f"{name}-quick.svg").read_text(encoding="utf-8")
+        assert experiment.curve.title in drawn
+    if experiment.evaluate is not None:
+        check_suite(record, experiment.evaluate, tmp_path / f"{name}-quick")
+    assert render(record).count("(quick run, no result)") == 1
+
+
+def check_attacks(record: RunRecord, row: RowRecord, spec: RowSpec) -> None:
+    assert list(row.attacks) == list(spec.attacks)
+    for key, found in row.attacks.items():
+        assert found.score.n == found.clean.n == spec.attacks[key].points
+        assert found.eps == spec.attacks[key].eps
+        if found.score.metric == "accuracy":
+            assert found.score.value <= found.clean.value
+        else:
+            assert set(found.metrics) == {E, SMAPE}
+        if found.distance is not None and found.eps is not None:
+            assert found.distance.most <= found.eps
+        assert found.forwards > 0 or "random_step" in found.settings["attacks"]
+
+
+def check_suite(record: RunRecord, spec: EvaluateSpec, folder: Path) -> None:
+    assert record.suite is not None
+    evaluation = Evaluation.read(folder / "evaluation.json")
+    assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
+    assert evaluation.eps == tuple(line.eps for line in record.suite.lines) == spec.eps
+    for line in record.suite.lines:
+        assert line.worst == evaluation.worst_case(line.eps)
+        assert line.certified[spec.row] == evaluation.certified_accuracy(line.eps)
+        assert line.certified[spec.row].value <= line.worst.value
+    assert [cost.attack for cost in record.suite.costs] == list(spec.attacks)
+    asked = {"worst", *spec.at_least}
+    assert {key for line in record.suite.lines for key in line.goals} == asked
 
 
 def check_costs(record: RunRecord, banks: tuple[int, ...], plot: Path) -> None:
@@ -113,10 +160,11 @@ class KilledError(Exception):
 
 
 def without_seconds(record: RunRecord) -> dict[str, RowRecord]:
-    return {
-        key: RowRecord(**(vars(row) | {"seconds": 0.0, "label": key}))
-        for key, row in record.rows.items()
-    }
+    rows = {}
+    for key, row in record.rows.items():
+        attacks = {name: replace(one, seconds=0.0) for name, one in row.attacks.items()}
+        rows[key] = replace(row, seconds=0.0, attacks=attacks)
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +204,7 @@ def test_finished_parts_are_taken_over(
         raise AssertionError("evaluated again")
 
     monkeypatch.setattr(study_module, "evaluate_row", never)
+    monkeypatch.setattr(study_module, "attack_row", never)
     monkeypatch.setattr(study_module, "measure_regularity", never)
     assert reproduce(small, out=tmp_path).rows == first.rows
     with pytest.raises(AssertionError, match="evaluated again"):
@@ -170,7 +219,10 @@ def test_experiments_share_their_nets(small: Path, tmp_path: Path) -> None:
     reproduce(small, out=tmp_path / "out", work=work)
     nets = sorted((work / "nets").iterdir())
     other = tmp_path / "other.toml"
-    other.write_text(SMALL.replace('a = { net = "one", method = "net" }', ""), encoding="utf-8")
+    other.write_text(
+        SMALL.replace('a = { net = "one", method = "net", attacks = ["push"] }', ""),
+        encoding="utf-8",
+    )
     reproduce(other, out=tmp_path / "out", work=work)
     assert sorted((work / "nets").iterdir()) == nets
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -204,6 +256,10 @@ def test_refusals(small: Path, tmp_path: Path) -> None:
     small.write_text(SMALL.replace("[rows]", cost + "[rows]"), encoding="utf-8")
     with pytest.raises(InputError, match="at most the 142 points"):
         reproduce(small, out=tmp_path)
+    small.write_text(SMALL.replace("points = 9", "points = 37"), encoding="utf-8")
+    with pytest.raises(InputError, match="points: expected at most the 36 test points, got 37"):
+        reproduce(small, out=tmp_path / "other")
+    assert not (tmp_path / "other" / ".work" / "nets").exists(), "refused before any training"
 
 
 def test_a_failing_probe_says_why(

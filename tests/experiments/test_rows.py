@@ -113,15 +113,6 @@ def test_regression_has_an_error_and_no_vote(generator: torch.Generator) -> None
     assert record.account.changed_by_potential is None
 
 
-def test_noise_has_its_norm_in_the_embedded_space(base: OTAD, data: Dataset) -> None:
-    seen: list[Tensor] = []
-    handle = base.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    evaluated(base, data, method="net", noise=0.5)
-    handle.remove()
-    step = base.backbone.embed(seen[0]) - base.backbone.embed(data.test_x)
-    torch.testing.assert_close(step.norm(dim=1), torch.full((len(step),), 0.5), rtol=1e-3, atol=0)
-
-
 def test_local_lipschitz_is_of_the_features(base: OTAD, data: Dataset) -> None:
     spec = LipschitzSpec(radius=1e-2, points=5, steps=10)
     record = evaluated(base, data, method="net", lipschitz=spec)

@@ -12,8 +12,16 @@ import pytest
 
 from otad.environment import Environment
 from otad.errors import InputError
+from otad.evaluate import Flag
 from otad.experiments import RunRecord, write_page
-from otad.experiments.plots import draw_costs
+from otad.experiments.attack_records import (
+    AttackedScore,
+    Goal,
+    SuiteCost,
+    SuiteLine,
+    SuiteRecord,
+)
+from otad.experiments.plots import draw_costs, draw_curve
 from otad.experiments.records import (
     Account,
     Candidate,
@@ -179,6 +187,132 @@ def test_costs_are_judged_at_the_largest_bank(record: RunRecord) -> None:
     assert [line.rsplit("|", 2)[1].strip() for line in judged] == ["yes", "NO"]
     assert all("| 1,000 | 500 |" in line for line in judged)
     assert "![time and memory](../results/sample.svg)" in page
+
+
+def attacked(value: float, metric: str = "accuracy", **options: object) -> AttackedScore:
+    filled = {
+        "label": "",
+        "score": Score(metric, value, value - 1, value + 1, 50),
+        "clean": Score(metric, 90.0, 80.0, 95.0, 50),
+        "metrics": {},
+        "distance": replace(SPREAD, most=2.0),
+        "eps": 2.0,
+        "threat": "l2, eps = 2, inputs in (0.0, 1.0)",
+        "settings": {"attacks": {"bpda": {"steps": 100}}, "on": "model", "unit": "input"},
+        "forwards": 5150,
+        "backwards": 5000,
+        "seconds": 12.4,
+    }
+    return AttackedScore(**(filled | options))
+
+
+def with_attacks(record: RunRecord, **attacks: dict[str, AttackedScore]) -> RunRecord:
+    rows = {key: replace(one, attacks=attacks.get(key, {})) for key, one in record.rows.items()}
+    return replace(record, rows=rows)
+
+
+def test_scores_under_attack_beside_the_published(record: RunRecord) -> None:
+    box = {"eps": None, "label": "anywhere", "distance": None}
+    worst = {"attacks": {"pgd": {}, "straight": {}}, "on": "net", "unit": "input"}
+    record = with_attacks(
+        record,
+        good={"push": attacked(40.0)},
+        otad={"push": attacked(60.0), "box": attacked(10.0, settings=worst, **box)},
+    )
+    record.rows["otad"].published["push"] = 95.2
+    page = render(record)
+    lines = [line for line in page.splitlines() if line.startswith("| push |")]
+    assert "| good \\| net | 50 | 90.00 | 40.00 (39.00 to 41.00) | - |" in lines[0]
+    assert "| defended | 50 | 90.00 | 60.00 (59.00 to 61.00) | 95.2 |" in lines[1]
+    assert lines[1].endswith("| 2.25 / 2.00 | 103 | 100 | 12 |")
+    assert cells(page, "anywhere")[1:7] == [
+        "defended", "50", "90.00", "10.00 (9.00 to 11.00)", "-", "-"
+    ]  # fmt: skip
+    assert "- push: l2, eps = 2, inputs in (0.0, 1.0); bpda (steps = 100)" in page
+    expected = (
+        "- anywhere: anywhere in the box; pgd and straight, for each point the worst; found on"
+    )
+    assert expected in page
+
+
+def test_regressions_have_three_measures(record: RunRecord) -> None:
+    found = attacked(0.5, "mse", metrics={"E": 0.0861, "SMAPE": 0.319})
+    record = with_attacks(record, otad={"push": found})
+    record.rows["otad"].published.update({"push": 0.507, "push E": 0.086, "push SMAPE": 0.32})
+    page = render(record)
+    assert "| 0.500 (-0.500 to 1.500) | 0.507 | 0.086 | 0.086 | 0.319 | 0.32 | 103 |" in page
+
+
+def test_records_from_before_there_were_attacks(record: RunRecord, tmp_path: Path) -> None:
+    path = tmp_path / "sample.json"
+    record.write(path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    del content["suite"]
+    for one in content["rows"].values():
+        del one["attacks"]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert RunRecord.read(path) == record
+    assert "under attack" not in render(record)
+
+
+@pytest.fixture
+def suite() -> SuiteRecord:
+    def score(value: float) -> Score:
+        return Score("accuracy", value, value - 3, value + 3, 1000)
+
+    return SuiteRecord(
+        row="defended",
+        threat="l2, eps = 2, inputs in (0.0, 1.0)",
+        attacker_knows="everything",
+        clean={"otad": score(97.0), "net": score(98.0)},
+        lines=(
+            SuiteLine(0.5, score(90.0), {"K = 1": score(86.5)}, {"K = 1": Goal(86.0, False)}, 3.0),
+            SuiteLine(2.0, score(70.0), {"K = 1": score(9.0)}, {"worst": Goal(66.0, True)}, 9.6),
+        ),
+        costs=(SuiteCost("square", "black-box", 1900, 20, 3_800_000, 0, 61.25),),
+        flags=(Flag("white-box against black-box", "PASS", "none", "it means", "do this"),),
+        folder="sample",
+        seconds=99.6,
+        missing={"pixle": "no images"},
+    )
+
+
+def test_the_suite_with_what_was_asked_for(record: RunRecord, suite: SuiteRecord) -> None:
+    page = render(replace(record, suite=suite), "../results")
+    assert "[the whole evaluation](../results/sample/report.html)" in page
+    assert cells(page, "0.5")[1:] == [
+        "97.00", "90.00 (87.00 to 93.00)", "86.50 (83.50 to 89.50)",
+        "certified, K = 1 at least 86", "yes", "3",
+    ]  # fmt: skip
+    assert cells(page, "2")[-3:] == ["worst case at most 66", "NO", "10"]
+    assert cells(page, "square")[1:] == ["black-box", "1,900", "20", "3,800,000", "0", "61.2"]
+    assert cells(page, "white-box against black-box")[1:] == ["PASS", "none"]
+    assert "Not run: pixle: no images." in page
+    assert "otad 97.00 (94.00 to 100.00), net 98.00" in page
+
+
+def test_the_suite_survives_the_file(record: RunRecord, suite: SuiteRecord, tmp_path: Path) -> None:
+    whole = with_attacks(replace(record, suite=suite), good={"push": attacked(40.0)})
+    whole.write(tmp_path / "sample.json")
+    assert RunRecord.read(tmp_path / "sample.json") == whole
+
+
+def test_figure_over_the_curvature(record: RunRecord, tmp_path: Path) -> None:
+    rows = []
+    for smoothness in (8.0, 2.0):
+        settings = {"smoothness": smoothness, "strong_convexity": 0.5}
+        one = replace(record.rows["otad"], settings=settings, lipschitz=SPREAD)
+        rows.append(replace(one, attacks={"push": attacked(10 * smoothness, label="a push")}))
+    path = tmp_path / "one.svg"
+    draw_curve([record.rows["good"], *rows], "over L - l", path)
+    drawn = path.read_bytes()
+    draw_curve(rows[::-1], "over L - l", path)
+    assert path.read_bytes() == drawn, "nets are left out, and the order is that of L - l"
+    texts = {element.text for element in ElementTree.fromstring(drawn).iter() if element.text}
+    panels = {"accuracy %", "local Lipschitz constant", "relative error"}
+    assert panels | {"clean", "a push", "median", "over L - l"} <= texts
+    shown = render(replace(record, config=record.config | {"curve": {"title": "over L"}}), "..")
+    assert "![over L](../sample.svg)" in shown
 
 
 def test_page_takes_records_only(record: RunRecord, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ _STANDARD: list[Choice] = [
     ("bisector", {}),
     ("region", {}),
     ("pgd", {}),
-    ("apgd", {}),
+    ("apgd", {"restarts": 3}),
     ("bpda", {}),
     ("metric", {"steps": 20}),
     ("transfer", {}),
@@ -130,8 +130,6 @@ def suite(
     missing: dict[str, str] = {}
     for name, options in PRESETS[check_choice(preset, "preset", tuple(PRESETS))]:
         reason = _misfit(name, model) or _unsuited(name, input_shape, task, threat)
-        if name == "random_search" and any(attack.name == "square" for attack in attacks):
-            reason = "square searches images better"
         if reason:
             missing[name] = reason
         else:

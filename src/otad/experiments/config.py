@@ -4,8 +4,12 @@ title = "..."             what the table shows
 [data.NAME]               a data set of the registry, with its options
 [train], [otad]           settings of every net, of every row, unless told otherwise there
 [nets.NAME]               a net, trained on one of the data sets
+[attacks.NAME]            an attack that rows may name in their list `attacks`, or in a table of
+                          that name, with changes
 [rows.NAME]               one line of the table: a method on a net, and what was published
 [cost]                    or: what predictions cost against banks of several sizes
+[evaluate]                or: a row under the whole suite of attacks, with certificates
+[curve]                   a figure of the rows over L - l
 [quick]                   what a quick run changes, to try the machinery out
 """
 
@@ -20,6 +24,7 @@ from typing import Any
 from otad.checks import check_choice
 from otad.codec import from_plain
 from otad.errors import InputError
+from otad.experiments.specs import AttackSpec, CurveSpec, EvaluateSpec
 
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
 _FOLDER = Path(__file__).parent / "configs"
@@ -72,8 +77,9 @@ class LipschitzSpec:
 class RowSpec:
     """One line of a table.
 
-    `noise`: l2 norm of random noise added to the embedded inputs. `published` and `at_least` are
-    by metric (accuracies in percent); `published_in` says where, and what differs there.
+    `published` and `at_least` are by metric (accuracies in percent); `published` also by the name
+    of an attack for the score under it, with "NAME E" and "NAME SMAPE" for the further measures of
+    a regression; `published_in` says where, and what differs there.
     """
 
     net: str
@@ -84,18 +90,16 @@ class RowSpec:
     strong_convexity: float = 0.0
     mode: str = "consistent"
     climb: tuple[float, float] | None = None
-    noise: float = 0.0
     lipschitz: LipschitzSpec | None = None
     published: dict[str, float] = field(default_factory=dict)
     published_in: str = ""
     at_least: dict[str, float] = field(default_factory=dict)
+    attacks: dict[str, AttackSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice(self.method, "method", METHODS)
         if self.lipschitz is not None and self.method not in ("net", "otad"):
             raise InputError(f"lipschitz: expected for net or otad, got it for {self.method}")
-        if not 0 <= self.noise < float("inf"):
-            raise InputError(f"noise: expected a number of at least 0, got {self.noise}")
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ class Experiment:
     source: dict[str, Any]
     note: str = ""
     cost: CostSpec | None = None
+    evaluate: EvaluateSpec | None = None
+    curve: CurveSpec | None = None
 
     def __post_init__(self) -> None:
         for key, net in self.nets.items():
@@ -138,6 +144,20 @@ class Experiment:
             _refer(self.nets, row.net, f"rows.{key}.net")
         if self.cost is not None:
             _refer(self.nets, self.cost.net, "cost.net")
+        if self.evaluate is not None:
+            for key in (self.evaluate.row, *self.evaluate.certify):
+                _refer(self.rows, key, "evaluate")
+                check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
+        if self.curve is not None and all(row.method != "otad" for row in self.rows.values()):
+            raise InputError("curve: expected at least one row of otad, got none")
+
+    def points_on(self, data: str) -> int:
+        """The most test points of a data set that anything is attacked on."""
+        rows = [row for row in self.rows.values() if self.nets[row.net].data == data]
+        found = [attack.points for row in rows for attack in row.attacks.values()]
+        if self.evaluate is not None and self.rows[self.evaluate.row] in rows:
+            found.append(self.evaluate.points)
+        return max(found, default=0)
 
 
 def names() -> tuple[str, ...]:
@@ -157,13 +177,15 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
         content = _merged(content, changes)
     source = dict(content)
     train, otad = content.pop("train", {}), content.pop("otad", {})
+    attacks = content.pop("attacks", {})
     if isinstance(content.get("nets"), Mapping):
         content["nets"] = {
             key: net | {"train": train | net.get("train", {})}
             for key, net in content["nets"].items()
         }
     content["rows"] = {
-        key: {"label": key} | otad | row for key, row in content.get("rows", {}).items()
+        key: _with_attacks({"label": key} | otad | row, attacks, f"rows.{key}")
+        for key, row in content.get("rows", {}).items()
     }
     added = {"name": path.stem, "quick": quick, "source": source}
     experiment: Experiment = from_plain(Experiment, content | added, path.name)
@@ -191,6 +213,17 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         else:
             merged[key] = value
     return merged
+
+
+def _with_attacks(row: dict[str, Any], known: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row with the whole of each attack that it names."""
+    named = row.get("attacks", ())
+    changes = named if isinstance(named, Mapping) else {key: {} for key in named}
+    for key in changes:
+        _refer(known, key, f"{where}.attacks")
+    return row | {
+        "attacks": {key: {"label": key} | known[key] | change for key, change in changes.items()}
+    }
 
 
 def _refer(table: Mapping[str, object], key: str, where: str) -> None:

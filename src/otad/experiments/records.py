@@ -10,6 +10,7 @@ from typing import Any
 from otad.codec import from_plain, read_json, to_plain, write_json
 from otad.environment import Environment
 from otad.errors import InputError
+from otad.experiments.attack_records import AttackedScore, SuiteRecord
 from otad.regularity import Distribution
 from otad.scores import Score
 
@@ -87,7 +88,10 @@ class Account:
 
 @dataclass(frozen=True)
 class RowRecord:
-    """One line of the table: our score beside the published one, and how it was come by."""
+    """One line of the table: our score beside the published one, and how it was come by.
+
+    `attacks`: what is left of it under each attack, by name.
+    """
 
     label: str
     net: str
@@ -101,6 +105,7 @@ class RowRecord:
     account: Account | None
     lipschitz: Distribution | None
     seconds: float
+    attacks: dict[str, AttackedScore] = field(default_factory=dict)
 
     @property
     def is_met(self) -> bool | None:
@@ -148,12 +153,12 @@ class RunRecord:
     seconds: dict[str, float]
     costs: tuple[CostRecord, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
+    suite: SuiteRecord | None = None
     format: str = FORMAT
 
     @property
     def file_stem(self) -> str:
-        """A quick run never takes the place of a result."""
-        return f"{self.name}-quick" if self.quick else self.name
+        return stem_of(self.name, self.quick)
 
     def write(self, path: Path) -> None:
         """The whole file or none of it."""
@@ -168,6 +173,11 @@ class RunRecord:
             )
         record: RunRecord = from_plain(RunRecord, content, path.name)
         return record
+
+
+def stem_of(name: str, quick: bool) -> str:
+    """What the files of a run are called: a quick one never takes the place of a result."""
+    return f"{name}-quick" if quick else name
 
 
 def read_records(folder: Path) -> list[RunRecord]:

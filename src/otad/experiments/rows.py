@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from otad.experiments.records import Account, Regularity, RowRecord
 from otad.nets import Backbone
 from otad.regularity import (
     Distribution,
+    changed_by_potential,
     defended_map,
     integrate,
     local_lipschitz,
@@ -46,33 +46,37 @@ def defended(base: OTAD, row: RowSpec) -> OTAD:
     ).eval()
 
 
+def predictor(base: OTAD, row: RowSpec) -> nn.Module:
+    """What answers in a row: the defense, the net alone or a k-NN over the same bank."""
+    if row.method == "otad":
+        return defended(base, row)
+    if row.method == "net":
+        return base.backbone.eval()
+    return KNN[row.method](base, row.n_neighbors).eval()
+
+
 def evaluate_row(
     row: RowSpec, base: OTAD, data: Dataset, data_key: str, *, seed: int, report: Report
 ) -> RowRecord:
     started = time.perf_counter()
-    generator = torch.Generator().manual_seed(seed)
-    backbone = base.backbone
-    x = _with_noise(backbone, data.test_x, row.noise, generator)
+    model, backbone, x = predictor(base, row), base.backbone, data.test_x
     settings, account, lipschitz = {}, None, None
-    if row.method == "otad":
-        model = defended(base, row)
+    if isinstance(model, OTAD):
         outputs, account = _account(model, x, report)
         settings = {name: to_plain(getattr(row, name)) for name in OTAD_SETTINGS}
-    elif row.method == "net":
-        outputs = _predict(backbone, x, report)
     else:
-        outputs = _predict(KNN[row.method](base, row.n_neighbors), x, report)
-        settings = {"n_neighbors": row.n_neighbors}
+        outputs = predict(model, x, report)
+        if row.method != "net":
+            settings = {"n_neighbors": row.n_neighbors}
     if row.lipschitz is not None:
         function = (
             defended_map(model)
-            if row.method == "otad"
+            if isinstance(model, OTAD)
             else (lambda embedded: backbone.transport(embedded)[0])
         )
+        generator = torch.Generator().manual_seed(seed)
         lipschitz = _lipschitz(function, backbone, x, row.lipschitz, generator)
         settings = settings | {"lipschitz": to_plain(row.lipschitz)}
-    if row.noise:
-        settings = settings | {"noise": row.noise}
     return RowRecord(
         label=row.label,
         net=row.net,
@@ -124,7 +128,8 @@ def _batches(x: Tensor, device: torch.device, report: Report) -> Iterator[Tensor
 
 
 @torch.no_grad()
-def _predict(model: nn.Module, x: Tensor, report: Report) -> Tensor:
+def predict(model: nn.Module, x: Tensor, report: Report = lambda done, total: None) -> Tensor:
+    """Outputs for all of x, on the CPU."""
     device = next(model.parameters()).device
     return torch.cat([model(batch).cpu() for batch in _batches(x, device, report)])
 
@@ -135,7 +140,6 @@ def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
     outputs, errors, statuses, smoothness, residuals = [], [], [], [], []
     changed = 0
     backbone = model.backbone
-    extremes = [replace(model.solver, potential=rule) for rule in ("lowest", "highest")]
     for batch in _batches(x, backbone.mean.device, report):
         embedded = backbone.embed(backbone.check_inputs(batch))
         learned = backbone.transport(embedded)[0]
@@ -148,9 +152,7 @@ def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
         smoothness.append(solution.smoothness.cpu())
         residuals.append(solution.residual[~solution.failed].cpu())
         if backbone.task == "classification":
-            images = (integrate(model, embedded, neighbors, solver=one).image for one in extremes)
-            low, high = (backbone.head(image).argmax(1) for image in images)
-            changed += int((low != high).sum())
+            changed += int(changed_by_potential(model, embedded, neighbors).sum())
     status, residual = torch.cat(statuses), torch.cat(residuals)
     account = Account(
         statuses={one.name.lower(): float((status == one).float().mean()) for one in Status},
@@ -176,13 +178,3 @@ def _lipschitz(
         function, points, radius=spec.radius, steps=spec.steps, generator=generator
     )
     return Distribution.of(found)
-
-
-def _with_noise(backbone: Backbone, x: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """x with a random step of l2 norm `size` in each embedded (normalized) input."""
-    if not size:
-        return x
-    step = torch.randn(x.shape, generator=generator)
-    step *= size / step.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.dim() - 1))
-    moved = x + step * backbone.std.cpu()
-    return moved if backbone.bounds is None else moved.clamp(*backbone.bounds)

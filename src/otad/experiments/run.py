@@ -11,10 +11,11 @@ from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments.config import Experiment, read_experiment
 from otad.experiments.cost import measure_costs
-from otad.experiments.plots import draw_costs
+from otad.experiments.plots import draw_costs, draw_curve
 from otad.experiments.progress import Report, reporting
-from otad.experiments.records import CostRecord, RowRecord, RunRecord
+from otad.experiments.records import CostRecord, RowRecord, RunRecord, stem_of
 from otad.experiments.study import Study
+from otad.experiments.suites import run_suite
 
 WORK = ".work"
 
@@ -31,6 +32,8 @@ def reproduce(
     progress: Report | bool = False,
 ) -> RunRecord:
     """Run the experiment `name` (see `names`) or that of a TOML file; write `out`/NAME.json.
+
+    Figures go beside it as NAME.svg, an evaluation by the whole suite to the folder NAME.
 
     Finished parts and trained nets are kept in `work` (`out`/.work by default), which experiments
     may share: a killed run goes on where it stopped. `quick` makes the changes the file names under
@@ -52,14 +55,16 @@ def reproduce(
             seed=seed,
             report=report,
         )
-        record = _record(experiment, study, environment)
+        record = _record(experiment, study, environment, out)
     record.write(out / f"{record.file_stem}.json")
     if record.costs:
         draw_costs(record.costs, out / f"{record.file_stem}.svg")
+    if experiment.curve is not None:
+        draw_curve(record.rows.values(), experiment.curve.title, out / f"{record.file_stem}.svg")
     return record
 
 
-def _record(experiment: Experiment, study: Study, environment: Environment) -> RunRecord:
+def _record(experiment: Experiment, study: Study, environment: Environment, out: Path) -> RunRecord:
     # Net by net, so that each bank is built once; in the record, the order of the file.
     rows: dict[str, RowRecord] = {}
     nets = {}
@@ -70,6 +75,11 @@ def _record(experiment: Experiment, study: Study, environment: Environment) -> R
     missing: dict[str, str] = {}
     if experiment.cost is not None:
         costs, missing = measure_costs(study, experiment.cost)
+    suite = None
+    if experiment.evaluate is not None:
+        suite = run_suite(
+            study, experiment.evaluate, out, stem_of(experiment.name, experiment.quick)
+        )
     return RunRecord(
         name=experiment.name,
         title=experiment.title,
@@ -85,4 +95,5 @@ def _record(experiment: Experiment, study: Study, environment: Environment) -> R
         seconds=study.seconds,
         costs=costs,
         missing=missing,
+        suite=suite,
     )

@@ -20,6 +20,8 @@ import torch
 from otad.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.data import load
 from otad.defense import OTAD
+from otad.experiments.attack_records import AttackedScore
+from otad.experiments.attacked import attack_row, points_of
 from otad.experiments.config import Choice, Experiment, NetSpec, RowSpec
 from otad.experiments.nets import Source, Trained, train_net
 from otad.experiments.progress import Report
@@ -31,7 +33,7 @@ from otad.experiments.records import (
     RowRecord,
     code_fingerprint,
 )
-from otad.experiments.rows import defended, evaluate_row, measure_regularity
+from otad.experiments.rows import OTAD_SETTINGS, defended, evaluate_row, measure_regularity
 
 T = TypeVar("T")
 _VIOLATION_ROWS = 10_000
@@ -82,6 +84,8 @@ class Study:
             self.report(f"load {key}", 0, 1)
             spec = self.experiment.data[key]
             data = load(spec.name, self._data_dir, seed=self.seed, **spec.options)
+            if points := self.experiment.points_on(key):
+                points_of(len(data.test_x), points, self.seed)  # refused now, not after training
             self._sources[key] = Source(data, data.fingerprint())
             self.report(f"load {key}", 1, 1)
         return self._sources[key]
@@ -101,9 +105,11 @@ class Study:
         return self._nets[key]
 
     def row(self, key: str) -> RowRecord:
-        """A line of the table."""
+        """A line of the table, with all attacks on it."""
         spec = self.experiment.rows[key]
-        return self._row(key, spec, self.net(spec.net), partial(self.bank, spec.net))
+        plain = replace(spec, attacks={})
+        record = self._row(key, plain, self.net(spec.net), partial(self.bank, spec.net))
+        return replace(record, attacks={name: self._attack(key, name) for name in spec.attacks})
 
     def bank(self, net: str) -> OTAD:
         """OTAD over the bank of a net. One is kept: rows come net by net, and banks are large."""
@@ -159,7 +165,7 @@ class Study:
 
     def _candidates(self, key: str, spec: NetSpec, choice: Choice) -> tuple[Candidate, ...]:
         source = self.source(spec.data).validation_part(choice.validation, self.seed)
-        row = replace(self.experiment.rows[choice.row], lipschitz=None)
+        row = replace(self.experiment.rows[choice.row], lipschitz=None, attacks={})
         found = []
         for value in choice.values:
             label = f"{key} with {choice.setting} = {value:g}"
@@ -185,6 +191,26 @@ class Study:
                 bank(),
                 trained.data,
                 data_key,
+                seed=self.seed,
+                report=partial(self.report, label),
+            ),
+        )
+        self.seconds[label] = record.seconds
+        return record
+
+    def _attack(self, key: str, name: str) -> AttackedScore:
+        row, label = self.experiment.rows[key], f"{key}: {name}"
+        spec, trained = row.attacks[name], self.net(row.net)
+        model = {"method": row.method, **{one: getattr(row, one) for one in OTAD_SETTINGS}}
+        record = self.part(
+            label,
+            AttackedScore,
+            trained.identity | {"model": to_plain(model), "attack": to_plain(spec)},
+            lambda: attack_row(
+                spec,
+                row,
+                self.bank(row.net),
+                trained.data,
                 seed=self.seed,
                 report=partial(self.report, label),
             ),

@@ -1,0 +1,85 @@
+"""Tables of the clean scores: ours beside the published, what was tried, and the nets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from string import ascii_lowercase
+
+from otad.experiments import cells
+from otad.experiments.cells import NONE, table
+from otad.experiments.records import NetRecord, RowRecord, RunRecord
+
+
+def scores(record: RunRecord) -> str:
+    letters = _letters(record.rows.values())
+    several = len(record.data) > 1
+    errors = any("relative_error" in row.published for row in record.rows.values())
+    metric = next(iter(record.rows.values())).score.metric
+    head = ["", *(["data"] if several else []), "K", cells.heading(metric), "n", "published"]
+    head += ["relative error", "published"] if errors else []
+    head += ["asked for", "met"]
+    body = []
+    for row in record.rows.values():
+        letter = f" [{letters[row.published_in]}]" if row.published_in else ""
+        asked = row.at_least.get(row.score.metric)
+        line = [row.label, *([row.data] if several else [])]
+        line += [str(row.settings.get("n_neighbors", NONE)), cells.score(row.score)]
+        line += [f"{row.score.n:,}", cells.number(row.published.get(row.score.metric), letter)]
+        if errors:
+            line += [mean_error(row), cells.number(row.published.get("relative_error"))]
+        wanted = NONE if asked is None else f"at least {asked:g}"
+        body.append([*line, wanted, cells.met(row.is_met)])
+    return table(head, body)
+
+
+def sources(record: RunRecord) -> str:
+    """Where the published figures stand."""
+    letters = _letters(record.rows.values())
+    return "\n".join(f"- [{letter}] {where}" for where, letter in letters.items())
+
+
+def choices(record: RunRecord) -> str:
+    parts = []
+    for key, net in record.nets.items():
+        if net.candidates:
+            choice = record.config["nets"][key]["choose"]
+            metric = cells.heading(net.candidates[0].score.metric)
+            head = [f"{choice['setting']} of {key}", f"validation: {metric}", "chosen"]
+            chosen = net.train[choice["setting"]]
+            body = [
+                [f"{one.value:g}", cells.score(one.score), "yes" if one.value == chosen else ""]
+                for one in net.candidates
+            ]
+            parts.append(table(head, body))
+    return "\n\n".join(parts)
+
+
+def nets(record: RunRecord) -> str:
+    head = ["net", "data", "blocks", "shortcuts", "alpha", "epochs", "train score", "energy"]
+    head += ["least L: least / median / 90 % / 99 % / most", "backward pairs %", "seconds"]
+    return table(head, [_net(key, net) for key, net in record.nets.items()])
+
+
+def mean_error(row: RowRecord) -> str:
+    error = None if row.account is None else row.account.relative_error
+    return NONE if error is None else f"{error.mean:.4f}"
+
+
+def _net(key: str, net: NetRecord) -> list[str]:
+    line = [key, net.data, str(net.blocks), "yes" if net.residual else "no"]
+    line += [f"{net.train['energy_weight']:g}", str(net.train["epochs"]), f"{net.train_score:.4f}"]
+    if net.regularity is None:
+        line += [NONE] * 3
+    else:
+        energy = net.regularity.energy
+        line += [
+            NONE if energy is None else f"{energy.mean:.3g}",
+            cells.spread(net.regularity.least_smoothness),
+            cells.percent(net.regularity.violations),
+        ]
+    return [*line, f"{net.seconds:.0f}"]
+
+
+def _letters(rows: Iterable[RowRecord]) -> dict[str, str]:
+    found = dict.fromkeys(row.published_in for row in rows if row.published_in)
+    return dict(zip(found, ascii_lowercase, strict=False))

@@ -1,0 +1,122 @@
+"""How rows are attacked and models evaluated, as the TOML file of an experiment says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from otad.attacks.balls import NORMS
+from otad.checks import check_choice, check_count
+from otad.errors import InputError
+from otad.evaluate.suite import ATTACKS
+
+RANDOM_STEP = "random_step"
+UNITS = ("input", "std")
+VICTIMS = ("model", "net")
+
+
+@dataclass(frozen=True)
+class AttackSpec:
+    """What is done to `points` random test points of a row: the same points for every row.
+
+    - `name`, `options`: an attack of the suite and its settings; or "random_step", a random step of
+      full length eps, taken whatever it does.
+    - `also`: further attacks with their options; for each point the worst of all counts.
+    - `eps`: the radius in `norm`. Without it the ball covers the whole box of legal inputs.
+    - `unit`: "input", or "std": each feature in the standard deviation the net divides it by.
+    - `on`: "model", the row's own predictor; or "net": what is found against the undefended net is
+      handed to the predictor as it is, which no longer adapts the attack to the defense.
+    """
+
+    name: str
+    eps: float | None = None
+    norm: str = "l2"
+    points: int = 1000
+    label: str = ""
+    unit: str = "input"
+    on: str = "model"
+    options: dict[str, Any] = field(default_factory=dict)
+    also: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.runs:
+            check_choice(name, "attack", (RANDOM_STEP, *ATTACKS))
+        check_choice(self.norm, "norm", tuple(NORMS))
+        check_choice(self.unit, "unit", UNITS)
+        check_choice(self.on, "on", VICTIMS)
+        check_count(self.points, "points")
+        if RANDOM_STEP in self.runs and len(self.runs) > 1:
+            raise InputError(f"also: expected none beside {RANDOM_STEP!r}, which is no attack")
+        if self.eps is not None:
+            _check_radius(self.eps)
+        elif self.unit != "input":
+            raise InputError("eps: expected a radius where features are in units of std, got none")
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Every attack with its options, in the order they are run."""
+        return {self.name: self.options} | self.also
+
+
+@dataclass(frozen=True)
+class EvaluateSpec:
+    """The model of `row` under the whole suite, in l2, on `points` random test points.
+
+    - `eps`: the radii attacked, `headline` that of the threat model.
+    - `attacks`: those of the suite to run, with their options; all of it when empty.
+    - `flags`: also look for signs that the attacks were too weak.
+    - `certify`: rows whose models are certified at each eps, on the same points.
+    - `at_most`: what the worst case must not exceed, in percent, by eps; `at_least`: the certified
+      accuracy asked for, in percent, by row and eps.
+    """
+
+    row: str
+    eps: tuple[float, ...]
+    headline: float
+    points: int = 1000
+    batch_size: int = 1000
+    flags: bool = True
+    attacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    certify: tuple[str, ...] = ()
+    at_most: dict[str, float] = field(default_factory=dict)
+    at_least: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.attacks:
+            check_choice(name, "attack", tuple(ATTACKS))
+        check_count(self.points, "points")
+        check_count(self.batch_size, "batch_size")
+        for radius in self.eps:
+            _check_radius(radius)
+        if self.headline not in self.eps:
+            raise InputError(f"headline: expected one of eps {self.eps}, got {self.headline}")
+        known = tuple(name_of(radius) for radius in self.eps)
+        _check_keys(tuple(self.at_most), known, "at_most")
+        _check_keys(tuple(self.at_least), self.certify, "at_least")
+        for row, asked in self.at_least.items():
+            _check_keys(tuple(asked), known, f"at_least.{row}")
+
+
+@dataclass(frozen=True)
+class CurveSpec:
+    """A figure over L - l: the rows of OTAD in the order of that difference, three panels."""
+
+    title: str
+
+
+def name_of(radius: float) -> str:
+    """How a radius is written as a key."""
+    return f"{radius:g}"
+
+
+def _check_radius(radius: float) -> None:
+    if not 0 <= radius < math.inf:
+        raise InputError(f"eps: expected a finite number of at least 0, got {radius}")
+
+
+def _check_keys(keys: Sequence[str], known: Sequence[str], where: str) -> None:
+    for key in keys:
+        if key not in known:
+            raise InputError(f"{where}: expected keys among {', '.join(known)}, got {key!r}")

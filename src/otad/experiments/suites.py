@@ -1,0 +1,129 @@
+"""A row under the whole suite: the evaluation, its report, and a summary for the record."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from otad.attacks import L2
+from otad.certify import certify
+from otad.evaluate import Evaluation
+from otad.evaluate.runner import evaluate
+from otad.experiments.attack_records import WORST, Goal, SuiteCost, SuiteLine, SuiteRecord
+from otad.experiments.attacked import made_attack, points_of
+from otad.experiments.rows import defended
+from otad.experiments.specs import EvaluateSpec, name_of
+from otad.experiments.study import Study
+from otad.report.adversarial import Adversarial
+from otad.report.robustness import evaluation_report
+from otad.scores import Score, share_score
+
+
+def run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRecord:
+    """Evaluate by `spec`; the whole evaluation and its report go to the folder `out`/`stem`.
+
+    Batches of it are kept in the work folder, so that a killed run goes on where it stopped.
+    """
+    row = study.experiment.rows[spec.row]
+    data, base = study.net(row.net).data, study.bank(row.net)
+    model = defended(base, row)
+    device = base.backbone.mean.device
+    chosen = points_of(len(data.test_x), spec.points, study.seed)
+    x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
+    work, label = study.work / "suite", f"suite on {spec.row}"
+    found = evaluate(
+        model,
+        x,
+        y,
+        L2(spec.headline),
+        eps=spec.eps,
+        attacks=[made_attack(name, model, how) for name, how in spec.attacks.items()] or "full",
+        flags=spec.flags,
+        seed=study.seed,
+        batch_size=spec.batch_size,
+        folder=work,
+        progress=lambda attack, done, total, worst: study.report(label, done, total),
+    )
+    study.seconds[label] = found.seconds
+    found.write(out / stem / "evaluation.json")
+    report = evaluation_report(
+        found,
+        model=model,
+        x=x,
+        y=y,
+        adversarial=Adversarial.read(work / "adversarial.safetensors"),
+        classes=data.classes,
+    )
+    report.write(out / stem / "report.html")
+    certified = {key: _certified(study, spec, key, x, y) for key in spec.certify}
+    return summary(spec, found, certified, stem)
+
+
+def summary(
+    spec: EvaluateSpec, found: Evaluation, certified: dict[str, dict[str, Score]], folder: str
+) -> SuiteRecord:
+    """What the record of the experiment says; `certified` is by row and radius."""
+    names = list(dict.fromkeys(one.attack for one in found.attacks))
+    bounds = found.threat["bounds"]
+    threat = L2(found.headline_eps, bounds=None if bounds is None else tuple(bounds))
+    return SuiteRecord(
+        row=spec.row,
+        threat=threat.describe(),
+        attacker_knows=found.attacker_knows,
+        clean=found.clean,
+        lines=tuple(_line(spec, found, certified, radius) for radius in spec.eps),
+        costs=tuple(_cost(found, name) for name in names),
+        flags=found.flags,
+        folder=folder,
+        seconds=found.seconds,
+        missing=found.missing,
+    )
+
+
+def _line(
+    spec: EvaluateSpec, found: Evaluation, certified: dict[str, dict[str, Score]], radius: float
+) -> SuiteLine:
+    key = name_of(radius)
+    goals = {WORST: Goal(spec.at_most[key], at_most=True)} if key in spec.at_most else {}
+    for row, asked in spec.at_least.items():
+        if key in asked:
+            goals[row] = Goal(asked[key], at_most=False)
+    return SuiteLine(
+        eps=radius,
+        worst=found.worst_case(radius),
+        certified={row: scores[key] for row, scores in certified.items()},
+        goals=goals,
+        seconds=sum(one.seconds for one in found.attacks if one.eps == radius),
+    )
+
+
+def _cost(found: Evaluation, name: str) -> SuiteCost:
+    """One attack over all radii; a point that it met at several counts each time."""
+    records = [one for one in found.attacks if one.attack == name]
+    return SuiteCost(
+        attack=name,
+        family=records[0].family,
+        attacked=sum(len(one.attacked) for one in records),
+        broken=sum(len(one.broken) for one in records),
+        forwards=sum(one.forwards for one in records),
+        backwards=sum(one.backwards for one in records),
+        seconds=sum(one.seconds for one in records),
+    )
+
+
+def _certified(
+    study: Study, spec: EvaluateSpec, key: str, x: Tensor, y: Tensor
+) -> dict[str, Score]:
+    row, label = study.experiment.rows[key], f"certificates of {key}"
+    started, model = time.perf_counter(), defended(study.bank(row.net), row)
+    standing, done = dict.fromkeys(spec.eps, 0), 0
+    for inputs, targets in zip(x.split(spec.batch_size), y.split(spec.batch_size), strict=True):
+        certificate = certify(model, inputs)
+        for radius in spec.eps:
+            standing[radius] += int(certificate.holds(targets, radius).sum())
+        done += len(inputs)
+        study.report(label, done, len(x))
+    study.seconds[label] = time.perf_counter() - started
+    return {name_of(radius): share_score(count, len(x)) for radius, count in standing.items()}
