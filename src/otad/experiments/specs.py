@@ -10,7 +10,7 @@ from typing import Any
 from otad.attacks.balls import NORMS
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
-from otad.evaluate.suite import ATTACKS
+from otad.evaluate.suite import ATTACKS, PRESETS
 
 RANDOM_STEP = "random_step"
 UNITS = ("input", "std")
@@ -65,7 +65,7 @@ class EvaluateSpec:
     """The model of `row` under the whole suite, in l2, on `points` random test points.
 
     - `eps`: the radii attacked, `headline` that of the threat model.
-    - `attacks`: those of the suite to run, with their options; all of it when empty.
+    - `attacks`: those to run, with their options; those of the suite called `preset` when empty.
     - `flags`: also look for signs that the attacks were too weak.
     - `certify`: rows whose models are certified at each eps, on the same points.
     - `at_most`: what the worst case must not exceed, in percent, by eps; `at_least`: the certified
@@ -78,12 +78,14 @@ class EvaluateSpec:
     points: int = 1000
     batch_size: int = 1000
     flags: bool = True
+    preset: str = "standard"
     attacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     certify: tuple[str, ...] = ()
     at_most: dict[str, float] = field(default_factory=dict)
     at_least: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_choice(self.preset, "preset", tuple(PRESETS))
         for name in self.attacks:
             check_choice(name, "attack", tuple(ATTACKS))
         check_count(self.points, "points")

@@ -32,14 +32,15 @@ def run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRe
     device = base.backbone.mean.device
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
-    work, label = study.work / "suite", f"suite on {spec.row}"
+    work, label = study.work / "suites" / stem, f"suite on {spec.row}"
     found = evaluate(
         model,
         x,
         y,
         L2(spec.headline),
         eps=spec.eps,
-        attacks=[made_attack(name, model, how) for name, how in spec.attacks.items()] or "full",
+        attacks=[made_attack(name, model, how) for name, how in spec.attacks.items()]
+        or spec.preset,
         flags=spec.flags,
         seed=study.seed,
         batch_size=spec.batch_size,
