@@ -21,6 +21,7 @@ from torch import Tensor
 
 from otad.attacks import L2, Linf, LpBall
 from otad.attacks.ngopt import NgOpt
+from otad.attacks.optimizers import SearchSettings, optimizers
 from otad.errors import InputError, MissingExtraError
 
 nevergrad = pytest.importorskip("nevergrad", reason="needs the extra attacks")
@@ -32,12 +33,27 @@ def test_the_candidates_are_those_of_ngopt_itself(dimension: int, chosen: str) -
     space.random_state = np.random.RandomState(5)
     theirs = nevergrad.optimizers.NGOpt(space, budget=850)
     assert theirs.optim.name == chosen
-    ours = NgOpt(sigma=0.2)._optimizer(dimension, 5)
-    for _ in range(70):
-        candidates = theirs.ask(), ours.ask()
-        np.testing.assert_array_equal(candidates[0].value, candidates[1].value)
-        for optimizer, candidate in zip((theirs, ours), candidates, strict=True):
-            optimizer.tell(candidate, float(((candidate.value - 0.3) ** 2).sum()))
+    with optimizers(SearchSettings(dimension, 850, 0.2), [5]) as ours:
+        for _ in range(70):
+            candidate, own = theirs.ask(), ours.ask([0])
+            np.testing.assert_array_equal(candidate.value, own[0])
+            loss = float(((candidate.value - 0.3) ** 2).sum())
+            theirs.tell(candidate, loss)
+            ours.tell([0], [loss])
+
+
+def test_several_processes_find_what_one_finds() -> None:
+    x = inner_points(5, (64,))
+    model = Linear((64,))
+    y = model(x).argmax(1)
+    results = [
+        NgOpt(budget=12, processes=processes)(
+            model, x, y, L2(0.15), generator=torch.Generator().manual_seed(3)
+        )
+        for processes in (1, 2)
+    ]
+    assert torch.equal(results[0].inputs, results[1].inputs)
+    assert torch.equal(results[0].forwards, results[1].forwards)
 
 
 @pytest.mark.parametrize("kind", [L2, Linf])

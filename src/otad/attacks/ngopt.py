@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target, gain_of
 from otad.attacks.foreign import own_randomness
+from otad.attacks.optimizers import SearchSettings, optimizers
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
-from otad.errors import InputError, MissingExtraError
-
-REMEMBERED = 16  # candidates kept for the record only: it would be all of them, in 784 dimensions
+from otad.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +27,21 @@ class NgOpt(Attack):
 
     - `budget`: the most answers asked for each example.
     - `sigma`: the standard deviation of the first step, in units of the ball's `scale`.
+    - `processes`: how many share the work of the optimizers, which is most of it for images. With
+      more than one, a script of yours needs the usual `if __name__ == "__main__":`.
     """
 
     budget: int = 850
     sigma: float = 0.1
     weight: float = 10.0
     confidence: float = 0.0
+    processes: int = 1
     name = "ngopt"
     family = "black-box"
 
     def __post_init__(self) -> None:
         check_count(self.budget, "budget")
+        check_count(self.processes, "processes")
         for name, least in (("sigma", "positive"), ("weight", "positive"), ("confidence", "")):
             value = getattr(self, name)
             if not 0 <= value < math.inf or (least and value == 0):
@@ -55,19 +55,20 @@ class NgOpt(Attack):
         if not bool(free.any()):
             return x
         scale = torch.ones_like(x[0]) if ball.scale is None else ball.scale.to(x)
-        with own_randomness(generator) as seed:
-            optimizers = [self._optimizer(int(free.sum()), seed + row) for row in range(len(x))]
+        settings = SearchSettings(int(free.sum()), self.budget, self.sigma)
+        with (
+            own_randomness(generator) as seed,
+            optimizers(settings, range(seed, seed + len(x)), self.processes) as searches,
+        ):
             rows = survivors.rows
             for _ in range(self.budget):
-                asked = [optimizers[row].ask() for row in rows.tolist()]
+                values = torch.from_numpy(searches.ask(rows.tolist()))
                 moved = x[rows].clone()
-                values = torch.from_numpy(np.stack([candidate.value for candidate in asked]))
                 moved.flatten(1)[:, free] += values.to(x) * scale.flatten()[free]
                 moved = ball.project(moved, x[rows])
                 outputs = target(moved, rows)
                 losses = self._losses(outputs, target.targets(rows), (moved - x[rows]) / scale)
-                for row, candidate, loss in zip(rows.tolist(), asked, losses, strict=True):
-                    optimizers[row].tell(candidate, loss)
+                searches.tell(rows.tolist(), losses)
                 rows = rows[survivors.judge(moved, outputs, rows)]
                 if not len(rows):
                     break
@@ -82,22 +83,3 @@ class NgOpt(Attack):
             found = self.weight * hinge + step.double().flatten(1).square().sum(1)
         losses: list[float] = found.tolist()
         return losses
-
-    def _optimizer(self, dimension: int, seed: int) -> Any:
-        nevergrad = _nevergrad()
-        space = nevergrad.p.Array(shape=(dimension,)).set_mutation(sigma=self.sigma)
-        space.random_state = np.random.RandomState(seed % 2**32)
-        chosen = nevergrad.optimizers.NGOpt(space, budget=self.budget).optim
-        if isinstance(chosen, nevergrad.optimization.optimizerlib._MetaModel):
-            # An optimizer inside a quadratic model, which is to propose a point now and then: it
-            # needs more points than the budget, or in few dimensions fails with NumPy 2.4.
-            chosen = chosen._optim
-        chosen.pruning = nevergrad.optimization.utils.Pruning(1, REMEMBERED)
-        return chosen
-
-
-def _nevergrad() -> Any:
-    try:
-        return importlib.import_module("nevergrad")
-    except ImportError as error:
-        raise MissingExtraError("nevergrad", "attacks") from error

@@ -67,8 +67,8 @@ _STANDARD: list[Choice] = [
     ("metric", {"steps": 20}),
     ("transfer", {}),
     ("noise", {}),
-    ("square", {}),
-    ("random_search", {}),
+    ("square", {"queries": 1000}),
+    ("random_search", {"queries": 500}),
     ("pixle", {}),
 ]
 PRESETS: dict[str, list[Choice]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from otad.errors import InputError
@@ -45,7 +45,9 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
     # One entry: the order of several is left to chance, and equal contents shall be equal files.
     metadata = {_FORMAT: _checksum(copies, text) + text}
     with replacing(path) as partial:
-        save_file({name: copy.contiguous() for name, copy in copies.items()}, partial, metadata)
+        # Not `save_file`: it writes under a name of its own first, which a kill would leave behind.
+        content = save({name: copy.contiguous() for name, copy in copies.items()}, metadata)
+        partial.write_bytes(content)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
