@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice, check_count
+from otad.checks import check_choice, check_count, check_shape, check_tensor
 from otad.cip import BankProblem, CipSolution, ExactCip
 from otad.errors import InputError
 from otad.model_files import ModelParts, read_model, write_model
@@ -53,11 +53,14 @@ class OTAD(nn.Module):
     - `solver`: how eq. (2) and (3) are solved. The default answers every row: where neighbors
       contradict each other beyond repair, by the nearest one alone (see `trace`).
     - `search`: "torch", or "faiss" (extra `index`).
+    - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are sought, with
+      the `keys` (N,m) of the bank; None for the embedded space itself.
     """
 
     bank_inputs: Tensor
     bank_features: Tensor
     bank_labels: Tensor
+    bank_keys: Tensor | None
     _found: tuple[Tensor, NeighborSearch] | None
 
     def __init__(
@@ -71,6 +74,8 @@ class OTAD(nn.Module):
         solver: ExactCip | None = None,
         search: str = "torch",
         resident: bool = True,
+        metric: nn.Module | None = None,
+        keys: Tensor | None = None,
     ) -> None:
         super().__init__()
         if bank.dim != backbone.dim:
@@ -94,6 +99,9 @@ class OTAD(nn.Module):
                 self.register_buffer(f"bank_{name}", tensor)
             else:
                 setattr(self, f"bank_{name}", tensor)
+        _check_keys(metric, keys, len(bank))
+        self.metric = metric
+        self.register_buffer("bank_keys", keys)
         self._found = None
 
     @property
@@ -112,16 +120,28 @@ class OTAD(nn.Module):
             verify=False,
         )
 
-    def neighbors(self, embedded: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
-        """The training points nearest to embedded inputs (B,d), nearest first."""
-        if self._found is None or self._found[0] is not self.bank_inputs:
-            self._found = self.bank_inputs, SEARCHES[self.search](self.bank_inputs)
-        return self._found[1](embedded, self.n_sought, exclude=exclude)
+    @property
+    def bank_points(self) -> Tensor:
+        """The bank (N,m) in the space where neighbors are sought."""
+        return self.bank_inputs if self.bank_keys is None else self.bank_keys
+
+    def locate(self, x: Tensor) -> Tensor:
+        """Inputs (B,*input_shape) in the space where neighbors are sought (B,m)."""
+        located: Tensor = self.backbone.embed(x) if self.metric is None else self.metric(x)
+        return located
+
+    def neighbors(self, points: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
+        """The training points nearest to located inputs (B,m), nearest first."""
+        bank = self.bank_points
+        if self._found is None or self._found[0] is not bank:
+            self._found = bank, SEARCHES[self.search](bank)
+        return self._found[1](points, self.n_sought, exclude=exclude)
 
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction with its account. `exclude` (B,): bank rows that are x's own copies."""
         embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        neighbors = self.neighbors(embedded, exclude=exclude)
+        located = embedded if self.metric is None else self.locate(x)
+        neighbors = self.neighbors(located, exclude=exclude)
         problem = BankProblem(
             embedded,
             self.bank_inputs,
@@ -149,9 +169,10 @@ class OTAD(nn.Module):
             "search": self.search,
             "solver": asdict(self.solver),
         }
-        return write_model(
-            folder, ModelParts(self.backbone, self.bank, settings, self.notes | notes)
+        parts = ModelParts(
+            self.backbone, self.bank, settings, self.notes | notes, self.metric, self.bank_keys
         )
+        return write_model(folder, parts)
 
     def get_extra_state(self) -> Tensor:
         """The bank's fingerprint: a state dict tells which bank it belongs to."""
@@ -176,6 +197,14 @@ class OTAD(nn.Module):
             f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
             f"mode={self.solver.mode}"
         )
+
+
+def _check_keys(metric: nn.Module | None, keys: Tensor | None, points: int) -> None:
+    if (metric is None) != (keys is None):
+        raise InputError("metric: expected together with the keys of the bank, got one of the two")
+    if keys is not None:
+        check_tensor(keys, "keys", "N,m")
+        check_shape(keys, "keys", (points, keys.shape[1]), "with one key per bank point")
 
 
 def check_settings(
@@ -217,6 +246,7 @@ def defend(
     resident: bool = True,
     bank_dtype: torch.dtype = torch.float32,
     bank_path: str | None = None,
+    metric: nn.Module | None = None,
     batch_size: int = 1024,
     progress: Callable[[int, int], None] | None = None,
 ) -> OTAD:
@@ -226,7 +256,8 @@ def defend(
     its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
     `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
     are the training data. With `bank_path` the bank is written there as it is made and mapped from
-    the file.
+    the file. With a `metric` (see `OTAD`), which is put in evaluation mode too, neighbors are
+    sought among its keys.
     """
     solver = solver or ExactCip(on_failure="fallback")
     shape = x.shape[1:] if isinstance(x, Tensor) else None
@@ -260,8 +291,16 @@ def defend(
         solver=solver,
         search=search,
         resident=resident,
+        metric=None if metric is None else metric.to(backbone.mean.device).eval(),
+        keys=None if metric is None else _keys(metric, inputs, backbone.mean.device, batch_size),
     )
     return model.eval()
+
+
+@torch.no_grad()
+def _keys(metric: nn.Module, x: Tensor, device: torch.device, batch_size: int) -> Tensor:
+    """The keys (N,m) of training inputs."""
+    return torch.cat([metric(batch.to(device)) for batch in x.split(batch_size)])
 
 
 def load(
@@ -279,7 +318,13 @@ def load(
         if solver.get("climb") is not None:
             solver["climb"] = tuple(solver["climb"])  # JSON knows lists only
         model = OTAD(
-            parts.backbone, parts.bank, solver=ExactCip(**solver), resident=resident, **settings
+            parts.backbone,
+            parts.bank,
+            solver=ExactCip(**solver),
+            resident=resident,
+            metric=parts.metric,
+            keys=parts.keys,
+            **settings,
         )
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder}: expected the settings of a model, got: {error}") from error

@@ -84,7 +84,7 @@ def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -
     found = []
     for batch in model.backbone.check_inputs(x).split(batch_size):
         embedded = model.backbone.embed(batch)
-        indices = model.neighbors(embedded).indices[:, : model.n_neighbors]
+        indices = model.neighbors(model.locate(batch)).indices[:, : model.n_neighbors]
         found.append(least_smoothness(problem_of(model, embedded, indices)))
     return torch.cat(found)
 
@@ -111,7 +111,8 @@ def monotonicity_violations(
     check_tensor(rows, "rows", "B", dtypes=(torch.int64,))
     violations = pairs = 0
     for batch in rows.to(inputs.device).split(batch_size):
-        found = model.neighbors(inputs[batch], exclude=batch).indices[:, : model.n_neighbors]
+        points = model.bank_points[batch]
+        found = model.neighbors(points, exclude=batch).indices[:, : model.n_neighbors]
         step = inputs[batch].double()[:, None] - inputs[found].double()
         image_step = features[batch].double()[:, None] - features[found].double()
         products = (step * image_step).sum(2)
@@ -128,13 +129,16 @@ def relative_error(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
     for batch in model.backbone.check_inputs(x).split(batch_size):
         embedded = model.backbone.embed(batch)
         learned = model.backbone.transport(embedded)[0]
-        defended = integrate(model, embedded, model.neighbors(embedded)).image
+        neighbors = model.neighbors(model.locate(batch))
+        defended = integrate(model, embedded, neighbors).image
         found.append((learned - defended).square().sum(1) / learned.square().sum(1))
     return torch.cat(found)
 
 
 def defended_map(model: OTAD) -> Map:
     """Embedded inputs (B,d) -> features of the defense (B,d), neighbors sought for each."""
+    if model.metric is not None:
+        raise InputError("model: expected neighbors by embedded inputs, got a metric of its own")
     return lambda embedded: integrate(model, embedded, model.neighbors(embedded)).image
 
 

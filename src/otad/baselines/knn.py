@@ -34,12 +34,12 @@ class Knn(nn.Module, ABC):
 
     def neighbors(self, x: Tensor) -> Neighbors:
         """The bank points nearest to inputs, nearest first; equal distances by bank order."""
-        points = self.model.bank_inputs
+        points = self.model.bank_points
         if self._search is None or self._searched is not points:
             self._search, self._searched = SEARCHES[self.model.search](points), points
-        backbone = self.model.backbone
         with torch.no_grad():
-            return self._search(backbone.embed(backbone.check_inputs(x)), self.n_neighbors)
+            located = self.model.locate(self.model.backbone.check_inputs(x))
+            return self._search(located, self.n_neighbors)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.answer(self.neighbors(x))

@@ -143,7 +143,7 @@ def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
     for batch in _batches(x, backbone.mean.device, report):
         embedded = backbone.embed(backbone.check_inputs(batch))
         learned = backbone.transport(embedded)[0]
-        neighbors = model.neighbors(embedded)
+        neighbors = model.neighbors(model.locate(batch))
         solution = integrate(model, embedded, neighbors)
         outputs.append(backbone.head(solution.image).cpu())
         error = (learned - solution.image).square().sum(1) / learned.square().sum(1)

@@ -28,6 +28,11 @@ class LinearHead(nn.Linear):
         super().__init__(dim, n_outputs, bias=bias, device="meta")
         self.is_value = task == "regression"
 
+    @property
+    def matrix(self) -> Tensor:
+        """W (C,d) of the map W z + b on all of z; a head that pools has fewer weights."""
+        return self.weight
+
     def forward(self, input: Tensor) -> Tensor:
         outputs = functional.linear(input, self.weight, self.bias)
         return outputs.squeeze(-1) if self.is_value else outputs

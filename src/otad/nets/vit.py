@@ -1,0 +1,241 @@
+"""Vision transformers: patches and positions embed, residual blocks transport, a mean reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from otad.checks import check_count
+from otad.errors import InputError
+from otad.nets.base import Backbone, LinearHead, draw_linear, register
+
+
+class TokenHead(LinearHead):
+    """A linear layer on the mean of all tokens, or on the first one: linear in z (B, T*width)."""
+
+    def __init__(self, tokens: int, width: int, n_outputs: int, task: str, pool: str) -> None:
+        super().__init__(width, n_outputs, task)
+        self.tokens, self.width, self.pool = tokens, width, pool
+
+    @property
+    def matrix(self) -> Tensor:
+        """The same map as a matrix on all of z."""
+        if self.pool == "mean":
+            return self.weight.repeat(1, self.tokens) / self.tokens
+        rest = self.weight.new_zeros(self.out_features, (self.tokens - 1) * self.width)
+        return torch.cat([self.weight, rest], dim=1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        tokens = input.unflatten(1, (self.tokens, self.width))
+        return super().forward(tokens.mean(1) if self.pool == "mean" else tokens[:, 0])
+
+
+class Attention(nn.Module):
+    """Dot-product self-attention of several heads on tokens (B,T,width)."""
+
+    def __init__(self, width: int, heads: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = _linear(width, 3 * width, generator)
+        self.proj = _linear(width, width, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, 2)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Mlp(nn.Module):
+    """Two layers on each token."""
+
+    def __init__(self, width: int, hidden: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.fc1 = _linear(width, hidden, generator)
+        self.fc2 = _linear(hidden, width, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(functional.gelu(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """x + Attn(norm(x)), then x + Mlp(norm(x)); beside x the squared length of both steps (B,)."""
+
+    def __init__(
+        self, width: int, heads: int, hidden: int, norm_eps: float, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
+        self.attn = Attention(width, heads, generator)
+        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
+        self.mlp = Mlp(width, hidden, generator)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        looked = self.attn(self.norm1(x))
+        x = x + looked
+        worked = self.mlp(self.norm2(x))
+        return x + worked, _energy(looked) + _energy(worked)
+
+
+class PatchEmbedding(nn.Module):
+    """Images (B,C,H,W) to tokens (B,T,width), one for each square patch."""
+
+    def __init__(self, channels: int, width: int, patch: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(channels, width, patch, stride=patch, device="meta").to_empty(
+            device="cpu"
+        )
+        bound = (channels * patch * patch) ** -0.5
+        with torch.no_grad():
+            for parameter in self.proj.parameters():
+                parameter.uniform_(-bound, bound, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens: Tensor = self.proj(x).flatten(2).transpose(1, 2)
+        return tokens
+
+
+@register("vit")
+class VisionTransformer(Backbone):
+    """A ViT whose input and feature space is that of all its tokens, d = T * width.
+
+    `embed` is the linear patch embedding plus positions; `transport` the residual blocks, with the
+    energy of both steps of each; the head reads the mean of the tokens (or the class token), so
+    it is linear in z. `final_norm` puts a LayerNorm behind the blocks, as part of the transport.
+    Parameters are named as timm names them.
+    """
+
+    head: TokenHead
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        n_outputs: int,
+        *,
+        patch: int = 4,
+        width: int = 384,
+        blocks: int = 7,
+        heads: int = 12,
+        hidden: int | None = None,
+        class_token: bool = False,
+        final_norm: bool = False,
+        norm_eps: float = 1e-6,
+        task: str = "classification",
+        bounds: Sequence[float] | None = None,
+        mean: float | Sequence[float] | Tensor = 0.0,
+        std: float | Sequence[float] | Tensor = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        _check_geometry(input_shape, patch, width, heads)
+        channels, height, across = input_shape
+        tokens = (height // patch) * (across // patch) + class_token
+        super().__init__(
+            input_shape,
+            n_outputs,
+            task=task,
+            dim=tokens * width,
+            bounds=bounds,
+            mean=mean,
+            std=std,
+        )
+        self.patch, self.width, self.heads, self.tokens = patch, width, heads, tokens
+        self.hidden = width if hidden is None else check_count(hidden, "hidden")
+        self.norm_eps = norm_eps
+        drawn_by = generator or torch.Generator().manual_seed(0)
+        self.patch_embed = PatchEmbedding(channels, width, patch, drawn_by)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width, generator=drawn_by))
+        self.cls_token = (
+            nn.Parameter(0.02 * torch.randn(1, 1, width, generator=drawn_by))
+            if class_token
+            else None
+        )
+        self.blocks = nn.ModuleList(
+            Block(width, heads, self.hidden, norm_eps, drawn_by)
+            for _ in range(check_count(blocks, "blocks"))
+        )
+        self.norm = nn.LayerNorm(width, eps=norm_eps) if final_norm else nn.Identity()
+        pool = "first" if class_token else "mean"
+        self.head = draw_linear(TokenHead(tokens, width, n_outputs, task, pool), drawn_by)
+
+    def embed(self, x: Tensor) -> Tensor:
+        tokens = self.patch_embed(self.normalize(x))
+        if self.cls_token is not None:
+            tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], dim=1)
+        embedded: Tensor = (tokens + self.pos_embed).flatten(1)
+        return embedded
+
+    def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        x, energy = e.unflatten(1, (self.tokens, self.width)), e.new_zeros(e.shape[0])
+        for block in self.blocks:
+            x, spent = block(x)
+            energy = energy + spent
+        return self.norm(x).flatten(1), energy
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "patch": self.patch,
+            "width": self.width,
+            "blocks": len(self.blocks),
+            "heads": self.heads,
+            "hidden": self.hidden,
+            "class_token": self.cls_token is not None,
+            "final_norm": isinstance(self.norm, nn.LayerNorm),
+            "norm_eps": self.norm_eps,
+        }
+
+
+def vision_transformer(
+    input_shape: Sequence[int], n_outputs: int, *, seed: int = 0, **options: Any
+) -> VisionTransformer:
+    """A ViT with weights drawn from `seed`; the defaults are the paper's for 32 x 32 images."""
+    generator = torch.Generator().manual_seed(seed)
+    return VisionTransformer(input_shape, n_outputs, generator=generator, **options)
+
+
+DEIT_S: dict[str, Any] = {"patch": 16, "width": 384, "blocks": 12, "heads": 6, "hidden": 1536}
+VIT_B16: dict[str, Any] = {"patch": 16, "width": 768, "blocks": 12, "heads": 12, "hidden": 3072}
+
+
+def load_timm(net: VisionTransformer, state: dict[str, Tensor]) -> VisionTransformer:
+    """Weights of a timm ViT of the same shape (class token, final norm), from its state dict."""
+    own = net.state_dict()
+    kept = {name: own[name] for name in ("mean", "std")}
+    missing = sorted(own.keys() - kept.keys() - state.keys())
+    foreign = sorted(state.keys() - own.keys())
+    if missing or foreign:
+        raise InputError(
+            f"state: expected the parameters of such a ViT, got none for {missing[:3]} "
+            f"and unknown ones {foreign[:3]}"
+        )
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape:
+            raise InputError(
+                f"state[{name!r}]: expected shape {tuple(own[name].shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+    net.load_state_dict(state | kept)
+    return net
+
+
+def _check_geometry(input_shape: Sequence[int], patch: int, width: int, heads: int) -> None:
+    check_count(patch, "patch")
+    if len(input_shape) != 3 or input_shape[1] % patch or input_shape[2] % patch:
+        raise InputError(
+            f"input_shape: expected images (C,H,W) that patches of {patch} x {patch} pixels tile, "
+            f"got {tuple(input_shape)}"
+        )
+    if check_count(width, "width") % check_count(heads, "heads"):
+        raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
+
+
+def _linear(fan_in: int, fan_out: int, generator: torch.Generator) -> nn.Linear:
+    return draw_linear(nn.Linear(fan_in, fan_out, device="meta"), generator)
+
+
+def _energy(step: Tensor) -> Tensor:
+    return step.square().sum((1, 2))

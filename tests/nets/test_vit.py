@@ -1,0 +1,194 @@
+"""Vision transformers: against torch's own layers, in timm's layout, and as a backbone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otad.cip import ExactCip
+from otad.defense import defend
+from otad.errors import InputError
+from otad.nets import build
+from otad.nets.vit import (
+    DEIT_S,
+    VIT_B16,
+    TokenHead,
+    VisionTransformer,
+    load_timm,
+    vision_transformer,
+)
+
+TINY = {"patch": 2, "width": 12, "blocks": 2, "heads": 3, "hidden": 20}
+
+
+def images(count: int, *, side: int = 4, seed: int = 1) -> Tensor:
+    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def twin_layer(net: VisionTransformer, block: int) -> nn.TransformerEncoderLayer:
+    """torch's own pre-norm layer with the same weights."""
+    layer = nn.TransformerEncoderLayer(
+        net.width, net.heads, net.hidden, 0.0, "gelu", net.norm_eps, batch_first=True,
+        norm_first=True,
+    ).eval()  # fmt: skip
+    state = {
+        name.removeprefix(f"blocks.{block}."): value
+        for name, value in net.state_dict().items()
+        if name.startswith(f"blocks.{block}.")
+    }
+    names = {
+        "attn.qkv.weight": "self_attn.in_proj_weight",
+        "attn.qkv.bias": "self_attn.in_proj_bias",
+        "attn.proj.weight": "self_attn.out_proj.weight",
+        "attn.proj.bias": "self_attn.out_proj.bias",
+        "mlp.fc1.weight": "linear1.weight",
+        "mlp.fc1.bias": "linear1.bias",
+        "mlp.fc2.weight": "linear2.weight",
+        "mlp.fc2.bias": "linear2.bias",
+    }
+    layer.load_state_dict({names.get(name, name): value for name, value in state.items()})
+    return layer
+
+
+def test_features_equal_those_of_torch_layers() -> None:
+    net = vision_transformer((3, 4, 4), 5, mean=0.4, std=0.3, seed=2, **TINY).eval()
+    x = images(6)
+    patches = (x - 0.4) / 0.3
+    patches = patches.unfold(2, 2, 2).unfold(3, 2, 2)  # (B,3,2,2,2,2)
+    patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(6, 4, 12)
+    state = net.state_dict()
+    tokens = patches @ state["patch_embed.proj.weight"].flatten(1).T
+    tokens = tokens + state["patch_embed.proj.bias"] + state["pos_embed"]
+    torch.testing.assert_close(net.embed(x), tokens.flatten(1))
+    expected = tokens
+    for block in range(2):
+        expected = twin_layer(net, block)(expected)
+    z, _ = net.transport(net.embed(x))
+    torch.testing.assert_close(z, expected.flatten(1), rtol=1e-4, atol=1e-5)
+    means = expected.mean(1) @ state["head.weight"].T + state["head.bias"]
+    torch.testing.assert_close(net(x), means, rtol=1e-4, atol=1e-5)
+
+
+def test_the_energy_is_that_of_both_steps_of_every_block() -> None:
+    net = vision_transformer((3, 4, 4), 5, seed=3, **TINY).eval()
+    x = net.embed(images(3)).unflatten(1, (4, 12))
+    expected = torch.zeros(3)
+    for block in net.blocks:
+        half = x + block.attn(block.norm1(x))
+        end = half + block.mlp(block.norm2(half))
+        expected += (half - x).square().sum((1, 2)) + (end - half).square().sum((1, 2))
+        x = end
+    torch.testing.assert_close(net.transport(net.embed(images(3)))[1], expected)
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+def test_the_head_is_the_matrix_it_says_it_is(class_token: bool) -> None:
+    net = vision_transformer((3, 4, 4), 5, class_token=class_token, **TINY)
+    z = torch.randn(7, net.dim, generator=torch.Generator().manual_seed(0))
+    assert isinstance(net.head, TokenHead)
+    assert net.head.matrix.shape == (5, net.dim)
+    torch.testing.assert_close(net.head(z), z @ net.head.matrix.T + net.head.bias)
+
+
+def test_sizes_are_those_of_the_paper_and_of_timm() -> None:
+    def count(net: nn.Module) -> int:
+        return sum(weight.numel() for weight in net.parameters())
+
+    paper = vision_transformer((3, 32, 32), 10)
+    assert (paper.tokens, paper.dim) == (64, 64 * 384)
+    assert 6.2e6 < count(paper) < 6.4e6
+    options = {"class_token": True, "final_norm": True}
+    # timm: deit_small_patch16_224 has 22,050,664 parameters, vit_base_patch16_224 86,567,656
+    assert count(vision_transformer((3, 224, 224), 1000, **DEIT_S, **options)) == 22_050_664
+    assert count(vision_transformer((3, 224, 224), 1000, **VIT_B16, **options)) == 86_567_656
+
+
+def timm_state(seed: int) -> dict[str, Tensor]:
+    """Random weights under the names, and of the shapes, that timm gives a ViT like TINY."""
+    width, hidden, generator = 12, 20, torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, 5, width),
+        "patch_embed.proj.weight": (width, 3, 2, 2),
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+        "head.weight": (5, width),
+        "head.bias": (5,),
+    }
+    for k in range(2):
+        for name, shape in {
+            "norm1.weight": (width,), "norm1.bias": (width,),
+            "attn.qkv.weight": (3 * width, width), "attn.qkv.bias": (3 * width,),
+            "attn.proj.weight": (width, width), "attn.proj.bias": (width,),
+            "norm2.weight": (width,), "norm2.bias": (width,),
+            "mlp.fc1.weight": (hidden, width), "mlp.fc1.bias": (hidden,),
+            "mlp.fc2.weight": (width, hidden), "mlp.fc2.bias": (width,),
+        }.items():  # fmt: skip
+            shapes[f"blocks.{k}.{name}"] = shape
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_weights_in_the_layout_of_timm_are_taken_and_others_refused() -> None:
+    net = vision_transformer(
+        (3, 4, 4), 5, class_token=True, final_norm=True, mean=0.5, **TINY
+    ).eval()
+    state = timm_state(0)
+    load_timm(net, state)
+    for name, tensor in state.items():
+        assert torch.equal(net.state_dict()[name], tensor)
+    assert float(net.mean.flatten()[0]) == 0.5  # the normalization is not part of timm's weights
+    with pytest.raises(InputError, match=r"got none for \['norm.bias', 'norm.weight'\]"):
+        load_timm(net, {name: value for name, value in state.items() if "norm." not in name})
+    with pytest.raises(InputError, match=r"unknown ones \['fc_norm.weight'\]"):
+        load_timm(net, state | {"fc_norm.weight": torch.zeros(12)})
+    with pytest.raises(InputError, match=r"expected shape \(1, 5, 12\), got \(1, 9, 12\)"):
+        load_timm(net, state | {"pos_embed": torch.zeros(1, 9, 12)})
+
+
+def test_a_config_makes_the_same_net_again() -> None:
+    net = vision_transformer(
+        (3, 4, 4), 5, class_token=True, final_norm=True, bounds=(0, 1), std=0.2, **TINY
+    )
+    again = build(json.loads(json.dumps(net.config())))
+    again.load_state_dict(net.state_dict())
+    x = images(4)
+    assert torch.equal(net.eval()(x), again.eval()(x))
+
+
+def test_equal_seeds_give_equal_weights_and_others_do_not() -> None:
+    first, second, other = (
+        vision_transformer((3, 4, 4), 5, seed=seed, **TINY) for seed in (4, 4, 5)
+    )
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+    assert not torch.equal(first.pos_embed, other.pos_embed)
+    before = torch.random.get_rng_state()
+    vision_transformer((3, 4, 4), 5, **TINY)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_defends_like_any_other_backbone() -> None:
+    net = vision_transformer((3, 4, 4), 2, bounds=(0, 1), seed=6, **TINY).eval()
+    x = images(30, seed=7)
+    y = (x.mean((1, 2, 3)) > 0.5).long()
+    model = defend(net, x, y, n_neighbors=3, solver=ExactCip(on_failure="fallback"))
+    trace = model.trace(x[:5])  # bank points are their own neighbors: the map passes through them
+    torch.testing.assert_close(trace.outputs, net(x[:5]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "message"),
+    [
+        ((3, 5, 4), {}, r"patches of 2 x 2 pixels tile, got \(3, 5, 4\)"),
+        ((12,), {}, r"expected images \(C,H,W\)"),
+        ((3, 4, 4), {"heads": 5}, "expected a divisor of the width 12, got 5"),
+        ((3, 4, 4), {"blocks": 0}, "blocks: expected an integer of at least 1"),
+    ],
+)
+def test_refuses_what_cannot_be_built(shape, changes, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        vision_transformer(shape, 5, **(TINY | changes))

@@ -1,0 +1,82 @@
+"""Neighbors by a metric of their own: sought among keys, integrated among inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otad.baselines import MajorityKnn
+from otad.defense import OTAD, defend
+from otad.errors import InputError
+from otad.nets import FCResNet, fc_resnet
+from otad.regularity import defended_map, neighborhood_smoothness
+
+
+class FirstFeatures(nn.Module):
+    """Looks at the first two of the features only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * x[:, :2]
+
+
+def make(metric: nn.Module | None) -> tuple[OTAD, FCResNet, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(60, 6, generator=generator)
+    y = (x[:, 0] > 0.5).long()
+    net = fc_resnet((6,), 2, blocks=2, seed=1, bounds=(0.0, 1.0)).eval()
+    return defend(net, x, y, n_neighbors=4, metric=metric), net, x, y
+
+
+def queries() -> Tensor:
+    return torch.rand(15, 6, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_metric_that_changes_nothing_changes_nothing() -> None:
+    plain, *_ = make(None)
+    same, *_ = make(nn.Flatten())
+    assert torch.equal(plain(queries()), same(queries()))
+    assert torch.equal(plain.bank_points, same.bank_points)
+
+
+def test_neighbors_are_the_nearest_keys_and_the_map_passes_through_their_pairs() -> None:
+    model, net, x, _ = make(FirstFeatures())
+    trace = model.trace(queries())
+    brute = torch.cdist(queries()[:, :2].double(), x[:, :2].double()).topk(4, largest=False)
+    assert torch.equal(trace.neighbors.indices, brute.indices)
+    torch.testing.assert_close(trace.neighbors.distances, 3 * brute.values, rtol=1e-5, atol=1e-6)
+    features = net.transport(net.embed(x))[0].detach()
+    mixed = (trace.solution.multipliers[:, :, None] * features[brute.indices]).sum(1)
+    torch.testing.assert_close(trace.solution.image, mixed, rtol=1e-4, atol=1e-5)
+    # a bank point is its own nearest neighbor in the metric too, so it gets its own feature
+    torch.testing.assert_close(model(x[:8]), net(x[:8]), rtol=1e-3, atol=1e-4)
+
+
+def test_k_nn_and_measures_use_the_same_neighbors() -> None:
+    model, *_ = make(FirstFeatures())
+    rule = MajorityKnn(model)
+    assert torch.equal(
+        rule.neighbors(queries()).indices, model.neighbors(model.locate(queries())).indices
+    )
+    assert bool((neighborhood_smoothness(model, queries()) > 0).all())
+    with pytest.raises(InputError, match="expected neighbors by embedded inputs"):
+        defended_map(model)
+
+
+def test_the_gradient_is_that_of_the_map_between_fixed_neighbors() -> None:
+    model, *_ = make(FirstFeatures())
+    model = model.double()
+    x = queries().double().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
+    step = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ahead, behind = (model(x.detach() + sign * 1e-6 * step)[:, 0] for sign in (1, -1))
+    torch.testing.assert_close((gradient * step).sum(1), (ahead - behind) / 2e-6, rtol=1e-3,
+                               atol=1e-5)  # fmt: skip
+
+
+def test_keys_and_metric_belong_together() -> None:
+    model, net, *_ = make(FirstFeatures())
+    with pytest.raises(InputError, match="expected together with the keys"):
+        OTAD(net, model.bank, metric=FirstFeatures())
+    with pytest.raises(InputError, match=r"keys: expected shape \(60, 2\) with one key per bank"):
+        OTAD(net, model.bank, metric=FirstFeatures(), keys=torch.zeros(59, 2))
