@@ -1,0 +1,184 @@
+"""One potential for a whole bank: every pair's inequality, least L, contradictions, removal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+from torch import Tensor
+
+from otad.cip import bank_potential
+from otad.cip.bank_potential import (
+    BankPotential,
+    Contradiction,
+    integrate_bank,
+    integrate_most,
+    least_bank_smoothness,
+)
+from otad.errors import InputError, SolverError
+
+BENDS = (0.0, -0.5, 0.3)
+
+
+def smooth_bank(
+    size: int, dim: int, seed: int, noise: float = 0.0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Inputs far from the origin, and the gradient there of log sum exp(<c_k, x>) + 0.25 |x|^2."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, dim, generator=generator, dtype=torch.float64)
+    corners = torch.randn(4, dim, generator=generator, dtype=torch.float64)
+    z = torch.softmax(x @ corners.T, 1) @ corners + x / 2
+    z += noise * torch.randn(size, dim, generator=generator, dtype=torch.float64)
+    return (x + 2.0).to(dtype), (z - 3.0).to(dtype)
+
+
+def gaps(x: Tensor, z: Tensor, levels: Tensor, smoothness: float, bend: float) -> Tensor:
+    """u~_i - (right side for j) (N,N), straight from the definition."""
+    x, z = x.double(), z.double()
+    images, values = z - bend * x, levels - bend / 2 * x.square().sum(1)
+    steps = ((x[:, None] - x[None]) * images[None]).sum(2)
+    bends = (images[:, None] - images[None]).square().sum(2) / (2 * (smoothness - bend))
+    return values[:, None] - values[None] - steps - bends
+
+
+def is_feasible(x: Tensor, z: Tensor, smoothness: float, bend: float) -> bool:
+    """By an LP solver, which knows nothing of cycles: u_j - u_i <= what is left for i and j."""
+    room = gaps(x, z, torch.zeros(len(x), dtype=torch.float64), smoothness, bend).numpy()
+    rows, bounds = [], []
+    for i in range(len(x)):
+        for j in range(len(x)):
+            if i != j:
+                row = np.zeros(len(x))
+                row[i], row[j] = -1.0, 1.0
+                rows.append(row)
+                bounds.append(room[i, j])
+    return linprog(np.zeros(len(x)), np.array(rows), bounds, bounds=(None, None)).status == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(2, 60),
+    dim=st.integers(1, 6),
+    bend=st.sampled_from(BENDS),
+)
+def test_every_pair_is_satisfied_where_levels_are_found(
+    seed: int, size: int, dim: int, bend: float
+) -> None:
+    x, z = smooth_bank(size, dim, seed)
+    found = least_bank_smoothness(x, z, bend)
+    off = gaps(x, z, found.levels, found.smoothness, bend)
+    assert float(off.min()) > -1e-9
+    assert found.violation < 1e-9
+    assert abs(float(found.levels.mean())) < 1e-9
+    assert len(found.left_out) == 0
+
+
+@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_feasible_exactly_where_a_linear_program_is(seed: int, bend: float) -> None:
+    x, z = smooth_bank(9, 2, seed)
+    least = least_bank_smoothness(x, z, bend, tolerance=1e-6).smoothness
+    above, below = bend + 1.001 * (least - bend), bend + 0.999 * (least - bend)
+    assert is_feasible(x, z, above, bend)
+    assert not is_feasible(x, z, below, bend)
+    assert isinstance(integrate_bank(x, z, above, bend), BankPotential)
+    assert isinstance(integrate_bank(x, z, below, bend), Contradiction)
+
+
+def test_a_quadratic_needs_its_own_curvature() -> None:
+    x, _ = smooth_bank(40, 3, 1)
+    found = least_bank_smoothness(x, 1.7 * x, tolerance=1e-6)
+    assert found.smoothness == pytest.approx(1.7, rel=2e-6)
+    exact = 0.85 * x.square().sum(1)
+    torch.testing.assert_close(found.levels, exact - exact.mean(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_contradiction_is_a_cycle_of_positive_weight() -> None:
+    x, z = smooth_bank(50, 3, 5)
+    least = least_bank_smoothness(x, z).smoothness
+    found = integrate_bank(x, z, 0.95 * least)
+    assert isinstance(found, Contradiction)
+    weights = -gaps(x, z, torch.zeros(50, dtype=torch.float64), 0.95 * least, 0.0)
+    for cycle in found.cycles:
+        # each point was raised by the next
+        assert float(weights[cycle, cycle.roll(-1)].sum()) > 0
+        assert len(set(cycle.tolist())) == len(cycle) > 1
+
+
+def test_what_is_left_out_is_told_and_the_rest_is_integrated() -> None:
+    x, z = smooth_bank(60, 3, 6)
+    z[17] += 5.0  # one feature far from where a smooth map could put it
+    found = integrate_most(x, z, 2.0)
+    assert 17 in found.left_out.tolist()
+    assert len(found.left_out) < 5
+    kept = ~found.levels.isnan()
+    assert int((~kept).sum()) == len(found.left_out)
+    assert float(gaps(x[kept], z[kept], found.levels[kept], 2.0, 0.0).min()) > -1e-9
+    with pytest.raises(SolverError, match="expected one for which at most 0 of 60 bank points"):
+        integrate_most(x, z, 2.0, max_left_out=0)
+
+
+def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, z = smooth_bank(45, 4, 7)
+    whole = integrate_bank(x, z, 3.0)
+    monkeypatch.setattr(bank_potential, "BLOCK_BYTES", 16 * 4 * 7)
+    pieces = integrate_bank(x, z, 3.0)
+    assert isinstance(whole, BankPotential)
+    assert isinstance(pieces, BankPotential)
+    torch.testing.assert_close(whole.levels, pieces.levels, rtol=0, atol=1e-12)
+
+
+def test_a_warm_start_is_taken_up_and_ends_in_a_solution() -> None:
+    x, z = smooth_bank(60, 3, 8)
+    least = least_bank_smoothness(x, z)
+    again = integrate_bank(x, z, least.smoothness, start=least.levels)
+    assert isinstance(again, BankPotential)
+    assert again.sweeps == 1
+    torch.testing.assert_close(again.levels, least.levels, rtol=0, atol=1e-12)
+    warm = integrate_bank(x, z, 1.2 * least.smoothness, start=least.levels)
+    assert isinstance(warm, BankPotential)
+    assert float(gaps(x, z, warm.levels, warm.smoothness, 0.0).min()) > -1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_banks_in_lower_precision_are_taken_as_they_are(dtype: torch.dtype) -> None:
+    x, z = smooth_bank(30, 3, 9, dtype=dtype)
+    found = least_bank_smoothness(x, z)
+    assert found.levels.dtype == torch.float64
+    assert float(gaps(x, z, found.levels, found.smoothness, 0.0).min()) > -1e-9
+
+
+def test_progress_is_told_of_every_sweep() -> None:
+    told: list[tuple[int, float]] = []
+    x, z = smooth_bank(40, 3, 10)
+    found = integrate_bank(x, z, 3.0, progress=lambda *step: told.append(step))
+    assert isinstance(found, BankPotential)
+    assert [sweep for sweep, _ in told] == list(range(1, found.sweeps + 1))
+    assert told[-1][1] <= found.violation + 1e-15
+
+
+def test_equal_inputs_with_different_features_have_no_map() -> None:
+    x, z = smooth_bank(10, 2, 11)
+    x[3] = x[7]
+    with pytest.raises(SolverError, match="equal inputs with different features have no map"):
+        least_bank_smoothness(x, z)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"smoothness": -1.0}, "smoothness: expected a finite value above strong_convexity"),
+        ({"features": torch.zeros(5, 3)}, r"features: expected shape \(6, 3\) like the inputs"),
+        ({"inputs": torch.full((6, 3), torch.nan)}, "inputs: expected finite values, got nan"),
+        ({"start": torch.zeros(4, dtype=torch.float64)}, r"start: expected shape \(6,\)"),
+        ({"max_sweeps": 0}, "max_sweeps: expected an integer of at least 1"),
+    ],
+)
+def test_refuses_bad_input(change: dict, message: str) -> None:
+    given = {"inputs": torch.rand(6, 3), "features": torch.rand(6, 3), "smoothness": 2.0}
+    with pytest.raises(InputError, match=message):
+        integrate_bank(**(given | change))
