@@ -248,6 +248,13 @@ def _sweep(
     )
 
 
+def potential_lines(pairs: Pairs, potential: BankPotential) -> Tensor:
+    """s_i (N,) in centered coordinates; -inf at points left out."""
+    lines = potential.levels - _offsets(pairs) - pairs.products
+    lines = lines + pairs.image_squares / (2 * potential.modulus)
+    return lines.masked_fill(~pairs.kept, -math.inf)
+
+
 def _shifted(pairs: Pairs, levels: Tensor) -> Tensor:
     """u~ in centered coordinates, from u; the reverse of what `_finished` does."""
     check_tensor(levels, "start", "N", dtypes=(torch.float64,), finite=False)

@@ -17,9 +17,11 @@ class Status(IntEnum):
     """No potential exists for the curvature asked for, so it was relaxed."""
     REPAIRED = 2
     """A neighbor was left out or substituted to stay within `max_smoothness`."""
-    INFEASIBLE = 3
+    ESTIMATED = 3
+    """By a network that imitates a solver: an image, and no proof of any kind."""
+    INFEASIBLE = 4
     """No potential exists for any curvature allowed."""
-    UNSOLVED = 4
+    UNSOLVED = 5
     """The numbers are out of range or the pivot limit was reached."""
 
     @property
@@ -36,7 +38,8 @@ class CipSolution:
     neighbors. `smoothness` and `strong_convexity` (B,) are the curvature the potentials were found
     for; `mode` says whether the map itself uses them ("consistent") or the curvature of the
     problem ("paper"). `active` (B,K) marks the neighbors that took part, `residual` (B,) is the
-    solver's own estimate of its KKT residual and `status` (B,) holds a `Status` per row.
+    solver's own estimate of its KKT residual and `status` (B,) holds a `Status` per row. What an
+    estimated row does not have is NaN.
     """
 
     image: Tensor
@@ -52,7 +55,7 @@ class CipSolution:
 
     @property
     def failed(self) -> Tensor:
-        """Rows without a solution (B,): infeasible or unsolved."""
+        """Rows neither solved nor estimated (B,): infeasible or unsolved."""
         return self.status >= int(Status.INFEASIBLE)
 
     def rows(self, rows: slice) -> CipSolution:

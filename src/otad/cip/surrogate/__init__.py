@@ -1,0 +1,20 @@
+"""CIP-net: a transformer that imitates the solver, and its training.
+
+net = CipNet(dim, n_neighbors, width=512)
+train_cip_net(net, problems, config, teacher=ExactCip(on_failure="fallback"))
+net(problem).image
+"""
+
+from otad.cip.surrogate.lessons import leave_one_out
+from otad.cip.surrogate.net import CipNet
+from otad.cip.surrogate.resume import CipNetEpoch
+from otad.cip.surrogate.training import CIP_NET_RECIPE, CipNetResult, train_cip_net
+
+__all__ = [
+    "CIP_NET_RECIPE",
+    "CipNet",
+    "CipNetEpoch",
+    "CipNetResult",
+    "leave_one_out",
+    "train_cip_net",
+]

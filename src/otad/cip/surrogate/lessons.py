@@ -1,0 +1,100 @@
+"""What CIP-net learns from: problems, and a teacher's answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from otad.checks import STORAGE_DTYPES, check_count, check_tensor
+from otad.cip.implicit import assemble
+from otad.cip.judge import map_curvature
+from otad.cip.problem import BankProblem, CipProblem
+from otad.cip.solution import CipSolution
+from otad.errors import InputError
+from otad.neighbors import TorchSearch
+
+Problem = CipProblem | BankProblem
+Teacher = Callable[[Problem], CipSolution]
+
+
+def leave_one_out(
+    inputs: Tensor,
+    features: Tensor,
+    n_neighbors: int,
+    smoothness: float,
+    strong_convexity: float = 0.0,
+    *,
+    rows: Tensor | None = None,
+) -> BankProblem:
+    """Points of a bank (N,d) as queries, each among its nearest neighbors other than itself.
+
+    `rows` (M,) int64 chooses the points, all by default; `features[rows]` are then the network's
+    own features of the queries. For neighbors by another metric make the `BankProblem` yourself.
+    """
+    check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
+    check_count(n_neighbors, "n_neighbors")
+    if rows is None:
+        rows = torch.arange(len(inputs))
+    check_tensor(rows, "rows", "M", dtypes=(torch.int64,))
+    rows = rows.to(inputs.device)
+    query = inputs[rows].to(torch.promote_types(inputs.dtype, torch.float32))
+    indices = TorchSearch(inputs)(query, n_neighbors, exclude=rows).indices
+    return BankProblem(query, inputs, features, indices, smoothness, strong_convexity)
+
+
+def rows_of(problem: Problem, rows: Tensor) -> Problem:
+    """The problem of some rows (b,)."""
+
+    def take(tensor: Tensor) -> Tensor:
+        return tensor[rows.to(tensor.device)]
+
+    query, high, low = (
+        take(part) for part in (problem.query, problem.smoothness, problem.strong_convexity)
+    )
+    if isinstance(problem, CipProblem):
+        return CipProblem(query, take(problem.anchors), take(problem.images), high, low)
+    return BankProblem(query, problem.inputs, problem.features, take(problem.indices), high, low)
+
+
+class Answers:
+    """The teacher's images (b,d) of some rows of a problem.
+
+    With `cached` every row is solved once, now, and only its K multipliers are kept: the images
+    are put together from the neighbors each time, which costs a small part of solving.
+    """
+
+    def __init__(
+        self, teacher: Teacher, problem: Problem, batch_size: int, *, cached: bool
+    ) -> None:
+        self.teacher, self.problem = teacher, problem
+        self._known: tuple[Tensor, Tensor] | None = None
+        if cached:
+            every = torch.arange(problem.shape[0]).split(batch_size)
+            parts = [self._ask(rows_of(problem, rows)) for rows in every]
+            weights, convexity = (torch.cat(column) for column in zip(*parts, strict=True))
+            self._known = weights, convexity
+
+    @torch.no_grad()
+    def __call__(self, rows: Tensor) -> Tensor:
+        part = rows_of(self.problem, rows)
+        if self._known is None:
+            weights, convexity = self._ask(part)
+        else:
+            weights, convexity = (known[rows.to(known.device)] for known in self._known)
+        return assemble(part, weights, convexity, None)
+
+    @torch.no_grad()
+    def _ask(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """Multipliers (b,K), and the strong convexity (b,) of the map they belong to."""
+        solution = self.teacher(problem)
+        if not bool(solution.multipliers.isfinite().all()):
+            raise InputError(
+                "teacher: expected one that answers every row with its multipliers, for instance "
+                "ExactCip(on_failure='fallback'), got NaN"
+            )
+        convexity = map_curvature(problem, solution)[1]
+        return solution.multipliers, torch.where(
+            solution.failed, problem.strong_convexity, convexity
+        )

@@ -1,0 +1,221 @@
+"""CIP-net: a transformer in the place of the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_choice, check_count
+from otad.cip.rows import RowProblem, blocks
+from otad.cip.solution import CipSolution, Status
+from otad.errors import InputError
+from otad.nets.base import draw_linear
+from otad.nets.vit import Block
+
+READOUTS = ("free", "hull")
+_BLOCK_BYTES = 2**29  # of neighbors in working memory at a time
+
+
+class CipNet(nn.Module):
+    """Estimates the image z' (B,d) of a `CipProblem` or `BankProblem` by a transformer encoder.
+
+    Its 2K + 1 tokens are the query, the K anchors and the K images, one linear map for points of
+    the input space and one for features. Each neighbor's two tokens also hear of one another, so
+    no order of the neighbors is needed to tell which belong together. From the last block
+
+        z' = sum_i lambda_i z~_i  +  s W t        lambda = softmax of a score of each image token,
+                                                  t the query token, W (d,width),
+
+    both parts zero at the start: a fresh net answers with the mean feature of the neighbors. With
+    `readout="hull"` the second part is left out and z' is a convex combination, like the solver's.
+
+    The net shares the symmetries of the problem by its construction. It sees the shifted images
+    z~_i = z_i - l (x_i - x'), for which l = 0, and only differences from the mean neighbor, in
+    units of their root mean square: r of the inputs, s of the features. What is left of the
+    curvature is the number M r / (M r + s). So translating all x_i and x', reordering the
+    neighbors, or measuring x in other units (and L, l accordingly) changes nothing, and z' moves
+    and scales with the features.
+
+    A network proves nothing: `status` is ESTIMATED, and value, potentials, curvature and residual
+    are NaN, as are the multipliers unless z' is made of them ("hull"). A row whose numbers are out
+    of range is UNSOLVED, its image NaN.
+    """
+
+    # What a defense asks of its solver.
+    mode: ClassVar[str] = "estimated"
+    on_failure: ClassVar[str] = "abstain"
+    spares: ClassVar[int] = 0
+    max_smoothness: ClassVar[None] = None
+    climb: ClassVar[None] = None
+    potential: ClassVar[None] = None
+
+    def __init__(
+        self,
+        dim: int,
+        n_neighbors: int = 10,
+        *,
+        width: int = 2048,
+        blocks: int = 6,
+        heads: int = 16,
+        hidden: int | None = None,
+        readout: str = "free",
+        chunk: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """`hidden` units in each block's MLP, `width` of them by default; `chunk`: rows whose
+        neighbors are in working memory at a time."""
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.n_neighbors = check_count(n_neighbors, "n_neighbors")
+        self.width = check_count(width, "width")
+        self.heads = check_count(heads, "heads")
+        if width % heads:
+            raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
+        self.hidden = width if hidden is None else check_count(hidden, "hidden")
+        self.readout = check_choice(readout, "readout", READOUTS)
+        self.chunk = None if chunk is None else check_count(chunk, "chunk")
+        drawn_by = generator or torch.Generator().manual_seed(0)
+
+        def linear(fan_in: int, fan_out: int, gain: float) -> nn.Linear:
+            return draw_linear(nn.Linear(fan_in, fan_out, device="meta"), drawn_by, gain=gain)
+
+        self.from_input = linear(dim, width, 1.0)
+        self.from_feature = linear(dim, width, 1.0)
+        self.feature_to_input = linear(width, width, 1.0)
+        self.input_to_feature = linear(width, width, 1.0)
+        self.kinds = nn.Parameter(0.02 * torch.randn(3, width, generator=drawn_by))
+        self.curvature = nn.Parameter(0.02 * torch.randn(width, generator=drawn_by))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, self.hidden, 1e-6, drawn_by)
+            for _ in range(check_count(blocks, "blocks"))
+        )
+        self.norm = nn.LayerNorm(width)
+        self.score = _zero(nn.Linear(width, 1, bias=False, device="meta"))
+        self.correction = _zero(nn.Linear(width, dim, device="meta")) if readout == "free" else None
+
+    def forward(self, problem: RowProblem) -> CipSolution:
+        """The estimate for each row, differentiable in the query and in the weights."""
+        self.check_problem(problem)
+        batch, count, _ = problem.shape
+        query = problem.query
+        row_bytes = 2 * count * self.dim * query.element_size()
+        chunk = self.chunk or max(1, _BLOCK_BYTES // row_bytes)
+        parts = [self._estimate(problem, rows) for rows in blocks(batch, chunk)]
+        image, weights = (torch.cat(column) for column in zip(*parts, strict=True))
+        answered = image.detach().isfinite().all(1)
+        missing = ~answered[:, None]
+        status = torch.where(answered, int(Status.ESTIMATED), int(Status.UNSOLVED))
+        unknown = query.new_full((batch, count), torch.nan)
+        no_curvature = torch.full_like(problem.smoothness, torch.nan)
+        return CipSolution(
+            image=image.masked_fill(missing, torch.nan),
+            value=unknown[:, 0].clone(),
+            multipliers=(
+                weights.masked_fill(missing, torch.nan) if self.correction is None else unknown
+            ),
+            potentials=unknown.clone(),
+            smoothness=no_curvature,
+            strong_convexity=no_curvature.clone(),
+            residual=no_curvature.clone(),
+            status=status,
+            active=torch.ones_like(unknown, dtype=torch.bool),
+            mode=self.mode,
+        )
+
+    def check_problem(self, problem: RowProblem) -> None:
+        """Refuse a problem of another size, dtype or device than the net's."""
+        _, count, dim = problem.shape
+        if (count, dim) != (self.n_neighbors, self.dim):
+            raise InputError(
+                f"problem: expected {self.n_neighbors} neighbors in dimension {self.dim}, which "
+                f"the net was made for, got {count} in dimension {dim}"
+            )
+        query, weight = problem.query, self.from_input.weight
+        if (query.dtype, query.device) != (weight.dtype, weight.device):
+            raise InputError(
+                f"query: expected {weight.dtype} on {weight.device} like the net, "
+                f"got {query.dtype} on {query.device}"
+            )
+
+    def _estimate(self, problem: RowProblem, rows: slice) -> tuple[Tensor, Tensor]:
+        """Images (b,d) and multipliers (b,K) of a block of rows."""
+        query = problem.query[rows][:, None]
+        anchors, images = (
+            part.to(query.dtype) for part in (problem.anchors_of(rows), problem.images_of(rows))
+        )
+        low = problem.strong_convexity[rows].to(query.dtype)[:, None, None]
+        modulus = problem.smoothness[rows].to(query.dtype)[:, None, None] - low
+        if bool(low.any()):
+            images = images - low * (anchors - query)
+        points = torch.cat([query, anchors], dim=1) - anchors.mean(1, keepdim=True)
+        center = images.mean(1, keepdim=True)
+        features = images - center
+        reach, spread = _root_mean_square(points), _root_mean_square(features)
+
+        tokens = self._tokens(points / reach, features / spread)
+        tokens = tokens + modulus * reach / (modulus * reach + spread) * self.curvature
+        for block in self.blocks:
+            tokens, _ = block(tokens)
+        tokens = self.norm(tokens)
+        weights = self.score(tokens[:, -images.shape[1] :]).softmax(1).to(query.dtype)
+        # Not a matrix product: under autocast that would round the features.
+        image = center[:, 0] + (weights * features).sum(1)
+        if self.correction is not None:
+            image = image + spread[:, 0] * self.correction(tokens[:, 0])
+        overflow = ~(reach + spread).isfinite()
+        return image.masked_fill(overflow[:, 0], torch.nan), weights[..., 0]
+
+    def _tokens(self, points: Tensor, features: Tensor) -> Tensor:
+        """(b,2K+1,width): the query, the anchors, the images."""
+        located, carried = self.from_input(points), self.from_feature(features)
+        query, anchors = located[:, :1], located[:, 1:]
+        kinds = self.kinds[:, None]
+        return torch.cat(
+            [
+                query + kinds[0],
+                anchors + self.feature_to_input(carried) + kinds[1],
+                carried + self.input_to_feature(anchors) + kinds[2],
+            ],
+            dim=1,
+        )
+
+    def config(self) -> dict[str, Any]:
+        """What `from_config` needs, beside the state dict, to make this net again. Plain JSON."""
+        return {
+            "dim": self.dim,
+            "n_neighbors": self.n_neighbors,
+            "width": self.width,
+            "blocks": len(self.blocks),
+            "heads": self.heads,
+            "hidden": self.hidden,
+            "readout": self.readout,
+            "chunk": self.chunk,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> CipNet:
+        """The net `config` describes, with fresh weights; load its state dict afterwards."""
+        try:
+            return cls(**config)
+        except TypeError as error:
+            raise InputError(f"config: expected the options of a CipNet, got {config!r}") from error
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, n_neighbors={self.n_neighbors}, readout={self.readout}"
+
+
+def _root_mean_square(vectors: Tensor) -> Tensor:
+    """Over all entries of each row, (b,1,1); of zeros not quite zero, so that it divides."""
+    tiny = torch.finfo(vectors.dtype).tiny
+    return (vectors.square().mean((1, 2), keepdim=True) + tiny).sqrt()
+
+
+def _zero(layer: nn.Linear) -> nn.Linear:
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    return layer

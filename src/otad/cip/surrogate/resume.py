@@ -1,0 +1,88 @@
+"""Saving a training of CIP-net after an epoch and taking it up again, to the very same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otad.cip.surrogate.lessons import Problem
+from otad.cip.surrogate.net import CipNet
+from otad.transport.checkpoint import (
+    fingerprint,
+    read_checkpoint,
+    refuse_foreign,
+    write_checkpoint,
+)
+from otad.transport.recipe import TrainConfig
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class CipNetEpoch:
+    """Means over one epoch: the objective as trained, |CIP-net - QCP|^2 while training (None where
+    the teacher was not asked) and, after it, on held-out problems.
+
+    All in units of the mean |z_i - mean z|^2 among neighbors, see `CipNetResult.unit`.
+    """
+
+    epoch: int
+    loss: float
+    error: float | None
+    held_out_error: float | None
+    seconds: float = field(default=0.0, compare=False)
+
+    def __str__(self) -> str:
+        parts = {"loss": self.loss, "to teacher": self.error, "held out": self.held_out_error}
+        told = (f"{name} {value:.4g}" for name, value in parts.items() if value is not None)
+        return f"epoch {self.epoch}: {', '.join(told)}"
+
+
+def run_identity(
+    net: CipNet, problems: Problem, own_features: Tensor | None, config: TrainConfig
+) -> dict[str, Any]:
+    """All that decides the final weights, and so what a checkpoint must share to be resumed."""
+    settings = asdict(config) | {"device": torch.device(config.device).type}
+    del settings["log_every"]
+    tensors = {name: getattr(problems, name) for name in problems.__dataclass_fields__}
+    if own_features is not None:
+        tensors["own_features"] = own_features
+    return {
+        "config": settings,
+        "net": net.config() | {"initial_weights": fingerprint(net.state_dict())},
+        "problems": {name: fingerprint({name: tensor}) for name, tensor in tensors.items()},
+    }
+
+
+def save(
+    path: Path,
+    identity: Mapping[str, Any],
+    net: CipNet,
+    optimizer: Optimizer,
+    history: Sequence[CipNetEpoch],
+) -> None:
+    tensors = {f"net/{name}": tensor for name, tensor in net.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
+    # Without seconds: a run that was killed shall end with the same file.
+    records = [{**asdict(record), "seconds": 0.0} for record in history]
+    write_checkpoint(path, tensors, {"run": identity, "history": records})
+
+
+def resume(
+    path: Path, identity: Mapping[str, Any], net: CipNet, optimizer: Optimizer
+) -> list[CipNetEpoch]:
+    tensors, header = read_checkpoint(path)
+    refuse_foreign(path, header["run"], identity)
+    moments: dict[int, dict[str, Tensor]] = {}
+    for full_name in [name for name in tensors if name.startswith("optimizer/")]:
+        _, index, name = full_name.split("/")
+        moments.setdefault(int(index), {})[name] = tensors.pop(full_name)
+    net.load_state_dict({name.removeprefix("net/"): part for name, part in tensors.items()})
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    return [CipNetEpoch(**record) for record in header["history"]]

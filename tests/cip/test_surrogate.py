@@ -1,0 +1,268 @@
+"""CIP-net: what it promises by construction, its place in a defense, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cip.instances import converted, normal, random_problem
+from cip.small_nets import DIM, TINY, B, K, changed, family, make_net, stirred
+from torch import Tensor
+
+from otad.certify import certify
+from otad.cip import BankProblem, CipProblem, ExactCip, Status
+from otad.cip.surrogate import CipNet, leave_one_out, train_cip_net
+from otad.defense import defend
+from otad.errors import InputError
+from otad.nets import fc_resnet
+from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint
+
+
+def test_an_estimate_claims_nothing_it_does_not_know(generator: torch.Generator) -> None:
+    problem = random_problem(generator, B, K, DIM)
+    solution = stirred()(problem)
+    assert solution.image.shape == (B, DIM)
+    assert solution.image.isfinite().all()
+    assert solution.status.tolist() == [Status.ESTIMATED] * B
+    assert not solution.failed.any()
+    assert solution.active.all()
+    for name, shape in {
+        "value": (B,),
+        "multipliers": (B, K),
+        "potentials": (B, K),
+        "smoothness": (B,),
+        "strong_convexity": (B,),
+        "residual": (B,),
+    }.items():
+        part = getattr(solution, name)
+        assert part.shape == shape
+        assert part.isnan().all(), name
+    assert problem.residual(solution).tolist() == [torch.inf] * B
+    exact = ExactCip()(problem)
+    for name in ("image", "value", "smoothness", "residual", "status", "active"):
+        assert getattr(solution, name).dtype == getattr(exact, name).dtype, name
+    assert solution.rows(slice(2, 5)).image.shape == (3, DIM)
+
+
+def test_in_the_hull_the_image_is_made_of_the_multipliers(generator: torch.Generator) -> None:
+    problem = random_problem(generator, B, K, DIM)
+    solution = stirred("hull")(problem)
+    weights = solution.multipliers
+    torch.testing.assert_close(weights.sum(1), torch.ones(B, dtype=torch.float64))
+    assert (weights > 0).all()
+    assert (weights - 1 / K).abs().amax() > 0.1
+    torch.testing.assert_close(solution.image, (weights[:, None] @ problem.images)[:, 0])
+
+
+@pytest.mark.parametrize("readout", ["free", "hull"])
+def test_a_fresh_net_answers_with_the_mean_feature(
+    generator: torch.Generator, readout: str
+) -> None:
+    problem = random_problem(generator, B, K, DIM)
+    image = make_net(readout).double()(problem).image
+    torch.testing.assert_close(image, problem.images.mean(1))
+
+
+def test_a_bank_and_blocks_of_rows_change_nothing(generator: torch.Generator) -> None:
+    points, features = normal(generator, 20, DIM), normal(generator, 20, DIM)
+    indices = torch.randint(20, (B, K), generator=generator)
+    query = normal(generator, B, DIM)
+    named = BankProblem(query, points, features, indices, 2.0, 0.3)
+    spelled = CipProblem(query, points[indices], features[indices], 2.0, 0.3)
+    net = stirred()
+    expected = net(spelled).image
+    torch.testing.assert_close(net(named).image, expected)
+    net.chunk = 2
+    torch.testing.assert_close(net(named).image, expected)
+    halves = BankProblem(query, points.half(), features.half(), indices, 2.0, 0.3)
+    torch.testing.assert_close(net(halves).image, expected, rtol=0, atol=0.05)
+
+
+Change = Callable[[CipProblem], CipProblem]
+Expected = Callable[[CipProblem, Tensor], Tensor]
+SHIFT = torch.linspace(-3.0, 5.0, DIM, dtype=torch.float64)
+SYMMETRIES: dict[str, tuple[Change, Expected]] = {
+    "inputs moved": (
+        lambda p: changed(p, query=p.query + SHIFT, anchors=p.anchors + SHIFT),
+        lambda p, image: image,
+    ),
+    "features moved": (
+        lambda p: changed(p, images=p.images + SHIFT),
+        lambda p, image: image + SHIFT,
+    ),
+    "neighbors reordered": (
+        lambda p: changed(p, anchors=p.anchors[:, [2, 0, 3, 1]], images=p.images[:, [2, 0, 3, 1]]),
+        lambda p, image: image,
+    ),
+    "other units": (
+        lambda p: changed(
+            p,
+            query=p.query * 50,
+            anchors=p.anchors * 50,
+            images=p.images / 8,
+            smoothness=p.smoothness / 400,
+            strong_convexity=p.strong_convexity / 400,
+        ),
+        lambda p, image: image / 8,
+    ),
+    "strong convexity taken off": (
+        lambda p: changed(
+            p,
+            images=p.images
+            - p.strong_convexity[:, None, None] * (p.anchors - p.query[:, None]),
+            smoothness=p.smoothness - p.strong_convexity,
+            strong_convexity=torch.zeros_like(p.strong_convexity),
+        ),
+        lambda p, image: image,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYMMETRIES)
+def test_the_net_has_the_symmetries_of_the_solver(generator: torch.Generator, name: str) -> None:
+    change, expected = SYMMETRIES[name]
+    problem = random_problem(generator, B, K, DIM, strong_convexity=0.3)
+    for solve in (stirred(), stirred("hull"), ExactCip()):
+        before, after = solve(problem).image, solve(change(problem)).image
+        torch.testing.assert_close(after, expected(problem, before), rtol=1e-9, atol=1e-9)
+        assert (before - problem.images.mean(1)).norm(dim=1).amin() > 1e-3
+
+
+def test_the_net_sees_query_curvature_and_pairing(generator: torch.Generator) -> None:
+    problem = random_problem(generator, B, K, DIM)
+    net = stirred()
+    before = net(problem).image
+    for other in (
+        changed(problem, query=problem.query + 0.3),
+        changed(problem, smoothness=2 * problem.smoothness),
+        changed(problem, anchors=problem.anchors.roll(1, 1)),
+    ):
+        assert (net(other).image - before).norm(dim=1).amin() > 1e-4
+
+
+@pytest.mark.parametrize("readout", ["free", "hull"])
+@pytest.mark.parametrize("strong_convexity", [0.0, -0.4])
+def test_the_gradient_in_the_query_is_that_of_finite_differences(
+    generator: torch.Generator, readout: str, strong_convexity: float
+) -> None:
+    problem = random_problem(generator, 3, K, DIM, strong_convexity=strong_convexity)
+    net = stirred(readout, scale=0.1)
+
+    def image(query: Tensor) -> Tensor:
+        return net(changed(problem, query=query)).image
+
+    query = problem.query.clone().requires_grad_()
+    assert torch.autograd.gradcheck(image, (query,), atol=1e-6)
+    (slope,) = torch.autograd.grad(image(query).square().sum(), query)
+    assert slope.norm(dim=1).amin() > 1e-3
+
+
+def test_neighbors_that_are_all_alike_are_answered_exactly(generator: torch.Generator) -> None:
+    anchors = normal(generator, B, 1, DIM).expand(B, K, DIM)
+    images = normal(generator, B, 1, DIM).expand(B, K, DIM)
+    query = normal(generator, B, DIM)
+    query[0] = anchors[0, 0]
+    problem = CipProblem(query.requires_grad_(), anchors, images, 2.0)
+    solution = stirred()(problem)
+    torch.testing.assert_close(solution.image, images[:, 0])
+    (slope,) = torch.autograd.grad(solution.image.sum(), query)
+    assert slope.isfinite().all()
+
+
+def test_numbers_out_of_range_are_an_abstention() -> None:
+    problem = family(0, B)
+    images = problem.images.clone()
+    images[2] *= 1e25
+    for readout in ("free", "hull"):
+        solution = make_net(readout)(changed(problem, images=images))
+        expected = [Status.ESTIMATED] * B
+        expected[2] = Status.UNSOLVED
+        assert solution.status.tolist() == expected
+        assert solution.image.isnan().any(1).tolist() == solution.failed.tolist()
+        assert solution.multipliers[2].isnan().all()
+
+
+@pytest.mark.parametrize("readout", ["free", "hull"])
+def test_a_net_is_made_again_from_its_config_and_state(tmp_path: Path, readout: str) -> None:
+    problem = family(0, 16)
+    net = make_net(readout, hidden=24)
+    train_cip_net(net, problem, replace(TINY, epochs=1))
+    path = tmp_path / "net.safetensors"
+    write_checkpoint(path, net.state_dict(), {"config": net.config()})
+    state, header = read_checkpoint(path)
+    config = json.loads(json.dumps(header["config"]))
+    again = CipNet.from_config(config)
+    again.load_state_dict(state)
+    assert again.config() == net.config()
+    assert torch.equal(again(problem).image, net(problem).image)
+
+
+def test_weights_come_from_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    first, second, other = make_net(seed=3), make_net(seed=3), make_net(seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert fingerprint(first.state_dict()) == fingerprint(second.state_dict())
+    assert fingerprint(first.state_dict()) != fingerprint(other.state_dict())
+
+
+def test_a_net_takes_the_place_of_the_solver_in_a_defense(generator: torch.Generator) -> None:
+    x = torch.rand(60, DIM, generator=generator)
+    y = (x.sum(1) > DIM / 2).long()
+    exact = defend(fc_resnet((DIM,), 2, bounds=(0, 1)), x, y, n_neighbors=K)
+    problems = leave_one_out(exact.bank_inputs, exact.bank_features, K, exact.smoothness)
+    net = make_net("hull")
+    train_cip_net(net, problems, TINY)
+    model = defend(exact.backbone, x, y, n_neighbors=K, solver=net)
+    moved = x[:9].clone().requires_grad_()
+    trace = model.trace(moved)
+    assert trace.solution.status.tolist() == [Status.ESTIMATED] * 9
+    torch.testing.assert_close(trace.outputs, exact(x[:9]), rtol=0, atol=0.5)
+    (slope,) = torch.autograd.grad(trace.outputs[:, 0].sum(), moved)
+    assert slope.norm(dim=1).amin() > 0
+    assert "solver.from_input.weight" in model.state_dict()
+    with pytest.raises(InputError):
+        certify(model, x[:2])
+
+
+def wrong(**change: object) -> dict[str, object]:
+    return {"dim": DIM, "n_neighbors": K, "width": 16, "heads": 2} | change
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (wrong(dim=0), "dim: expected an integer of at least 1"),
+        (wrong(n_neighbors=0), "n_neighbors: expected"),
+        (wrong(heads=3), "heads: expected a divisor of the width 16, got 3"),
+        (wrong(blocks=0), "blocks: expected"),
+        (wrong(hidden=0), "hidden: expected"),
+        (wrong(chunk=0), "chunk: expected"),
+        (wrong(readout="best"), "readout: expected one of free, hull, got 'best'"),
+        (wrong(depth=3), "config: expected the options of a CipNet"),
+    ],
+)
+def test_impossible_nets_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        CipNet.from_config(options)
+
+
+def test_foreign_problems_are_refused(generator: torch.Generator) -> None:
+    net = make_net()
+    for count, dim in ((K - 1, DIM), (K, DIM + 1)):
+        other = converted(random_problem(generator, 3, count, dim), torch.float32)
+        with pytest.raises(InputError, match=f"expected 4 neighbors in dimension 5.*got {count}"):
+            net(other)
+        with pytest.raises(InputError, match="expected 4 neighbors"):
+            train_cip_net(net, other, TINY)
+        with pytest.raises(InputError, match="expected 4 neighbors"):
+            train_cip_net(net, family(0, 8), TINY, held_out=other)
+    with pytest.raises(InputError, match=r"query: expected torch\.float32"):
+        net(random_problem(generator, 3, K, DIM))
+    query = family(0, 3).query.clone()
+    query[1, 2] = torch.nan
+    with pytest.raises(InputError, match="query: expected finite values"):
+        net(changed(family(0, 3), query=query))

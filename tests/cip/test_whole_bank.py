@@ -1,0 +1,214 @@
+"""The map of a whole bank: against a full quadratic program, and the properties that certify it."""
+
+from __future__ import annotations
+
+import math
+
+import clarabel
+import numpy as np
+import pytest
+import torch
+from cip.test_bank_potential import BENDS, smooth_bank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import sparse
+from torch import Tensor
+
+from otad.cip import Status
+from otad.cip.bank_potential import (
+    BankPotential,
+    integrate_bank,
+    integrate_most,
+    least_bank_smoothness,
+)
+from otad.cip.whole_bank import WholeBank
+from otad.errors import InputError
+
+
+def queries(count: int, dim: int, seed: int) -> Tensor:
+    """Around the bank, some far outside."""
+    generator = torch.Generator().manual_seed(seed)
+    return 2 + 2 * torch.randn(count, dim, generator=generator, dtype=torch.float64)
+
+
+def full_program(
+    x: Tensor, z: Tensor, potential: BankPotential, query: Tensor
+) -> tuple[float, np.ndarray]:
+    """Value and gradient of the potential at one query by Clarabel, over all points at once.
+
+    min over (v, y) of v with  v >= s_i + <z~_i, x'> - <z~_i, y> / M + |y|^2 / (2M): here as
+    max over the simplex of c.w - |Z^T w|^2 / (2M), with Y = Z^T w as variables of its own.
+    """
+    modulus, bend = potential.modulus, potential.strong_convexity
+    kept = ~potential.levels.isnan()
+    points, images = x[kept], z[kept] - bend * x[kept]
+    levels = potential.levels[kept] - bend / 2 * points.square().sum(1)
+    lines = levels + ((query - points) * images).sum(1) + images.square().sum(1) / (2 * modulus)
+    count, dim = images.shape
+    shift = float(lines.max())  # weights sum to one: a constant moves the value alone
+    quadratic = sparse.block_diag(
+        [sparse.csc_matrix((count, count)), sparse.identity(dim) / modulus], format="csc"
+    )
+    linear = np.concatenate([-(lines.numpy() - shift), np.zeros(dim)])
+    constraints = sparse.bmat(
+        [
+            [sparse.csc_matrix(np.ones((1, count))), None],
+            [sparse.csc_matrix(images.numpy().T), -sparse.identity(dim)],
+            [-sparse.identity(count), None],
+        ],
+        format="csc",
+    )
+    bounds = np.concatenate([[1.0], np.zeros(dim), np.zeros(count)])
+    cones = [clarabel.ZeroConeT(1 + dim), clarabel.NonnegativeConeT(count)]
+    options = clarabel.DefaultSettings()
+    options.verbose = False
+    for name in ("tol_gap_abs", "tol_gap_rel", "tol_feas"):
+        setattr(options, name, 1e-13)
+    found = clarabel.DefaultSolver(quadratic, linear, constraints, bounds, cones, options).solve()
+    mixed = np.array(found.x[count:])
+    value = shift - found.obj_val + bend / 2 * float(query.square().sum())
+    return value, mixed + bend * query.numpy()
+
+
+@pytest.mark.parametrize("bend", BENDS)
+def test_equals_the_full_program_on_random_banks(bend: float) -> None:
+    """70 banks of up to 400 points for each l, a query each."""
+    for seed in range(70):
+        size, dim = 5 + (37 * seed) % 396, 1 + seed % 7
+        x, z = smooth_bank(size, dim, seed)
+        found_potential = integrate_bank(x, z, 40.0, bend)
+        if seed % 5 == 0:  # the least L makes the hardest program
+            found_potential = least_bank_smoothness(x, z, bend, tolerance=0.05)
+        assert isinstance(found_potential, BankPotential)
+        potential = found_potential
+        query = queries(1, dim, seed)
+        found = WholeBank(x, z, potential)(query)
+        value, image = full_program(x, z, potential, query[0])
+        assert int(found.solution.status[0]) == Status.SOLVED
+        assert float(found.solution.value[0]) == pytest.approx(value, rel=1e-8, abs=1e-8)
+        np.testing.assert_allclose(found.solution.image[0].numpy(), image, rtol=0, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(2, 80),
+    dim=st.integers(1, 6),
+    bend=st.sampled_from(BENDS),
+)
+def test_passes_through_every_pair_with_the_level_it_has(
+    seed: int, size: int, dim: int, bend: float
+) -> None:
+    x, z = smooth_bank(size, dim, seed)
+    potential = least_bank_smoothness(x, z, bend)
+    found = WholeBank(x, z, potential)(x)
+    torch.testing.assert_close(found.solution.image, z, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.solution.value, potential.levels, rtol=0, atol=1e-8)
+    assert bool((found.solution.status == int(Status.SOLVED)).all())
+
+
+@pytest.mark.parametrize("bend", BENDS)
+def test_no_pair_of_inputs_exceeds_the_lipschitz_constant(bend: float) -> None:
+    x, z = smooth_bank(120, 3, 2)
+    bank = WholeBank(x, z, least_bank_smoothness(x, z, bend))
+    limit = max(abs(bend), bank.potential.smoothness)
+    start = queries(60, 3, 3)
+    step = 1e-3 * torch.randn(60, 3, generator=torch.Generator().manual_seed(4)).double()
+    for _ in range(8):  # power method: along the direction in which the map stretches most
+        step.requires_grad_()
+        shift = bank(start + step).solution.image - bank(start).solution.image.detach()
+        ratio = (shift.norm(dim=1) / step.norm(dim=1)).detach()
+        assert float(ratio.max()) <= limit * (1 + 1e-6)
+        (gradient,) = torch.autograd.grad(shift.square().sum(), step)
+        flat = gradient.norm(dim=1, keepdim=True) == 0
+        step = torch.where(flat, step, gradient).detach()
+        step = 1e-3 * step / step.norm(dim=1, keepdim=True)
+    assert float(ratio.max()) > 0.5 * limit  # the search comes near what it looks for
+    far = queries(60, 3, 5)
+    ratio = (bank(far).solution.image - bank(start).solution.image).norm(dim=1)
+    assert bool((ratio <= limit * (far - start).norm(dim=1) * (1 + 1e-9)).all())
+
+
+@pytest.mark.parametrize("bend", BENDS)
+def test_the_gradient_is_that_of_the_map(bend: float) -> None:
+    x, z = smooth_bank(90, 4, 6)
+    bank = WholeBank(x, z, least_bank_smoothness(x, z, bend))
+    query = queries(40, 4, 7).requires_grad_()
+    direction = torch.randn(40, 4, generator=torch.Generator().manual_seed(8)).double()
+    found = bank(query).solution
+    weight = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((found.image @ weight).sum(), query, retain_graph=True)
+    ahead, behind = (bank(query.detach() + sign * 1e-6 * direction).solution for sign in (1, -1))
+    expected = (ahead.image - behind.image) @ weight / 2e-6
+    off = ((gradient * direction).sum(1) - expected).abs()
+    assert float(off.median()) < 1e-6  # at a kink the two sides differ
+    assert float((off < 1e-5).double().mean()) > 0.9
+    (slope,) = torch.autograd.grad(found.value.sum(), query)
+    torch.testing.assert_close(slope, found.image)  # the map is the gradient of its potential
+
+
+def test_the_gap_is_the_whole_truth_about_the_points_not_in() -> None:
+    x, z = smooth_bank(150, 5, 9)
+    potential = least_bank_smoothness(x, z)
+    query = queries(30, 5, 10)
+    found = WholeBank(x, z, potential)(query)
+    lines = potential.levels - (x * z).sum(1) + z.square().sum(1) / (2 * potential.modulus)
+    image = found.solution.image
+    slopes = lines + (query - image / potential.modulus) @ z.T
+    held = slopes.gather(1, found.indices)
+    mean = (found.solution.multipliers * held).sum(1)
+    torch.testing.assert_close(slopes.amax(1) - mean, found.gap, rtol=0, atol=1e-9)
+    assert bool((found.solution.multipliers >= 0).all())
+    torch.testing.assert_close(found.solution.multipliers.sum(1), torch.ones(30).double())
+
+
+def test_points_left_out_have_no_say() -> None:
+    x, z = smooth_bank(60, 3, 11)
+    z[17] += 5.0
+    potential = integrate_most(x, z, 4.0)
+    kept = ~potential.levels.isnan()
+    query = queries(20, 3, 12)
+    whole = WholeBank(x, z, potential)(query)
+    levels = potential.levels[kept]
+    alone = BankPotential(levels, 4.0, 0.0, torch.empty(0, dtype=torch.int64), 1, 0.0)
+    part = WholeBank(x[kept], z[kept], alone)(query)
+    torch.testing.assert_close(whole.solution.image, part.solution.image)
+    assert not bool((whole.indices[whole.solution.multipliers > 0] == 17).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_answers_in_the_dtype_of_the_query_and_batch_by_batch(dtype: torch.dtype) -> None:
+    x, z = smooth_bank(80, 4, 13, dtype=torch.float32)
+    potential = least_bank_smoothness(x, z)
+    bank = WholeBank(x, z, potential)
+    query = queries(12, 4, 14).to(dtype)
+    whole = bank(query).solution.image
+    assert whole.dtype == dtype
+    alone = torch.cat([bank(one).solution.image for one in query.split(1)])
+    torch.testing.assert_close(whole, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_local_and_global_agree_where_all_points_are_neighbors_on_a_quadratic() -> None:
+    x = queries(30, 3, 15)
+    found = integrate_bank(x, 1.5 * x, 1.5)
+    assert isinstance(found, BankPotential)
+    query = queries(10, 3, 16)
+    torch.testing.assert_close(
+        WholeBank(x, 1.5 * x, found)(x[:5] + 0.0).solution.image, 1.5 * x[:5]
+    )
+    inside = x[torch.arange(10)] / 2 + x[torch.arange(10) + 10] / 2
+    image = WholeBank(x, 1.5 * x, found)(inside).solution.image
+    torch.testing.assert_close(image, 1.5 * inside, rtol=0, atol=1e-5)
+    assert math.isfinite(float(WholeBank(x, 1.5 * x, found)(query).solution.value.sum()))
+
+
+def test_refuses_what_does_not_fit() -> None:
+    x, z = smooth_bank(20, 3, 17)
+    potential = least_bank_smoothness(x, z)
+    with pytest.raises(InputError, match=r"levels: expected shape \(19,\)"):
+        WholeBank(x[:19], z[:19], potential)
+    bank = WholeBank(x, z, potential)
+    with pytest.raises(InputError, match=r"query: expected shape \(4, 3\) like the bank"):
+        bank(torch.zeros(4, 2))
+    with pytest.raises(InputError, match="query: expected finite values, got nan"):
+        bank(torch.full((4, 3), torch.nan))
