@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn
+from otad.certify import certify
 from otad.defense import OTAD, defend
 from otad.errors import InputError
 from otad.nets import FCResNet, fc_resnet
@@ -72,6 +75,15 @@ def test_the_gradient_is_that_of_the_map_between_fixed_neighbors() -> None:
     ahead, behind = (model(x.detach() + sign * 1e-6 * step)[:, 0] for sign in (1, -1))
     torch.testing.assert_close((gradient * step).sum(1), (ahead - behind) / 2e-6, rtol=1e-3,
                                atol=1e-5)  # fmt: skip
+
+
+def test_what_is_not_there_yet_is_refused(tmp_path: Path) -> None:
+    model, *_ = make(FirstFeatures())
+    with pytest.raises(InputError, match="such a model cannot be saved yet"):
+        model.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(InputError, match="got a metric \\(FirstFeatures\\)"):
+        certify(model, queries())
 
 
 def test_keys_and_metric_belong_together() -> None:

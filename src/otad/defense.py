@@ -162,6 +162,8 @@ class OTAD(nn.Module):
 
         `notes` (data, classes, metrics, ... in plain JSON) are added to those the model has.
         """
+        if self.metric is not None:
+            raise InputError("model: expected no metric, as such a model cannot be saved yet")
         settings = {
             "n_neighbors": self.n_neighbors,
             "smoothness": self.smoothness,
@@ -169,10 +171,9 @@ class OTAD(nn.Module):
             "search": self.search,
             "solver": asdict(self.solver),
         }
-        parts = ModelParts(
-            self.backbone, self.bank, settings, self.notes | notes, self.metric, self.bank_keys
+        return write_model(
+            folder, ModelParts(self.backbone, self.bank, settings, self.notes | notes)
         )
-        return write_model(folder, parts)
 
     def get_extra_state(self) -> Tensor:
         """The bank's fingerprint: a state dict tells which bank it belongs to."""
@@ -318,13 +319,7 @@ def load(
         if solver.get("climb") is not None:
             solver["climb"] = tuple(solver["climb"])  # JSON knows lists only
         model = OTAD(
-            parts.backbone,
-            parts.bank,
-            solver=ExactCip(**solver),
-            resident=resident,
-            metric=parts.metric,
-            keys=parts.keys,
-            **settings,
+            parts.backbone, parts.bank, solver=ExactCip(**solver), resident=resident, **settings
         )
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder}: expected the settings of a model, got: {error}") from error

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from otad.errors import InputError
 from otad.nets import Backbone, build
@@ -31,15 +30,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model is made of: network, bank, settings of the defense, and the user's notes; the
-    metric in which neighbors are sought and the bank's keys in it, if it has one."""
+    """What a model is made of: network, bank, settings of the defense, and the user's notes."""
 
     backbone: Backbone
     bank: FeatureBank
     settings: dict[str, Any]
     notes: dict[str, Any]
-    metric: nn.Module | None = None
-    keys: Tensor | None = None
 
 
 def write_model(folder: str | Path, parts: ModelParts) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from otad.cip import ExactCip
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import LinearHead
@@ -23,6 +24,13 @@ def check_certifiable(model: OTAD, task: str) -> tuple[str, ...]:
     if not isinstance(model, OTAD):
         raise InputError(f"model: expected an OTAD model, got {type(model).__name__}")
     backbone, solver = model.backbone, model.solver
+    if model.metric is not None:
+        raise InputError(
+            "model: expected neighbors by l2 distance of embedded inputs, got a metric "
+            f"({type(model.metric).__name__}), for which no certificate is known"
+        )
+    if not isinstance(solver, ExactCip):
+        raise InputError(f"solver: expected ExactCip, got {type(solver).__name__}, an estimate")
     if backbone.task != task:
         right = "certify" if backbone.task == "classification" else "certify_values"
         raise InputError(f"model: expected {task}, got {backbone.task}; use {right}")

@@ -78,6 +78,7 @@ class Explanation:
             Status.SOLVED: f"solved with smoothness {level}, as asked",
             Status.RAISED: f"solved with smoothness raised to {level}: the neighbors need it",
             Status.REPAIRED: f"solved with smoothness {level} without a contradicting neighbor",
+            Status.ESTIMATED: "estimated by a network, not solved",
             Status.INFEASIBLE: "not solved: the neighbors contradict each other",
             Status.UNSOLVED: "not solved: the numbers are out of range",
         }[self.status]

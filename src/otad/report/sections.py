@@ -27,6 +27,7 @@ STATUS_MEANINGS = {
     "solved": "with the smoothness asked for and all neighbors",
     "raised": "the neighbors need a larger smoothness, which was used",
     "repaired": "a contradicting neighbor was left out",
+    "estimated": "by a network that imitates the solver",
     "infeasible": "no map passes through the neighbors; answered by the nearest one",
     "unsolved": "numbers out of range; answered by the nearest one",
 }
