@@ -206,7 +206,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool
             "expected weights that fit card.json",
         ),
         (
-            lambda f: edit(f, lambda c: c["backbone"]["config"].update(kind="vit"), seal=True),
+            lambda f: edit(f, lambda c: c["backbone"]["config"].update(kind="unheard_of"), seal=True),
             r"config\['kind'\]: expected one of",
         ),
         (
