@@ -15,6 +15,7 @@ PUBLIC = {
     "otad": [
         "Certificate",
         "InputError",
+        "Interval",
         "L2",
         "Linf",
         "LpBall",
@@ -26,6 +27,7 @@ PUBLIC = {
         "__version__",
         "attacks",
         "certify",
+        "certify_values",
         "cip",
         "data",
         "defend",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from otad import attacks, cip, data, nets
 from otad.attacks import L2, Linf, LpBall
-from otad.certify import Certificate, certify
+from otad.certify import Certificate, Interval, certify, certify_values
 from otad.defense import OTAD, Trace, defend, load
 from otad.errors import InputError, OtadError
 from otad.evaluate import evaluate
@@ -25,6 +25,7 @@ __all__ = [
     "OTAD",
     "Certificate",
     "InputError",
+    "Interval",
     "Linf",
     "LpBall",
     "OTADClassifier",
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "attacks",
     "certify",
+    "certify_values",
     "cip",
     "data",
     "defend",

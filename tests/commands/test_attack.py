@@ -144,7 +144,7 @@ def test_options_are_read_as_json_or_text() -> None:
     ("options", "message"),
     [
         (["--attack", "magic"], "attack: expected one of"),
-        (["--option", "speed=3"], "expected options of pgd, got {'speed': 3}"),
+        (["--option", "speed=3"], "expected options of pgd, which are "),
         (["--option", "steps=0"], "steps: expected an integer of at least 1, got 0"),
         (["--norm", "l7"], "norm: expected one of l2, linf, got 'l7'"),
         (["--out", "found.csv"], "out: expected a name that ends in .npz"),
@@ -161,3 +161,10 @@ def test_refusals_write_nothing(
     given = ["--eps", "0.5", *options]
     assert message in terminal.refuse("attack", workshop / "digits-model", "test", *given)
     assert not list(Path().iterdir())
+
+
+def test_one_error_alone_has_no_interval(terminal: Terminal, workshop: Path) -> None:
+    options = ("--eps", 0.1, "--unit", "std", "--rows", 1, *FAST)
+    result = terminal.succeed("attack", workshop / "body-model", "test", *options)
+    assert "n = 1" in result.stdout
+    assert "inf" not in result.stdout

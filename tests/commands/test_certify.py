@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -134,3 +135,25 @@ def test_a_map_without_a_certificate_is_refused(terminal: Terminal, workshop: Pa
     )  # fmt: skip
     message = terminal.refuse("certify", "bent", "test")
     assert "strong" in message
+
+
+def test_an_infinite_radius_is_told_everywhere(terminal: Terminal, nearest: Path) -> None:
+    model = otad.load(nearest)
+    with torch.no_grad():  # the same answer whatever the input
+        model.backbone.head.weight.zero_()
+        model.backbone.head.bias.copy_(torch.arange(10.0))
+    model.save("stubborn")
+    command = ("certify", "stubborn", "test", "--out", "radii.csv")
+    record = json.loads(terminal.succeed(*command, "--json").stdout)
+    assert record["radius"] == dict.fromkeys(record["radius"], "inf")
+    assert {float(line["radius"]) for line in read_csv("radii.csv")} == {math.inf}
+    assert "median infinite" in " ".join(terminal.succeed(*command).stdout.split())
+
+
+def test_the_constant_of_an_embedding_reaches_values_too(
+    terminal: Terminal, workshop: Path
+) -> None:
+    message = terminal.refuse(
+        "certify", workshop / "body-model", "test", "--embedding-lipschitz", 2
+    )
+    assert "embedding_lipschitz: expected None, as this embedding only normalizes" in message

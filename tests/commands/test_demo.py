@@ -43,6 +43,8 @@ def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> Non
     assert Path("there/net/training.json").is_file()
     assert Path("there/map.png").read_bytes().startswith(b"\x89PNG")
 
+    assert not Path("there/evaluation/parts").exists()
+
     # How robust it is stands in the record, on the page and in Markdown alike.
     assert record["evaluation"] == "there/evaluation/evaluation.json"
     evaluation = Evaluation.read(Path(record["evaluation"]))

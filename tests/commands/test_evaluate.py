@@ -121,7 +121,9 @@ def test_a_table_with_units_and_immutable_features(
     assert 0 < errors["0.1"] <= errors["0.2"] <= printed["mean_certified_error"]
     assert "images" in printed["missing"]["square"]
     shown = terminal.succeed("evaluate", workshop / "body-model", "test", *options, *more)
-    assert "not run: square" in " ".join(shown.stdout.split())
+    text = " ".join(shown.stdout.split())
+    for words in ("not run: square", "clean mse, otad", "certified |f - y| at 0.2"):
+        assert words in text, words
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,7 @@ def test_a_table_with_units_and_immutable_features(
         (["--suite", "huge"], "suite: expected one of quick, standard, full, got 'huge'"),
         (["--attack", "magic"], "expected one of"),
         (["--norm", "l0"], "norm: expected one of l2, linf"),
+        (["--embedding-lipschitz", "2"], "embedding_lipschitz: expected None"),
         (["--targets", "y"], "targets: expected none for the test part"),
     ],
 )

@@ -145,3 +145,12 @@ def test_cells_have_their_answers_in_the_obs_column(terminal: Terminal) -> None:
     found = open_examples(model, "cells.h5ad", targets="again", rows=7)
     reverse = kinds[::-1][[int(name) for name in found.names]]
     assert found.answers.tolist() == reverse.tolist()
+
+
+def test_training_points_among_the_rows_are_told(terminal: Terminal, workshop: Path) -> None:
+    model = otad.load(workshop / "digits-model")
+    told = terminal.succeed("certify", workshop / "digits-model", workshop / "digits.npz").stderr
+    assert f"note: {len(model.bank_inputs)} of the 200 rows are training points" in told
+    assert "training points" not in terminal.succeed(
+        "certify", workshop / "digits-model", "test"
+    ).stderr  # fmt: skip

@@ -26,9 +26,13 @@ from otad.attacks.adaptive import Straight
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import Evaluation, evaluate
+from otad.evaluate.flags import CHECKS
 from otad.evaluate.parts import DRAWS
+from otad.nets import FCResNet
+from otad.transport.bank import FeatureBank
 
 RADII = (0.2, 0.4, 0.6)
 
@@ -191,11 +195,64 @@ def test_progress_rises_to_the_end_with_a_falling_worst_case() -> None:
     told: list[tuple[str, int, int, float]] = []
     record = run_plane(eps=(0.4,), progress=lambda *now: told.append(now))
     assert told[0][0] == "slant, eps 0.4"
+    assert told[0][1] == 0  # what runs is named before its first batch is done
+    assert [now[0] for now in told][-2:] == ["certificates", "done"]
     done, worst = [now[1] for now in told], [now[3] for now in told]
     assert done == sorted(done)
     assert done[-1] == told[-1][2]
     assert worst == sorted(worst, reverse=True)
     assert worst[-1] == record.worst_case_accuracy
+
+
+def test_progress_counts_the_checks_too() -> None:
+    told: list[tuple[str, int, int, float]] = []
+    run_plane(eps=(0.4,), flags=True, progress=lambda *now: told.append(now))
+    count = len(CHECKS)
+    assert [now[0] for now in told if "red flag" in now[0]] == [
+        f"red flag {place} of {count}" for place in range(1, count + 1)
+    ]
+    done = [now[1] for now in told]
+    assert done == sorted(done)
+    assert done[-1] == told[-1][2]
+
+
+def test_an_embedding_of_its_own_is_certified_by_its_constant() -> None:
+    model, x, y = two_sides()
+    attacks = [RandomNoise(draws=3)]
+    plain = evaluate(model, x, y, L2(0.1), attacks=attacks, flags=False).certificate
+
+    class Twice(FCResNet):
+        def embed(self, x: Tensor) -> Tensor:
+            return 2 * super().embed(x)
+
+    net = Twice((2,), 2, blocks=1, bounds=(-1.0, 1.0))
+    net.load_state_dict(model.backbone.state_dict())
+    bank = FeatureBank(2 * model.bank_inputs, model.bank_features, model.bank_labels, "twice")
+    other = OTAD(net, bank, n_neighbors=3, smoothness=1.5).eval()
+    without = evaluate(other, x, y, L2(0.1), attacks=attacks, flags=False)
+    assert without.certificate is None
+    assert "embedding_lipschitz: expected a number" in without.missing["certificate"]
+    record = evaluate(
+        other, x, y, L2(0.1), attacks=attacks, flags=False, embedding_lipschitz=2.0
+    )  # fmt: skip
+    assert record.certificate is not None
+    assert plain is not None
+    assert "the embedding stretches by 2 at most, as stated" in record.certificate.assumptions
+    hull = [row for row, rule in enumerate(plain.rules) if rule == "hull"]
+    assert len(hull) > 10
+    for row in hull:  # distances and bound are twice as large, so the radius is the same
+        assert record.certificate.radius[row] == pytest.approx(plain.radius[row], abs=1e-5)
+
+
+def test_a_constant_without_use_is_refused_before_any_attack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Wander, "limit", 0)
+    model, x, y = two_sides()
+    with pytest.raises(InputError, match="embedding_lipschitz: expected None, as this embedding"):
+        evaluate(model, x, y, L2(0.1), attacks=[Wander()], embedding_lipschitz=1.0)
+    with pytest.raises(InputError, match=r"only OTAD models are certified, got 1\.0 for Plane"):
+        run_plane(attacks=[Wander()], embedding_lipschitz=1.0)
 
 
 def test_regression_records_errors_of_all_rows(tmp_path: Path) -> None:

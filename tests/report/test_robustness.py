@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from otad.nets import fc_resnet
 from otad.report.adversarial import Adversarial, finder_of, spread
 from otad.report.attack_order import counted_with
 from otad.report.blocks import Comparisons, Section, Table
+from otad.report.certificate_plots import radii_plots
+from otad.report.cost_plot import seconds_bars
 from otad.report.curve_plots import accuracy_curves, error_curves
 from otad.report.page import Report
 from otad.report.robustness import evaluation_report
@@ -119,6 +123,42 @@ def test_flags_solver_and_certificate_are_told() -> None:
         "gave no answer for 1 of the 10", "from 0 to 1", "Euclidean",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_infinite_radii_are_told_and_drawn(tmp_path: Path) -> None:
+    evaluation = by_hand()
+    assert evaluation.certificate is not None
+    radius = (*evaluation.certificate.radius[:4], *[math.inf] * 6)
+    certificate = replace(evaluation.certificate, radius=radius)
+    infinite = replace(evaluation, certificate=certificate)
+    infinite.write(tmp_path / "record.json")
+    assert Evaluation.read(tmp_path / "record.json").certificate == certificate
+    bars, rows = radii_plots(infinite).axes
+    assert bars.get_xlabel() == "certified radius, 5 more are infinite"
+    assert np.isfinite([*bars.get_xlim(), *rows.get_ylim()]).all()
+    assert all(np.isfinite(np.asarray(line.get_ydata())).all() for line in rows.lines[:1])
+    assert "infinite" in {
+        row[-1] for row in tables(evaluation_report(infinite), "certificate")[0].rows
+    }
+
+
+@pytest.mark.parametrize("make", [by_hand, of_values])
+def test_an_eps_of_zero_is_drawn(make: Callable[[], Evaluation]) -> None:
+    evaluation = make()
+    records = tuple(replace(record, eps=0.0) for record in evaluation.attacks)
+    still = replace(
+        evaluation, eps=(0.0,), threat=evaluation.threat | {"eps": 0.0}, attacks=records
+    )
+    assert "eps = 0" in evaluation_report(still).render()  # a warning of a plot would be an error
+
+
+def test_the_legend_of_the_cost_covers_no_bar() -> None:
+    evaluation = by_hand()
+    figure = seconds_bars(evaluation, {record.attack: 1.0 for record in evaluation.attacks})
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    below = legend.get_window_extent().y0
+    assert all(bar.get_window_extent().y1 <= below for bar in figure.axes[0].patches)
 
 
 def test_a_wrong_proof_is_cried_out() -> None:

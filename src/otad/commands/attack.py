@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,6 +113,8 @@ def describe_score(score: Score) -> str:
     """The value with the 95% interval that its number of rows allows."""
     if score.metric == "accuracy":
         return f"{score.value:.1f}% [{score.low:.1f}, {score.high:.1f}], n = {score.n:,}"
+    if math.isinf(score.high):  # one error alone does not tell how much errors differ
+        return f"{score.value:.4g}, n = {score.n:,}"
     return f"{score.value:.4g} [{score.low:.4g}, {score.high:.4g}], n = {score.n:,}"
 
 

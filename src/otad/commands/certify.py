@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,15 @@ from otad.codec import to_plain
 from otad.commands.attack import describe_score
 from otad.commands.console import progress_bar, show
 from otad.commands.examples import Examples, Rows, Targets, class_names_of, open_examples
-from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
+from otad.commands.options import (
+    AsJson,
+    DataDir,
+    Device,
+    EmbeddingLipschitz,
+    Input,
+    ModelDir,
+    check_device,
+)
 from otad.commands.threat import Scale, Unit, read_radii, threat_to
 from otad.defense import OTAD
 from otad.scores import Score, score_of, share_score
@@ -46,13 +55,7 @@ def certify(
     eps: Annotated[
         str, typer.Option(help="Distances to certify at, separated by commas.")
     ] = "0.25,0.5,1",
-    embedding_lipschitz: Annotated[
-        float | None,
-        typer.Option(
-            help="Q, by which the embedding that neighbors are searched in stretches at most; "
-            "needed where it does more than normalize."
-        ),
-    ] = None,
+    embedding_lipschitz: EmbeddingLipschitz = None,
     unit: Unit = None,
     scale: Scale = None,
     out: Annotated[
@@ -165,7 +168,10 @@ def _quantiles(values: Tensor) -> dict[str, float]:
 
 
 def _spread(quantiles: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in quantiles.items())
+    return ", ".join(
+        f"{name} {'infinite' if math.isinf(value) else format(value, '.4g')}"
+        for name, value in quantiles.items()
+    )
 
 
 def _write(out: Path, finding: _Finding) -> None:

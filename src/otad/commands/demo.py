@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,9 @@ def demo(
         "the energy term)",
         "under attack": f"{evaluation.worst_case_accuracy:.1%} left by the worst of "
         f"{len(evaluation.per_attack)} attacks, l2 up to {EPS:g}, on {evaluation.n} digits",
-        "proved": "nothing" if proved is None else f"{proved.value:.1f}% cannot be attacked",
+        "proved": "nothing"
+        if proved is None
+        else f"{proved.value:.1f}% are right whatever the attack, l2 up to {EPS:g}",
         "report": f"{report}  (open it in a browser)",
         "robustness": f"{out / 'robustness.md'}",
         "model": f"{out / 'model'}",
@@ -177,4 +180,5 @@ def _evaluate(model: OTAD, dataset: Dataset, folder: Path, seed: int) -> tuple[E
         classes=dataset.classes,
         title="How robust is the digits model?",
     )
+    shutil.rmtree(folder / "parts")  # only a run that was killed needs them
     return evaluation, report

@@ -15,7 +15,15 @@ from otad.commands.attack import describe_score
 from otad.commands.attack_bar import attack_bar
 from otad.commands.console import show
 from otad.commands.examples import Rows, Targets, class_names_of, open_examples
-from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
+from otad.commands.options import (
+    AsJson,
+    DataDir,
+    Device,
+    EmbeddingLipschitz,
+    Input,
+    ModelDir,
+    check_device,
+)
 from otad.commands.threat import Immutable, Norm, Scale, Unit, read_radii, threat_to
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS
@@ -60,6 +68,7 @@ def evaluate(
             "a certificate is always checked.",
         ),
     ] = False,
+    embedding_lipschitz: EmbeddingLipschitz = None,
     targets: Targets = None,
     rows: Rows = None,
     seed: Annotated[int, typer.Option(help="Of the attacks, and of the rows --rows draws.")] = 0,
@@ -110,6 +119,7 @@ def evaluate(
             eps=sorted(radii),
             attacks=list(attack) if attack else suite,
             survivors_only=not all_rows,
+            embedding_lipschitz=embedding_lipschitz,
             flags=not no_flags,
             seed=seed,
             batch_size=batch_size,
@@ -172,12 +182,18 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
 
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:
-    facts = {f"clean {name}": describe_score(score) for name, score in evaluation.clean.items()}
+    facts = {
+        f"clean {score.metric}, {name}": describe_score(score)
+        for name, score in evaluation.clean.items()
+    }
     for eps in evaluation.eps:
         mark = " (headline)" if eps == evaluation.headline_eps else ""
         if evaluation.task == "regression":
             worst = statistics.fmean(evaluation.worst_errors(eps))
             facts[f"worst |f - y| at {eps:g}{mark}"] = f"{worst:.4g} in the mean"
+            if mark and evaluation.certificate is not None:
+                bound = statistics.fmean(evaluation.certificate.worst_errors)
+                facts[f"certified |f - y| at {eps:g}"] = f"at most {bound:.4g} in the mean"
             continue
         facts[f"worst case at {eps:g}{mark}"] = describe_score(evaluation.worst_case(eps))
         if (proved := evaluation.certified_accuracy(eps)) is not None:

@@ -11,6 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
+from otad.commands.console import remark
 from otad.commands.inputs import InputRows, open_inputs
 from otad.commands.npz import read_npz
 from otad.commands.options import READING
@@ -82,10 +83,16 @@ def open_examples(
     else:
         x = torch.cat([inputs.row(row) for row in chosen])
     device = model.backbone.mean.device
+    x = model.backbone.check_inputs(x.to(device))
+    if source != "test" and (copies := _training_points(model, x)):
+        remark(
+            f"note: {copies} of the {len(x)} rows are training points of the model: figures on "
+            "them are not those of new data"
+        )
     return Examples(
         source,
         tuple(inputs.names[row] for row in chosen),
-        model.backbone.check_inputs(x.to(device)),
+        x,
         None if y is None else y[torch.tensor(chosen)].to(device),
     )
 
@@ -96,6 +103,13 @@ def class_names_of(model: OTAD) -> tuple[str, ...]:
         return ()
     known = model.notes.get("classes") or range(model.backbone.n_outputs)
     return tuple(map(str, known))
+
+
+@torch.no_grad()
+def _training_points(model: OTAD, x: Tensor) -> int:
+    """How many inputs are in the bank as they are."""
+    nearest = (model.neighbors(model.locate(part)).distances[:, 0] for part in x.split(1000))
+    return sum(int((distances == 0).sum()) for distances in nearest)
 
 
 def _draw(count: int, rows: int | None, seed: int) -> list[int]:

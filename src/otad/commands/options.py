@@ -36,6 +36,15 @@ Input = Annotated[
 ]
 
 
+EmbeddingLipschitz = Annotated[
+    float | None,
+    typer.Option(
+        help="Q, by which the embedding that neighbors are searched in stretches at most; needed "
+        "for certificates where it does more than normalize."
+    ),
+]
+
+
 def check_device(name: str) -> torch.device:
     """A device that is there."""
     try:

@@ -39,9 +39,17 @@ CHECKS: tuple[Callable[[Scene], Flag], ...] = (
 )
 
 
-def raise_flags(scene: Scene) -> tuple[Flag, ...]:
-    """Every check, in order; then what attacks themselves remarked on the model."""
-    return (*(check(scene) for check in CHECKS), *remark_flags(scene))
+def raise_flags(scene: Scene, progress: Callable[[int], None] | None = None) -> tuple[Flag, ...]:
+    """Every check, in order; then what attacks themselves remarked on the model.
+
+    `progress` is told, before each check, how many are done.
+    """
+    raised = []
+    for done, check in enumerate(CHECKS):
+        if progress is not None:
+            progress(done)
+        raised.append(check(scene))
+    return (*raised, *remark_flags(scene))
 
 
 def remark_flags(scene: Scene) -> list[Flag]:

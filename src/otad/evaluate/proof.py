@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otad.attacks import LpBall
 from otad.certify import certify, certify_values
+from otad.certify.embedding import reach_of
 from otad.defense import OTAD
+from otad.errors import InputError
 from otad.evaluate.records import CertificateRecord
 
 SAFETY = 1 + 1e-12  # more than the rounding of a conversion
 
 
-def prove(model: OTAD, x: Tensor, y: Tensor, ball: LpBall) -> CertificateRecord:
+def check_constant(model: nn.Module, embedding_lipschitz: float | None) -> None:
+    """Refuse a constant that no certificate of the model would use, before anything is attacked."""
+    if embedding_lipschitz is None:
+        return
+    if not isinstance(model, OTAD):
+        raise InputError(
+            "embedding_lipschitz: expected None, as only OTAD models are certified, "
+            f"got {embedding_lipschitz!r} for {type(model).__name__}"
+        )
+    reach_of(model.backbone, None, embedding_lipschitz)
+
+
+def prove(
+    model: OTAD, x: Tensor, y: Tensor, ball: LpBall, embedding_lipschitz: float | None = None
+) -> CertificateRecord:
     """Radii of all rows, in regression the largest |f - y| within the ball.
 
     Certificates are in l2, in the units of the ball. A step of l-infinity size 1 in n features is
     at most sqrt(n) long in l2, so for such a ball radii are divided by that.
     """
     started = time.perf_counter()
-    unit, longest = ball.scale, 1.0
+    options: dict[str, Any] = {"unit": ball.scale, "embedding_lipschitz": embedding_lipschitz}
+    longest = 1.0
     radius: tuple[float, ...] = ()
     errors: tuple[float, ...] = ()
     rules: tuple[str, ...] = ()
@@ -32,12 +50,12 @@ def prove(model: OTAD, x: Tensor, y: Tensor, ball: LpBall) -> CertificateRecord:
         longest = math.sqrt(max(1, ball.degrees_of_freedom(x))) * SAFETY
         note = (f"a step of size 1 in {ball.norm} is at most {longest:.6g} long in l2",)
     if y.is_floating_point():
-        interval = certify_values(model, x, ball.eps * longest, unit=unit)
+        interval = certify_values(model, x, ball.eps * longest, **options)
         targets = y.double()
         worst = torch.maximum(interval.high - targets, targets - interval.low)
         errors, assumptions = tuple(worst.tolist()), interval.assumptions
     else:
-        certificate = certify(model, x, unit=unit)
+        certificate = certify(model, x, **options)
         radius = tuple((certificate.radius / longest).tolist())
         rules, assumptions = certificate.rules, certificate.assumptions
     return CertificateRecord(

@@ -19,10 +19,10 @@ from otad.defense import OTAD
 from otad.environment import Environment
 from otad.errors import InputError
 from otad.evaluate.clean import look_at_clean
-from otad.evaluate.flags import raise_flags
+from otad.evaluate.flags import CHECKS, raise_flags
 from otad.evaluate.identity import model_card, settings_of
 from otad.evaluate.parts import Account
-from otad.evaluate.proof import prove
+from otad.evaluate.proof import check_constant, prove
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation
 from otad.evaluate.sandwich import sandwich
 from otad.evaluate.scene import Scene
@@ -50,6 +50,7 @@ def evaluate(
     attacks: str | Sequence[str | Attack] = "standard",
     survivors_only: bool = True,
     certificate: bool = True,
+    embedding_lipschitz: float | None = None,
     flags: bool = True,
     seed: int = 0,
     batch_size: int = 250,
@@ -66,6 +67,8 @@ def evaluate(
       attack meets every example that is right unattacked; dearer, but attacks can be compared.
     - `certificate`, `flags`: also prove what can be proved; also look for signs that the attacks
       were too weak. A proof that an attack contradicts is told in any case (`is_sound`).
+    - `embedding_lipschitz`: see `certify`; needed to prove anything of a model whose embedding does
+      more than normalize.
     - `folder`: every batch is kept there once it is done, so that a run that was killed goes on
       where it was and ends with the same record; and at the end `evaluation.json` and
       `adversarial.safetensors` ("rows" (m,), "inputs" (m,*): for each broken row its nearest
@@ -75,6 +78,7 @@ def evaluate(
     x, y, threat = _prepared(model, x, y, threat)
     radii = _radii(eps, threat)
     check_count(batch_size, "batch_size")
+    check_constant(model, embedding_lipschitz)
     chosen, missing = _chosen(model, x, y, threat, attacks)
     clean = look_at_clean(model, x, y, threat, batch_size)
     place = None if folder is None else Path(folder)
@@ -84,25 +88,37 @@ def evaluate(
     steps = max(1, math.ceil(int(clean.right.sum()) / batch_size))
     records: list[AttackRecord] = []
     remarks: dict[str, list[str]] = {}
+    attacking = len(labels) * steps
+    checks = len(CHECKS) if flags else 1
+
+    def tell(label: str, done: int, radius: float = threat.eps) -> None:
+        if progress is not None:
+            progress(label, done, attacking + certificate + checks, run.worst(radius))
+
     for number, (radius, attack) in enumerate(labels):
         parts = []
         label = f"{attack.name}, eps {radius:g}"
         rows = run.rows(radius, survivors_only)
+        tell(label, number * steps, radius)
         for batch, some in enumerate(rows.split(batch_size) if len(rows) else ()):
             parts.append(run.part(attack, radius, batch, some))
-            if progress is not None:
-                done = number * steps + batch + 1
-                progress(label, done, len(labels) * steps, run.worst(radius))
-        if progress is not None and len(parts) < steps:  # the rest were spared
-            progress(label, (number + 1) * steps, len(labels) * steps, run.worst(radius))
+            tell(label, number * steps + batch + 1, radius)
         records.append(_record(attack, radius, parts))
         if heard := [*remarks.get(attack.name, ()), *itertools.chain(*(p.remarks for p in parts))]:
             remarks[attack.name] = list(dict.fromkeys(heard))
     proof = None
     if certificate:
-        proof, reason = _proof(model, x, y, threat)
+        tell("certificates", attacking)
+        proof, reason = _proof(model, x, y, threat, embedding_lipschitz)
         missing = missing | ({"certificate": reason} if reason else {})
     scene = Scene(model, x, y, threat, tuple(chosen), tuple(records), clean, proof, remarks, seed)
+    proved = attacking + certificate
+
+    def tell_check(done: int) -> None:
+        tell(f"red flag {done + 1} of {checks}", proved + done)
+
+    raised = raise_flags(scene, tell_check) if flags else (sandwich(scene),)
+    tell("done", proved + checks)
     found = Evaluation(
         task=scene.task,
         n=len(x),
@@ -117,7 +133,7 @@ def evaluate(
         clean_errors=tuple(clean.errors.tolist()),
         attacks=tuple(records),
         certificate=proof,
-        flags=raise_flags(scene) if flags else (sandwich(scene),),
+        flags=raised,
         solver=clean.solver,
         seconds=time.perf_counter() - started,
         missing=missing,
@@ -205,12 +221,12 @@ def _record(attack: Attack, eps: float, parts: list[Account]) -> AttackRecord:
 
 
 def _proof(
-    model: nn.Module, x: Tensor, y: Tensor, threat: LpBall
+    model: nn.Module, x: Tensor, y: Tensor, threat: LpBall, embedding_lipschitz: float | None
 ) -> tuple[CertificateRecord | None, str]:
     """The certificate, or why there is none."""
     if not isinstance(model, OTAD):
         return None, "certificates are proved for OTAD models alone"
     try:
-        return prove(model, x, y, threat), ""
+        return prove(model, x, y, threat, embedding_lipschitz), ""
     except InputError as error:
         return None, str(error)

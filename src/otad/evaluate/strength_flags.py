@@ -120,7 +120,7 @@ def large_eps(scene: Scene) -> Flag:
             break
     found = (
         f"at eps {ball.eps:.3g}, {len(x)} of {total} examples withstand "
-        f"{used} attacks; chance would be {chance:.3g}"
+        f"{used} attack{'s' if used > 1 else ''}; chance would be {chance:.3g}"
     )
     if len(x) <= chance:
         return Flag(name, PASS, found, meaning, "Nothing to do.")

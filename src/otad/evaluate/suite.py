@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
+from otad.attacks.adaptive.neighborhood import only_normalizes
 from otad.attacks.apgd import Apgd
 from otad.attacks.autoattack import AutoAttackSuite
 from otad.attacks.ngopt import NgOpt
@@ -112,9 +114,15 @@ def make_attack(name: str, model: nn.Module, **options: Any) -> Attack:
     if backbone is not None and name in NEED_NETWORK:
         part = {"bpda": "network", "transfer": "source", "metric": "metric"}[name]
         options = {part: backbone.embed if name == "metric" else backbone} | options
+    known = tuple(inspect.signature(_CLASSES[name]).parameters)
+    if unknown := [option for option in options if option not in known]:
+        raise InputError(
+            f"attack: expected options of {name}, which are {', '.join(known)}, "
+            f"got {', '.join(unknown)}"
+        )
     try:
         return _CLASSES[name](**options)
-    except TypeError as error:
+    except TypeError as error:  # an option of a type that its check cannot compare
         raise InputError(f"attack: expected options of {name}, got {options}: {error}") from error
 
 
@@ -166,10 +174,10 @@ def _misfit(name: str, model: nn.Module) -> str | None:
         return f"it attacks by way of the network inside a defended model{plain}"
     if name in NEED_BANK and defended is None:
         return "it needs a model that answers from a bank of training points"
-    if name in NEED_PLAIN_EMBEDDING and defended is not None:
-        kind = type(defended.backbone)
-        if kind.embed is not Backbone.embed:
-            return f"it needs a backbone that embeds by normalizing alone, unlike {kind.__name__}"
+    is_plain = defended is None or only_normalizes(defended.backbone)
+    if name in NEED_PLAIN_EMBEDDING and defended is not None and not is_plain:
+        kind = type(defended.backbone).__name__
+        return f"it needs a backbone that embeds by normalizing alone, unlike {kind}"
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed: pip install 'otad[attacks]'"

@@ -20,17 +20,20 @@ def radii_plots(evaluation: Evaluation) -> Figure:
     certificate, right = evaluation.certificate, np.asarray(evaluation.clean_right, dtype=int)
     radii = np.asarray(certificate.radius if certificate else [])[right]
     found = np.asarray(evaluation.distances())[right]
-    top = max([*evaluation.eps, *radii, *found[np.isfinite(found)], 1e-9])
+    finite = radii[np.isfinite(radii)]  # the others: no bank point votes for another class
+    top = max([*evaluation.eps, *finite, *found[np.isfinite(found)], 1e-9])
 
-    bars.hist(radii, np.linspace(0, max([*radii, 1e-9]), 25).tolist(), color=PROVED, ec="white")
+    bars.hist(finite, np.linspace(0, max([*finite, 1e-9]), 25).tolist(), color=PROVED, ec="white")
     bars.axvline(evaluation.headline_eps, color=INK, lw=1.2, ls=(0, (4, 3)))
     tidy(bars, "examples")
     bars.yaxis.set_major_locator(MaxNLocator(integer=True))
-    bars.set_xlabel("certified radius", color=SOFT, fontsize=9)
+    more = f", {len(radii) - len(finite)} more are infinite" if len(finite) < len(radii) else ""
+    bars.set_xlabel(f"certified radius{more}", color=SOFT, fontsize=9)
 
     order = np.lexsort((radii, found))
-    place, radii, found = np.arange(1, len(right) + 1), radii[order], found[order]
-    ends = np.where(np.isfinite(found), found, 1.05 * top)
+    place, found = np.arange(1, len(right) + 1), found[order]
+    radii = np.minimum(radii[order], 1.05 * top)
+    ends = np.minimum(found, 1.05 * top)
     rows.vlines(place, radii, ends, color=SOFT, alpha=0.3, lw=max(0.6, 250 / max(len(place), 80)))
     rows.plot(place, radii, "_", color=PROVED, ms=_mark(len(place)), mew=2)
     rows.plot(place, found, "o", color=WORST, ms=_mark(len(place)))

@@ -9,7 +9,7 @@ from otad.report.blocks import Block, Items, Picture, Section, Table, Text
 from otad.report.certificate_plots import radii_plots
 from otad.report.cost import duration
 from otad.report.pictures import plot_uri
-from otad.report.words import percent
+from otad.report.words import distance, percent
 
 
 def certificate_section(evaluation: Evaluation) -> Section:
@@ -40,7 +40,7 @@ def certificate_section(evaluation: Evaluation) -> Section:
 def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block]:
     rows = []
     for rule, radii in _by_rule(certificate.rules, certificate.radius).items():
-        cells = f"{statistics.median(radii):.3g}", f"{max(radii):.3g}"
+        cells = distance(statistics.median(radii)), distance(max(radii))
         rows.append((rule, f"{len(radii):,}", *cells))
     found = evaluation.distances()
     inside = sum(0 < d < r for d, r in zip(found, certificate.radius, strict=True))

@@ -29,5 +29,7 @@ def seconds_bars(evaluation: Evaluation, seconds: Mapping[str, float]) -> Figure
     panel.margins(x=0.1)
     tidy(panel, "seconds")
     panel.grid(visible=False, axis="y")
-    panel.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower right")
+    figure.legend(
+        frameon=False, fontsize=8.5, labelcolor=INK, loc="outside upper right", ncols=len(named)
+    )
     return figure

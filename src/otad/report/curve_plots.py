@@ -43,7 +43,7 @@ def accuracy_curves(evaluation: Evaluation) -> Figure:
         panel.fill_between(eps, proved, worst, color=SOFT, alpha=0.13, lw=0, label="unknown")
     _mark_headline(panel, evaluation)
     tidy(panel, "share of the examples still right, in percent")
-    panel.set(xlim=(0, max(evaluation.eps) * 1.02), ylim=(-2, 102))
+    panel.set(xlim=(0, max(evaluation.eps) * 1.02 or 1.0), ylim=(-2, 102))
     _finish(figure, panel, evaluation)
     return figure
 
@@ -83,7 +83,7 @@ def error_curves(evaluation: Evaluation) -> Figure:
     tidy(panel, "mean over the examples of the largest |f - y|")
     tidy(single, f"each example at eps = {evaluation.headline_eps:g}")
     single.set_xlabel("examples, by the largest error found", color=SOFT, fontsize=9)
-    panel.set_xlim(0, max(evaluation.eps) * 1.03)
+    panel.set_xlim(0, max(evaluation.eps) * 1.03 or 1.0)
     single.xaxis.set_major_locator(MaxNLocator(integer=True))
     for each in (panel, single):
         each.set_ylim(bottom=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from otad.scores import Score
@@ -15,6 +16,10 @@ def interval(score: Score) -> str:
     if score.metric == "accuracy":
         return f"{score.low:.1f} to {score.high:.1f}%"
     return f"{score.low:.4g} to {score.high:.4g}"
+
+
+def distance(value: float) -> str:
+    return "infinite" if math.isinf(value) else f"{value:.3g}"
 
 
 def flat(values: dict[str, Any], longest: int = 100) -> dict[str, str]:
