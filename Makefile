@@ -42,7 +42,7 @@ $(CORE):
 	$(install)
 	@touch $(CORE)
 
-$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,dev]
+$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,metric,dev]
 $(TEST):
 	$(install)
 	@touch $(CORE) $(TEST)

@@ -2,19 +2,33 @@
 
 from otad.nets.adapt import SequentialBackbone, adapt
 from otad.nets.base import Backbone, LinearHead, build, register
+from otad.nets.lipschitz import LipschitzMetric
+from otad.nets.metric import Metric, build_metric, register_metric
+from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
+from otad.nets.pretrained import PretrainedMetric, register_features
 from otad.nets.resnet import FCResNet, fc_resnet, plain_net
 from otad.nets.vit import VisionTransformer, vision_transformer
 
 __all__ = [
+    "AttentionMetric",
     "Backbone",
+    "CNNMetric",
     "FCResNet",
     "LinearHead",
+    "LipschitzMetric",
+    "Metric",
+    "PretrainedMetric",
+    "ResNetMetric",
     "SequentialBackbone",
+    "ViTMetric",
     "VisionTransformer",
     "adapt",
     "build",
+    "build_metric",
     "fc_resnet",
     "plain_net",
     "register",
+    "register_features",
+    "register_metric",
     "vision_transformer",
 ]

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_choice, check_count, check_finite, check_shape, check_tensor
+from otad.checks import check_choice, check_count, check_shape, check_tensor
 from otad.errors import InputError
+from otad.nets.inputs import InputNet
+from otad.nets.registry import Registry
 
 TASKS = ("classification", "regression")
-Bounds = tuple[float, float]
 AnyLinear = TypeVar("AnyLinear", bound=nn.Linear)
 AnyBackbone = TypeVar("AnyBackbone", bound="type[Backbone]")
 
@@ -44,7 +45,7 @@ class LinearHead(nn.Linear):
         self.bias.mul_(scale).add_(shift)
 
 
-class Backbone(nn.Module, ABC):
+class Backbone(InputNet, ABC):
     """x -> head(transport(embed(x))), with input and feature in one space R^d.
 
     `embed(x)` (B,d) takes inputs (B,*input_shape) within `bounds` and normalizes them itself;
@@ -55,8 +56,6 @@ class Backbone(nn.Module, ABC):
 
     kind: ClassVar[str]
     head: LinearHead
-    mean: Tensor
-    std: Tensor
 
     def __init__(
         self,
@@ -69,12 +68,8 @@ class Backbone(nn.Module, ABC):
         mean: float | Sequence[float] | Tensor = 0.0,
         std: float | Sequence[float] | Tensor = 1.0,
     ) -> None:
-        """`dim` is d where `embed` changes the size; `bounds` are the lowest and highest legal
-        input value, None for unbounded inputs; `mean` and `std` broadcast to `input_shape`."""
-        super().__init__()
-        if len(input_shape) == 0:
-            raise InputError("input_shape: expected at least one axis, got ()")
-        self.input_shape = tuple(check_count(size, "input_shape") for size in input_shape)
+        """`dim` is d where `embed` changes the size; the rest is told at `InputNet`."""
+        super().__init__(input_shape, bounds=bounds, mean=mean, std=std)
         self.dim = math.prod(self.input_shape) if dim is None else check_count(dim, "dim")
         self.task = check_choice(task, "task", TASKS)
         self.n_outputs = check_count(n_outputs, "n_outputs")
@@ -83,26 +78,6 @@ class Backbone(nn.Module, ABC):
                 "n_outputs: expected 1 for regression and at least 2 for classification, "
                 f"got {n_outputs} for {task}"
             )
-        self.bounds = None if bounds is None else _check_bounds(bounds)
-        self.register_buffer("mean", self._per_input(mean, "mean"))
-        self.register_buffer("std", self._per_input(std, "std"))
-        if not bool((self.std > 0).all()):
-            raise InputError(f"std: expected positive values, got {self.std.min().item()}")
-
-    def _per_input(self, value: float | Sequence[float] | Tensor, name: str) -> Tensor:
-        given = torch.as_tensor(value, dtype=torch.float32)
-        check_finite(given, name)
-        try:
-            return given.expand(self.input_shape).clone()
-        except RuntimeError as error:
-            raise InputError(
-                f"{name}: expected a shape that broadcasts to {self.input_shape}, "
-                f"got {tuple(given.shape)}"
-            ) from error
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / std, same shape as x."""
-        return (x - self.mean) / self.std
 
     def embed(self, x: Tensor) -> Tensor:
         """(B,*input_shape) -> (B,d): normalized and flattened unless a subclass does more."""
@@ -117,13 +92,8 @@ class Backbone(nn.Module, ABC):
 
     def config(self) -> dict[str, Any]:
         """What `build` needs, beside the state dict, to make this net again. Plain JSON."""
-        if type(self) not in _KINDS.values():
-            raise InputError(
-                f"net: expected a registered kind of backbone to describe, got "
-                f"{type(self).__name__}; decorate the class with otad.nets.register(name)"
-            )
         return {
-            "kind": self.kind,
+            "kind": _KINDS.kind_of(self),
             "input_shape": list(self.input_shape),
             "n_outputs": self.n_outputs,
             "task": self.task,
@@ -134,21 +104,6 @@ class Backbone(nn.Module, ABC):
     def from_config(cls, options: Mapping[str, Any]) -> Backbone:
         """The reverse of `config`, its "kind" taken off; weights are loaded afterwards."""
         return cls(**options)
-
-    def check_inputs(self, x: object, name: str = "x") -> Tensor:
-        """Inputs (B,*input_shape) of the net's dtype, finite and within the declared bounds."""
-        axes = ",".join(["B", *(str(size) for size in self.input_shape)])
-        inputs = check_tensor(x, name, axes, dtypes=(self.mean.dtype,))
-        expected = (inputs.shape[0], *self.input_shape)
-        check_shape(inputs, name, expected, "as the net declares")
-        if self.bounds is not None:
-            low, high = (float(value) for value in torch.aminmax(inputs.detach()))
-            if low < self.bounds[0] or high > self.bounds[1]:
-                raise InputError(
-                    f"{name}: expected values within the declared bounds {self.bounds}, "
-                    f"got values from {low} to {high}"
-                )
-        return inputs
 
     def check_targets(self, y: object, rows: int, name: str = "y") -> Tensor:
         """Labels 0..C-1 (B,) in int64, or for regression finite values (B,) of the net's dtype."""
@@ -180,36 +135,14 @@ def draw_linear(
     return layer
 
 
-def _check_bounds(bounds: Sequence[float]) -> Bounds:
-    if len(bounds) != 2 or not all(math.isfinite(value) for value in bounds):
-        raise InputError(f"bounds: expected two finite numbers (low, high), got {bounds!r}")
-    low, high = (float(value) for value in bounds)
-    if low >= high:
-        raise InputError(f"bounds: expected low < high, got {bounds!r}")
-    return low, high
-
-
-_KINDS: dict[str, type[Backbone]] = {}
+_KINDS: Registry[Backbone] = Registry("backbone", "otad.nets.register")
 
 
 def register(kind: str) -> Callable[[AnyBackbone], AnyBackbone]:
     """Class decorator: lets `build` make this backbone from its `config()`."""
-
-    def name_class(cls: AnyBackbone) -> AnyBackbone:
-        if kind in _KINDS:
-            raise InputError(f"kind: expected a new name, got {kind!r}, which is registered")
-        cls.kind = kind
-        _KINDS[kind] = cls
-        return cls
-
-    return name_class
+    return _KINDS.register(kind)
 
 
 def build(config: Mapping[str, Any]) -> Backbone:
     """The net `config` describes, with fresh weights; load its state dict afterwards."""
-    options = dict(config)
-    kind = check_choice(str(options.pop("kind", None)), "config['kind']", tuple(_KINDS))
-    try:
-        return _KINDS[kind].from_config(options)
-    except (KeyError, TypeError) as error:
-        raise InputError(f"config: expected the options of {kind}, got {options!r}") from error
+    return _KINDS.build(config)

@@ -28,7 +28,7 @@ from otad.transport.resume import resume, run_identity, save
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 _SCORING_ROWS = 1024
-_PARTS = ("train_x", "train_y", "val_x", "val_y")
+PARTS = ("train_x", "train_y", "val_x", "val_y")
 _log = logging.getLogger("otad")
 
 
@@ -56,7 +56,7 @@ def train(
     and config goes on where a killed one stopped, to the very same weights. `progress` is called
     with each `EpochRecord` once its epoch is saved; True draws a bar.
     """
-    device = _present_device(config.device)
+    device = present_device(config.device)
     tensors = _check_data(net, data)
     path = None if checkpoint_dir is None else Path(checkpoint_dir) / CHECKPOINT_NAME
     identity = {} if path is None else run_identity(net, tensors, config)
@@ -89,12 +89,12 @@ def _run_epoch(
 ) -> EpochRecord:
     started = time.perf_counter()
     x, y = data["train_x"], data["train_y"]
-    seed = _epoch_seed(config.seed, epoch)
+    seed = epoch_seed(config.seed, epoch)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     batches = order.to(x.device).split(config.batch_size)
     net.train()
     means = []  # kept on the device: reading a value in every step would stall a GPU
-    with _own_randomness(x.device, seed):
+    with own_randomness(x.device, seed):
         for step, rows in enumerate(batches):
             rate = config.rate_at(epoch - 1 + (step + 0.5) / len(batches))
             for group in optimizer.param_groups:
@@ -147,13 +147,13 @@ def _check_data(net: Backbone, data: Split | Sequence[Tensor]) -> dict[str, Tens
     """train_x, train_y and, where given, val_x and val_y, all fit for the net."""
     found: dict[str, Tensor | None]
     if isinstance(data, Sequence):
-        found = dict(zip((*_PARTS, "more"), data, strict=False))
+        found = dict(zip((*PARTS, "more"), data, strict=False))
     else:
-        found = {name: getattr(data, name, None) for name in _PARTS}
+        found = {name: getattr(data, name, None) for name in PARTS}
     parts = {name: part for name, part in found.items() if part is not None}
-    if tuple(parts) not in (_PARTS[:2], _PARTS):
+    if tuple(parts) not in (PARTS[:2], PARTS):
         raise InputError(
-            f"data: expected {', '.join(_PARTS[:2])} or {', '.join(_PARTS)}, "
+            f"data: expected {', '.join(PARTS[:2])} or {', '.join(PARTS)}, "
             f"got {', '.join(parts) or type(data).__name__}"
         )
     for kind in ("train", "val")[: len(parts) // 2]:
@@ -167,20 +167,20 @@ def _check_data(net: Backbone, data: Split | Sequence[Tensor]) -> dict[str, Tens
     return parts
 
 
-def _present_device(name: str) -> torch.device:
+def present_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device: expected one that is present, got {name!r} without CUDA")
     return device
 
 
-def _epoch_seed(seed: int, epoch: int) -> int:
+def epoch_seed(seed: int, epoch: int) -> int:
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 @contextmanager
-def _own_randomness(device: torch.device, seed: int) -> Iterator[None]:
+def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
     """Layers that draw (dropout) do so from `seed`; the caller's global state is put back."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):

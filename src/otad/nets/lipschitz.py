@@ -1,0 +1,168 @@
+"""A metric that cannot stretch: no two keys are further apart than their inputs (times 1 / std)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import orthogonal
+
+from otad.checks import check_count
+from otad.errors import InputError
+from otad.nets.metric import Metric, check_image_shape, register_metric
+
+
+@register_metric("lipschitz")
+class LipschitzMetric(Metric):
+    """Keys with |key(x) - key(x')| <= Q |x - x'| proved, Q = 1 / std up to rounding.
+
+    Maps (B,H,W,c) go through steps that never lengthen a difference:
+    - `fold` gathers 2 x 2 places into one of 4c channels: the same numbers in another order;
+    - `shift` moves groups of channels by one place, cyclically: again a permutation;
+    - orthogonal matrices on the channels of each place, W W^T = I or W^T W = I. With shifts
+      between them they make orthogonal convolutions that overlap;
+    - `max_min` replaces pairs (a, b) by (max, min). Sorting pairs is 1-Lipschitz.
+    Each entry of `widths` is a stage: fold, mix to that many channels, then `depth` times shift and
+    mix. Keys are not scaled to unit length, which would stretch; "ball" is allowed.
+
+    Matrices act by plain matrix products and not by convolutions, which a GPU may round to ten
+    bits unless told otherwise.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        *,
+        widths: Sequence[int] = (64, 128, 256, 256, 512),
+        depth: int = 2,
+        key_norm: str = "free",
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(input_shape, key_norm=key_norm, **options)
+        if key_norm == "unit":
+            raise InputError("key_norm: expected 'free' or 'ball', got 'unit', which can stretch")
+        self.widths = _even(widths)
+        self.depth = check_count(depth, "depth", least=0)
+        side = 2 ** len(self.widths)
+        channels, height, across = check_image_shape(input_shape, side)
+        drawn_by = generator or torch.Generator().manual_seed(0)
+        stages = []
+        for width in self.widths:
+            stages.append(Stage(4 * channels, width, self.depth, drawn_by))
+            channels = width
+        self.stages = nn.Sequential(*stages)
+        places = (height // side) * (across // side)
+        self.projection = OrthogonalLinear(channels * places, self.key_dim, drawn_by)
+
+    def features(self, u: Tensor) -> Tensor:
+        maps: Tensor = self.stages(u.movedim(1, 3))
+        return maps.flatten(1)
+
+    @property
+    def lipschitz(self) -> float:
+        """Product of bounds on the norm of every matrix as it is stored, over the smallest std.
+
+        |W|^2 = |W W^T| <= 1 + |W W^T - I|_F, in float64. It holds for exact arithmetic on these
+        weights; evaluating in float32 adds a relative rounding error near 1e-6 to the keys.
+        """
+        matrices = [part for part in self.modules() if isinstance(part, OrthogonalLinear)]
+        stretch = math.prod(matrix.norm_bound() for matrix in matrices)
+        return stretch / float(self.std.double().min())
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {"widths": list(self.widths), "depth": self.depth}
+
+
+class OrthogonalLinear(nn.Linear):
+    """x W^T + b with orthonormal rows or columns of W, whichever are fewer.
+
+    W is the Cayley transform of a free skew matrix, cut to size (torch's own parametrization), so
+    it stays orthogonal whatever the optimizer does. In evaluation mode W is solved for once and
+    kept until the mode is set anew or weights are loaded; gradients reach the input alone then.
+    """
+
+    def __init__(self, before: int, after: int, generator: torch.Generator) -> None:
+        super().__init__(before, after, device="meta")
+        self.to_empty(device="cpu")
+        with torch.no_grad():
+            # Angles of the transform reach far from 0 at this scale: a well mixed start.
+            self.weight.normal_(0.0, 2 * max(before, after) ** -0.5, generator=generator)
+            self.bias.zero_()
+        orthogonal(self, orthogonal_map="cayley", use_trivialization=False)
+        self._kept: tuple[tuple[object, ...], Tensor] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, enabled=False):  # W itself in full precision
+            weight = self.weight if self.training else self._kept_weight()
+        return functional.linear(input, weight, self.bias)
+
+    def train(self, mode: bool = True) -> OrthogonalLinear:
+        self._kept = None  # fused optimizers change weights without a trace
+        super().train(mode)
+        return self
+
+    def _kept_weight(self) -> Tensor:
+        free = self.get_parameter("parametrizations.weight.original")
+        state = (free.data_ptr(), free._version, free.device, free.dtype)
+        if self._kept is None or self._kept[0] != state:
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = state, self.weight
+        return self._kept[1]
+
+    @torch.no_grad()
+    def norm_bound(self) -> float:
+        """An upper bound on |W|, near 1."""
+        wide = self.weight.double()
+        wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT
+        off = wide @ wide.mT - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
+        return math.sqrt(1 + float(torch.linalg.matrix_norm(off)) + 1e-12)
+
+
+class Stage(nn.Module):
+    """(B,H,W,c) -> (B,H/2,W/2,width): fold, mix, and `depth` times shift and mix."""
+
+    def __init__(self, before: int, width: int, depth: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.first = OrthogonalLinear(before, width, generator)
+        self.rest = nn.ModuleList(OrthogonalLinear(width, width, generator) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = max_min(self.first(fold(x)))
+        for mixer in self.rest:
+            x = max_min(mixer(shift(x)))
+        return x
+
+
+def fold(x: Tensor) -> Tensor:
+    """(B,H,W,c) -> (B,H/2,W/2,4c): each 2 x 2 square of places becomes one."""
+    tiled = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, c)
+    folded: Tensor = tiled.movedim(3, 2).flatten(3)
+    return folded
+
+
+def shift(x: Tensor) -> Tensor:
+    """Move four fifths of the channels one place up, down, left and right, around the edges."""
+    part = x.shape[3] // 5
+    if part == 0:
+        return x
+    *groups, rest = x.split([part] * 4 + [x.shape[3] - 4 * part], dim=3)
+    steps = ((1, 1), (-1, 1), (1, 2), (-1, 2))
+    moved = [group.roll(*step) for group, step in zip(groups, steps, strict=True)]
+    return torch.cat([*moved, rest], dim=3)
+
+
+def max_min(x: Tensor) -> Tensor:
+    """Sort the pairs (i, i + c/2) of channels."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([torch.maximum(left, right), torch.minimum(left, right)], dim=-1)
+
+
+def _even(widths: Sequence[int]) -> tuple[int, ...]:
+    if len(widths) == 0 or any(check_count(width, "widths") % 2 for width in widths):
+        raise InputError(f"widths: expected even numbers, at least one, got {tuple(widths)}")
+    return tuple(widths)

@@ -1,0 +1,201 @@
+"""The metric nets of the paper: three ResNet blocks, two convolutions, a ViT block, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from otad.checks import check_count
+from otad.errors import InputError
+from otad.nets.metric import Metric, check_image_shape, draw_projection, register_metric
+from otad.nets.vit import Attention, Block, PatchEmbedding
+
+
+@register_metric("resnet")
+class ResNetMetric(Metric):
+    """A ResNet without its last stage: per entry of `widths` a stage of `depth` residual blocks,
+    each stage after the first at half the resolution, then the mean over all places.
+
+    The defaults are the first three stages of a ResNet-18, about 2.8 million parameters.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        *,
+        widths: Sequence[int] = (64, 128, 256),
+        depth: int = 2,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(input_shape, **options)
+        channels, _, _ = check_image_shape(input_shape, 1)
+        self.widths = _check_widths(widths)
+        self.depth = check_count(depth, "depth")
+        drawn_by = generator or torch.Generator().manual_seed(0)
+        self.stem = _convolution(channels, self.widths[0], drawn_by)
+        blocks, before = [], self.widths[0]
+        for stage, width in enumerate(self.widths):
+            for place in range(self.depth):
+                stride = 2 if stage > 0 and place == 0 else 1
+                blocks.append(ResidualBlock(before, width, stride, drawn_by))
+                before = width
+        self.blocks = nn.Sequential(*blocks)
+        self.projection = draw_projection(before, self.key_dim, drawn_by)
+
+    def features(self, u: Tensor) -> Tensor:
+        maps: Tensor = self.blocks(functional.relu(self.stem(u)))
+        return maps.mean((2, 3))
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {"widths": list(self.widths), "depth": self.depth}
+
+
+class ResidualBlock(nn.Module):
+    """relu(shortcut(x) + two 3 x 3 convolutions of x)."""
+
+    def __init__(self, before: int, width: int, stride: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.first = _convolution(before, width, generator, stride=stride)
+        self.second = _convolution(width, width, generator)
+        self.shortcut: nn.Module = nn.Identity()
+        if before != width or stride != 1:
+            self.shortcut = _convolution(before, width, generator, size=1, stride=stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = self.second(functional.relu(self.first(x)))
+        return functional.relu(self.shortcut(x) + change)
+
+
+@register_metric("cnn")
+class CNNMetric(Metric):
+    """Two convolutions with 2 x 2 max pooling, read as a grid of 4 x 4 places."""
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        *,
+        widths: Sequence[int] = (64, 128),
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(input_shape, **options)
+        channels, _, _ = check_image_shape(input_shape, 4)
+        self.widths = _check_widths(widths, count=2)
+        first, second = self.widths
+        drawn_by = generator or torch.Generator().manual_seed(0)
+        self.layers = nn.Sequential(
+            _convolution(channels, first, drawn_by),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            _convolution(first, second, drawn_by),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+        )
+        self.projection = draw_projection(16 * second, self.key_dim, drawn_by)
+
+    def features(self, u: Tensor) -> Tensor:
+        return self.layers(u)  # type: ignore[no-any-return]
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {"widths": list(self.widths)}
+
+
+class _TokenMetric(Metric):
+    """Patches and positions, `mix` on the tokens (B,T,width), a LayerNorm, and their mean."""
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        *,
+        patch: int = 4,
+        width: int = 384,
+        heads: int = 12,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(input_shape, **options)
+        channels, height, across = check_image_shape(input_shape, check_count(patch, "patch"))
+        if check_count(width, "width") % check_count(heads, "heads"):
+            raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
+        self.patch, self.width, self.heads = patch, width, heads
+        tokens = (height // patch) * (across // patch)
+        drawn_by = generator or torch.Generator().manual_seed(0)
+        self.patch_embed = PatchEmbedding(channels, width, patch, drawn_by)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width, generator=drawn_by))
+        self._draw_mixer(drawn_by)
+        self.norm = nn.LayerNorm(width)
+        self.projection = draw_projection(width, self.key_dim, drawn_by)
+
+    def _draw_mixer(self, generator: torch.Generator) -> None:
+        raise NotImplementedError
+
+    def mix(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def features(self, u: Tensor) -> Tensor:
+        mixed: Tensor = self.norm(self.mix(self.patch_embed(u) + self.pos_embed))
+        return mixed.mean(1)
+
+    def config(self) -> dict[str, Any]:
+        own = {"patch": self.patch, "width": self.width, "heads": self.heads}
+        return super().config() | own
+
+
+@register_metric("vit")
+class ViTMetric(_TokenMetric):
+    """A vision transformer of one block, or `blocks` of them."""
+
+    def __init__(self, input_shape: Sequence[int], *, blocks: int = 1, **options: Any) -> None:
+        self.n_blocks = check_count(blocks, "blocks")
+        super().__init__(input_shape, **options)
+
+    def _draw_mixer(self, generator: torch.Generator) -> None:
+        self.blocks = nn.ModuleList(
+            Block(self.width, self.heads, self.width, 1e-6, generator) for _ in range(self.n_blocks)
+        )
+
+    def mix(self, tokens: Tensor) -> Tensor:
+        for block in self.blocks:
+            tokens, _ = block(tokens)
+        return tokens
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {"blocks": self.n_blocks}
+
+
+@register_metric("attention")
+class AttentionMetric(_TokenMetric):
+    """One residual self-attention step: tokens + Attention(LayerNorm(tokens))."""
+
+    def _draw_mixer(self, generator: torch.Generator) -> None:
+        self.attn_norm = nn.LayerNorm(self.width)
+        self.attn = Attention(self.width, self.heads, generator)
+
+    def mix(self, tokens: Tensor) -> Tensor:
+        return tokens + self.attn(self.attn_norm(tokens))  # type: ignore[no-any-return]
+
+
+def _convolution(
+    before: int, after: int, generator: torch.Generator, *, size: int = 3, stride: int = 1
+) -> nn.Sequential:
+    """Convolution drawn for ReLU (variance 2 / fan_in) and batch normalization."""
+    layer = nn.Conv2d(
+        before, after, size, stride=stride, padding=size // 2, bias=False, device="meta"
+    ).to_empty(device="cpu")
+    with torch.no_grad():
+        layer.weight.normal_(0.0, (2 / (before * size * size)) ** 0.5, generator=generator)
+    return nn.Sequential(layer, nn.BatchNorm2d(after))
+
+
+def _check_widths(widths: Sequence[int], count: int | None = None) -> tuple[int, ...]:
+    if len(widths) == 0 or (count is not None and len(widths) != count):
+        expected = "at least one width" if count is None else f"{count} widths"
+        raise InputError(f"widths: expected {expected}, got {tuple(widths)}")
+    return tuple(check_count(width, "widths") for width in widths)

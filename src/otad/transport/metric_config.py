@@ -1,0 +1,69 @@
+"""How a metric is trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from otad.checks import check_choice, check_count
+from otad.errors import InputError
+from otad.transport.adversary import Adversary
+from otad.transport.metric_losses import LOSSES
+from otad.transport.recipe import TrainConfig
+
+
+@dataclass(frozen=True)
+class MetricConfig(TrainConfig):
+    """Settings of one run of `train_metric`; those of `TrainConfig` hold, but for the energy.
+
+    - `loss`: "neighborhood", "triplet" (semi-hard) or "contrastive" (extra `metric`), with its
+      `margin`; `temperature` is that of the neighborhood.
+    - `adversary`: each input is first moved to where its neighbors by the current metric are
+      wrong, by ascent on the neighborhood loss; None for plain training.
+    - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
+      training inputs, made anew before every epoch and row by row within it.
+    - `ema`: decay of a running average of all weights, which is what remains; 0 for none.
+    - `mixed_precision` computes keys in bfloat16, `channels_last` lays images out for GPUs.
+    - `n_neighbors` vote in the score on validation data.
+    """
+
+    epochs: int = 40
+    batch_size: int = 512
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    loss: str = "neighborhood"
+    margin: float | None = None
+    temperature: float = 0.1
+    adversary: Adversary | None = None
+    references: str = "batch"
+    ema: float = 0.0
+    mixed_precision: bool = False
+    channels_last: bool = False
+    n_neighbors: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.loss, "loss", tuple(LOSSES))
+        check_choice(self.references, "references", ("batch", "bank"))
+        check_count(self.n_neighbors, "n_neighbors")
+        check_count(self.batch_size, "batch_size", least=2)
+        if self.energy_weight != 0:
+            raise InputError(
+                f"energy_weight: expected 0, as a metric carries nothing, got {self.energy_weight}"
+            )
+        if self.references == "bank" and self.loss != "neighborhood":
+            raise InputError(
+                f"references: expected 'batch' for the loss {self.loss}, whose triplets or pairs "
+                "with all of a bank are too many, got 'bank'"
+            )
+        if not 0 < self.temperature < math.inf:
+            raise InputError(f"temperature: expected a positive number, got {self.temperature!r}")
+        if self.margin is not None and not 0 <= self.margin < math.inf:
+            raise InputError(f"margin: expected a number of at least 0, got {self.margin!r}")
+        if not 0 <= self.ema < 1:
+            raise InputError(f"ema: expected a number of at least 0 and below 1, got {self.ema!r}")
+
+    @property
+    def margin_used(self) -> float:
+        """The margin, or the usual one of the loss."""
+        return LOSSES[self.loss] if self.margin is None else self.margin

@@ -1,0 +1,327 @@
+"""Metric nets: keys, sizes, configs, refusals, and the proved constant of the 1-Lipschitz one."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from otad.errors import InputError
+from otad.nets.lipschitz import LipschitzMetric, OrthogonalLinear, fold, max_min, shift
+from otad.nets.metric import Metric, build_metric, register_metric
+from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
+from otad.nets.pretrained import PretrainedMetric, register_features
+
+SMALL = {
+    ResNetMetric: {"widths": (4, 6), "depth": 1},
+    CNNMetric: {"widths": (4, 6)},
+    ViTMetric: {"patch": 4, "width": 12, "heads": 3, "blocks": 2},
+    AttentionMetric: {"patch": 4, "width": 12, "heads": 3},
+    LipschitzMetric: {"widths": (12, 16), "depth": 1},
+}
+KINDS = list(SMALL)
+
+
+def _images(rows: int = 6, seed: int = 1, side: int = 8) -> Tensor:
+    return torch.rand(rows, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def _small(kind: type[Metric], **options) -> Metric:
+    return kind((3, 8, 8), key_dim=5, bounds=(0, 1), **SMALL[kind], **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        (ResNetMetric, 2_807_872),
+        (CNNMetric, 337_984),
+        (ViTMetric, 981_888),
+        (AttentionMetric, 685_440),
+        (LipschitzMetric, 1_847_744),
+    ],
+)
+def test_default_nets_for_32_x_32_images_have_the_stated_size(kind, parameters: int) -> None:
+    metric = kind((3, 32, 32))
+    assert sum(weight.numel() for weight in metric.parameters()) == parameters
+    assert metric.key_dim == 128
+
+
+def test_the_resnet_is_the_first_three_stages_of_a_resnet_18() -> None:
+    def block(before: int, after: int) -> int:
+        change = before != after
+        norms = 2 * after * (2 + change)
+        return 9 * before * after + 9 * after * after + change * before * after + norms
+
+    stages = [
+        block(64, 64) * 2,
+        block(64, 128) + block(128, 128),
+        block(128, 256) + block(256, 256),
+    ]
+    stem, projection = 27 * 64 + 2 * 64, 256 * 128
+    metric = ResNetMetric((3, 32, 32))
+    assert stem + sum(stages) + projection == sum(p.numel() for p in metric.parameters())
+    assert metric.blocks(torch.zeros(1, 64, 32, 32)).shape == (1, 256, 8, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_have_their_length_and_gradients_reach_every_weight(kind) -> None:
+    metric = _small(kind, mean=0.4, std=0.3)
+    keys = metric(_images())
+    assert keys.shape == (6, 5)
+    if kind is not LipschitzMetric:
+        torch.testing.assert_close(keys.norm(dim=1), torch.ones(6))
+    (keys * torch.randn(6, 5, generator=torch.Generator().manual_seed(2))).sum().backward()
+    for name, weight in metric.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().max() > 0, name
+
+
+def test_key_norms_are_the_three_stated_maps() -> None:
+    u = _images()
+    for scale in (0.1, 30.0):
+        unit, ball, free = (_small(CNNMetric, key_norm=norm).eval() for norm in
+                            ("unit", "ball", "free"))  # fmt: skip
+        for metric in (unit, ball, free):
+            metric.projection.weight.data.mul_(scale)
+        keys = free(u)
+        lengths = keys.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(unit(u), keys / lengths)
+        torch.testing.assert_close(ball(u), keys / lengths.clamp(min=1))
+
+
+def test_inputs_are_normalized_inside_and_checked() -> None:
+    metric, plain = _small(CNNMetric, mean=0.4, std=0.3).eval(), _small(CNNMetric).eval()
+    torch.testing.assert_close(metric(_images()), plain((_images() - 0.4) / 0.3))
+    assert metric.check_inputs(_images()) is not None
+    with pytest.raises(InputError, match="within the declared bounds"):
+        metric.check_inputs(2 * _images())
+    with pytest.raises(InputError, match="as the net declares"):
+        metric.check_inputs(_images(side=4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_come_from_the_generator_alone(kind) -> None:
+    before = torch.random.get_rng_state()
+    nets = [_small(kind, generator=torch.Generator().manual_seed(s)).eval() for s in (3, 3, 4)]
+    first, again, other = (net(_images()) for net in nets)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_metric_is_rebuilt_from_json_and_safetensors(kind) -> None:
+    metric = _small(kind, mean=0.2, std=0.5, generator=torch.Generator().manual_seed(9))
+    metric(_images())  # moves batch statistics
+    metric.eval()
+    twin = build_metric(json.loads(json.dumps(metric.config())))
+    twin.load_state_dict(load(save(metric.state_dict())))
+    assert torch.equal(twin.eval()(_images()), metric(_images()))
+    assert twin.config() == metric.config()
+    assert type(twin) is kind
+
+
+def _extractor() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 7), nn.BatchNorm1d(7), nn.Tanh())
+
+
+def test_a_user_s_layers_are_a_metric_and_travel_as_json() -> None:
+    extractor, projection = _extractor(), nn.Linear(7, 4)
+    metric = PretrainedMetric(extractor, projection, input_shape=(3, 8, 8), std=0.5)
+    assert metric.training
+    assert extractor[2].num_batches_tracked == 0  # the probe left no trace
+    metric.eval()
+    expected = nn.functional.normalize(projection(extractor(_images() / 0.5)), dim=1)
+    torch.testing.assert_close(metric(_images()), expected)
+    state = torch.random.get_rng_state()
+    twin = build_metric(json.loads(json.dumps(metric.config()))).eval()
+    assert torch.equal(state, torch.random.get_rng_state())
+    twin.load_state_dict(metric.state_dict())
+    assert torch.equal(twin(_images()), metric(_images()))
+    bare = PretrainedMetric(extractor, input_shape=(3, 8, 8), key_norm="free").eval()
+    assert bare.key_dim == 7
+    torch.testing.assert_close(bare(_images()), extractor(_images()))
+    assert build_metric(bare.config()).key_dim == 7
+
+
+class _Odd(nn.Module):
+    """No layer the library knows."""
+
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :5] ** self.power
+
+
+def test_a_user_s_own_module_travels_by_a_registered_builder() -> None:
+    register_features("odd-for-test")(_Odd)
+    options = {"builder": "odd-for-test", "builder_options": {"power": 3}}
+    metric = PretrainedMetric(_Odd(3), input_shape=(3, 8, 8), **options)
+    twin = build_metric(json.loads(json.dumps(metric.config())))
+    assert torch.equal(twin(_images()), metric(_images()))
+    assert twin.config() == metric.config()
+    with pytest.raises(InputError, match="'odd-for-test', which is registered"):
+        register_features("odd-for-test")(_Odd)
+    with pytest.raises(InputError, match="got _Odd"):
+        PretrainedMetric(_Odd(3), input_shape=(3, 8, 8)).config()
+    with pytest.raises(InputError, match="builder: expected one of"):
+        PretrainedMetric(_Odd(3), input_shape=(3, 8, 8), builder="unknown")
+
+
+def test_a_registered_class_of_the_user_s_is_built_by_name() -> None:
+    class Half(Metric):
+        projection = nn.Identity()
+
+        def features(self, u: Tensor) -> Tensor:
+            return u / 2
+
+    with pytest.raises(InputError, match="registered kind of metric to describe, got Half"):
+        Half((3,)).config()
+    register_metric("half-for-test")(Half)
+    twin = build_metric(Half((3,), key_norm="free", key_dim=3).config())
+    assert type(twin) is Half
+    assert torch.equal(twin(torch.ones(1, 3)), torch.full((1, 3), 0.5))
+    assert twin.lipschitz is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ResNetMetric((32, 32)), r"input_shape: expected images \(C,H,W\)"),
+        (lambda: CNNMetric((3, 30, 32)), "sides that 4 divides"),
+        (lambda: CNNMetric((3, 32, 32), widths=(4,)), r"widths: expected 2 widths, got \(4,\)"),
+        (lambda: ResNetMetric((3, 32, 32), widths=()), "widths: expected at least one width"),
+        (lambda: ViTMetric((3, 32, 32), patch=5), "sides that 5 divides"),
+        (lambda: ViTMetric((3, 32, 32), heads=7), "heads: expected a divisor of the width 384"),
+        (lambda: AttentionMetric((3, 32, 32), key_dim=0), "key_dim: expected an integer"),
+        (lambda: CNNMetric((3, 32, 32), key_norm="big"), "key_norm: expected one of unit, ball"),
+        (lambda: CNNMetric((3, 32, 32), std=0.0), "std: expected positive values"),
+        (lambda: LipschitzMetric((3, 24, 24)), "sides that 32 divides"),
+        (lambda: LipschitzMetric((3, 8, 8), widths=(5,)), "widths: expected even numbers"),
+        (lambda: LipschitzMetric((3, 32, 32), key_norm="unit"), "'unit', which can stretch"),
+        (lambda: PretrainedMetric(nn.Identity(), input_shape=(3, 8, 8)),
+         r"extractor: expected features of shape \(B,f\), got \(1, 3, 8, 8\)"),
+        (lambda: PretrainedMetric(nn.Flatten(), nn.Linear(3, 2), input_shape=(2, 2)),
+         "projection: expected in_features 4 like the features, got 3"),
+        (lambda: PretrainedMetric(nn.Flatten(), nn.ReLU(), input_shape=(2, 2)),
+         "projection: expected an nn.Linear or None, got ReLU"),
+        (lambda: build_metric({"kind": "guess"}), r"config\['kind'\]: expected one of"),
+        (lambda: build_metric({"kind": "cnn"}), "config: expected the options of cnn"),
+    ],
+)  # fmt: skip
+def test_bad_metrics_are_refused(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_steps_of_the_lipschitz_net_only_reorder_numbers() -> None:
+    x = torch.randn(2, 4, 6, 10, generator=torch.Generator().manual_seed(0))
+    folded = fold(x)
+    assert folded.shape == (2, 2, 3, 40)
+    expected = torch.stack([x[1, 2 + i, 4 + j] for i in (0, 1) for j in (0, 1)]).flatten()
+    assert torch.equal(folded[1, 1, 2], expected)
+    moved = shift(x)
+    assert torch.equal(moved[:, 1:, :, :2], x[:, :-1, :, :2])  # down
+    assert torch.equal(moved[:, :-1, :, 2:4], x[:, 1:, :, 2:4])  # up
+    assert torch.equal(moved[:, :, 1:, 4:6], x[:, :, :-1, 4:6])  # right
+    assert torch.equal(moved[:, :, :-1, 6:8], x[:, :, 1:, 6:8])  # left
+    assert torch.equal(moved[..., 8:], x[..., 8:])
+    pairs = max_min(x)
+    assert bool((pairs[..., :5] >= pairs[..., 5:]).all())
+    for changed in (folded, moved, pairs):
+        assert torch.equal(changed.flatten(1).sort(1).values, x.flatten(1).sort(1).values)
+    assert torch.equal(shift(x[..., :4]), x[..., :4])  # too few channels to move any
+
+
+def _lipschitz(seed: int, **options) -> LipschitzMetric:
+    """A net whose weights went far: large random steps from the start, as no training would."""
+    generator = torch.Generator().manual_seed(seed)
+    metric = LipschitzMetric((3, 8, 8), key_dim=6, widths=(12, 16), depth=2, **options)
+    with torch.no_grad():
+        for weight in metric.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator))
+    return metric
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_jacobian_of_the_lipschitz_net_exceeds_its_constant(seed: int) -> None:
+    metric = _lipschitz(seed, std=0.25).double().eval()
+    assert 4.0 <= metric.lipschitz < 4.001
+    largest = 0.0
+    for x in _images(8, seed=seed).double():
+        jacobian = torch.autograd.functional.jacobian(lambda v: metric(v[None])[0], x)
+        largest = max(largest, float(torch.linalg.svdvals(jacobian.flatten(1))[0]))
+    assert 0.7 * metric.lipschitz < largest <= metric.lipschitz
+
+
+def _most_stretched(metric: Metric, seed: int) -> float:
+    """Largest |key(x) - key(x')| / |x - x'| found by ascent on both ends, from near and far."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.rand(16, 3, 8, 8, generator=generator, dtype=torch.float64)
+    scale = torch.logspace(-2, 0, 16)[:, None, None, None]
+    ends = [start, start + scale * torch.randn(start.shape, generator=generator).double()]
+    ends = [end.requires_grad_() for end in ends]
+    optimizer = torch.optim.Adam(ends, lr=0.01)
+    best = 0.0
+    for _ in range(40):
+        gap = (ends[0] - ends[1]).flatten(1).norm(dim=1)
+        ratio = (metric(ends[0]) - metric(ends[1])).norm(dim=1) / gap
+        best = max(best, float(ratio.detach().max()))
+        optimizer.zero_grad()
+        (-ratio.sum()).backward()
+        optimizer.step()
+    return best
+
+
+def test_no_pair_of_inputs_is_stretched_beyond_the_constant() -> None:
+    metric = _lipschitz(5, std=0.5).double().eval()
+    stretched = _most_stretched(metric, 0)
+    assert 0.9 * metric.lipschitz < stretched <= metric.lipschitz
+    stretching = copy.deepcopy(metric)
+    stretching.std.div_(1.2)
+    assert _most_stretched(stretching, 0) > metric.lipschitz  # the search finds what is there
+
+
+def test_going_to_the_unit_ball_stretches_nothing_either() -> None:
+    metric = _lipschitz(5, key_norm="ball", std=0.5).double().eval()
+    assert _most_stretched(metric, 0) <= metric.lipschitz
+    assert metric(10 * _images().double()).norm(dim=1).max() <= 1 + 1e-6
+
+
+def test_the_constant_is_that_of_the_matrices_and_the_smallest_std() -> None:
+    metric = _lipschitz(1, std=torch.tensor([0.5, 0.2, 0.4])[:, None, None])
+    matrices = [part for part in metric.modules() if isinstance(part, OrthogonalLinear)]
+    assert len(matrices) == 7
+    norms = [float(torch.linalg.matrix_norm(part.weight.detach().double(), 2)) for part in matrices]
+    assert norms == pytest.approx([1.0] * 7, abs=1e-5)
+    assert torch.tensor(norms).prod() / 0.2 <= metric.lipschitz < 5.001
+    assert all(part.norm_bound() >= norm for part, norm in zip(matrices, norms, strict=True))
+
+
+def test_kept_matrices_follow_the_weights() -> None:
+    metric = _lipschitz(2)
+    x = _images()
+    optimizer = torch.optim.AdamW(metric.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        expected = metric.train()(x)
+        torch.testing.assert_close(metric.eval()(x), expected)
+        optimizer.zero_grad()
+        expected.sum().backward()
+        optimizer.step()
+    other = _lipschitz(3).eval()
+    metric.eval()(x)
+    metric.load_state_dict(other.state_dict())
+    torch.testing.assert_close(metric(x), other(x))
+    with torch.inference_mode():
+        other.eval()(x)
+    inputs = x.clone().requires_grad_()
+    other(inputs).sum().backward()
+    assert inputs.grad.abs().max() > 0
