@@ -21,7 +21,7 @@ from otad.cip import BankProblem, CipSolution, ExactCip
 from otad.errors import InputError
 from otad.model_files import ModelParts, read_model, write_model
 from otad.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
-from otad.nets import Backbone, adapt
+from otad.nets import Backbone, Metric, adapt
 from otad.transport.bank import FeatureBank, fingerprint_of
 
 SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
@@ -162,8 +162,11 @@ class OTAD(nn.Module):
 
         `notes` (data, classes, metrics, ... in plain JSON) are added to those the model has.
         """
-        if self.metric is not None:
-            raise InputError("model: expected no metric, as such a model cannot be saved yet")
+        if not (self.metric is None or isinstance(self.metric, Metric)):
+            raise InputError(
+                "metric: expected an otad.nets.Metric, which can describe itself, to save the "
+                f"model, got {type(self.metric).__name__}"
+            )
         settings = {
             "n_neighbors": self.n_neighbors,
             "smoothness": self.smoothness,
@@ -171,9 +174,10 @@ class OTAD(nn.Module):
             "search": self.search,
             "solver": asdict(self.solver),
         }
-        return write_model(
-            folder, ModelParts(self.backbone, self.bank, settings, self.notes | notes)
+        parts = ModelParts(
+            self.backbone, self.bank, settings, self.notes | notes, self.metric, self.bank_keys
         )
+        return write_model(folder, parts)
 
     def get_extra_state(self) -> Tensor:
         """The bank's fingerprint: a state dict tells which bank it belongs to."""
@@ -319,7 +323,13 @@ def load(
         if solver.get("climb") is not None:
             solver["climb"] = tuple(solver["climb"])  # JSON knows lists only
         model = OTAD(
-            parts.backbone, parts.bank, solver=ExactCip(**solver), resident=resident, **settings
+            parts.backbone,
+            parts.bank,
+            solver=ExactCip(**solver),
+            resident=resident,
+            metric=parts.metric,
+            keys=parts.keys,
+            **settings,
         )
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder}: expected the settings of a model, got: {error}") from error

@@ -1,4 +1,7 @@
-"""A model on disk: a folder of two safetensors files and the JSON card that binds them.
+"""A model on disk: a folder of safetensors files and the JSON card that binds them.
+
+Network and bank have a file each; so have, where neighbors are sought by a metric, its network and
+the bank's keys in it.
 
 The files carry their own fingerprints in their names and the card is replaced last, so a kill while
 saving leaves the model that was there before, whole. A card that was edited since, or that names
@@ -16,26 +19,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from otad.errors import InputError
-from otad.nets import Backbone, build
+from otad.nets import Backbone, Metric, build, build_metric
 from otad.transport.bank import FeatureBank, fingerprint_of
 from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 from otad.transport.files import replacing
 
 CARD = "card.json"
 FORMAT = "otad-model"
-VERSION = 1
+KINDS = ("backbone", "bank", "metric", "keys")
+VERSIONS = {"plain": 1, "with a metric": 2}  # who knows the first alone must not read the second
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model is made of: network, bank, settings of the defense, and the user's notes."""
+    """What a model is made of: network, bank, settings of the defense, and the user's notes; and
+    the metric in which neighbors are sought with the bank's keys (N,m), if it has one."""
 
     backbone: Backbone
     bank: FeatureBank
     settings: dict[str, Any]
     notes: dict[str, Any]
+    metric: Metric | None = None
+    keys: Tensor | None = None
 
 
 def write_model(folder: str | Path, parts: ModelParts) -> Path:
@@ -49,9 +57,9 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
         "backbone": f"backbone-{net_print[:16]}.safetensors",
         "bank": f"bank-{bank_print[:16]}.safetensors",
     }
-    card = {
+    card: dict[str, Any] = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSIONS["plain"],
         "written_with": {"torch": torch.__version__, "python": platform.python_version()},
         "backbone": {
             "file": names["backbone"],
@@ -68,12 +76,23 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
         "settings": parts.settings,
         "notes": parts.notes,
     }
+    extra: dict[str, tuple[Path, dict[str, Tensor]]] = {}
+    if parts.metric is not None and parts.keys is not None:
+        card |= {"version": VERSIONS["with a metric"], "metric": {"config": parts.metric.config()}}
+        for kind, held in (("metric", parts.metric.state_dict()), ("keys", {"keys": parts.keys})):
+            mark = fingerprint(held)
+            names[kind] = f"{kind}-{mark[:16]}.safetensors"
+            extra[kind] = folder / names[kind], held
+            card["metric"][kind] = {"file": names[kind], "fingerprint": mark}
     text = _sealed_text(card)
     write_checkpoint(folder / names["backbone"], state, {"config": parts.backbone.config()})
     bank.save(folder / names["bank"])
+    for kind, (path, held) in extra.items():
+        write_checkpoint(path, held, {"part": kind})
     with replacing(folder / CARD) as partial:
         partial.write_text(text, encoding="utf-8")
-    for kind, current in names.items():
+    for kind in KINDS:
+        current = names.get(kind)
         for pattern in (f"{kind}-*.safetensors", f".{kind}-*.safetensors.*.partial"):
             for old in folder.glob(pattern):
                 if old.name != current:
@@ -91,8 +110,9 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise InputError(f"{path}: expected a model card in JSON, got: {error}") from error
     found = (card.get("format"), card.get("version")) if isinstance(card, Mapping) else None
-    if found != (FORMAT, VERSION):
-        raise InputError(f"{path}: expected {FORMAT} of version {VERSION}, got {found}")
+    if found is None or found[0] != FORMAT or found[1] not in VERSIONS.values():
+        known = " or ".join(map(str, VERSIONS.values()))
+        raise InputError(f"{path}: expected {FORMAT} of version {known}, got {found}")
     stored = card.pop("checksum", None)
     if stored != _checksum(card):
         raise InputError(
@@ -110,25 +130,40 @@ def read_model(folder: str | Path, *, verify: bool = True, mmap: bool = False) -
         net_card, bank_card = card["backbone"], card["bank"]
         backbone = build(net_card["config"])
         net_path, bank_path = folder / net_card["file"], folder / bank_card["file"]
-        net_print, bank_print = net_card["fingerprint"], bank_card["fingerprint"]
+        bank_print = bank_card["fingerprint"]
         settings, notes = dict(card["settings"]), dict(card["notes"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
-    for path in (net_path, bank_path):
-        if not path.exists():
-            raise InputError(f"{path}: expected the file that {CARD} names, got none")
-    state = read_checkpoint(net_path).tensors
-    if fingerprint(state) != net_print:
-        raise InputError(
-            f"{net_path}: expected the weights {net_print} named in {CARD}, "
-            f"got {fingerprint(state)}: a file of another model"
-        )
+    if not bank_path.exists():
+        raise InputError(f"{bank_path}: expected the file that {CARD} names, got none")
+    state = _held(folder, net_card)
     try:
         backbone.load_state_dict(state)
     except RuntimeError as error:
         raise InputError(f"{net_path}: expected weights that fit {CARD}, got: {error}") from error
     bank = FeatureBank.load(bank_path, expect_fingerprint=bank_print, verify=verify, mmap=mmap)
-    return ModelParts(backbone.eval(), bank, settings, notes)
+    metric, keys = _read_metric(folder, card["metric"]) if "metric" in card else (None, None)
+    return ModelParts(backbone.eval(), bank, settings, notes, metric, keys)
+
+
+def _read_metric(folder: Path, card: Mapping[str, Any]) -> tuple[Metric, Tensor]:
+    metric = build_metric(card["config"])
+    metric.load_state_dict(_held(folder, card["metric"]))
+    return metric.eval(), _held(folder, card["keys"])["keys"]
+
+
+def _held(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of a file that the card names, if they are those it was written with."""
+    path = folder / entry["file"]
+    if not path.exists():
+        raise InputError(f"{path}: expected the file that {CARD} names, got none")
+    tensors = read_checkpoint(path).tensors
+    if fingerprint(tensors) != entry["fingerprint"]:
+        raise InputError(
+            f"{path}: expected the contents {entry['fingerprint']} named in {CARD}, "
+            f"got {fingerprint(tensors)}: a file of another model"
+        )
+    return tensors
 
 
 def _sealed_text(card: Mapping[str, Any]) -> str:

@@ -110,10 +110,10 @@ def make_attack(name: str, model: nn.Module, **options: Any) -> Attack:
     check_choice(name, "attack", ATTACKS)
     if reason := _misfit(name, model):
         raise InputError(f"attack: expected one that fits the model, got {name}: {reason}")
-    backbone = backbone_of(model)
-    if backbone is not None and name in NEED_NETWORK:
+    defended = defended_of(model)
+    if defended is not None and name in NEED_NETWORK:
         part = {"bpda": "network", "transfer": "source", "metric": "metric"}[name]
-        options = {part: backbone.embed if name == "metric" else backbone} | options
+        options = {part: defended.locate if name == "metric" else defended.backbone} | options
     known = tuple(inspect.signature(_CLASSES[name]).parameters)
     if unknown := [option for option in options if option not in known]:
         raise InputError(
