@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,12 +17,18 @@ from otad.attacks import L2, Attack, Linf
 from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
 from otad.attacks.adaptive.region import shortest_step
 from otad.attacks.adaptive.soft_knn import _advantage
+from otad.attacks.adaptive.straight import along
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.defense import OTAD, defend
 from otad.errors import InputError
 from otad.nets import fc_resnet
 
-ATTACKS: list[Attack] = [Straight(points=6), Bisector(pairs=4), SoftKnn(steps=15), Region()]
+ATTACKS: list[Attack] = [
+    Straight(points=6),
+    Bisector(pairs=4, polish=10),
+    SoftKnn(steps=15, polish=10),
+    Region(polish=10),
+]
 
 
 def blobs(size: int, seed: int, task: str = "classification") -> tuple[Tensor, Tensor]:
@@ -109,7 +116,9 @@ def test_stays_in_the_ball_and_counts(
     assert bool((result.broken == (model(result.inputs).argmax(1) != y)).all())
     right = model(x).argmax(1) == y
     assert bool((result.forwards[right] > 2).all())
-    assert bool((result.backwards == 0).all())  # none of them asks the model for a gradient
+    polished = getattr(attack, "polish", 0)
+    assert int(result.backwards.max()) <= polished  # nothing else asks the model for a gradient
+    assert bool((result.backwards[~right] == 0).all())
     assert result.accuracy < float(right.double().mean())
 
 
@@ -187,7 +196,7 @@ def test_the_stand_in_has_the_gradient_it_claims() -> None:
     start = torch.randn(1, 3, generator=generator, dtype=torch.float64, requires_grad=True)
 
     def advantage(x: Tensor) -> Tensor:
-        return _advantage(-(x[:, None] - points).square().sum(2), sides, points[:, 0], x[:, 0])
+        return _advantage(-(x[:, None] - points).square().sum(2), sides)
 
     assert torch.autograd.gradcheck(advantage, start)
 
@@ -205,3 +214,93 @@ def test_the_stand_in_has_the_gradient_it_claims() -> None:
 def test_refuses_bad_settings(make: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_a_walk_goes_to_the_point_of_the_ball_nearest_to_its_aim() -> None:
+    x, aim = torch.zeros(1, 3), torch.tensor([[1.0, 0.1, -0.5]])
+    corner = along(x, aim, Linf(0.2))
+    assert torch.allclose(corner, torch.tensor([[0.2, 0.1, -0.2]]))
+    assert torch.allclose(along(x, aim, L2(0.3)), 0.3 * aim / aim.norm())
+    frozen = along(x, aim, L2(0.3, mutable=torch.tensor([False, True, True])), share=0.5)
+    way = torch.tensor([[0.0, 0.1, -0.5]])
+    assert torch.allclose(frozen, 0.15 * way / way.norm(), atol=1e-6)
+
+
+def test_copies_of_an_input_in_the_bank_do_not_blind_the_stand_in(
+    generator: torch.Generator,
+) -> None:
+    model = small_model(neighbors=1)
+    x, y = blobs(40, seed=0)  # the bank itself: the nearest neighbor is at distance 0
+    result = SoftKnn(steps=15)(model, x, y, L2(0.3, (0.0, 1.0)), generator=generator)
+    assert result.accuracy < 0.8
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [Bisector(1, 10), SoftKnn((0.1,), 5, targets=1, polish=10), Region(1, 1, (1,), polish=10)],
+    ids=lambda attack: attack.name,
+)
+def test_the_gradient_goes_on_where_neighbor_attacks_end(
+    attack: Bisector | SoftKnn | Region, generator: torch.Generator
+) -> None:
+    model = small_model(neighbors=8)
+    x, y = blobs(20, seed=8)
+    ball = L2(0.02, (0.0, 1.0))
+    plain = replace(attack, polish=0)(model, x, y, ball, generator=generator)
+    polished = attack(model, x, y, ball, generator=generator)
+    assert bool((plain.backwards == 0).all())
+    standing = ~polished.broken
+    assert bool((polished.gain >= plain.gain)[standing].all())
+    assert bool((polished.gain > plain.gain)[standing].any())
+    assert bool((polished.broken >= plain.broken).all())
+
+
+@pytest.mark.parametrize("attack", [SoftKnn(polish=0), Region(singles=0, polish=0)])
+def test_a_regression_is_pushed_both_ways(
+    attack: SoftKnn | Region, generator: torch.Generator
+) -> None:
+    """The value is the first feature: near a bound there is room for an error on one side only."""
+    model = small_model(150, neighbors=3, task="regression")
+    for first, offset in ((0.97, -0.01), (0.03, 0.01)):  # the error so far is on the other side
+        x = torch.tensor([[first, 0.5]])
+        y = model(x).detach() + offset
+        result = attack(model, x, y, L2(0.2, (0.0, 1.0)), generator=generator)
+        assert float(result.gain) > 0.15
+
+
+def test_an_adapted_net_that_only_flattens_is_attacked_all_the_same(
+    generator: torch.Generator,
+) -> None:
+    x, y = blobs(40, seed=0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = defend(net, x, y, n_neighbors=3)
+    y = model(x).argmax(1)
+    for attack in (Straight(points=4), Bisector(pairs=2), Region(rounds=1)):
+        result = attack(model, x[:4], y[:4], L2(0.1), generator=generator)
+        assert bool((result.forwards > 1).all())
+
+
+def test_neighbors_are_attacked_where_they_are_sought(generator: torch.Generator) -> None:
+    """A metric that sees the second feature alone: moving the first one, as the embedding
+    would have it, changes no neighbor."""
+    x, _ = blobs(60, seed=9)
+    y = (x[:, 1] > 0.5).long()
+    net = fc_resnet((2,), 2, blocks=1, bounds=(0.0, 1.0))
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.zero_()
+        net.head.weight.copy_(torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
+        net.head.bias.copy_(torch.tensor([0.5, -0.5]))
+    metric = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        metric.weight.copy_(torch.tensor([[0.0, 1.0]]))
+    model = defend(net, x, y, n_neighbors=3, metric=metric)
+    one = torch.tensor([[0.5, 0.35]])
+    result = SoftKnn(steps=10, polish=0)(
+        model, one, model(one).argmax(1), L2(0.25, (0.0, 1.0)), generator=generator
+    )
+    assert bool(result.broken)
+    step = (result.inputs - one)[0].abs()
+    assert float(step[0]) < 1e-6 < float(step[1])
+    with pytest.raises(InputError, match="straight lines to bank points are known, got Linear"):
+        Straight()(model, one, model(one).argmax(1), L2(0.25), generator=generator)

@@ -226,3 +226,26 @@ def test_refusals(options, message) -> None:
 def test_inputs_that_do_not_fit(options, message) -> None:
     with pytest.raises(InputError, match=message):
         Linf(1.0, **options).check_inputs(torch.tensor([[0.5, 1.5]]))
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.05, 0.5, 1.5]))
+def test_bounds_cost_no_length(seed, eps) -> None:
+    """The projection on ball and box together is clip(x + share * step), share by bisection."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(5, 12, generator=generator, dtype=torch.float64).round()  # all at a bound
+    x[:, :4] = torch.rand(5, 4, generator=generator, dtype=torch.float64)
+    moved = x + 3 * torch.randn(5, 12, generator=generator, dtype=torch.float64)
+    low, high = torch.zeros(5, 1, dtype=torch.float64), torch.ones(5, 1, dtype=torch.float64)
+    for _ in range(60):
+        share = (low + high) / 2
+        fits = ((x + share * (moved - x)).clamp(0, 1) - x).norm(dim=1, keepdim=True) <= eps
+        low, high = torch.where(fits, share, low), torch.where(fits, high, share)
+    nearest = (x + low * (moved - x)).clamp(0, 1)
+    found = L2(eps, (0.0, 1.0)).project(moved, x)
+    torch.testing.assert_close(found, nearest, rtol=0, atol=2e-6)
+
+
+def test_random_steps_are_of_full_length_at_the_bounds(generator) -> None:
+    x = torch.zeros(200, 30)
+    ball = L2(0.5, (0.0, 1.0))
+    assert float(ball.distance(ball.surface(x, generator), x).min()) > 0.499

@@ -124,6 +124,22 @@ def test_both_rules_have_their_rows() -> None:
     assert "hull" in certify(single, queries(single, 20, 3)).rules
 
 
+def test_spares_are_neighbors_too() -> None:
+    """A spare may take a neighbor's place, so its vote counts: no radius beyond that of K + spares
+    neighbors is proved."""
+    solver = {"spares": 2, "max_smoothness": 2.5}
+    shorter = 0
+    for seed in range(4):
+        spared = plane_model(seed, n_neighbors=2, solver=solver)
+        more, fewer = plane_model(seed, n_neighbors=4), plane_model(seed, n_neighbors=2)
+        x = queries(spared, 20, seed)
+        found, limit, without = (certify(one, x) for one in (spared, more, fewer))
+        same = (found.prediction == limit.prediction) & (limit.radius > 0)
+        assert bool((found.radius <= limit.radius * (1 + 1e-9))[same].all())
+        shorter += int((found.radius < without.radius).sum())
+    assert shorter >= 10
+
+
 @pytest.mark.parametrize(
     "solver",
     [{"spares": 1, "max_smoothness": 3.0}, {"climb": (0.5, 0.0)}],

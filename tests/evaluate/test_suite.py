@@ -48,7 +48,7 @@ def test_the_network_inside_is_found(images: OTAD) -> None:
         assert transfer.source is images.backbone
         metric = make_attack("metric", model)
         assert isinstance(metric, MetricAttack)
-        assert metric.metric == images.backbone.embed
+        assert metric.metric == images.locate
 
 
 @pytest.mark.parametrize("name", INSTALLED)

@@ -54,11 +54,7 @@ class Apgd(Attack):
             )
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        loss = loss_for(self.loss, target.y)
-        if self.substitute is None:
-            ask = exact(target, loss)
-        else:
-            ask = through_substitute(target, loss, self.substitute)
+        ask = self._asker(target)
         survivors = Survivors(target, x)
         for _ in range(self.restarts):
             start = ball.inside(x, generator) if self.random_start else x
@@ -66,6 +62,19 @@ class Apgd(Attack):
             if len(rows):
                 self._climb(survivors, target, ask, start[rows], x[rows], rows, ball)
         return survivors.inputs
+
+    def climb_on(self, target: Target, x: Tensor, start: Tensor, ball: LpBall) -> Tensor:
+        """One ascent from points of the ball that another attack has found; the best input (B,*)"""
+        survivors = Survivors(target, x)
+        rows = survivors.rows
+        self._climb(survivors, target, self._asker(target), start, x, rows, ball)
+        return survivors.inputs
+
+    def _asker(self, target: Target) -> Ask:
+        loss = loss_for(self.loss, target.y)
+        if self.substitute is None:
+            return exact(target, loss)
+        return through_substitute(target, loss, self.substitute)
 
     def _climb(
         self,

@@ -14,6 +14,8 @@ from otad.checks import check_finite
 from otad.errors import InputError
 
 FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
+FILLINGS = 8  # rounds of giving the features that can still move what the others cannot use
+BEYOND = 16.0  # times eps: so far off, a projection is of full length though bounds cut some of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +84,14 @@ class LpBall(ABC):
         return found
 
     def project(self, moved: Tensor, x: Tensor) -> Tensor:
-        """Points (B,*) of the ball near `moved`; their measured distance never exceeds eps.
+        """The points (B,*) of the ball, bounds included, nearest to `moved` in units of `scale`;
+        their measured distance never exceeds eps.
 
-        The step is put in the ball, then the input in its bounds: x is within them, so that only
-        shortens the step further.
+        Bounds are no afterthought: of a step cut to eps and then clipped, images that are black
+        or white nearly everywhere would keep a fraction only.
         """
         step = self._masked(moved - x) / self._scale(x)
-        step = self._shorten(step.flatten(1)).view_as(x) * self._scale(x)
+        step = self._shorten(step.flatten(1), self._room(step, x)).view_as(x) * self._scale(x)
         shrink = FIRST_SHRINK
         result = self._clipped(x + step)
         while bool((outside := self.distance(result, x) > self.eps).any()):
@@ -105,7 +108,7 @@ class LpBall(ABC):
     def surface(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Random steps of full length eps (B,*), as far as the bounds let them be."""
         drawn = _normal(x, generator)
-        return self.project(x + self.eps * self.steepest(drawn), x)
+        return self.project(x + BEYOND * self.eps * self.steepest(drawn), x)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         """The step of length 1 along which a function with this gradient (B,*) grows most."""
@@ -146,13 +149,21 @@ class LpBall(ABC):
     def _clipped(self, moved: Tensor) -> Tensor:
         return moved if self.bounds is None else moved.clamp(*self.bounds)
 
+    def _room(self, step: Tensor, x: Tensor) -> Tensor | None:
+        """How far each feature can go in the direction of its step (B,n), in units of `scale`."""
+        if self.bounds is None:
+            return None
+        low, high = self.bounds
+        room = torch.where(step < 0, x - low, high - x) / self._scale(x)
+        return room.clamp_min(0.0).flatten(1)
+
     @abstractmethod
     def _length(self, step: Tensor) -> Tensor:
         """|step|_p of rows (B,n)."""
 
     @abstractmethod
-    def _shorten(self, step: Tensor) -> Tensor:
-        """The point of the ball nearest to each row (B,n), in its own norm's units."""
+    def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
+        """The nearest step of the ball to each row (B,n), no feature moved further than `room`."""
 
     @abstractmethod
     def _unit(self, gradient: Tensor) -> Tensor:
@@ -171,8 +182,22 @@ class L2(LpBall):
     def _length(self, step: Tensor) -> Tensor:
         return _euclidean(step)
 
-    def _shorten(self, step: Tensor) -> Tensor:
-        return step * (self.eps / _euclidean(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
+    def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
+        share = (self.eps / _euclidean(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
+        if room is None:
+            return step * share
+        # Nearest is min(share * |step|, room) for the largest share <= 1 that fits. It is met from
+        # below: features at their bound use less than their part, so the others may use more.
+        size, at_bound = step.abs(), torch.zeros_like(step, dtype=torch.bool)
+        for _ in range(FILLINGS):
+            before, at_bound = at_bound, size * share >= room
+            if torch.equal(before, at_bound):
+                break
+            left = self.eps**2 - (room * at_bound).square().sum(1, keepdim=True)
+            free = (size * ~at_bound).square().sum(1, keepdim=True)
+            filled = (left.clamp_min(0.0) / free.clamp_min(1e-30)).sqrt().clamp_max(1.0)
+            share = torch.maximum(share, filled)
+        return torch.minimum(size * share, room).copysign(step)
 
     def _unit(self, gradient: Tensor) -> Tensor:
         largest = gradient.abs().amax(1, keepdim=True)  # first, as squares of small numbers vanish
@@ -195,8 +220,8 @@ class Linf(LpBall):
     def _length(self, step: Tensor) -> Tensor:
         return step.abs().amax(1)
 
-    def _shorten(self, step: Tensor) -> Tensor:
-        return step.clamp(-self.eps, self.eps)
+    def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
+        return step.clamp(-self.eps, self.eps)  # what is beyond the bounds is cut off anyway
 
     def _unit(self, gradient: Tensor) -> Tensor:
         return gradient.sign()

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from otad.attacks.adaptive.neighborhood import only_normalizes
 from otad.checks import check_finite, check_shape
 from otad.errors import InputError
-from otad.nets import Backbone, SequentialBackbone
+from otad.nets import Backbone
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float
     with |e(x + delta) - e(x)| <= Q |delta / unit| for the embedding as it is computed.
     """
     measured = _checked_unit(unit, backbone)
-    if not _is_plain(backbone):
+    if not only_normalizes(backbone):
         return _stated(backbone, embedding_lipschitz)
     if embedding_lipschitz is not None:
         raise InputError(
@@ -63,17 +64,6 @@ def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float
     std = backbone.std.double()
     stretch = (1 / std if measured is None else measured / std).flatten()
     return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps)
-
-
-def _is_plain(backbone: Backbone) -> bool:
-    """Whether the embedding is normalization and flattening, nothing else."""
-    kind = type(backbone)
-    if kind.normalize is not Backbone.normalize:
-        return False
-    if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
-        layer = backbone.embedding
-        return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
-    return kind.embed is Backbone.embed
 
 
 def _stated(backbone: Backbone, constant: float | None) -> Reach:

@@ -48,8 +48,19 @@ def model_card(model: nn.Module) -> dict[str, Any]:
     others = {name: repr(value) for name, value in state.items() if name not in tensors}
     # Two runs show one module at two places in memory.
     shown = re.sub(r" at 0x[0-9a-f]+", "", repr(model))
-    note = f"{type(model).__module__}|{shown}|{card}|{others}"
+    note = f"{type(model).__module__}|{shown}|{card}|{others}|{_attributes(model)}"
     return card | {"fingerprint": fingerprint_of(tensors, note=note)}
+
+
+def _attributes(model: nn.Module) -> dict[str, str]:
+    """Plain public values of all modules: a temperature, say, that no weight and no name tells."""
+    plain = (bool, int, float, str, tuple)
+    return {
+        f"{place}.{name}": repr(value)
+        for place, module in model.named_modules()
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, plain) and not name.startswith("_") and name != "training"
+    }
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:

@@ -184,7 +184,6 @@ def _same_neighbors(model: nn.Module, first: Tensor, second: Tensor) -> Tensor:
         return torch.ones(len(first), dtype=torch.bool, device=first.device)
     with torch.no_grad():
         sets = [
-            defended.neighbors(defended.locate(x)).indices.sort(1).values
-            for x in (first, second)
+            defended.neighbors(defended.locate(x)).indices.sort(1).values for x in (first, second)
         ]
     return (sets[0] == sets[1]).all(1)

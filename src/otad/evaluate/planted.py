@@ -65,6 +65,7 @@ def plant(scene: Scene, defended: OTAD, x: Tensor, y: Tensor) -> tuple[nn.Module
     chosen = torch.randperm(len(bank), generator=generator)[:BANK].sort().values
     chosen = chosen.to(bank.inputs.device)
     inputs, features, labels = bank.inputs[chosen], bank.features[chosen], bank.labels[chosen]
+    keys = None if defended.bank_keys is None else defended.bank_keys[chosen]
     answers = backbone.head(features.to(backbone.head.weight)).argmax(1).to(labels.device)
     copies = max(defended.n_sought, getattr(scene.model, "n_neighbors", 0))
     agreed = answers == labels  # points whose feature and label say the same
@@ -75,6 +76,8 @@ def plant(scene: Scene, defended: OTAD, x: Tensor, y: Tensor) -> tuple[nn.Module
                 continue
             point = backbone.embed(place[None]).to(inputs).expand(copies, -1)
             inputs = torch.cat([inputs, point])
+            if keys is not None:
+                keys = torch.cat([keys, defended.locate(place[None]).expand(copies, -1)])
             features = torch.cat([features, features[source].expand(copies, -1)])
             labels = torch.cat([labels, labels[source].expand(copies)])
     planted = OTAD(
@@ -85,6 +88,8 @@ def plant(scene: Scene, defended: OTAD, x: Tensor, y: Tensor) -> tuple[nn.Module
         strong_convexity=defended.strong_convexity,
         solver=defended.solver,
         search=defended.search,
+        metric=defended.metric,
+        keys=keys,
     )
     model = scene.model
     if isinstance(model, Knn):

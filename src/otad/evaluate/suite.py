@@ -11,7 +11,7 @@ from torch import nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
-from otad.attacks.adaptive.neighborhood import only_normalizes
+from otad.attacks.adaptive.neighborhood import knows_lines
 from otad.attacks.apgd import Apgd
 from otad.attacks.autoattack import AutoAttackSuite
 from otad.attacks.ngopt import NgOpt
@@ -174,10 +174,9 @@ def _misfit(name: str, model: nn.Module) -> str | None:
         return f"it attacks by way of the network inside a defended model{plain}"
     if name in NEED_BANK and defended is None:
         return "it needs a model that answers from a bank of training points"
-    is_plain = defended is None or only_normalizes(defended.backbone)
-    if name in NEED_PLAIN_EMBEDDING and defended is not None and not is_plain:
-        kind = type(defended.backbone).__name__
-        return f"it needs a backbone that embeds by normalizing alone, unlike {kind}"
+    if name in NEED_PLAIN_EMBEDDING and defended is not None and not knows_lines(defended):
+        kind = type(defended.metric or defended.backbone).__name__
+        return f"it needs neighbors of inputs that are normalized alone, unlike those of {kind}"
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed: pip install 'otad[attacks]'"

@@ -9,9 +9,25 @@ from torch import Tensor, nn
 
 from otad.defense import OTAD
 from otad.errors import InputError
-from otad.nets import Backbone
+from otad.nets import Backbone, SequentialBackbone
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of squared distances
+
+
+def only_normalizes(backbone: Backbone) -> bool:
+    """Whether the embedding is normalization and flattening, nothing else."""
+    kind = type(backbone)
+    if kind.normalize is not Backbone.normalize:
+        return False
+    if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
+        layer = backbone.embedding
+        return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
+    return kind.embed is Backbone.embed
+
+
+def knows_lines(model: OTAD) -> bool:
+    """Whether a straight line of inputs is one where neighbors are sought."""
+    return model.metric is None and only_normalizes(model.backbone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +39,7 @@ class Neighborhood:
     `n_neighbors`: K.
     """
 
-    backbone: Backbone
+    owner: OTAD
     points: Tensor
     votes: Tensor
     squares: Tensor
@@ -39,7 +55,7 @@ class Neighborhood:
                 f"model: expected OTAD or k-NN on its bank, which an attack on neighbors needs, "
                 f"got {type(model).__name__}"
             )
-        points = owner.bank_inputs.to(like)
+        points = owner.bank_points.to(like)
         if model is owner:
             outputs = torch.cat(
                 [
@@ -51,20 +67,21 @@ class Neighborhood:
         else:
             votes = owner.bank_labels.to(like.device)
         count = getattr(model, "n_neighbors", owner.n_neighbors)
-        return Neighborhood(owner.backbone, points, votes, points.square().sum(1), int(count))
+        return Neighborhood(owner, points, votes, points.square().sum(1), int(count))
 
     def embed(self, x: Tensor) -> Tensor:
-        return self.backbone.embed(x)
+        return self.owner.locate(x)
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
-        if type(self.backbone).embed is not Backbone.embed:
+        backbone, metric = self.owner.backbone, self.owner.metric
+        if not knows_lines(self.owner):
             raise InputError(
-                "model: expected a backbone that embeds by normalizing alone, so that straight "
-                f"lines to bank points are known, got {type(self.backbone).__name__}"
+                "model: expected neighbors of inputs that are normalized alone, so that straight "
+                f"lines to bank points are known, got {type(metric or backbone).__name__}"
             )
-        shaped = points.view(*points.shape[:-1], *self.backbone.input_shape)
-        return (shaped * self.backbone.std + self.backbone.mean).to(like)
+        shaped = points.view(*points.shape[:-1], *backbone.input_shape)
+        return (shaped * backbone.std + backbone.mean).to(like)
 
     def squared_distances(self, embedded: Tensor) -> Tensor:
         """|embedded - point|^2 (B,N), differentiable; accurate enough to rank, not to decide."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
-from otad.attacks.adaptive.straight import along
+from otad.attacks.adaptive.polish import polish
 from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Best, Target
 from otad.checks import check_count
@@ -31,14 +31,17 @@ class Bisector(Attack):
 
     The pairs are those of the `pairs` nearest wrong and the K nearest right points. The shortest
     step across a bisector is along x_i - x_j; steps go just across it, and on to the radius.
+    `polish`: so many steps of APGD go on from the best of them.
     """
 
     pairs: int = 10
+    polish: int = 50
     name = "bisector"
     family = "adaptive"
 
     def __post_init__(self) -> None:
         check_count(self.pairs, "pairs")
+        check_count(self.polish, "polish", least=0)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         bank = Neighborhood.of(target.model, x)
@@ -56,9 +59,9 @@ class Bisector(Attack):
                     length = (need / (2 * _square(gap)).clamp_min(1e-12)).clamp_min(0)
                     for stretch in (OVERSHOOT, 2.0, FAR):
                         step = gap * (length[:, None] * stretch if stretch < FAR else FAR)
-                        moved = along(examples, bank.inputs(embedded + step, examples), ball, 1.0)
+                        moved = ball.project(bank.inputs(embedded + step, examples), examples)
                         best.offer(moved, target.gain(moved, rows), rows)
-        return best.inputs
+        return polish(target, x, best.inputs, ball, self.polish)
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,11 @@ class Region(Attack):
     """Greedy search over regions: sets of wrong bank points made nearer than all right ones near.
 
     Each of the `singles` nearest wrong points alone is to be nearer than the `opponents` nearest
-    right points; so are, for each of the nearest wrong classes (`classes` of them) and each size in
-    `sizes`, the nearest so many points of that class; then, `rounds` times, the same is asked again
-    with the points that are nearest where this has led.
+    right points; so are, for each of the nearest wrong classes (`classes` of them; in regression
+    for higher and for lower values) and each size in `sizes`, the nearest so many points of that
+    class; then, `rounds` times, the same is asked again with the points that are nearest where this
+    has led. `polish`: so many steps of APGD go on from
+    the best of it all.
     """
 
     singles: int = 8
@@ -76,11 +81,13 @@ class Region(Attack):
     sizes: tuple[int, ...] = (3, 6)
     opponents: int = 20
     rounds: int = 3
+    polish: int = 50
     name = "region"
     family = "adaptive"
 
     def __post_init__(self) -> None:
-        check_count(self.singles, "singles", least=0)
+        for field in ("singles", "polish"):
+            check_count(getattr(self, field), field, least=0)
         for field in ("classes", "opponents", "rounds"):
             check_count(getattr(self, field), field)
 
@@ -89,12 +96,12 @@ class Region(Attack):
         best = Best(x)
         for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
             self._try_singles(target, x[rows], rows, bank, ball, best)
-            for place in range(1 if target.y.is_floating_point() else self.classes):
+            for place in range(2 if target.y.is_floating_point() else self.classes):
                 for size in self.sizes:
                     rows = rows[~target.is_done(best.gain[rows])]
                     if len(rows):
                         self._search(target, x[rows], rows, bank, ball, place, size, best)
-        return best.inputs
+        return polish(target, x, best.inputs, ball, self.polish)
 
     def _try_singles(
         self,
@@ -142,7 +149,7 @@ def _step(
     embedded = bank.embed(x)
     step = shortest_step(embedded, bank.points[drawn], bank.points[fled])
     short = ball.project(bank.inputs(embedded + OVERSHOOT * step, x), x)
-    far = along(x, bank.inputs(embedded + FAR * step, x), ball, 1.0)
+    far = ball.project(bank.inputs(embedded + FAR * step, x), x)
     for moved in (short, far):
         best.offer(moved, target.gain(moved, rows), rows)
     return far
@@ -179,11 +186,14 @@ def _opponents(
     """Bank points to draw near (B,drawn) and to get away from (B,fled).
 
     Wrong votes and right ones; with `place`, wrong votes of the class that comes so many-th. In
-    regression, of the nearest points those with the values furthest from y, and those nearest to it
+    regression, of the nearest points those with the values furthest from y, and those nearest to
+    it; with `place` 0 the highest and the lowest values, with 1 the other way round.
     """
     if y.is_floating_point():
         near = bank.nearest(x, None, 10 * (drawn + fled))
-        order = (bank.votes[near] - y[:, None]).abs().argsort(1, descending=True)
+        beyond = bank.votes[near] - y[:, None]
+        beyond = beyond.abs() if place is None else (-1) ** place * beyond
+        order = beyond.argsort(1, descending=True)
         ranked = near.gather(1, order)
         return ranked[:, :drawn], ranked[:, -fled:]
     wrong = bank.is_wrong(y)

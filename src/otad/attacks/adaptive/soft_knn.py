@@ -9,22 +9,26 @@ import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
+from otad.attacks.adaptive.polish import polish
 from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Best, Target
 from otad.checks import check_count
 from otad.errors import InputError
+
+CLOSEST = 1e-3  # of the mean squared distance to the bank: K copies of an input leave no scale
 
 
 @dataclass(frozen=True)
 class SoftKnn(Attack):
     """Every bank point i votes with weight exp(-|e - x_i|^2 / T), e the embedded input.
 
-    The attack climbs log(weight of the wrong votes) - log(weight of the right ones), in regression
-    the squared error of the weighted mean; its gradient points from the right neighbors to the
-    wrong ones. T is a share of the squared distance to the K-th neighbor of the example, and
-    each share in `temperatures` is tried: small ones see the nearest points alone, large ones the
-    whole region. With `targets` > 0 the wrong votes count for one class at a time, for so many of
-    the classes that come nearest. The model is asked every `ask_every` steps.
+    The attack climbs log(weight of the wrong votes) - log(weight of the right ones); its gradient
+    points from the right neighbors to the wrong ones. In regression it climbs the weighted mean of
+    the votes, and once more goes down it. T is a share of the squared distance to the K-th neighbor
+    of the example, and each share in `temperatures` is tried: small ones see the nearest points
+    alone, large ones the whole region. With `targets` > 0 the wrong votes count for one class at a
+    time, for so many of the classes that come nearest. The model is asked every `ask_every` steps.
+    `polish`: so many steps of APGD go on from the best point.
     """
 
     temperatures: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01)
@@ -32,6 +36,7 @@ class SoftKnn(Attack):
     ask_every: int = 5
     targets: int = 3
     random_start: bool = False
+    polish: int = 50
     name = "soft_knn"
     family = "adaptive"
 
@@ -39,6 +44,7 @@ class SoftKnn(Attack):
         check_count(self.steps, "steps")
         check_count(self.ask_every, "ask_every")
         check_count(self.targets, "targets", least=0)
+        check_count(self.polish, "polish", least=0)
         if not self.temperatures or min(self.temperatures) <= 0:
             raise InputError(
                 f"temperatures: expected positive shares, at least one, got {self.temperatures}"
@@ -49,13 +55,13 @@ class SoftKnn(Attack):
         best = Best(x)
         for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
             for temperature in self.temperatures:
-                for place in range(1 if target.y.is_floating_point() else max(1, self.targets)):
+                for place in range(2 if target.y.is_floating_point() else max(1, self.targets)):
                     rows = rows[~target.is_done(best.gain[rows])]
                     if len(rows):
                         self._climb(
                             target, x, ball, rows, bank, temperature, place, best, generator
                         )
-        return best.inputs
+        return polish(target, x, best.inputs, ball, self.polish)
 
     def _climb(
         self,
@@ -73,14 +79,17 @@ class SoftKnn(Attack):
         with torch.no_grad():
             squared = bank.squared_distances(bank.embed(start))
             reach = squared.topk(bank.n_neighbors, largest=False).values[:, -1:]
-            width = temperature * reach.clamp_min(torch.finfo(x.dtype).tiny)
+            width = temperature * torch.maximum(reach, CLOSEST * squared.mean(1, keepdim=True))
             sides = None if y.is_floating_point() else self._sides(bank, squared, y, place)
         moved = ball.inside(start, generator) if self.random_start else start
         for step in range(1, self.steps + 1):
             moved = moved.detach().requires_grad_()
             with torch.enable_grad():
                 scores = -bank.squared_distances(bank.embed(moved)) / width
-                value = _advantage(scores, sides, bank.votes, y)
+                if sides is None:
+                    value = (-1) ** place * _mean_vote(scores, bank.votes)
+                else:
+                    value = _advantage(scores, sides)
             (gradient,) = torch.autograd.grad(value.sum(), moved)
             # From a stride across the ball down to none: the stand-in is smooth, so few will do.
             stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
@@ -102,11 +111,14 @@ class SoftKnn(Attack):
         return chosen.to(torch.int8) - (~wrong).to(torch.int8)
 
 
-def _advantage(scores: Tensor, sides: Tensor | None, votes: Tensor, y: Tensor) -> Tensor:
-    """What the attack climbs (B,), from scores (B,N)."""
-    if sides is None:
-        mean = scores.softmax(1) @ votes.to(scores)
-        return (mean - y).square()
+def _mean_vote(scores: Tensor, votes: Tensor) -> Tensor:
+    """Regression: what the bank says (B,), from scores (B,N)."""
+    mean: Tensor = scores.softmax(1) @ votes.to(scores)
+    return mean
+
+
+def _advantage(scores: Tensor, sides: Tensor) -> Tensor:
+    """Classification: how much more the drawn weigh than the fled (B,), from scores (B,N)."""
     drawn = scores.masked_fill(sides != 1, -math.inf).logsumexp(1)
     fled = scores.masked_fill(sides != -1, -math.inf).logsumexp(1)
     # Without a point on one side there is nothing to compare; the other side alone still says where

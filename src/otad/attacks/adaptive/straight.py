@@ -68,13 +68,12 @@ class Straight(Attack):
         return aims + [_mean(bank, x, same[:, :size]) for size in sizes]
 
 
-def along(x: Tensor, aim: Tensor, ball: LpBall, share: float) -> Tensor:
-    """A point on the way from x to `aim`: at a share of the radius, or `aim` itself if nearer."""
-    way = ball.distance(aim, x).clamp_min(torch.finfo(torch.float64).tiny)
-    # an immutable feature that differs makes the way infinite: walk on in the others
-    way = torch.where(way.isfinite(), way, 1.0)
-    stride = (share * ball.eps / way).clamp_max(1.0).to(x)
-    return ball.project(x + (aim - x) * stride.view(-1, *[1] * (x.dim() - 1)), x)
+def along(x: Tensor, aim: Tensor, ball: LpBall, share: float = 1.0) -> Tensor:
+    """The point nearest to `aim` within a share of the radius.
+
+    In l2 it lies on the line from x to `aim`; in l-infinity every feature goes as far as it can.
+    """
+    return ball.with_eps(share * ball.eps).project(aim, x)
 
 
 def _inputs(bank: Neighborhood, x: Tensor, indices: Tensor) -> list[Tensor]:
