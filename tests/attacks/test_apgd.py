@@ -178,5 +178,6 @@ def test_step_sizes_belong_to_each_example(generator) -> None:
     together = attack(net, x, y, L2(0.2), generator=generator)
     for row in range(len(x)):
         alone = attack(net, x[[row]], y[[row]], L2(0.2), generator=generator)
-        torch.testing.assert_close(alone.inputs[0], together.inputs[row])
+        # batches of other sizes are summed in another order, and steps carry that on
+        torch.testing.assert_close(alone.inputs[0], together.inputs[row], rtol=1e-4, atol=1e-5)
         assert alone.forwards[0] == together.forwards[row]

@@ -93,7 +93,7 @@ def test_no_question_leaves_the_ball(maker, kind, eps, bounds, scaled, masked, s
     y = model.net(x).argmax(1)
     result = maker(model.net)(model, x, y, ball, generator=generator)
     for point in [*model.asked, result.inputs]:
-        step = (point - x).double()
+        step = point.double() - x.double()
         if mutable is not None:
             assert not step[:, ~mutable].any()
         if scale is not None:

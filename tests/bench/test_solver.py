@@ -79,7 +79,7 @@ def test_record_survives_the_file(record: BenchmarkRecord, tmp_path: Path) -> No
     where = data["environment"]
     assert where["threads"] == 1
     assert where["python"] == platform.python_version()
-    assert where["versions"]["torch"] == torch.__version__
+    assert where["versions"]["torch"] == metadata.version("torch")
     assert where["versions"]["scipy"] == metadata.version("scipy")
     assert where["cpu"]
 
