@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.adaptive.neighborhood import only_normalizes
 from otad.checks import check_finite, check_shape
 from otad.errors import InputError
-from otad.nets import Backbone
+from otad.nets import Backbone, only_normalizes
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from otad.checks import check_shape
 from otad.cip import Status
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.explain.explanation import Explanation, Label, Neighbor
-from otad.nets import Backbone, SequentialBackbone
+from otad.nets import Backbone, only_normalizes
 
 
 def explain(
@@ -104,9 +104,7 @@ def _raw_inputs(model: OTAD, indices: Tensor, train_x: Tensor | None) -> Any:
         expected = (len(points), *backbone.input_shape)
         check_shape(train_x, "train_x", expected, "one for each point of the bank")
         return train_x[indices.to(train_x.device)].cpu()
-    is_sequential = isinstance(backbone, SequentialBackbone)
-    only_flattens = is_sequential and type(backbone.embedding) is nn.Flatten
-    if type(backbone).embed is not Backbone.embed and not only_flattens:
+    if not only_normalizes(backbone):
         return [[None] * indices.shape[1]] * len(indices)
     embedded = points[indices.to(points.device)].to(backbone.mean)
     shape = (*indices.shape, *backbone.input_shape)

@@ -1,6 +1,6 @@
 """Networks: embed an input, transport it to a feature of the same dimension, read it linearly."""
 
-from otad.nets.adapt import SequentialBackbone, adapt
+from otad.nets.adapt import SequentialBackbone, adapt, only_normalizes
 from otad.nets.base import Backbone, LinearHead, build, register
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric import Metric, build_metric, register_metric
@@ -26,6 +26,7 @@ __all__ = [
     "build",
     "build_metric",
     "fc_resnet",
+    "only_normalizes",
     "plain_net",
     "register",
     "register_features",

@@ -133,6 +133,17 @@ def adapt(
     return SequentialBackbone(None, blocks, head, input_shape=input_shape, task=task, bounds=bounds)
 
 
+def only_normalizes(backbone: Backbone) -> bool:
+    """Whether the embedding is normalization and flattening, nothing else."""
+    kind = type(backbone)
+    if kind.normalize is not Backbone.normalize:
+        return False
+    if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
+        layer = backbone.embedding
+        return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
+    return kind.embed is Backbone.embed
+
+
 def _first_width(net: nn.Sequential) -> int:
     first = next(layer for layer in net if not isinstance(layer, nn.Flatten))
     if not isinstance(first, nn.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,11 +134,13 @@ class _TokenMetric(Metric):
         self.norm = nn.LayerNorm(width)
         self.projection = draw_projection(width, self.key_dim, drawn_by)
 
+    @abstractmethod
     def _draw_mixer(self, generator: torch.Generator) -> None:
-        raise NotImplementedError
+        """Make what `mix` needs."""
 
+    @abstractmethod
     def mix(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Tokens (B,T,width) -> the same shape."""
 
     def features(self, u: Tensor) -> Tensor:
         mixed: Tensor = self.norm(self.mix(self.patch_embed(u) + self.pos_embed))

@@ -25,11 +25,12 @@ from otad.transport.metric_losses import Loss, make_loss, neighborhood_loss, squ
 from otad.transport.resume import resume, run_identity, save
 from otad.transport.training import (
     CHECKPOINT_NAME,
-    PARTS,
     Split,
     epoch_seed,
     own_randomness,
+    parts_of,
     present_device,
+    refuse_one_class,
 )
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -242,29 +243,15 @@ class _Trainer:
 
 
 def _check_data(metric: Metric, data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
-    """train_x, train_y and, where given, val_x and val_y, all fit for the metric."""
-    found: dict[str, Tensor | None]
-    if isinstance(data, Sequence):
-        found = dict(zip((*PARTS, "more"), data, strict=False))
-    else:
-        found = {name: getattr(data, name, None) for name in PARTS}
-    parts = {name: part for name, part in found.items() if part is not None}
-    if tuple(parts) not in (PARTS[:2], PARTS):
-        raise InputError(
-            f"data: expected {', '.join(PARTS[:2])} or {', '.join(PARTS)}, "
-            f"got {', '.join(parts) or type(data).__name__}"
-        )
+    """All parts, fit for the metric."""
+    parts = parts_of(data)
     for kind in ("train", "val")[: len(parts) // 2]:
         inputs = metric.check_inputs(parts[f"{kind}_x"], f"{kind}_x")
         labels = check_tensor(parts[f"{kind}_y"], f"{kind}_y", "B", dtypes=(torch.int64,))
         check_shape(labels, f"{kind}_y", (len(inputs),), "with one label per input")
         if int(labels.min()) < 0:
             raise InputError(f"{kind}_y: expected labels from 0, got {int(labels.min())}")
-    labels = parts["train_y"]
-    if bool((labels == labels[0]).all()):
-        raise InputError(
-            f"train_y: expected at least two classes, got only the label {int(labels[0])}"
-        )
+    refuse_one_class(parts["train_y"])
     return parts
 
 

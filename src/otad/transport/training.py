@@ -28,7 +28,7 @@ from otad.transport.resume import resume, run_identity, save
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 _SCORING_ROWS = 1024
-PARTS = ("train_x", "train_y", "val_x", "val_y")
+_PARTS = ("train_x", "train_y", "val_x", "val_y")
 _log = logging.getLogger("otad")
 
 
@@ -143,27 +143,38 @@ def _scores(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square()
 
 
-def _check_data(net: Backbone, data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
-    """train_x, train_y and, where given, val_x and val_y, all fit for the net."""
+def parts_of(data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
+    """train_x, train_y and, where given, val_x and val_y, as they came."""
     found: dict[str, Tensor | None]
     if isinstance(data, Sequence):
-        found = dict(zip((*PARTS, "more"), data, strict=False))
+        found = dict(zip((*_PARTS, "more"), data, strict=False))
     else:
-        found = {name: getattr(data, name, None) for name in PARTS}
+        found = {name: getattr(data, name, None) for name in _PARTS}
     parts = {name: part for name, part in found.items() if part is not None}
-    if tuple(parts) not in (PARTS[:2], PARTS):
+    if tuple(parts) not in (_PARTS[:2], _PARTS):
         raise InputError(
-            f"data: expected {', '.join(PARTS[:2])} or {', '.join(PARTS)}, "
+            f"data: expected {', '.join(_PARTS[:2])} or {', '.join(_PARTS)}, "
             f"got {', '.join(parts) or type(data).__name__}"
         )
-    for kind in ("train", "val")[: len(parts) // 2]:
-        inputs = net.check_inputs(parts[f"{kind}_x"], f"{kind}_x")
-        net.check_targets(parts[f"{kind}_y"], len(inputs), f"{kind}_y")
-    labels = parts["train_y"]
-    if net.task == "classification" and bool((labels == labels[0]).all()):
+    return parts
+
+
+def refuse_one_class(labels: Tensor) -> None:
+    """Training labels (N,) must have something to tell apart."""
+    if bool((labels == labels[0]).all()):
         raise InputError(
             f"train_y: expected at least two classes, got only the label {int(labels[0])}"
         )
+
+
+def _check_data(net: Backbone, data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
+    """All parts, fit for the net."""
+    parts = parts_of(data)
+    for kind in ("train", "val")[: len(parts) // 2]:
+        inputs = net.check_inputs(parts[f"{kind}_x"], f"{kind}_x")
+        net.check_targets(parts[f"{kind}_y"], len(inputs), f"{kind}_y")
+    if net.task == "classification":
+        refuse_one_class(parts["train_y"])
     return parts
 
 

@@ -9,20 +9,9 @@ from torch import Tensor, nn
 
 from otad.defense import OTAD
 from otad.errors import InputError
-from otad.nets import Backbone, SequentialBackbone
+from otad.nets import only_normalizes
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of squared distances
-
-
-def only_normalizes(backbone: Backbone) -> bool:
-    """Whether the embedding is normalization and flattening, nothing else."""
-    kind = type(backbone)
-    if kind.normalize is not Backbone.normalize:
-        return False
-    if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
-        layer = backbone.embedding
-        return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
-    return kind.embed is Backbone.embed
 
 
 def knows_lines(model: OTAD) -> bool:
