@@ -16,7 +16,7 @@ from otad import data
 from otad.commands.data_choice import DataChoice
 from otad.commands.net_files import read_net
 from otad.commands.train import train_net
-from otad.transport import TrainConfig, training
+from otad.transport import TrainConfig, session, training
 from otad.transport.checkpoint import fingerprint, read_checkpoint
 
 
@@ -87,9 +87,9 @@ def test_an_interrupted_training_goes_on_to_the_same_net(
             raise KeyboardInterrupt
         saved.append(save(*arguments))  # type: ignore[arg-type]
 
-    save = training.save
+    save = session.save
     with monkeypatch.context() as patch:
-        patch.setattr(training, "save", die_at_the_third)
+        patch.setattr(session, "save", die_at_the_third)
         assert terminal.run(*command, "broken").exit_code != 0
     assert not Path("broken/net.safetensors").exists()
     epochs = []
@@ -167,6 +167,27 @@ def test_a_folder_with_another_run_is_refused(terminal: Terminal) -> None:
     message = terminal.refuse("train", "digits.npz", "--out", "net", *QUICK, "--alpha", 0.3)
     assert "differs in config.energy_weight (0.3 here, 0.01 there)" in message
     assert Path("net/net.safetensors").read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # CPUs without bfloat16
+def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> None:
+    write_digits(Path("digits.npz"))
+    shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
+    changes = ("--recipe", "vit_cifar10", "--epochs", 12, "--alpha", 0.001, "--batch-size", 64)
+    command = ("train", "digits.npz", "--out", "net", *shape, *changes, "--json")
+    first = json.loads(terminal.succeed(*command, "--max-seconds", 1e-6).stdout)
+    assert (first["epochs_done"], first["epochs"]) == (1, 12)
+    assert not Path("net/net.safetensors").exists()
+    done = json.loads(terminal.succeed(*command).stdout)
+    assert [epoch["epoch"] for epoch in done["history"]] == list(range(1, 13))
+    settings = done["train_config"]
+    assert (settings["energy_weight"], settings["epochs"], settings["ema"]) == (0.001, 12, 0.999)
+    assert done["net_config"]["kind"] == "vit"
+    assert read_net(Path("net")).net.width == 8
+    message = terminal.refuse("train", "digits.npz", "--out", "other", "--patch", 2)
+    assert "patch: expected only for a net that has it, got it for fc_resnet" in message
+    message = terminal.refuse("train", "digits.npz", "--out", "other", "--recipe", "soup")
+    assert "recipe: expected one of fc, vit_cifar10, got 'soup'" in message
 
 
 def test_the_first_example_of_the_help_runs(terminal: Terminal) -> None:

@@ -27,7 +27,7 @@ FILE = "checkpoint.safetensors"
 def long_run(folder: Path) -> None:
     torch.set_num_threads(1)
     x = torch.rand(64, 3, generator=torch.Generator().manual_seed(0))
-    config = TrainConfig(epochs=EPOCHS, batch_size=16, energy_weight=0.01)
+    config = TrainConfig(epochs=EPOCHS, batch_size=16, energy_weight=0.01, ema=0.9)
     net = fc_resnet((3,), 2, blocks=2)
     train(net, (x, (x.sum(1) > 1.5).long()), config, checkpoint_dir=folder)
 

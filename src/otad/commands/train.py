@@ -9,13 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from otad import transport
+from otad.checks import check_choice
 from otad.commands.console import show
 from otad.commands.data_choice import DataChoice, describe_data
 from otad.commands.net_files import NET_FILE, RECORD_FILE, TrainedNet, write_net
 from otad.commands.options import READING, AsJson, DataDir, Device
 from otad.data import Dataset, Standardizer, split
-from otad.nets import Backbone, fc_resnet
-from otad.transport import TrainConfig, TrainResult
+from otad.errors import InputError
+from otad.nets import Backbone, fc_resnet, vision_transformer
+from otad.transport import RECIPES, TrainConfig, TrainResult
+
+_SHAPES = {
+    "fc_resnet": {"blocks", "hidden"},
+    "vit": {"blocks", "hidden", "patch", "width", "heads"},
+}
 
 
 def _reading(help: str) -> Any:
@@ -63,18 +70,31 @@ def train(
     test_fraction: Annotated[
         float | None, _reading("Share held out for testing where there is no test part.")
     ] = None,
-    blocks: Annotated[int, _training("Residual blocks.")] = 5,
+    net: Annotated[str, _training("fc_resnet, or for images vit.")] = "fc_resnet",
+    blocks: Annotated[int | None, _training("Residual blocks.  [default: 5; vit: 7]")] = None,
     hidden: Annotated[
         int | None, _training("Width inside a block; by default that of the input.")
     ] = None,
+    patch: Annotated[int | None, _training("vit: side of a patch.  [default: 4]")] = None,
+    width: Annotated[int | None, _training("vit: of each token.  [default: 384]")] = None,
+    heads: Annotated[int | None, _training("vit: of each attention.  [default: 12]")] = None,
+    recipe: Annotated[
+        str, _training(f"Settings that the options below change: {', '.join(RECIPES)}.")
+    ] = "fc",
     alpha: Annotated[
-        float, _training("Weight of the transport energy; more gives a smoother map.")
-    ] = 0.01,
-    epochs: Annotated[int, _training("Passes over the data.")] = 30,
-    batch_size: Annotated[int, _training("Rows per step.")] = 128,
-    learning_rate: Annotated[float, _training("Its highest value.")] = 0.05,
-    optimizer: Annotated[str, _training("sgd or adamw.")] = "sgd",
-    weight_decay: Annotated[float, _training("As the optimizer defines it.")] = 5e-4,
+        float | None,
+        _training("Weight of the transport energy; more gives a smoother map.  [fc: 0.01]"),
+    ] = None,
+    epochs: Annotated[int | None, _training("Passes over the data.  [fc: 30]")] = None,
+    batch_size: Annotated[int | None, _training("Rows per step.  [fc: 128]")] = None,
+    learning_rate: Annotated[float | None, _training("Its highest value.  [fc: 0.05]")] = None,
+    optimizer: Annotated[str | None, _training("sgd or adamw.  [fc: sgd]")] = None,
+    weight_decay: Annotated[
+        float | None, _training("As the optimizer defines it.  [fc: 0.0005]")
+    ] = None,
+    max_seconds: Annotated[
+        float | None, _training("Stop in time; the same command goes on from there.")
+    ] = None,
     validation: Annotated[
         float, _training("Share of the train part to watch the training by.")
     ] = 0.0,
@@ -83,6 +103,7 @@ def train(
 
     Minimizes loss + alpha * transport energy; inputs are standardized inside the
     net. Every epoch is saved: after an interruption, the same command goes on.
+    A vision transformer wants --net vit --recipe vit_cifar10, and a GPU.
 
     Example: otad train digits --out digits-net
 
@@ -99,31 +120,36 @@ def train(
         "resize": resize,
         "test_fraction": test_fraction,
     }
-    options = {name: value for name, value in given.items() if value not in (None, [])}
-    choice = DataChoice(data, seed, options)
-    config = TrainConfig(
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        optimizer=optimizer,
-        weight_decay=weight_decay,
-        energy_weight=alpha,
-        seed=seed,
-        device=device,
-    )
+    choice = DataChoice(data, seed, _given(given))
+    changes = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "optimizer": optimizer,
+        "weight_decay": weight_decay,
+        "energy_weight": alpha,
+    }
+    config = transport.recipe(recipe, **_given(changes), seed=seed, device=device)
+    shape = {"blocks": blocks, "hidden": hidden, "patch": patch, "width": width, "heads": heads}
     dataset = choice.load(data_dir)
-    net, result = train_net(
+    trained, result = train_net(
         dataset,
         config,
-        blocks=blocks,
-        hidden=hidden,
+        kind=net,
+        **_given(shape),
         validation=validation,
         checkpoint_dir=out,
+        max_seconds=max_seconds,
         progress=True,
     )
     about = describe_data(dataset, choice)
-    record = training_record(net, result, config, about, validation)
-    write_net(out, TrainedNet(net, about), record)
+    record = training_record(trained, result, config, about, validation)
+    if not result.finished:
+        done = {"epochs_done": len(result.history), "epochs": config.epochs}
+        title = f"Out of time after epoch {len(result.history)} of {config.epochs}"
+        show(record | done, as_json, title=title, facts={"next": "the same command goes on"})
+        return
+    write_net(out, TrainedNet(trained, about), record)
     show(
         record | {"net": str(out / NET_FILE)},
         as_json,
@@ -138,33 +164,42 @@ def train(
     )
 
 
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value not in (None, [])}
+
+
 def train_net(
     dataset: Dataset,
     config: TrainConfig,
     *,
-    blocks: int = 5,
-    hidden: int | None = None,
+    kind: str = "fc_resnet",
     validation: float = 0.0,
     checkpoint_dir: Path | None = None,
+    max_seconds: float | None = None,
     progress: bool = False,
+    **shape: int,
 ) -> tuple[Backbone, TrainResult]:
     """A net for the data set, in its own units inside and out, and the history of its training.
 
-    Inputs are standardized by the train part, tables per feature and images as a whole. Targets of
-    a regression are standardized for the training, then its head takes over their units.
+    `shape` holds options of `fc_resnet` or `vision_transformer`, which `kind` names. Inputs are
+    standardized by the train part, tables per feature and images as a whole. Targets of a
+    regression are standardized for the training, then its head takes over their units.
     """
     images = len(dataset.input_shape) > 1
     inputs = Standardizer.fit(dataset.train_x, "all" if images else "feature")
-    net = fc_resnet(
+    unknown = sorted(shape.keys() - _SHAPES[check_choice(kind, "net", tuple(_SHAPES))])
+    if unknown:
+        raise InputError(f"{unknown[0]}: expected only for a net that has it, got it for {kind}")
+    make = fc_resnet if kind == "fc_resnet" else vision_transformer
+    net = make(
         dataset.input_shape,
         len(dataset.classes) or 1,
         seed=config.seed,
-        blocks=blocks,
-        hidden=hidden,
         task=dataset.task,
         bounds=dataset.bounds,
         mean=inputs.mean,
         std=inputs.std,
+        **shape,
     )
     if validation == 0.0:
         parts = [dataset.train_x, dataset.train_y]
@@ -173,7 +208,14 @@ def train_net(
     if dataset.task == "regression":
         targets = Standardizer.fit(parts[1])
         parts[1::2] = [targets(values) for values in parts[1::2]]
-    result = transport.train(net, parts, config, checkpoint_dir=checkpoint_dir, progress=progress)
+    result = transport.train(
+        net,
+        parts,
+        config,
+        checkpoint_dir=checkpoint_dir,
+        max_seconds=max_seconds,
+        progress=progress,
+    )
     if dataset.task == "regression":
         result = _take_units(net, result, float(targets.mean), float(targets.std))
     return net, result

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from otad.errors import InputError
-from otad.nets.base import Backbone, LinearHead, register
+from otad.nets.base import Backbone, LinearHead, register, squared_lengths
 from otad.nets.layers import describe, restore
+from otad.nets.lifted import LiftedNet
 
 EQUAL_DIMENSIONS = (
     "the pairs (embedded input, feature) must live in one space R^d; widen the last layer before "
@@ -65,7 +66,7 @@ class SequentialBackbone(Backbone):
         x, energy = e, e.new_zeros(e.shape[0])
         for block in self.blocks:
             moved = block(x)
-            energy = energy + (moved - x).square().sum(1)
+            energy = energy + squared_lengths(moved - x)
             x = moved
         return x, energy
 
@@ -134,14 +135,15 @@ def adapt(
 
 
 def only_normalizes(backbone: Backbone) -> bool:
-    """Whether the embedding is normalization and flattening, nothing else."""
+    """Whether the embedding is normalization and flattening, with zeros for the coordinates of a
+    lift, and nothing else."""
     kind = type(backbone)
     if kind.normalize is not Backbone.normalize:
         return False
     if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
         layer = backbone.embedding
         return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
-    return kind.embed is Backbone.embed
+    return kind.embed is (LiftedNet.embed if backbone.lift else Backbone.embed)
 
 
 def _first_width(net: nn.Sequential) -> int:

@@ -51,11 +51,13 @@ class Backbone(InputNet, ABC):
     `embed(x)` (B,d) takes inputs (B,*input_shape) within `bounds` and normalizes them itself;
     `transport(e)` gives features z (B,d) and the energy (B,) of the way there,
     sum_k |x^k - x^(k-1)|^2, which for residual blocks is sum_k |R_k(x^(k-1))|^2;
-    `head(z)` (B,C), or (B,) for regression, is linear in z.
+    `head(z)` (B,C), or (B,) for regression, is linear in z. `lift`: how many coordinates, the
+    last ones, are 0 in every embedded input, and all that `transport` changes (see `LiftedNet`).
     """
 
     kind: ClassVar[str]
     head: LinearHead
+    lift: int = 0
 
     def __init__(
         self,
@@ -118,6 +120,12 @@ class Backbone(InputNet, ABC):
                     f"got the unknown label {low if low < 0 else high}"
                 )
         return targets
+
+
+def squared_lengths(steps: Tensor) -> Tensor:
+    """(B,...) -> (B,), in single precision at least: bfloat16 has but two digits to sum up."""
+    wide = steps.to(torch.promote_types(steps.dtype, torch.float32))
+    return wide.square().sum(tuple(range(1, steps.dim())))
 
 
 def draw_linear(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_count
-from otad.nets.base import Backbone, LinearHead, draw_linear, register
+from otad.nets.base import Backbone, LinearHead, draw_linear, register, squared_lengths
 
 
 @register("fc_resnet")
@@ -61,7 +61,7 @@ class FCResNet(Backbone):
         for block in self.blocks:
             moved = block(x)
             step, x = (moved, x + moved) if self.residual else (moved - x, moved)
-            energy = energy + step.square().sum(1)
+            energy = energy + squared_lengths(step)
         return x, energy
 
     def config(self) -> dict[str, Any]:

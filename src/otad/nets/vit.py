@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from otad.checks import check_count
 from otad.errors import InputError
-from otad.nets.base import Backbone, LinearHead, draw_linear, register
+from otad.nets.base import Backbone, LinearHead, draw_linear, register, squared_lengths
 
 
 class TokenHead(LinearHead):
@@ -79,7 +79,7 @@ class Block(nn.Module):
         looked = self.attn(self.norm1(x))
         x = x + looked
         worked = self.mlp(self.norm2(x))
-        return x + worked, _energy(looked) + _energy(worked)
+        return x + worked, squared_lengths(looked) + squared_lengths(worked)
 
 
 class PatchEmbedding(nn.Module):
@@ -235,7 +235,3 @@ def _check_geometry(input_shape: Sequence[int], patch: int, width: int, heads: i
 
 def _linear(fan_in: int, fan_out: int, generator: torch.Generator) -> nn.Linear:
     return draw_linear(nn.Linear(fan_in, fan_out, device="meta"), generator)
-
-
-def _energy(step: Tensor) -> Tensor:
-    return step.square().sum((1, 2))

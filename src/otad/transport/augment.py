@@ -7,7 +7,6 @@ GPU; the same seed draws other numbers there. All are frozen dataclasses: `repr`
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
+from otad.transport.host_draws import dice
 from otad.transport.image_ops import IMAGE_OPS
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
@@ -92,12 +92,12 @@ class Cutout:
 
 @dataclass(frozen=True)
 class TrivialAugment:
-    """Each image meets one op at a random amount, `rounds` times over.
+    """Each image meets one op at a random amount, `rounds` times over; each op meets as many
+    images of a batch as any other.
 
     Amounts are uniform in [-strength, strength]. At strength 1 the ranges are those of the wide
     TrivialAugment: enhancements by up to its factor, 135 degrees, shears by 1, moves by the whole
-    side, 2 of 8 bits. Two rounds at 0.3 are about as strong as AutoAugment. Each op works on the
-    images that drew it, so a GPU is asked once per op how many those are.
+    side, 2 of 8 bits. Two rounds at 0.3 are about as strong as AutoAugment.
     """
 
     strength: float = 1.0
@@ -114,58 +114,17 @@ class TrivialAugment:
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         for _ in range(self.rounds):
-            choice = _integers(len(self.ops), (len(x),), x, generator)
+            names = list(self.ops)
+            dice(generator).shuffle(names)  # some meet one image more than the others
             amount = self.strength * (2 * _uniform((len(x),), x, generator) - 1)
+            # Groups of sizes the host knows: a GPU need not be asked who drew what.
+            groups = _order(len(x), x, generator).tensor_split(len(names))
             changed = x.clone()
-            for number, name in enumerate(self.ops):
-                rows = (choice == number).nonzero()[:, 0]
+            for name, rows in zip(names, groups, strict=True):
                 if name != "identity" and len(rows):
                     changed[rows] = IMAGE_OPS[name](x[rows], amount[rows])
             x = changed
         return x
-
-
-def mixup(
-    x: Tensor, y: Tensor, classes: int, generator: torch.Generator, *, alpha: float = 0.2
-) -> tuple[Tensor, Tensor]:
-    """s x + (1 - s) x' with a random partner x' in the batch and s ~ Beta(alpha, alpha), and the
-    labels (B,) mixed alike as shares (B,classes)."""
-    share = _beta(alpha, generator)
-    partner = _order(len(x), x, generator)
-    return share * x + (1 - share) * x[partner], _mixed(y, y[partner], classes, share, x)
-
-
-def cutmix(
-    x: Tensor, y: Tensor, classes: int, generator: torch.Generator, *, alpha: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """A box of a random partner's pixels, near 1 - s of the area, s ~ Beta(alpha, alpha), and
-    labels (B,) mixed by the area that remains, as shares (B,classes)."""
-    height, width = x.shape[2:]
-    scale = (1 - _beta(alpha, generator)) ** 0.5
-    partner = _order(len(x), x, generator)
-    box = []
-    for side in (height, width):
-        center = int(_integers(side, (1,), x, generator))
-        half = round(side * scale) / 2
-        box.append(slice(max(0, round(center - half)), min(side, round(center + half))))
-    rows, columns = box
-    mixed = x.clone()
-    mixed[:, :, rows, columns] = x[partner][:, :, rows, columns]
-    area = (rows.stop - rows.start) * (columns.stop - columns.start)
-    return mixed, _mixed(y, y[partner], classes, 1 - area / (height * width), x)
-
-
-def _mixed(y: Tensor, other: Tensor, classes: int, share: float, like: Tensor) -> Tensor:
-    one, two = (functional.one_hot(labels, classes).to(like.dtype) for labels in (y, other))
-    return share * one + (1 - share) * two
-
-
-def _beta(alpha: float, generator: torch.Generator) -> float:
-    if not 0 < alpha < float("inf"):
-        raise InputError(f"alpha: expected a positive finite number, got {alpha!r}")
-    # torch draws from Beta by its global generator alone
-    seed = torch.randint(2**62, (1,), generator=generator, device=generator.device)
-    return random.Random(int(seed)).betavariate(alpha, alpha)
 
 
 def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:

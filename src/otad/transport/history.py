@@ -36,15 +36,22 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`metric` names the scores; `resumed_after` is the epoch a checkpoint gave, 0 for none."""
+    """`metric` names the scores; `resumed_after` is the epoch a checkpoint gave, 0 for none;
+    `epochs` are all that were asked for, of which a run that was out of time has fewer."""
 
     history: tuple[EpochRecord, ...]
     metric: str
     resumed_after: int = field(compare=False)
+    epochs: int = field(default=0, compare=False)
 
     @property
     def final(self) -> EpochRecord:
         return self.history[-1]
+
+    @property
+    def finished(self) -> bool:
+        """All epochs are done; if not, the same call goes on."""
+        return len(self.history) >= self.epochs
 
     @property
     def best_epoch(self) -> int:

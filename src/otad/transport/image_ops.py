@@ -15,7 +15,6 @@ from torch.nn import functional
 ImageOp = Callable[[Tensor, Tensor], Tensor]
 _LEVELS = 256
 _LUMINANCE = (0.299, 0.587, 0.114)
-_SMOOTHING = ((1, 1, 1), (1, 5, 1), (1, 1, 1))
 
 
 def brightness(x: Tensor, amount: Tensor) -> Tensor:
@@ -35,12 +34,9 @@ def saturation(x: Tensor, amount: Tensor) -> Tensor:
 
 def sharpness(x: Tensor, amount: Tensor) -> Tensor:
     """Away from the image smoothed over 3 x 3 pixels; the rim stays as it is."""
-    channels = x.shape[1]
-    kernel = torch.tensor(_SMOOTHING, dtype=x.dtype, device=x.device) / 13
     smooth = x.clone()
-    smooth[:, :, 1:-1, 1:-1] = functional.conv2d(
-        x, kernel.expand(channels, 1, 3, 3), groups=channels
-    )
+    inner = smooth[:, :, 1:-1, 1:-1]
+    inner.mul_(4).add_(functional.avg_pool2d(x, 3, stride=1), alpha=9).div_(13)  # 5 of 13 itself
     return _blend(smooth, x, amount)
 
 
@@ -146,8 +142,9 @@ def _gray(x: Tensor) -> Tensor:
     """(B,1,H,W): luminance of three channels, the mean of any other number."""
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
-    weights = torch.tensor(_LUMINANCE, dtype=x.dtype, device=x.device)
-    return (x * weights.view(1, 3, 1, 1)).sum(1, keepdim=True)
+    red, green, blue = x.split(1, dim=1)
+    gray: Tensor = _LUMINANCE[0] * red + _LUMINANCE[1] * green + _LUMINANCE[2] * blue
+    return gray
 
 
 IMAGE_OPS: dict[str, ImageOp] = {

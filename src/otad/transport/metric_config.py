@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
@@ -22,8 +23,7 @@ class MetricConfig(TrainConfig):
       wrong, by ascent on the neighborhood loss; None for plain training.
     - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
       training inputs, made anew before every epoch and row by row within it.
-    - `ema`: decay of a running average of all weights, which is what remains; 0 for none.
-    - `mixed_precision` computes keys in bfloat16, `channels_last` lays images out for GPUs.
+    - `channels_last` lays images out for GPUs.
     - `n_neighbors` vote in the score on validation data.
     """
 
@@ -36,21 +36,20 @@ class MetricConfig(TrainConfig):
     temperature: float = 0.1
     adversary: Adversary | None = None
     references: str = "batch"
-    ema: float = 0.0
-    mixed_precision: bool = False
+    whole_batches: bool = True
     channels_last: bool = False
     n_neighbors: int = 10
 
+    losses: ClassVar[tuple[str, ...]] = tuple(LOSSES)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.loss, "loss", tuple(LOSSES))
         check_choice(self.references, "references", ("batch", "bank"))
         check_count(self.n_neighbors, "n_neighbors")
         check_count(self.batch_size, "batch_size", least=2)
-        if self.energy_weight != 0:
-            raise InputError(
-                f"energy_weight: expected 0, as a metric carries nothing, got {self.energy_weight}"
-            )
+        self.refuse_changed(("energy_weight", "pair_weight"), "a metric carries nothing")
+        self.refuse_changed(("label_smoothing", "mixing"), "a metric compares, and names no class")
+        self.refuse_changed(("compiled",), "nets under attack are not fused")
         if self.references == "bank" and self.loss != "neighborhood":
             raise InputError(
                 f"references: expected 'batch' for the loss {self.loss}, whose triplets or pairs "
@@ -60,8 +59,6 @@ class MetricConfig(TrainConfig):
             raise InputError(f"temperature: expected a positive number, got {self.temperature!r}")
         if self.margin is not None and not 0 <= self.margin < math.inf:
             raise InputError(f"margin: expected a number of at least 0, got {self.margin!r}")
-        if not 0 <= self.ema < 1:
-            raise InputError(f"ema: expected a number of at least 0 and below 1, got {self.ema!r}")
 
     @property
     def margin_used(self) -> float:

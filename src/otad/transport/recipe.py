@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
+from otad.transport.objectives import OBJECTIVES
+from otad.transport.policies import AUGMENTATIONS
 
 _STEP_AT = (0.5, 0.75)  # shares of the training after which "step" divides the rate by ten
 
@@ -22,7 +25,20 @@ class TrainConfig:
     The objective per batch is mean loss + `energy_weight` * mean energy (the paper's alpha, for
     means instead of sums). `momentum` is AdamW's first beta. `warmup` epochs raise the rate
     linearly from zero; then "cosine" lowers it to zero, "step" divides it by ten after 1/2 and 3/4.
-    Every `log_every` epochs one line goes to the `otad` logger.
+    Every `log_every` epochs one line goes to the `otad` logger. What else a net may need:
+
+    - `decay_on`: weight decay on "all" parameters, or on the "matrices" of layers alone.
+    - `gradient_clip`: gradients of all parameters together are no longer; 0 for any length.
+    - `loss`: a name of `OBJECTIVES`; `label_smoothing` is the share of a label that all classes
+      divide, `target_margin` what the loss "margin" wants of (o_y - o_j) / |w_y - w_j|.
+    - `pair_weight`: of what the pairs of a batch violate a convex potential of `pair_smoothness`
+      by (`pair_excess`), added to the objective.
+    - `augment`: a name of `AUGMENTATIONS`; `mixing` is the share of batches whose images and
+      labels are mixed in pairs, by mixup or CutMix.
+    - `ema`: decay of a running average of all weights, which is what remains; 0 for none.
+    - `mixed_precision` computes in bfloat16 all but energies, losses and weights; scores too.
+    - `compiled`: the net is fused by torch.compile, which takes a minute and needs a compiler.
+    - `whole_batches` leaves rows that fill no batch to other epochs.
     """
 
     epochs: int = 30
@@ -31,25 +47,56 @@ class TrainConfig:
     optimizer: str = "sgd"
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    decay_on: str = "all"
     schedule: str = "cosine"
     warmup: float = 0.0
+    gradient_clip: float = 0.0
+    loss: str = "fit"
     energy_weight: float = 0.0
+    label_smoothing: float = 0.0
+    target_margin: float = 1.0
+    pair_weight: float = 0.0
+    pair_smoothness: float = 2.0
+    augment: str = "none"
+    mixing: float = 0.0
+    ema: float = 0.0
+    mixed_precision: bool = False
+    compiled: bool = False
+    whole_batches: bool = False
     seed: int = 0
     device: str = "cpu"
     log_every: int = 1
+
+    losses: ClassVar[tuple[str, ...]] = tuple(OBJECTIVES)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "log_every"):
             check_count(getattr(self, name), name)
         check_count(self.seed, "seed", least=0)
         check_choice(self.optimizer, "optimizer", ("sgd", "adamw"))
+        check_choice(self.decay_on, "decay_on", ("all", "matrices"))
         check_choice(self.schedule, "schedule", ("cosine", "constant", "step"))
-        for name in ("weight_decay", "energy_weight"):
+        check_choice(self.loss, "loss", self.losses)
+        check_choice(self.augment, "augment", tuple(AUGMENTATIONS))
+        for name in ("weight_decay", "energy_weight", "gradient_clip", "pair_weight"):
             _check_range(getattr(self, name), name, 0.0, math.inf)
-        _check_range(self.learning_rate, "learning_rate", 1e-12, math.inf)
-        _check_range(self.momentum, "momentum", 0.0, 1.0)
+        for name in ("learning_rate", "target_margin", "pair_smoothness"):
+            _check_range(getattr(self, name), name, 1e-12, math.inf)
+        for name in ("momentum", "label_smoothing", "ema"):
+            _check_range(getattr(self, name), name, 0.0, 1.0)
+        if not 0 <= self.mixing <= 1:
+            raise InputError(f"mixing: expected a number from 0 to 1, got {self.mixing!r}")
         _check_range(self.warmup, "warmup", 0.0, self.epochs)
         _check_device(self.device)
+
+    def refuse_changed(self, names: Iterable[str], reason: str) -> None:
+        """Settings that mean nothing in a training must be as they come."""
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name in names and value != setting.default:
+                raise InputError(
+                    f"{setting.name}: expected {setting.default!r}, as {reason}, got {value!r}"
+                )
 
     def rate_at(self, epoch: float) -> float:
         """Learning rate after `epoch` epochs, fractions included."""
@@ -62,7 +109,10 @@ class TrainConfig:
             return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * share))
         return self.learning_rate * 0.1 ** sum(share >= drop for drop in _STEP_AT)
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """On parameters, or on groups of them with settings of their own."""
         fused = torch.device(self.device).type in ("cpu", "cuda")  # one kernel for all parameters
         if self.optimizer == "sgd":
             return torch.optim.SGD(
@@ -93,3 +143,10 @@ def _check_device(name: str) -> None:
         torch.device(name)
     except RuntimeError as error:
         raise InputError(f"device: expected a device such as 'cpu', got {name!r}") from error
+
+
+def present_device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device: expected one that is present, got {name!r} without CUDA")
+    return device

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otad.errors import InputError
 from otad.nets.base import Backbone
+from otad.nets.metric import Metric
 from otad.transport.checkpoint import (
     fingerprint,
     read_checkpoint,
@@ -21,10 +22,16 @@ from otad.transport.checkpoint import (
 from otad.transport.history import EpochRecord
 from otad.transport.recipe import TrainConfig
 
+CHECKPOINT_NAME = "checkpoint.safetensors"
 Optimizer = torch.optim.Optimizer
 
 
-def run_identity(net: Backbone, data: Mapping[str, Tensor], config: TrainConfig) -> dict[str, Any]:
+def run_identity(
+    net: Backbone | Metric,
+    data: Mapping[str, Tensor],
+    config: TrainConfig,
+    own_augment: str | None = None,
+) -> dict[str, Any]:
     """All that decides the final weights, and so what a checkpoint must share to be resumed."""
     settings = asdict(config) | {"device": torch.device(config.device).type}
     del settings["log_every"]
@@ -34,6 +41,7 @@ def run_identity(net: Backbone, data: Mapping[str, Tensor], config: TrainConfig)
         structure = {"structure": repr(net)}
     return {
         "config": settings,
+        "augment": own_augment,
         "net": structure | {"initial_weights": fingerprint(net.state_dict())},
         "data": {name: fingerprint({name: tensor}) for name, tensor in data.items()},
     }
@@ -42,11 +50,11 @@ def run_identity(net: Backbone, data: Mapping[str, Tensor], config: TrainConfig)
 def save(
     path: Path,
     identity: Mapping[str, Any],
-    net: Backbone,
+    run: nn.Module,
     optimizer: Optimizer,
     history: Sequence[EpochRecord],
 ) -> None:
-    tensors = {f"net/{name}": tensor for name, tensor in net.state_dict().items()}
+    tensors = {f"net/{name}": tensor for name, tensor in run.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
     header = {"run": identity, "history": [_lasting(record) for record in history]}
@@ -59,7 +67,7 @@ def _lasting(record: EpochRecord) -> dict[str, Any]:
 
 
 def resume(
-    path: Path, identity: Mapping[str, Any], net: Backbone, optimizer: Optimizer
+    path: Path, identity: Mapping[str, Any], run: nn.Module, optimizer: Optimizer
 ) -> list[EpochRecord]:
     """Load weights and optimizer state of the run `identity`; its records so far."""
     tensors, header = read_checkpoint(path)
@@ -73,6 +81,6 @@ def resume(
         else:
             index, moment = name.split("/")
             moments.setdefault(int(index), {})[moment] = tensor
-    net.load_state_dict(weights)
+    run.load_state_dict(weights)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
     return [EpochRecord(**record) for record in header["history"]]

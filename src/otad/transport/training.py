@@ -7,38 +7,30 @@ which draws the map x_i -> z_i towards optimal transport of the training points.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from otad.errors import InputError
 from otad.nets.base import Backbone
-from otad.transport.history import METRICS, EpochRecord, Report, TrainResult, reporting
+from otad.transport.augment import Augmentation
+from otad.transport.compiling import compiled
+from otad.transport.history import METRICS, EpochRecord, Report, TrainResult
+from otad.transport.mixing import mix_some
+from otad.transport.objectives import OBJECTIVES, Objective
+from otad.transport.pair_penalty import pair_excess
+from otad.transport.parts import Split, check_kept, parts_of, refuse_one_class, to_inputs
+from otad.transport.randomness import epoch_batches, epoch_seed, own_randomness
 from otad.transport.recipe import TrainConfig
-from otad.transport.resume import resume, run_identity, save
+from otad.transport.session import Limits, Session
 
-CHECKPOINT_NAME = "checkpoint.safetensors"
 _SCORING_ROWS = 1024
-_PARTS = ("train_x", "train_y", "val_x", "val_y")
-_log = logging.getLogger("otad")
-
-
-class Split(Protocol):
-    """Training inputs (N,*input_shape) and targets (N,); `val_x` and `val_y` alike may follow."""
-
-    @property
-    def train_x(self) -> Tensor: ...
-    @property
-    def train_y(self) -> Tensor: ...
+_AUGMENTED_ROWS = 4096
 
 
 def train(
@@ -46,157 +38,159 @@ def train(
     data: Split | Sequence[Tensor],
     config: TrainConfig,
     *,
+    augment: Augmentation | None = None,
     checkpoint_dir: str | Path | None = None,
+    save_seconds: float = 0.0,
+    max_seconds: float | None = None,
     progress: Report | bool = False,
 ) -> TrainResult:
     """Train `net` in place, leaving it on `config.device` in evaluation mode.
 
-    `data` is a `Split`, or (train_x, train_y) or (train_x, train_y, val_x, val_y). With a
-    `checkpoint_dir` every epoch is saved there, and a call with the same net as at the start, data
-    and config goes on where a killed one stopped, to the very same weights. `progress` is called
-    with each `EpochRecord` once its epoch is saved; True draws a bar.
+    `data` is a `Split`, or (train_x, train_y) or (train_x, train_y, val_x, val_y); all of it is
+    kept on the device. Inputs may be bytes, 0 to 255 over the bounds of the net. `augment` is an
+    augmentation of your own, for `config.augment` "none"; it meets several batches at once.
+
+    With a `checkpoint_dir` every epoch is saved there, or one in `save_seconds`, and a call with
+    the same net as at the start, data and config goes on where a killed one stopped, to the very
+    same weights. So does one that was out of time: rather than run beyond `max_seconds` it ends
+    early, after an epoch at least, with a result that is not `finished`. `progress` is called with
+    each `EpochRecord`; True draws a bar.
     """
-    device = present_device(config.device)
-    tensors = _check_data(net, data)
-    path = None if checkpoint_dir is None else Path(checkpoint_dir) / CHECKPOINT_NAME
-    identity = {} if path is None else run_identity(net, tensors, config)
-    optimizer = config.make_optimizer(net.to(device).parameters())
-    history: list[EpochRecord] = []
-    if path is not None and path.exists():
-        history = resume(path, identity, net, optimizer)
-    resumed_after = len(history)
-
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    with reporting(progress, config.epochs, resumed_after) as report:
-        for epoch in range(resumed_after + 1, config.epochs + 1):
-            record = _run_epoch(net, optimizer, tensors, config, epoch)
-            history.append(record)
-            if path is not None:
-                save(path, identity, net, optimizer, history)
-            if epoch % config.log_every == 0 or epoch == config.epochs:
-                _log.info("%s", record)
-            report(record)
-    net.eval()
-    return TrainResult(tuple(history), METRICS[net.task], resumed_after)
+    tensors = _check_data(net, data, config)
+    objective = OBJECTIVES[config.loss](net.task, config)
+    session = Session(
+        net,
+        tensors,
+        config,
+        augment=augment,
+        checkpoint_dir=checkpoint_dir,
+        limits=Limits(save_seconds, max_seconds),
+    )
+    resumed_after = len(session.history)
+    passing = _passing(net)
+    if config.compiled and resumed_after < config.epochs:
+        passing = compiled(passing)
+    trainer = _Trainer(session, passing, objective)
+    session.run_epochs(lambda epoch: _run_epoch(trainer, epoch), progress)
+    metric = METRICS[net.task]
+    return TrainResult(tuple(session.history), metric, resumed_after, config.epochs)
 
 
-def _run_epoch(
-    net: Backbone,
-    optimizer: torch.optim.Optimizer,
-    data: Mapping[str, Tensor],
-    config: TrainConfig,
-    epoch: int,
-) -> EpochRecord:
+class _Passed(NamedTuple):
+    """A batch on its way through the net: embedded inputs and features (B,d), outputs, energies."""
+
+    embedded: Tensor
+    features: Tensor
+    outputs: Tensor
+    energies: Tensor
+
+
+def _passing(net: Backbone) -> Callable[[Tensor], _Passed]:
+    def passed(x: Tensor) -> _Passed:
+        embedded = net.embed(x)
+        features, energies = net.transport(embedded)
+        return _Passed(embedded, features, net.head(features), energies)
+
+    return passed
+
+
+@dataclass
+class _Trainer:
+    session: Session[Backbone]
+    passing: Callable[[Tensor], _Passed]
+    objective: Objective
+
+    def batches(self, epoch: int) -> Iterator[tuple[float, Tensor, Tensor]]:
+        """Share of the epoch, inputs and targets of each batch, on the device from the start: the
+        host hurries ahead with its orders and asks nothing back."""
+        data, config = self.session.data, self.session.config
+        x, y, net = data["train_x"], data["train_y"], self.session.run.net
+        batches = epoch_batches(len(x), config, epoch, x.device)
+        generator = torch.Generator(x.device).manual_seed(epoch_seed(config.seed, epoch))
+        at_once = max(1, _AUGMENTED_ROWS // config.batch_size)  # few orders for many images
+        for start in range(0, len(batches), at_once):
+            some = batches[start : start + at_once]
+            rows, sizes = torch.cat(some), [len(part) for part in some]
+            inputs, targets = to_inputs(x[rows], net), y[rows]
+            if self.session.augment is not None:
+                inputs = self.session.augment(inputs, generator)
+            parts = zip(inputs.split(sizes), targets.split(sizes), strict=True)
+            for number, (images, labels) in enumerate(parts, start):
+                batch = images, labels
+                if config.mixing > 0:
+                    batch = mix_some(*batch, net.n_outputs, generator, probability=config.mixing)
+                yield (number + 0.5) / len(batches), *batch
+
+    def step(self, x: Tensor, y: Tensor, *, first: bool) -> Tensor:
+        """One gradient step; the batch means of loss, energy and score, (3,)."""
+        net, config = self.session.run.net, self.session.config
+        with self.session.precision():
+            passed = self.passing(x)
+        embedded, features, outputs, energies = (part.to(net.mean.dtype) for part in passed)
+        loss, energy = self.objective(outputs, y, net.head), energies.mean()
+        whole = loss + config.energy_weight * energy if config.energy_weight > 0 else loss
+        if config.pair_weight > 0:
+            excess = pair_excess(embedded, features, config.pair_smoothness)
+            whole = whole + config.pair_weight * excess
+        self.session.step(whole, first=first)
+        score = _scores(outputs.detach(), y).mean()
+        return torch.stack([loss.detach(), energy.detach(), score])
+
+    def validate(self) -> float | None:
+        data, net = self.session.data, self.session.run.best
+        if "val_x" not in data:
+            return None
+        net.eval()
+        parts = (data[name].split(_SCORING_ROWS) for name in ("val_x", "val_y"))
+        with torch.no_grad(), self.session.precision():
+            sums = [
+                _scores(net(to_inputs(rows, net)), targets).sum()
+                for rows, targets in zip(*parts, strict=True)
+            ]
+        return float(torch.stack(sums).double().sum()) / len(data["val_y"])
+
+
+def _run_epoch(trainer: _Trainer, epoch: int) -> EpochRecord:
     started = time.perf_counter()
-    x, y = data["train_x"], data["train_y"]
-    seed = epoch_seed(config.seed, epoch)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    batches = order.to(x.device).split(config.batch_size)
-    net.train()
-    means = []  # kept on the device: reading a value in every step would stall a GPU
-    with own_randomness(x.device, seed):
-        for step, rows in enumerate(batches):
-            rate = config.rate_at(epoch - 1 + (step + 0.5) / len(batches))
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            means.append(_step(net, optimizer, x[rows], y[rows], config))
-    sizes = torch.tensor([len(rows) for rows in batches], dtype=torch.float64)
-    loss, energy, train_score = (sizes @ torch.stack(means).cpu().double() / sizes.sum()).tolist()
-    total = sum(float(weight.detach().sum()) for weight in net.parameters())
-    if not math.isfinite(loss + energy + total):
-        raise InputError(
-            f"learning_rate: expected one at which training converges, got {config.learning_rate}, "
-            f"which made loss or weights infinite in epoch {epoch}"
-        )
-    val_score = _mean_score(net, data["val_x"], data["val_y"]) if "val_x" in data else None
+    session = trainer.session
+    session.run.net.train()
+    sizes: list[int] = []
+    means: list[Tensor] = []  # on the device: reading a value in every step would stall a GPU
+    with own_randomness(session.data["train_x"].device, epoch_seed(session.config.seed, epoch)):
+        for share, x, y in trainer.batches(epoch):
+            session.set_rate(epoch - 1 + share)
+            means.append(trainer.step(x, y, first=epoch == 1 and not means))
+            sizes.append(len(x))
+    weights = torch.tensor(sizes, dtype=torch.float64)
+    totals = weights @ torch.stack(means).cpu().double()
+    loss, energy, train_score = (totals / weights.sum()).tolist()
+    session.refuse_divergence(loss + energy, epoch)
+    val_score = trainer.validate()
     return EpochRecord(epoch, loss, energy, train_score, val_score, time.perf_counter() - started)
 
 
-def _step(
-    net: Backbone, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, config: TrainConfig
-) -> Tensor:
-    """One gradient step; the batch means of loss, energy and score, (3,)."""
-    features, energies = net.transport(net.embed(x))
-    outputs, energy = net.head(features), energies.mean()
-    if net.task == "classification":
-        loss = functional.cross_entropy(outputs, y)
-    else:
-        loss = functional.mse_loss(outputs, y)
-    optimizer.zero_grad()
-    (loss + config.energy_weight * energy if config.energy_weight > 0 else loss).backward()
-    optimizer.step()
-    return torch.stack([loss.detach(), energy.detach(), _scores(outputs.detach(), y).mean()])
-
-
-def _mean_score(net: Backbone, x: Tensor, y: Tensor) -> float:
-    net.eval()
-    with torch.no_grad():
-        parts = zip(x.split(_SCORING_ROWS), y.split(_SCORING_ROWS), strict=True)
-        sums = [_scores(net(rows), targets).sum() for rows, targets in parts]
-    return float(torch.stack(sums).double().sum()) / len(y)
-
-
 def _scores(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per row, 1 or 0 for right or wrong, or the squared error of a value."""
+    """Per row, 1 or 0 for right or wrong (as the largest share of a mixed row goes), or the squared
+    error of a value."""
     if outputs.dim() == 2:
-        return (outputs.argmax(1) == targets).float()
+        labels = targets if targets.dim() == 1 else targets.argmax(1)
+        return (outputs.argmax(1) == labels).float()
     return (outputs - targets).square()
 
 
-def parts_of(data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
-    """train_x, train_y and, where given, val_x and val_y, as they came."""
-    found: dict[str, Tensor | None]
-    if isinstance(data, Sequence):
-        found = dict(zip((*_PARTS, "more"), data, strict=False))
-    else:
-        found = {name: getattr(data, name, None) for name in _PARTS}
-    parts = {name: part for name, part in found.items() if part is not None}
-    if tuple(parts) not in (_PARTS[:2], _PARTS):
-        raise InputError(
-            f"data: expected {', '.join(_PARTS[:2])} or {', '.join(_PARTS)}, "
-            f"got {', '.join(parts) or type(data).__name__}"
-        )
-    return parts
-
-
-def refuse_one_class(labels: Tensor) -> None:
-    """Training labels (N,) must have something to tell apart."""
-    if bool((labels == labels[0]).all()):
-        raise InputError(
-            f"train_y: expected at least two classes, got only the label {int(labels[0])}"
-        )
-
-
-def _check_data(net: Backbone, data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
+def _check_data(
+    net: Backbone, data: Split | Sequence[Tensor], config: TrainConfig
+) -> dict[str, Tensor]:
     """All parts, fit for the net."""
     parts = parts_of(data)
     for kind in ("train", "val")[: len(parts) // 2]:
-        inputs = net.check_inputs(parts[f"{kind}_x"], f"{kind}_x")
+        inputs = check_kept(net, parts[f"{kind}_x"], f"{kind}_x")
         net.check_targets(parts[f"{kind}_y"], len(inputs), f"{kind}_y")
     if net.task == "classification":
         refuse_one_class(parts["train_y"])
+    if config.mixing > 0 and (net.task != "classification" or len(net.input_shape) != 3):
+        raise InputError(
+            f"mixing: expected 0 unless images (C,H,W) are classified, got {config.mixing} for "
+            f"{net.task} of shape {net.input_shape}"
+        )
     return parts
-
-
-def present_device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device: expected one that is present, got {name!r} without CUDA")
-    return device
-
-
-def epoch_seed(seed: int, epoch: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-@contextmanager
-def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
-    """Layers that draw (dropout) do so from `seed`; the caller's global state is put back."""
-    on_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if on_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
