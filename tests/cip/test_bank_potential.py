@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor
 
-from otad.cip import bank_potential
+from otad.cip import pairs as bank_pairs
 from otad.cip.bank_potential import (
     BankPotential,
     Contradiction,
@@ -125,7 +125,7 @@ def test_what_is_left_out_is_told_and_the_rest_is_integrated() -> None:
 def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     x, z = smooth_bank(45, 4, 7)
     whole = integrate_bank(x, z, 3.0)
-    monkeypatch.setattr(bank_potential, "BLOCK_BYTES", 16 * 4 * 7)
+    monkeypatch.setattr(bank_pairs, "BLOCK_BYTES", 16 * 4 * 7)
     pieces = integrate_bank(x, z, 3.0)
     assert isinstance(whole, BankPotential)
     assert isinstance(pieces, BankPotential)

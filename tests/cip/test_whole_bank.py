@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import replace
 
 import clarabel
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 from torch import Tensor
 
-from otad.cip import Status
+from otad.cip import Status, index_prices, pricing
 from otad.cip.bank_potential import (
     BankPotential,
     integrate_bank,
@@ -22,7 +24,7 @@ from otad.cip.bank_potential import (
     least_bank_smoothness,
 )
 from otad.cip.whole_bank import WholeBank
-from otad.errors import InputError
+from otad.errors import InputError, MissingExtraError
 
 
 def queries(count: int, dim: int, seed: int) -> Tensor:
@@ -202,6 +204,79 @@ def test_local_and_global_agree_where_all_points_are_neighbors_on_a_quadratic() 
     assert math.isfinite(float(WholeBank(x, 1.5 * x, found)(query).solution.value.sum()))
 
 
+@pytest.mark.parametrize("cells", [10**9, 40])
+def test_an_index_only_helps_to_find_the_points(
+    cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one cell, and with so many that most of the bank is not looked at."""
+    pytest.importorskip("faiss", reason="needs the extra `index`")
+    monkeypatch.setattr(index_prices, "FEWEST_CELLED", cells)
+    monkeypatch.setattr(index_prices, "POINTS_PER_CELL", 20)
+    monkeypatch.setattr(index_prices, "PROBED", 1)
+    monkeypatch.setattr(index_prices, "TRAINING_ROWS", 40)
+    x, z = smooth_bank(900, 5, 18)
+    z[100] += 4.0
+    potential = integrate_most(x, z, 6.0)
+    query = queries(50, 5, 19)
+    exact, found = (
+        WholeBank(x, z, potential, pricing=pricing)(query) for pricing in ("exact", "faiss")
+    )
+    torch.testing.assert_close(found.solution.image, exact.solution.image, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.solution.value, exact.solution.value, rtol=0, atol=1e-9)
+    assert bool((found.solution.status == int(Status.SOLVED)).all())
+    assert float(found.gap.max()) < 1e-10
+    assert float(found.rounds.double().mean()) <= float(exact.rounds.double().mean()) + 1
+
+
+def test_says_which_extra_an_index_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, z = smooth_bank(20, 3, 17)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(MissingExtraError, match="index"):
+        WholeBank(x, z, least_bank_smoothness(x, z), pricing="faiss")
+
+
+def test_what_has_weight_comes_first_and_the_rest_is_padding() -> None:
+    x, z = smooth_bank(150, 5, 20)
+    found = WholeBank(x, z, least_bank_smoothness(x, z))(queries(40, 5, 21))
+    weight = found.solution.multipliers
+    assert bool((weight[:, :-1] >= weight[:, 1:]).all())
+    assert int((weight > 0).sum(1).max()) == weight.shape[1]
+    assert torch.equal(found.solution.active, weight > 0)
+    padding = ~found.solution.active
+    assert bool((found.indices == found.indices[:, :1])[padding].all())
+
+
+def test_pieces_of_a_batch_and_threads_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, z = smooth_bank(150, 5, 22)
+    bank = WholeBank(x, z, least_bank_smoothness(x, z))
+    query = queries(60, 5, 23)
+    whole = bank(query)
+    monkeypatch.setitem(pricing.GATHERED_AT_ONCE, "cpu", 5 * 20 * 7)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pieces = bank(query)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(whole.solution.image, pieces.solution.image, rtol=0, atol=1e-9)
+    torch.testing.assert_close(whole.solution.value, pieces.solution.value, rtol=0, atol=1e-11)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bank_device", ["cpu", "cuda"])
+def test_queries_are_answered_where_they_are(bank_device: str, dtype: torch.dtype) -> None:
+    x, z = smooth_bank(300, 8, 24, dtype=torch.float32)
+    potential = least_bank_smoothness(x, z)
+    query = queries(30, 8, 25).to(dtype)
+    expected = WholeBank(x, z, potential)(query).solution
+    moved = replace(potential, levels=potential.levels.to(bank_device))
+    found = WholeBank(x.to(bank_device), z.to(bank_device), moved)(query.cuda()).solution
+    assert found.image.is_cuda
+    torch.testing.assert_close(found.image.cpu(), expected.image, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.value.cpu(), expected.value, rtol=1e-5, atol=1e-5)
+
+
 def test_refuses_what_does_not_fit() -> None:
     x, z = smooth_bank(20, 3, 17)
     potential = least_bank_smoothness(x, z)
@@ -210,5 +285,7 @@ def test_refuses_what_does_not_fit() -> None:
     bank = WholeBank(x, z, potential)
     with pytest.raises(InputError, match=r"query: expected shape \(4, 3\) like the bank"):
         bank(torch.zeros(4, 2))
+    with pytest.raises(InputError, match="pricing: expected one of"):
+        WholeBank(x, z, potential, pricing="guess")
     with pytest.raises(InputError, match="query: expected finite values, got nan"):
         bank(torch.full((4, 3), torch.nan))

@@ -55,7 +55,7 @@ def solver_tables(record: BenchmarkRecord) -> RenderableType:
 
 
 def _question_table(record: BenchmarkRecord, question: str) -> Table:
-    table = _table(TITLES[question])
+    table = plain_table(TITLES[question])
     for name in ("B", "K", "d"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("solver", no_wrap=True)
@@ -71,7 +71,7 @@ def _question_table(record: BenchmarkRecord, question: str) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
     return Table(
         title=title,
         title_justify="left",
@@ -99,7 +99,7 @@ def _bank_table(record: BenchmarkRecord) -> Table:
         f"{case['batch']:,} queries, K = {case['neighbors']}, d = {case['dim']:,}, "
         f"gathered from a bank of {case['size']:,}"
     )
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("bank")
     for name in ("chunk", "in all", "floor", "ratio", "copy", "extra memory", "residual"):
         table.add_column(name, justify="right")

@@ -7,11 +7,11 @@ rows, and are float64 whatever the data is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from otad.cip.fused import streamed_products, streams
 from otad.cip.rows import RowProblem, blocks
 
+Part = TypeVar("Part")
+Done = TypeVar("Done")
 _BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # measured best
 
 
@@ -117,31 +119,34 @@ def rows_per_block(problem: RowProblem, chunk: int | None) -> int:
 
 
 def for_blocks(problem: RowProblem, chunk: int | None, work: Callable[[slice], None]) -> None:
-    """Call `work` on blocks of rows.
+    """Call `work` on blocks of rows."""
+    parts = list(blocks(problem.shape[0], rows_per_block(problem, chunk)))
+    shared_out(parts, work, problem.query.device)
 
-    On the CPU blocks are shared out to as many threads as torch may use: its own batched products
+
+def shared_out(
+    parts: Sequence[Part], work: Callable[[Part], Done], device: torch.device
+) -> list[Done]:
+    """`work` on every part, without gradients, in full precision.
+
+    On the CPU parts are shared out to as many threads as torch may use: its own batched products
     of small matrices run on one.
     """
-    device = problem.query.device
-    parts = list(blocks(problem.shape[0], rows_per_block(problem, chunk)))
     allowed = torch.get_num_threads()
     threads = min(allowed, len(parts)) if device.type == "cpu" else 1
 
-    def work_alone(rows: slice) -> None:
+    def work_alone(part: Part) -> Done:
         with torch.no_grad():  # this setting, too, belongs to a thread
-            work(rows)
+            return work(part)
 
     with full_precision(device):
         if threads == 1:
-            for rows in parts:
-                work_alone(rows)
-            return
+            return [work_alone(part) for part in parts]
         try:
             with ThreadPoolExecutor(
                 threads, initializer=torch.set_num_threads, initargs=(1,)
             ) as pool:
-                for _ in pool.map(work_alone, parts):
-                    pass
+                return list(pool.map(work_alone, parts))
         finally:
             torch.set_num_threads(allowed)  # what a thread sets is what new threads start from
 

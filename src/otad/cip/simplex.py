@@ -5,14 +5,15 @@
 The optimum is known once its support S is: on S it solves a linear system. So guess S, solve, drop
 the neighbors whose weight came out negative, take in those whose gain is positive, and repeat until
 nothing changes: then all optimality conditions hold. Almost every row ends within a few rounds;
-this exchange of many at a time could circle, so the rest go to `pivoting`, which cannot.
+this exchange of many at a time could circle, or meet images that depend on each other: such rows go
+to `pivoting`, which ends whatever they are.
 
 H = G + 1 1^T has the same optimum (it adds a constant on the simplex) and is regular on affinely
-independent images. Eliminating S from [H c 1] leaves p = H_SS^-1 c and r = H_SS^-1 1, and
+independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
 
-    value = p - nu r,   nu = (sum_S p - 1) / sum_S r
+    w = p - nu r,   nu = (sum p - 1) / sum r
 
-holds the weights of the neighbors in S and, by the same formula, the gains of those outside.
+are the weights there, and c_i - nu - (H w)_i are the gains of the neighbors outside.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from otad.cip.gram import shared_out
 from otad.cip.pivoting import pivot_to_optimum
+from otad.cip.rows import blocks
 
 _REFINEMENTS = 3  # beyond the first
 _GUESSES = 8  # rounds of exchange before a row is left to pivoting
+_FEWEST_ROWS = 512  # that are worth a thread of their own
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,36 @@ class SimplexOptimum:
 
 
 def maximize_on_simplex(
-    gram: Tensor, linear: Tensor, active: Tensor, tolerance: float
+    gram: Tensor, linear: Tensor, active: Tensor, tolerance: float, guess: Tensor | None = None
 ) -> SimplexOptimum:
     """Maximize linear . w - w^T gram w / 2 over the simplex of the active neighbors, per column.
 
     `gram` (K,K,B) positive semidefinite up to the relative error `tolerance`, `linear` (K,B),
-    `active` (K,B) with at least one True in each column.
+    `active` (K,B) with at least one True in each column. `guess` (K,B): who is expected to get
+    weight, one active neighbor at least; by default all.
     """
+    first = active if guess is None else guess
+    batch = linear.shape[1]
+
+    def work(rows: slice) -> SimplexOptimum:
+        parts = (gram[..., rows], linear[:, rows], active[:, rows], first[:, rows])
+        return _maximize(*parts, tolerance)
+
+    threads = torch.get_num_threads() if linear.device.type == "cpu" else 1
+    width = max(_FEWEST_ROWS, -(-batch // threads))
+    if batch <= width:
+        return work(slice(0, batch))
+    found = shared_out(list(blocks(batch, width)), work, linear.device)
+    return SimplexOptimum(
+        torch.cat([part.weights for part in found], dim=-1),
+        torch.cat([part.sensitivity for part in found], dim=-1),
+        torch.cat([part.solved for part in found]),
+    )
+
+
+def _maximize(
+    gram: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float
+) -> SimplexOptimum:
     scale = gram.diagonal(dim1=0, dim2=1).mT.amax(0)
     scale = torch.where(scale > 0, scale, 1.0)
     quadratic, linear = gram / scale, linear / scale
@@ -52,7 +79,7 @@ def maximize_on_simplex(
     linear = linear - (linear * active).sum(0) / active.sum(0)
     weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
     solved = torch.ones_like(scale, dtype=torch.bool)
-    todo = _by_exchange(quadratic, linear, active, tolerance, weights, inverse)
+    todo = _by_exchange(quadratic, linear, active, guess, tolerance, weights, inverse)
     if len(todo):
         weights[:, todo], inverse[..., todo], solved[todo] = pivot_to_optimum(
             quadratic[..., todo], linear[:, todo], active[:, todo], tolerance
@@ -65,63 +92,71 @@ def _by_exchange(
     quadratic: Tensor,
     linear: Tensor,
     active: Tensor,
+    guess: Tensor,
     tolerance: float,
     weights: Tensor,
     inverse: Tensor,
 ) -> Tensor:
     """Fill in weights and inverse of the rows that exchange solves; the rows left over."""
     place = torch.arange(linear.shape[1], device=linear.device)
-    ones = torch.ones_like(linear)
-    table = torch.cat((quadratic + 1, linear[:, None], ones[:, None]), dim=1)
-    allowed = active.to(linear.dtype)
-    support = allowed
-    floor = tolerance * (1 + (linear * allowed).abs().amax(0))
-    for _ in range(_GUESSES):
-        swept, basis = _eliminate(table, support, tolerance)
-        p, r = swept[:, -2], swept[:, -1]
-        rate = (r * basis).sum(0)
-        value = p - ((p * basis).sum(0) - 1) / rate * r
+    matrix = (quadratic + 1).permute(2, 0, 1).contiguous()  # here the batch comes first
+    target, allowed = linear.mT.contiguous(), active.mT.to(linear.dtype)
+    floor = tolerance * (1 + (target * allowed).abs().amax(1))
+    support, given_up = guess.mT.to(linear.dtype), []
+    for number in range(1, _GUESSES + 1):
+        factor, regular = _factor(matrix, support, tolerance)
+        solved = _solve(factor, torch.stack((target * support, support), dim=2))
+        (p, r), (mass, rate) = solved.unbind(2), solved.sum(1).unbind(1)
+        level = ((mass - 1) / rate)[:, None]
+        weight = torch.addcmul(p, level, r, value=-1)
+        gain = torch.baddbmm((target - level)[..., None], matrix, weight[..., None], alpha=-1)
         # Optimal: no weight below zero, no gain above, up to rounding.
-        excess = (value - 2 * basis * value) * allowed
-        done = (excess.amax(0) <= floor) & (rate > 0)
-        finished, left = done.nonzero()[:, 0], (~done).nonzero()[:, 0]
-        rows, keep = place[finished], basis.index_select(-1, finished)
-        border = r.index_select(-1, finished) * keep
-        block = swept[:, :-2].index_select(-1, finished).mul_(-keep[:, None]).mul_(keep[None])
-        block.addcmul_(border[:, None], (border / rate[finished])[None], value=-1)
-        inverse[..., rows] = block
-        weights[:, rows] = value.index_select(-1, finished) * keep
-        place = place[left]
-        if len(left) == 0:
-            break
-        support = ((value > 0) * allowed).index_select(-1, left)
-        table, allowed = (part.index_select(-1, left) for part in (table, allowed))
-        floor = floor[left]
-    return place
+        value = torch.addcmul(weight, allowed - support, gain[..., 0])
+        done = regular & (torch.sub(value, weight, alpha=2).amax(1) <= floor)
+        left = (regular & ~done).nonzero()[:, 0]
+        if 2 * len(left) <= len(place) or number == _GUESSES:  # put finished rows away
+            best = done.nonzero()[:, 0]
+            rows = place[best]
+            weights[:, rows] = weight[best].mT
+            inverse[..., rows] = _inverse(factor[best], support[best], r[best], rate[best])
+            if len(best) + len(left) < len(place):
+                given_up.append(place[~regular])
+            place = place[left]
+            if len(left) == 0:
+                break
+            parts = (support, matrix, target, allowed, floor, value, done)
+            support, matrix, target, allowed, floor, value, done = (x[left] for x in parts)
+        support = torch.where(done[:, None], support, (value > 0).to(support.dtype))
+    return torch.cat([place, *given_up])
 
 
-def _eliminate(table: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Sweep the columns in `support` (K,B) out of table (K,K+2,B): Gauss-Jordan without exchange.
+def _factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Cholesky factor (B,K,K) of H on the support (B,K) and of the identity elsewhere.
 
-    A neighbor whose image depends affinely on those before it has no pivot left and stays out; the
-    basis (K,B) that was really swept comes back too.
+    Also whether the images in the support are affinely independent (B,): if not, it means nothing.
     """
-    count, table, basis = len(table), table.clone(), torch.empty_like(support)
-    for k in range(count):
-        row = table[k].clone()
-        regular = row[k] > tolerance
-        chosen = torch.mul(support[k], regular, out=basis[k])
-        rate = chosen / torch.where(regular, row[k], 1.0)
-        # With the pivot lowered by 1, one rank-one change makes row and column k right as well:
-        # t - (p - 1) t / p = t / p; only the corner, 2 - 1 / p, is 2 too high.
-        row[k] -= chosen
-        table.addcmul_((row[:count] * rate)[:, None], row[None], value=-1)
-        table[k, k] -= 2 * chosen
-    return table, basis
+    part = matrix * support[:, :, None] * support[:, None]
+    part.diagonal(dim1=1, dim2=2).add_(1 - support)
+    factor, failed = torch.linalg.cholesky_ex(part)
+    pivots = factor.diagonal(dim1=1, dim2=2)
+    return factor, (failed == 0) & (pivots.amin(1) > tolerance**0.5)
+
+
+def _inverse(factor: Tensor, support: Tensor, edge: Tensor, rate: Tensor) -> Tensor:
+    """H_SS^-1 - r r^T / sum r (K,K,B), zero outside the support."""
+    block = _solve(factor, torch.diag_embed(support))
+    block = block.addcmul_(edge[:, :, None], (edge / rate[:, None])[:, None], value=-1)
+    return block.permute(1, 2, 0)
+
+
+def _solve(factor: Tensor, sides: Tensor) -> Tensor:
+    half = torch.linalg.solve_triangular(factor, sides, upper=False)
+    whole: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return whole
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """Iterative refinement removes what elimination has gathered in rounding.
+    """Iterative refinement removes what the factors have gathered in rounding.
 
     Each step makes the error many times smaller; few rows (nearly dependent images) need a second.
     """

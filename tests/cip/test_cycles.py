@@ -1,0 +1,64 @@
+"""Cycles of bank points, and the bounds on the curvature that they prove."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cip.test_bank_potential import BENDS, smooth_bank
+
+from otad.cip import cycles
+from otad.cip.bank_potential import integrate_most, least_bank_smoothness
+from otad.cip.cycles import contradicting_points, cycle_bound, cycles_of, pair_bound
+from otad.cip.pairs import Pairs
+
+
+def test_all_cycles_of_a_map_are_found_once() -> None:
+    parents = torch.tensor([1, 2, 0, 3, 3, 6, 5, 2, 8])
+    found = sorted(tuple(sorted(cycle.tolist())) for cycle in cycles_of(parents))
+    assert found == [(0, 1, 2), (5, 6)]
+    assert cycles_of(torch.arange(4)) == ()
+
+
+@pytest.mark.parametrize("bend", BENDS)
+def test_the_pair_bound_is_the_steepest_pair(bend: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cycles.PAIR_BLOCK, "cpu", 16)
+    x, z = smooth_bank(60, 4, 1)
+    images = z - bend * x
+    steps, turns = x[:, None] - x[None], images[:, None] - images[None]
+    ratios = turns.square().sum(2) / (turns * steps).sum(2)
+    expected = float(ratios.nan_to_num(0.0).max())
+    pairs = Pairs(x, z, bend)
+    assert pair_bound(pairs) == pytest.approx(expected, rel=1e-12)
+    assert least_bank_smoothness(x, z, bend).modulus >= expected * (1 - 1e-12)
+    first, second = divmod(int(ratios.nan_to_num(0.0).argmax()), 60)
+    assert cycle_bound(pairs, torch.tensor([first, second])) == pytest.approx(expected, rel=1e-9)
+
+
+def test_equal_inputs_with_different_features_allow_no_curvature() -> None:
+    x, z = smooth_bank(20, 3, 2)
+    x[4] = x[11]
+    pairs = Pairs(x, z, 0.0)
+    assert pair_bound(pairs) == math.inf
+    assert cycle_bound(pairs, torch.tensor([4, 11])) == math.inf
+    assert cycle_bound(pairs, torch.tensor([4])) == 0.0
+
+
+def test_without_the_contradicting_points_no_pair_contradicts() -> None:
+    x, z = smooth_bank(80, 3, 3, noise=0.1)
+    pairs = Pairs(x, z, 0.0)
+    gone = contradicting_points(pairs, 3.0)
+    assert 0 < len(gone) < 60
+    assert len(set(gone.tolist())) == len(gone)
+    pairs.kept[gone] = False
+    assert pair_bound(pairs) <= 3.0
+    assert len(contradicting_points(pairs, 3.0)) == 0
+    assert set(gone.tolist()) <= set(integrate_most(x, z, 3.0, max_left_out=80).left_out.tolist())
+
+
+def test_constant_features_need_no_curvature() -> None:
+    x, z = smooth_bank(12, 3, 4)
+    found = least_bank_smoothness(x, 0 * z + 5.0)
+    assert 0 < found.smoothness < 1e-5
+    assert len(least_bank_smoothness(x[:1], z[:1]).levels) == 1

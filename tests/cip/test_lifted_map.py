@@ -1,0 +1,84 @@
+"""The map of a lifted bank as a function of the bank: the same answers, with gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cip.test_pairwise import lifted, parts
+from torch import Tensor
+
+from otad.cip.lifted_map import lifted_answer
+from otad.cip.pairwise import least_lipschitz, lifted_potential
+from otad.cip.whole_bank import WholeBank
+from otad.errors import InputError
+
+
+def queries(count: int, dim: int) -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return 3 + 1.2 * torch.randn(count, dim, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0, 2.0])
+def test_answers_are_those_of_the_whole_bank(share: float) -> None:
+    for seed in range(4):
+        points, answers = parts(60, 4, 3, seed)
+        k = share * least_lipschitz(points, answers)
+        x, z = lifted(points, answers)
+        potential = lifted_potential(x, z, 3, k, leave_out=False)
+        query = queries(50, 4)
+        padded = torch.cat([query, torch.zeros(50, 3, dtype=torch.float64)], 1)
+        expected = WholeBank(x, z, potential)(padded).solution.image[:, 4:]
+        found = lifted_answer(query, points, answers, k)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+def test_it_passes_through_the_pairs() -> None:
+    points, answers = parts(60, 4, 3, 0)
+    k = least_lipschitz(points, answers)
+    torch.testing.assert_close(
+        lifted_answer(points, points, answers, k), answers, rtol=0, atol=1e-6
+    )
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    points, answers = parts(25, 3, 2, 1)
+    query = queries(6, 3)
+    direction = torch.randn(6, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    given = [part.requires_grad_() for part in (query, points, answers)]
+    slopes = torch.autograd.grad((lifted_answer(*given, 1.3) * direction).sum(), given)
+    step = 1e-6
+    for place, slope in enumerate(slopes):
+        assert slope.abs().max() > 1e-2
+        for entry in range(slope.numel()):
+            ends = []
+            for sign in (1, -1):
+                moved = [part.detach().clone() for part in given]
+                moved[place].view(-1)[entry] += sign * step
+                ends.append((lifted_answer(*moved, 1.3) * direction).sum())
+            expected = float(ends[0] - ends[1]) / (2 * step)
+            assert float(slope.flatten()[entry]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_equal_points_do_not_break_it() -> None:
+    points, answers = parts(20, 3, 2, 1)
+    twice = torch.cat([points, points]).requires_grad_()
+    found = lifted_answer(queries(8, 3), twice, torch.cat([answers, answers]), 1.3)
+    torch.testing.assert_close(found, lifted_answer(queries(8, 3), points, answers, 1.3))
+    found.sum().backward()
+    assert bool(twice.grad.isfinite().all())
+
+
+def test_refusals() -> None:
+    points, answers = parts(10, 3, 2, 0)
+    query = queries(4, 3)
+    with pytest.raises(InputError, match="points: expected shape"):
+        lifted_answer(query[:, :2], points, answers)
+    with pytest.raises(InputError, match="answers: expected shape"):
+        lifted_answer(query, points, answers[:5])
+    with pytest.raises(InputError, match="points: expected dtype float64 like query"):
+        lifted_answer(query, points.float(), answers)
+    for constant in (0.0, math.inf):
+        with pytest.raises(InputError, match="lipschitz: expected a positive finite number"):
+            lifted_answer(query, points, answers, constant)

@@ -1,0 +1,214 @@
+"""Lifted banks: pairs alone decide, against brute force, sweeps and an independent solver."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from cip.test_whole_bank import full_program
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from otad.cip import pairwise
+from otad.cip.bank_potential import BankPotential, Contradiction, integrate_bank
+from otad.cip.pairwise import fewest_points, least_lipschitz, lifted_potential, steep_pairs
+from otad.cip.whole_bank import WholeBank
+from otad.errors import InputError, SolverError
+
+
+def parts(
+    size: int, dim: int, lift: int, seed: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(size, dim, generator=generator, dtype=torch.float64)
+    answers = torch.tanh(points @ torch.randn(dim, lift, generator=generator, dtype=torch.float64))
+    return (3 + points).to(dtype), answers.to(dtype)
+
+
+def lifted(points: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([points, torch.zeros_like(answers)], 1), torch.cat([points, answers], 1)
+
+
+def ratios(points: Tensor, answers: Tensor) -> Tensor:
+    """All ratios (N,N) by plain differences, 0 on the diagonal."""
+    run = (points[:, None].double() - points[None].double()).norm(dim=2)
+    rise = (answers[:, None].double() - answers[None].double()).norm(dim=2)
+    return torch.where(rise > 0, rise / run, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 333])
+def test_the_least_constant_is_that_of_brute_force(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pairwise.BLOCK, "cpu", 50)
+    for seed in range(4):
+        points, answers = parts(size, 1 + seed, 3, seed, dtype)
+        expected = float(ratios(points, answers).max())
+        assert least_lipschitz(points, answers) == pytest.approx(expected, rel=1e-13)
+
+
+def test_the_closest_of_points_count_though_float32_cannot_tell_them_apart() -> None:
+    points, answers = parts(60, 5, 3, 0)
+    points = points + 1e4
+    points[41] = points[7] + 1e-7
+    answers[41] = answers[7] + 1e-6
+    expected = float(ratios(points, answers).max())
+    assert expected > 4
+    assert least_lipschitz(points, answers) == pytest.approx(expected, rel=1e-13)
+    assert steep_pairs(points, answers, expected * 0.999).tolist() == [[7, 41]]
+
+
+def test_equal_points_need_equal_answers() -> None:
+    points, answers = parts(20, 3, 2, 0)
+    points[4], answers[4] = points[9], answers[9]
+    assert math.isfinite(least_lipschitz(points, answers))
+    answers[4] += 1e-12
+    assert least_lipschitz(points, answers) == math.inf
+    with pytest.raises(SolverError, match="features: expected equal ones for equal inputs"):
+        lifted_potential(*lifted(points, answers), 2)
+    left = lifted_potential(*lifted(points, answers), 2, 1e6).left_out
+    assert left.tolist() in ([4], [9])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 60), st.floats(0.2, 0.9), st.integers(0, 10**6))
+def test_steep_pairs_are_all_of_them_and_few_points_meet_them(
+    size: int, share: float, seed: int
+) -> None:
+    points, answers = parts(size, 3, 2, seed)
+    table = ratios(points, answers)
+    cap = share * float(table.max())
+    found = steep_pairs(points, answers, cap)
+    expected = {(i, j) for i, j in (table > cap).nonzero().tolist() if i < j}
+    assert {(i, j) for i, j in found.tolist()} == expected
+    gone = fewest_points(found, size)
+    assert all(i in gone or j in gone for i, j in found)
+
+
+def test_as_few_points_go_as_must_in_small_cases() -> None:
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        pairs = torch.combinations(torch.arange(8))
+        pairs = pairs[torch.rand(len(pairs), generator=generator) < 0.25]
+        found = len(fewest_points(pairs, 8))
+        least = next(
+            count
+            for count in range(9)
+            for chosen in itertools.combinations(range(8), count)
+            if all(i in chosen or j in chosen for i, j in pairs.tolist())
+        )
+        assert least <= found <= least + 1
+    star = torch.tensor([[0, 1], [0, 2], [0, 3], [3, 4]])
+    assert fewest_points(star, 6).tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
+def test_sweeps_agree_on_which_constants_will_do(scale: float) -> None:
+    for seed in range(5):
+        points, answers = parts(40, 4, 3, seed)
+        inputs, features = lifted(points, scale * answers)
+        potential = lifted_potential(inputs, features, 3)
+        k = potential.smoothness - 1
+        assert potential.strong_convexity == pytest.approx(1 - k)
+        found = integrate_bank(inputs, features, 1 + k, 1 - k, start=potential.levels)
+        assert isinstance(found, BankPotential)  # and no sweep has anything to raise
+        torch.testing.assert_close(found.levels, potential.levels, rtol=0, atol=1e-9)
+        below = integrate_bank(inputs, features, 1 + 0.99 * k, 1 - 0.99 * k)
+        assert isinstance(below, Contradiction)
+
+
+def test_every_inequality_holds_at_the_least_constant() -> None:
+    points, answers = parts(80, 4, 3, 1)
+    x, z = lifted(points, answers)
+    potential = lifted_potential(x, z, 3)
+    low, modulus = potential.strong_convexity, potential.modulus
+    images = z - low * x
+    levels = potential.levels - low / 2 * x.square().sum(1)
+    steps = x[:, None] - x[None]
+    bends = (images[:, None] - images[None]).square().sum(2) / (2 * modulus)
+    slack = levels[:, None] - levels[None] - (steps * images[None]).sum(2) - bends
+    assert slack.min() > -1e-12
+    assert (potential.sweeps, potential.violation, len(potential.left_out)) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.5, 0.8, 1.0])
+def test_the_map_equals_the_full_program(share: float) -> None:
+    for seed in range(20):
+        points, answers = parts(20 + 5 * seed, 2 + seed % 4, 3, seed)
+        x, z = lifted(points, answers)
+        potential = lifted_potential(x, z, 3, share * least_lipschitz(points, answers))
+        generator = torch.Generator().manual_seed(seed)
+        query = 3 + 2 * torch.randn(1, points.shape[1], generator=generator, dtype=torch.float64)
+        query = torch.cat([query, torch.zeros(1, 3, dtype=torch.float64)], 1)
+        found = WholeBank(x, z, potential)(query).solution
+        value, image = full_program(x, z, potential, query[0])
+        assert float(found.value) == pytest.approx(value, abs=1e-8)
+        torch.testing.assert_close(found.image[0], torch.from_numpy(image), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("leave_out", [True, False])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_the_map_is_lipschitz_with_the_constant_and_passes_through_the_rest(
+    share: float, leave_out: bool
+) -> None:
+    points, answers = parts(120, 4, 3, 5)
+    x, z = lifted(points, answers)
+    k = share * least_lipschitz(points, answers) * (1 + 1e-12)
+    potential = lifted_potential(x, z, 3, k, leave_out=leave_out)
+    whole = WholeBank(x, z, potential)
+    at_bank = whole(x).solution.image[:, 4:]
+    off = (at_bank - answers).norm(dim=1)
+    kept = torch.ones(120, dtype=torch.bool)
+    kept[potential.left_out] = False
+    if leave_out or share == 1.0:
+        assert off[kept].max() < 1e-6
+        assert potential.violation == 0
+    else:
+        assert bool(kept.all())
+        assert off.max() > 1e-3
+        worst = ratios(points, answers).square() - k**2
+        worst = worst * (points[:, None] - points[None]).square().sum(2) / (4 * k)
+        assert potential.violation == pytest.approx(float(worst.max()))
+    assert (len(potential.left_out) > 0) == (leave_out and share < 1)
+    generator = torch.Generator().manual_seed(0)
+    query = 3 + 1.5 * torch.randn(300, 4, generator=generator, dtype=torch.float64)
+    near = query + 0.01 * torch.randn(300, 4, generator=generator, dtype=torch.float64)
+    both = torch.cat([query, near])
+    image = whole(torch.cat([both, torch.zeros(600, 3, dtype=torch.float64)], 1)).solution.image
+    run, rise = torch.cdist(both, both), torch.cdist(image[:, 4:], image[:, 4:])
+    assert bool((rise <= k * run + 1e-6).all())
+
+
+def test_equal_answers_need_no_constant() -> None:
+    points, answers = parts(10, 3, 2, 0)
+    potential = lifted_potential(*lifted(points, torch.ones_like(answers)), 2)
+    assert (potential.smoothness, potential.strong_convexity) == (2.0, 0.0)
+
+
+def test_refusals() -> None:
+    points, answers = parts(10, 3, 2, 0)
+    inputs, features = lifted(points, answers)
+    with pytest.raises(InputError, match="lift: expected fewer than 5 coordinates, got 5"):
+        lifted_potential(inputs, features, 5)
+    with pytest.raises(InputError, match="lift: expected an integer of at least 1, got 0"):
+        lifted_potential(inputs, features, 0)
+    with pytest.raises(InputError, match="got a bank that is not lifted"):
+        lifted_potential(inputs, features, 1)
+    with pytest.raises(InputError, match="got a bank that is not lifted"):
+        lifted_potential(features, features, 2)
+    for constant in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(InputError, match="lipschitz: expected a positive finite number"):
+            lifted_potential(inputs, features, 2, constant)
+    with pytest.raises(InputError, match="answers: expected shape"):
+        least_lipschitz(points, answers[:9])
+
+
+def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairwise, "MOST_PAIRS", 20)
+    points, answers = parts(30, 3, 2, 0)
+    with pytest.raises(SolverError, match="lipschitz: expected one that most pairs keep"):
+        steep_pairs(points, answers, 1e-6)
