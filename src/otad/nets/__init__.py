@@ -2,6 +2,7 @@
 
 from otad.nets.adapt import SequentialBackbone, adapt, only_normalizes
 from otad.nets.base import Backbone, LinearHead, build, register
+from otad.nets.lifted import LiftedNet, lifted_net
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric import Metric, build_metric, register_metric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
@@ -14,6 +15,7 @@ __all__ = [
     "Backbone",
     "CNNMetric",
     "FCResNet",
+    "LiftedNet",
     "LinearHead",
     "LipschitzMetric",
     "Metric",
@@ -26,6 +28,7 @@ __all__ = [
     "build",
     "build_metric",
     "fc_resnet",
+    "lifted_net",
     "only_normalizes",
     "plain_net",
     "register",
