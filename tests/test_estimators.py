@@ -258,6 +258,9 @@ def test_parameters_reach_the_model(capsys) -> None:
         ({"smoothness": -1.0}, "smoothness: expected a finite value above 0"),
         ({"max_smoothness": 1.0}, "max_smoothness: expected at least the smoothness 2.0, got 1.0"),
         ({"mode": "fast"}, "mode: expected one of consistent, paper, got 'fast'"),
+        ({"scope": "regional"}, "scope: expected one of local, global, got 'regional'"),
+        ({"scope": "global", "mode": "paper"}, "scope: expected 'local' where mode, climb or"),
+        ({"scope": "global", "max_smoothness": 4.0}, "scope: expected 'local' where mode, climb"),
         ({"on_failure": "abstain"}, "on_failure: expected one of fallback, raise, got 'abstain'"),
         ({"hidden": 0}, "hidden: expected an integer of at least 1, got 0"),
         ({"n_blocks": 0}, "blocks: expected an integer of at least 1, got 0"),
@@ -342,3 +345,36 @@ def test_certificates_need_a_fitted_model_and_a_fitting_unit(kind: type[Estimato
     model = quick(kind, epochs=1).fit(x, y)
     with pytest.raises(InputError, match="unit: expected shape"):
         model.certify(x, unit=np.ones(2), **more)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_one_map_for_all_training_points(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    model = quick(kind, scope="global", energy_weight=1.0).fit(x, y)
+    module = model.module_
+    assert (module.scope, module.n_neighbors) == ("global", 5)
+    assert module.potential.smoothness == module.smoothness < 20
+    assert module.potential.left_out.tolist() == []
+    net = module.backbone(torch.tensor(x, dtype=torch.float32)).detach().numpy()
+    if kind is OTADClassifier:
+        np.testing.assert_array_equal(model.predict(x), model.classes_[net.argmax(1)])
+    else:
+        np.testing.assert_allclose(model.predict(x), net, rtol=1e-5)
+    explained = model.explain(x[3])[0]
+    assert (explained.scope, explained.neighbors[0].index) == ("global", 3)
+    assert clone(model).get_params() == model.get_params()
+    restored = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(restored.predict(x), model.predict(x))
+
+
+def test_what_the_smoothness_means_in_either_scope() -> None:
+    x, y = tables(OTADClassifier)
+    assert OTADClassifier().get_params()["smoothness"] is None
+    assert quick(OTADClassifier).fit(x, y).module_.smoothness == 2.0
+    smooth = {"scope": "global", "energy_weight": 1.0}
+    least = quick(OTADClassifier, **smooth).fit(x, y).module_.smoothness
+    more = quick(OTADClassifier, **smooth, smoothness=2 * least).fit(x, y).module_
+    assert (more.smoothness, len(more.potential.left_out)) == (2 * least, 0)
+    less = quick(OTADClassifier, **smooth, smoothness=0.9 * least).fit(x, y).module_
+    assert less.smoothness == 0.9 * least
+    assert 0 < len(less.potential.left_out) < 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import BytesIO, StringIO
 
 import numpy as np
@@ -266,3 +267,42 @@ def test_a_vector_is_no_picture() -> None:
         one.figure()
     with pytest.raises(InputError, match="count: expected an integer of at least 1, got 0"):
         one.table(top=0)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_one_map_is_explained_by_its_support(task: str) -> None:
+    model, train_x = table_model(task, scope="global")
+    found = explain(model, QUERIES, feature_names=NAMES)
+    with torch.no_grad():
+        trace, outputs = model.trace(QUERIES), model(QUERIES)
+        features = model.bank_features.double()
+    assert len({len(one.neighbors) for one in found}) > 1  # narrower supports are not padded
+    for row, one in enumerate(found):
+        weights = torch.tensor([it.weight for it in one.neighbors], dtype=torch.float64)
+        assert bool((weights > 0).all())
+        assert float(weights.sum()) == pytest.approx(1, abs=1e-6)
+        assert one.n_weighted == len(one.neighbors)
+        image = weights @ features[[it.index for it in one.neighbors]]
+        answer = model.backbone.head(image.float()[None])[0]
+        torch.testing.assert_close(answer, outputs[row], rtol=1e-4, atol=1e-4)
+        assert one.heaviest(2) == list(one.neighbors[:2])
+        assert (one.scope, one.gap) == ("global", float(trace.gap[row]))
+        assert one.smoothness == model.smoothness
+        for it in one.neighbors:
+            torch.testing.assert_close(it.inputs, train_x[it.index], rtol=1e-5, atol=1e-5)
+    one = found[0]
+    assert one.account.startswith(
+        f"one map for the whole bank, smoothness {one.smoothness:.3g}, ga"
+    )
+    assert f"{one.n_weighted} training points have weight" in str(one)
+    assert one.account in " ".join(plain(one.table()).split())
+    back = json.loads(json.dumps(one.to_dict(), allow_nan=False))
+    assert (back["scope"], back["gap"]) == ("global", one.gap)
+    local = explain(table_model(task)[0], QUERIES)[0]
+    assert (local.scope, local.to_dict()["gap"]) == ("local", None)
+
+
+def test_a_map_that_is_not_solved_to_the_last_digit_says_so() -> None:
+    model, _ = table_model(scope="global")
+    one = replace(explain(model, QUERIES[:1])[0], status=Status.UNSOLVED, gap=0.25)
+    assert one.account.endswith("gap 2.5e-01, not as small as it should be")

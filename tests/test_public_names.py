@@ -34,6 +34,7 @@ PUBLIC = {
         "evaluate",
         "load",
         "nets",
+        "prototypes",
     ],
     "otad.attacks": [
         "Apgd",

@@ -14,11 +14,15 @@ from otad.errors import InputError
 from otad.nets import SequentialBackbone, fc_resnet
 from otad.regularity import (
     Distribution,
+    changed_by_potential,
     defended_map,
+    integrate,
     local_lipschitz,
     monotonicity_violations,
     neighborhood_smoothness,
+    problem_of,
     relative_error,
+    residual_of,
     transport_energy,
 )
 
@@ -216,3 +220,46 @@ def test_refusals(generator: torch.Generator) -> None:
     for radius in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(InputError, match="radius"):
             local_lipschitz(lambda x: x, torch.zeros(2, DIM), radius=radius, generator=generator)
+
+
+def test_one_map_is_measured_as_such(generator: torch.Generator) -> None:
+    """A linear gradient map: the least L is at most its largest eigenvalue."""
+    x = torch.randn(60, DIM, generator=generator)
+    model = linear_model(symmetric([0.3, 0.5, 0.8, 1.1, 1.6], generator), x, scope="global")
+    assert 1.5 < model.smoothness <= 1.6 * (1 + 1e-4)
+    function = defended_map(model)
+    torch.testing.assert_close(function(model.bank_inputs), model.bank_features)
+    assert float(relative_error(model, x).max()) < 1e-8
+    queries = torch.randn(20, DIM, generator=generator)
+    embedded = model.backbone.embed(queries)
+    trace = model.trace(queries)
+    neighbors = model.neighbors(embedded)
+    assert torch.equal(integrate(model, embedded, neighbors).image, trace.solution.image)
+    with torch.no_grad():
+        learned = model.backbone.transport(embedded)[0]
+        away = (learned - trace.solution.image).square().sum(1) / learned.square().sum(1)
+    torch.testing.assert_close(relative_error(model, queries, batch_size=7), away)
+    steepest = local_lipschitz(function, embedded, radius=0.05, generator=generator)
+    assert float(steepest.max()) <= model.smoothness * 1.001
+    twin = linear_model(model.backbone.blocks[0].weight.detach(), x)
+    torch.testing.assert_close(
+        neighborhood_smoothness(model, queries), neighborhood_smoothness(twin, queries)
+    )
+
+
+def test_the_residual_of_one_map_is_its_gap_over_all_points(generator: torch.Generator) -> None:
+    x = torch.randn(40, DIM, generator=generator)
+    model = linear_model(symmetric([0.3, 0.5, 0.8, 1.1, 1.6], generator), x, scope="global")
+    embedded = model.backbone.embed(x[:9])
+    trace = model.trace(x[:9])
+    residual = residual_of(model, embedded, trace)
+    assert torch.equal(residual, trace.solution.residual)
+    torch.testing.assert_close(residual > 0, trace.gap > 0)
+    with pytest.raises(InputError, match="expected local scope, got global: there is one pot"):
+        changed_by_potential(model, embedded, model.neighbors(embedded))
+    with pytest.raises(InputError, match="solver: expected None in global scope"):
+        integrate(model, embedded, model.neighbors(embedded), solver=ExactCip())
+    local = linear_model(torch.eye(DIM), x)
+    trace = local.trace(x[:9])
+    problem = problem_of(local, embedded, trace.neighbors.indices)
+    assert torch.equal(residual_of(local, embedded, trace), problem.residual(trace.solution))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from otad import attacks, cip, data, nets
+from otad import attacks, cip, data, nets, prototypes
 from otad.attacks import L2, Linf, LpBall
 from otad.certify import Certificate, Interval, certify, certify_values
 from otad.defense import OTAD, Trace, defend, load
@@ -42,6 +42,7 @@ __all__ = [
     "evaluate",
     "load",
     "nets",
+    "prototypes",
 ]
 
 

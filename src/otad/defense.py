@@ -1,13 +1,13 @@
 """OTAD: a backbone whose features are interpolated from its training points.
 
-For an input x the backbone embeds it, the K nearest training points are found in the embedded
-space, the convex integration problem gives the feature of a Lipschitz map through their pairs
-(x_i, z_i), and the backbone's own linear head reads that feature.
+For an input x the backbone embeds it, the convex integration problem gives the feature of a
+Lipschitz map through pairs (x_i, z_i) of training points, and the backbone's own linear head reads
+that feature. The pairs are those of the K nearest training points, sought for each input (local
+scope), or of all of them, by one map for every input (global scope).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice, check_count, check_shape, check_tensor
+from otad.banked import Banked
+from otad.checks import check_choice, check_shape, check_tensor
 from otad.cip import BankProblem, CipSolution, ExactCip
+from otad.cip.bank_potential import BankPotential, Progress
 from otad.errors import InputError
+from otad.integration import (
+    LOCAL_SMOOTHNESS,
+    Answer,
+    answer_by,
+    check_settings,
+    potential_of,
+)
 from otad.model_files import ModelParts, read_model, write_model
 from otad.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
 from otad.nets import Backbone, Metric, adapt
@@ -34,15 +43,20 @@ class Trace:
     `outputs`: logits (B,C), or values (B,) in regression. `neighbors`: the training points found,
     `labels` (B,K) theirs. `solution`: the convex integration answer, with the weight of each
     neighbor, the curvature used, the residual and the status.
+
+    In global scope the neighbors are the support of the answer, most weight first, padded with
+    points of weight 0, and `gap` (B,) bounds how far its feature is from the exact one:
+    |z' - exact|^2 <= 2 (L - l) gap. In local scope it is None.
     """
 
     outputs: Tensor
     neighbors: Neighbors
     labels: Tensor
     solution: CipSolution
+    gap: Tensor | None = None
 
 
-class OTAD(nn.Module):
+class OTAD(Banked):
     """A classifier or regressor x (B,*input_shape) -> logits (B,C) or values (B,).
 
     Inputs are in the backbone's own domain (pixels, raw features). Differentiable in x for fixed
@@ -50,18 +64,18 @@ class OTAD(nn.Module):
     then it stays where it is, for instance mapped from a file, and only neighbors are read.
 
     - `n_neighbors` (K), `smoothness` (L), `strong_convexity` (l): the map asked for.
-    - `solver`: how eq. (2) and (3) are solved. The default answers every row: where neighbors
-      contradict each other beyond repair, by the nearest one alone (see `trace`).
-    - `search`: "torch", or "faiss" (extra `index`).
+    - `scope`: "local", each input by its own K neighbors, L = 2 by default; or "global", one map
+      for the whole bank, by default of the least L that all its points allow. For a smaller L
+      points that contradict the others are left out: see `potential`, which is found here, by
+      sweeps over all pairs, unless it is given. K then is that of k-NN twins and attacks alone.
+    - `solver`: how eq. (2) and (3) are solved in local scope. The default answers every row: where
+      neighbors contradict each other beyond repair, by the nearest one alone (see `trace`).
+    - `search`: "torch", or "faiss" (extra `index`), by which neighbors or the support are found.
     - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are sought, with
       the `keys` (N,m) of the bank; None for the embedded space itself.
     """
 
-    bank_inputs: Tensor
-    bank_features: Tensor
-    bank_labels: Tensor
     bank_keys: Tensor | None
-    _found: tuple[Tensor, NeighborSearch] | None
 
     def __init__(
         self,
@@ -69,56 +83,49 @@ class OTAD(nn.Module):
         bank: FeatureBank,
         *,
         n_neighbors: int = 10,
-        smoothness: float = 2.0,
+        scope: str = "local",
+        smoothness: float | None = None,
         strong_convexity: float = 0.0,
+        potential: BankPotential | None = None,
         solver: ExactCip | None = None,
         search: str = "torch",
         resident: bool = True,
         metric: nn.Module | None = None,
         keys: Tensor | None = None,
     ) -> None:
-        super().__init__()
         if bank.dim != backbone.dim:
             raise InputError(
                 f"bank: expected features of dimension {backbone.dim} like the backbone's, "
                 f"got {bank.dim}"
             )
+        check_settings(len(bank), n_neighbors, smoothness, strong_convexity, solver, scope)
+        _check_keys(metric, keys, len(bank), scope)
+        if scope == "local" and potential is not None:
+            raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
+        if scope == "global":
+            potential = potential or potential_of(
+                bank, smoothness, strong_convexity, lift=backbone.lift
+            )
+            smoothness, strong_convexity = potential.smoothness, potential.strong_convexity
+        super().__init__(
+            bank,
+            resident=resident,
+            search=check_choice(search, "search", tuple(SEARCHES)),
+            smoothness=LOCAL_SMOOTHNESS if smoothness is None else smoothness,
+            strong_convexity=strong_convexity,
+            potential=potential,
+        )
         self.backbone = backbone
         self.solver = solver or ExactCip(on_failure="fallback")
-        check_settings(len(bank), n_neighbors, smoothness, strong_convexity, self.solver)
         self.n_neighbors = n_neighbors
-        self.smoothness = float(smoothness)
-        self.strong_convexity = float(strong_convexity)
-        self.search = check_choice(search, "search", tuple(SEARCHES))
-        self.resident = resident
         self.notes: dict[str, Any] = {}
-        self.bank_fingerprint = bank.fingerprint
-        for name in ("inputs", "features", "labels"):
-            tensor = getattr(bank, name)
-            if resident:
-                self.register_buffer(f"bank_{name}", tensor)
-            else:
-                setattr(self, f"bank_{name}", tensor)
-        _check_keys(metric, keys, len(bank))
         self.metric = metric
         self.register_buffer("bank_keys", keys)
-        self._found = None
 
     @property
     def n_sought(self) -> int:
         """Neighbors looked up per input: K and the solver's spares."""
         return self.n_neighbors + self.solver.spares
-
-    @property
-    def bank(self) -> FeatureBank:
-        """The bank where it is now."""
-        return FeatureBank(
-            self.bank_inputs,
-            self.bank_features,
-            self.bank_labels,
-            self.bank_fingerprint,
-            verify=False,
-        )
 
     @property
     def bank_points(self) -> Tensor:
@@ -137,11 +144,24 @@ class OTAD(nn.Module):
             self._found = bank, SEARCHES[self.search](bank)
         return self._found[1](points, self.n_sought, exclude=exclude)
 
-    def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
-        """The prediction with its account. `exclude` (B,): bank rows that are x's own copies."""
-        embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        located = embedded if self.metric is None else self.locate(x)
-        neighbors = self.neighbors(located, exclude=exclude)
+    def solve(
+        self, embedded: Tensor, located: Tensor | None = None, *, exclude: Tensor | None = None
+    ) -> Answer:
+        """The convex integration answer to embedded inputs (B,d): what the scopes differ in.
+
+        `located` (B,m): the same inputs where neighbors are sought, if that is another space.
+        """
+        if self.scope == "global":
+            if exclude is not None:
+                raise InputError(
+                    "exclude: expected None in global scope, where one map passes through all "
+                    "bank points, got rows to leave out"
+                )
+            return answer_by(self.whole_bank, self.bank_inputs, embedded)
+        if located is None and self.metric is not None:
+            raise InputError("located: expected keys, as neighbors are sought by a metric")
+        points = embedded if located is None else located
+        neighbors = self.neighbors(points, exclude=exclude)
         problem = BankProblem(
             embedded,
             self.bank_inputs,
@@ -150,9 +170,18 @@ class OTAD(nn.Module):
             self.smoothness,
             self.strong_convexity,
         )
-        solution = self.solver(problem)
-        labels = self.bank_labels[neighbors.indices.to(self.bank_labels.device)].to(x.device)
-        return Trace(self.backbone.head(solution.image), neighbors, labels, solution)
+        return Answer(neighbors, self.solver(problem))
+
+    def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
+        """The prediction with its account. `exclude` (B,): bank rows that are x's own copies, for
+        local scope alone."""
+        embedded = self.backbone.embed(self.backbone.check_inputs(x))
+        located = None if self.metric is None else self.locate(x)
+        found = self.solve(embedded, located, exclude=exclude)
+        indices = found.neighbors.indices.to(self.bank_labels.device)
+        labels = self.bank_labels[indices].to(x.device)
+        outputs = self.backbone.head(found.solution.image)
+        return Trace(outputs, found.neighbors, labels, found.solution, found.gap)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.trace(x).outputs
@@ -172,70 +201,41 @@ class OTAD(nn.Module):
             "smoothness": self.smoothness,
             "strong_convexity": self.strong_convexity,
             "search": self.search,
-            "solver": asdict(self.solver),
         }
+        settings |= (
+            {"solver": asdict(self.solver)} if self.scope == "local" else {"scope": self.scope}
+        )
         parts = ModelParts(
-            self.backbone, self.bank, settings, self.notes | notes, self.metric, self.bank_keys
+            self.backbone,
+            self.bank,
+            settings,
+            self.notes | notes,
+            self.metric,
+            self.bank_keys,
+            self.potential,
         )
         return write_model(folder, parts)
 
-    def get_extra_state(self) -> Tensor:
-        """The bank's fingerprint: a state dict tells which bank it belongs to."""
-        return torch.tensor(list(self.bank_fingerprint.encode()), dtype=torch.uint8)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        fingerprint = bytes(state.tolist()).decode()
-        if not self.resident and fingerprint != self.bank_fingerprint:
-            raise InputError(
-                f"state_dict: expected the state of a model with the bank {self.bank_fingerprint}, "
-                f"which is not resident and cannot be replaced, got one with {fingerprint}"
-            )
-        self.bank_fingerprint = fingerprint
-        self._found = None  # the points of the bank may be others now
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_found": None}  # a copy makes its own search when it needs one
-
     def extra_repr(self) -> str:
-        return (
-            f"bank={len(self.bank_inputs)} points, n_neighbors={self.n_neighbors}, "
-            f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
-            f"mode={self.solver.mode}"
+        curvature = f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
+        bank = f"bank={len(self.bank_inputs)} points, "
+        if self.bank_levels is not None:
+            left_out = int(self.bank_levels.isnan().sum())
+            return f"{bank}scope=global, {curvature}left_out={left_out}"
+        return f"{bank}n_neighbors={self.n_neighbors}, {curvature}mode={self.solver.mode}"
+
+
+def _check_keys(metric: nn.Module | None, keys: Tensor | None, points: int, scope: str) -> None:
+    if metric is not None and scope == "global":
+        raise InputError(
+            "metric: expected none in global scope, where no neighbors are sought, got "
+            f"{type(metric).__name__}"
         )
-
-
-def _check_keys(metric: nn.Module | None, keys: Tensor | None, points: int) -> None:
     if (metric is None) != (keys is None):
         raise InputError("metric: expected together with the keys of the bank, got one of the two")
     if keys is not None:
         check_tensor(keys, "keys", "N,m")
         check_shape(keys, "keys", (points, keys.shape[1]), "with one key per bank point")
-
-
-def check_settings(
-    points: int,
-    n_neighbors: int,
-    smoothness: float,
-    strong_convexity: float,
-    solver: ExactCip,
-) -> None:
-    """Refuse what cannot be asked of a bank of so many points, before any long work is done."""
-    sought = check_count(n_neighbors, "n_neighbors") + solver.spares
-    if sought > points:
-        raise InputError(
-            f"n_neighbors: expected at most the {points} points of the bank, got {n_neighbors} "
-            f"and {solver.spares} spares"
-        )
-    if not -math.inf < strong_convexity < smoothness < math.inf or smoothness <= 0:
-        raise InputError(
-            "smoothness: expected a finite value above 0 and above strong_convexity "
-            f"({strong_convexity}), got {smoothness}"
-        )
-    if solver.max_smoothness is not None and solver.max_smoothness < smoothness:
-        raise InputError(
-            f"max_smoothness: expected at least the smoothness {smoothness}, "
-            f"got {solver.max_smoothness}"
-        )
 
 
 def defend(
@@ -244,7 +244,8 @@ def defend(
     y: Tensor,
     *,
     n_neighbors: int = 10,
-    smoothness: float = 2.0,
+    scope: str = "local",
+    smoothness: float | None = None,
     strong_convexity: float = 0.0,
     solver: ExactCip | None = None,
     search: str = "torch",
@@ -254,6 +255,7 @@ def defend(
     metric: nn.Module | None = None,
     batch_size: int = 1024,
     progress: Callable[[int, int], None] | None = None,
+    sweep_progress: Progress | None = None,
 ) -> OTAD:
     """Turn a trained network into an OTAD model with the bank of its training data.
 
@@ -262,16 +264,18 @@ def defend(
     `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
     are the training data. With `bank_path` the bank is written there as it is made and mapped from
     the file. With a `metric` (see `OTAD`), which is put in evaluation mode too, neighbors are
-    sought among its keys.
+    sought among its keys. `progress` is told (rows done, rows in all) while the bank is made, and
+    `sweep_progress` (sweeps done, the largest raise of a level) while a global potential is found.
     """
-    solver = solver or ExactCip(on_failure="fallback")
     shape = x.shape[1:] if isinstance(x, Tensor) else None
     is_value = isinstance(y, Tensor) and y.is_floating_point()
     task = "regression" if is_value else "classification"
     backbone = adapt(net, input_shape=shape, task=task).eval()
     inputs = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(inputs))
-    check_settings(len(inputs), n_neighbors, smoothness, strong_convexity, solver)
+    check_settings(len(inputs), n_neighbors, smoothness, strong_convexity, solver, scope)
+    if metric is not None and scope == "global":
+        _check_keys(metric, None, len(inputs), scope)
 
     def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
         embedded = backbone.embed(batch.to(backbone.mean.device))
@@ -287,12 +291,21 @@ def defend(
         path=bank_path,
         progress=progress,
     )
+    if resident:
+        bank = bank.to(backbone.mean.device)
+    potential = None
+    if scope == "global":
+        potential = potential_of(
+            bank, smoothness, strong_convexity, sweep_progress, lift=backbone.lift
+        )
     model = OTAD(
         backbone,
-        bank.to(backbone.mean.device) if resident else bank,
+        bank,
         n_neighbors=n_neighbors,
+        scope=scope,
         smoothness=smoothness,
         strong_convexity=strong_convexity,
+        potential=potential,
         solver=solver,
         search=search,
         resident=resident,
@@ -319,13 +332,15 @@ def load(
     parts = read_model(folder, verify=verify, mmap=not resident)
     settings = dict(parts.settings)
     try:
-        solver = dict(settings.pop("solver"))
-        if solver.get("climb") is not None:
-            solver["climb"] = tuple(solver["climb"])  # JSON knows lists only
+        if parts.potential is None:
+            solver = dict(settings.pop("solver"))
+            if solver.get("climb") is not None:
+                solver["climb"] = tuple(solver["climb"])  # JSON knows lists only
+            settings["solver"] = ExactCip(**solver)
         model = OTAD(
             parts.backbone,
             parts.bank,
-            solver=ExactCip(**solver),
+            potential=parts.potential,
             resident=resident,
             metric=parts.metric,
             keys=parts.keys,

@@ -23,9 +23,10 @@ from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice
 from otad.cip import ExactCip
 from otad.data import Standardizer, Task, holdout
-from otad.defense import OTAD, check_settings, defend
+from otad.defense import OTAD, defend
 from otad.errors import InputError
 from otad.explain import Explanation, explain
+from otad.integration import check_settings
 from otad.nets import FCResNet, fc_resnet
 from otad.transport import EpochRecord, TrainConfig, train
 
@@ -48,7 +49,8 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
         self,
         n_neighbors: int = 10,
         *,
-        smoothness: float = 2.0,
+        scope: str = "local",
+        smoothness: float | None = None,
         strong_convexity: float = 0.0,
         n_blocks: int = 5,
         hidden: int | None = None,
@@ -69,6 +71,7 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
         verbose: int = 0,
     ) -> None:
         self.n_neighbors = n_neighbors
+        self.scope = scope
         self.smoothness = smoothness
         self.strong_convexity = strong_convexity
         self.n_blocks = n_blocks
@@ -138,8 +141,15 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
         """Those of the defense."""
         check_choice(self.on_failure, "on_failure", ("fallback", "raise"))
         solver = ExactCip(**self._given("mode", "climb", "max_smoothness", "on_failure"))
-        asked = self._given("n_neighbors", "smoothness", "strong_convexity")
-        return asked | {"solver": solver}
+        asked = self._given("n_neighbors", "scope", "smoothness", "strong_convexity")
+        if self.scope != "global":
+            return asked | {"solver": solver}
+        if solver != ExactCip(on_failure=solver.on_failure):
+            raise InputError(
+                "scope: expected 'local' where mode, climb or max_smoothness is set: they are "
+                f"about the problems of single rows, got 'global' and {solver}"
+            )
+        return asked
 
     def _train(self, x: Tensor, y: Tensor, n_outputs: int) -> tuple[FCResNet, Tensor]:
         """The trained network, and the rows (indices) it was trained on."""
@@ -186,18 +196,23 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
 
 
 class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
-    """A classifier whose features are interpolated between the nearest training points.
+    """A classifier whose features are interpolated between training points.
 
     Parameters
     ----------
     n_neighbors, smoothness, strong_convexity : the map asked for: training points used for a
-        prediction (K), and the largest and smallest curvature of its potential (L, l).
+        prediction (K), and the largest and smallest curvature of its potential (L, l). L is 2
+        where it is None.
+    scope : "local", a map through the K nearest training points of each input; or "global", one map
+        through all training points for every input. Then `smoothness` None is the least L that
+        all of them allow, and for a smaller one those that contradict the others are left out.
     n_blocks, hidden : residual blocks of the network, and their inner width (None: that of the
         inputs, but at least 64).
     energy_weight : the paper's alpha. The larger, the more the network resembles optimal
         transport, and the fewer rows need a larger L than the one asked for.
     epochs, batch_size, learning_rate, weight_decay, optimizer ("adamw", "sgd") : the training.
-    mode, climb, max_smoothness, on_failure ("fallback", "raise") : as in `otad.cip.ExactCip`.
+    mode, climb, max_smoothness, on_failure ("fallback", "raise") : as in `otad.cip.ExactCip`; in
+        local scope.
     bounds : lowest and highest legal input value, such as (0, 1) for pixels; None for no bounds.
     validation_fraction : share of the rows kept out of training and bank; the network's score on
         them after each epoch is in `history_`.
@@ -205,7 +220,8 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
 
     Attributes
     ----------
-    module_ : the fitted `otad.OTAD`, a torch module.
+    module_ : the fitted `otad.OTAD`, a torch module. In global scope `module_.smoothness` is the L
+        of its map and `module_.potential.left_out` the training rows that it leaves out.
     classes_ : the labels, ascending.
     history_ : one record per epoch: loss, energy, training and validation score of the network.
     n_iter_ : epochs trained.
@@ -258,7 +274,7 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
 
 
 class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
-    """A regressor whose features are interpolated between the nearest training points.
+    """A regressor whose features are interpolated between training points.
 
     Parameters and attributes are those of `OTADClassifier`, without `classes_`. The target is
     standardized for the training; the module's own outputs are in the target's units.

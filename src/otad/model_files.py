@@ -1,7 +1,7 @@
 """A model on disk: a folder of safetensors files and the JSON card that binds them.
 
 Network and bank have a file each; so have, where neighbors are sought by a metric, its network and
-the bank's keys in it.
+the bank's keys in it, and in global scope the levels of the one potential of that bank.
 
 The files carry their own fingerprints in their names and the card is replaced last, so a kill while
 saving leaves the model that was there before, whole. A card that was edited since, or that names
@@ -21,22 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otad.cip.bank_potential import BankPotential
 from otad.errors import InputError
 from otad.nets import Backbone, Metric, build, build_metric
 from otad.transport.bank import FeatureBank, fingerprint_of
-from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint
+from otad.transport.checkpoint import Checkpoint, fingerprint, read_checkpoint, write_checkpoint
 from otad.transport.files import replacing
 
 CARD = "card.json"
 FORMAT = "otad-model"
-KINDS = ("backbone", "bank", "metric", "keys")
-VERSIONS = {"plain": 1, "with a metric": 2}  # who knows the first alone must not read the second
+KINDS = ("backbone", "bank", "metric", "keys", "levels")
+# Who knows the first of these alone must not read the others.
+VERSIONS = {"plain": 1, "with a metric": 2, "global": 3}
 
 
 @dataclass(frozen=True)
 class ModelParts:
     """What a model is made of: network, bank, settings of the defense, and the user's notes; and
-    the metric in which neighbors are sought with the bank's keys (N,m), if it has one."""
+    the metric in which neighbors are sought with the bank's keys (N,m), or the one potential of the
+    bank, if it has one."""
 
     backbone: Backbone
     bank: FeatureBank
@@ -44,6 +47,7 @@ class ModelParts:
     notes: dict[str, Any]
     metric: Metric | None = None
     keys: Tensor | None = None
+    potential: BankPotential | None = None
 
 
 def write_model(folder: str | Path, parts: ModelParts) -> Path:
@@ -76,19 +80,36 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
         "settings": parts.settings,
         "notes": parts.notes,
     }
-    extra: dict[str, tuple[Path, dict[str, Tensor]]] = {}
+    extra: dict[str, tuple[Path, dict[str, Tensor], dict[str, Any]]] = {}
     if parts.metric is not None and parts.keys is not None:
         card |= {"version": VERSIONS["with a metric"], "metric": {"config": parts.metric.config()}}
         for kind, held in (("metric", parts.metric.state_dict()), ("keys", {"keys": parts.keys})):
             mark = fingerprint(held)
             names[kind] = f"{kind}-{mark[:16]}.safetensors"
-            extra[kind] = folder / names[kind], held
+            extra[kind] = folder / names[kind], held, {"part": kind}
             card["metric"][kind] = {"file": names[kind], "fingerprint": mark}
+    if parts.potential is not None:
+        held, owner = {"levels": parts.potential.levels}, _owner(card)
+        mark = fingerprint(held)
+        names["levels"] = f"levels-{fingerprint_of(held, note=owner)[:16]}.safetensors"
+        extra["levels"] = folder / names["levels"], held, {"part": "levels", "bank": owner}
+        card |= {
+            "version": VERSIONS["global"],
+            "potential": {
+                "file": names["levels"],
+                "fingerprint": mark,
+                "smoothness": parts.potential.smoothness,
+                "strong_convexity": parts.potential.strong_convexity,
+                "left_out": len(parts.potential.left_out),
+                "sweeps": parts.potential.sweeps,
+                "violation": parts.potential.violation,
+            },
+        }
     text = _sealed_text(card)
     write_checkpoint(folder / names["backbone"], state, {"config": parts.backbone.config()})
     bank.save(folder / names["bank"])
-    for kind, (path, held) in extra.items():
-        write_checkpoint(path, held, {"part": kind})
+    for path, held, header in extra.values():
+        write_checkpoint(path, held, header)
     with replacing(folder / CARD) as partial:
         partial.write_text(text, encoding="utf-8")
     for kind in KINDS:
@@ -111,7 +132,7 @@ def read_card(folder: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: expected a model card in JSON, got: {error}") from error
     found = (card.get("format"), card.get("version")) if isinstance(card, Mapping) else None
     if found is None or found[0] != FORMAT or found[1] not in VERSIONS.values():
-        known = " or ".join(map(str, VERSIONS.values()))
+        known = ", ".join(map(str, VERSIONS.values()))
         raise InputError(f"{path}: expected {FORMAT} of version {known}, got {found}")
     stored = card.pop("checksum", None)
     if stored != _checksum(card):
@@ -136,34 +157,57 @@ def read_model(folder: str | Path, *, verify: bool = True, mmap: bool = False) -
         raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
     if not bank_path.exists():
         raise InputError(f"{bank_path}: expected the file that {CARD} names, got none")
-    state = _held(folder, net_card)
+    state = _held(folder, net_card).tensors
     try:
         backbone.load_state_dict(state)
     except RuntimeError as error:
         raise InputError(f"{net_path}: expected weights that fit {CARD}, got: {error}") from error
     bank = FeatureBank.load(bank_path, expect_fingerprint=bank_print, verify=verify, mmap=mmap)
     metric, keys = _read_metric(folder, card["metric"]) if "metric" in card else (None, None)
-    return ModelParts(backbone.eval(), bank, settings, notes, metric, keys)
+    potential = _read_potential(folder, card) if "potential" in card else None
+    return ModelParts(backbone.eval(), bank, settings, notes, metric, keys, potential)
 
 
 def _read_metric(folder: Path, card: Mapping[str, Any]) -> tuple[Metric, Tensor]:
     metric = build_metric(card["config"])
-    metric.load_state_dict(_held(folder, card["metric"]))
-    return metric.eval(), _held(folder, card["keys"])["keys"]
+    metric.load_state_dict(_held(folder, card["metric"]).tensors)
+    return metric.eval(), _held(folder, card["keys"]).tensors["keys"]
 
 
-def _held(folder: Path, entry: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of a file that the card names, if they are those it was written with."""
+def _owner(card: Mapping[str, Any]) -> str:
+    """The bank that levels belong to: its net and data, and the file with its contents' print."""
+    return f"{card['bank']['fingerprint']} in {card['bank']['file']}"
+
+
+def _read_potential(folder: Path, card: Mapping[str, Any]) -> BankPotential:
+    entry, owner = card["potential"], _owner(card)
+    tensors, header = _held(folder, entry)
+    levels, bank = tensors["levels"], header.get("bank")
+    if bank != owner:
+        raise InputError(
+            f"{folder / entry['file']}: expected the levels of the bank {owner}, got those of "
+            f"{bank}"
+        )
+    try:
+        curvature = entry["smoothness"], entry["strong_convexity"]
+        account = entry["sweeps"], entry["violation"]
+    except KeyError as error:
+        raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
+    return BankPotential(levels, *curvature, levels.isnan().nonzero()[:, 0], *account)
+
+
+def _held(folder: Path, entry: Mapping[str, str]) -> Checkpoint:
+    """The contents of a file that the card names, if they are those it was written with."""
     path = folder / entry["file"]
     if not path.exists():
         raise InputError(f"{path}: expected the file that {CARD} names, got none")
-    tensors = read_checkpoint(path).tensors
-    if fingerprint(tensors) != entry["fingerprint"]:
+    held = read_checkpoint(path)
+    if (found := fingerprint(held.tensors)) != entry["fingerprint"]:
         raise InputError(
             f"{path}: expected the contents {entry['fingerprint']} named in {CARD}, "
-            f"got {fingerprint(tensors)}: a file of another model"
+            f"got {found}: a file of another model"
         )
-    return tensors
+    return held
 
 
 def _sealed_text(card: Mapping[str, Any]) -> str:

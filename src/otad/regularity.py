@@ -16,7 +16,7 @@ from torch import Tensor
 
 from otad.checks import check_count, check_tensor
 from otad.cip import BankProblem, CipSolution, ExactCip, least_smoothness
-from otad.defense import OTAD
+from otad.defense import OTAD, Trace
 from otad.errors import InputError
 from otad.neighbors import Neighbors
 from otad.nets import Backbone
@@ -61,13 +61,35 @@ def problem_of(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
 def integrate(
     model: OTAD, embedded: Tensor, neighbors: Neighbors, *, solver: ExactCip | None = None
 ) -> CipSolution:
-    """The convex integration answer for embedded inputs (B,d), by the model's solver or another."""
+    """The convex integration answer for embedded inputs (B,d), by the model's solver or another.
+
+    In global scope that of the one map, whose support the neighbors have no say in.
+    """
+    if model.scope == "global":
+        if solver is not None:
+            raise InputError("solver: expected None in global scope, which has one map, got one")
+        return model.solve(embedded).solution
     return (solver or model.solver)(problem_of(model, embedded, neighbors.indices))
 
 
 @torch.no_grad()
+def residual_of(model: OTAD, embedded: Tensor, trace: Trace) -> Tensor:
+    """How far the answers to embedded inputs (B,d) are from exact, (B,) in float64; no unit.
+
+    In local scope the KKT residual, graded from the raw data; in global scope the duality gap,
+    which is over all bank points and not the support alone, relative to the size of its terms.
+    """
+    if model.scope == "global":
+        return trace.solution.residual
+    return problem_of(model, embedded, trace.neighbors.indices).residual(trace.solution)
+
+
+@torch.no_grad()
 def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) -> Tensor:
-    """Whether a class prediction (B,) differs between the two extreme potentials."""
+    """Whether a class prediction (B,) differs between the two extreme potentials, in local scope:
+    a global model is its one potential."""
+    if model.scope == "global":
+        raise InputError("model: expected local scope, got global: there is one potential")
     extremes = (replace(model.solver, potential=rule) for rule in ("lowest", "highest"))
     images = (integrate(model, embedded, neighbors, solver=one).image for one in extremes)
     low, high = (model.backbone.head(image).argmax(1) for image in images)
@@ -79,7 +101,8 @@ def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) ->
 def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
     """The least L (B,) for which the K neighbors of each input are integrable, in float64.
 
-    With the model's strong convexity; infinite where no L will do. See `least_smoothness`.
+    In either scope: what the data ask for around an input, whatever map is used there. With the
+    model's strong convexity; infinite where no L will do. See `least_smoothness`.
     """
     found = []
     for batch in model.backbone.check_inputs(x).split(batch_size):
@@ -129,17 +152,18 @@ def relative_error(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
     for batch in model.backbone.check_inputs(x).split(batch_size):
         embedded = model.backbone.embed(batch)
         learned = model.backbone.transport(embedded)[0]
-        neighbors = model.neighbors(model.locate(batch))
-        defended = integrate(model, embedded, neighbors).image
+        located = None if model.metric is None else model.locate(batch)
+        defended = model.solve(embedded, located).solution.image
         found.append((learned - defended).square().sum(1) / learned.square().sum(1))
     return torch.cat(found)
 
 
 def defended_map(model: OTAD) -> Map:
-    """Embedded inputs (B,d) -> features of the defense (B,d), neighbors sought for each."""
+    """Embedded inputs (B,d) -> features of the defense (B,d), by neighbors sought for each or by
+    the one map of global scope."""
     if model.metric is not None:
         raise InputError("model: expected neighbors by embedded inputs, got a metric of its own")
-    return lambda embedded: integrate(model, embedded, model.neighbors(embedded)).image
+    return lambda embedded: model.solve(embedded).solution.image
 
 
 def local_lipschitz(

@@ -111,6 +111,34 @@ def test_a_regression_gets_intervals(terminal: Terminal, workshop: Path) -> None
     assert 0 < widths[0.1] <= widths[0.5]
 
 
+def test_one_map_for_the_whole_bank_is_certified_by_its_constant(
+    terminal: Terminal, workshop: Path
+) -> None:
+    command = ("--out", "whole", "--scope", "global")
+    terminal.succeed("defend", workshop / "digits-net", *command, "--smoothness", 12)
+    options = ("--eps", "0.01,0.1", "--out", "radii.csv")
+    record = json.loads(terminal.succeed("certify", "whole", "test", *options, "--json").stdout)
+    model = otad.load("whole")
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    found = certify(model, dataset.test_x)
+    assert (record["scope"], set(record["rules"]) - {"none"}) == ("global", {"lipschitz"})
+    assert [float(line["radius"]) for line in read_csv("radii.csv")] == found.radius.tolist()
+    assert record["certified"]["0.01"]["value"] > record["certified"]["0.1"]["value"]
+    shown = " ".join(terminal.succeed("certify", "whole", "test").stdout.split())
+    assert "one map for the whole bank (rule lipschitz)" in shown
+    assert "duality gap" in shown
+
+
+def test_intervals_of_one_map(terminal: Terminal, workshop: Path) -> None:
+    command = ("--out", "whole", "--scope", "global", "--smoothness", 40)
+    terminal.succeed("defend", workshop / "body-net", *command)
+    result = terminal.succeed("certify", "whole", "test", "--eps", "0.1", "--unit", "std", "--json")
+    record = json.loads(result.stdout)
+    assert record["scope"] == "global"
+    width = record["intervals"]["0.1"]["width"]
+    assert width["least"] == pytest.approx(width["most"], rel=0.01), "the same for every input"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -64,6 +64,33 @@ def test_options_reach_the_model(terminal: Terminal, workshop: Path) -> None:
     assert model.bank_labels.bincount().tolist() == [6] * 10
 
 
+def test_one_map_for_the_whole_bank(terminal: Terminal, workshop: Path) -> None:
+    """Made, shown, and then read from the model by the commands that use it."""
+    arguments = ("defend", workshop / "digits-net", "--scope", "global")
+    record = json.loads(terminal.succeed(*arguments, "--out", "model", "--json").stdout)
+    model = otad.load("model")
+    assert (record["scope"], model.scope) == ("global", "global")
+    potential = record["potential"]
+    assert potential["smoothness"] == model.smoothness == record["smoothness"]["most"]
+    assert (potential["sweeps"], potential["left_out"]) == (model.potential.sweeps, [])
+    assert record["status"] == {"solved": 40}
+    assert (record["share_raised"], record["largest_residual"] < 1e-11) == (0.0, True)
+    less = f"{0.99 * model.smoothness:.4f}"
+    shown = terminal.succeed(*arguments, "--out", "less", "--smoothness", less).stdout
+    left_out = otad.load("less").potential.left_out.tolist()
+    assert f"{len(left_out)} contradicting points: rows {left_out[0]}" in shown
+    assert f"L = {float(less):.4g}, " in shown
+    assert "sweeps" in shown
+    assert "L raised" not in shown
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    terminal.succeed("predict", "model", "test", "--out", "answers.csv")
+    answers = Path("answers.csv").read_text().splitlines()[1:]
+    predicted = model(dataset.test_x).argmax(1).tolist()
+    assert [int(line.split(",")[1]) for line in answers] == predicted
+    explained = terminal.succeed("explain", "model", "test", "--row", 3, "--json").stdout
+    assert json.loads(explained)["scope"] == "global"
+
+
 def test_data_that_moved_is_read_as_for_the_training(terminal: Terminal, workshop: Path) -> None:
     shutil.copy(workshop / "body.csv", "moved.csv")
     result = terminal.succeed("defend", workshop / "body-net", "moved.csv", "--out", "model")
@@ -96,6 +123,9 @@ def test_data_of_other_classes_is_refused(terminal: Terminal, workshop: Path) ->
         (["--mode", "loose"], "mode: expected one of consistent, paper, got 'loose'"),
         (["--neighbors", "5000"], "n_neighbors: expected at most the 160 points"),
         (["--smoothness", "0"], "smoothness: expected a"),
+        (["--scope", "regional"], "scope: expected one of local, global, got 'regional'"),
+        (["--scope", "global", "--spares", "2"], "scope: expected local with --mode, --climb"),
+        (["--scope", "global", "--smoothness", "0.01"], "of 160 bank points contradict the others"),
         (["--bank-dtype", "int8"], "bank_dtype: expected one of float32, float16, bfloat16"),
         (["--per-class", "1000"], "per_class: expected at most"),
         (["--device", "cuda:99"], "device: expected one that is present, got 'cuda:99'"),

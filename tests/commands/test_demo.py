@@ -64,6 +64,19 @@ def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> Non
     assert page.index('id="cost"') < page.index('id="threat"') < page.index('id="examples"')
     assert len(list(Path("there/robustness_files").iterdir())) > 3
 
+    # The same net in global scope beside it.
+    beside = record["global"]
+    one_map = otad.load(beside["model"])
+    assert (one_map.scope, beside["scope"]) == ("global", "global")
+    assert one_map.bank_fingerprint == model.bank_fingerprint
+    assert one_map.notes["metrics"]["otad"] == beside["otad"]
+    assert beside["attacks"] == ["noise"]
+    for content in (page, text):
+        section = content[content.index("Neighbors or one map") :]
+        assert f"{beside['potential']['smoothness']:.3g}, through all points" in section
+        assert f"{100 * beside['certified_accuracy']:.1f}%" in section
+        assert f"{100 * beside['worst_case_accuracy']:.1f}%" in section
+
     # What the summary proposes next works on what was left behind.
     terminal.succeed("explain", record["model"], "test", "--row", 0)
 

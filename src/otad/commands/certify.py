@@ -34,6 +34,10 @@ from otad.defense import OTAD
 from otad.scores import Score, score_of, share_score
 from otad.transport.files import replacing
 
+SCOPES = {
+    "local": "local: each input by its neighbors (rules hull, cell)",
+    "global": "global: one map for the whole bank (rule lipschitz)",
+}
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "most": 1.0}
 
 
@@ -72,7 +76,8 @@ def certify(
 
     Classifiers: a radius for each row, and the share of rows that are right and
     stay so at each eps, where the right answers are known. Regression: an
-    interval that holds all answers within each eps.
+    interval that holds all answers within each eps. The scope of the model
+    decides by which rule.
 
     Example: otad certify digits-model test --eps 0.5,1 --out radii.csv
     """
@@ -87,12 +92,16 @@ def certify(
         finding = _certify_values(model, examples, radii, options)
     else:
         finding = _certify_classes(model, examples, radii, options)
-    facts = finding.facts | {"rests on": "; ".join(finding.assumptions)}
+    facts = finding.facts | {
+        "scope": SCOPES[model.scope],
+        "rests on": "; ".join(finding.assumptions),
+    }
     if out is not None:
         _write(out, finding)
         facts["rows"] = str(out)
     record = {
         "rows": len(examples),
+        "scope": model.scope,
         **finding.record,
         "assumptions": list(finding.assumptions),
         "csv": None if out is None else str(out),

@@ -14,10 +14,11 @@ from otad.cip import ExactCip
 from otad.commands.console import progress_bar, remark, show
 from otad.commands.data_choice import DataChoice, describe_data
 from otad.commands.net_files import TrainedNet, read_net
-from otad.commands.options import AsJson, DataDir, Device, check_device
+from otad.commands.options import AsJson, DataDir, Device, Scope, check_device
 from otad.data import Dataset, subset_per_class
 from otad.defense import OTAD
 from otad.errors import InputError
+from otad.progress import bars
 from otad.report.assessment import DEFENDED, NET, Assessment, assess
 
 BANK_DTYPES = ("float32", "float16", "bfloat16")
@@ -36,8 +37,17 @@ def defend(
         ),
     ] = None,
     data_dir: DataDir = None,
-    neighbors: Annotated[int, typer.Option(help="K, the training points an answer rests on.")] = 10,
-    smoothness: Annotated[float, typer.Option(help="L, by which the map may stretch.")] = 2.0,
+    scope: Scope = "local",
+    neighbors: Annotated[
+        int, typer.Option(help="K, the training points an answer rests on; local scope.")
+    ] = 10,
+    smoothness: Annotated[
+        float | None,
+        typer.Option(
+            help="L, by which the map may stretch; by default 2, in global scope the least that "
+            "all training points allow."
+        ),
+    ] = None,
     strong_convexity: Annotated[float, typer.Option(help="l, may be negative.")] = 0.0,
     mode: Annotated[
         str,
@@ -72,19 +82,29 @@ def defend(
 
     Answers are interpolated from the nearest training points, by a map that
     stretches by L at most. Where neighbors contradict that, L is raised for
-    that row alone, and told.
+    that row alone, and told. In global scope one map through all training
+    points answers every input; those that contradict L are left out, and told.
 
     Example: otad defend digits-net --out digits-model
 
+    Example: otad defend digits-net --out one-map --scope global
+
     Example: otad defend net wine.csv --out model --neighbors 15 --smoothness 1.5
     """
-    solver = ExactCip(
+    solver: ExactCip | None = ExactCip(
         mode=mode,
         climb=None if climb is None else _steps(climb),
         max_smoothness=max_smoothness,
         spares=spares,
         on_failure="fallback",
     )
+    if scope == "global":
+        if solver != ExactCip(on_failure="fallback"):
+            raise InputError(
+                "scope: expected local with --mode, --climb, --max-smoothness or --spares, which "
+                "are about the neighbors of single rows, got global"
+            )
+        solver = None
     trained = read_net(net_dir)
     before = DataChoice.from_json(trained.about["data"]["choice"])
     choice = DataChoice(data or before.data, before.seed, before.options)
@@ -100,6 +120,7 @@ def defend(
         seed=seed,
         device=device,
         bank_dtype=bank_dtype,
+        scope=scope,
         n_neighbors=neighbors,
         smoothness=smoothness,
         strong_convexity=strong_convexity,
@@ -112,9 +133,10 @@ def defend(
         "model": str(out),
         "card": str(model.save(out)),
         "bank_points": len(model.bank_inputs),
+        **scope_record(model),
         **assessment.to_dict(),
     }
-    facts = _facts(assessment) | {
+    facts = _facts(assessment, model) | {
         "bank": f"{len(model.bank_inputs)} training points",
         "model": str(out),
         "next": f"otad predict {out} test --out predictions.csv",
@@ -139,8 +161,48 @@ def build_model(
         rows = subset_per_class(y, per_class, torch.Generator().manual_seed(seed))
         x, y = x[rows], y[rows]
     net = trained.net.to(check_device(device))
-    with progress_bar("building the bank") as advance:
-        return defense.defend(net, x, y, bank_dtype=dtype, progress=advance, **options)
+    with bars(passing=True) as shown:
+        bank = shown.add_task("building the bank", total=None)
+        sweeps = shown.add_task(
+            "integrating it, sweeps", total=None, visible=options.get("scope") == "global"
+        )
+        return defense.defend(
+            net,
+            x,
+            y,
+            bank_dtype=dtype,
+            progress=lambda done, total: shown.update(bank, completed=done, total=total),
+            sweep_progress=lambda sweep, rise: shown.advance(sweeps),
+            **options,
+        )
+
+
+def scope_record(model: OTAD) -> dict[str, Any]:
+    """How answers are found, in plain JSON: in global scope with the account of the potential."""
+    if (potential := model.potential) is None:
+        return {"scope": model.scope}
+    return {
+        "scope": model.scope,
+        "potential": {
+            "smoothness": potential.smoothness,
+            "strong_convexity": potential.strong_convexity,
+            "sweeps": potential.sweeps,
+            "violation": potential.violation,
+            "left_out": potential.left_out.tolist(),
+        },
+    }
+
+
+def scope_facts(model: OTAD) -> dict[str, str]:
+    """The same in words."""
+    if (potential := model.potential) is None:
+        return {"scope": f"local: the {model.n_neighbors} nearest training points of each input"}
+    left_out = potential.left_out.tolist()
+    rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+    return {
+        "scope": f"global: one map, L = {potential.smoothness:.4g}, {potential.sweeps} sweeps",
+        "left out": f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none",
+    }
 
 
 def model_notes(about: dict[str, Any], dataset: Dataset, assessment: Assessment) -> dict[str, Any]:
@@ -153,13 +215,18 @@ def model_notes(about: dict[str, Any], dataset: Dataset, assessment: Assessment)
     }
 
 
-def _facts(assessment: Assessment) -> dict[str, str]:
+def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
     record = assessment.to_dict()
     status = ", ".join(f"{count} {name}" for name, count in record["status"].items())
-    return {
+    facts = {
         f"{assessment.metric} of the net": f"{assessment.scores[NET]:.4f}",
         f"{assessment.metric} of OTAD": f"{assessment.scores[DEFENDED]:.4f}",
+        **scope_facts(model),
         "test rows": status,
+    }
+    if model.scope == "global":
+        return facts
+    return facts | {
         "L raised": f"{assessment.share_raised:.1%} of the test rows",
         "L used": _spread(record["smoothness"]),
         "least L": _spread(record["least_smoothness"]),

@@ -16,7 +16,8 @@ from otad.attacks import L2
 from otad.commands.attack_bar import attack_bar
 from otad.commands.console import remark, show
 from otad.commands.data_choice import DataChoice, describe_data
-from otad.commands.defend import build_model, model_notes
+from otad.commands.defend import build_model, model_notes, scope_record
+from otad.commands.demo_scopes import defend_globally
 from otad.commands.inputs import open_inputs
 from otad.commands.net_files import TrainedNet, write_net
 from otad.commands.options import AsJson
@@ -29,6 +30,7 @@ from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.records import FAIL
 from otad.explain import explain
 from otad.report.assessment import DEFENDED, NET, assess
+from otad.scores import Score
 from otad.transport import TrainConfig
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ def demo(
 
     Needs no data: the 1,797 digits come with scikit-learn. Leaves a model folder
     that the other commands take, predictions.csv, report.html, and how robust the
-    model is as robustness.md and evaluation/evaluation.json.
+    model is as robustness.md and evaluation/evaluation.json. Beside it stands the
+    same net in global scope, with one map for all training points: global-model.
 
     Example: otad demo --out my-demo
     """
@@ -60,6 +63,7 @@ def demo(
     from otad.report.cases import cases_section
     from otad.report.cost import cost_number, cost_section, measure_cost
     from otad.report.page import Report
+    from otad.report.scopes import Contender, scopes_section
 
     started = time.perf_counter()
     choice = DataChoice("digits", seed)
@@ -92,6 +96,15 @@ def demo(
 
     remark(f"attacking {ATTACKED} digits, and proving what can be proved")
     evaluation, robust = _evaluate(model, dataset, out / "evaluation", seed)
+
+    remark("the same with one map for all training points")
+    one_map = defend_globally(
+        trained, dataset, out / "global-model", n_neighbors=NEIGHBORS,
+        attacked=ATTACKED, eps=EPS, attacks=SUITE, seed=seed,
+    )  # fmt: skip
+    local = Contender(model, assessment, evaluation)
+    beside = scopes_section(local, one_map, radii=RADII, eps=EPS)
+    robust = replace(robust, sections=[*robust.sections, beside])
     robust.write_markdown(out / "robustness.md")
 
     remark("drawing")
@@ -126,7 +139,7 @@ def demo(
         f"torch {here.versions['torch']}, Python {here.python}; {here.cpu}; seed {seed}",
     ).write(out / "report.html")
 
-    proved = evaluation.certified_accuracy(EPS)
+    proved, proved_globally = (one.evaluation.certified_accuracy(EPS) for one in (local, one_map))
     record: dict[str, Any] = {
         "report": str(report),
         "model": str(out / "model"),
@@ -137,6 +150,14 @@ def demo(
         "evaluation": str(out / "evaluation" / "evaluation.json"),
         "worst_case_accuracy": evaluation.worst_case_accuracy,
         "certified_accuracy": None if proved is None else proved.value / 100,
+        "global": {
+            "model": str(out / "global-model"),
+            **scope_record(one_map.model),
+            "otad": one_map.assessment.scores[DEFENDED],
+            "attacks": list(one_map.evaluation.per_attack),
+            "worst_case_accuracy": one_map.evaluation.worst_case_accuracy,
+            "certified_accuracy": proved_globally and proved_globally.value / 100,
+        },
         "flags_failed": [flag.name for flag in evaluation.flags if flag.verdict == FAIL],
         "demo_seconds": time.perf_counter() - started,
     }
@@ -147,9 +168,11 @@ def demo(
         "the energy term)",
         "under attack": f"{evaluation.worst_case_accuracy:.1%} left by the worst of "
         f"{len(evaluation.per_attack)} attacks, l2 up to {EPS:g}, on {evaluation.n} digits",
-        "proved": "nothing"
-        if proved is None
-        else f"{proved.value:.1f}% are right whatever the attack, l2 up to {EPS:g}",
+        "proved": f"{_percent(proved)} are right whatever the attack, l2 up to {EPS:g}",
+        "one map for all": f"{one_map.assessment.scores[DEFENDED]:.2%} right, L = "
+        f"{one_map.curvature}; {one_map.evaluation.worst_case_accuracy:.1%} left by "
+        f"{len(one_map.evaluation.per_attack)} attacks, "
+        f"{_percent(proved_globally)} proved, l2 up to {EPS:g}",
         "report": f"{report}  (open it in a browser)",
         "robustness": f"{out / 'robustness.md'}",
         "model": f"{out / 'model'}",
@@ -182,3 +205,7 @@ def _evaluate(model: OTAD, dataset: Dataset, folder: Path, seed: int) -> tuple[E
     )
     shutil.rmtree(folder / "parts")  # only a run that was killed needs them
     return evaluation, report
+
+
+def _percent(score: Score | None) -> str:
+    return "0.0%" if score is None else f"{score.value:.1f}%"

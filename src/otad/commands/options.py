@@ -16,6 +16,13 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else there.")
 ]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:1.")]
+Scope = Annotated[
+    str,
+    typer.Option(
+        help="local: each input by its nearest training points; global: one map through all "
+        "training points, continuous and certified everywhere."
+    ),
+]
 DataDir = Annotated[
     Path | None,
     typer.Option(

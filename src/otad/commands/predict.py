@@ -39,7 +39,8 @@ def predict(
     A CSV may hold more columns than the model was trained on, in any order.
     Written are: row (its number or file), prediction, probability (empty in
     regression), nearest (training point, by its place in the bank), its
-    distance, smoothness (the L used) and status (solved, raised, ...).
+    distance, smoothness (the L used) and status (solved, raised, ...). For a
+    model of global scope nearest is the training point of most weight.
 
     Example: otad predict digits-model test --out predictions.csv
 

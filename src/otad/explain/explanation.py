@@ -50,9 +50,10 @@ class Explanation:
     """One prediction and its account.
 
     `prediction` is a label or a value (None where the solver abstained), `probabilities` those of
-    all classes (None in regression), `neighbors` the training points found, nearest first.
-    `status`, `smoothness` (the L really used) and `residual` tell how the convex integration
-    problem was solved; `inputs` is the query itself.
+    all classes (None in regression), `neighbors` the training points found, nearest first; for one
+    map of the whole bank those with weight, most weight first. `status`, `smoothness` (the L really
+    used) and `residual` tell how the convex integration problem was solved, and for one map its
+    duality `gap` (else None); `inputs` is the query itself.
     """
 
     prediction: Label | None
@@ -64,6 +65,12 @@ class Explanation:
     inputs: Tensor
     feature_names: tuple[str, ...] | None = None
     bounds: tuple[float, float] | None = None
+    gap: float | None = None
+
+    @property
+    def scope(self) -> str:
+        """Whether the input's own neighbors were integrated, or the whole bank."""
+        return "local" if self.gap is None else "global"
 
     @property
     def n_weighted(self) -> int:
@@ -74,6 +81,12 @@ class Explanation:
     def account(self) -> str:
         """How the problem was solved, in words."""
         level = f"{self.smoothness:.3g}"
+        if self.gap is not None:
+            exact = "" if self.status == Status.SOLVED else ", not as small as it should be"
+            return (
+                f"one map for the whole bank, smoothness {level}, "
+                f"gap {max(self.gap, 0.0):.1e}{exact}"
+            )
         return {
             Status.SOLVED: f"solved with smoothness {level}, as asked",
             Status.RAISED: f"solved with smoothness raised to {level}: the neighbors need it",
@@ -97,6 +110,8 @@ class Explanation:
             "status": self.status.name.lower(),
             "smoothness": _finite(self.smoothness),
             "residual": _finite(self.residual),
+            "scope": self.scope,
+            "gap": None if self.gap is None else _finite(self.gap),
             "n_weighted": self.n_weighted,
             "neighbors": [neighbor.to_dict(inputs=inputs) for neighbor in self.neighbors],
         }
@@ -109,7 +124,9 @@ class Explanation:
         lines = [
             f"prediction: {self._answer()}",
             f"{self.account}; residual {self.residual:.1e}",
-            f"{self.n_weighted} of {len(self.neighbors)} neighbors have weight",
+            f"{self.n_weighted} training points have weight"
+            if self.scope == "global"
+            else f"{self.n_weighted} of {len(self.neighbors)} neighbors have weight",
             f"{'weight':>8}  {'distance':>8}  {'row':>8}  label",
         ]
         for it in self.heaviest(max(self.n_weighted, 1)):

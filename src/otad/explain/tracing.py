@@ -56,6 +56,7 @@ def explain(
         neighbors = tuple(
             Neighbor(index, weight, labels[label] if labels else label, distance, inputs)
             for *(index, weight, label, distance), inputs in zip(*answer, raw[row], strict=True)
+            if model.scope == "local" or weight > 0  # a narrower support was padded
         )
         prediction, probabilities = _answer(outputs[row], labels)
         found.append(
@@ -66,6 +67,7 @@ def explain(
                 status=Status(int(solution.status[row])),
                 smoothness=float(solution.smoothness[row]),
                 residual=float(solution.residual[row]),
+                gap=None if trace.gap is None else float(trace.gap[row]),
                 inputs=x[row].cpu(),
                 feature_names=names,
                 bounds=backbone.bounds,
@@ -107,5 +109,6 @@ def _raw_inputs(model: OTAD, indices: Tensor, train_x: Tensor | None) -> Any:
     if not only_normalizes(backbone):
         return [[None] * indices.shape[1]] * len(indices)
     embedded = points[indices.to(points.device)].to(backbone.mean)
+    embedded = embedded[..., : backbone.dim - backbone.lift]
     shape = (*indices.shape, *backbone.input_shape)
     return (embedded.reshape(shape) * backbone.std + backbone.mean).cpu()

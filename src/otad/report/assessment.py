@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status, least_smoothness
 from otad.defense import OTAD
-from otad.regularity import Distribution, problem_of
+from otad.regularity import Distribution, problem_of, residual_of
 from otad.transport.history import METRICS
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
@@ -26,7 +26,7 @@ class Assessment:
 
     One entry a row (N,) of the defended model: `predictions` (class numbers or values),
     `smoothness` used (NaN where there is no solution), `least_smoothness` its neighbors need,
-    `status`, and the KKT `residual` of its answer, graded in float64 from the raw data.
+    `status`, and the `residual` of its answer, graded in float64 (see `residual_of`).
     `seconds`: all its predictions.
     """
 
@@ -57,8 +57,8 @@ class Assessment:
 
     @property
     def largest_residual(self) -> float | None:
-        """Over the rows that have a solution; None where there is none."""
-        solved = self.residual[self.status < int(Status.INFEASIBLE)]
+        """Over the rows that were solved exactly; None where there are none."""
+        solved = self.residual[self.status < int(Status.ESTIMATED)]
         return float(solved.max()) if len(solved) else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +108,9 @@ def assess(
         smoothness.append(trace.solution.smoothness.cpu())
         status.append(trace.solution.status.cpu())
         embedded, indices = model.backbone.embed(inputs), trace.neighbors.indices
-        residual.append(problem_of(model, embedded, indices).residual(trace.solution).cpu())
+        residual.append(residual_of(model, embedded, trace).cpu())
+        if model.scope == "global":  # those found are the support of the answer
+            indices = model.neighbors(embedded).indices
         nearest = problem_of(model, embedded, indices[:, : model.n_neighbors])
         least.append(least_smoothness(nearest).cpu())
         if progress is not None:

@@ -1,0 +1,154 @@
+"""A model of global scope on disk: its levels come back to the bit, and only with their bank."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_model_files import QUERIES, edit, flip, model, part, put_pickle, same
+
+import otad
+from otad.errors import InputError
+from otad.transport import files
+
+
+def one_map(seed: int = 0, **options: Any) -> otad.OTAD:
+    return model(seed, **({"scope": "global", "smoothness": None} | options))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    one_map().save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"strong_convexity": -0.3}, {"bank_dtype": torch.bfloat16}, {"smoothness": 1.8}],
+)
+def test_round_trip_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+    ours = one_map(**options)
+    card = json.loads(ours.save(tmp_path, classes=["a", "b", "c"]).read_text())
+    loaded = otad.load(tmp_path)
+    assert same(loaded, ours)
+    assert loaded.scope == "global"
+    assert torch.equal(loaded.potential.left_out, ours.potential.left_out)
+    assert (len(ours.potential.left_out) > 0) == ("smoothness" in options)
+    for name in ("smoothness", "strong_convexity", "sweeps", "violation"):
+        assert card["potential"][name] == getattr(loaded.potential, name)
+        assert getattr(loaded.potential, name) == getattr(ours.potential, name)
+    assert card["potential"]["left_out"] == len(ours.potential.left_out)
+    assert (card["version"], card["settings"]["scope"]) == (3, "global")
+    assert "solver" not in card["settings"]
+    mapped = otad.load(tmp_path, resident=False, verify=False)
+    assert torch.equal(mapped(QUERIES), ours(QUERIES))
+    assert "bank_levels" not in mapped.state_dict()
+
+
+def test_local_models_are_written_as_ever(tmp_path: Path) -> None:
+    """Who knows nothing of scopes still reads them, and what they wrote is still read."""
+    card = json.loads(model().save(tmp_path).read_text())
+    assert card["version"] == 1
+    assert set(card["settings"]) == {
+        "n_neighbors", "smoothness", "strong_convexity", "search", "solver",
+    }  # fmt: skip
+    assert not list(tmp_path.glob("levels-*"))
+
+
+def test_the_scope_of_a_folder_can_change(folder: Path) -> None:
+    local = model(seed=1)
+    local.save(folder)
+    assert same(otad.load(folder), local)
+    assert not list(folder.glob("levels-*"))
+    one_map(seed=1).save(folder)
+    assert same(otad.load(folder), one_map(seed=1))
+    assert load_file(part(folder, "levels"))["levels"].dtype == torch.float64
+
+
+def foreign_levels(folder: Path) -> None:
+    """Levels that another bank's model was saved with, in a card that was written to fit them."""
+    other = folder.with_name("other")
+    one_map(seed=1).save(other)
+    shutil.copy(part(other, "levels"), folder)
+    theirs = json.loads((other / "card.json").read_text())["potential"]
+    edit(folder, lambda card: card.update(potential=theirs), seal=True)
+
+
+def levels_of_another_precision(folder: Path) -> None:
+    """The same net and data, but their bank in half precision has other pairs, and levels."""
+    other = folder.with_name("other")
+    one_map(bank_dtype=torch.float16).save(other)
+    shutil.copy(part(other, "levels"), folder)
+    theirs = json.loads((other / "card.json").read_text())["potential"]
+    edit(folder, lambda card: card.update(potential=theirs), seal=True)
+
+
+def swap(folder: Path) -> None:
+    one_map(seed=1).save(folder.with_name("other"))
+    content = part(folder.with_name("other"), "levels").read_bytes()
+    part(folder, "levels").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: flip(f, "levels", -1), "got a damaged file"),
+        (lambda f: put_pickle(f, "levels"), "expected a safetensors checkpoint, got"),
+        (lambda f: part(f, "levels").unlink(), "expected the file that card.json names, got none"),
+        (swap, "expected the contents .* a file of another model"),
+        (foreign_levels, "expected the levels of the bank .* got those of"),
+        (levels_of_another_precision, "expected the levels of the bank .* got those of"),
+        (
+            lambda f: edit(f, lambda c: c["potential"].update(smoothness=1.0)),
+            "the card was edited",
+        ),
+        (
+            lambda f: edit(f, lambda c: c["settings"].update(scope="local"), seal=True),
+            "potential: expected with scope 'global' alone",
+        ),
+        (
+            lambda f: edit(f, lambda c: c["potential"].pop("sweeps"), seal=True),
+            "expected a whole model card, got: .*sweeps",
+        ),
+        (
+            lambda f: edit(f, lambda c: c.pop("potential"), seal=True),
+            "expected the settings of a model, got",
+        ),
+    ],
+)
+def test_refusals(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+    otad.load(folder)
+    damage(folder)
+    with pytest.raises(InputError, match=message):
+        otad.load(folder)
+
+
+@pytest.mark.parametrize("renames", range(1, 5))
+def test_a_save_that_is_cut_short_leaves_the_old_model(
+    folder: Path, monkeypatch: Any, renames: int
+) -> None:
+    """Before each of the four renames of a save: network, bank, levels, card."""
+    rename, left = os.replace, renames
+
+    def rename_or_stop(source: Path, target: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "replace", rename_or_stop)
+    with pytest.raises(KeyboardInterrupt):
+        one_map(seed=1).save(folder)
+    monkeypatch.undo()
+    assert same(otad.load(folder), one_map())
+    one_map(seed=2).save(folder)
+    assert same(otad.load(folder), one_map(seed=2))
+    assert len(list(folder.iterdir())) == 4
