@@ -110,7 +110,28 @@ rows.otad.smoothness = 3.0
     ("old", "new", "message"),
     [
         ("blocks = 2", "blocks = 2\nblock = 3", "small.toml.nets.one: unknown key 'block'"),
-        ("blocks = 2", "", "nets.one: expected a value for 'blocks'"),
+        ("blocks = 2", 'kind = "magic"', "kind: expected one of fc, lifted, prototypes"),
+        ("blocks = 2", "untrained = true", "untrained: expected for prototypes alone"),
+        (
+            'method = "otad"',
+            'method = "otad"\nscope = "wide"',
+            "scope: expected one of local, global",
+        ),
+        (
+            'method = "net"',
+            'method = "net"\ncertify = { eps = [1.0] }',
+            "certify: expected for otad",
+        ),
+        (
+            'method = "otad"',
+            'method = "otad"\ncertify = { eps = [] }',
+            "eps: expected at least one",
+        ),
+        (
+            'method = "otad"',
+            'method = "otad"\ncertify = { eps = [-1.0] }',
+            "eps: expected a finite",
+        ),
         ("blocks = 2", 'blocks = "two"', "nets.one.blocks: expected int"),
         ('data = "digits"', 'data = "digit"', "nets.one.data: expected one of digits, got 'digit'"),
         ('net = "one"', 'net = "two"', "rows.plain.net: expected one of one, got 'two'"),

@@ -83,10 +83,14 @@ def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
         assert (row.account is not None) == (row.method == "otad")
         if row.account is not None:
             assert sum(row.account.statuses.values()) == pytest.approx(1.0)
-            assert record.nets[row.net].regularity is not None
+            spec = experiment.rows[key]
+            assert (row.potential is not None) == (spec.scope == "global")
+            if row.potential is None:
+                assert record.nets[row.net].regularity is not None
             assert row.account.residual is not None
             assert row.account.residual < 1e-6
         check_attacks(record, row, experiment.rows[key])
+        check_certified(row, experiment.rows[key])
     if experiment.cost is not None:
         check_costs(record, experiment.cost.banks, tmp_path / f"{name}-quick.svg")
     if experiment.curve is not None:
@@ -94,6 +98,12 @@ def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
         assert experiment.curve.title in drawn
     if experiment.evaluate is not None:
         check_suite(record, experiment.evaluate, tmp_path / f"{name}-quick")
+        assert [one.row for one in record.beside] == list(experiment.evaluate.beside)
+        for one in record.beside:
+            assert (
+                Evaluation.read(tmp_path / one.folder / "evaluation.json").eps
+                == experiment.evaluate.eps
+            )
     assert render(record).count("(quick run, no result)") == 1
 
 
@@ -111,6 +121,17 @@ def check_attacks(record: RunRecord, row: RowRecord, spec: RowSpec) -> None:
         assert found.forwards > 0 or "random_step" in found.settings["attacks"]
 
 
+def check_certified(row: RowRecord, spec: RowSpec) -> None:
+    assert list(row.certified) == ([f"{eps:g}" for eps in spec.certify.eps] if spec.certify else [])
+    proved = [score.value for score in row.certified.values()]
+    if row.score.metric == "accuracy":
+        assert sorted(proved, reverse=True) == proved, "less is proved at a larger radius"
+        assert all(value <= row.score.value for value in proved)
+    else:
+        assert sorted(proved) == proved, "a larger error cannot be excluded at a larger radius"
+        assert all(value >= row.score.value for value in proved)
+
+
 def check_suite(record: RunRecord, spec: EvaluateSpec, folder: Path) -> None:
     assert record.suite is not None
     evaluation = Evaluation.read(folder / "evaluation.json")
@@ -121,7 +142,7 @@ def check_suite(record: RunRecord, spec: EvaluateSpec, folder: Path) -> None:
         assert line.certified[spec.row] == evaluation.certified_accuracy(line.eps)
         assert line.certified[spec.row].value <= line.worst.value
     assert [cost.attack for cost in record.suite.costs] == list(spec.attacks)
-    asked = {"worst", *spec.at_least}
+    asked = {*(("worst",) if spec.at_most else ()), *spec.at_least}
     assert {key for line in record.suite.lines for key in line.goals} == asked
 
 
@@ -146,8 +167,8 @@ def test_record_holds_all_it_depends_on(small: Path, tmp_path: Path) -> None:
     assert content["data"]["wine"]["train_size"] == 142
     assert content["nets"]["one"]["train"]["seed"] == 4
     assert len(content["code"]) == 64
-    assert record.rows["d"].is_met is False
-    assert record.rows["a"].is_met is None
+    assert record.rows["d"].goals == {"at least 101": False}
+    assert record.rows["a"].goals == {}
     assert record.rows["b"].lipschitz is not None
     chosen = max(record.nets["two"].candidates, key=lambda candidate: candidate.score.rank)
     assert record.nets["two"].train["energy_weight"] == chosen.value

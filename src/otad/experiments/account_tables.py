@@ -44,6 +44,18 @@ def accounts(record: RunRecord) -> str:
     return table(head, body)
 
 
+def potentials(record: RunRecord) -> str:
+    head = ["one map for the bank", "L", "l", "points left out", "sweeps"]
+    head += ["largest violation of a pair", "seconds"]
+    body = []
+    for row in record.rows.values():
+        if (found := row.potential) is not None:
+            line = [row.label, f"{found.smoothness:.5g}", f"{found.strong_convexity:.5g}"]
+            line += [f"{len(found.left_out):,}", str(found.sweeps), f"{found.violation:.1e}"]
+            body.append([*line, f"{found.seconds:.1f}"])
+    return table(head, body)
+
+
 def costs(record: RunRecord) -> str:
     head = ["device", "threads", "bank", "predictions", "seconds", "resident GB", "on device GB"]
     head += ["accuracy %", "asked for", "met"]
@@ -78,4 +90,4 @@ def costs(record: RunRecord) -> str:
 def _mode(row: RowRecord) -> str:
     climb = row.settings.get("climb")
     steps = f", steps {climb[0]:g} and {climb[1]:g}" if climb else ""
-    return f"{row.settings['mode']}{steps}"
+    return "one map" if row.potential is not None else f"{row.settings['mode']}{steps}"

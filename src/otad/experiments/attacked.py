@@ -15,6 +15,7 @@ from otad.attacks import Attack, LpBall
 from otad.attacks.balls import NORMS
 from otad.attacks.base import Best
 from otad.checks import check_count
+from otad.cip.bank_potential import BankPotential
 from otad.data import Dataset
 from otad.defense import OTAD
 from otad.errors import InputError
@@ -59,14 +60,21 @@ def made_attack(name: str, model: nn.Module, options: Mapping[str, Any]) -> Atta
 
 
 def attack_row(
-    spec: AttackSpec, row: RowSpec, base: OTAD, data: Dataset, *, seed: int, report: Report
+    spec: AttackSpec,
+    row: RowSpec,
+    base: OTAD,
+    data: Dataset,
+    *,
+    seed: int,
+    report: Report,
+    potential: BankPotential | None = None,
 ) -> AttackedScore:
     """The attacks of `spec` one after the other; a classifier's on the points still standing.
 
     Every attack draws from a generator of its own with the same seed.
     """
     started = time.perf_counter()
-    model, backbone = predictor(base, row), base.backbone
+    model, backbone = predictor(base, row, potential), base.backbone
     chosen = points_of(len(data.test_x), spec.points, seed)
     x, y = data.test_x[chosen], data.test_y[chosen]
     ball = ball_of(spec, backbone)

@@ -24,8 +24,10 @@ from typing import Any
 from otad.checks import check_choice
 from otad.codec import from_plain
 from otad.errors import InputError
-from otad.experiments.specs import AttackSpec, CurveSpec, EvaluateSpec
+from otad.experiments.specs import AttackSpec, CertifySpec, CurveSpec, EvaluateSpec, name_of
+from otad.integration import SCOPES
 
+KINDS = ("fc", "lifted", "prototypes")
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
 _FOLDER = Path(__file__).parent / "configs"
 
@@ -40,7 +42,8 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Choice:
-    """A training setting chosen by the score of `row` on a held-out share of the train part.
+    """A training setting chosen by the score of `row` on a held-out share of the train part; or by
+    what is proved of it at the radius `certified`.
 
     Each value is tried with `epochs` epochs on the rest; the net is then trained on all of it.
     """
@@ -50,18 +53,33 @@ class Choice:
     row: str
     validation: float = 0.1
     epochs: int | None = None
+    certified: float | None = None
 
 
 @dataclass(frozen=True)
 class NetSpec:
-    """A fully connected net of `blocks` blocks; `train` holds fields of `TrainConfig`."""
+    """A net and how it is trained.
+
+    `kind`: "fc", a fully connected net of `blocks` blocks; "lifted", such a net that writes into
+    coordinates of its own; "prototypes", labeled points that are the weights of their own map, made
+    of the train part. `options` are those of its maker, `train` fields of `TrainConfig`;
+    `untrained` prototypes are used as they are.
+    """
 
     data: str
-    blocks: int
+    kind: str = "fc"
+    blocks: int = 5
     residual: bool = True
     normalize: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
+    untrained: bool = False
     choose: Choice | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.kind, "kind", KINDS)
+        if self.untrained and self.kind != "prototypes":
+            raise InputError(f"untrained: expected for prototypes alone, got it for {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -77,20 +95,23 @@ class LipschitzSpec:
 class RowSpec:
     """One line of a table.
 
-    `published` and `at_least` are by metric (accuracies in percent); `published` also by the name
-    of an attack for the score under it, with "NAME E" and "NAME SMAPE" for the further measures of
-    a regression; `published_in` says where, and what differs there.
+    `published` and `at_least` are by metric (accuracies in percent), with "certified EPS" for what
+    is proved at a radius; `published` also by the name of an attack for the score under it, with
+    "NAME E" and "NAME SMAPE" for the further measures of a regression; `published_in` says where,
+    and what differs there. Without a `smoothness`, that of `OTAD` for the `scope`.
     """
 
     net: str
     method: str
     label: str = ""
     n_neighbors: int = 10
-    smoothness: float = 2.0
+    scope: str = "local"
+    smoothness: float | None = None
     strong_convexity: float = 0.0
     mode: str = "consistent"
     climb: tuple[float, float] | None = None
     lipschitz: LipschitzSpec | None = None
+    certify: CertifySpec | None = None
     published: dict[str, float] = field(default_factory=dict)
     published_in: str = ""
     at_least: dict[str, float] = field(default_factory=dict)
@@ -98,6 +119,9 @@ class RowSpec:
 
     def __post_init__(self) -> None:
         check_choice(self.method, "method", METHODS)
+        check_choice(self.scope, "scope", SCOPES)
+        if self.certify is not None and self.method != "otad":
+            raise InputError(f"certify: expected for otad alone, got it for {self.method}")
         if self.lipschitz is not None and self.method not in ("net", "otad"):
             raise InputError(f"lipschitz: expected for net or otad, got it for {self.method}")
 
@@ -140,12 +164,17 @@ class Experiment:
             _refer(self.data, net.data, f"nets.{key}.data")
             if net.choose is not None:
                 _refer(self.rows, net.choose.row, f"nets.{key}.choose.row")
+                proved = self.rows[net.choose.row].certify
+                radii = {} if proved is None else {name_of(radius): 0 for radius in proved.eps}
+                if net.choose.certified is not None:
+                    where = f"nets.{key}.choose.certified"
+                    _refer(radii, name_of(net.choose.certified), where)
         for key, row in self.rows.items():
             _refer(self.nets, row.net, f"rows.{key}.net")
         if self.cost is not None:
             _refer(self.nets, self.cost.net, "cost.net")
         if self.evaluate is not None:
-            for key in (self.evaluate.row, *self.evaluate.certify):
+            for key in (self.evaluate.row, *self.evaluate.beside, *self.evaluate.certify):
                 _refer(self.rows, key, "evaluate")
                 check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
         if self.curve is not None and all(row.method != "otad" for row in self.rows.values()):

@@ -15,7 +15,8 @@ from otad.defense import OTAD, defend
 from otad.errors import InputError
 from otad.experiments.config import NetSpec
 from otad.experiments.records import Candidate
-from otad.nets import Backbone, fc_resnet
+from otad.nets import Backbone, fc_resnet, lifted_net
+from otad.prototypes import PrototypeNet, prototype_net
 from otad.transport import TrainConfig, TrainResult, train
 from otad.transport.checkpoint import fingerprint
 
@@ -45,10 +46,13 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A net, how it was trained and on what; `identity` names weights and data."""
+    """A net, how it was trained and on what; `identity` names weights and data.
+
+    `result` is None for a net that was not trained at all.
+    """
 
     net: Backbone
-    result: TrainResult
+    result: TrainResult | None
     config: TrainConfig
     data: Dataset
     identity: dict[str, str]
@@ -56,11 +60,20 @@ class Trained:
 
     @property
     def seconds(self) -> float:
-        return sum(record.seconds for record in self.result.history)
+        return sum(record.seconds for record in self.result.history) if self.result else 0.0
+
+    @property
+    def train_score(self) -> float | None:
+        return self.result.final.train_score if self.result else None
 
     def base(self, report: Report) -> OTAD:
-        """The bank of the train part behind the plainest OTAD; rows put their settings on it."""
+        """The bank of the train part behind the plainest OTAD; rows put their settings on it.
+
+        Prototypes bring a bank of their own.
+        """
         x, y = self.data.train_x, self.data.train_y
+        if isinstance(self.net, PrototypeNet):
+            return OTAD(self.net, self.net.bank(), n_neighbors=1).eval()
         return defend(self.net, x, y, n_neighbors=1, progress=report)
 
 
@@ -79,7 +92,9 @@ def train_net(
         config = TrainConfig(**settings, seed=seed, device=device)
     except TypeError as error:
         raise InputError(f"train: expected settings of TrainConfig, got: {error}") from error
-    data, net = source.data, fresh_net(spec, source.data, seed)
+    data, net = source.data, fresh_net(spec, source.data, seed, device)
+    if spec.untrained:
+        return Trained(net.eval(), None, config, data, _identity(net, source))
     depends = {"net": net.config(), "normalize": spec.normalize, "config": asdict(config)}
     result = train(
         net,
@@ -89,24 +104,31 @@ def train_net(
         progress=lambda record: report(record.epoch, config.epochs),
     )
     report(config.epochs, config.epochs)
-    identity = {"weights": fingerprint(net.state_dict()), "data": source.fingerprint}
-    return Trained(net, result, config, data, identity)
+    return Trained(net, result, config, data, _identity(net, source))
 
 
-def fresh_net(spec: NetSpec, data: Dataset, seed: int) -> Backbone:
+def _identity(net: Backbone, source: Source) -> dict[str, str]:
+    return {"weights": fingerprint(net.state_dict()), "data": source.fingerprint}
+
+
+def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> Backbone:
     """The net of a spec for a data set, normalizing by the statistics of its train part."""
     mean, std = torch.tensor(0.0), torch.tensor(1.0)
     if spec.normalize != "none":
         fitted = Standardizer.fit(data.train_x, spec.normalize)  # type: ignore[arg-type]
         mean, std = fitted.mean, fitted.std
-    return fc_resnet(
-        data.input_shape,
-        len(data.classes) or 1,
-        seed=seed,
-        blocks=spec.blocks,
-        residual=spec.residual,
-        task=data.task,
-        bounds=data.bounds,
-        mean=mean,
-        std=std,
-    )
+    shape, outputs = data.input_shape, len(data.classes) or 1
+    common: dict[str, Any] = {"task": data.task, "bounds": data.bounds, "mean": mean, "std": std}
+    try:
+        if spec.kind == "fc":
+            own = {"blocks": spec.blocks, "residual": spec.residual}
+            return fc_resnet(shape, outputs, seed=seed, **own, **common, **spec.options)
+        if spec.kind == "lifted":
+            return lifted_net(
+                shape, outputs, seed=seed, blocks=spec.blocks, **common, **spec.options
+            )
+        frame = lifted_net(shape, outputs, blocks=0, **common).to(device)
+        generator = torch.Generator().manual_seed(seed)
+        return prototype_net(frame, data.train_x, data.train_y, generator=generator, **spec.options)
+    except TypeError as error:
+        raise InputError(f"options: expected those of {spec.kind!r}, got: {error}") from error

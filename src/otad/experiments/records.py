@@ -63,11 +63,13 @@ class NetRecord:
     residual: bool
     normalize: str
     train: dict[str, Any]
-    train_score: float
+    train_score: float | None
     weights: str
     seconds: float
     regularity: Regularity | None
     candidates: tuple[Candidate, ...] = ()
+    kind: str = "fc"
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,26 @@ class Account:
 
 
 @dataclass(frozen=True)
+class PotentialRecord:
+    """The one potential of a whole bank (see `otad.cip.bank_potential`), and what it took.
+
+    `left_out`: bank points it does not pass through, by their numbers.
+    """
+
+    smoothness: float
+    strong_convexity: float
+    left_out: tuple[int, ...]
+    sweeps: int
+    violation: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RowRecord:
     """One line of the table: our score beside the published one, and how it was come by.
 
-    `attacks`: what is left of it under each attack, by name.
+    `attacks`: what is left of it under each attack, by name. `certified`: what is proved of it, by
+    radius. `potential`: of rows in global scope.
     """
 
     label: str
@@ -106,12 +124,20 @@ class RowRecord:
     lipschitz: Distribution | None
     seconds: float
     attacks: dict[str, AttackedScore] = field(default_factory=dict)
+    certified: dict[str, Score] = field(default_factory=dict)
+    potential: PotentialRecord | None = None
 
     @property
-    def is_met(self) -> bool | None:
-        """Whether the score is what was asked for; None where nothing was."""
-        asked = self.at_least.get(self.score.metric)
-        return None if asked is None else self.score.value >= asked
+    def goals(self) -> dict[str, bool]:
+        """What was asked for in words, and whether it is met."""
+        scores = {self.score.metric: self.score}
+        scores |= {f"certified {radius}": score for radius, score in self.certified.items()}
+        return {
+            ("" if name == self.score.metric else f"{name} ") + f"at least {asked:g}": (
+                name in scores and scores[name].value >= asked
+            )
+            for name, asked in self.at_least.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -137,7 +163,7 @@ class CostRecord:
 @dataclass(frozen=True)
 class RunRecord:
     """A whole run. `code` is the fingerprint of the library's source, `missing` says what could
-    not be run here and why, `seconds` are by part."""
+    not be run here and why, `seconds` are by part, `beside` the suites of further rows."""
 
     name: str
     title: str
@@ -154,6 +180,7 @@ class RunRecord:
     costs: tuple[CostRecord, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
     suite: SuiteRecord | None = None
+    beside: tuple[SuiteRecord, ...] = ()
     format: str = FORMAT
 
     @property

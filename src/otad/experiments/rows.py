@@ -10,17 +10,19 @@ from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import ExactCip, Status
+from otad.cip.bank_potential import BankPotential
 from otad.codec import to_plain
 from otad.data import Dataset
 from otad.defense import OTAD
+from otad.experiments.certified import certified_scores
 from otad.experiments.config import LipschitzSpec, RowSpec
+from otad.experiments.potentials import PotentialFound
 from otad.experiments.records import Account, Regularity, RowRecord
 from otad.nets import Backbone
 from otad.regularity import (
     Distribution,
     changed_by_potential,
     defended_map,
-    integrate,
     local_lipschitz,
     monotonicity_violations,
     neighborhood_smoothness,
@@ -30,12 +32,25 @@ from otad.scores import score_of
 
 Report = Callable[[int, int], None]
 BATCH = 1000
-OTAD_SETTINGS = ("n_neighbors", "smoothness", "strong_convexity", "mode", "climb")
+OTAD_SETTINGS = ("n_neighbors", "scope", "smoothness", "strong_convexity", "mode", "climb")
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 
 
-def defended(base: OTAD, row: RowSpec) -> OTAD:
-    """OTAD with the settings of a row, on the net and the bank of another."""
+def defended(base: OTAD, row: RowSpec, potential: BankPotential | None = None) -> OTAD:
+    """OTAD with the settings of a row, on the net and the bank of another.
+
+    In global scope with the potential given, or one that is found here.
+    """
+    if row.scope == "global":
+        return OTAD(
+            base.backbone,
+            base.bank,
+            scope="global",
+            n_neighbors=row.n_neighbors,
+            smoothness=row.smoothness,
+            strong_convexity=row.strong_convexity,
+            potential=potential,
+        ).eval()
     return OTAD(
         base.backbone,
         base.bank,
@@ -46,24 +61,35 @@ def defended(base: OTAD, row: RowSpec) -> OTAD:
     ).eval()
 
 
-def predictor(base: OTAD, row: RowSpec) -> nn.Module:
+def predictor(base: OTAD, row: RowSpec, potential: BankPotential | None = None) -> nn.Module:
     """What answers in a row: the defense, the net alone or a k-NN over the same bank."""
     if row.method == "otad":
-        return defended(base, row)
+        return defended(base, row, potential)
     if row.method == "net":
         return base.backbone.eval()
     return KNN[row.method](base, row.n_neighbors).eval()
 
 
 def evaluate_row(
-    row: RowSpec, base: OTAD, data: Dataset, data_key: str, *, seed: int, report: Report
+    row: RowSpec,
+    base: OTAD,
+    data: Dataset,
+    data_key: str,
+    *,
+    seed: int,
+    report: Report,
+    potential: PotentialFound | None = None,
 ) -> RowRecord:
     started = time.perf_counter()
-    model, backbone, x = predictor(base, row), base.backbone, data.test_x
-    settings, account, lipschitz = {}, None, None
+    model = predictor(base, row, None if potential is None else potential.potential)
+    backbone, x = base.backbone, data.test_x
+    settings, account, lipschitz, certified = {}, None, None, {}
     if isinstance(model, OTAD):
         outputs, account = _account(model, x, report)
         settings = {name: to_plain(getattr(row, name)) for name in OTAD_SETTINGS}
+        if row.certify is not None:
+            certified = certified_scores(model, data, row.certify, report)
+            settings |= {"certify": to_plain(row.certify)}
     else:
         outputs = predict(model, x, report)
         if row.method != "net":
@@ -90,6 +116,8 @@ def evaluate_row(
         account=account,
         lipschitz=lipschitz,
         seconds=time.perf_counter() - started,
+        certified=certified,
+        potential=None if potential is None else potential.record,
     )
 
 
@@ -140,18 +168,20 @@ def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
     outputs, errors, statuses, smoothness, residuals = [], [], [], [], []
     changed = 0
     backbone = model.backbone
+    is_choice = backbone.task == "classification" and model.scope == "local"
     for batch in _batches(x, backbone.mean.device, report):
         embedded = backbone.embed(backbone.check_inputs(batch))
         learned = backbone.transport(embedded)[0]
-        neighbors = model.neighbors(model.locate(batch))
-        solution = integrate(model, embedded, neighbors)
+        located = None if model.metric is None else model.locate(batch)
+        answer = model.solve(embedded, located)
+        neighbors, solution = answer.neighbors, answer.solution
         outputs.append(backbone.head(solution.image).cpu())
         error = (learned - solution.image).square().sum(1) / learned.square().sum(1)
         errors.append(error.cpu())
         statuses.append(solution.status.cpu())
         smoothness.append(solution.smoothness.cpu())
-        residuals.append(solution.residual[~solution.failed].cpu())
-        if backbone.task == "classification":
+        residuals.append(solution.residual[solution.status < int(Status.ESTIMATED)].cpu())
+        if is_choice:
             changed += int(changed_by_potential(model, embedded, neighbors).sum())
     status, residual = torch.cat(statuses), torch.cat(residuals)
     account = Account(
@@ -159,7 +189,7 @@ def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
         smoothness=Distribution.of(torch.cat(smoothness)),
         residual=float(residual.max()) if len(residual) else None,
         relative_error=Distribution.of(torch.cat(errors)),
-        changed_by_potential=changed / len(x) if backbone.task == "classification" else None,
+        changed_by_potential=changed / len(x) if is_choice else None,
     )
     return torch.cat(outputs), account
 

@@ -9,13 +9,14 @@ import torch
 from otad.checks import check_count
 from otad.environment import Environment
 from otad.errors import InputError
+from otad.experiments.attack_records import SuiteRecord
 from otad.experiments.config import Experiment, read_experiment
 from otad.experiments.cost import measure_costs
 from otad.experiments.plots import draw_costs, draw_curve
 from otad.experiments.progress import Report, reporting
 from otad.experiments.records import CostRecord, RowRecord, RunRecord, stem_of
 from otad.experiments.study import Study
-from otad.experiments.suites import run_suite
+from otad.experiments.suites import run_suites
 
 WORK = ".work"
 
@@ -75,11 +76,10 @@ def _record(experiment: Experiment, study: Study, environment: Environment, out:
     missing: dict[str, str] = {}
     if experiment.cost is not None:
         costs, missing = measure_costs(study, experiment.cost)
-    suite = None
+    suites: tuple[SuiteRecord | None, ...] = (None,)
     if experiment.evaluate is not None:
-        suite = run_suite(
-            study, experiment.evaluate, out, stem_of(experiment.name, experiment.quick)
-        )
+        stem = stem_of(experiment.name, experiment.quick)
+        suites = run_suites(study, experiment.evaluate, out, stem)
     return RunRecord(
         name=experiment.name,
         title=experiment.title,
@@ -95,5 +95,6 @@ def _record(experiment: Experiment, study: Study, environment: Environment, out:
         seconds=study.seconds,
         costs=costs,
         missing=missing,
-        suite=suite,
+        suite=suites[0],
+        beside=tuple(one for one in suites[1:] if one is not None),
     )

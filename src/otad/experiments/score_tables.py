@@ -17,18 +17,20 @@ def scores(record: RunRecord) -> str:
     metric = next(iter(record.rows.values())).score.metric
     head = ["", *(["data"] if several else []), "K", cells.heading(metric), "n", "published"]
     head += ["relative error", "published"] if errors else []
+    radii = list(dict.fromkeys(key for row in record.rows.values() for key in row.certified))
+    head += [f"proved at {key}: {cells.heading(metric)}" for key in radii]
     head += ["asked for", "met"]
     body = []
     for row in record.rows.values():
         letter = f" [{letters[row.published_in]}]" if row.published_in else ""
-        asked = row.at_least.get(row.score.metric)
         line = [row.label, *([row.data] if several else [])]
         line += [str(row.settings.get("n_neighbors", NONE)), cells.score(row.score)]
         line += [f"{row.score.n:,}", cells.number(row.published.get(row.score.metric), letter)]
         if errors:
             line += [mean_error(row), cells.number(row.published.get("relative_error"))]
-        wanted = NONE if asked is None else f"at least {asked:g}"
-        body.append([*line, wanted, cells.met(row.is_met)])
+        line += [cells.score(row.certified[key]) if key in row.certified else NONE for key in radii]
+        wanted = "; ".join(row.goals) or NONE
+        body.append([*line, wanted, ", ".join(map(cells.met, row.goals.values())) or NONE])
     return table(head, body)
 
 
@@ -44,7 +46,8 @@ def choices(record: RunRecord) -> str:
         if net.candidates:
             choice = record.config["nets"][key]["choose"]
             metric = cells.heading(net.candidates[0].score.metric)
-            head = [f"{choice['setting']} of {key}", f"validation: {metric}", "chosen"]
+            proved = f"proved at {choice['certified']:g}, " if "certified" in choice else ""
+            head = [f"{choice['setting']} of {key}", f"validation: {proved}{metric}", "chosen"]
             chosen = net.train[choice["setting"]]
             body = [
                 [f"{one.value:g}", cells.score(one.score), "yes" if one.value == chosen else ""]
@@ -66,8 +69,15 @@ def mean_error(row: RowRecord) -> str:
 
 
 def _net(key: str, net: NetRecord) -> list[str]:
-    line = [key, net.data, str(net.blocks), "yes" if net.residual else "no"]
-    line += [f"{net.train['energy_weight']:g}", str(net.train["epochs"]), f"{net.train_score:.4f}"]
+    is_plain = net.kind == "fc"
+    line = [key if is_plain else f"{key}: {net.kind}{cells.in_brackets(net.options)}", net.data]
+    line += [str(net.blocks) if net.kind != "prototypes" else NONE]
+    line += [("yes" if net.residual else "no") if is_plain else NONE]
+    if net.train_score is None:
+        line += [NONE, "0", NONE]
+    else:
+        line += [f"{net.train['energy_weight']:g}", str(net.train["epochs"])]
+        line += [f"{net.train_score:.4f}"]
     if net.regularity is None:
         line += [NONE] * 3
     else:

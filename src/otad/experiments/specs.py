@@ -61,9 +61,31 @@ class AttackSpec:
 
 
 @dataclass(frozen=True)
+class CertifySpec:
+    """What is proved at these radii `eps` in l2, over the first `points` test points (all: None).
+
+    `unit` as for an attack. In regression: the mean squared error that no attack exceeds.
+    """
+
+    eps: tuple[float, ...]
+    unit: str = "input"
+    points: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.unit, "unit", UNITS)
+        if not self.eps:
+            raise InputError("eps: expected at least one radius to certify at, got none")
+        for radius in self.eps:
+            _check_radius(radius)
+        if self.points is not None:
+            check_count(self.points, "points")
+
+
+@dataclass(frozen=True)
 class EvaluateSpec:
     """The model of `row` under the whole suite, in l2, on `points` random test points.
 
+    - `beside`: rows whose models meet the same attacks, on the same points.
     - `eps`: the radii attacked, `headline` that of the threat model.
     - `attacks`: those to run, with their options; those of the suite called `preset` when empty.
     - `flags`: also look for signs that the attacks were too weak.
@@ -75,6 +97,7 @@ class EvaluateSpec:
     row: str
     eps: tuple[float, ...]
     headline: float
+    beside: tuple[str, ...] = ()
     points: int = 1000
     batch_size: int = 1000
     flags: bool = True

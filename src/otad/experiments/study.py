@@ -24,6 +24,7 @@ from otad.experiments.attack_records import AttackedScore
 from otad.experiments.attacked import attack_row, points_of
 from otad.experiments.config import Choice, Experiment, NetSpec, RowSpec
 from otad.experiments.nets import Source, Trained, train_net
+from otad.experiments.potentials import PotentialFound
 from otad.experiments.progress import Report
 from otad.experiments.records import (
     Candidate,
@@ -34,6 +35,7 @@ from otad.experiments.records import (
     code_fingerprint,
 )
 from otad.experiments.rows import OTAD_SETTINGS, defended, evaluate_row, measure_regularity
+from otad.experiments.specs import name_of
 
 T = TypeVar("T")
 _VIOLATION_ROWS = 10_000
@@ -141,11 +143,13 @@ class Study:
             residual=spec.residual,
             normalize=spec.normalize,
             train=asdict(trained.config),
-            train_score=trained.result.final.train_score,
+            train_score=trained.train_score,
             weights=trained.identity["weights"],
             seconds=trained.seconds,
             regularity=self._regularity(key, trained),
             candidates=trained.candidates,
+            kind=spec.kind,
+            options=spec.options,
         )
 
     def _train(
@@ -175,7 +179,9 @@ class Study:
             trained = self._train(f"try {label}", spec, source, settings)
             bank = partial(trained.base, partial(self.report, f"bank of {label}"))
             record = self._row(f"validate {label}", row, trained, bank)
-            found.append(Candidate(value, record.score))
+            chosen_by = choice.certified
+            score = record.score if chosen_by is None else record.certified[name_of(chosen_by)]
+            found.append(Candidate(value, score))
         return tuple(found)
 
     def _row(
@@ -193,14 +199,41 @@ class Study:
                 data_key,
                 seed=self.seed,
                 report=partial(self.report, label),
+                potential=self._potential(spec, trained, bank),
             ),
         )
         self.seconds[label] = record.seconds
         return record
 
+    def defended(self, key: str) -> OTAD:
+        """The model of a row of OTAD."""
+        spec = self.experiment.rows[key]
+        bank = partial(self.bank, spec.net)
+        found = self._potential(spec, self.net(spec.net), bank)
+        return defended(bank(), spec, None if found is None else found.potential)
+
+    def _potential(
+        self, spec: RowSpec, trained: Trained, bank: Callable[[], OTAD]
+    ) -> PotentialFound | None:
+        """The one potential of a row in global scope, kept in the work folder once it is found."""
+        if spec.method != "otad" or spec.scope == "local":
+            return None
+        asked = (spec.smoothness, spec.strong_convexity)
+        depends = trained.identity | {"potential": asked, "code": self.code, "device": self.device}
+        path = self.work / "potentials" / f"{digest_of(depends)}.safetensors"
+        if path.exists():
+            return PotentialFound.read(path)
+        label = f"potential of {spec.net}"
+        report = partial(self.report, label)
+        found = PotentialFound.find(bank().bank, *asked, report, lift=trained.net.lift)
+        self.seconds[label] = found.record.seconds
+        found.write(path)
+        return found
+
     def _attack(self, key: str, name: str) -> AttackedScore:
         row, label = self.experiment.rows[key], f"{key}: {name}"
         spec, trained = row.attacks[name], self.net(row.net)
+        found = self._potential(row, trained, partial(self.bank, row.net))
         model = {"method": row.method, **{one: getattr(row, one) for one in OTAD_SETTINGS}}
         record = self.part(
             label,
@@ -213,15 +246,16 @@ class Study:
                 trained.data,
                 seed=self.seed,
                 report=partial(self.report, label),
+                potential=None if found is None else found.potential,
             ),
         )
         self.seconds[label] = record.seconds
         return record
 
     def _regularity(self, key: str, trained: Trained) -> Regularity | None:
-        """For nets that OTAD defends in some row, with the neighbors of the first such row."""
-        specs = self.experiment.rows.values()
-        row = next((row for row in specs if row.net == key and row.method == "otad"), None)
+        """For nets that OTAD defends by neighbors in some row, with those of the first such row."""
+        specs = [row for row in self.experiment.rows.values() if row.net == key]
+        row = next((row for row in specs if (row.method, row.scope) == ("otad", "local")), None)
         if row is None:
             return None
         label = f"regularity of {key}"

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from otad.attacks import L2
-from otad.certify import certify
 from otad.evaluate import Evaluation
 from otad.evaluate.runner import evaluate
 from otad.experiments.attack_records import WORST, Goal, SuiteCost, SuiteLine, SuiteRecord
 from otad.experiments.attacked import made_attack, points_of
-from otad.experiments.rows import defended
+from otad.experiments.certified import certified_shares
 from otad.experiments.specs import EvaluateSpec, name_of
 from otad.experiments.study import Study
 from otad.report.adversarial import Adversarial
 from otad.report.robustness import evaluation_report
-from otad.scores import Score, share_score
+from otad.scores import Score
 
 
-def run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRecord:
-    """Evaluate by `spec`; the whole evaluation and its report go to the folder `out`/`stem`.
+def run_suites(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> tuple[SuiteRecord, ...]:
+    """Evaluate the rows of `spec`; whole evaluations and reports go to the folder `out`/`stem`, for
+    rows beside the first to folders numbered after it.
 
-    Batches of it are kept in the work folder, so that a killed run goes on where it stopped.
+    Batches are kept in the work folder, so that a killed run goes on where it stopped.
     """
+    first = _run_suite(study, spec, out, stem)
+    others = []
+    for place, row in enumerate(spec.beside, start=2):
+        own = replace(spec, row=row, beside=(), certify=(row,), at_most={}, at_least={})
+        others.append(_run_suite(study, own, out, f"{stem}-{place}"))
+    return first, *others
+
+
+def _run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRecord:
     row = study.experiment.rows[spec.row]
     data, base = study.net(row.net).data, study.bank(row.net)
-    model = defended(base, row)
+    model = study.defended(spec.row)
     device = base.backbone.mean.device
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
@@ -117,14 +128,8 @@ def _cost(found: Evaluation, name: str) -> SuiteCost:
 def _certified(
     study: Study, spec: EvaluateSpec, key: str, x: Tensor, y: Tensor
 ) -> dict[str, Score]:
-    row, label = study.experiment.rows[key], f"certificates of {key}"
-    started, model = time.perf_counter(), defended(study.bank(row.net), row)
-    standing, done = dict.fromkeys(spec.eps, 0), 0
-    for inputs, targets in zip(x.split(spec.batch_size), y.split(spec.batch_size), strict=True):
-        certificate = certify(model, inputs)
-        for radius in spec.eps:
-            standing[radius] += int(certificate.holds(targets, radius).sum())
-        done += len(inputs)
-        study.report(label, done, len(x))
+    label, started = f"certificates of {key}", time.perf_counter()
+    report = partial(study.report, label)
+    found = certified_shares(study.defended(key), x, y, spec.eps, report)
     study.seconds[label] = time.perf_counter() - started
-    return {name_of(radius): share_score(count, len(x)) for radius, count in standing.items()}
+    return found

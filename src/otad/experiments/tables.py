@@ -41,10 +41,10 @@ def render(record: RunRecord, results: str = ".") -> str:
         parts += [score_tables.scores(record), attack_tables.attacks(record)]
         parts.append(score_tables.sources(record))
     if record.suite is not None:
-        parts.append(attack_tables.suite(record.suite, results))
+        parts += [attack_tables.suite(one, results) for one in (record.suite, *record.beside)]
     if "curve" in record.config:
         parts.append(f"![{record.config['curve']['title']}]({plot})")
-    parts.append(account_tables.accounts(record))
+    parts += [account_tables.potentials(record), account_tables.accounts(record)]
     parts += [score_tables.choices(record), score_tables.nets(record)]
     if record.costs:
         parts += [account_tables.costs(record), f"![time and memory]({plot})"]
