@@ -167,10 +167,11 @@ def test_shortest_step_is_the_projection_an_independent_solver_finds(
     seed: int, drawn: int, fled: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    point = torch.zeros(1, 6, dtype=torch.float64)
     near = torch.randn(1, fled, 6, generator=generator, dtype=torch.float64)
     far = 2 * torch.randn(1, drawn, 6, generator=generator, dtype=torch.float64)
-    step = shortest_step(point, far, near)[0].numpy()
+    gaps = (far[:, :, None] - near[:, None]).flatten(1, 2)
+    needs = (far.square().sum(2)[:, :, None] - near.square().sum(2)[:, None]).flatten(1)
+    step = shortest_step(gaps, needs)[0].numpy()
     constraints = []
     for i, j in itertools.product(range(drawn), range(fled)):
         gap = (far[0, i] - near[0, j]).numpy()

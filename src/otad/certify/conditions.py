@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from otad.cip import ExactCip
+from otad.cip.whole_bank import GAP
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import LinearHead
 
+PRECISION = "matrix products of the head keep full float32 precision (no TF32, no autocast)"
 HULL = (
     "the answer is read by a linear head from a convex combination of what the neighbors found say",
     "neighbors are searched exactly, by l2 distance in the embedded space",
-    "matrix products of the head keep full float32 precision (no TF32, no autocast)",
+    PRECISION,
 )
 CELL = (
     "rule 'cell': the same neighbors give one Lipschitz map, as long as no rounding moves their "
@@ -23,20 +27,24 @@ def check_certifiable(model: OTAD, task: str) -> tuple[str, ...]:
     """Refuse a model the proofs do not cover; what they assume of the others, in words."""
     if not isinstance(model, OTAD):
         raise InputError(f"model: expected an OTAD model, got {type(model).__name__}")
-    backbone, solver = model.backbone, model.solver
+    backbone = model.backbone
     if model.metric is not None:
         raise InputError(
             "model: expected neighbors by l2 distance of embedded inputs, got a metric "
             f"({type(model.metric).__name__}), for which no certificate is known"
         )
-    if not isinstance(solver, ExactCip):
-        raise InputError(f"solver: expected ExactCip, got {type(solver).__name__}, an estimate")
     if backbone.task != task:
         right = "certify" if backbone.task == "classification" else "certify_values"
         raise InputError(f"model: expected {task}, got {backbone.task}; use {right}")
     head = backbone.head
     if not isinstance(head, LinearHead) or type(head).forward is not LinearHead.forward:
         raise InputError(f"head: expected a LinearHead, got {type(head).__name__}")
+    return _of_local(model.solver) if model.scope == "local" else _of_global(model)
+
+
+def _of_local(solver: object) -> tuple[str, ...]:
+    if not isinstance(solver, ExactCip):
+        raise InputError(f"solver: expected ExactCip, got {type(solver).__name__}, an estimate")
     if solver.on_failure == "abstain":
         raise InputError(
             "on_failure: expected 'fallback' or 'raise', got 'abstain': that the model always "
@@ -48,3 +56,18 @@ def check_certifiable(model: OTAD, task: str) -> tuple[str, ...]:
             f"strong convexity, got {solver.climb!r}"
         )
     return (*HULL, UNANSWERED) if solver.on_failure == "raise" else HULL
+
+
+def _of_global(model: OTAD) -> tuple[str, ...]:
+    potential = model.whole_bank.potential
+    high, low = potential.smoothness, potential.strong_convexity
+    off = math.sqrt(potential.modulus * potential.violation)
+    return (
+        "rule 'lipschitz': a linear head reads the gradient of one potential for the whole bank, "
+        f"whose curvature is in [{low:g}, {high:g}] whatever its levels are",
+        f"the levels violate the inequality of a pair by {potential.violation:.3g} at most: that "
+        f"may keep the map {off:.3g} off a bank point's feature, and changes nothing in the proof",
+        f"each answer within the radius is found with a duality gap of at most {GAP:g} of its "
+        "terms, as its status 'solved' says; one without is not covered",
+        PRECISION,
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from otad.checks import check_finite, check_shape
 from otad.errors import InputError
@@ -18,8 +19,9 @@ class Reach:
     """An input x + delta with |delta / unit| <= r is embedded at e(x) + stretch * u, |u| <= r.
 
     `stretch` (d,) float64. For normalized and flattened inputs it is unit / std, and the embedded
-    points reached are exactly that ellipsoid; for another embedding it is a Lipschitz constant,
-    the same for all d coordinates. All rules work with u: their radii are radii of the input.
+    points reached are exactly that ellipsoid; it is 0 at coordinates that no input reaches, which
+    are then 0 themselves. For another embedding it is a Lipschitz constant, the same for all d
+    coordinates. All rules work with u: their radii are radii of the input.
 
     `slip` is the relative rounding error of the embedding as the model computes it, so that in
     truth |u| <= r + slip (2 |e(x) / stretch| + r).
@@ -42,7 +44,8 @@ class Reach:
         return eps * (1 + self.slip) + self._rounding(embedded)
 
     def _rounding(self, embedded: Tensor) -> Tensor:
-        size: Tensor = torch.linalg.vector_norm(embedded / self.stretch, dim=1)
+        reached = self.stretch > 0
+        size: Tensor = torch.linalg.vector_norm(embedded[:, reached] / self.stretch[reached], dim=1)
         return 2 * self.slip * size
 
 
@@ -62,6 +65,7 @@ def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float
         )
     std = backbone.std.double()
     stretch = (1 / std if measured is None else measured / std).flatten()
+    stretch = functional.pad(stretch, (0, backbone.lift))
     return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps)
 
 

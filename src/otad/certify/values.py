@@ -12,13 +12,18 @@ from otad.certify.cell import cell_radius, steady_map
 from otad.certify.certificate import Interval
 from otad.certify.classes import answered, batch_rows
 from otad.certify.conditions import CELL, check_certifiable
-from otad.certify.embedding import reach_of
+from otad.certify.embedding import Reach, reach_of
 from otad.certify.hull import Entrance
+from otad.certify.lipschitz_map import LipschitzMap
 from otad.certify.search import least_over_bank
 from otad.certify.surroundings import Surroundings
 from otad.certify.votes import Votes
-from otad.defense import OTAD
+from otad.defense import OTAD, Trace
 from otad.errors import InputError
+
+Rule = Callable[[Tensor, Trace, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Embedded inputs, their trace and the |u| (B,) allowed -> low (B,), high (B,), and the rows (B,)
+that the cell rule has a part in."""
 
 
 @torch.no_grad()
@@ -34,26 +39,43 @@ def certify_values(
 ) -> Interval:
     """An interval for each input of x (B,*input_shape) with all answers within l2 distance eps.
 
-    The answer is a mixture of the votes of the neighbors, so it lies between the least and the
-    largest vote of the bank points that can be neighbors within eps; and where the neighbors cannot
-    change at all, no further from the answer at x than the Lipschitz constant allows. Parameters
-    and refusals as in `certify`.
+    Local scope: the answer is a mixture of the votes of the neighbors, so it lies between the least
+    and the largest vote of the bank points that can be neighbors within eps; and where the
+    neighbors cannot change at all, no further from the answer at x than the Lipschitz constant
+    allows. Global scope: that distance, for every input; the interval is all numbers where the map
+    was not solved. Parameters and refusals as in `certify`.
     """
     if not 0 <= eps < math.inf:
         raise InputError(f"eps: expected a finite number of at least 0, got {eps!r}")
     assumptions = check_certifiable(model, "regression")
     inputs = model.backbone.check_inputs(x)
     reach = reach_of(model.backbone, unit, embedding_lipschitz)
-    votes = Votes(model, reach)
     if embedding_lipschitz is not None:
         assumptions += (f"the embedding stretches by {embedding_lipschitz:g} at most, as stated",)
+    interval = _one_map(model, reach) if model.scope == "global" else _neighbors(model, reach)
     lows, highs, steadied = [], [], False
     for rows in inputs.split(batch_rows(model, batch_size)):
         trace = model.trace(rows)
-        value = answered(trace).double()
+        answered(trace)
         embedded = model.backbone.embed(rows)
+        low, high, same = interval(embedded, trace, reach.from_input(eps, embedded.double()))
+        steadied |= bool(same.any())
+        lows.append(low)
+        highs.append(high)
+        if progress is not None:
+            progress(sum(len(part) for part in lows), len(inputs))
+    if steadied:
+        assumptions += CELL
+    return Interval(torch.cat(lows), torch.cat(highs), float(eps), assumptions)
+
+
+def _neighbors(model: OTAD, reach: Reach) -> Rule:
+    """Local scope: what hull and cell both allow."""
+    votes = Votes(model, reach)
+
+    def interval(embedded: Tensor, trace: Trace, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value = trace.outputs.double()
         surroundings = Surroundings(embedded.double(), model.bank_inputs, reach.stretch)
-        reached = reach.from_input(eps, surroundings.embedded)
         entrance = Entrance.of(surroundings, model.n_sought)
         low, high = _hull_interval(entrance, votes, reached, trace.neighbors.distances[:, -1])
 
@@ -63,14 +85,20 @@ def certify_values(
         change = steady.lipschitz * votes.lengths[0] * reach.longest * reached
         change += steady.spread(votes.lengths[0], votes, votes.lengths[0], votes.offsets[0])
         change = torch.where(same, change, torch.inf)
-        steadied |= bool(same.any())
-        lows.append(torch.maximum(low, value - change))
-        highs.append(torch.minimum(high, value + change))
-        if progress is not None:
-            progress(sum(len(part) for part in lows), len(inputs))
-    if steadied:
-        assumptions += CELL
-    return Interval(torch.cat(lows), torch.cat(highs), float(eps), assumptions)
+        return torch.maximum(low, value - change), torch.minimum(high, value + change), same
+
+    return interval
+
+
+def _one_map(model: OTAD, reach: Reach) -> Rule:
+    """Global scope; the neighbors of a cell have no part in it."""
+    lipschitz = LipschitzMap(model, reach)
+
+    def interval(embedded: Tensor, trace: Trace, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, change = trace.outputs.double(), lipschitz.change(trace, embedded, reached)
+        return value - change, value + change, torch.zeros_like(reached, dtype=torch.bool)
+
+    return interval
 
 
 def _hull_interval(

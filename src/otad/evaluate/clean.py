@@ -15,7 +15,7 @@ from otad.defense import OTAD, Trace
 from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, kind_of
 from otad.evaluate.records import SolverRecord
 from otad.evaluate.suite import backbone_of
-from otad.regularity import Distribution, changed_by_potential, problem_of
+from otad.regularity import Distribution, changed_by_potential, residual_of
 from otad.scores import Score, score_of, share_score
 
 
@@ -103,11 +103,11 @@ class _SolverAccount:
         model = self.model
         trace = model.trace(x)
         embedded, solution = model.backbone.embed(x), trace.solution
-        problem = problem_of(model, embedded, trace.neighbors.indices)
+        exact = solution.status < int(Status.ESTIMATED)
         self.status.append(solution.status.cpu())
         self.smoothness.append(solution.smoothness.cpu())
-        self.residual.append(problem.residual(solution)[~solution.failed].cpu())
-        if model.backbone.task == "classification":
+        self.residual.append(residual_of(model, embedded, trace)[exact].cpu())
+        if model.backbone.task == "classification" and model.scope == "local":
             self.changed.append(changed_by_potential(model, embedded, trace.neighbors).cpu())
         return trace
 

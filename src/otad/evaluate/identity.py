@@ -74,12 +74,27 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, OTAD):
         return {}
     return _settings(model.backbone) | {
+        "scope": model.scope,
         "n_neighbors": model.n_neighbors,
         "smoothness": model.smoothness,
         "strong_convexity": model.strong_convexity,
         "search": model.search,
-        "solver": to_plain(asdict(model.solver)),
         "bank": {"points": len(model.bank_inputs), "fingerprint": model.bank_fingerprint},
+        **_way_of_answering(model),
+    }
+
+
+def _way_of_answering(model: OTAD) -> dict[str, Any]:
+    """The solver of small problems, or the one potential of the whole bank."""
+    if (potential := model.potential) is None:
+        return {"solver": to_plain(asdict(model.solver))}
+    return {
+        "potential": {
+            "sweeps": potential.sweeps,
+            "violation": potential.violation,
+            "left_out": potential.left_out.tolist(),
+            "levels": fingerprint({"levels": potential.levels}),
+        }
     }
 
 

@@ -6,8 +6,10 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from otad.attacks.base import gain_of
+from otad.defense import OTAD
 from otad.evaluate.records import FAIL, PASS, Flag
 from otad.evaluate.scene import Scene, not_run
 from otad.evaluate.suite import defended_of
@@ -34,6 +36,9 @@ def gradient_share(scene: Scene) -> Flag:
     blind = (gradient == 0).all(1) | ~gradient.isfinite().all(1)
     share = float(blind.double().mean())
     found = f"zero or NaN on {share:.0%} of {len(x)} examples"
+    if isinstance(scene.model, OTAD) and bool(blind.any()):
+        single = _rests_on_one(scene.model, x[blind])
+        found += f"; {int(single.sum())} of these {int(blind.sum())} rest on a single bank point"
     if share <= ZERO_SHARE:
         return Flag(name, PASS, found, meaning, "Nothing to do.")
     advice = (
@@ -120,12 +125,20 @@ def randomness(scene: Scene) -> Flag:
 
 
 def neighbor_changes(scene: Scene) -> Flag:
-    """How often random noise of size eps changes the neighbors. For information."""
+    """How often random noise of size eps changes the neighbors, or for one map of the whole bank
+    the points with weight. For information."""
     name = "random noise changes the neighbors"
     meaning = (
         "Where even random steps of size eps change who the neighbors are, answers at fixed "
         "neighbors tell nothing about robustness; attacks have to move the neighbors."
     )
+    one_map = isinstance(scene.model, OTAD) and scene.model.scope == "global"
+    if one_map:
+        meaning = (
+            "One map for the whole bank is continuous where the points with weight change, but its "
+            "gradient sees only those that have weight now. The more often noise changes them, the "
+            "less gradient attacks see of what lies within eps."
+        )
     if defended_of(scene.model) is None:
         return not_run(name, "the model has no neighbors", meaning)
     x, _ = scene.sample()
@@ -134,6 +147,8 @@ def neighbor_changes(scene: Scene) -> Flag:
     moved = scene.threat.surface(x, scene.generator(name))
     share = 1 - float(_same_neighbors(scene.model, x, moved).double().mean())
     found = f"for {share:.0%} of {len(x)} examples, at eps {scene.threat.eps:g}"
+    if one_map:
+        found += "; here the neighbors are the points with weight"
     return Flag(name, PASS, found, meaning, "For information; there is nothing to do.")
 
 
@@ -178,12 +193,29 @@ def _in_double(model: nn.Module, x: Tensor) -> tuple[nn.Module, torch.dtype]:
 
 
 def _same_neighbors(model: nn.Module, first: Tensor, second: Tensor) -> Tensor:
-    """Whether two inputs (B,*) have the same set of neighbors; True without neighbors."""
+    """Whether two inputs (B,*) have the same set of neighbors, or for one map of the whole bank the
+    same points with weight; True without neighbors."""
     defended = defended_of(model)
     if defended is None:
         return torch.ones(len(first), dtype=torch.bool, device=first.device)
     with torch.no_grad():
-        sets = [
-            defended.neighbors(defended.locate(x)).indices.sort(1).values for x in (first, second)
-        ]
-    return (sets[0] == sets[1]).all(1)
+        if model is defended and defended.scope == "global":
+            sets = [_weighted(defended, x) for x in (first, second)]
+            width = max(one.shape[1] for one in sets)
+            sets = [functional.pad(one, (0, width - one.shape[1]), value=-1) for one in sets]
+        else:
+            located = (defended.locate(x) for x in (first, second))
+            sets = [defended.neighbors(points).indices for points in located]
+    return (sets[0].sort(1).values == sets[1].sort(1).values).all(1)
+
+
+@torch.no_grad()
+def _weighted(model: OTAD, x: Tensor) -> Tensor:
+    """The bank points with weight (B,W), -1 where a row has fewer."""
+    trace = model.trace(x)
+    return trace.neighbors.indices.masked_fill(trace.solution.multipliers <= 0, -1)
+
+
+def _rests_on_one(model: OTAD, x: Tensor) -> Tensor:
+    """Rows (B,) with a single such point."""
+    return (_weighted(model, x) >= 0).sum(1) == 1

@@ -1,7 +1,9 @@
 """Attacks that know the bank: they move an input until its NEIGHBORS change.
 
 For fixed neighbors the defended map is smooth and its gradient small; the weakness is the choice of
-the neighbors, which has no gradient. These attacks go for that choice.
+the neighbors, which has no gradient. These attacks go for that choice. One map for the whole bank
+chooses nobody, but where one point has all the weight it is constant as well; there they go for the
+place where others get some.
 """
 
 from otad.attacks.adaptive.region import Bisector, Region

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from otad.cip.bank_potential import potential_lines
+from otad.cip.pairs import Pairs
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import only_normalizes
 
-SCORES_AT_ONCE = 2**26  # numbers of a block of squared distances
+SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
 
 
 def knows_lines(model: OTAD) -> bool:
@@ -21,23 +23,35 @@ def knows_lines(model: OTAD) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Neighborhood:
-    """The bank of a model as its attacker sees it.
+    """The bank of a model as its attacker sees it: N points, of which the first in rank decide.
+    Coordinates that no input reaches, those of a lift, are left off.
 
-    `points` (N,d): the bank in the space where neighbors are sought. `votes` (N,): the class each
-    of them stands for on its own, in regression its value. `squares` (N,): |point|^2.
-    `n_neighbors`: K.
+    The rank of point i for an embedded input e is offsets_i - 2 <sites_i, e>, up to a number that
+    is the same for all i: the lowest comes first, and i is before j beyond a plane with the normal
+    sites_i - sites_j. There are two such views:
+
+    - neighbors: the rank is |e - x_i|^2, so sites are the bank points (N,d) and offsets |x_i|^2;
+    - tangents (`by_tangents`), for one map of the whole bank: its potential is the smoothed maximum
+      of its tangents u~_i + <z~_i, e - x_i>, and between two of them the map is half-way where
+      they meet. So sites are z~_i, and offsets 2 (<z~_i, x_i> - u~_i).
+
+    `places` (N,d): where the points are. `votes` (N,): the class each of them stands for on its
+    own, in regression its value. `n_neighbors`: K.
     """
 
     owner: OTAD
-    points: Tensor
+    places: Tensor
+    sites: Tensor
+    offsets: Tensor
     votes: Tensor
-    squares: Tensor
     n_neighbors: int
+    by_tangents: bool = False
 
     @staticmethod
     @torch.no_grad()
     def of(model: nn.Module, like: Tensor) -> Neighborhood:
-        """That of an OTAD model, or of a k-NN rule on the bank of one, on the device of `like`."""
+        """The neighbors of an OTAD model, or of a k-NN rule on the bank of one, on the device of
+        `like`."""
         owner = model if isinstance(model, OTAD) else getattr(model, "model", None)
         if not isinstance(owner, OTAD):
             raise InputError(
@@ -45,6 +59,7 @@ class Neighborhood:
                 f"got {type(model).__name__}"
             )
         points = owner.bank_points.to(like)
+        points = points[:, : points.shape[1] - _lift_of(owner)]
         if model is owner:
             outputs = torch.cat(
                 [
@@ -55,11 +70,21 @@ class Neighborhood:
             votes = outputs.argmax(1) if outputs.dim() == 2 else outputs
         else:
             votes = owner.bank_labels.to(like.device)
-        count = getattr(model, "n_neighbors", owner.n_neighbors)
-        return Neighborhood(owner, points, votes, points.square().sum(1), int(count))
+        count = int(getattr(model, "n_neighbors", owner.n_neighbors))
+        return Neighborhood(owner, points, points, points.square().sum(1), votes, count)
+
+    @staticmethod
+    def views(model: nn.Module, like: Tensor) -> list[Neighborhood]:
+        """Every way in which points of the bank come to decide: neighbors; for one map of the whole
+        bank, of the points it passes through, its tangents as well."""
+        neighbors = Neighborhood.of(model, like)
+        if model is not neighbors.owner or neighbors.owner.scope != "global":
+            return [neighbors]
+        return _views_of_one_map(neighbors)
 
     def embed(self, x: Tensor) -> Tensor:
-        return self.owner.locate(x)
+        located = self.owner.locate(x)
+        return located[:, : located.shape[1] - _lift_of(self.owner)]
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
@@ -72,14 +97,23 @@ class Neighborhood:
         shaped = points.view(*points.shape[:-1], *backbone.input_shape)
         return (shaped * backbone.std + backbone.mean).to(like)
 
-    def squared_distances(self, embedded: Tensor) -> Tensor:
-        """|embedded - point|^2 (B,N), differentiable; accurate enough to rank, not to decide."""
-        product = embedded @ self.points.T
-        return (embedded.square().sum(1, keepdim=True) - 2 * product + self.squares).clamp_min(0)
+    def ranks(self, embedded: Tensor) -> Tensor:
+        """(B,N), 0 at the least, differentiable; accurate enough to rank, not to decide."""
+        ranks = self.offsets - 2 * embedded @ self.sites.T
+        if self.by_tangents:
+            return ranks - ranks.detach().amin(1, keepdim=True)
+        return (embedded.square().sum(1, keepdim=True) + ranks).clamp_min(0)
+
+    def behind(self, embedded: Tensor, indices: Tensor) -> Tensor:
+        """Ranks (B,n) of points (B,n) alone, up to a number that is the same for a whole row."""
+        if self.by_tangents:
+            products = self.sites[indices] @ embedded[:, :, None]
+            return self.offsets[indices] - 2 * products[:, :, 0]
+        return (self.sites[indices] - embedded[:, None]).square().sum(2)
 
     def rows_at_once(self) -> int:
-        """How many examples a block of squared distances should have."""
-        return max(1, SCORES_AT_ONCE // len(self.points))
+        """How many examples a block of ranks should have."""
+        return max(1, SCORES_AT_ONCE // len(self.sites))
 
     def is_wrong(self, y: Tensor) -> Tensor:
         """Which bank points (B,N) vote against the right answers y (B,)."""
@@ -87,8 +121,37 @@ class Neighborhood:
 
     @torch.no_grad()
     def nearest(self, x: Tensor, allowed: Tensor | None, count: int) -> Tensor:
-        """The `count` bank points (B,count) nearest to inputs x, of those allowed (B,N)."""
-        scores = self.squared_distances(self.embed(x))
+        """The `count` bank points (B,count) first in rank for inputs x, of those allowed (B,N)."""
+        scores = self.ranks(self.embed(x))
         if allowed is not None:
             scores = scores.masked_fill(~allowed, torch.inf)
         return scores.topk(min(count, scores.shape[1]), largest=False).indices
+
+
+def _lift_of(model: OTAD) -> int:
+    """The last coordinates, of those where neighbors are sought, that no input reaches."""
+    return model.backbone.lift if model.metric is None else 0
+
+
+@torch.no_grad()
+def _views_of_one_map(neighbors: Neighborhood) -> list[Neighborhood]:
+    """Of the points that were not left out: the others' votes are not heard."""
+    owner, like = neighbors.owner, neighbors.places
+    potential = owner.whole_bank.potential
+    bend = potential.strong_convexity
+    pairs = Pairs(owner.bank_inputs, owner.bank_features, bend, like.device)
+    levels = potential_lines(pairs, potential) - pairs.image_squares / (2 * potential.modulus)
+    kept = levels.isfinite().nonzero()[:, 0]
+    places, votes = neighbors.places[kept], neighbors.votes[kept]
+    count = min(neighbors.n_neighbors, len(kept))
+    sites, offsets = [], []
+    for rows in kept.split(8192):
+        images = pairs.images(rows)
+        offsets.append(2 * (images @ pairs.center - levels[rows]))
+        sites.append(images[:, : places.shape[1]].to(like))
+    tangents = torch.cat(sites), torch.cat(offsets).to(like)
+    squares = places.square().sum(1)
+    return [
+        Neighborhood(owner, places, places, squares, votes, count),
+        Neighborhood(owner, places, *tangents, votes, count, by_tangents=True),
+    ]

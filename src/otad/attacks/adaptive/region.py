@@ -3,11 +3,12 @@
 Bank point i is nearer than j to x + delta iff 2 <x_i - x_j, delta> > d_i^2 - d_j^2, in the space
 where neighbors are sought: a half-space of steps. So the shortest step after which each of some
 wrong points is nearer than each of some right ones is a projection on a polyhedron, found in its
-dual.
+dual. Tangents of the one potential of a whole bank meet in planes just as well.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -44,24 +45,40 @@ class Bisector(Attack):
         check_count(self.polish, "polish", least=0)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        bank = Neighborhood.of(target.model, x)
         best = Best(x)
-        for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
-            examples, y = x[rows], target.targets(rows)
-            embedded = bank.embed(examples)
-            drawn, fled = _opponents(bank, examples, y, self.pairs, bank.n_neighbors)
-            for i in drawn.unbind(1):
-                near = bank.points[i]
-                far = bank.points[fled].mean(1)
-                for other in (bank.points[fled[:, 0]], bank.points[fled[:, -1]], far):
-                    gap = near - other
-                    need = _square(embedded - near) - _square(embedded - other)
-                    length = (need / (2 * _square(gap)).clamp_min(1e-12)).clamp_min(0)
-                    for stretch in (OVERSHOOT, 2.0, FAR):
-                        step = gap * (length[:, None] * stretch if stretch < FAR else FAR)
-                        moved = ball.project(bank.inputs(embedded + step, examples), examples)
-                        best.offer(moved, target.gain(moved, rows), rows)
+        for bank in Neighborhood.views(target.model, x):
+            for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
+                self._cross(target, x[rows], rows, bank, ball, best)
         return polish(target, x, best.inputs, ball, self.polish)
+
+    def _cross(
+        self,
+        target: Target,
+        x: Tensor,
+        rows: Tensor,
+        bank: Neighborhood,
+        ball: LpBall,
+        best: Best,
+    ) -> None:
+        embedded = bank.embed(x)
+        drawn, fled = _opponents(bank, x, target.targets(rows), self.pairs, bank.n_neighbors)
+        ranks = bank.behind(embedded, fled)
+        mean = bank.sites[fled].mean(1)
+        middle = ranks.mean(1) if bank.by_tangents else _square(embedded - mean)
+        others = (
+            (bank.sites[fled[:, 0]], ranks[:, 0]),
+            (bank.sites[fled[:, -1]], ranks[:, -1]),
+            (mean, middle),
+        )
+        for i in drawn.unbind(1):
+            near, rank = bank.sites[i], bank.behind(embedded, i[:, None])[:, 0]
+            for other, before in others:
+                gap = near - other
+                length = ((rank - before) / (2 * _square(gap)).clamp_min(1e-12)).clamp_min(0)
+                for stretch in (OVERSHOOT, 2.0, FAR):
+                    step = gap * (length[:, None] * stretch if stretch < FAR else FAR)
+                    moved = ball.project(bank.inputs(embedded + step, x), x)
+                    best.offer(moved, target.gain(moved, rows), rows)
 
 
 @dataclass(frozen=True)
@@ -72,8 +89,7 @@ class Region(Attack):
     right points; so are, for each of the nearest wrong classes (`classes` of them; in regression
     for higher and for lower values) and each size in `sizes`, the nearest so many points of that
     class; then, `rounds` times, the same is asked again with the points that are nearest where this
-    has led. `polish`: so many steps of APGD go on from
-    the best of it all.
+    has led. `polish`: so many steps of APGD go on from the best of it all.
     """
 
     singles: int = 8
@@ -92,12 +108,12 @@ class Region(Attack):
             check_count(getattr(self, field), field)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        bank = Neighborhood.of(target.model, x)
         best = Best(x)
-        for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
-            self._try_singles(target, x[rows], rows, bank, ball, best)
-            for place in range(2 if target.y.is_floating_point() else self.classes):
-                for size in self.sizes:
+        places = range(2 if target.y.is_floating_point() else self.classes)
+        for bank in Neighborhood.views(target.model, x):
+            for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
+                self._try_singles(target, x[rows], rows, bank, ball, best)
+                for place, size in itertools.product(places, self.sizes):
                     rows = rows[~target.is_done(best.gain[rows])]
                     if len(rows):
                         self._search(target, x[rows], rows, bank, ball, place, size, best)
@@ -147,7 +163,9 @@ def _step(
 ) -> Tensor:
     """Try the shortest step, and the same direction up to the radius, which is returned."""
     embedded = bank.embed(x)
-    step = shortest_step(embedded, bank.points[drawn], bank.points[fled])
+    gaps = bank.sites[drawn][:, :, None] - bank.sites[fled][:, None]
+    need = bank.behind(embedded, drawn)[:, :, None] - bank.behind(embedded, fled)[:, None]
+    step = shortest_step(gaps.flatten(1, 2), need.flatten(1))
     short = ball.project(bank.inputs(embedded + OVERSHOOT * step, x), x)
     far = ball.project(bank.inputs(embedded + FAR * step, x), x)
     for moved in (short, far):
@@ -155,17 +173,12 @@ def _step(
     return far
 
 
-def shortest_step(point: Tensor, drawn: Tensor, fled: Tensor) -> Tensor:
-    """The shortest delta (B,d) with point + delta nearer to all `drawn` (B,m,d) than `fled` (B,n,d)
+def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
+    """The shortest delta (B,d) with 2 <gaps_k, delta> >= need_k for all k, (B,n,d) and (B,n).
 
-    With a_ij = 2 (x_i - x_j) and b_ij = d_i^2 - d_j^2, delta = sum mu_ij a_ij where mu >= 0
-    maximizes <b, mu> - |sum mu_ij a_ij|^2 / 2: accelerated projected ascent.
+    delta = 2 sum mu_k gaps_k where mu >= 0 maximizes <need, mu> - |2 sum mu_k gaps_k|^2 / 2, by
+    accelerated projected ascent.
     """
-    gaps = (drawn[:, :, None] - fled[:, None]).flatten(1, 2)
-    need = (
-        (drawn - point[:, None]).square().sum(2)[:, :, None]
-        - (fled - point[:, None]).square().sum(2)[:, None]
-    ).flatten(1)
     gram = 4 * gaps @ gaps.mT
     # the largest eigenvalue, bounded by the largest row sum
     rate = 1 / gram.abs().sum(2).amax(1, keepdim=True).clamp_min(1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from otad.attacks.base import Attack, Best, Target
 from otad.checks import check_count
 from otad.errors import InputError
 
-CLOSEST = 1e-3  # of the mean squared distance to the bank: K copies of an input leave no scale
+CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class SoftKnn(Attack):
     alone, large ones the whole region. With `targets` > 0 the wrong votes count for one class at a
     time, for so many of the classes that come nearest. The model is asked every `ask_every` steps.
     `polish`: so many steps of APGD go on from the best point.
+
+    For one map of the whole bank the same is done once more with tangents of its potential in the
+    place of squared distances: their log-sum-exp is a smooth potential, whose gradient map sees all
+    points where that of the model sees one.
     """
 
     temperatures: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01)
@@ -51,11 +56,11 @@ class SoftKnn(Attack):
             )
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        bank = Neighborhood.of(target.model, x)
         best = Best(x)
-        for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
-            for temperature in self.temperatures:
-                for place in range(2 if target.y.is_floating_point() else max(1, self.targets)):
+        places = range(2 if target.y.is_floating_point() else max(1, self.targets))
+        for bank in Neighborhood.views(target.model, x):
+            for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
+                for temperature, place in itertools.product(self.temperatures, places):
                     rows = rows[~target.is_done(best.gain[rows])]
                     if len(rows):
                         self._climb(
@@ -77,7 +82,7 @@ class SoftKnn(Attack):
     ) -> None:
         start, y = x[rows], target.targets(rows)
         with torch.no_grad():
-            squared = bank.squared_distances(bank.embed(start))
+            squared = bank.ranks(bank.embed(start))
             reach = squared.topk(bank.n_neighbors, largest=False).values[:, -1:]
             width = temperature * torch.maximum(reach, CLOSEST * squared.mean(1, keepdim=True))
             sides = None if y.is_floating_point() else self._sides(bank, squared, y, place)
@@ -85,7 +90,7 @@ class SoftKnn(Attack):
         for step in range(1, self.steps + 1):
             moved = moved.detach().requires_grad_()
             with torch.enable_grad():
-                scores = -bank.squared_distances(bank.embed(moved)) / width
+                scores = -bank.ranks(bank.embed(moved)) / width
                 if sides is None:
                     value = (-1) ** place * _mean_vote(scores, bank.votes)
                 else:

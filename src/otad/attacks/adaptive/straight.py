@@ -21,7 +21,8 @@ class Straight(Attack):
     Aims are the `points` nearest such bank points, and the means of the nearest 3, 6, 12, ... of
     them up to `points`, over all wrong classes and over the class of each of the nearest. Each line
     is tried at the given `shares` of the radius. In regression, the aims are the bank points with
-    the lowest and highest values among the nearest `reach`.
+    the lowest and highest values among the nearest `reach`. For one map of the whole bank, points
+    are the nearest by distance, and once more those whose tangents come first.
     """
 
     points: int = 24
@@ -37,13 +38,13 @@ class Straight(Attack):
             raise InputError(f"shares: expected numbers in (0, 1], got {self.shares}")
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        bank = Neighborhood.of(target.model, x)
         best = Best(x)
-        for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
-            for aim in self._aims(bank, x[rows], target.targets(rows)):
-                for share in self.shares:
-                    moved = along(x[rows], aim, ball, share)
-                    best.offer(moved, target.gain(moved, rows), rows)
+        for bank in Neighborhood.views(target.model, x):
+            for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
+                for aim in self._aims(bank, x[rows], target.targets(rows)):
+                    for share in self.shares:
+                        moved = along(x[rows], aim, ball, share)
+                        best.offer(moved, target.gain(moved, rows), rows)
         return best.inputs
 
     def _aims(self, bank: Neighborhood, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -77,13 +78,13 @@ def along(x: Tensor, aim: Tensor, ball: LpBall, share: float = 1.0) -> Tensor:
 
 
 def _inputs(bank: Neighborhood, x: Tensor, indices: Tensor) -> list[Tensor]:
-    return [bank.inputs(bank.points[column], x) for column in indices.unbind(1)]
+    return [bank.inputs(bank.places[column], x) for column in indices.unbind(1)]
 
 
 def _mean(bank: Neighborhood, x: Tensor, indices: Tensor) -> Tensor:
-    total = torch.zeros_like(bank.points[indices[:, 0]])
+    total = torch.zeros_like(bank.places[indices[:, 0]])
     for column in indices.unbind(1):  # one at a time: never B*K*d numbers at once
-        total += bank.points[column]
+        total += bank.places[column]
     return bank.inputs(total / indices.shape[1], x)
 
 

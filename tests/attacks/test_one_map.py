@@ -1,0 +1,177 @@
+"""Attacks on one map for the whole bank: tangents are what they are said to be, and found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from otad.attacks import L2, Attack, Linf
+from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
+from otad.attacks.adaptive.neighborhood import Neighborhood
+from otad.attacks.pgd import Bpda, Pgd
+from otad.baselines import MajorityKnn
+from otad.cip.bank_potential import integrate_most
+from otad.cip.pairwise import lifted_potential
+from otad.defense import OTAD
+from otad.nets import fc_resnet, lifted_net
+from otad.transport.bank import FeatureBank
+
+ATTACKS: list[Attack] = [
+    Straight(points=6),
+    Bisector(pairs=4, polish=10),
+    SoftKnn(steps=15, polish=10),
+    Region(polish=10),
+]
+BOX = (0.0, 1.0)
+
+
+def two_colors(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.rand(size, 2, generator=torch.Generator().manual_seed(seed))
+    return drawn, (drawn[:, 0] > 0.5).long()
+
+
+def stairs(
+    size: int = 60, *, smoothness: float = 30.0, task: str = "classification", flipped: int = 0
+) -> OTAD:
+    """Left half of the square to (0, 0), right half to (1, 0), but for the `flipped` first points,
+    which no such map passes through: a steep step, flat elsewhere."""
+    x, y = two_colors(size, 0)
+    outputs = 2 if task == "classification" else 1
+    net = fc_resnet((2,), outputs, blocks=1, task=task, bounds=BOX)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.zero_()
+        rows = [[-1.0, 0.0], [1.0, 0.0]] if outputs == 2 else [[1.0, 0.0]]
+        net.head.weight.copy_(torch.tensor(rows))
+        if outputs == 2:
+            net.head.bias.copy_(torch.tensor([0.5, -0.5]))
+    z = torch.stack([y.float(), torch.zeros(size)], 1)
+    z[:flipped, 0] = 1 - z[:flipped, 0]
+    labels = y if outputs == 2 else y.float()
+    potential = integrate_most(x, z, smoothness)
+    bank = FeatureBank(x, z, labels, "stairs")
+    return OTAD(net.eval(), bank, scope="global", potential=potential, n_neighbors=3).eval()
+
+
+def lifted_stairs() -> OTAD:
+    x, y = two_colors(60, 0)
+    net = lifted_net((2,), 2, hidden=(4,), bounds=BOX)
+    inputs = functional.pad(x, (0, 2))
+    features = torch.cat([x, 0.05 * functional.one_hot(y, 2).float()], 1)
+    potential = lifted_potential(inputs, features, 2, 3.0)
+    bank = FeatureBank(inputs, features, y, "lifted stairs")
+    return OTAD(net.eval(), bank, scope="global", potential=potential, n_neighbors=3).eval()
+
+
+MODELS = {"stairs": stairs, "some left out": lambda: stairs(flipped=4), "lifted": lifted_stairs}
+
+
+def true_distances(model: OTAD, x: Tensor, y: Tensor, cells: int = 250) -> Tensor:
+    """Brute force: how far the nearest wrong node of a fine grid is from each input (B,)."""
+    axis = torch.linspace(0, 1, cells)
+    nodes = torch.cartesian_prod(axis, axis)
+    with torch.no_grad():
+        answers = torch.cat([model(part).argmax(1) for part in nodes.split(20_000)])
+    return torch.cdist(x, nodes).masked_fill(answers[None] == y[:, None], torch.inf).amin(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_tangent_is_the_highest_and_touches_the_potential(name: str) -> None:
+    model = MODELS[name]()
+    views = Neighborhood.views(model, torch.zeros(1))
+    assert [view.by_tangents for view in views] == [False, True]
+    potential = model.whole_bank.potential
+    kept = ~potential.levels.isnan()
+    assert all(len(view.sites) == int(kept.sum()) for view in views)
+    x, z = model.bank_inputs[kept].double(), model.bank_features[kept].double()
+    bend = potential.strong_convexity
+    levels = potential.levels[kept] - bend / 2 * x.square().sum(1)
+    e = model.backbone.embed(two_colors(20, 3)[0]).double()
+    lines = levels + ((e[:, None] - x) * (z - bend * x)).sum(2)
+    ranks = views[1].ranks(views[1].embed(two_colors(20, 3)[0])).double()
+    torch.testing.assert_close(ranks, 2 * (lines.amax(1, keepdim=True) - lines), rtol=0, atol=1e-3)
+    value = model.solve(e.float()).solution.value.double() - bend / 2 * e.square().sum(1)
+    assert bool((lines.amax(1) <= value + 1e-4).all()), "the potential lies above its tangents"
+    shown = views[1].behind(views[1].embed(two_colors(20, 3)[0]), torch.arange(5).expand(20, 5))
+    differences = (shown[:, 1:] - shown[:, :1]).double()
+    torch.testing.assert_close(differences, 2 * (lines[:, :1] - lines[:, 1:5]), rtol=0, atol=1e-3)
+
+
+def test_neighbors_and_k_nn_twins_have_one_view() -> None:
+    twin = MajorityKnn(stairs()).eval()
+    assert len(Neighborhood.views(twin, torch.zeros(1))) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_where_the_gradient_is_zero_the_others_are_found(
+    name: str, generator: torch.Generator
+) -> None:
+    """In flat places PGD from the example stays where it is; attacks on tangents do not."""
+    model = MODELS[name]()
+    x, y = two_colors(60, 2)
+    right = model(x).argmax(1) == y
+    x, y = x[right], y[right]
+    ball = L2(0.25, BOX)
+    reachable = int((true_distances(model, x, y) < 0.24).sum())
+    assert reachable > 10
+    for attack in ATTACKS:
+        result = attack(model, x, y, ball, generator=generator)
+        assert float(result.distance.max()) <= ball.eps
+        assert int(result.broken.sum()) >= 0.9 * reachable, attack.name
+    blind = Pgd(steps=20, random_start=False)(model, x, y, ball, generator=generator)
+    if name == "stairs":
+        moved = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(moved)[:, 1].sum(), moved)
+        assert float((gradient == 0).all(1).double().mean()) > 0.5
+        assert int(blind.broken.sum()) < 0.5 * reachable
+
+
+def test_with_tangents_alone_the_distance_of_a_fine_grid_is_found(
+    generator: torch.Generator,
+) -> None:
+    """Half-way between two features tangents meet, and the head of the stairs turns there."""
+    model = stairs(15, smoothness=100.0)
+    x, y = two_colors(6, 4)
+    y = model(x).argmax(1)
+    attack = Region(singles=15, opponents=15, classes=1, sizes=(1,), rounds=1, polish=0)
+    for row, true in enumerate(true_distances(model, x, y).tolist()):
+        one = slice(row, row + 1)
+        above = L2(1.05 * true + 0.005, BOX)
+        below = L2(max(0.0, 0.97 * true - 0.006), BOX)
+        assert bool(attack(model, x[one], y[one], above, generator=generator).broken)
+        assert not bool(attack(model, x[one], y[one], below, generator=generator).broken)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_linf_and_immutable_features(attack: Attack, generator: torch.Generator) -> None:
+    model = stairs()
+    x, y = two_colors(25, 5)
+    ball = Linf(0.3, BOX, mutable=torch.tensor([True, False]))
+    result = attack(model, x, y, ball, generator=generator)
+    assert torch.equal(result.inputs[:, 1], x[:, 1])
+    assert float(result.distance.max()) <= ball.eps
+    shares = torch.linspace(-0.3, 0.3, 201)[:, None]
+    ways = torch.stack([(x[:, 0] + shares).clamp(0, 1), x[:, 1].expand(201, -1)], 2)
+    wrong = model(ways.flatten(0, 1)).argmax(1).view(201, -1) != y
+    assert torch.equal(result.broken, wrong.any(0))
+
+
+def test_a_regression_is_pushed(generator: torch.Generator) -> None:
+    model = stairs(task="regression", smoothness=10.0)
+    x = two_colors(25, 6)[0]
+    y = model(x).detach()
+    far = (x[:, 0] - 0.5).abs() < 0.15
+    for attack in ATTACKS:
+        result = attack(model, x, y, L2(0.3, BOX), generator=generator)
+        assert float(result.gain[far].min()) > 0.5, attack.name
+
+
+def test_bpda_goes_through_the_network(generator: torch.Generator) -> None:
+    """The net of the stairs carries nothing anywhere: its gradient is that of the head."""
+    model = stairs()
+    x, y = two_colors(40, 7)
+    attack = Bpda(network=model.backbone, steps=20)
+    result = attack(model, x, y, L2(0.3, BOX), generator=generator)
+    assert result.accuracy < 0.7

@@ -1,0 +1,429 @@
+"""The certificate of one map for the whole bank: closed forms, soundness under search, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from certify.one_map import (
+    on_one_map,
+    one_map_model,
+    some_inputs,
+    strongest_gain,
+    with_potential,
+)
+from torch import Tensor
+from torch.nn import functional
+
+from otad.attacks import L2, Linf
+from otad.attacks.adaptive import Straight
+from otad.attacks.pgd import Pgd
+from otad.certify import certify, certify_values
+from otad.certify.embedding import Reach
+from otad.certify.lipschitz_map import LipschitzMap
+from otad.cip import Status
+from otad.cip.bank_potential import BankPotential, potential_lines
+from otad.cip.pairs import Pairs
+from otad.cip.pairwise import lifted_potential
+from otad.cip.pricing import Prices
+from otad.cip.search import Search
+from otad.cip.whole_bank import GAP
+from otad.defense import OTAD
+from otad.errors import InputError
+from otad.evaluate import evaluate, proof
+from otad.nets import LinearHead, fc_resnet, lifted_net
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "least L": {},
+    "larger L": {"smoothness": 20.0},
+    "curved down": {"bend": -1.5, "noise": 0.1},
+    "curved up": {"bend": 0.2},
+    "points left out": {"noise": 0.4, "smoothness": 8.0},
+    "other scales": {"std": (0.4, 2.5)},
+    "ten dimensions": {"dim": 10, "points": 60},
+    "two points": {"points": 2},
+    "as steep down as up": {"bend": -6.0, "smoothness": 6.0, "noise": 0.2},
+}
+
+
+def two_point_model(smoothness: float, bend: float = 0.0) -> OTAD:
+    """z = x at -1 and +1 on the first axis of the plane; logits -z_1 and z_1."""
+    net = fc_resnet((2,), 2, blocks=1)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.zero_()
+        net.head.weight.copy_(torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
+    points = torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
+    return on_one_map(net, points, points, torch.tensor([0, 1]), bend=bend, smoothness=smoothness)
+
+
+@pytest.mark.parametrize("smoothness", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("bend", [0.0, -0.5, 0.5])
+def test_two_points_in_closed_form(smoothness: float, bend: float) -> None:
+    """The map is clamp(L t, l t -+ (1 - l)) along the axis and l t across it, and the margin is
+    twice its first coordinate: radius = |T_1| / L, the whole truth where the map is steep."""
+    model = two_point_model(smoothness, bend)
+    across = torch.tensor([[0.1, 3.0], [0.1, -2.0]])
+    x = torch.cat([torch.stack([torch.linspace(-2, 2, 41), torch.zeros(41)], 1), across])
+    along = x[:, 0].double()
+    steep = smoothness * along
+    expected = torch.clamp(steep, bend * along - (1 - bend), bend * along + (1 - bend))
+    torch.testing.assert_close(model(x)[:, 1].double().detach(), expected, rtol=0, atol=1e-5)
+    found = certify(model, x)
+    top = max(smoothness, abs(bend))
+    torch.testing.assert_close(found.radius, expected.abs() / top, rtol=1e-3, atol=2e-5)
+    assert bool((found.radius <= along.abs()).all()), "the border is where the first feature is 0"
+    tight = expected == steep
+    torch.testing.assert_close(found.radius[tight], along.abs()[tight], rtol=1e-3, atol=2e-5)
+    assert set(found.rules) - {"none"} == {"lipschitz"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_strong_search_breaks_no_radius(name: str) -> None:
+    """150 inputs for each setting, more than 1,300 in all."""
+    proved = 0
+    for seed in range(3):
+        model = one_map_model(seed, **SETTINGS[name])
+        x = some_inputs(model, 50, seed)
+        found = certify(model, x)
+        assert torch.equal(found.prediction, model(x).argmax(1))
+        gain = strongest_gain(model, x, found.radius)
+        assert float(gain[found.radius > 0].max()) <= 0
+        proved += int((found.radius > 0.01).sum())
+    assert proved >= 75, "radii of 0 prove nothing"
+
+
+@pytest.mark.parametrize("unit", [(0.2, 3.0), (2.0, 0.5)])
+def test_distances_are_in_the_unit_asked_for(unit: tuple[float, float]) -> None:
+    measured = torch.tensor(unit)
+    model = one_map_model(3, std=(0.5, 2.0))
+    x = some_inputs(model, 60, 3)
+    found = certify(model, x, unit=measured)
+    assert float(strongest_gain(model, x, found.radius, measured).max()) <= 0
+    assert int((found.radius > 0.01).sum()) >= 20
+    doubled = certify(model, x, unit=2 * measured).radius
+    torch.testing.assert_close(doubled, found.radius / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_radii_that_are_too_large_are_broken() -> None:
+    """The search finds what is there: with half the L, most radii are refuted."""
+    refuted = tried = 0
+    for seed in range(3):
+        model = one_map_model(seed, smoothness=None)
+        x = some_inputs(model, 60, seed)
+        found = certify(model, x)
+        rows = found.radius > 0.02
+        gain = strongest_gain(model, x, 2 * found.radius)
+        refuted, tried = refuted + int((gain > 0)[rows].sum()), tried + int(rows.sum())
+    assert refuted > 0.2 * tried
+
+
+@pytest.mark.parametrize("bend", [0.0, -1.0, 0.2])
+def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
+    """Over random pairs of inputs, and pairs found by the power method on the difference."""
+    model = one_map_model(4, dim=4, points=60, bend=bend, noise=0.05 if bend < 0 else 0.0).double()
+    reach = Reach(torch.linspace(0.5, 2.0, 4).double(), 0.0)
+    rule = LipschitzMap(model, reach)
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
+    slopes = rule.slope(rows)
+    start = some_inputs(model, 80, 5).double()
+    step = torch.randn(80, 4, generator=torch.Generator().manual_seed(6)).double()
+    closest = 0.0
+    for row, slope in zip(rows, slopes, strict=True):
+        for size in (3.0, 0.3, 1e-3):
+            for _ in range(6):
+                step = (size * step / step.norm(dim=1, keepdim=True)).detach().requires_grad_()
+                change = _image(model, start + reach.stretch * step) - _image(model, start).detach()
+                value = (change @ row).abs()
+                assert bool((value <= slope * size + 1e-9).all())
+                closest = max(closest, float(value.detach().max() / size / slope))
+                (gradient,) = torch.autograd.grad(value.sum(), step)
+                step = torch.where(gradient.norm(dim=1, keepdim=True) > 0, gradient, step)
+    assert closest > 0.6, "the search comes near the bound"
+
+
+def _image(model: OTAD, embedded: Tensor) -> Tensor:
+    return model.solve(embedded).solution.image
+
+
+def test_the_slope_is_never_above_that_of_the_lipschitz_constant() -> None:
+    for bend, smoothness in ((0.0, 9.0), (-3.0, 9.0), (-30.0, 9.0), (0.2, 9.0)):
+        model = one_map_model(0, bend=bend, smoothness=smoothness)
+        rows = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).double()
+        wide = LipschitzMap(model, Reach(torch.tensor([0.5, 2.0]).double(), 0.0))
+        even = LipschitzMap(model, Reach(torch.tensor([2.0, 2.0]).double(), 0.0))
+        lipschitz = max(abs(bend), smoothness)
+        plain = 2 * lipschitz * rows.norm(dim=1)
+        torch.testing.assert_close(even.slope(rows), plain)
+        assert bool((wide.slope(rows) <= plain * (1 + 1e-9)).all())
+
+
+def test_coordinates_that_no_input_reaches_cost_nothing() -> None:
+    """A head on lifted coordinates is left with M / 2 of the curvature instead of L."""
+    model = one_map_model(0, bend=-3.0, smoothness=5.0)
+    rule = LipschitzMap(model, Reach(torch.tensor([1.5, 0.0]).double(), 0.0))
+    lifted = torch.tensor([[0.0, 2.0]]).double()
+    assert float(rule.slope(lifted)) == pytest.approx(8 / 2 * 2 * 1.5)
+    reached = torch.tensor([[2.0, 0.0]]).double()
+    assert float(rule.slope(reached)) == pytest.approx(5 * 2 * 1.5)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("name", ["least L", "curved down", "other scales", "points left out"])
+def test_every_answer_lies_in_its_interval(name: str, eps: float) -> None:
+    reached = 0.0
+    for seed in range(2):
+        model = one_map_model(seed, task="regression", **SETTINGS[name])
+        x = some_inputs(model, 40, seed)
+        found = certify_values(model, x, eps)
+        angle = torch.linspace(0, 6.2832, 49)
+        steps = (1 - 1e-6) * eps * torch.stack([angle.cos(), angle.sin()], 1)
+        steps = torch.cat([steps, 0.5 * steps])
+        with torch.no_grad():
+            answers = model((x[:, None] + steps).flatten(0, 1)).view(len(x), -1).double()
+        assert bool((answers.amin(1) >= found.low).all())
+        assert bool((answers.amax(1) <= found.high).all())
+        span = (answers.amax(1) - answers.amin(1)) / (found.high - found.low)
+        reached = max(reached, float(span.max()))
+        weight = model.backbone.head.weight.detach().double()
+        width = 2 * eps * float(LipschitzMap(model, _reach(model)).slope(weight))
+        assert bool((found.high - found.low <= width + 2e-3).all())
+    if eps > 0:
+        assert reached > 0.25, "a quarter of such an interval would not hold"
+
+
+def _reach(model: OTAD) -> Reach:
+    return Reach((1 / model.backbone.std.double()).flatten(), 0.0)
+
+
+def test_violated_levels_keep_the_proof_and_miss_the_pairs_by_no_more_than_they_say() -> None:
+    """Levels moved at random: still one smooth convex potential, so the same slope; at bank points
+    the map is off by at most sqrt(M violation)."""
+    model = one_map_model(1)
+    potential = model.whole_bank.potential
+    drawn_by = torch.Generator().manual_seed(2)
+    moved = potential.levels + 0.05 * torch.randn(40, generator=drawn_by).double()
+    x, z = (part.double() for part in (model.bank_inputs, model.bank_features))
+    bends = torch.cdist(z, z).square() / (2 * potential.modulus)
+    sides = moved[None] + (x[:, None] - x[None]).mul(z[None]).sum(2) + bends
+    violation = float((sides - moved[:, None]).max())
+    assert violation > 0.05
+    spoiled = replace(potential, levels=moved, violation=violation)
+    bank = model.bank_inputs, model.bank_features, model.bank_labels
+    other = with_potential(model.backbone, *bank, spoiled)
+    off = (_image(other, model.bank_inputs) - model.bank_features).norm(dim=1)
+    assert float(off.max()) <= (potential.modulus * violation) ** 0.5
+    assert float(off.max()) > 0.01
+    inputs = some_inputs(other, 60, 3)
+    found = certify(other, inputs)
+    assert float(strongest_gain(other, inputs, found.radius).max()) <= 0
+    (words,) = (words for words in found.assumptions if "violate" in words)
+    assert f"{violation:.3g}" in words
+
+
+def test_rows_that_were_not_solved_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, values = one_map_model(0), one_map_model(0, task="regression")
+    x = some_inputs(model, 6, 0)
+    assert bool((certify(model, x).radius > 0).any())
+    for one in (model, values):
+        honest = one.trace
+
+        def doubtful(rows: Tensor, honest: Any = honest) -> Any:
+            trace = honest(rows)
+            status = trace.solution.status.clone()
+            status[::2] = int(Status.UNSOLVED)
+            return replace(trace, solution=replace(trace.solution, status=status))
+
+        monkeypatch.setattr(one, "trace", doubtful)
+    found = certify(model, x)
+    assert found.radius[::2].tolist() == [0.0, 0.0, 0.0]
+    assert set(found.rules[::2]) == {"none"}
+    interval = certify_values(values, x, 0.1)
+    assert bool(interval.low[::2].isinf().all())
+    assert bool(interval.high[1::2].isfinite().all())
+
+
+def test_rounding_is_taken_off() -> None:
+    """A margin that errors could have made is none; in float64 nearly all of it counts."""
+    model = one_map_model(0)
+    with torch.no_grad():
+        model.backbone.head.weight[1] = model.backbone.head.weight[0] * (1 + 1e-7)
+        model.backbone.head.weight[2] = 0.0
+        model.backbone.head.bias.copy_(torch.tensor([0.0, 0.0, -100.0]))
+    x = some_inputs(model, 20, 0)
+    assert bool((certify(model, x).radius == 0).all())
+    double = one_map_model(0).double()
+    single = one_map_model(0)
+    exact, rounded = certify(double, x.double()).radius, certify(single, x).radius
+    assert bool((rounded <= exact * (1 + 1e-5)).all())
+    torch.testing.assert_close(rounded, exact, rtol=5e-3, atol=1e-4)
+
+
+def test_the_gap_that_is_taken_off_is_the_one_the_solver_allows() -> None:
+    model = one_map_model(2, bend=0.2)
+    embedded = model.backbone.embed(some_inputs(model, 30, 2))
+    rule = LipschitzMap(model, _reach(model))
+    drift, growth = rule._drift(embedded.double())
+    potential = model.whole_bank.potential
+    pairs = Pairs(model.bank_inputs, model.bank_features, potential.strong_convexity)
+    lines = potential_lines(pairs, potential)
+    points = embedded.double() - pairs.center
+    scale = Search(pairs, lines, potential.modulus, points, Prices(pairs)).scale
+    allowed = (potential.modulus * GAP * scale).sqrt()
+    assert bool((drift >= allowed).all())
+    assert bool((drift <= 1.1 * allowed).all())
+    for distance in (0.1, 10.0, 1e4):
+        far = embedded.double() + distance / 2**0.5
+        assert bool((rule._drift(far)[0] <= drift + distance * growth * 1.0001).all())
+
+
+def test_a_wrong_constant_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_map_model(5, points=60)
+    x = some_inputs(model, 60, 5)
+    y = model(x).argmax(1)
+    attacks = [Straight(points=6), Pgd(steps=20)]
+    honest = LipschitzMap.slope
+    eps = 0.3
+    record = evaluate(model, x, y, L2(eps), attacks=attacks, flags=False)
+    assert record.is_sound
+    assert record.certificate is not None
+    assert set(record.certificate.rules) <= {"lipschitz", "none"}
+    monkeypatch.setattr(LipschitzMap, "slope", lambda self, rows: honest(self, rows) / 2)
+    record = evaluate(model, x, y, L2(eps), attacks=attacks, flags=False)
+    assert not record.is_sound
+    assert "within its certified radius" in record.flags[0].found
+
+
+def test_linf_radii_are_those_of_l2_over_the_root_of_the_dimension() -> None:
+    model = one_map_model(1)
+    x = some_inputs(model, 20, 1)
+    y = model(x).argmax(1)
+    l2, linf = (torch.tensor(proof.prove(model, x, y, ball).radius) for ball in (L2(1), Linf(1)))
+    torch.testing.assert_close(linf, l2 / 2**0.5)
+
+
+def test_one_opinion_of_all_is_never_changed() -> None:
+    model = one_map_model(0)
+    with torch.no_grad():
+        model.backbone.head.weight.zero_()
+        model.backbone.head.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    assert bool(certify(model, some_inputs(model, 4, 0)).radius.isinf().all())
+
+
+def test_assumptions_say_what_the_proof_rests_on() -> None:
+    found = certify(one_map_model(0), torch.zeros(1, 2))
+    words = " ".join(found.assumptions)
+    for part in ("whole bank", "linear head", "violate", "duality gap", "TF32"):
+        assert part in words
+    assert "neighbors" not in words
+
+
+def test_batches_and_progress() -> None:
+    model = one_map_model(0)
+    x, told = some_inputs(model, 10, 0), []
+    whole = certify(model, x)
+    parts = certify(model, x, batch_size=3, progress=lambda *done: told.append(done))
+    torch.testing.assert_close(parts.radius, whole.radius, rtol=1e-5, atol=1e-7)
+    assert told == [(3, 10), (6, 10), (9, 10), (10, 10)]
+
+
+def lifted_model(
+    seed: int, *, lipschitz: float | None = None, task: str = "classification"
+) -> OTAD:
+    """Random points of the plane with random answers in three lifted coordinates."""
+    drawn_by = torch.Generator().manual_seed(seed)
+    outputs = 3 if task == "classification" else 1
+    net = lifted_net((2,), outputs, hidden=(4,), task=task, mean=0.3, std=[0.7, 0.7])
+    points = torch.randn(30, 2, generator=drawn_by)
+    answers = points @ torch.randn(2, outputs, generator=drawn_by)
+    answers = (2 * answers).sin() + 0.2 * torch.randn(30, outputs, generator=drawn_by)
+    inputs, features = functional.pad(points, (0, outputs)), torch.cat([points, answers], 1)
+    labels = torch.zeros(30, dtype=torch.int64 if outputs == 3 else torch.float32)
+    potential = lifted_potential(inputs, features, outputs, lipschitz)
+    return with_potential(net, inputs, features, labels, potential)
+
+
+@pytest.mark.parametrize("lipschitz", [None, 3.0])
+def test_a_lift_is_certified_by_its_own_constant(lipschitz: float | None) -> None:
+    """Answers are k-Lipschitz and the head reads them as they are: margin / (k sqrt 2 / std)."""
+    for seed in range(3):
+        model = lifted_model(seed, lipschitz=lipschitz)
+        constant = model.smoothness - 1
+        x = some_inputs(model, 60, seed)
+        found = certify(model, x)
+        top = model(x).detach().double().topk(2).values
+        expected = (top[:, 0] - top[:, 1]) / (2**0.5 * constant / 0.7)
+        torch.testing.assert_close(found.radius, expected, rtol=1e-3, atol=1e-4)
+        assert bool((found.radius <= expected).all())
+        assert float(strongest_gain(model, x, found.radius)[found.radius > 0].max()) <= 0
+        assert float(strongest_gain(model, x, 3 * found.radius).max()) > 0
+
+
+def _random_directions(count: int) -> Tensor:
+    return torch.randn(count, 1, 2, generator=torch.Generator().manual_seed(7))
+
+
+def test_values_of_a_lift() -> None:
+    model = lifted_model(0, task="regression")
+    x = some_inputs(model, 30, 0)
+    found = certify_values(model, x, 0.2)
+    width = 2 * 0.2 * (model.smoothness - 1) / 0.7
+    torch.testing.assert_close(
+        found.high - found.low, torch.full_like(found.low, width), rtol=1e-3, atol=1e-3
+    )
+    steps = 0.1999 * functional.normalize(_random_directions(200), dim=2)
+    answers = model((x + steps).flatten(0, 1)).view(200, -1)
+    assert bool((answers.amin(0) >= found.low).all())
+    assert bool((answers.amax(0) <= found.high).all())
+
+
+class Bent(LinearHead):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh()
+
+
+def test_refusals() -> None:
+    model = one_map_model(0)
+    x = some_inputs(model, 2, 0)
+    with pytest.raises(InputError, match="expected regression, got classification; use certify"):
+        certify_values(model, x, 0.1)
+    values = one_map_model(0, task="regression")
+    with pytest.raises(InputError, match="expected classification, got regression"):
+        certify(values, x)
+    model.backbone.head.__class__ = Bent
+    with pytest.raises(InputError, match="head: expected a LinearHead, got Bent"):
+        certify(model, x)
+
+
+def test_an_embedding_of_its_own_needs_a_constant() -> None:
+    class Turned(type(one_map_model(0).backbone)):  # type: ignore[misc]
+        def embed(self, x: Tensor) -> Tensor:
+            e: Tensor = super().embed(x)
+            return 1.3 * torch.stack([e[:, 1], -e[:, 0]], 1)
+
+    model = one_map_model(0)
+    model.backbone.__class__ = Turned
+    x = some_inputs(model, 30, 0)
+    with pytest.raises(InputError, match="embedding_lipschitz: expected a number"):
+        certify(model, x)
+    found = certify(model, x, embedding_lipschitz=1.3001)
+    assert any("1.3" in words for words in found.assumptions)
+    assert float(strongest_gain(model, x, found.radius).max()) <= 0
+    assert int((found.radius > 0.01).sum()) > 10
+
+
+def test_a_potential_of_another_model_is_no_secret() -> None:
+    """What is certified is the map that answers: with another potential, another radius."""
+    model = one_map_model(6)
+    x = some_inputs(model, 40, 6)
+    tight = model.whole_bank.potential
+    loose = BankPotential(
+        tight.levels, 3 * tight.smoothness, 0.0, tight.left_out, tight.sweeps, tight.violation
+    )
+    bank = model.bank_inputs, model.bank_features, model.bank_labels
+    steep = with_potential(model.backbone, *bank, loose)
+    first, second = certify(model, x), certify(steep, x)
+    assert float(second.radius.median()) < float(first.radius.median())
+    assert float(strongest_gain(steep, x, second.radius).max()) <= 0

@@ -1,0 +1,151 @@
+"""The whole evaluation on one map for the whole bank: every flag has something to say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attacks.test_one_map import lifted_stairs, stairs, two_colors
+from evaluate.small import identity_net, scene_of
+from torch import Tensor
+
+from otad.attacks import L2, Linf, LpBall
+from otad.attacks.adaptive import SoftKnn, Straight
+from otad.attacks.noise import RandomNoise
+from otad.attacks.pgd import Pgd
+from otad.attacks.random_search import RandomSearch
+from otad.baselines import MajorityKnn
+from otad.defense import OTAD, defend
+from otad.evaluate import evaluate
+from otad.evaluate.flags import CHECKS
+from otad.evaluate.model_flags import finite_differences, gradient_share, neighbor_changes
+from otad.evaluate.planted import plant, planted_example
+from otad.evaluate.records import FAIL, NOT_RUN, PASS
+
+BOX = (0.0, 1.0)
+
+
+def smooth_model() -> tuple[OTAD, Tensor, Tensor]:
+    """Features are the inputs: the map is nearly the identity, and no gradient is zero."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(160, 2, generator=generator) * 2 - 1
+    y = (points[:, 0] > 0).long()
+    net = identity_net(2, bounds=(-1.0, 1.0))
+    model = defend(net, points[:120], y[:120], n_neighbors=3, scope="global", smoothness=1.5)
+    return model, points[120:], y[120:]
+
+
+def test_every_flag_has_a_verdict_on_a_sound_model() -> None:
+    model, x, y = smooth_model()
+    soft = SoftKnn(temperatures=(0.1,), targets=1, steps=5, polish=5)
+    attacks = [Straight(points=6), soft, Pgd(steps=10), RandomSearch(queries=20)]
+    record = evaluate(model, x, y, L2(0.2), attacks=attacks)
+    verdicts = {flag.name: flag.verdict for flag in record.flags}
+    assert len(verdicts) == len(CHECKS)
+    assert FAIL not in verdicts.values()
+    assert NOT_RUN not in verdicts.values()
+    assert record.certificate is not None
+    assert set(record.certificate.rules) <= {"lipschitz", "none"}
+    assert record.is_sound
+    proved = record.certified_accuracy(0.2)
+    assert proved is not None
+    assert 0 < proved.value / 100 <= record.worst_case_accuracy < 1
+
+
+def test_flat_places_are_told_and_explained() -> None:
+    """Where one point has all the weight the gradient is an honest zero: the flag says which."""
+    x, y = two_colors(40, 2)
+    scene = scene_of(stairs(), x, y, L2(0.2, BOX))
+    found = gradient_share(scene)
+    assert found.verdict == FAIL
+    blind, single = _counts(found.found)
+    assert blind == single > 20
+    assert "neighbors" in found.advice
+    model, x, y = smooth_model()
+    assert gradient_share(scene_of(model, x, y, L2(0.2))).verdict == PASS
+
+
+def _counts(found: str) -> tuple[int, int]:
+    """Of "...; 30 of these 32 rest on a single bank point": 32 and 30."""
+    words = found.partition("; ")[2].split()
+    return int(words[3]), int(words[0])
+
+
+def test_differences_are_taken_where_the_same_points_have_weight() -> None:
+    for model, x, y in (smooth_model(), (stairs(), *two_colors(40, 2))):
+        found = finite_differences(scene_of(model, x, y, L2(0.1, model.backbone.bounds)))
+        assert found.verdict == PASS
+        assert found.found.endswith("float64")
+
+
+def test_changes_of_weight_are_counted() -> None:
+    model, x, y = smooth_model()
+    scene = scene_of(model, x, y, L2(0.3, model.backbone.bounds))
+    found = neighbor_changes(scene)
+    before = scene.sample()[0]
+    after = scene.threat.surface(before, scene.generator(found.name))
+    changed = sum(
+        _weighted(model, one) != _weighted(model, other)
+        for one, other in zip(before.split(1), after.split(1), strict=True)
+    )
+    assert found.found.startswith(f"for {changed / len(before):.0%} of {len(before)}")
+    assert "points with weight" in found.found
+    assert "continuous" in found.meaning
+
+
+def _weighted(model: OTAD, x: Tensor) -> set[int]:
+    trace = model.trace(x)
+    return set(trace.neighbors.indices[trace.solution.multipliers > 0].tolist())
+
+
+@pytest.mark.parametrize("ball", [L2(0.1, BOX), Linf(0.05, BOX)], ids=["l2", "linf"])
+@pytest.mark.parametrize("kind", ["stairs", "lifted", "left out"])
+def test_plants_hold_by_construction(kind: str, ball: LpBall) -> None:
+    """The example keeps its feature, the aim at half the eps has another class's, and the planted
+    map is as Lipschitz as its L says."""
+    model = {"stairs": stairs, "lifted": lifted_stairs, "left out": lambda: stairs(flipped=4)}[
+        kind
+    ]()
+    x, y = two_colors(30, 2)
+    scene = scene_of(model, x, y, ball, attacks=(Straight(),))
+    examples, answers = scene.sample(6)
+    planted = list(plant(scene, model, examples, answers))
+    held = 0
+    for copy, one, label, aim in planted:
+        assert isinstance(copy, OTAD)
+        assert float(ball.distance(aim, one)) <= ball.eps / 2 * (1 + 1e-6)
+        if float(ball.distance(aim, one)) < 0.3 * ball.eps:
+            continue  # in a corner of the box
+        held += bool((copy(one).argmax(1) == label) & (copy(aim).argmax(1) != label))
+        moved = two_colors(200, 9)[0]
+        first, second = copy.backbone.embed(moved), copy.backbone.embed(moved.flip(0))
+        images = [copy.solve(part).solution.image for part in (first, second)]
+        run, rise = (first - second).norm(dim=1), (images[0] - images[1]).norm(dim=1)
+        steepest = max(abs(copy.strong_convexity), copy.smoothness)
+        assert bool((rise <= steepest * run * 1.001 + 1e-4).all())
+    assert held >= 4
+
+
+def test_planted_weaknesses_are_found_by_attacks_that_know_the_bank() -> None:
+    x, y = two_colors(40, 2)
+    for model in (stairs(), lifted_stairs()):
+        soft = SoftKnn(temperatures=(0.1,), targets=1, steps=5)
+        for attacks, verdict in (
+            ((Straight(points=2, shares=(1.0, 0.5)), soft), PASS),
+            ((RandomNoise(draws=1),), FAIL),
+        ):
+            scene = scene_of(model, x, y, L2(0.1, BOX), attacks=attacks)
+            assert planted_example(scene).verdict == verdict
+
+
+def test_a_k_nn_twin_gets_plants_among_its_neighbors() -> None:
+    x, y = two_colors(40, 2)
+    scene = scene_of(MajorityKnn(stairs()).eval(), x, y, L2(0.1, BOX), attacks=(Straight(),))
+    assert planted_example(scene).verdict == PASS
+
+
+def test_gradient_attacks_alone_miss_what_is_planted_in_flat_places() -> None:
+    """So the flag tells an evaluation by blind attacks from one that sees."""
+    x, y = two_colors(40, 2)
+    blind = Pgd(steps=5, random_start=False)
+    scene = scene_of(stairs(), x, y, L2(0.1, BOX), attacks=(blind,))
+    assert planted_example(scene).verdict == FAIL
