@@ -303,5 +303,7 @@ def test_neighbors_are_attacked_where_they_are_sought(generator: torch.Generator
     assert bool(result.broken)
     step = (result.inputs - one)[0].abs()
     assert float(step[0]) < 1e-6 < float(step[1])
+    walked = Straight()(model, one, model(one).argmax(1), L2(0.25), generator=generator)
+    assert bool(walked.broken)  # the inputs are known, as they were only normalized
     with pytest.raises(InputError, match="straight lines to bank points are known, got Linear"):
-        Straight()(model, one, model(one).argmax(1), L2(0.25), generator=generator)
+        Bisector()(model, one, model(one).argmax(1), L2(0.25), generator=generator)

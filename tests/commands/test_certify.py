@@ -15,6 +15,7 @@ from commands.small import Terminal
 import otad
 from otad.certify import certify, certify_values
 from otad.commands.data_choice import DataChoice
+from otad.nets import LipschitzMetric
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,26 @@ def test_one_map_for_the_whole_bank_is_certified_by_its_constant(
     assert "duality gap" in shown
 
 
+def test_a_metric_of_known_constant_is_named(terminal: Terminal, workshop: Path) -> None:
+    model = otad.load(workshop / "digits-model")
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    metric = LipschitzMetric((1, 8, 8), widths=(16, 32), depth=1, key_dim=16, bounds=(0.0, 1.0))
+    keyed = otad.defend(model.backbone, dataset.train_x, dataset.train_y, n_neighbors=3,
+                        metric=metric)  # fmt: skip
+    keyed.notes = model.notes
+    keyed.save("keyed")
+    options = ("--eps", "0.05,0.2", "--out", "radii.csv")
+    record = json.loads(terminal.succeed("certify", "keyed", "test", *options, "--json").stdout)
+    assert (record["scope"], record["metric"]) == ("local", "LipschitzMetric")
+    assert record["certified"]["0.05"]["value"] > record["certified"]["0.2"]["value"]
+    found = certify(otad.load("keyed"), dataset.test_x)
+    assert [float(line["radius"]) for line in read_csv("radii.csv")] == found.radius.tolist()
+    shown = " ".join(terminal.succeed("certify", "keyed", "test").stdout.replace("│", " ").split())
+    assert "neighbors among the keys of LipschitzMetric (rule hull" in shown
+    message = terminal.refuse("certify", "keyed", "test", "--metric-lipschitz", 2)
+    assert "knows its own constant" in message
+
+
 def test_intervals_of_one_map(terminal: Terminal, workshop: Path) -> None:
     command = ("--out", "whole", "--scope", "global", "--smoothness", 40)
     terminal.succeed("defend", workshop / "body-net", *command)
@@ -144,6 +165,7 @@ def test_intervals_of_one_map(terminal: Terminal, workshop: Path) -> None:
     [
         (["--eps", "little"], "eps: expected numbers such as 0.5,1,2, got 'little'"),
         (["--embedding-lipschitz", "-1"], "embedding_lipschitz"),
+        (["--metric-lipschitz", "2"], "metric_lipschitz: expected None, as neighbors are sought"),
         (["--unit", "inch"], "unit: expected one of 1, std"),
         (["--rows", "99"], "rows: expected at most the 40 rows"),
     ],

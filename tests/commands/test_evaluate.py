@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from commands.small import Terminal
 
+import otad
+from otad.commands.data_choice import DataChoice
 from otad.evaluate import PRESETS, Evaluation, runner
 from otad.evaluate.records import SANDWICH
+from otad.nets import LipschitzMetric, vision_transformer
 
 TWO = ("--attack", "straight", "--attack", "region", "--no-flags")
 FILES = ("evaluation.json", "report.html", "report.md")
@@ -124,6 +127,28 @@ def test_a_table_with_units_and_immutable_features(
     text = " ".join(shown.stdout.split())
     for words in ("not run: square", "clean mse, otad", "certified |f - y| at 0.2"):
         assert words in text, words
+
+
+def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
+    terminal: Terminal, workshop: Path
+) -> None:
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    net = vision_transformer((1, 8, 8), 10, patch=4, width=8, blocks=1, heads=2, bounds=(0.0, 1.0))
+    metric = LipschitzMetric((1, 8, 8), widths=(16,), depth=1, key_dim=8, bounds=(0.0, 1.0))
+    model = otad.defend(net, dataset.train_x, dataset.train_y, n_neighbors=3, metric=metric)
+    model.notes = dict(otad.load(workshop / "digits-model").notes)
+    model.save("known")
+    model.notes = {}
+    model.save("unknown")
+    options = ("--eps", "0.5", "--no-flags", "--rows", 20, "--attack", "straight", "--json")
+    printed = json.loads(terminal.succeed("evaluate", "known", "test", *options).stdout)
+    assert list(printed["per_attack"]) == ["straight"]
+    assert printed["is_sound"]
+    command = ("attack", "known", "test", "--attack", "straight", "--eps", 0.5, "--rows", 20)
+    record = json.loads(terminal.succeed(*command, "--json").stdout)
+    assert record["forwards"] > 20 * 10
+    archive = ("attack", "unknown", workshop / "digits.npz", *command[3:])
+    assert "train_x gives them" in terminal.refuse(*archive)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_plants_hold_by_construction(kind: str, ball: LpBall) -> None:
     examples, answers = scene.sample(6)
     planted = list(plant(scene, model, examples, answers))
     held = 0
-    for copy, one, label, aim in planted:
+    for copy, one, label, aim, _ in planted:
         assert isinstance(copy, OTAD)
         assert float(ball.distance(aim, one)) <= ball.eps / 2 * (1 + 1e-6)
         if float(ball.distance(aim, one)) < 0.3 * ball.eps:

@@ -19,7 +19,8 @@ from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS, make_attack
 from otad.evaluate import suite as suites
 from otad.evaluate.identity import generator_for, model_card, settings_of
-from otad.evaluate.suite import suite
+from otad.evaluate.presets import KEYED_PRESETS
+from otad.evaluate.suite import NEED_LINES, suite
 from otad.nets import fc_resnet
 
 IMAGE = (1, 10, 10)
@@ -58,8 +59,10 @@ def test_every_name_is_that_of_its_attack(images: OTAD, name: str) -> None:
 
 def test_presets_hold_known_names_and_options_and_grow(images: OTAD) -> None:
     names = {preset: {name for name, _ in choices} for preset, choices in PRESETS.items()}
-    assert names["quick"] <= names["standard"] < names["full"] == set(ATTACKS)
-    for choices in PRESETS.values():
+    assert names["quick"] <= names["standard"] < names["full"] == {*ATTACKS} - {"keys"}
+    keyed = {name: {one for one, _ in choices} for name, choices in KEYED_PRESETS.items()}
+    assert keyed["quick"] <= keyed["standard"] < keyed["full"] == {*ATTACKS} - {*NEED_LINES}
+    for choices in (*PRESETS.values(), *KEYED_PRESETS.values()):
         for name, options in choices:
             if name in INSTALLED:
                 made = make_attack(name, images, **options)
@@ -124,10 +127,14 @@ def test_attacks_on_lines_to_bank_points_need_a_plain_embedding(images: OTAD) ->
 
     net = Shifted(IMAGE, 3, blocks=1, bounds=(0.0, 1.0)).eval()
     model = OTAD(net, images.bank, n_neighbors=2)
-    _, missing = suite(model, "standard", IMAGE, "classification")
-    assert {"straight", "bisector", "region"} <= set(missing)
+    attacks, missing = suite(model, "standard", IMAGE, "classification")
+    names = {attack.name for attack in attacks}
+    assert {"keys", "soft_knn", "metric", "pgd", "apgd", "bpda", "transfer"} <= names
+    assert not names & {"straight", *NEED_LINES}
     assert "Shifted" in missing["straight"]
-    assert make_attack("soft_knn", model).name == "soft_knn"
+    for name in NEED_LINES:
+        with pytest.raises(InputError, match="unlike those of Shifted; keys looks for them"):
+            make_attack(name, model)
 
 
 def test_unknown_names_and_options_are_refused(images: OTAD) -> None:

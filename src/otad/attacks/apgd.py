@@ -60,14 +60,14 @@ class Apgd(Attack):
             start = ball.inside(x, generator) if self.random_start else x
             rows = survivors.rows
             if len(rows):
-                self._climb(survivors, target, ask, start[rows], x[rows], rows, ball)
+                self.climb(survivors, target, ask, start[rows], x[rows], rows, ball)
         return survivors.inputs
 
     def climb_on(self, target: Target, x: Tensor, start: Tensor, ball: LpBall) -> Tensor:
         """One ascent from points of the ball that another attack has found; the best input (B,*)"""
         survivors = Survivors(target, x)
         rows = survivors.rows
-        self._climb(survivors, target, self._asker(target), start, x, rows, ball)
+        self.climb(survivors, target, self._asker(target), start, x, rows, ball)
         return survivors.inputs
 
     def _asker(self, target: Target) -> Ask:
@@ -76,7 +76,7 @@ class Apgd(Attack):
             return exact(target, loss)
         return through_substitute(target, loss, self.substitute)
 
-    def _climb(
+    def climb(
         self,
         survivors: Survivors,
         target: Target,
@@ -86,6 +86,8 @@ class Apgd(Attack):
         rows: Tensor,
         ball: LpBall,
     ) -> None:
+        """One ascent of what `ask` tells, for the examples `rows` (int64) alone: from `start` (n,*)
+        in the balls around x (n,*). What it finds is known to `survivors`."""
         outputs, value, gradient = ask(start, rows)
         path = _Path(rows, x, start, value, gradient, FIRST_STEP * ball.eps)
         path.keep(survivors.judge(start, outputs, rows))

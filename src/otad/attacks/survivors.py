@@ -23,6 +23,10 @@ class Survivors:
         """Which of the B examples are not broken (int64)."""
         return self._standing.nonzero()[:, 0]
 
+    def among(self, rows: Tensor) -> Tensor:
+        """Those of `rows` (int64) that are not broken."""
+        return rows[self._standing[rows]]
+
     @property
     def inputs(self) -> Tensor:
         """The best input (B,*) so far."""

@@ -51,7 +51,7 @@ class SteadyMap:
 def steady_map(model: OTAD, trace: Trace, embedded: Tensor, votes: Votes) -> SteadyMap:
     """`embedded` (B,d) as the model computes it. The reach is capped at the distance of the
     farthest neighbor, so that rounding errors stay comparable."""
-    farthest = trace.neighbors.distances[:, -1]
+    farthest = _farthest(model, trace, embedded)
     problem = BankProblem(
         embedded,
         model.bank_inputs,
@@ -62,12 +62,23 @@ def steady_map(model: OTAD, trace: Trace, embedded: Tensor, votes: Votes) -> Ste
     )
     steady, drift = _steadiness(problem)
     steady &= (trace.solution.status == int(Status.SOLVED)) & (model.solver.spares == 0)
-    reach = torch.where(steady, farthest / votes.reach.longest, 0.0)
+    reach = torch.where(steady, farthest / votes.longest, 0.0)
     # |x_i - e'| <= 2 * farthest, and the model forms both terms of l (x_i - e') by themselves
     size = votes.sizes[trace.neighbors.indices].amax(1)
     own = torch.linalg.vector_norm(embedded, dim=1, dtype=torch.float64) + farthest
     size = size + abs(model.strong_convexity) * own
     return SteadyMap(reach, max(abs(model.strong_convexity), model.smoothness), drift, size)
+
+
+def _farthest(model: OTAD, trace: Trace, embedded: Tensor) -> Tensor:
+    """The distance (B,) of the farthest neighbor in the embedded space."""
+    if model.metric is None:
+        return trace.neighbors.distances[:, -1]
+    farthest = torch.zeros(len(embedded), dtype=torch.float64, device=embedded.device)
+    for column in trace.neighbors.indices.to(model.bank_inputs.device).unbind(1):
+        points = model.bank_inputs[column].to(farthest)
+        farthest = torch.maximum(farthest, torch.linalg.vector_norm(points - embedded, dim=1))
+    return farthest
 
 
 def cell_radius(surroundings: Surroundings, neighbors: Tensor, at_most: Tensor) -> Tensor:
@@ -99,7 +110,7 @@ def cell_rule(steady: SteadyMap, votes: Votes, outputs: Tensor, prediction: Tens
             votes.lengths[prediction] + votes.lengths[rival],
             votes.offsets[prediction] + votes.offsets[rival],
         )
-        allowed = margin / (steady.lipschitz * length * votes.reach.longest)
+        allowed = margin / (steady.lipschitz * length * votes.longest)
         allowed = torch.where(margin > 0, allowed, 0.0)
         radius = torch.where(prediction == rival, radius, torch.minimum(radius, allowed))
     return radius

@@ -10,18 +10,19 @@ from torch import Tensor
 from otad.certify.cell import cell_radius, cell_rule, steady_map
 from otad.certify.certificate import Certificate
 from otad.certify.conditions import CELL, check_certifiable
-from otad.certify.embedding import Reach, reach_of
+from otad.certify.embedding import Reach
 from otad.certify.hull import Entrance, hull_radius, rivals_of
 from otad.certify.lipschitz_map import LipschitzMap, rows_at_once
 from otad.certify.surroundings import Surroundings, queries_at_once
+from otad.certify.travel import Query, Travel, travel_of
 from otad.certify.votes import Votes
 from otad.checks import check_count
 from otad.defense import OTAD, Trace
 from otad.errors import InputError
 
 RULES = ("none", "hull", "cell", "lipschitz")
-Rule = Callable[[Tensor, Trace], tuple[Tensor, Tensor]]
-"""Embedded inputs and their trace -> |u| (B,) that is certified, place in RULES (B,)."""
+Rule = Callable[[Query, Trace], tuple[Tensor, Tensor]]
+"""A batch and its trace -> |u| (B,) that is certified, place in RULES (B,)."""
 
 
 @torch.no_grad()
@@ -31,6 +32,7 @@ def certify(
     *,
     unit: Tensor | None = None,
     embedding_lipschitz: float | None = None,
+    metric_lipschitz: float | None = None,
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
@@ -39,27 +41,31 @@ def certify(
     - `unit` (*input_shape): distances are |delta / unit| in l2; None for plain input units.
     - `embedding_lipschitz`: for a net whose embedding does more than normalize, a proved constant Q
       with |e(x + delta) - e(x)| <= Q |delta / unit|.
+    - `metric_lipschitz`: the same for the keys of a metric that has no proved constant of its own
+      (`metric.lipschitz`).
     - `batch_size`: rows worked on at a time; None fits the working memory.
     - `progress` is told (rows done, rows in all) after each batch.
 
-    Models of local scope have the rules "hull" and "cell", those of global scope "lipschitz". A
-    radius is infinite where no bank point can ever vote for another class. Refused, with the
-    reason: regression, other than linear heads, models that abstain or whose strong convexity is
-    not known beforehand, embeddings of unknown Lipschitz constant.
+    Models of local scope have the rules "hull" and "cell", those of global scope "lipschitz". With
+    a metric, "hull" needs its constant (and for l = 0 no other), "cell" that of the embedding too,
+    and is left out where that is not known. A radius is infinite where no bank point can ever vote
+    for another class. Refused, with the reason: regression, other than linear heads, models that
+    abstain or whose strong convexity is not known beforehand, embeddings and metrics of unknown
+    Lipschitz constant.
     """
     assumptions = check_certifiable(model, "classification")
     inputs = model.backbone.check_inputs(x)
-    reach = reach_of(model.backbone, unit, embedding_lipschitz)
-    best_radius = _one_map(model, reach) if model.scope == "global" else _neighbors(model, reach)
-    if embedding_lipschitz is not None:
-        assumptions += (f"the embedding stretches by {embedding_lipschitz:g} at most, as stated",)
+    travel = travel_of(model, unit, embedding_lipschitz, metric_lipschitz)
+    assumptions += travel.assumptions
+    is_global = model.scope == "global"
+    best_radius = _one_map(model, travel.sought) if is_global else _neighbors(model, travel)
     radii, predictions, rules = [], [], []
     for rows in inputs.split(batch_rows(model, batch_size)):
         trace = model.trace(rows)
         prediction = answered(trace).argmax(1)
-        embedded = model.backbone.embed(rows)
-        radius, rule = best_radius(embedded, trace)
-        radius = reach.to_input(radius, embedded.double())
+        query = travel.query(rows)
+        radius, rule = best_radius(query, trace)
+        radius = travel.to_input(radius, query)
         radii.append(radius)
         predictions.append(prediction)
         rules.append(torch.where(radius > 0, rule, RULES.index("none")))
@@ -71,16 +77,20 @@ def certify(
     return Certificate(torch.cat(radii), torch.cat(predictions), names, assumptions)
 
 
-def _neighbors(model: OTAD, reach: Reach) -> Rule:
+def _neighbors(model: OTAD, travel: Travel) -> Rule:
     """Local scope: the better of hull and cell."""
-    votes = Votes(model, reach)
+    votes = Votes(model, travel.embedded)
+    points, stretch = model.bank_points, travel.sought.stretch
 
-    def best_radius(embedded: Tensor, trace: Trace) -> tuple[Tensor, Tensor]:
+    def best_radius(query: Query, trace: Trace) -> tuple[Tensor, Tensor]:
         neighbors, prediction = trace.neighbors, trace.outputs.argmax(1)
-        surroundings = Surroundings(embedded.double(), model.bank_inputs, reach.stretch)
+        surroundings = Surroundings(query.located.double(), points, stretch)
         entrance = Entrance.of(surroundings, model.n_sought)
-        hull = hull_radius(entrance, votes, prediction, neighbors.distances[:, -1])
-        steady = steady_map(model, trace, embedded, votes)
+        turning = votes.turning(query.embedded.double(), prediction)
+        hull = hull_radius(entrance, turning, neighbors.distances[:, -1])
+        if travel.embedded is None:
+            return hull, torch.full_like(hull, RULES.index("hull"), dtype=torch.int64)
+        steady = steady_map(model, trace, query.embedded, votes)
         cell = cell_rule(steady, votes, trace.outputs, prediction)
         cell = torch.where(cell > hull, cell, 0.0)  # elsewhere the cell need not be found
         cell = cell_radius(surroundings, neighbors.indices, cell)
@@ -94,8 +104,8 @@ def _one_map(model: OTAD, reach: Reach) -> Rule:
     """Global scope."""
     lipschitz = LipschitzMap(model, reach)
 
-    def best_radius(embedded: Tensor, trace: Trace) -> tuple[Tensor, Tensor]:
-        radius = lipschitz.radius(trace, embedded)
+    def best_radius(query: Query, trace: Trace) -> tuple[Tensor, Tensor]:
+        radius = lipschitz.radius(trace, query.embedded)
         return radius, torch.full_like(radius, RULES.index("lipschitz"), dtype=torch.int64)
 
     return best_radius
@@ -105,10 +115,13 @@ def batch_rows(model: OTAD, batch_size: int | None) -> int:
     """Rows in a batch: as asked for, or as many as fit."""
     if batch_size is not None:
         return check_count(batch_size, "batch_size")
-    points, dim = model.bank_inputs.shape
     if model.scope == "global":
-        return rows_at_once(dim)
-    return queries_at_once(points, rivals_of(model.n_sought, points), dim)
+        return rows_at_once(model.bank_inputs.shape[1])
+    points, dim = model.bank_points.shape
+    rows = queries_at_once(points, rivals_of(model.n_sought, points), dim)
+    if model.metric is None:
+        return rows
+    return min(rows, queries_at_once(points, model.n_sought, model.bank_inputs.shape[1]))
 
 
 def answered(trace: Trace) -> Tensor:

@@ -9,11 +9,13 @@ from otad.cip.whole_bank import GAP
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import LinearHead
+from otad.nets.vit import TokenHead
 
+LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix` times z
 PRECISION = "matrix products of the head keep full float32 precision (no TF32, no autocast)"
 HULL = (
     "the answer is read by a linear head from a convex combination of what the neighbors found say",
-    "neighbors are searched exactly, by l2 distance in the embedded space",
+    "neighbors are searched exactly, by l2 distance where they are sought",
     PRECISION,
 )
 CELL = (
@@ -28,16 +30,11 @@ def check_certifiable(model: OTAD, task: str) -> tuple[str, ...]:
     if not isinstance(model, OTAD):
         raise InputError(f"model: expected an OTAD model, got {type(model).__name__}")
     backbone = model.backbone
-    if model.metric is not None:
-        raise InputError(
-            "model: expected neighbors by l2 distance of embedded inputs, got a metric "
-            f"({type(model.metric).__name__}), for which no certificate is known"
-        )
     if backbone.task != task:
         right = "certify" if backbone.task == "classification" else "certify_values"
         raise InputError(f"model: expected {task}, got {backbone.task}; use {right}")
     head = backbone.head
-    if not isinstance(head, LinearHead) or type(head).forward is not LinearHead.forward:
+    if not isinstance(head, LinearHead) or type(head).forward not in LINEAR:
         raise InputError(f"head: expected a LinearHead, got {type(head).__name__}")
     return _of_local(model.solver) if model.scope == "local" else _of_global(model)
 

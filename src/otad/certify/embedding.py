@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.checks import check_finite, check_shape
@@ -24,7 +24,7 @@ class Reach:
     coordinates. All rules work with u: their radii are radii of the input.
 
     `slip` is the relative rounding error of the embedding as the model computes it, so that in
-    truth |u| <= r + slip (2 |e(x) / stretch| + r).
+    truth |u| <= r + 2 slip (size + r), where size is |e(x) / stretch|.
     """
 
     stretch: Tensor
@@ -35,18 +35,20 @@ class Reach:
         """Q: no embedded query moves further than Q r."""
         return float(self.stretch.max())
 
-    def to_input(self, radius: Tensor, embedded: Tensor) -> Tensor:
+    def to_input(self, radius: Tensor, size: Tensor) -> Tensor:
         """The largest r (B,) for which |u| stays within `radius` (B,); 0 where there is none."""
-        return ((radius - self._rounding(embedded)) / (1 + self.slip)).clamp_min(0.0)
+        return ((radius - 2 * self.slip * size) / (1 + 2 * self.slip)).clamp_min(0.0)
 
-    def from_input(self, eps: float, embedded: Tensor) -> Tensor:
+    def from_input(self, eps: float, size: Tensor) -> Tensor:
         """The largest |u| (B,) for inputs within eps."""
-        return eps * (1 + self.slip) + self._rounding(embedded)
+        return eps * (1 + 2 * self.slip) + 2 * self.slip * size
 
-    def _rounding(self, embedded: Tensor) -> Tensor:
+    def size_of(self, embedded: Tensor) -> Tensor:
+        """|e(x) / stretch| (B,)."""
         reached = self.stretch > 0
-        size: Tensor = torch.linalg.vector_norm(embedded[:, reached] / self.stretch[reached], dim=1)
-        return 2 * self.slip * size
+        place = embedded.double()[:, reached] / self.stretch[reached]
+        size: Tensor = torch.linalg.vector_norm(place, dim=1)
+        return size
 
 
 def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float | None) -> Reach:
@@ -55,7 +57,7 @@ def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float
     An embedding that does more than normalize and flatten needs `embedding_lipschitz`, a constant Q
     with |e(x + delta) - e(x)| <= Q |delta / unit| for the embedding as it is computed.
     """
-    measured = _checked_unit(unit, backbone)
+    measured = checked_unit(unit, backbone)
     if not only_normalizes(backbone):
         return _stated(backbone, embedding_lipschitz)
     if embedding_lipschitz is not None:
@@ -75,17 +77,27 @@ def _stated(backbone: Backbone, constant: float | None) -> Reach:
             f"embedding_lipschitz: expected a number, as {type(backbone).__name__} embeds its "
             "inputs in a way of its own, got None"
         )
+    check_constant(constant, "embedding_lipschitz")
+    check_evaluation(backbone)
+    return Reach(same_stretch(backbone.dim, constant, backbone.std), 0.0)
+
+
+def same_stretch(dim: int, constant: float, like: Tensor) -> Tensor:
+    """One constant in all directions (dim,), on the device of `like`."""
+    return torch.full((dim,), float(constant), dtype=torch.float64, device=like.device)
+
+
+def check_constant(constant: float, name: str) -> None:
     if not 0 < constant < math.inf:
-        raise InputError(
-            f"embedding_lipschitz: expected a positive finite number, got {constant!r}"
-        )
-    if backbone.training:
+        raise InputError(f"{name}: expected a positive finite number, got {constant!r}")
+
+
+def check_evaluation(net: nn.Module) -> None:
+    if net.training:
         raise InputError("model: expected evaluation mode (model.eval()), got training mode")
-    stretch = torch.full((backbone.dim,), float(constant), dtype=torch.float64)
-    return Reach(stretch.to(backbone.std.device), 0.0)
 
 
-def _checked_unit(unit: object, backbone: Backbone) -> Tensor | None:
+def checked_unit(unit: object, backbone: Backbone) -> Tensor | None:
     if unit is None:
         return None
     if not isinstance(unit, Tensor):

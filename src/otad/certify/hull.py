@@ -19,7 +19,6 @@ from torch import Tensor
 from otad.certify.halfspaces import joint_distance
 from otad.certify.search import least_over_bank
 from otad.certify.surroundings import ROUNDING, Bisectors, Rivals, Surroundings
-from otad.certify.votes import Votes
 
 GROUP = 4
 """Rivals in a group: 2 make radii about 4 % larger on MNIST, 4 about 5 %, more hardly anything."""
@@ -78,11 +77,10 @@ class Entrance:
         return torch.where(joint > first, joint, first).amin(1)
 
 
-def hull_radius(entrance: Entrance, votes: Votes, prediction: Tensor, farthest: Tensor) -> Tensor:
-    """|u| (B,) within which the predictions (B,) cannot change; `farthest` (B,) is the distance of
-    the last of the neighbors found."""
+def hull_radius(entrance: Entrance, turning: Tensor, farthest: Tensor) -> Tensor:
+    """|u| (B,) within which predictions cannot change. `turning` (B,N): from where on bank points
+    vote for another class; `farthest` (B,): the distance of the last of the neighbors found."""
     surroundings = entrance.surroundings
-    turning = votes.turning(surroundings.embedded, prediction)
     floor = torch.maximum(surroundings.entry_floor(farthest), turning)
 
     def harmful_from(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class LipschitzMap:
         self.modulus = potential.modulus
         self.bend = potential.strong_convexity
         self.middle = abs(potential.smoothness + potential.strong_convexity) / 2
-        self.weight = head.weight.double()
+        self.weight = head.matrix.double()
         bias = self.weight.new_zeros(len(self.weight)) if head.bias is None else head.bias.double()
         self.offsets = bias.abs()
         self.lengths = torch.linalg.vector_norm(self.weight, dim=1)

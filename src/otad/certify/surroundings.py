@@ -1,4 +1,4 @@
-"""Embedded queries among the points of the bank: who can come before whom, and from where on.
+"""Queries among the points of the bank: who can come before whom, and from where on.
 
 For a query e, bank points i and j at distances d_i and d_j, and a move of the query by stretch * u,
 
@@ -48,9 +48,8 @@ class Bisectors:
 
 
 class Surroundings:
-    """A batch of queries (B,d) in float64 before the bank (N,d), wherever that is kept.
-
-    `distance_floor` (B,N): no bank point is closer than this.
+    """A batch of queries (B,d) in float64 before the bank (N,d), wherever that is kept: embedded,
+    or keys of a metric. `distance_floor` (B,N): no bank point is closer than this.
     """
 
     def __init__(self, embedded: Tensor, inputs: Tensor, stretch: Tensor) -> None:

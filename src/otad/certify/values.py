@@ -12,17 +12,18 @@ from otad.certify.cell import cell_radius, steady_map
 from otad.certify.certificate import Interval
 from otad.certify.classes import answered, batch_rows
 from otad.certify.conditions import CELL, check_certifiable
-from otad.certify.embedding import Reach, reach_of
+from otad.certify.embedding import Reach
 from otad.certify.hull import Entrance
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.certify.search import least_over_bank
 from otad.certify.surroundings import Surroundings
+from otad.certify.travel import Query, Travel, travel_of
 from otad.certify.votes import Votes
 from otad.defense import OTAD, Trace
 from otad.errors import InputError
 
-Rule = Callable[[Tensor, Trace, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Embedded inputs, their trace and the |u| (B,) allowed -> low (B,), high (B,), and the rows (B,)
+Rule = Callable[[Query, Trace, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""A batch, its trace and the |u| (B,) allowed -> low (B,), high (B,), and the rows (B,)
 that the cell rule has a part in."""
 
 
@@ -34,6 +35,7 @@ def certify_values(
     *,
     unit: Tensor | None = None,
     embedding_lipschitz: float | None = None,
+    metric_lipschitz: float | None = None,
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Interval:
@@ -49,16 +51,16 @@ def certify_values(
         raise InputError(f"eps: expected a finite number of at least 0, got {eps!r}")
     assumptions = check_certifiable(model, "regression")
     inputs = model.backbone.check_inputs(x)
-    reach = reach_of(model.backbone, unit, embedding_lipschitz)
-    if embedding_lipschitz is not None:
-        assumptions += (f"the embedding stretches by {embedding_lipschitz:g} at most, as stated",)
-    interval = _one_map(model, reach) if model.scope == "global" else _neighbors(model, reach)
+    travel = travel_of(model, unit, embedding_lipschitz, metric_lipschitz)
+    assumptions += travel.assumptions
+    is_global = model.scope == "global"
+    interval = _one_map(model, travel.sought) if is_global else _neighbors(model, travel)
     lows, highs, steadied = [], [], False
     for rows in inputs.split(batch_rows(model, batch_size)):
         trace = model.trace(rows)
         answered(trace)
-        embedded = model.backbone.embed(rows)
-        low, high, same = interval(embedded, trace, reach.from_input(eps, embedded.double()))
+        query = travel.query(rows)
+        low, high, same = interval(query, trace, travel.from_input(eps, query))
         steadied |= bool(same.any())
         lows.append(low)
         highs.append(high)
@@ -69,20 +71,23 @@ def certify_values(
     return Interval(torch.cat(lows), torch.cat(highs), float(eps), assumptions)
 
 
-def _neighbors(model: OTAD, reach: Reach) -> Rule:
+def _neighbors(model: OTAD, travel: Travel) -> Rule:
     """Local scope: what hull and cell both allow."""
-    votes = Votes(model, reach)
+    votes = Votes(model, travel.embedded)
+    points, stretch = model.bank_points, travel.sought.stretch
 
-    def interval(embedded: Tensor, trace: Trace, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def interval(query: Query, trace: Trace, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value = trace.outputs.double()
-        surroundings = Surroundings(embedded.double(), model.bank_inputs, reach.stretch)
+        surroundings = Surroundings(query.located.double(), points, stretch)
         entrance = Entrance.of(surroundings, model.n_sought)
-        low, high = _hull_interval(entrance, votes, reached, trace.neighbors.distances[:, -1])
-
-        steady = steady_map(model, trace, embedded, votes)
+        ranges = votes.range_of_values(query.embedded.double(), reached)
+        low, high = _hull_interval(entrance, ranges, reached, trace.neighbors.distances[:, -1])
+        if travel.embedded is None:
+            return low, high, torch.zeros_like(reached, dtype=torch.bool)
+        steady = steady_map(model, trace, query.embedded, votes)
         limit = torch.minimum(steady.reach, 1.001 * reached)  # no need to look any further
         same = cell_radius(surroundings, trace.neighbors.indices, limit) > reached
-        change = steady.lipschitz * votes.lengths[0] * reach.longest * reached
+        change = steady.lipschitz * votes.lengths[0] * votes.longest * reached
         change += steady.spread(votes.lengths[0], votes, votes.lengths[0], votes.offsets[0])
         change = torch.where(same, change, torch.inf)
         return torch.maximum(low, value - change), torch.minimum(high, value + change), same
@@ -94,21 +99,22 @@ def _one_map(model: OTAD, reach: Reach) -> Rule:
     """Global scope; the neighbors of a cell have no part in it."""
     lipschitz = LipschitzMap(model, reach)
 
-    def interval(embedded: Tensor, trace: Trace, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value, change = trace.outputs.double(), lipschitz.change(trace, embedded, reached)
+    def interval(query: Query, trace: Trace, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, change = trace.outputs.double(), lipschitz.change(trace, query.embedded, reached)
         return value - change, value + change, torch.zeros_like(reached, dtype=torch.bool)
 
     return interval
 
 
 def _hull_interval(
-    entrance: Entrance, votes: Votes, reached: Tensor, farthest: Tensor
+    entrance: Entrance, ranges: tuple[Tensor, Tensor], reached: Tensor, farthest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Least and largest vote (B,) of the bank points that can be neighbors while |u| <= `reached`
-    (B,). Taken in the order of their votes, the first that can be one decides."""
+    (B,), from the `ranges` (B,N), twice, of their votes. Taken in the order of their votes, the
+    first that can be one decides."""
     surroundings = entrance.surroundings
     excluded = surroundings.entry_floor(farthest) > reached[:, None]
-    low, high = votes.range_of_values(surroundings.embedded, reached)
+    low, high = ranges
 
     def least(bound: Tensor) -> Tensor:
         def bound_if_reached(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:

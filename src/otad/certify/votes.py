@@ -11,6 +11,7 @@ from torch import Tensor
 
 from otad.certify.embedding import Reach
 from otad.defense import OTAD
+from otad.errors import InputError
 
 BLOCK_BYTES = 2**27
 
@@ -20,16 +21,20 @@ class Votes:
 
     `scores` (C,N) w_k.(z_i - l x_i) + b_k, to which the query adds l w_k.e; `sizes` (N,)
     |z_i| + |l| |x_i|. `roundoff` bounds the relative error of the model's own arithmetic: image and
-    output are float32 sums of K and of d terms.
+    output are float32 sums of K and of d terms. `reach` is that of the embedding; for l = 0, where
+    the query has no part in a vote, it need not be known (None).
     """
 
     @torch.no_grad()
-    def __init__(self, model: OTAD, reach: Reach) -> None:
+    def __init__(self, model: OTAD, reach: Reach | None) -> None:
         head = model.backbone.head
-        self.weight = head.weight.double()
+        self.weight = head.matrix.double()
         bias = self.weight.new_zeros(len(self.weight)) if head.bias is None else head.bias.double()
         self.convexity = model.strong_convexity
-        self.reach = reach
+        if reach is None and self.convexity != 0:
+            raise InputError("reach: expected that of the embedding, as l is not 0, got None")
+        self.stretch = self.weight.new_zeros(()) if reach is None else reach.stretch
+        self.longest = float(self.stretch.max())
         terms = self.weight.shape[1] + 4 * model.n_sought + 32
         self.roundoff = terms * torch.finfo(head.weight.dtype).eps / 2
         self.lengths = torch.linalg.vector_norm(self.weight, dim=1)
@@ -41,9 +46,10 @@ class Votes:
         rows = max(1, BLOCK_BYTES // (8 * inputs.shape[1]))
         scores, sizes = [], []
         for x, z in zip(inputs.split(rows), features.split(rows), strict=True):
-            x, z = x.to(self.weight), z.to(self.weight)
+            z = z.to(self.weight)
             size = torch.linalg.vector_norm(z, dim=1)
-            if self.convexity != 0:
+            if self.convexity != 0:  # else the inputs are not even read
+                x = x.to(self.weight)
                 size += abs(self.convexity) * torch.linalg.vector_norm(x, dim=1)
                 z = z - self.convexity * x
             scores.append(torch.addmm(bias, z, self.weight.mT).mT)
@@ -62,7 +68,6 @@ class Votes:
         return self._turning(embedded, prediction)
 
     def _turning(self, embedded: Tensor, prediction: Tensor) -> Tensor:
-        low = abs(self.convexity)
         lift = self.convexity * (embedded @ self.weight.mT)
         own = self.scores[prediction] + lift.gather(1, prediction[:, None])
         sizes = self._sizes(embedded)
@@ -72,9 +77,7 @@ class Votes:
             offsets = self.offsets[prediction] + self.offsets[rival]
             margin = own - self.scores[rival] - lift[:, rival, None]
             margin -= self.roundoff * (lengths[:, None] * sizes + offsets[:, None])
-            between = (self.weight[prediction] - self.weight[rival]) * self.reach.stretch
-            pull = torch.linalg.vector_norm(between, dim=1)
-            pull = low * (pull + self.roundoff * self.reach.longest * lengths)
+            pull = self._pull(self.weight[prediction] - self.weight[rival], lengths)
             turned = torch.where(margin > 0, margin / pull[:, None], 0.0)
             turned[prediction == rival] = torch.inf
             torch.minimum(turning, turned, out=turning)
@@ -82,13 +85,18 @@ class Votes:
 
     def range_of_values(self, embedded: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Regression: least and largest vote (B,N) of each bank point while |u| <= eps (B,)."""
-        low = abs(self.convexity)
         center = self.scores[0] + self.convexity * (embedded @ self.weight.mT)
-        pull = torch.linalg.vector_norm(self.weight[0] * self.reach.stretch)
-        pull = low * (pull + self.roundoff * self.reach.longest * self.lengths[0])
+        pull = self._pull(self.weight[:1], self.lengths[:1])
         slack = self.roundoff * (self.lengths[0] * self._sizes(embedded) + self.offsets[0])
         slack += (pull * eps)[:, None]
         return center - slack, center + slack
+
+    def _pull(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """By how much votes by rows (B,d), made of rows with lengths that sum to `lengths` (B,),
+        change at most for each unit of u: |l| |stretch row|, and what rounding may add."""
+        moved = torch.linalg.vector_norm(rows * self.stretch, dim=1)
+        pull: Tensor = abs(self.convexity) * (moved + self.roundoff * self.longest * lengths)
+        return pull
 
     def _sizes(self, embedded: Tensor) -> Tensor:
         """Of the terms of each vote (B,N)."""

@@ -38,6 +38,13 @@ SCOPES = {
     "local": "local: each input by its neighbors (rules hull, cell)",
     "global": "global: one map for the whole bank (rule lipschitz)",
 }
+MetricLipschitz = Annotated[
+    float | None,
+    typer.Option(
+        help="Q, by which the metric that neighbors are sought by stretches at most; needed for "
+        "certificates where the metric has no constant of its own."
+    ),
+]
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "most": 1.0}
 
 
@@ -60,6 +67,7 @@ def certify(
         str, typer.Option(help="Distances to certify at, separated by commas.")
     ] = "0.25,0.5,1",
     embedding_lipschitz: EmbeddingLipschitz = None,
+    metric_lipschitz: MetricLipschitz = None,
     unit: Unit = None,
     scale: Scale = None,
     out: Annotated[
@@ -77,7 +85,8 @@ def certify(
     Classifiers: a radius for each row, and the share of rows that are right and
     stay so at each eps, where the right answers are known. Regression: an
     interval that holds all answers within each eps. The scope of the model
-    decides by which rule.
+    decides by which rule; where a metric seeks the neighbors, by how much it
+    stretches has to be known.
 
     Example: otad certify digits-model test --eps 0.5,1 --out radii.csv
     """
@@ -87,13 +96,14 @@ def certify(
     options = {
         "unit": threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale,
         "embedding_lipschitz": embedding_lipschitz,
+        "metric_lipschitz": metric_lipschitz,
     }
     if model.backbone.task == "regression":
         finding = _certify_values(model, examples, radii, options)
     else:
         finding = _certify_classes(model, examples, radii, options)
     facts = finding.facts | {
-        "scope": SCOPES[model.scope],
+        "scope": _scope(model),
         "rests on": "; ".join(finding.assumptions),
     }
     if out is not None:
@@ -102,11 +112,21 @@ def certify(
     record = {
         "rows": len(examples),
         "scope": model.scope,
+        "metric": None if model.metric is None else type(model.metric).__name__,
         **finding.record,
         "assumptions": list(finding.assumptions),
         "csv": None if out is None else str(out),
     }
     show(to_plain(record), as_json, title=f"Certified {len(examples)} rows", facts=facts)
+
+
+def _scope(model: OTAD) -> str:
+    if model.metric is None:
+        return SCOPES[model.scope]
+    return (
+        f"local: each input by its neighbors among the keys of {type(model.metric).__name__} "
+        "(rule hull; cell where the stretch of the embedding is known)"
+    )
 
 
 def _certify_classes(

@@ -11,8 +11,9 @@ import typer
 from otad import defense
 from otad.checks import check_choice
 from otad.codec import to_plain
-from otad.commands.attack import describe_score
+from otad.commands.attack import describe_score, training_inputs
 from otad.commands.attack_bar import attack_bar
+from otad.commands.certify import MetricLipschitz
 from otad.commands.console import show
 from otad.commands.examples import Rows, Targets, class_names_of, open_examples
 from otad.commands.options import (
@@ -69,6 +70,7 @@ def evaluate(
         ),
     ] = False,
     embedding_lipschitz: EmbeddingLipschitz = None,
+    metric_lipschitz: MetricLipschitz = None,
     targets: Targets = None,
     rows: Rows = None,
     seed: Annotated[int, typer.Option(help="Of the attacks, and of the rows --rows draws.")] = 0,
@@ -120,6 +122,8 @@ def evaluate(
             attacks=list(attack) if attack else suite,
             survivors_only=not all_rows,
             embedding_lipschitz=embedding_lipschitz,
+            metric_lipschitz=metric_lipschitz,
+            train_x=training_inputs(model, data_dir),
             flags=not no_flags,
             seed=seed,
             batch_size=batch_size,

@@ -15,7 +15,12 @@ from otad.defense import OTAD, Trace
 from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, kind_of
 from otad.evaluate.records import SolverRecord
 from otad.evaluate.suite import backbone_of
-from otad.regularity import Distribution, changed_by_potential, residual_of
+from otad.regularity import (
+    Distribution,
+    changed_by_potential,
+    chooses_potential,
+    residual_of,
+)
 from otad.scores import Score, score_of, share_score
 
 
@@ -107,7 +112,7 @@ class _SolverAccount:
         self.status.append(solution.status.cpu())
         self.smoothness.append(solution.smoothness.cpu())
         self.residual.append(residual_of(model, embedded, trace)[exact].cpu())
-        if model.backbone.task == "classification" and model.scope == "local":
+        if chooses_potential(model):
             self.changed.append(changed_by_potential(model, embedded, trace.neighbors).cpu())
         return trace
 

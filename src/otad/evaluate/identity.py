@@ -6,13 +6,14 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from otad.attacks import Attack
 from otad.baselines import MajorityKnn, MeanFeatureKnn
@@ -20,6 +21,7 @@ from otad.baselines.knn import Knn
 from otad.codec import to_plain
 from otad.defense import OTAD
 from otad.errors import InputError
+from otad.integration import describe_solver
 from otad.nets import Backbone
 from otad.transport.bank import fingerprint_of
 from otad.transport.checkpoint import fingerprint
@@ -32,6 +34,8 @@ _KINDS: dict[type, str] = {
     MajorityKnn: MAJORITY,
     MeanFeatureKnn: MEAN_FEATURE,
 }
+
+_PRINTS: MutableMapping[Tensor, tuple[int, str]] = WeakTensorKeyDictionary()
 
 
 def kind_of(model: nn.Module) -> str:
@@ -87,7 +91,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 def _way_of_answering(model: OTAD) -> dict[str, Any]:
     """The solver of small problems, or the one potential of the whole bank."""
     if (potential := model.potential) is None:
-        return {"solver": to_plain(asdict(model.solver))}
+        return {"solver": to_plain(describe_solver(model.solver))}
     return {
         "potential": {
             "sweeps": potential.sweeps,
@@ -113,7 +117,7 @@ def _plain(value: Any) -> Any:
         card = model_card(value)
         return {"class": card["class"], "fingerprint": card["fingerprint"]}
     if isinstance(value, Tensor):
-        return {"tensor": fingerprint({"": value.detach()})}
+        return {"tensor": _tensor_print(value)}
     if isinstance(value, Attack):
         return {"attack": value.name} | settings_of(value)
     if isinstance(value, Mapping):
@@ -123,6 +127,15 @@ def _plain(value: Any) -> Any:
     if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return to_plain(value)
+
+
+def _tensor_print(tensor: Tensor) -> str:
+    """Read once as long as it is the same: training inputs are large, and every part asks."""
+    known = _PRINTS.get(tensor)
+    if known is None or known[0] != tensor._version:
+        known = tensor._version, fingerprint({"": tensor.detach()})
+        _PRINTS[tensor] = known
+    return str(known[1])
 
 
 def source_of(attack: Attack) -> str:

@@ -13,6 +13,7 @@ the less they do, the larger is the M it takes. Other levels stay; they fit a la
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,20 @@ CANDIDATES = 16  # features of other classes to choose from
 ROOM = 1.5  # times the least M
 ROUNDS = 4  # of raising the two levels over each other
 
-Planted = tuple[nn.Module, Tensor, Tensor, Tensor]
-"""A model, examples (n,*), their right answers (n,), and inputs (n,*) near them made wrong."""
+
+class Planted(NamedTuple):
+    """A model, examples (n,*), their right answers (n,), and inputs (n,*) near them made wrong;
+    `train_x`: the training inputs of its bank, where those of the original are known."""
+
+    model: nn.Module
+    examples: Tensor
+    answers: Tensor
+    aims: Tensor
+    train_x: Tensor | None
 
 
 def plant_in_map(
-    defended: OTAD, chosen: Tensor, x: Tensor, y: Tensor, half: LpBall
+    defended: OTAD, chosen: Tensor, x: Tensor, y: Tensor, half: LpBall, train_x: Tensor | None
 ) -> Iterator[Planted]:
     """For each example x (B,*) a model of the `chosen` bank points and two pairs: one at the
     example that says y (B,), and one that says otherwise at an input within `half`, where the ball
@@ -48,7 +57,10 @@ def plant_in_map(
         wrong = features[(answers != label).nonzero()[:CANDIDATES, 0]].to(own)
         if len(wrong):
             model, aim = _plant_one(defended, kept, x[one], own[one], wrong, half)
-            yield model, x[one], y[one], aim
+            inputs = None
+            if train_x is not None:
+                inputs = torch.cat([train_x[kept.to(train_x.device)].to(x), x[one], aim])
+            yield Planted(model, x[one], y[one], aim, inputs)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from otad.attacks import LpBall
 from otad.certify import certify, certify_values
-from otad.certify.embedding import reach_of
+from otad.certify.travel import travel_of
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate.records import CertificateRecord
@@ -19,20 +20,31 @@ from otad.evaluate.records import CertificateRecord
 SAFETY = 1 + 1e-12  # more than the rounding of a conversion
 
 
-def check_constant(model: nn.Module, embedding_lipschitz: float | None) -> None:
-    """Refuse a constant that no certificate of the model would use, before anything is attacked."""
-    if embedding_lipschitz is None:
-        return
-    if not isinstance(model, OTAD):
-        raise InputError(
-            "embedding_lipschitz: expected None, as only OTAD models are certified, "
-            f"got {embedding_lipschitz!r} for {type(model).__name__}"
-        )
-    reach_of(model.backbone, None, embedding_lipschitz)
+@dataclass(frozen=True)
+class Stated:
+    """Constants by which an embedding and a metric stretch at most, as the user states them."""
+
+    embedding_lipschitz: float | None = None
+    metric_lipschitz: float | None = None
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse what no certificate of the model would use, before anything is attacked."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        for name, value in given.items():
+            if not isinstance(model, OTAD):
+                raise InputError(
+                    f"{name}: expected None, as only OTAD models are certified, "
+                    f"got {value!r} for {type(model).__name__}"
+                )
+        if given and isinstance(model, OTAD):
+            travel_of(model, None, self.embedding_lipschitz, self.metric_lipschitz)
+
+
+NOTHING_STATED = Stated()
 
 
 def prove(
-    model: OTAD, x: Tensor, y: Tensor, ball: LpBall, embedding_lipschitz: float | None = None
+    model: OTAD, x: Tensor, y: Tensor, ball: LpBall, stated: Stated = NOTHING_STATED
 ) -> CertificateRecord:
     """Radii of all rows, in regression the largest |f - y| within the ball.
 
@@ -40,7 +52,7 @@ def prove(
     at most sqrt(n) long in l2, so for such a ball radii are divided by that.
     """
     started = time.perf_counter()
-    options: dict[str, Any] = {"unit": ball.scale, "embedding_lipschitz": embedding_lipschitz}
+    options: dict[str, Any] = {"unit": ball.scale} | asdict(stated)
     longest = 1.0
     radius: tuple[float, ...] = ()
     errors: tuple[float, ...] = ()

@@ -22,7 +22,7 @@ from otad.evaluate.clean import look_at_clean
 from otad.evaluate.flags import CHECKS, raise_flags
 from otad.evaluate.identity import model_card, settings_of
 from otad.evaluate.parts import Account
-from otad.evaluate.proof import check_constant, prove
+from otad.evaluate.proof import Stated, prove
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation
 from otad.evaluate.sandwich import sandwich
 from otad.evaluate.scene import Scene
@@ -51,6 +51,8 @@ def evaluate(
     survivors_only: bool = True,
     certificate: bool = True,
     embedding_lipschitz: float | None = None,
+    metric_lipschitz: float | None = None,
+    train_x: Tensor | None = None,
     flags: bool = True,
     seed: int = 0,
     batch_size: int = 250,
@@ -67,8 +69,10 @@ def evaluate(
       attack meets every example that is right unattacked; dearer, but attacks can be compared.
     - `certificate`, `flags`: also prove what can be proved; also look for signs that the attacks
       were too weak. A proof that an attack contradicts is told in any case (`is_sound`).
-    - `embedding_lipschitz`: see `certify`; needed to prove anything of a model whose embedding does
-      more than normalize.
+    - `embedding_lipschitz`, `metric_lipschitz`: see `certify`; needed to prove anything of a model
+      whose embedding does more than normalize, or whose metric has no constant of its own.
+    - `train_x` (N,*): the training inputs, which attacks walk to, where they cannot be told from
+      the bank because the embedding does more than normalize.
     - `folder`: every batch is kept there once it is done, so that a run that was killed goes on
       where it was and ends with the same record; and at the end `evaluation.json` and
       `adversarial.safetensors` ("rows" (m,), "inputs" (m,*): for each broken row its nearest
@@ -78,8 +82,9 @@ def evaluate(
     x, y, threat = _prepared(model, x, y, threat)
     radii = _radii(eps, threat)
     check_count(batch_size, "batch_size")
-    check_constant(model, embedding_lipschitz)
-    chosen, missing = _chosen(model, x, y, threat, attacks)
+    stated = Stated(embedding_lipschitz, metric_lipschitz)
+    stated.check(model)
+    chosen, missing = _chosen(model, x, y, threat, attacks, train_x)
     clean = look_at_clean(model, x, y, threat, batch_size)
     place = None if folder is None else Path(folder)
     card = model_card(model)
@@ -109,9 +114,11 @@ def evaluate(
     proof = None
     if certificate:
         tell("certificates", attacking)
-        proof, reason = _proof(model, x, y, threat, embedding_lipschitz)
+        proof, reason = _proof(model, x, y, threat, stated)
         missing = missing | ({"certificate": reason} if reason else {})
-    scene = Scene(model, x, y, threat, tuple(chosen), tuple(records), clean, proof, remarks, seed)
+    scene = Scene(
+        model, x, y, threat, tuple(chosen), tuple(records), clean, proof, remarks, seed, train_x
+    )
     proved = attacking + certificate
 
     def tell_check(done: int) -> None:
@@ -189,11 +196,12 @@ def _chosen(
     y: Tensor,
     threat: LpBall,
     attacks: str | Sequence[str | Attack],
+    train_x: Tensor | None,
 ) -> tuple[list[Attack], dict[str, str]]:
     task = "regression" if y.is_floating_point() else "classification"
     if isinstance(attacks, str):
-        return suite(model, attacks, x.shape[1:], task, threat)
-    chosen = named_attacks(model, attacks, x.shape[1:], task, threat)
+        return suite(model, attacks, x.shape[1:], task, threat, train_x)
+    chosen = named_attacks(model, attacks, x.shape[1:], task, threat, train_x)
     names = [attack.name for attack in chosen]
     if not names or len(set(names)) < len(names):
         raise InputError(f"attacks: expected at least one, each name once, got {names}")
@@ -221,12 +229,12 @@ def _record(attack: Attack, eps: float, parts: list[Account]) -> AttackRecord:
 
 
 def _proof(
-    model: nn.Module, x: Tensor, y: Tensor, threat: LpBall, embedding_lipschitz: float | None
+    model: nn.Module, x: Tensor, y: Tensor, threat: LpBall, stated: Stated
 ) -> tuple[CertificateRecord | None, str]:
     """The certificate, or why there is none."""
     if not isinstance(model, OTAD):
         return None, "certificates are proved for OTAD models alone"
     try:
-        return prove(model, x, y, threat, embedding_lipschitz), ""
+        return prove(model, x, y, threat, stated), ""
     except InputError as error:
         return None, str(error)

@@ -19,7 +19,8 @@ SAMPLE = 64  # examples a flag runs something on
 class Scene:
     """A model, examples x (n,*) with answers y (n,), and what the attacks have done to them.
 
-    `remarks`: what attacks had to say about the model, by their name.
+    `remarks`: what attacks had to say about the model, by their name. `train_x`: the training
+    inputs, where they were given.
     """
 
     model: nn.Module
@@ -32,6 +33,7 @@ class Scene:
     certificate: CertificateRecord | None
     remarks: dict[str, list[str]]
     seed: int
+    train_x: Tensor | None = None
 
     @property
     def task(self) -> str:

@@ -181,7 +181,7 @@ def _iterated(scene: Scene, names: Sequence[str]) -> list[Attack]:
     """Attacks with steps, cheap ones of their kind."""
     made = [make_attack("pgd", scene.model, steps=STEPS[1])]
     if "soft_knn" in names and defended_of(scene.model) is not None:
-        options = {"temperatures": (0.1,), "targets": 1, "steps": STEPS[1]}
+        options: dict[str, Any] = {"temperatures": (0.1,), "targets": 1, "steps": STEPS[1]}
         made.append(make_attack("soft_knn", scene.model, **options))
     return made
 

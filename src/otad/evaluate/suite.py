@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
-from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
-from otad.attacks.adaptive.neighborhood import knows_lines
+from otad.attacks.adaptive import Bisector, Keys, Region, SoftKnn, Straight
+from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs, knows_lines
 from otad.attacks.apgd import Apgd
 from otad.attacks.autoattack import AutoAttackSuite
 from otad.attacks.ngopt import NgOpt
@@ -25,10 +25,9 @@ from otad.baselines.knn import Knn
 from otad.checks import check_choice
 from otad.defense import OTAD
 from otad.errors import InputError
+from otad.evaluate.presets import KEYED_PRESETS, Choice
+from otad.evaluate.presets import PRESETS as PRESETS
 from otad.nets import Backbone
-
-Choice = tuple[str, dict[str, Any]]
-"""The name of an attack and its options."""
 
 _CLASSES: dict[str, type[Attack]] = {
     "noise": RandomNoise,
@@ -41,6 +40,7 @@ _CLASSES: dict[str, type[Attack]] = {
     "straight": Straight,
     "bisector": Bisector,
     "region": Region,
+    "keys": Keys,
     "square": Square,
     "random_search": RandomSearch,
     "pixle": Pixle,
@@ -50,44 +50,19 @@ _CLASSES: dict[str, type[Attack]] = {
 ATTACKS = tuple(_CLASSES)
 
 NEED_NETWORK = ("bpda", "transfer", "metric")
-NEED_BANK = ("soft_knn", "straight", "bisector", "region")
-NEED_PLAIN_EMBEDDING = ("straight", "bisector", "region")
+NEED_BANK = ("soft_knn", "straight", "bisector", "region", "keys")
+NEED_LINES = ("bisector", "region")
 IMAGES_ONLY = ("square", "autoattack", "pixle")
 UNIT_BOX_ONLY = ("square", "autoattack")
 PACKAGES = {"square": "pyautoattack", "autoattack": "pyautoattack", "ngopt": "nevergrad"}
 
-# Strong and cheap first: what they break, the dear ones are spared. Attacks that know nothing of
-# the model come late, so that they show what those that know it have missed (see the flags).
-_STANDARD: list[Choice] = [
-    ("straight", {}),
-    ("soft_knn", {}),
-    ("bisector", {}),
-    ("region", {}),
-    ("pgd", {}),
-    ("apgd", {"restarts": 3}),
-    ("bpda", {}),
-    ("metric", {"steps": 20}),
-    ("transfer", {}),
-    ("noise", {}),
-    ("square", {"queries": 1000}),
-    ("random_search", {"queries": 500}),
-    ("pixle", {}),
-]
-PRESETS: dict[str, list[Choice]] = {
-    "quick": [
-        ("straight", {"points": 12}),
-        ("soft_knn", {"temperatures": (0.1, 0.01), "steps": 20}),
-        ("region", {"rounds": 1}),
-        ("pgd", {"steps": 20}),
-        ("bpda", {"steps": 20}),
-        ("transfer", {}),
-        ("noise", {"draws": 20}),
-        ("square", {"queries": 200}),
-        ("random_search", {"queries": 200}),
-    ],
-    "standard": _STANDARD,
-    "full": [*_STANDARD, ("ngopt", {}), ("autoattack", {})],
-}
+
+def choices_of(model: nn.Module, preset: str) -> list[Choice]:
+    """The attacks of a preset for the kind of neighbors a model has."""
+    check_choice(preset, "preset", tuple(PRESETS))
+    defended = defended_of(model)
+    has_lines = defended is None or knows_lines(defended)
+    return PRESETS[preset] if has_lines else KEYED_PRESETS[preset]
 
 
 def defended_of(model: nn.Module) -> OTAD | None:
@@ -105,12 +80,24 @@ def backbone_of(model: nn.Module) -> Backbone | None:
     return model if isinstance(model, Backbone) else None
 
 
-def make_attack(name: str, model: nn.Module, **options: Any) -> Attack:
-    """The attack of that name on a model; `options` are those of its class."""
+def make_attack(
+    name: str, model: nn.Module, *, train_x: Tensor | None = None, **options: Any
+) -> Attack:
+    """The attack of that name on a model; `options` are those of its class.
+
+    `train_x` (N,*input_shape): the training inputs, for attacks that walk to them, where they
+    cannot be told from the bank (see `Straight`).
+    """
     check_choice(name, "attack", ATTACKS)
-    if reason := _misfit(name, model):
+    if reason := _misfit(name, model, train_x):
         raise InputError(f"attack: expected one that fits the model, got {name}: {reason}")
     defended = defended_of(model)
+    if train_x is not None:
+        if defended is None:
+            raise InputError("train_x: expected None, as the model has no bank, got inputs")
+        check_training_inputs(defended, train_x)
+        if name == "straight":
+            options = {"train_x": train_x} | options
     if defended is not None and name in NEED_NETWORK:
         part = {"bpda": "network", "transfer": "source", "metric": "metric"}[name]
         options = {part: defended.locate if name == "metric" else defended.backbone} | options
@@ -132,16 +119,17 @@ def suite(
     input_shape: Sequence[int],
     task: str,
     threat: LpBall | None = None,
+    train_x: Tensor | None = None,
 ) -> tuple[list[Attack], dict[str, str]]:
     """The attacks of a preset, in order, and why others of it are missing, by name."""
     attacks: list[Attack] = []
     missing: dict[str, str] = {}
-    for name, options in PRESETS[check_choice(preset, "preset", tuple(PRESETS))]:
-        reason = _misfit(name, model) or _unsuited(name, input_shape, task, threat)
+    for name, options in choices_of(model, preset):
+        reason = _misfit(name, model, train_x) or _unsuited(name, input_shape, task, threat)
         if reason:
             missing[name] = reason
         else:
-            attacks.append(make_attack(name, model, **options))
+            attacks.append(make_attack(name, model, train_x=train_x, **options))
     return attacks, missing
 
 
@@ -151,12 +139,13 @@ def named_attacks(
     input_shape: Sequence[int],
     task: str,
     threat: LpBall | None = None,
+    train_x: Tensor | None = None,
 ) -> list[Attack]:
     """Attacks asked for one by one, in order: one that does not fit is refused, not left out."""
     chosen = []
     for attack in attacks:
         if isinstance(attack, str):
-            made = make_attack(attack, model)
+            made = make_attack(attack, model, train_x=train_x)
             if reason := _unsuited(attack, input_shape, task, threat):
                 raise InputError(f"attack: expected one that fits, got {attack}: {reason}")
             attack = made
@@ -166,7 +155,7 @@ def named_attacks(
     return chosen
 
 
-def _misfit(name: str, model: nn.Module) -> str | None:
+def _misfit(name: str, model: nn.Module, train_x: Tensor | None) -> str | None:
     """Why an attack cannot be made for a model, None where it can."""
     defended = defended_of(model)
     if name in NEED_NETWORK and defended is None:
@@ -174,9 +163,15 @@ def _misfit(name: str, model: nn.Module) -> str | None:
         return f"it attacks by way of the network inside a defended model{plain}"
     if name in NEED_BANK and defended is None:
         return "it needs a model that answers from a bank of training points"
-    if name in NEED_PLAIN_EMBEDDING and defended is not None and not knows_lines(defended):
+    if name in NEED_LINES and defended is not None and not knows_lines(defended):
         kind = type(defended.metric or defended.backbone).__name__
-        return f"it needs neighbors of inputs that are normalized alone, unlike those of {kind}"
+        return (
+            f"it needs neighbors of inputs that are normalized alone, unlike those of {kind}; "
+            "keys looks for them by gradient"
+        )
+    if name == "straight" and defended is not None and not knows_inputs(defended, train_x):
+        kind = type(defended.backbone).__name__
+        return f"training inputs cannot be told from what {kind} embeds; train_x gives them"
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed: pip install 'otad[attacks]'"

@@ -6,8 +6,9 @@ chooses nobody, but where one point has all the weight it is constant as well; t
 place where others get some.
 """
 
+from otad.attacks.adaptive.keys import Keys
 from otad.attacks.adaptive.region import Bisector, Region
 from otad.attacks.adaptive.soft_knn import SoftKnn
 from otad.attacks.adaptive.straight import Straight
 
-__all__ = ["Bisector", "Region", "SoftKnn", "Straight"]
+__all__ = ["Bisector", "Keys", "Region", "SoftKnn", "Straight"]

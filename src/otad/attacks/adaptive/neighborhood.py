@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from otad.attacks.adaptive.opinions import head_outputs, label_outputs
+from otad.checks import check_shape
 from otad.cip.bank_potential import potential_lines
 from otad.cip.pairs import Pairs
 from otad.defense import OTAD
@@ -14,11 +16,37 @@ from otad.errors import InputError
 from otad.nets import only_normalizes
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
+SAMPLE = 64  # training inputs looked at again
+SAME = 1e-2  # of their lengths, for banks in half precision
 
 
 def knows_lines(model: OTAD) -> bool:
     """Whether a straight line of inputs is one where neighbors are sought."""
     return model.metric is None and only_normalizes(model.backbone)
+
+
+def knows_inputs(model: OTAD, train_x: Tensor | None) -> bool:
+    """Whether the training inputs of the bank are known: given, or only normalized there."""
+    return train_x is not None or only_normalizes(model.backbone)
+
+
+@torch.no_grad()
+def check_training_inputs(model: OTAD, train_x: object) -> Tensor:
+    """Refuse inputs (N,*input_shape) that are not those the bank was made from, row by row; a
+    sample of the rows is embedded again."""
+    backbone, points = model.backbone, len(model.bank_labels)
+    if not isinstance(train_x, Tensor) or train_x.dtype != backbone.mean.dtype:
+        got = train_x.dtype if isinstance(train_x, Tensor) else type(train_x).__name__
+        raise InputError(f"train_x: expected a tensor of dtype {backbone.mean.dtype}, got {got}")
+    check_shape(train_x, "train_x", (points, *backbone.input_shape), "with a row per bank point")
+    rows = torch.linspace(0, points - 1, min(SAMPLE, points)).long()
+    again = backbone.embed(train_x[rows.to(train_x.device)].to(backbone.mean.device))
+    known = model.bank_inputs[rows.to(model.bank_inputs.device)].to(again)
+    off = (again - known).norm(dim=1) > SAME * (again.norm(dim=1) + known.norm(dim=1))
+    if bool(off.any()):
+        row = int(rows[int(off.nonzero()[0, 0])])
+        raise InputError(f"train_x: expected the inputs the bank was made from, row {row} is not")
+    return train_x
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,21 +63,25 @@ class Neighborhood:
       of its tangents u~_i + <z~_i, e - x_i>, and between two of them the map is half-way where
       they meet. So sites are z~_i, and offsets 2 (<z~_i, x_i> - u~_i).
 
-    `places` (N,d): where the points are. `votes` (N,): the class each of them stands for on its
-    own, in regression its value. `n_neighbors`: K.
+    With a metric "embedded" means its keys, for inputs and bank alike. `votes` (N,): the class each
+    point stands for on its own, in regression its value; `outputs` (N,C) or (N,): the outputs it
+    would give. `n_neighbors`: K. `members` (N,): which points of the bank these are, None for all.
+    `train_x`: the training inputs of the whole bank, where the attacker was given them.
     """
 
     owner: OTAD
-    places: Tensor
     sites: Tensor
     offsets: Tensor
     votes: Tensor
+    outputs: Tensor
     n_neighbors: int
+    members: Tensor | None = None
+    train_x: Tensor | None = None
     by_tangents: bool = False
 
     @staticmethod
     @torch.no_grad()
-    def of(model: nn.Module, like: Tensor) -> Neighborhood:
+    def of(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> Neighborhood:
         """The neighbors of an OTAD model, or of a k-NN rule on the bank of one, on the device of
         `like`."""
         owner = model if isinstance(model, OTAD) else getattr(model, "model", None)
@@ -60,24 +92,20 @@ class Neighborhood:
             )
         points = owner.bank_points.to(like)
         points = points[:, : points.shape[1] - _lift_of(owner)]
-        if model is owner:
-            outputs = torch.cat(
-                [
-                    owner.backbone.head(features.to(like))
-                    for features in owner.bank_features.split(8192)
-                ]
-            )
-            votes = outputs.argmax(1) if outputs.dim() == 2 else outputs
-        else:
-            votes = owner.bank_labels.to(like.device)
+        if train_x is not None:
+            shape = (len(points), *owner.backbone.input_shape)
+            check_shape(train_x, "train_x", shape, "with a row per bank point")
+        outputs = (head_outputs if model is owner else label_outputs)(owner, like)
+        votes = outputs.argmax(1) if outputs.dim() == 2 else outputs
         count = int(getattr(model, "n_neighbors", owner.n_neighbors))
-        return Neighborhood(owner, points, points, points.square().sum(1), votes, count)
+        squares = points.square().sum(1)
+        return Neighborhood(owner, points, squares, votes, outputs, count, train_x=train_x)
 
     @staticmethod
-    def views(model: nn.Module, like: Tensor) -> list[Neighborhood]:
+    def views(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> list[Neighborhood]:
         """Every way in which points of the bank come to decide: neighbors; for one map of the whole
         bank, of the points it passes through, its tangents as well."""
-        neighbors = Neighborhood.of(model, like)
+        neighbors = Neighborhood.of(model, like, train_x)
         if model is not neighbors.owner or neighbors.owner.scope != "global":
             return [neighbors]
         return _views_of_one_map(neighbors)
@@ -88,12 +116,30 @@ class Neighborhood:
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
-        backbone, metric = self.owner.backbone, self.owner.metric
         if not knows_lines(self.owner):
             raise InputError(
                 "model: expected neighbors of inputs that are normalized alone, so that straight "
-                f"lines to bank points are known, got {type(metric or backbone).__name__}"
+                "lines to bank points are known, got "
+                f"{type(self.owner.metric or self.owner.backbone).__name__}"
             )
+        return self._denormalized(points, like)
+
+    def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:
+        """The inputs (B,*input_shape) that points (B,) were made from."""
+        rows = indices if self.members is None else self.members[indices]
+        if self.train_x is not None:
+            return self.train_x[rows.to(self.train_x.device)].to(like)
+        owner = self.owner
+        if not knows_inputs(owner, None):
+            raise InputError(
+                "train_x: expected the training inputs, as they cannot be told from what "
+                f"{type(owner.backbone).__name__} embeds, got None"
+            )
+        points = owner.bank_inputs[rows.to(owner.bank_inputs.device)].to(like)
+        return self._denormalized(points[:, : points.shape[1] - owner.backbone.lift], like)
+
+    def _denormalized(self, points: Tensor, like: Tensor) -> Tensor:
+        backbone = self.owner.backbone
         shaped = points.view(*points.shape[:-1], *backbone.input_shape)
         return (shaped * backbone.std + backbone.mean).to(like)
 
@@ -119,6 +165,14 @@ class Neighborhood:
         """Which bank points (B,N) vote against the right answers y (B,)."""
         return self.votes[None] != y[:, None]
 
+    def nearest_classes(self, ranks: Tensor, y: Tensor) -> Tensor:
+        """Classes (B,C) by the rank (B,N) of the first point that votes for each of them, those
+        without any and the right ones y (B,) last."""
+        classes = self.outputs.shape[1]
+        first = ranks.new_full((len(y), classes), torch.inf)
+        first.scatter_reduce_(1, self.votes.expand(len(y), -1), ranks, "amin")
+        return first.scatter_(1, y[:, None], torch.inf).argsort(1)
+
     @torch.no_grad()
     def nearest(self, x: Tensor, allowed: Tensor | None, count: int) -> Tensor:
         """The `count` bank points (B,count) first in rank for inputs x, of those allowed (B,N)."""
@@ -136,22 +190,28 @@ def _lift_of(model: OTAD) -> int:
 @torch.no_grad()
 def _views_of_one_map(neighbors: Neighborhood) -> list[Neighborhood]:
     """Of the points that were not left out: the others' votes are not heard."""
-    owner, like = neighbors.owner, neighbors.places
+    owner, like = neighbors.owner, neighbors.sites
     potential = owner.whole_bank.potential
     bend = potential.strong_convexity
     pairs = Pairs(owner.bank_inputs, owner.bank_features, bend, like.device)
     levels = potential_lines(pairs, potential) - pairs.image_squares / (2 * potential.modulus)
     kept = levels.isfinite().nonzero()[:, 0]
-    places, votes = neighbors.places[kept], neighbors.votes[kept]
-    count = min(neighbors.n_neighbors, len(kept))
+    places = neighbors.sites[kept]
+    common = replace(
+        neighbors,
+        sites=places,
+        offsets=neighbors.offsets[kept],
+        votes=neighbors.votes[kept],
+        outputs=neighbors.outputs[kept],
+        n_neighbors=min(neighbors.n_neighbors, len(kept)),
+        members=kept,
+    )
     sites, offsets = [], []
     for rows in kept.split(8192):
         images = pairs.images(rows)
         offsets.append(2 * (images @ pairs.center - levels[rows]))
         sites.append(images[:, : places.shape[1]].to(like))
-    tangents = torch.cat(sites), torch.cat(offsets).to(like)
-    squares = places.square().sum(1)
-    return [
-        Neighborhood(owner, places, places, squares, votes, count),
-        Neighborhood(owner, places, *tangents, votes, count, by_tangents=True),
-    ]
+    tangents = replace(
+        common, sites=torch.cat(sites), offsets=torch.cat(offsets).to(like), by_tangents=True
+    )
+    return [common, tangents]

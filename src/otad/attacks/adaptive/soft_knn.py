@@ -107,11 +107,8 @@ class SoftKnn(Attack):
         wrong = bank.is_wrong(y)
         if self.targets == 0:
             return torch.where(wrong, 1, -1)
-        classes = int(bank.votes.max()) + 1
-        nearest = squared.new_full((len(y), classes), math.inf)
-        nearest.scatter_reduce_(1, bank.votes.expand(len(y), -1), squared, "amin")
-        nearest.scatter_(1, y[:, None].clamp_max(classes - 1), math.inf)
-        aim = nearest.argsort(1)[:, min(place, classes - 1)]
+        aims = bank.nearest_classes(squared, y)
+        aim = aims[:, min(place, aims.shape[1] - 1)]
         chosen = (bank.votes[None] == aim[:, None]) & wrong
         return chosen.to(torch.int8) - (~wrong).to(torch.int8)
 

@@ -14,20 +14,23 @@ from otad.checks import check_count
 from otad.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Straight(Attack):
-    """Straight lines from the example to bank points that vote against its answer.
+    """Straight lines from the example to training inputs that vote against its answer.
 
-    Aims are the `points` nearest such bank points, and the means of the nearest 3, 6, 12, ... of
-    them up to `points`, over all wrong classes and over the class of each of the nearest. Each line
-    is tried at the given `shares` of the radius. In regression, the aims are the bank points with
-    the lowest and highest values among the nearest `reach`. For one map of the whole bank, points
-    are the nearest by distance, and once more those whose tangents come first.
+    Aims are the inputs of the `points` nearest such bank points (with a metric: nearest by keys),
+    and the means of the nearest 3, 6, 12, ... of them up to `points`, over all wrong classes and
+    over the class of each of the nearest. Each line is tried at the given `shares` of the radius.
+    In regression, the aims are the bank points with the lowest and highest values among the nearest
+    `reach`. For one map of the whole bank, points are the nearest by distance, and once more those
+    whose tangents come first. Where the embedding does more than normalize, `train_x` (N,*), the
+    inputs of the bank, has to be given.
     """
 
     points: int = 24
     shares: tuple[float, ...] = (1.0, 0.75, 0.5)
     reach: int = 200
+    train_x: Tensor | None = None
     name = "straight"
     family = "adaptive"
 
@@ -39,7 +42,7 @@ class Straight(Attack):
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         best = Best(x)
-        for bank in Neighborhood.views(target.model, x):
+        for bank in Neighborhood.views(target.model, x, self.train_x):
             for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
                 for aim in self._aims(bank, x[rows], target.targets(rows)):
                     for share in self.shares:
@@ -78,14 +81,14 @@ def along(x: Tensor, aim: Tensor, ball: LpBall, share: float = 1.0) -> Tensor:
 
 
 def _inputs(bank: Neighborhood, x: Tensor, indices: Tensor) -> list[Tensor]:
-    return [bank.inputs(bank.places[column], x) for column in indices.unbind(1)]
+    return [bank.training_inputs(column, x) for column in indices.unbind(1)]
 
 
 def _mean(bank: Neighborhood, x: Tensor, indices: Tensor) -> Tensor:
-    total = torch.zeros_like(bank.places[indices[:, 0]])
+    total = torch.zeros_like(x)
     for column in indices.unbind(1):  # one at a time: never B*K*d numbers at once
-        total += bank.places[column]
-    return bank.inputs(total / indices.shape[1], x)
+        total += bank.training_inputs(column, x)
+    return total / indices.shape[1]
 
 
 def _doubling(first: int, last: int) -> list[int]:

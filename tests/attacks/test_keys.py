@@ -1,0 +1,200 @@
+"""Attacks on neighbors that a metric seeks: by gradient, and straight to given training inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attacks.keyed import Bent, keyed_model, tiles
+from torch import Tensor
+
+from otad.attacks import L2, Linf, MetricAttack, Pgd
+from otad.attacks.adaptive import Keys, Straight
+from otad.attacks.adaptive.keys import _by_rank, _vote_gradient
+from otad.attacks.adaptive.neighborhood import Neighborhood, check_training_inputs
+from otad.attacks.adaptive.opinions import head_outputs
+from otad.attacks.base import Target
+from otad.attacks.losses import margin
+from otad.baselines import MajorityKnn
+from otad.errors import InputError
+
+BOX = (0.0, 1.0)
+QUICK = Keys(steps=15, targets=2, temperatures=(0.1,), restarts=1, polish=10)
+
+
+def right_rows(model: torch.nn.Module, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    x, y = tiles(count, seed)
+    with torch.no_grad():
+        kept = model(x).argmax(1) == y
+    return x[kept], y[kept]
+
+
+@pytest.mark.parametrize("ball", [L2(0.4, BOX), Linf(0.1, BOX)], ids=["l2", "linf"])
+def test_beats_the_attacks_that_do_not_know_the_classes_or_the_neighbors(
+    ball: L2 | Linf, generator: torch.Generator
+) -> None:
+    model, _ = keyed_model()
+    x, y = right_rows(model, 60, 1)
+    found = QUICK(model, x, y, ball, generator=generator)
+    others = (Pgd(steps=15), MetricAttack(model.locate, steps=15))
+    weaker = [attack(model, x, y, ball, generator=generator) for attack in others]
+    assert found.accuracy < min(result.accuracy for result in weaker) - 0.1
+    assert float(found.distance.max()) <= ball.eps
+    assert bool((found.broken == (model(found.inputs).argmax(1) != y)).all())
+    assert float(found.inputs.min()) >= 0
+    assert float(found.inputs.max()) <= 1
+
+
+@pytest.mark.parametrize("loss", ["rank", "vote", "joint"])
+def test_every_loss_gets_somewhere_on_its_own(loss: str, generator: torch.Generator) -> None:
+    model, _ = keyed_model()
+    x, y = right_rows(model, 40, 2)
+    alone = replace(QUICK, losses=(loss,), polish=0)
+    result = alone(model, x, y, L2(0.5, BOX), generator=generator)
+    assert result.accuracy < 0.6
+
+
+def test_more_means_break_no_fewer(generator: torch.Generator) -> None:
+    model, _ = keyed_model()
+    x, y = right_rows(model, 40, 3)
+    weak, strong = (
+        attack(model, x, y, L2(0.25, BOX), generator=torch.Generator().manual_seed(0)).broken
+        for attack in (replace(QUICK, polish=0), replace(QUICK, restarts=3))
+    )
+    assert bool((strong >= weak).all())
+
+
+def test_rank_is_the_lead_of_the_wrong_points_and_its_gradient() -> None:
+    model, _ = keyed_model(neighbors=4)
+    model = model.double()
+    x, y = tiles(6, 4)
+    x = x.double()
+    bank = Neighborhood.of(model, x)
+    aims = bank.nearest_classes(bank.ranks(bank.embed(x)), y)[:, 0]
+    assert bool((aims != y).all())
+    ask = _by_rank(Target(model, y), bank, aims, 0)
+    rows = torch.arange(6)
+    found = ask(x, rows)
+    squares = torch.cdist(model.locate(x), model.bank_keys).square()
+    for row in range(6):
+        own = squares[row, bank.votes == y[row]].sort().values[:2].mean()
+        other = squares[row, bank.votes == aims[row]].sort().values[:4].mean()
+        assert float(found.value[row]) == pytest.approx(float(own - other), abs=1e-9)
+    step = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    ahead, behind = (ask(x + sign * 1e-6 * step, rows).value for sign in (1, -1))
+    slope = (found.gradient * step).flatten(1).sum(1)
+    torch.testing.assert_close((ahead - behind) / 2e-6, slope, rtol=1e-4, atol=1e-6)
+
+
+def test_the_soft_vote_is_the_mean_answer_of_the_bank_for_a_wide_temperature() -> None:
+    model, _ = keyed_model()
+    x, y = tiles(5, 5)
+    bank = Neighborhood.of(model, x)
+    value, gradient = _vote_gradient(bank, margin, 1e6, x, y)
+    mean = bank.outputs.mean(0).expand(5, -1)
+    torch.testing.assert_close(value, margin(mean, y), rtol=1e-3, atol=1e-3)
+    near, _ = _vote_gradient(bank, margin, 1e-2, x, y)
+    assert bool((near < value).all())  # right answers are clearer near by
+    assert gradient.shape == x.shape
+
+
+def test_a_class_without_points_and_copies_of_an_example_do_no_harm(
+    generator: torch.Generator,
+) -> None:
+    model, train_x = keyed_model(neighbors=3)
+    with torch.no_grad():
+        model.backbone.head.bias[2] -= 1e3  # nobody votes for the last class
+    x = train_x[:10]  # the bank itself
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    result = replace(QUICK, targets=3)(model, x, y, L2(1.0, BOX), generator=generator)
+    assert bool(result.inputs.isfinite().all())
+    assert result.accuracy < 1
+
+
+def test_k_nn_and_values_are_attacked_too(generator: torch.Generator) -> None:
+    model, _ = keyed_model()
+    rule = MajorityKnn(model, 5).eval()
+    x, y = right_rows(rule, 40, 6)
+    assert QUICK(rule, x, y, L2(0.5, BOX), generator=generator).accuracy < 0.6
+    values, _ = keyed_model(values=True)
+    x, _ = tiles(20, 7)
+    y = x.mean((1, 2, 3))
+    clean = (values(x) - y).abs().detach()
+    found = QUICK(values, x, y, L2(0.5, BOX), generator=generator)
+    assert bool((found.gain >= clean).all())
+    assert float(found.gain.mean()) > 2 * float(clean.mean())
+
+
+def test_lines_to_given_inputs_with_the_nearest_keys(generator: torch.Generator) -> None:
+    model, train_x = keyed_model()
+    x, y = right_rows(model, 40, 8)
+    ball = L2(1.0, BOX)
+    with pytest.raises(InputError, match="train_x: expected the training inputs, as they cannot"):
+        Straight()(model, x, y, ball, generator=generator)
+    found = Straight(points=6, train_x=train_x)(model, x, y, ball, generator=generator)
+    assert found.accuracy < 0.5
+    bank = Neighborhood.of(model, x, train_x)
+    wrong = bank.is_wrong(y)
+    near = bank.nearest(x, wrong, 1)[:, 0]
+    keys = torch.cdist(model.locate(x), model.bank_keys).masked_fill(~wrong, torch.inf)
+    assert torch.equal(near, keys.argmin(1))
+    assert torch.equal(bank.training_inputs(near, x), train_x[near])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda x: x[:-1], r"expected shape \(90, 1, 4, 4\) with a row per bank point"),
+        (lambda x: x.flip(0), "expected the inputs the bank was made from, row 0 is not"),
+        (lambda x: x.double(), "expected a tensor of dtype torch.float32"),
+        (lambda x: x.numpy(), "got ndarray"),
+    ],
+)
+def test_other_training_inputs_are_refused(spoil: object, message: str) -> None:
+    model, train_x = keyed_model()
+    assert check_training_inputs(model, train_x) is train_x
+    with pytest.raises(InputError, match=message):
+        check_training_inputs(model, spoil(train_x))  # type: ignore[operator]
+
+
+def test_what_bank_points_answer_is_read_anew_when_it_changes() -> None:
+    model, _ = keyed_model()
+    x, _ = tiles(1, 0)
+    first = head_outputs(model, x)
+    assert head_outputs(model, x) is first
+    with torch.no_grad():
+        model.backbone.head.bias.add_(1.0)
+    torch.testing.assert_close(head_outputs(model, x), first + 1)
+    assert head_outputs(model.double(), x.double()).dtype == torch.float64
+
+
+def test_the_bank_is_taken_in_blocks_of_examples(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    model, _ = keyed_model(metric=Bent(3))
+    x, y = right_rows(model, 12, 9)
+    attack = replace(QUICK, steps=5)
+    whole = attack(model, x, y, L2(0.3, BOX), generator=generator)
+    monkeypatch.setattr(Neighborhood, "rows_at_once", lambda _: 5)
+    parts = attack(model, x, y, L2(0.3, BOX), generator=generator)
+    assert torch.equal(whole.broken, parts.broken)
+    torch.testing.assert_close(whole.gain, parts.gain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"losses": ("rank", "luck")}, "losses: expected some of"),
+        ({"losses": ()}, "losses: expected some of"),
+        ({"temperatures": (0.0,)}, "temperatures: expected positive shares"),
+        *(
+            ({name: 0}, f"{name}: expected an integer of at least 1")
+            for name in ("steps", "targets", "restarts")
+        ),
+    ],
+)
+def test_refuses_bad_settings(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Keys(**options)  # type: ignore[arg-type]

@@ -1,0 +1,248 @@
+"""Certificates of models whose neighbors are sought by a metric."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from certify.keyed import Folded, Straightened, entry_distance, keyed, keyed_plane
+from certify.small import broken, plane_model, queries, ring
+from torch import Tensor, nn
+
+from otad.attacks import L2, MetricAttack, Pgd, RandomNoise
+from otad.attacks.adaptive import Keys, SoftKnn
+from otad.certify import Certificate, certify, certify_values
+from otad.certify.travel import KEY_ROUNDOFFS
+from otad.defense import OTAD, defend
+from otad.errors import InputError
+from otad.nets import CNNMetric, LipschitzMetric, vision_transformer
+from otad.nets.lipschitz import OrthogonalLinear
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one neighbor": {"n_neighbors": 1},
+    "three": {"n_neighbors": 3},
+    "curved down": {"n_neighbors": 2, "strong_convexity": -0.5},
+    "curved up": {"n_neighbors": 3, "strong_convexity": 0.4},
+    "paper": {"n_neighbors": 3, "solver": {"mode": "paper"}},
+    "spares": {"n_neighbors": 2, "solver": {"spares": 2, "max_smoothness": 2.5}},
+    "copies": {"n_neighbors": 2, "copies": 10},
+    "other scales": {"n_neighbors": 2, "std": (0.3, 4.0)},
+    "all neighbors": {"n_neighbors": 12, "points": 12, "noise": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_changes_within_a_radius(name: str) -> None:
+    proved = 0
+    for seed in range(3):
+        model = keyed_plane(seed, **SETTINGS[name])
+        x = queries(model, 10, seed + 50)
+        found = certify(model, x)
+        assert broken(model, x, found.radius) == []
+        assert torch.equal(found.prediction, model(x).argmax(1))
+        proved += int((found.radius > 0.01).sum())
+    assert proved >= 3, "radii of 0 prove nothing"
+
+
+def test_a_constant_that_is_too_small_is_caught_by_the_grid() -> None:
+    caught = 0
+    for seed in range(3):
+        model = keyed_plane(seed, Folded(seed, scale=1.0), n_neighbors=1)
+        x = queries(model, 12, seed)
+        caught += len(broken(model, x, 2.5 * certify(model, x).radius))
+    assert caught >= 10
+
+
+def test_the_radius_is_that_of_keys_over_the_constant() -> None:
+    """K = 1, l = 0: no radius is below the least distance, over wrong bank points, of the bisectors
+    in key space; and without groups of rivals (two points a class) it is that distance."""
+    model = keyed_plane(4, points=40, n_neighbors=1, noise=0.2)
+    x = queries(model, 15, 4)[2:]
+    found = certify(model, x)
+    keys, places = model.bank_keys.double(), model.locate(x).detach().double()
+    votes = model.backbone.head(model.bank_features).argmax(1)
+    constant = model.metric.lipschitz
+    for row in range(len(x)):
+        wrong = (votes != found.prediction[row]).nonzero()[:, 0].tolist()
+        least = min(entry_distance(keys, places[row], point, 1) for point in wrong)
+        if found.rules[row] == "hull":
+            assert float(found.radius[row]) >= 0.999 * least / constant - 1e-4
+            assert float(found.radius[row]) <= 1.5 * least / constant + 1e-4
+
+
+def test_a_metric_that_is_the_embedding_gives_the_same_radii() -> None:
+    for std in ((1.0, 1.0), (0.5, 0.5)):
+        plain = plane_model(2, std=std, n_neighbors=3)
+        same = keyed(plain, Straightened(std))
+        x = queries(plain, 15, 2)
+        first, second = certify(plain, x), certify(same, x)
+        torch.testing.assert_close(first.radius, second.radius, rtol=1e-3, atol=2e-4)
+        assert bool((second.radius <= first.radius).all())  # keys have an error margin of their own
+
+
+@pytest.mark.parametrize("unit", [(0.2, 3.0), (2.0, 0.5)])
+def test_distances_are_in_the_unit_asked_for(unit: tuple[float, float]) -> None:
+    measured = torch.tensor(unit)
+    for seed in range(3):
+        model = keyed_plane(seed, n_neighbors=2)
+        x = queries(model, 12, seed)
+        found = certify(model, x, unit=measured)
+        assert broken(model, x, found.radius, measured) == []
+        assert int((found.radius > 0).sum()) >= 3
+
+
+def test_intervals_hold_all_answers() -> None:
+    tight = 0
+    for seed in range(3):
+        model = keyed_plane(seed, task="regression", n_neighbors=3)
+        x = queries(model, 8, seed)
+        for eps in (0.05, 0.4):
+            found = certify_values(model, x, eps)
+            for row in range(len(x)):
+                with torch.no_grad():
+                    answers = model(x[row] + ring(eps, torch.ones(2))).double()
+                assert float(answers.min()) >= float(found.low[row]) - 1e-5
+                assert float(answers.max()) <= float(found.high[row]) + 1e-5
+            votes = model.backbone.head(model.bank_features).detach()
+            spread = float(votes.max() - votes.min())
+            tight += int((found.high - found.low < 0.5 * spread).sum())
+    assert tight >= 10
+
+
+def images(seed: int, count: int) -> tuple[Tensor, Tensor]:
+    """Two classes of 4 x 4 images, dark and bright."""
+    drawn_by = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 2
+    return 0.7 * torch.rand(count, 1, 4, 4, generator=drawn_by) + 0.3 * y.view(-1, 1, 1, 1), y
+
+
+def image_model(*, metric: nn.Module | None = None, neighbors: int = 3) -> OTAD:
+    """A small ViT with neighbors by an orthogonal net."""
+    x, y = images(0, 60)
+    drawn_by = torch.Generator().manual_seed(1)
+    net = vision_transformer((1, 4, 4), 2, patch=2, width=8, blocks=1, heads=2, bounds=(0.0, 1.0))
+    found = metric or LipschitzMetric(
+        (1, 4, 4), widths=(8, 16), depth=1, key_dim=8, bounds=(0.0, 1.0), generator=drawn_by
+    )
+    with torch.no_grad():  # a head that tells the classes: differences of pooled tokens
+        features = net.transport(net.embed(x))[0].unflatten(1, (4, 8)).mean(1)
+        apart = features[y == 1].mean(0) - features[y == 0].mean(0)
+        net.head.weight.copy_(torch.stack([-apart, apart]))
+        middle = features.mean(0) @ apart
+        net.head.bias.copy_(torch.stack([middle, -middle]))
+    return defend(net, x, y, n_neighbors=neighbors, metric=found)
+
+
+def test_attacks_never_succeed_within_the_radius_of_a_vision_transformer() -> None:
+    model = image_model()
+    x, _ = images(5, 40)
+    found = certify(model, x)
+    assert set(found.rules) <= {"hull", "none"}
+    assert any("rule 'cell' is left out" in words for words in found.assumptions)
+    assert any("LipschitzMetric" in words for words in found.assumptions)
+    certified = (found.radius > 0.01) & found.radius.isfinite()
+    assert int(certified.sum()) >= 10
+    generator = torch.Generator().manual_seed(3)
+    attacks = (
+        SoftKnn(temperatures=(0.1, 0.01), steps=8, polish=5),
+        Keys(steps=8, targets=1, temperatures=(0.1,), restarts=1, polish=5),
+        Pgd(steps=8),
+        MetricAttack(model.locate, steps=8),
+        RandomNoise(draws=10),
+    )
+    fell = 0
+    for row in certified.nonzero()[:6, 0].tolist():
+        one, own = x[row : row + 1], found.prediction[row : row + 1]
+        inside, outside = (
+            L2(share * float(found.radius[row]), (0.0, 1.0)) for share in (0.9999, 6)
+        )
+        for attack in attacks:
+            assert not bool(attack(model, one, own, inside, generator=generator).broken)
+        fell += int(attacks[0](model, one, own, outside, generator=generator).broken)
+    assert fell >= 2, "attacks that never succeed prove nothing"
+
+
+def test_the_stated_stretch_of_an_embedding_brings_the_cell_rule() -> None:
+    model = image_model(neighbors=5)
+    x, _ = images(6, 30)
+    patches = model.backbone.patch_embed.proj.weight.detach().flatten(1).double()
+    stretch = float(torch.linalg.matrix_norm(patches, ord=2)) * 1.0001
+    alone, both = certify(model, x), certify(model, x, embedding_lipschitz=stretch)
+    assert bool((both.radius >= alone.radius - 1e-9).all())
+    assert any("the embedding stretches by" in words for words in both.assumptions)
+    assert not any("left out" in words for words in both.assumptions)
+    assert_steady(model, x, both)
+
+
+def assert_steady(model: OTAD, x: Tensor, found: Certificate) -> None:
+    """Random steps of nearly the radius change nothing."""
+    generator = torch.Generator().manual_seed(4)
+    for row in (found.radius > 0).nonzero()[:10, 0].tolist():
+        step = torch.randn(200, 1, 4, 4, generator=generator)
+        step /= step.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+        moved = (x[row] + 0.999 * float(found.radius[row]) * step).clamp(0.0, 1.0)
+        assert bool((model(moved).argmax(1) == found.prediction[row]).all())
+
+
+def test_computed_keys_are_as_exact_as_is_assumed() -> None:
+    """Float32 against float64 with the very same matrices, on a net of the default size."""
+    metric = LipschitzMetric((3, 32, 32), bounds=(0.0, 1.0), mean=0.5, std=0.25).eval()
+    x = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    class Kept(nn.Module):
+        def __init__(self, layer: OrthogonalLinear) -> None:
+            super().__init__()
+            self.weight, self.bias = layer.weight.detach(), layer.bias.detach()
+
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.linear(input, self.weight.double(), self.bias.double())
+
+    twin = copy.deepcopy(metric)
+    for module in list(twin.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, OrthogonalLinear):
+                setattr(module, name, Kept(child))
+    with torch.no_grad():
+        keys, exact = metric(x).double(), twin.double()(x.double())
+    size = keys.norm(dim=1) + metric.lipschitz * (x.double() - 0.5).flatten(1).norm(dim=1)
+    error = (keys - exact).norm(dim=1) / (size * torch.finfo(torch.float32).eps)
+    assert 0 < float(error.max()) < KEY_ROUNDOFFS / 8
+
+
+def test_what_is_not_known_is_refused_or_stated() -> None:
+    drawn_by = torch.Generator().manual_seed(2)
+    metric = CNNMetric((1, 4, 4), key_dim=4, bounds=(0.0, 1.0), generator=drawn_by)
+    model, (x, _) = image_model(metric=metric), images(7, 4)
+    with pytest.raises(InputError, match=r"got a metric \(CNNMetric\) without"):
+        certify(model, x)
+    with pytest.raises(InputError, match="metric_lipschitz: expected a positive finite number"):
+        certify(model, x, metric_lipschitz=0.0)
+    stated = certify(model, x, metric_lipschitz=50.0)
+    assert any(
+        "50 times the change of an input at most, as stated" in w for w in stated.assumptions
+    )
+    assert torch.allclose(certify(model, x, metric_lipschitz=100.0).radius, stated.radius / 2)
+    known = image_model()
+    with pytest.raises(InputError, match="LipschitzMetric knows its own constant"):
+        certify(known, x, metric_lipschitz=1.0)
+    with pytest.raises(
+        InputError, match="metric_lipschitz: expected None, as neighbors are sought"
+    ):
+        certify(plane_model(0), torch.zeros(1, 2), metric_lipschitz=1.0)
+    known.metric.train()
+    with pytest.raises(InputError, match="expected evaluation mode"):
+        certify(known, x)
+
+
+def test_votes_that_turn_with_the_query_need_the_embedding() -> None:
+    base = image_model()
+    bent = OTAD(base.backbone, base.bank, n_neighbors=3, strong_convexity=-0.2, metric=base.metric,
+                keys=base.bank_keys).eval()  # fmt: skip
+    x, _ = images(8, 6)
+    with pytest.raises(InputError, match="embedding_lipschitz: expected a number"):
+        certify(bent, x)
+    found = certify(bent, x, embedding_lipschitz=5.0)
+    assert int((found.radius > 0).sum()) >= 3
+    assert_steady(bent, x, found)
