@@ -60,7 +60,7 @@ def test_help_teaches(cli: CliRunner, arguments: list[str], expected: tuple[str,
 def test_commands_are_listed_in_the_order_of_use(cli: CliRunner) -> None:
     shown = cli.invoke(main, ["--help"], env={"COLUMNS": "100"}).stdout
     listed = [line.strip(" │").split()[0] for line in shown.splitlines() if line.startswith("│ ")]
-    expected = "demo train defend predict explain attack certify evaluate reproduce bench"
+    expected = "demo train defend imitate predict explain attack certify evaluate reproduce bench"
     assert [word for word in listed if not word.startswith("-")] == expected.split()
 
 

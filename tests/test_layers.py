@@ -36,6 +36,7 @@ LAYERS = {
     "otad.defense": 6,
     "otad.prototypes": 6,
     "otad.regularity": 7,
+    "otad.imitation": 7,
     "otad.attacks": 7,
     "otad.baselines": 8,
     "otad.certify": 9,

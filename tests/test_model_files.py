@@ -196,7 +196,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool
         (lambda f: (f / "card.json").write_bytes(b"\xff"), "expected a model card in JSON, got"),
         (
             lambda f: (f / "card.json").write_text("[1]"),
-            "expected otad-model of version 1, 2, 3, got",
+            "expected otad-model of version 1, 2, 3, 4, got",
         ),
         (lambda f: edit(f, lambda c: c.update(format="x")), r"got \('x', 1\)"),
         (lambda f: edit(f, lambda c: c.update(version=9)), r"got \('otad-model', 9\)"),

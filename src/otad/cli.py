@@ -15,6 +15,7 @@ from otad.commands.defend import defend
 from otad.commands.demo import demo
 from otad.commands.evaluate import evaluate
 from otad.commands.explain import explain
+from otad.commands.imitate import imitate
 from otad.commands.predict import predict
 from otad.commands.reproduce import reproduce
 from otad.commands.train import train
@@ -40,7 +41,9 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 main.add_typer(bench, name="bench")
-for command in (demo, train, defend, predict, explain, attack, certify, evaluate, reproduce):
+for command in (
+    demo, train, defend, imitate, predict, explain, attack, certify, evaluate, reproduce
+):  # fmt: skip
     main.command()(command)
 
 

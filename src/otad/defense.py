@@ -9,7 +9,7 @@ scope), or of all of them, by one map for every input (global scope).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from otad.banked import Banked
 from otad.checks import check_choice, check_shape, check_tensor
 from otad.cip import BankProblem, CipSolution, ExactCip
 from otad.cip.bank_potential import BankPotential, Progress
+from otad.cip.contract import Solver
+from otad.cip.surrogate import CipNet
 from otad.errors import InputError
 from otad.integration import (
     LOCAL_SMOOTHNESS,
     Answer,
     answer_by,
     check_settings,
+    describe_solver,
     potential_of,
 )
 from otad.model_files import ModelParts, read_model, write_model
@@ -69,13 +72,16 @@ class OTAD(Banked):
       points that contradict the others are left out: see `potential`, which is found here, by
       sweeps over all pairs, unless it is given. K then is that of k-NN twins and attacks alone.
     - `solver`: how eq. (2) and (3) are solved in local scope. The default answers every row: where
-      neighbors contradict each other beyond repair, by the nearest one alone (see `trace`).
+      neighbors contradict each other beyond repair, by the nearest one alone (see `trace`). A
+      trained `otad.cip.surrogate.CipNet` estimates the answers instead (the paper's OTAD-T-NN): a
+      part of this module, as differentiable in x, and without weights, residuals or proofs.
     - `search`: "torch", or "faiss" (extra `index`), by which neighbors or the support are found.
     - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are sought, with
       the `keys` (N,m) of the bank; None for the embedded space itself.
     """
 
     bank_keys: Tensor | None
+    solver: Solver
 
     def __init__(
         self,
@@ -87,7 +93,7 @@ class OTAD(Banked):
         smoothness: float | None = None,
         strong_convexity: float = 0.0,
         potential: BankPotential | None = None,
-        solver: ExactCip | None = None,
+        solver: Solver | None = None,
         search: str = "torch",
         resident: bool = True,
         metric: nn.Module | None = None,
@@ -98,7 +104,8 @@ class OTAD(Banked):
                 f"bank: expected features of dimension {backbone.dim} like the backbone's, "
                 f"got {bank.dim}"
             )
-        check_settings(len(bank), n_neighbors, smoothness, strong_convexity, solver, scope)
+        asked = n_neighbors, smoothness, strong_convexity, solver, scope
+        check_settings(len(bank), *asked, dim=bank.dim)
         _check_keys(metric, keys, len(bank), scope)
         if scope == "local" and potential is not None:
             raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
@@ -186,6 +193,24 @@ class OTAD(Banked):
     def forward(self, x: Tensor) -> Tensor:
         return self.trace(x).outputs
 
+    def with_solver(self, solver: Solver) -> OTAD:
+        """The same net and bank, answered by another solver; in local scope."""
+        model = OTAD(
+            self.backbone,
+            self.bank,
+            n_neighbors=self.n_neighbors,
+            scope=self.scope,
+            smoothness=self.smoothness,
+            strong_convexity=self.strong_convexity,
+            solver=solver,
+            search=self.search,
+            resident=self.resident,
+            metric=self.metric,
+            keys=self.bank_keys,
+        )
+        model.notes = dict(self.notes)
+        return model.train(self.training)
+
     def save(self, folder: str | Path, **notes: Any) -> Path:
         """Write the model to a folder (safetensors + JSON card); the path of the card.
 
@@ -202,9 +227,11 @@ class OTAD(Banked):
             "strong_convexity": self.strong_convexity,
             "search": self.search,
         }
-        settings |= (
-            {"solver": asdict(self.solver)} if self.scope == "local" else {"scope": self.scope}
-        )
+        surrogate = self.solver if isinstance(self.solver, CipNet) else None
+        if self.scope == "global":
+            settings["scope"] = self.scope
+        elif surrogate is None:
+            settings["solver"] = describe_solver(self.solver)
         parts = ModelParts(
             self.backbone,
             self.bank,
@@ -213,6 +240,7 @@ class OTAD(Banked):
             self.metric,
             self.bank_keys,
             self.potential,
+            surrogate,
         )
         return write_model(folder, parts)
 
@@ -247,7 +275,7 @@ def defend(
     scope: str = "local",
     smoothness: float | None = None,
     strong_convexity: float = 0.0,
-    solver: ExactCip | None = None,
+    solver: Solver | None = None,
     search: str = "torch",
     resident: bool = True,
     bank_dtype: torch.dtype = torch.float32,
@@ -273,7 +301,8 @@ def defend(
     backbone = adapt(net, input_shape=shape, task=task).eval()
     inputs = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(inputs))
-    check_settings(len(inputs), n_neighbors, smoothness, strong_convexity, solver, scope)
+    asked = n_neighbors, smoothness, strong_convexity, solver, scope
+    check_settings(len(inputs), *asked, dim=backbone.dim)
     if metric is not None and scope == "global":
         _check_keys(metric, None, len(inputs), scope)
 
@@ -332,7 +361,9 @@ def load(
     parts = read_model(folder, verify=verify, mmap=not resident)
     settings = dict(parts.settings)
     try:
-        if parts.potential is None:
+        if parts.surrogate is not None:
+            settings["solver"] = parts.surrogate
+        elif parts.potential is None:
             solver = dict(settings.pop("solver"))
             if solver.get("climb") is not None:
                 solver["climb"] = tuple(solver["climb"])  # JSON knows lists only

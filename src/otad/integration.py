@@ -1,6 +1,7 @@
 """How an answer is found: from each input's own neighbors, or by one map for the whole bank.
 
-"local": the K nearest training points of an input are integrated by a potential of their own.
+"local": the K nearest training points of an input are integrated by a potential of their own,
+exactly or by a network that imitates the exact solver.
 "global": all N points by one potential, once; its gradient is a single map, L-Lipschitz everywhere,
 which every input is sent through. The few points that get weight are its support.
 """
@@ -8,7 +9,8 @@ which every input is sent through. The few points that get weight are its suppor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,9 @@ from otad.cip.bank_potential import (
     integrate_most,
     least_bank_smoothness,
 )
+from otad.cip.contract import Solver
 from otad.cip.pairwise import lifted_potential
+from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank import WholeBank
 from otad.errors import InputError, SolverError
 from otad.neighbors import Neighbors
@@ -46,15 +50,22 @@ def check_settings(
     n_neighbors: int,
     smoothness: float | None,
     strong_convexity: float,
-    solver: ExactCip | None = None,
+    solver: Solver | None = None,
     scope: str = "local",
+    *,
+    dim: int | None = None,
 ) -> None:
-    """Refuse what cannot be asked of a bank of so many points, before any long work is done."""
+    """Refuse what cannot be asked of a bank of so many points, before any long work is done.
+
+    `dim` (d) is asked for where a network is the solver: it is made for one dimension and one K.
+    """
     if check_choice(scope, "scope", SCOPES) == "global" and solver is not None:
         raise InputError(
             "solver: expected none in global scope, where no small problems are solved, "
-            f"got {solver}"
+            f"got {type(solver).__name__ if isinstance(solver, CipNet) else solver}"
         )
+    if isinstance(solver, CipNet):
+        solver.check_sizes(n_neighbors, solver.dim if dim is None else dim)
     spares = 0 if solver is None else solver.spares
     if check_count(n_neighbors, "n_neighbors") + spares > points:
         raise InputError(
@@ -74,6 +85,18 @@ def check_settings(
     cap = None if solver is None else solver.max_smoothness
     if cap is not None and cap < asked:
         raise InputError(f"max_smoothness: expected at least the smoothness {asked}, got {cap}")
+
+
+def describe_solver(solver: Solver) -> dict[str, Any]:
+    """Its settings in plain values; of a network all but its weights."""
+    if isinstance(solver, CipNet):
+        return {"cip_net": solver.config()}
+    if isinstance(solver, ExactCip):
+        return asdict(solver)
+    raise InputError(
+        "solver: expected ExactCip or CipNet, which can describe themselves, got "
+        f"{type(solver).__name__}"
+    )
 
 
 def potential_of(

@@ -1,7 +1,8 @@
 """A model on disk: a folder of safetensors files and the JSON card that binds them.
 
 Network and bank have a file each; so have, where neighbors are sought by a metric, its network and
-the bank's keys in it, and in global scope the levels of the one potential of that bank.
+the bank's keys in it, the network that imitates the solver where there is one, and in global scope
+the levels of the one potential of that bank.
 
 The files carry their own fingerprints in their names and the card is replaced last, so a kill while
 saving leaves the model that was there before, whole. A card that was edited since, or that names
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otad.cip.bank_potential import BankPotential
+from otad.cip.surrogate import CipNet
 from otad.errors import InputError
 from otad.nets import Backbone, Metric, build, build_metric
 from otad.transport.bank import FeatureBank, fingerprint_of
@@ -30,16 +32,16 @@ from otad.transport.files import replacing
 
 CARD = "card.json"
 FORMAT = "otad-model"
-KINDS = ("backbone", "bank", "metric", "keys", "levels")
+KINDS = ("backbone", "bank", "metric", "keys", "levels", "surrogate")
 # Who knows the first of these alone must not read the others.
-VERSIONS = {"plain": 1, "with a metric": 2, "global": 3}
+VERSIONS = {"plain": 1, "with a metric": 2, "global": 3, "estimated": 4}
 
 
 @dataclass(frozen=True)
 class ModelParts:
     """What a model is made of: network, bank, settings of the defense, and the user's notes; and
-    the metric in which neighbors are sought with the bank's keys (N,m), or the one potential of the
-    bank, if it has one."""
+    the metric in which neighbors are sought with the bank's keys (N,m), the one potential of the
+    bank, or the network in the place of a solver, if it has one."""
 
     backbone: Backbone
     bank: FeatureBank
@@ -48,6 +50,7 @@ class ModelParts:
     metric: Metric | None = None
     keys: Tensor | None = None
     potential: BankPotential | None = None
+    surrogate: CipNet | None = None
 
 
 def write_model(folder: str | Path, parts: ModelParts) -> Path:
@@ -105,6 +108,13 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
                 "violation": parts.potential.violation,
             },
         }
+    if parts.surrogate is not None:
+        held, config = parts.surrogate.state_dict(), parts.surrogate.config()
+        mark = fingerprint(held)
+        names["surrogate"] = f"surrogate-{mark[:16]}.safetensors"
+        extra["surrogate"] = folder / names["surrogate"], held, {"config": config}
+        entry = {"file": names["surrogate"], "fingerprint": mark, "config": config}
+        card |= {"version": VERSIONS["estimated"], "surrogate": entry}
     text = _sealed_text(card)
     write_checkpoint(folder / names["backbone"], state, {"config": parts.backbone.config()})
     bank.save(folder / names["bank"])
@@ -150,28 +160,34 @@ def read_model(folder: str | Path, *, verify: bool = True, mmap: bool = False) -
     try:
         net_card, bank_card = card["backbone"], card["bank"]
         backbone = build(net_card["config"])
-        net_path, bank_path = folder / net_card["file"], folder / bank_card["file"]
-        bank_print = bank_card["fingerprint"]
+        bank_path, bank_print = folder / bank_card["file"], bank_card["fingerprint"]
         settings, notes = dict(card["settings"]), dict(card["notes"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
     if not bank_path.exists():
         raise InputError(f"{bank_path}: expected the file that {CARD} names, got none")
-    state = _held(folder, net_card).tensors
-    try:
-        backbone.load_state_dict(state)
-    except RuntimeError as error:
-        raise InputError(f"{net_path}: expected weights that fit {CARD}, got: {error}") from error
+    _give_weights(backbone, folder, net_card)
     bank = FeatureBank.load(bank_path, expect_fingerprint=bank_print, verify=verify, mmap=mmap)
     metric, keys = _read_metric(folder, card["metric"]) if "metric" in card else (None, None)
     potential = _read_potential(folder, card) if "potential" in card else None
-    return ModelParts(backbone.eval(), bank, settings, notes, metric, keys, potential)
+    surrogate = _read_surrogate(folder, card["surrogate"]) if "surrogate" in card else None
+    parts = backbone.eval(), bank, settings, notes, metric, keys, potential, surrogate
+    return ModelParts(*parts)
 
 
 def _read_metric(folder: Path, card: Mapping[str, Any]) -> tuple[Metric, Tensor]:
     metric = build_metric(card["config"])
-    metric.load_state_dict(_held(folder, card["metric"]).tensors)
+    _give_weights(metric, folder, card["metric"])
     return metric.eval(), _held(folder, card["keys"]).tensors["keys"]
+
+
+def _read_surrogate(folder: Path, entry: Mapping[str, Any]) -> CipNet:
+    try:
+        surrogate = CipNet.from_config(entry["config"])
+        _give_weights(surrogate, folder, entry)
+    except KeyError as error:
+        raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
+    return surrogate.eval()
 
 
 def _owner(card: Mapping[str, Any]) -> str:
@@ -194,6 +210,16 @@ def _read_potential(folder: Path, card: Mapping[str, Any]) -> BankPotential:
     except KeyError as error:
         raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
     return BankPotential(levels, *curvature, levels.isnan().nonzero()[:, 0], *account)
+
+
+def _give_weights(net: nn.Module, folder: Path, entry: Mapping[str, Any]) -> None:
+    """The weights of a file that the card names, into the net that the card describes."""
+    state = _held(folder, entry).tensors
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        path = folder / entry["file"]
+        raise InputError(f"{path}: expected weights that fit {CARD}, got: {error}") from error
 
 
 def _held(folder: Path, entry: Mapping[str, str]) -> Checkpoint:

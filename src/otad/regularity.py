@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_count, check_tensor
-from otad.cip import BankProblem, CipSolution, ExactCip, least_smoothness
+from otad.cip import BankProblem, CipSolution, ExactCip, Status, least_smoothness
+from otad.cip.contract import Solver
 from otad.defense import OTAD, Trace
 from otad.errors import InputError
 from otad.neighbors import Neighbors
@@ -59,7 +60,7 @@ def problem_of(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
 
 
 def integrate(
-    model: OTAD, embedded: Tensor, neighbors: Neighbors, *, solver: ExactCip | None = None
+    model: OTAD, embedded: Tensor, neighbors: Neighbors, *, solver: Solver | None = None
 ) -> CipSolution:
     """The convex integration answer for embedded inputs (B,d), by the model's solver or another.
 
@@ -78,19 +79,34 @@ def residual_of(model: OTAD, embedded: Tensor, trace: Trace) -> Tensor:
 
     In local scope the KKT residual, graded from the raw data; in global scope the duality gap,
     which is over all bank points and not the support alone, relative to the size of its terms.
+    Infinite where an answer was estimated, or there is none.
     """
     if model.scope == "global":
         return trace.solution.residual
+    if bool((trace.solution.status >= int(Status.ESTIMATED)).all()):  # nothing to grade
+        return torch.full_like(trace.solution.residual, torch.inf)
     return problem_of(model, embedded, trace.neighbors.indices).residual(trace.solution)
+
+
+def chooses_potential(model: OTAD) -> bool:
+    """Whether a class prediction may depend on which of the feasible potentials is taken: in local
+    scope, by the exact solver. A global model is its one potential, and a network has none."""
+    is_solved = model.scope == "local" and isinstance(model.solver, ExactCip)
+    return is_solved and model.backbone.task == "classification"
 
 
 @torch.no_grad()
 def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) -> Tensor:
-    """Whether a class prediction (B,) differs between the two extreme potentials, in local scope:
-    a global model is its one potential."""
+    """Whether a class prediction (B,) differs between the two extreme potentials, in a model that
+    `chooses_potential`."""
     if model.scope == "global":
         raise InputError("model: expected local scope, got global: there is one potential")
-    extremes = (replace(model.solver, potential=rule) for rule in ("lowest", "highest"))
+    if not isinstance(model.solver, ExactCip):
+        raise InputError(
+            "solver: expected ExactCip, which chooses among potentials, got "
+            f"{type(model.solver).__name__}"
+        )
+    extremes = [replace(model.solver, potential=rule) for rule in ("lowest", "highest")]
     images = (integrate(model, embedded, neighbors, solver=one).image for one in extremes)
     low, high = (model.backbone.head(image).argmax(1) for image in images)
     changed: Tensor = low != high
@@ -136,6 +152,7 @@ def monotonicity_violations(
     for batch in rows.to(inputs.device).split(batch_size):
         points = model.bank_points[batch]
         found = model.neighbors(points, exclude=batch).indices[:, : model.n_neighbors]
+        found = found.to(inputs.device)
         step = inputs[batch].double()[:, None] - inputs[found].double()
         image_step = features[batch].double()[:, None] - features[found].double()
         products = (step * image_step).sum(2)

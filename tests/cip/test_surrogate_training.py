@@ -104,9 +104,10 @@ def test_cached_answers_train_like_fresh_ones() -> None:
 def test_half_precision_trains_almost_alike() -> None:
     problems, unseen = family(0, 64), family(1, 64)
     config = replace(TINY, epochs=4, learning_rate=3e-3)
+    mixed = replace(config, mixed_precision=True)
     full, half = (
-        train_cip_net(make_net(), problems, config, held_out=unseen, half=half).history[-1]
-        for half in (False, True)
+        train_cip_net(make_net(), problems, one, held_out=unseen).history[-1]
+        for one in (config, mixed)
     )
     assert half.held_out_error == pytest.approx(full.held_out_error, rel=0.1)
     assert half != full
@@ -127,10 +128,10 @@ def stop_after(epoch: int) -> Callable[[CipNetEpoch], None]:
 def test_a_run_that_was_stopped_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     problems, config = family(0, 40), replace(TINY, epochs=5)
     own = own_features_of(problems)
-    options = {"alpha": 0.6, "own_features": own, "save_every": 2}
+    options = {"alpha": 0.6, "own_features": own}
     whole = make_net()
     expected = train_cip_net(whole, problems, config, checkpoint_dir=tmp_path / "whole", **options)
-    for epoch in (2, 5):  # the third epoch was not saved
+    for epoch in (2, 5):
         with pytest.raises(_StopError):
             train_cip_net(
                 make_net(), problems, config,
@@ -177,8 +178,13 @@ def test_leaving_one_out_names_the_nearest_others(generator: torch.Generator) ->
         ({"alpha": 0.5}, "own_features: expected them for alpha = 0.5"),
         ({"own_features": torch.zeros(8, DIM + 1)}, "own_features: expected shape"),
         ({"own_features": torch.full((8, DIM), torch.nan)}, "own_features: expected finite"),
-        ({"save_every": 0}, "save_every: expected"),
-        ({"config": replace(TINY, energy_weight=0.1)}, "energy_weight: expected 0"),
+        ({"save_seconds": -1.0}, "save_seconds: expected a number from 0"),
+        ({"max_seconds": 1.0}, "max_seconds: expected with a checkpoint_dir"),
+        ({"config": replace(TINY, energy_weight=0.1)}, "energy_weight: expected 0.0, as CIP-net"),
+        ({"config": replace(TINY, ema=0.9)}, "ema: expected 0.0, as the training"),
+        ({"config": replace(TINY, mixing=0.5)}, "mixing: expected 0.0, as CIP-net learns"),
+        ({"config": replace(TINY, augment="light")}, "augment: expected 'none', as CIP-net"),
+        ({"config": replace(TINY, compiled=True)}, "compiled: expected False, as the training"),
         ({"config": replace(TINY, device="cuda")}, "device: expected 'cpu' like the problems"),
         ({"config": replace(TINY, optimizer="sgd", learning_rate=1e30)}, "learning_rate: expected"),
     ],

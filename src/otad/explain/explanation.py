@@ -25,10 +25,14 @@ AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
 @dataclass(frozen=True, eq=False)
 class Neighbor:
     """A training point: its row in the bank, the weight of its feature in the answer, its label,
-    its distance to the query in the embedded space, and its raw inputs where they are known."""
+    its distance to the query in the embedded space, and its raw inputs where they are known.
+
+    The weight is None in an answer that is no weighted mean of features: one that a network
+    estimated, or none at all.
+    """
 
     index: int
-    weight: float
+    weight: float | None
     label: Label
     distance: float
     inputs: Tensor | None
@@ -36,7 +40,7 @@ class Neighbor:
     def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = {
             "index": self.index,
-            "weight": _finite(self.weight),
+            "weight": self.weight,
             "label": self.label,
             "distance": self.distance,
         }
@@ -73,9 +77,11 @@ class Explanation:
         return "local" if self.gap is None else "global"
 
     @property
-    def n_weighted(self) -> int:
-        """How many neighbors got weight."""
-        return sum(neighbor.weight > 0 for neighbor in self.neighbors)
+    def n_weighted(self) -> int | None:
+        """How many neighbors got weight; None where the answer gives no weights."""
+        weights = [neighbor.weight for neighbor in self.neighbors]
+        known = [weight for weight in weights if weight is not None]
+        return sum(weight > 0 for weight in known) if len(known) == len(weights) else None
 
     @property
     def account(self) -> str:
@@ -91,7 +97,7 @@ class Explanation:
             Status.SOLVED: f"solved with smoothness {level}, as asked",
             Status.RAISED: f"solved with smoothness raised to {level}: the neighbors need it",
             Status.REPAIRED: f"solved with smoothness {level} without a contradicting neighbor",
-            Status.ESTIMATED: "estimated by a network, not solved",
+            Status.ESTIMATED: "estimated by a network that imitates the solver, not solved",
             Status.INFEASIBLE: "not solved: the neighbors contradict each other",
             Status.UNSOLVED: "not solved: the numbers are out of range",
         }[self.status]
@@ -99,7 +105,7 @@ class Explanation:
     def heaviest(self, count: int) -> list[Neighbor]:
         """The neighbors of most weight, and of those without any the nearest."""
         check_count(count, "count")
-        return sorted(self.neighbors, key=lambda neighbor: -neighbor.weight)[:count]
+        return sorted(self.neighbors, key=lambda neighbor: -(neighbor.weight or 0.0))[:count]
 
     def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
         """Plain JSON, with the raw values of query and neighbors if asked for."""
@@ -121,17 +127,25 @@ class Explanation:
         return found
 
     def __str__(self) -> str:
+        graded = "" if math.isnan(self.residual) else f"; residual {self.residual:.1e}"
+        shown = len(self.neighbors) if self.n_weighted is None else max(self.n_weighted, 1)
         lines = [
             f"prediction: {self._answer()}",
-            f"{self.account}; residual {self.residual:.1e}",
-            f"{self.n_weighted} training points have weight"
-            if self.scope == "global"
-            else f"{self.n_weighted} of {len(self.neighbors)} neighbors have weight",
+            f"{self.account}{graded}",
+            self._weighing(),
             f"{'weight':>8}  {'distance':>8}  {'row':>8}  label",
         ]
-        for it in self.heaviest(max(self.n_weighted, 1)):
-            lines.append(f"{it.weight:8.3f}  {it.distance:8.4g}  {it.index:8d}  {_text(it.label)}")
+        for it in self.heaviest(shown):
+            lines.append(f"{_weight(it):>8}  {it.distance:8.4g}  {it.index:8d}  {_text(it.label)}")
         return "\n".join(lines)
+
+    def _weighing(self) -> str:
+        """How many training points have weight, in words."""
+        if self.n_weighted is None:
+            return f"{len(self.neighbors)} neighbors, to which the answer gives no weights"
+        if self.scope == "global":
+            return f"{self.n_weighted} training points have weight"
+        return f"{self.n_weighted} of {len(self.neighbors)} neighbors have weight"
 
     def table(self, *, top: int = 5, max_features: int = 40) -> Table:
         """The query beside its `top` heaviest neighbors, feature by feature where these are few
@@ -142,7 +156,7 @@ class Explanation:
         table.add_column("query", justify="right")
         for neighbor in shown:
             table.add_column(f"row {neighbor.index}", justify="right")
-        table.add_row("weight", "", *(f"[bold]{it.weight:.3f}" for it in shown))
+        table.add_row("weight", "", *(f"[bold]{_weight(it)}" for it in shown))
         labels = (f"[{self._color(it)}]{escape(_text(it.label))}" for it in shown)
         table.add_row("label", escape(_text(self.prediction)), *labels)
         table.add_row("distance", "", *(f"{it.distance:.4g}" for it in shown), end_section=True)
@@ -166,12 +180,15 @@ class Explanation:
                     f"train_x: expected the training inputs, got none, and the image of row "
                     f"{it.index} cannot be told from its embedding"
                 )
-            detail = f"weight {it.weight:.3f}\ndistance {it.distance:#.3g}"
+            detail = "" if it.weight is None else f"weight {it.weight:.3f}\n"
+            detail += f"distance {it.distance:#.3g}"
             panels.append(
                 Panel(it.inputs, _text(it.label), detail, self._color(it), weight=it.weight)
             )
         query = Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)
-        return draw(query, panels, caption=self.account, bounds=self.bounds)
+        order = "nearest first" if self.n_weighted is None else "by weight"
+        heading = f"training points behind the answer, {order}"
+        return draw(query, panels, heading=heading, caption=self.account, bounds=self.bounds)
 
     def _certainty(self) -> str:
         """The probability of the prediction, in words."""
@@ -187,6 +204,10 @@ class Explanation:
         if self.probabilities is None:
             return NEUTRAL
         return AGREES if neighbor.label == self.prediction else DIFFERS
+
+
+def _weight(neighbor: Neighbor) -> str:
+    return "none" if neighbor.weight is None else f"{neighbor.weight:.3f}"
 
 
 def _text(label: Label | None) -> str:

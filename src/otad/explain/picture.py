@@ -38,11 +38,12 @@ def draw(
     query: Panel,
     neighbors: Sequence[Panel],
     *,
+    heading: str,
     caption: str,
     bounds: tuple[float, float] | None,
 ) -> Figure:
-    """The query on the left, its neighbors in a row; gray levels as `bounds` say, or else over
-    the range of the values shown. Nothing global of matplotlib is touched."""
+    """The query on the left, its neighbors in a row below the `heading`; gray levels as `bounds`
+    say, or else over the range of the values shown. Nothing global of matplotlib is touched."""
     from matplotlib.figure import Figure
 
     panels = [query, *neighbors]
@@ -56,7 +57,7 @@ def draw(
     top = ABOVE + SIDE + BELOW - 0.2
     for left, height, text in (
         (EDGE, top, "query"),
-        (beside, top, "training points behind the answer, by weight"),
+        (beside, top, heading),
         (beside, bottom, caption),
     ):
         place = (left / width, height / figure.get_figheight())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,13 @@ def explain(
     found = []
     for row, answer in enumerate(answers):
         neighbors = tuple(
-            Neighbor(index, weight, labels[label] if labels else label, distance, inputs)
+            Neighbor(
+                index,
+                None if math.isnan(weight) else weight,
+                labels[label] if labels else label,
+                distance,
+                inputs,
+            )
             for *(index, weight, label, distance), inputs in zip(*answer, raw[row], strict=True)
             if model.scope == "local" or weight > 0  # a narrower support was padded
         )

@@ -63,11 +63,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Vote:
-    """A training point behind a prediction: its picture, label and weight (0 to 1)."""
+    """A training point behind a prediction: its picture, label and weight (0 to 1), if known."""
 
     uri: str
     label: str
-    weight: float
+    weight: float | None
     agrees: bool
     title: str
 

@@ -125,7 +125,10 @@ class Markdown:
 
 
 def _cells(case: Case) -> tuple[str, str, str]:
-    votes = ", ".join(f"{vote.label} ({vote.weight:.0%})" for vote in case.votes)
+    votes = ", ".join(
+        vote.label if vote.weight is None else f"{vote.label} ({vote.weight:.0%})"
+        for vote in case.votes
+    )
     return f"{case.prediction} {case.certainty}".strip(), case.truth, votes
 
 

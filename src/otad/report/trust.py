@@ -38,7 +38,10 @@ def solver_section(evaluation: Evaluation) -> Section | None:
         for name, share in solver.statuses.items()
         if share > 0
     ]
-    used = ("L used", *(f"{value:.3g}" for value in solver.smoothness))
+    tables: list[Block] = [Table(("status", "share"), rows)]
+    if solver.smoothness:  # none where a network estimates the answers
+        used = ("L used", *(f"{value:.3g}" for value in solver.smoothness))
+        tables.append(Table(("", *QUANTILES), [used]))
     graded = "No row has a solution to grade"
     if solver.residual is not None:
         graded = (
@@ -54,5 +57,5 @@ def solver_section(evaluation: Evaluation) -> Section | None:
         "solver",
         "How the solver came to its answers",
         f"On the {evaluation.n:,} unattacked examples.",
-        [Table(("status", "share"), rows), Table(("", *QUANTILES), [used]), Text(text)],
+        [*tables, Text(text)],
     )

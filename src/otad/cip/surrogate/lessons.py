@@ -1,8 +1,9 @@
-"""What CIP-net learns from: problems, and a teacher's answers to them."""
+"""What CIP-net learns from: problems, a teacher's answers to them, the network's own features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from otad.cip.implicit import assemble
 from otad.cip.judge import map_curvature
 from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.solution import CipSolution
+from otad.cip.surrogate.net import CipNet
 from otad.errors import InputError
 from otad.neighbors import TorchSearch
 
@@ -98,3 +100,38 @@ class Answers:
         return solution.multipliers, torch.where(
             solution.failed, problem.strong_convexity, convexity
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """Problems with what is to be answered to them, alpha of it by the teacher.
+
+    `unit`: the squared length in which errors are measured; `mixed_precision`: the net computes in
+    bfloat16 where autocast finds it safe.
+    """
+
+    problems: Problem
+    answers: Answers | None
+    own_features: Tensor | None
+    alpha: float
+    unit: float
+    mixed_precision: bool
+
+    def objective(self, net: CipNet, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch means of the objective and of the error to the teacher (NaN if not asked)."""
+        problem = rows_of(self.problems, rows)
+        device = problem.query.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.mixed_precision):
+            image = net(problem).image
+        loss, error = image.new_zeros(()), image.new_full((), torch.nan)
+        if self.answers is not None:
+            missed = _mean_square(image - self.answers(rows)) / self.unit
+            loss, error = loss + self.alpha * missed, missed.detach()
+        if self.own_features is not None and self.alpha < 1:
+            own = self.own_features[rows.to(self.own_features.device)].to(image)
+            loss = loss + (1 - self.alpha) * _mean_square(image - own) / self.unit
+        return loss, error
+
+
+def _mean_square(difference: Tensor) -> Tensor:
+    return difference.square().sum(1).mean()

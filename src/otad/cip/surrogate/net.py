@@ -44,13 +44,10 @@ class CipNet(nn.Module):
     of range is UNSOLVED, its image NaN.
     """
 
-    # What a defense asks of its solver.
+    # What a defense asks of its solver, see `otad.cip.contract`.
     mode: ClassVar[str] = "estimated"
-    on_failure: ClassVar[str] = "abstain"
     spares: ClassVar[int] = 0
-    max_smoothness: ClassVar[None] = None
-    climb: ClassVar[None] = None
-    potential: ClassVar[None] = None
+    max_smoothness: ClassVar[float | None] = None
 
     def __init__(
         self,
@@ -127,17 +124,20 @@ class CipNet(nn.Module):
 
     def check_problem(self, problem: RowProblem) -> None:
         """Refuse a problem of another size, dtype or device than the net's."""
-        _, count, dim = problem.shape
-        if (count, dim) != (self.n_neighbors, self.dim):
-            raise InputError(
-                f"problem: expected {self.n_neighbors} neighbors in dimension {self.dim}, which "
-                f"the net was made for, got {count} in dimension {dim}"
-            )
+        self.check_sizes(*problem.shape[1:], name="problem")
         query, weight = problem.query, self.from_input.weight
         if (query.dtype, query.device) != (weight.dtype, weight.device):
             raise InputError(
                 f"query: expected {weight.dtype} on {weight.device} like the net, "
                 f"got {query.dtype} on {query.device}"
+            )
+
+    def check_sizes(self, n_neighbors: int, dim: int, *, name: str = "solver") -> None:
+        """Refuse another number of neighbors, or another dimension, than the net's."""
+        if (n_neighbors, dim) != (self.n_neighbors, self.dim):
+            raise InputError(
+                f"{name}: expected {self.n_neighbors} neighbors in dimension {self.dim}, which "
+                f"the CipNet was made for, got {n_neighbors} in dimension {dim}"
             )
 
     def _estimate(self, problem: RowProblem, rows: slice) -> tuple[Tensor, Tensor]:

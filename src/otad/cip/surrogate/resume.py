@@ -21,6 +21,7 @@ from otad.transport.checkpoint import (
 from otad.transport.recipe import TrainConfig
 
 Optimizer = torch.optim.Optimizer
+_NAMED_BY_SOURCE = ("query", "anchors", "images", "inputs", "features", "own_features")
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,27 @@ class CipNetEpoch:
 
 
 def run_identity(
-    net: CipNet, problems: Problem, own_features: Tensor | None, config: TrainConfig
+    net: CipNet,
+    problems: Problem,
+    own_features: Tensor | None,
+    config: TrainConfig,
+    source: str | None = None,
 ) -> dict[str, Any]:
-    """All that decides the final weights, and so what a checkpoint must share to be resumed."""
+    """All that decides the final weights, and so what a checkpoint must share to be resumed.
+
+    `source` names queries, pairs and own features, whose many numbers then are not looked at.
+    """
     settings = asdict(config) | {"device": torch.device(config.device).type}
     del settings["log_every"]
     tensors = {name: getattr(problems, name) for name in problems.__dataclass_fields__}
     if own_features is not None:
         tensors["own_features"] = own_features
+    if source is not None:
+        tensors = {name: part for name, part in tensors.items() if name not in _NAMED_BY_SOURCE}
     return {
         "config": settings,
         "net": net.config() | {"initial_weights": fingerprint(net.state_dict())},
+        "source": source,
         "problems": {name: fingerprint({name: tensor}) for name, tensor in tensors.items()},
     }
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_count, check_shape, check_tensor
+from otad.checks import STORAGE_DTYPES, check_shape, check_tensor
 from otad.cip.solver import ExactCip
-from otad.cip.surrogate.lessons import Answers, Problem, Teacher, rows_of
+from otad.cip.surrogate.lessons import Answers, Lesson, Problem, Teacher, rows_of
 from otad.cip.surrogate.net import CipNet
 from otad.cip.surrogate.resume import CipNetEpoch, resume, run_identity, save
 from otad.errors import InputError
+from otad.progress import bars
+from otad.transport.randomness import epoch_batches
 from otad.transport.recipe import TrainConfig
+from otad.transport.session import Limits
+from otad.transport.weight_decay import decay_groups
 
 CHECKPOINT_NAME = "cip-net.safetensors"
 CIP_NET_RECIPE = TrainConfig(
@@ -32,20 +37,43 @@ CIP_NET_RECIPE = TrainConfig(
     learning_rate=3e-4,
     optimizer="adamw",
     weight_decay=0.05,
+    decay_on="matrices",
     warmup=1.0,
+    gradient_clip=1.0,
 )
+# Settings of other trainings, which would be without effect here.
+_IGNORED = {
+    "CIP-net transports nothing": ("energy_weight", "pair_weight", "pair_smoothness"),
+    "CIP-net learns features, and no classes": (
+        "loss",
+        "label_smoothing",
+        "target_margin",
+        "mixing",
+    ),
+    "CIP-net learns from problems, not from images": ("augment",),
+    "the training of CIP-net has none of it": ("ema", "compiled"),
+}
 _UNIT_ROWS = 256
 _log = logging.getLogger("otad")
+
+Report = Callable[[CipNetEpoch], None]
 
 
 @dataclass(frozen=True)
 class CipNetResult:
     """`unit`: the squared length in which errors are measured; `resumed_after`: the epoch a
-    checkpoint gave, 0 for none."""
+    checkpoint gave, 0 for none; `epochs`: all that were asked for, of which a run that was out of
+    time has fewer."""
 
     history: tuple[CipNetEpoch, ...]
     unit: float
     resumed_after: int = field(compare=False)
+    epochs: int = field(default=0, compare=False)
+
+    @property
+    def finished(self) -> bool:
+        """All epochs are done; if not, the same call goes on."""
+        return len(self.history) >= self.epochs
 
 
 def train_cip_net(
@@ -58,105 +86,102 @@ def train_cip_net(
     own_features: Tensor | None = None,
     held_out: Problem | None = None,
     cached: bool = True,
-    half: bool = False,
+    source: str | None = None,
     checkpoint_dir: str | Path | None = None,
-    save_every: int = 1,
-    progress: Callable[[CipNetEpoch], None] | None = None,
+    save_seconds: float = 0.0,
+    max_seconds: float | None = None,
+    progress: Report | bool = False,
 ) -> CipNetResult:
     """Train `net` in place on the rows of `problems`; it is left in evaluation mode.
 
     No query may be among its own neighbors (see `leave_one_out`). `teacher` is by default the
     solver a defense uses by default; with alpha = 0 it is not asked. `own_features` (M,d) are
     needed for alpha below 1. `cached`: solve every problem once, before; else whenever it comes
-    up. `half` trains in bfloat16 where autocast finds it safe. With a `checkpoint_dir` every
-    `save_every`-th epoch is saved there, and a call with the same net as at the start, problems
-    and settings goes on where a killed one stopped, to the same weights.
+    up. Settings of the config that mean nothing here are refused.
+
+    With a `checkpoint_dir` every epoch is saved there, or one in `save_seconds`, and a call with
+    the same net as at the start, problems and settings goes on where a killed one stopped, to the
+    same weights. So does one that was out of time: rather than run beyond `max_seconds` it ends
+    early, after an epoch at least, with a result that is not `finished`. A `source` is what the
+    problems are known by there, instead of by a hash of all their numbers. `progress` is called
+    with each `CipNetEpoch`; True draws a bar.
     """
+    started = time.monotonic()
     teacher = teacher or ExactCip(on_failure="fallback")
     _check(problems, config, alpha, own_features)
-    check_count(save_every, "save_every")
+    limits = Limits(save_seconds, max_seconds)
+    if checkpoint_dir is None and max_seconds is not None:
+        raise InputError(
+            f"max_seconds: expected with a checkpoint_dir to go on from, got {max_seconds} without"
+        )
     path = None if checkpoint_dir is None else Path(checkpoint_dir) / CHECKPOINT_NAME
     net.to(problems.query.device)
     for problem in (problems, held_out):
         if problem is not None:
             net.check_problem(problem)
-    optimizer = config.make_optimizer(net.parameters())
+    optimizer = config.make_optimizer(decay_groups(net, config))
     history: list[CipNetEpoch] = []
     identity: dict[str, Any] = {}
     if path is not None:
-        settings = {"alpha": alpha, "cached": cached, "half": half}
+        settings = {"alpha": alpha, "cached": cached}
         asked = {"teacher": repr(teacher)} if alpha > 0 else {}
-        identity = run_identity(net, problems, own_features, config) | settings | asked
+        identity = run_identity(net, problems, own_features, config, source)
+        identity |= settings | asked
         if path.exists():
             history = resume(path, identity, net, optimizer)
-    resumed_after = len(history)
-
-    lesson = _Lesson(
-        problems,
-        Answers(teacher, problems, config.batch_size, cached=cached) if alpha > 0 else None,
-        own_features,
-        alpha,
-        _unit(problems),
-        half,
-    )
-    exam = None if held_out is None else Answers(teacher, held_out, config.batch_size, cached=True)
-    orders = torch.Generator().manual_seed(config.seed)
-    for epoch in range(1, config.epochs + 1):
-        order = torch.randperm(problems.shape[0], generator=orders)
-        if epoch <= resumed_after:
-            continue
-        started = time.perf_counter()
-        loss, error = _run_epoch(net, optimizer, lesson, order, config, epoch)
-        held_out_error = None if exam is None else _error(net, exam, config.batch_size, lesson.unit)
-        record = CipNetEpoch(epoch, loss, error, held_out_error, time.perf_counter() - started)
-        history.append(record)
-        if path is not None and (epoch % save_every == 0 or epoch == config.epochs):
-            save(path, identity, net, optimizer, history)
-        if epoch % config.log_every == 0 or epoch == config.epochs:
-            _log.info("%s", record)
-        if progress is not None:
-            progress(record)
+    resumed_after, unit = len(history), _unit(problems)
     net.eval()
-    return CipNetResult(tuple(history), lesson.unit, resumed_after)
+    if resumed_after == config.epochs:
+        return CipNetResult(tuple(history), unit, resumed_after, config.epochs)
+
+    answers = Answers(teacher, problems, config.batch_size, cached=cached) if alpha > 0 else None
+    lesson = Lesson(problems, answers, own_features, alpha, unit, config.mixed_precision)
+    exam = None if held_out is None else Answers(teacher, held_out, config.batch_size, cached=True)
+    now = saved_at = time.monotonic()
+    with _reporting(progress, config.epochs, resumed_after) as report:
+        for epoch in range(resumed_after + 1, config.epochs + 1):
+            began = now
+            loss, error = _run_epoch(net, optimizer, lesson, config, epoch)
+            missed = None if exam is None else _error(net, exam, config.batch_size, unit)
+            now = time.monotonic()
+            record = CipNetEpoch(epoch, loss, error, missed, now - began)
+            history.append(record)
+            no_time = max_seconds is not None and now + (now - began) > started + max_seconds
+            is_last = epoch == config.epochs or no_time
+            if path is not None and (is_last or now - saved_at >= limits.save_seconds):
+                save(path, identity, net, optimizer, history)
+                saved_at = now = time.monotonic()
+            if is_last or epoch % config.log_every == 0:
+                _log.info("%s", record)
+            report(record)
+            if is_last:
+                break
+    net.eval()
+    return CipNetResult(tuple(history), unit, resumed_after, config.epochs)
 
 
-@dataclass(frozen=True, eq=False)
-class _Lesson:
-    """Problems with what is to be answered to them."""
-
-    problems: Problem
-    answers: Answers | None
-    own_features: Tensor | None
-    alpha: float
-    unit: float
-    half: bool
-
-    def objective(self, net: CipNet, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch means of the objective and of the error to the teacher (NaN if not asked)."""
-        problem = rows_of(self.problems, rows)
-        device = problem.query.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.half):
-            image = net(problem).image
-        loss, error = image.new_zeros(()), image.new_full((), torch.nan)
-        if self.answers is not None:
-            missed = _mean_square(image - self.answers(rows)) / self.unit
-            loss, error = loss + self.alpha * missed, missed.detach()
-        if self.own_features is not None and self.alpha < 1:
-            own = self.own_features[rows.to(self.own_features.device)].to(image)
-            loss = loss + (1 - self.alpha) * _mean_square(image - own) / self.unit
-        return loss, error
+@contextmanager
+def _reporting(progress: Report | bool, epochs: int, done: int) -> Iterator[Report]:
+    """The caller's function, a progress bar on stderr for True, or nothing for False."""
+    if callable(progress):
+        yield progress
+    elif progress:
+        with bars() as bar:
+            task = bar.add_task("training CIP-net", total=epochs, completed=done)
+            yield lambda record: bar.update(task, description=str(record), completed=record.epoch)
+    else:
+        yield lambda record: None
 
 
 def _run_epoch(
     net: CipNet,
     optimizer: torch.optim.Optimizer,
-    lesson: _Lesson,
-    order: Tensor,
+    lesson: Lesson,
     config: TrainConfig,
     epoch: int,
 ) -> tuple[float, float | None]:
     net.train()
-    batches = order.split(config.batch_size)
+    batches = epoch_batches(lesson.problems.shape[0], config, epoch)
     means = []  # kept on the device: reading a value in every step would stall a GPU
     for step, rows in enumerate(batches):
         for group in optimizer.param_groups:
@@ -164,12 +189,14 @@ def _run_epoch(
         loss, error = lesson.objective(net, rows)
         optimizer.zero_grad()
         loss.backward()
+        if config.gradient_clip > 0:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), config.gradient_clip)
         optimizer.step()
         means.append(torch.stack([loss.detach(), error]))
     sizes = torch.tensor([len(rows) for rows in batches], dtype=torch.float64)
     mean, missed = (sizes @ torch.stack(means).cpu().double() / sizes.sum()).tolist()
-    total = sum(float(weight.detach().sum()) for weight in net.parameters())
-    if not math.isfinite(mean + total):
+    total = torch.stack([weight.detach().sum() for weight in net.parameters()]).sum()
+    if not math.isfinite(mean + float(total)):
         raise InputError(
             f"learning_rate: expected one at which training converges, got {config.learning_rate}, "
             f"which made loss or weights infinite in epoch {epoch}"
@@ -186,10 +213,6 @@ def _error(net: CipNet, exam: Answers, batch_size: int, unit: float) -> float:
         image = net(rows_of(exam.problem, rows)).image
         total += float((image - exam(rows)).double().square().sum())
     return total / count / unit
-
-
-def _mean_square(difference: Tensor) -> Tensor:
-    return difference.square().sum(1).mean()
 
 
 @torch.no_grad()
@@ -210,10 +233,8 @@ def _check(
     if own_features is not None:
         check_tensor(own_features, "own_features", "M,d", dtypes=STORAGE_DTYPES)
         check_shape(own_features, "own_features", tuple(problems.query.shape), "like the queries")
-    if config.energy_weight:
-        raise InputError(
-            f"energy_weight: expected 0, as CIP-net transports nothing, got {config.energy_weight}"
-        )
+    for reason, names in _IGNORED.items():
+        config.refuse_changed(names, reason)
     device = problems.query.device.type
     if torch.device(config.device).type != device:
         raise InputError(f"device: expected {device!r} like the problems, got {config.device!r}")

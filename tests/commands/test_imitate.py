@@ -1,0 +1,93 @@
+"""`otad imitate`: a network in the place of a saved model's solver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands.small import Terminal
+
+import otad
+from otad.cip.surrogate import CipNet
+
+TINY = ("--width", "32", "--blocks", "1", "--heads", "2", "--epochs", "2", "--batch-size", "32")
+
+
+def test_the_new_model_is_trained_tested_and_saved(terminal: Terminal, workshop: Path) -> None:
+    source = workshop / "digits-model"
+    arguments = ("imitate", source, "--out", "nn", *TINY, "--held-out", 20, "--json")
+    record = json.loads(terminal.succeed(*arguments).stdout)
+    exact, model = otad.load(source), otad.load("nn")
+    assert isinstance(model.solver, CipNet)
+    assert (model.solver.width, model.solver.dim) == (32, 64)
+    assert torch.equal(model.bank_inputs, exact.bank_inputs)
+    assert [epoch["epoch"] for epoch in record["history"]] == [1, 2]
+    assert record["history"][1]["held_out_error"] is not None
+    assert record["exact"]["otad"] == exact.notes["metrics"]["otad"]
+    assert record["estimated"]["status"] == {"estimated": 40}
+    assert model.notes["metrics"] == record["estimated"]
+    assert model.notes["imitation"]["alpha"] == 1.0
+    assert model.notes["classes"] == exact.notes["classes"]
+    again = json.loads(terminal.succeed(*arguments).stdout)  # from the last checkpoint
+    assert again["history"][1]["loss"] == record["history"][1]["loss"]
+    shown = terminal.succeed("predict", "nn", "test", "--out", "answers.csv").stdout
+    assert "40 estimated" in shown
+    assert "estimated by a network" in terminal.succeed("explain", "nn", "test").stdout
+
+
+def test_out_of_time_it_goes_on_later(terminal: Terminal, workshop: Path) -> None:
+    arguments = ("imitate", workshop / "digits-model", "--out", "nn", *TINY, "--save-seconds", 0)
+    short = terminal.succeed(*arguments, "--max-seconds", "0.001")
+    assert "Out of time after epoch 1 of 2" in short.stdout
+    assert not Path("nn/card.json").exists()
+    terminal.succeed(*arguments)
+    whole = ("imitate", workshop / "digits-model", "--out", "whole", *TINY)
+    result = terminal.succeed(*whole)
+    assert "accuracy by CIP-net" in result.stdout
+    assert "same answers" in result.stdout
+    one, other = (otad.load(name).solver.state_dict() for name in ("nn", "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_regression_and_a_model_that_names_no_data(terminal: Terminal, workshop: Path) -> None:
+    options = (*TINY, "--readout", "hull", "--alpha", "0.5", "--solve-anew")
+    shown = terminal.succeed("imitate", workshop / "body-model", "--out", "nn", *options).stdout
+    assert "mse by CIP-net" in shown
+    model = otad.load(workshop / "body-model")
+    model.notes = {}
+    model.save("nameless")
+    result = terminal.succeed("imitate", "nameless", "--out", "other", *TINY)
+    assert "the model names no data, so it is not tested" in result.stderr
+    assert isinstance(otad.load("other").solver, CipNet)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "3"], "heads: expected a divisor of the width 32, got 3"),
+        (["--readout", "loose"], "readout: expected one of free, hull, got 'loose'"),
+        (["--alpha", "2"], "alpha: expected a number from 0 to 1, got 2.0"),
+        (["--held-out", "500"], "held_out: expected fewer than all 160 points, got 500"),
+        (["--device", "cuda:99"], "device: expected one that is present"),
+    ],
+)
+def test_refusals_leave_nothing(
+    terminal: Terminal, workshop: Path, options: list[str], message: str
+) -> None:
+    refused = terminal.refuse("imitate", workshop / "digits-model", "--out", "nn", *TINY, *options)
+    assert message in refused
+    assert not Path("nn").exists()
+
+
+def test_the_model_itself_is_not_overwritten(terminal: Terminal, model_copy: Path) -> None:
+    message = terminal.refuse("imitate", model_copy, "--out", model_copy, *TINY)
+    assert "out: expected another folder than that of the model" in message
+    terminal.succeed("imitate", model_copy, "--out", "nn", *TINY)
+    assert "got CipNet" in terminal.refuse("imitate", "nn", "--out", "twice", *TINY)
+
+
+def test_help_shows_an_example_to_type(terminal: Terminal) -> None:
+    shown = terminal.succeed("imitate", "--help").stdout
+    assert "Example: otad imitate digits-model --out digits-nn" in shown
