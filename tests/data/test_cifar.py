@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
 import struct
@@ -103,6 +104,21 @@ def test_both_versions_hold_the_same_data(
     expected = pixels.reshape(ROWS, 3, 32, 32) / 255
     np.testing.assert_allclose(binary.train_x[ROWS : 2 * ROWS].numpy(), expected, atol=1e-7)
     assert (len(binary.train_x), len(binary.test_x)) == (5 * ROWS, ROWS)
+
+
+def test_binary_files_may_be_gzipped_some_or_all(tmp_path: Path) -> None:
+    write_binary(tmp_path)
+    plain = load("cifar10", tmp_path, rows_per_file=ROWS).fingerprint()
+    for name in (NAMES[3], NAMES[0], NAMES[5]):
+        path = tmp_path / "cifar-10-batches-bin" / f"{name}.bin"
+        path.with_name(f"{name}.bin.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+        assert load("cifar10", tmp_path, rows_per_file=ROWS).fingerprint() == plain
+    packed = path.with_name(f"{NAMES[5]}.bin.gz")
+    for damaged in (packed.read_bytes()[:-9], b"no gzip"):
+        packed.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"test_batch.bin.gz: expected a gzip file"):
+            load("cifar10", tmp_path, rows_per_file=ROWS)
 
 
 def test_an_array_in_column_order_is_read_in_its_own_order() -> None:

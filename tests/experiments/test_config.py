@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from otad.data import describe
 from otad.errors import InputError
 from otad.experiments import names
 from otad.experiments.config import read_experiment
+from otad.experiments.metrics import metric_config
 from otad.experiments.shifts import SMAPE, E
-from otad.transport import TrainConfig
+from otad.experiments.surrogates import surrogate_config
+from otad.transport import RECIPES, TrainConfig
 
 SMALL = """
 title = "small"
@@ -48,7 +51,169 @@ def small(folder: Path, old: str = "", new: str = "") -> Path:
 
 def test_every_result_asked_for_has_its_experiment() -> None:
     clean = {"mnist", "plain", "synthetic", "red_wine", "merfish", "cost"}
-    assert set(names()) >= clean | {"mnist_attacks", "curvature", "suite"}
+    vision = {"metrics", "nn", "robust", "energy", "cost"}
+    assert set(names()) >= clean | {"mnist_attacks", "curvature", "suite", "cifar10", "imagenette"}
+    assert set(names()) >= {f"cifar10_{name}" for name in vision}
+
+
+def test_experiments_on_cifar10_share_what_they_learn() -> None:
+    found = [read_experiment(name) for name in names() if name.startswith("cifar10")]
+    for table in ("nets", "metrics", "surrogates"):
+        specs: dict[str, object] = {}
+        for experiment in found:
+            for key, spec in getattr(experiment, table).items():
+                assert specs.setdefault(key, spec) == spec
+    taught = [one.rows["OTAD-T"] for one in found if one.surrogates]
+    answers = [
+        replace(row, label="", attacks={}, at_least={}, published={}, published_in="")
+        for row in taught
+    ]
+    assert len(answers) == 2
+    assert answers[0] == answers[1], "one CIP-net learns from the same answers"
+
+
+def test_an_included_file_gives_what_rows_ask_for(tmp_path: Path) -> None:
+    shared = """
+[data.digits]
+name = "digits"
+[data.other]
+name = "wine"
+[nets.used]
+data = "digits"
+[nets.unused]
+data = "other"
+[metrics.used]
+data = "digits"
+kind = "pixels"
+[metrics.unused]
+data = "digits"
+kind = "pixels"
+[quick]
+nets.used.blocks = 1
+nets.unused.blocks = 1
+"""
+    (tmp_path / "shared.toml").write_text(shared, encoding="utf-8")
+    own = """
+title = "own"
+include = "shared.toml"
+[nets.used]
+blocks = 3
+[rows]
+a = { net = "used", method = "otad", metric = "used" }
+"""
+    path = tmp_path / "own.toml"
+    path.write_text(own, encoding="utf-8")
+    slow, fast = read_experiment(path), read_experiment(path, quick=True)
+    for one in (slow, fast):
+        assert (list(one.data), list(one.nets), list(one.metrics)) == (
+            ["digits"],
+            ["used"],
+            ["used"],
+        )
+        assert "include" not in one.source
+        assert "unused" not in one.source["nets"]
+    assert (slow.nets["used"].blocks, fast.nets["used"].blocks) == (3, 1)
+    path.write_text(own.replace("shared.toml", "absent.toml"), encoding="utf-8")
+    with pytest.raises(InputError, match=r"absent.toml: expected a TOML file"):
+        read_experiment(path)
+
+
+def test_a_recipe_is_what_training_settings_change(tmp_path: Path) -> None:
+    path = small(tmp_path, "blocks = 2", 'blocks = 2\nrecipe = "vit_cifar10"')
+    settings = read_experiment(path).nets["one"].settings
+    assert settings == RECIPES["vit_cifar10"] | {"epochs": 7, "learning_rate": 0.5}
+
+
+LEARNED = """
+[metrics.key]
+data = "digits"
+kind = "pixels"
+[surrogates.quick]
+row = "otad"
+[rows.taught]
+net = "one"
+method = "otad"
+metric = "key"
+surrogate = "quick"
+n_neighbors = 5
+[speed]
+rows = ["otad"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            'metric = "key"',
+            'metric = "lock"',
+            "rows.taught.metric: expected one of key, got 'lock'",
+        ),
+        (
+            'surrogate = "quick"',
+            'surrogate = "slow"',
+            "rows.taught.surrogate: expected one of quick",
+        ),
+        ("n_neighbors = 5", "n_neighbors = 6", "surrogate: expected one for one and K = 6"),
+        ('row = "otad"', 'row = "none"', "surrogates.quick.row: expected one of plain, otad"),
+        ('row = "otad"', 'row = "plain"', "surrogates.quick.row: expected a row of otad"),
+        ('row = "otad"', 'row = "taught"', "surrogates.quick.row: expected a row of otad"),
+        ('row = "otad"', 'row = "otad"\nalpha = 2.0', "alpha: expected a number from 0 to 1"),
+        ('row = "otad"', 'row = "otad"\nheld_out = -1', "held_out: expected an integer"),
+        ('data = "digits"', 'data = "digit"', "metrics.key.data: expected one of digits"),
+        ('kind = "pixels"', 'kind = "magic"', "kind: expected one of resnet, cnn"),
+        ('kind = "pixels"', 'kind = "pixels"\ntrain = { epochs = 1 }', "train: expected nothing"),
+        ('kind = "pixels"', 'kind = "pretrained"', "features: expected one of efficientnet_lite0"),
+        ('kind = "pixels"', 'kind = "cnn"\nfeatures = "own"', "features: expected for pretrained"),
+        ('kind = "pixels"', 'kind = "cnn"\nnormalize = "row"', "normalize: expected one of none"),
+        (
+            'method = "otad"',
+            'method = "net"',
+            "metric: expected where neighbors are sought.*the net",
+        ),
+        (
+            'method = "otad"',
+            'method = "otad"\nscope = "global"',
+            "metric: .*got it for global scope",
+        ),
+        ('method = "otad"', 'method = "majority_knn"', "surrogate: expected for otad alone"),
+        ('method = "otad"', 'method = "otad"\nper_class = 0', "per_class: expected an integer"),
+        ('rows = ["otad"]', 'rows = ["none"]', "speed.rows: expected one of plain, otad, taught"),
+        ('rows = ["otad"]', 'rows = ["otad"]\nplaces = ["moon"]', "places: expected one of memory"),
+        ('rows = ["otad"]', 'rows = ["otad"]\nratio_at_most = { x = 1 }', "speed.ratio_at_most"),
+    ],
+)
+def test_refusals_of_what_is_learned(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in LEARNED
+    assert read_experiment(small(tmp_path, new=LEARNED)).rows["taught"].surrogate == "quick"
+    with pytest.raises(InputError, match=message):
+        read_experiment(small(tmp_path, new=LEARNED.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ('recipe = "magic"', "recipe: expected one of fc, vit_cifar10"),
+        ('bank = "int8"', "bank: expected one of float32, float16"),
+        ('kind = "prototypes"\nresident = false', "bank: expected float32 and resident"),
+    ],
+)
+def test_refusals_of_nets(tmp_path: Path, new: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_experiment(small(tmp_path, "blocks = 2", f"blocks = 2\n{new}"))
+
+
+def test_a_second_data_set_and_a_choice(tmp_path: Path) -> None:
+    wine = LEARNED.replace('data = "digits"', 'data = "wine"') + '[data.wine]\nname = "wine"\n'
+    with pytest.raises(
+        InputError, match=r"rows.taught.metric: expected one on digits like the net"
+    ):
+        read_experiment(small(tmp_path, new=wine))
+    choose = "blocks = 2\nchoose = { setting = 'energy_weight', values = [0], row = 'taught' }"
+    path = small(tmp_path, "blocks = 2", choose)
+    path.write_text(path.read_text(encoding="utf-8") + LEARNED, encoding="utf-8")
+    with pytest.raises(InputError, match=r"choose.row: expected one without metric or CIP-net"):
+        read_experiment(path)
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -61,11 +226,17 @@ def test_shipped_experiments_are_sound(name: str, quick: bool) -> None:
         assert set(data.options) <= set(known.options)
         assert not (quick and known.needs_folder), "a quick run needs no files"
     for net in experiment.nets.values():
-        TrainConfig(**net.train)
+        TrainConfig(**net.settings)
+    for metric in experiment.metrics.values():
+        metric_config(metric.train)
+    for surrogate in experiment.surrogates.values():
+        surrogate_config(surrogate.train)
     for row in experiment.rows.values():
         assert bool(row.published) == bool(row.published_in)
         known = {"accuracy", "mse", "relative_error", "lipschitz", *row.attacks}
         known |= {f"{key} {measure}" for key in row.attacks for measure in (E, SMAPE)}
+        known |= {f"certified {eps:g}" for eps in (row.certify.eps if row.certify else ())}
+        assert set(row.at_least) <= known
         assert set(row.published) <= known
 
 
@@ -164,6 +335,12 @@ rows.otad.smoothness = 3.0
         ),
         (
             "[otad]",
+            "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\nat_most = { 1 = 5 }\n"
+            "at_least = { worst = { 1 = 4 } }\n[otad]",
+            "at_most: expected no bounds on both sides, got both at 1",
+        ),
+        (
+            "[otad]",
             "[evaluate]\nrow = 'none'\neps = [1.0]\nheadline = 1.0\n[otad]",
             "evaluate: expected one of plain, otad, got 'none'",
         ),
@@ -193,7 +370,7 @@ def test_refusals(tmp_path: Path, old: str, new: str, message: str) -> None:
 
 
 def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="unknown experiment 'minst', expected one of cost"):
+    with pytest.raises(InputError, match="unknown experiment 'minst', expected one of cifar10,"):
         read_experiment("minst")
     with pytest.raises(InputError, match="expected a TOML file"):
         read_experiment(tmp_path / "absent.toml")

@@ -22,6 +22,14 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for records.", file_okay=False)] = Path(
         "results"
     ),
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Folder for nets and finished parts; by default --out/.work."),
+    ] = None,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(help="Stop a training that would last longer; the same command goes on."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of training and draws.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small data: tries the machinery, gives no result.")
@@ -49,6 +57,8 @@ def reproduce(
             data_dir=data_dir,
             device=device,
             out=out,
+            work=work,
+            max_seconds=max_seconds,
             seed=seed,
             quick=quick,
             progress=True,

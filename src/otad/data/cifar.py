@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -35,19 +37,25 @@ HINT = (
 _PIXELS = 3 * 32 * 32
 _TRAIN = tuple(f"data_batch_{k}" for k in range(1, 6))
 _TEST = "test_batch"
+_BINARY = (".bin", ".bin.gz")
 
 
 def load_cifar10(root: Path, *, rows_per_file: int = 10_000) -> Dataset:
-    """50,000 + 10,000 images (3, 32, 32) in the official order."""
+    """50,000 + 10,000 images (3, 32, 32) in the official order; binary files may be gzipped."""
     check_count(rows_per_file, "rows_per_file")
     folders = [root / "cifar-10-batches-bin", root / "cifar-10-batches-py", root / "cifar10", root]
-    starts = [folder / (_TRAIN[0] + suffix) for folder in folders for suffix in (".bin", "")]
+    starts = [folder / (_TRAIN[0] + suffix) for folder in folders for suffix in (*_BINARY, "")]
     start = find_first(starts, "cifar10: first train batch", HINT)
+    is_python = start.name == _TRAIN[0]
 
     def part(names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        paths = [start.with_name(name + start.suffix) for name in names]
-        read = _read_binary if start.suffix == ".bin" else _read_python
-        batches = [read(find_first([p], f"cifar10: {p.name}", HINT)) for p in paths]
+        suffixes = ("",) if is_python else _BINARY
+        read = _read_python if is_python else _read_binary
+        paths = [
+            find_first([start.with_name(name + end) for end in suffixes], f"cifar10: {name}", HINT)
+            for name in names
+        ]
+        batches = [read(path) for path in paths]
         for path, (labels, _) in zip(paths, batches, strict=True):
             if len(labels) != rows_per_file:
                 raise InputError(f"{path}: expected {rows_per_file} images, got {len(labels)}")
@@ -72,7 +80,13 @@ def load_cifar10(root: Path, *, rows_per_file: int = 10_000) -> Dataset:
 
 def _read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Rows of one label byte and 3072 pixel bytes, channel by channel."""
-    data = np.fromfile(path, dtype=np.uint8)
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise InputError(f"{path}: expected a gzip file, got: {error}") from error
+    data = np.frombuffer(content, dtype=np.uint8)
     if data.size == 0 or data.size % (1 + _PIXELS):
         raise InputError(
             f"{path}: expected a whole number of {1 + _PIXELS}-byte rows, got {data.size} bytes"

@@ -88,6 +88,8 @@ def costs(record: RunRecord) -> str:
 
 
 def _mode(row: RowRecord) -> str:
+    if "surrogate" in row.settings:
+        return f"CIP-net {row.settings['surrogate']}"
     climb = row.settings.get("climb")
     steps = f", steps {climb[0]:g} and {climb[1]:g}" if climb else ""
     return "one map" if row.potential is not None else f"{row.settings['mode']}{steps}"

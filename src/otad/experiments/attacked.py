@@ -16,16 +16,18 @@ from otad.attacks.balls import NORMS
 from otad.attacks.base import Best
 from otad.checks import check_count
 from otad.cip.bank_potential import BankPotential
+from otad.cip.surrogate import CipNet
 from otad.data import Dataset
 from otad.defense import OTAD
 from otad.errors import InputError
-from otad.evaluate.suite import make_attack
+from otad.evaluate.suite import defended_of, make_attack
 from otad.experiments.attack_records import AttackedScore
+from otad.experiments.banks import bank_rows
 from otad.experiments.config import RowSpec
 from otad.experiments.rows import predict, predictor
 from otad.experiments.shifts import shifts
 from otad.experiments.specs import RANDOM_STEP, AttackSpec
-from otad.nets import Backbone
+from otad.nets import Backbone, only_normalizes
 from otad.regularity import Distribution
 from otad.scores import score_of, share_score
 
@@ -53,10 +55,24 @@ def ball_of(spec: AttackSpec, backbone: Backbone) -> LpBall:
     return NORMS[spec.norm](eps, bounds=bounds, scale=scale)
 
 
-def made_attack(name: str, model: nn.Module, options: Mapping[str, Any]) -> Attack:
-    """An attack with options as a TOML file has them."""
-    settled = {key: tuple(one) if isinstance(one, list) else one for key, one in options.items()}
+def made_attack(
+    name: str, model: nn.Module, options: Mapping[str, Any], train_x: Tensor | None = None
+) -> Attack:
+    """An attack with options as a TOML file has them; `train_x` for those that walk to them."""
+    settled: dict[str, Any] = {
+        key: tuple(one) if isinstance(one, list) else one for key, one in options.items()
+    }
+    if name == "straight" and defended_of(model) is not None:
+        return make_attack(name, model, train_x=train_x, **settled)
     return make_attack(name, model, **settled)
+
+
+def inputs_of_bank(base: OTAD, row: RowSpec, data: Dataset, seed: int) -> Tensor | None:
+    """The training inputs of the bank of a row, where they cannot be told from it."""
+    if only_normalizes(base.backbone):
+        return None
+    rows = bank_rows(data.train_y, row.per_class, seed)
+    return data.train_x if rows is None else data.train_x[rows]
 
 
 def attack_row(
@@ -68,17 +84,19 @@ def attack_row(
     seed: int,
     report: Report,
     potential: BankPotential | None = None,
+    surrogate: CipNet | None = None,
 ) -> AttackedScore:
     """The attacks of `spec` one after the other; a classifier's on the points still standing.
 
     Every attack draws from a generator of its own with the same seed.
     """
     started = time.perf_counter()
-    model, backbone = predictor(base, row, potential), base.backbone
+    model, backbone = predictor(base, row, potential, surrogate), base.backbone
     chosen = points_of(len(data.test_x), spec.points, seed)
     x, y = data.test_x[chosen], data.test_y[chosen]
     ball = ball_of(spec, backbone)
-    search = _Search(backbone if spec.on == "net" else model, x, y, ball, backbone.mean.device)
+    train_x = inputs_of_bank(base, row, data, seed)
+    search = _Search(backbone if spec.on == "net" else model, x, y, ball, train_x)
     total = len(spec.runs) * len(x)
     replaced = {"bpda": "pgd"} if search.victim is backbone else {}  # nothing to approximate there
     for place, (name, options) in enumerate(spec.runs.items()):
@@ -122,9 +140,10 @@ class _Search:
     """The worst found so far for each point, and what it has cost."""
 
     def __init__(
-        self, victim: nn.Module, x: Tensor, y: Tensor, ball: LpBall, device: torch.device
+        self, victim: nn.Module, x: Tensor, y: Tensor, ball: LpBall, train_x: Tensor | None
     ) -> None:
-        self.victim, self.x, self.y, self.ball, self.device = victim, x, y, ball, device
+        self.victim, self.x, self.y, self.ball, self.train_x = victim, x, y, ball, train_x
+        self.device = next(victim.parameters()).device
         self.best = Best(x)
         self.broken = torch.zeros(len(x), dtype=torch.bool)
         self.forwards = self.backwards = 0
@@ -137,7 +156,7 @@ class _Search:
             self.best.offer(self.ball.surface(self.x, generator), torch.zeros(len(self.x)))
             report(len(self.x))
             return
-        attack = made_attack(name, self.victim, options)
+        attack = made_attack(name, self.victim, options, self.train_x)
         done = 0
         for batch in torch.arange(len(self.x)).split(BATCH):
             rows = batch[~self.broken[batch]]

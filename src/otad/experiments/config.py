@@ -1,13 +1,17 @@
 """What an experiment consists of, as its TOML file says it.
 
 title = "..."             what the table shows
+include = "FILE.toml"     parts that several experiments share; what no row asks for is left out
 [data.NAME]               a data set of the registry, with its options
 [train], [otad]           settings of every net, of every row, unless told otherwise there
 [nets.NAME]               a net, trained on one of the data sets
+[metrics.NAME]            a metric that rows may seek neighbors by
+[surrogates.NAME]         a CIP-net that learns the answers of a row, for rows to answer with
 [attacks.NAME]            an attack that rows may name in their list `attacks`, or in a table of
                           that name, with changes
 [rows.NAME]               one line of the table: a method on a net, and what was published
 [cost]                    or: what predictions cost against banks of several sizes
+[speed]                   or: what a query costs the models of some rows
 [evaluate]                or: a row under the whole suite of attacks, with certificates
 [curve]                   a figure of the rows over L - l
 [quick]                   what a quick run changes, to try the machinery out
@@ -16,70 +20,28 @@ title = "..."             what the table shows
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from otad.checks import check_choice
+from otad.checks import check_choice, check_count
 from otad.codec import from_plain
 from otad.errors import InputError
-from otad.experiments.specs import AttackSpec, CertifySpec, CurveSpec, EvaluateSpec, name_of
+from otad.experiments.part_specs import DataSpec, MetricSpec, NetSpec, SurrogateSpec
+from otad.experiments.specs import (
+    AttackSpec,
+    CertifySpec,
+    CostSpec,
+    CurveSpec,
+    EvaluateSpec,
+    SpeedSpec,
+    name_of,
+)
 from otad.integration import SCOPES
 
-KINDS = ("fc", "lifted", "prototypes")
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
 _FOLDER = Path(__file__).parent / "configs"
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """A name in the registry of data sets and the options to load it with."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A training setting chosen by the score of `row` on a held-out share of the train part; or by
-    what is proved of it at the radius `certified`.
-
-    Each value is tried with `epochs` epochs on the rest; the net is then trained on all of it.
-    """
-
-    setting: str
-    values: tuple[float, ...]
-    row: str
-    validation: float = 0.1
-    epochs: int | None = None
-    certified: float | None = None
-
-
-@dataclass(frozen=True)
-class NetSpec:
-    """A net and how it is trained.
-
-    `kind`: "fc", a fully connected net of `blocks` blocks; "lifted", such a net that writes into
-    coordinates of its own; "prototypes", labeled points that are the weights of their own map, made
-    of the train part. `options` are those of its maker, `train` fields of `TrainConfig`;
-    `untrained` prototypes are used as they are.
-    """
-
-    data: str
-    kind: str = "fc"
-    blocks: int = 5
-    residual: bool = True
-    normalize: str = "none"
-    options: dict[str, Any] = field(default_factory=dict)
-    train: dict[str, Any] = field(default_factory=dict)
-    untrained: bool = False
-    choose: Choice | None = None
-
-    def __post_init__(self) -> None:
-        check_choice(self.kind, "kind", KINDS)
-        if self.untrained and self.kind != "prototypes":
-            raise InputError(f"untrained: expected for prototypes alone, got it for {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -95,10 +57,13 @@ class LipschitzSpec:
 class RowSpec:
     """One line of a table.
 
-    `published` and `at_least` are by metric (accuracies in percent), with "certified EPS" for what
-    is proved at a radius; `published` also by the name of an attack for the score under it, with
-    "NAME E" and "NAME SMAPE" for the further measures of a regression; `published_in` says where,
-    and what differs there. Without a `smoothness`, that of `OTAD` for the `scope`.
+    `published` and `at_least` are by metric (accuracies in percent), by the name of an attack for
+    the score under it, and "certified EPS" for what is proved at a radius; `published` also "NAME
+    E" and "NAME SMAPE" for the further measures of a regression; `published_in` says where, and
+    what differs there. Without a `smoothness`, that of `OTAD` for the `scope`.
+
+    Neighbors are sought by the keys of a `metric`, among `per_class` random points of each class of
+    the bank if that is given, and a `surrogate` may answer in the place of the exact solver.
     """
 
     net: str
@@ -116,31 +81,28 @@ class RowSpec:
     published_in: str = ""
     at_least: dict[str, float] = field(default_factory=dict)
     attacks: dict[str, AttackSpec] = field(default_factory=dict)
+    metric: str | None = None
+    surrogate: str | None = None
+    per_class: int | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.method, "method", METHODS)
         check_choice(self.scope, "scope", SCOPES)
+        if self.per_class is not None:
+            check_count(self.per_class, "per_class")
+        if self.method == "net" or self.scope == "global":
+            for name in ("metric", "surrogate", "per_class"):
+                if getattr(self, name) is not None:
+                    raise InputError(
+                        f"{name}: expected where neighbors are sought, got it for "
+                        f"{'the net' if self.method == 'net' else 'global scope'}"
+                    )
+        if self.surrogate is not None and self.method != "otad":
+            raise InputError(f"surrogate: expected for otad alone, got it for {self.method}")
         if self.certify is not None and self.method != "otad":
             raise InputError(f"certify: expected for otad alone, got it for {self.method}")
         if self.lipschitz is not None and self.method not in ("net", "otad"):
             raise InputError(f"lipschitz: expected for net or otad, got it for {self.method}")
-
-
-@dataclass(frozen=True)
-class CostSpec:
-    """Predictions of the defended `net` against random banks of these sizes, on these devices.
-
-    `seconds_at_most` and `gigabytes_at_most` (resident, beyond the imports) are for the largest.
-    """
-
-    net: str
-    banks: tuple[int, ...]
-    queries: int
-    batch_size: int = 1000
-    threads: int = 2
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    seconds_at_most: float | None = None
-    gigabytes_at_most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +120,9 @@ class Experiment:
     cost: CostSpec | None = None
     evaluate: EvaluateSpec | None = None
     curve: CurveSpec | None = None
+    metrics: dict[str, MetricSpec] = field(default_factory=dict)
+    surrogates: dict[str, SurrogateSpec] = field(default_factory=dict)
+    speed: SpeedSpec | None = None
 
     def __post_init__(self) -> None:
         for key, net in self.nets.items():
@@ -169,16 +134,52 @@ class Experiment:
                 if net.choose.certified is not None:
                     where = f"nets.{key}.choose.certified"
                     _refer(radii, name_of(net.choose.certified), where)
+                if self.rows[net.choose.row].metric or self.rows[net.choose.row].surrogate:
+                    raise InputError(
+                        f"nets.{key}.choose.row: expected one without metric or CIP-net"
+                    )
+        for key, metric in self.metrics.items():
+            _refer(self.data, metric.data, f"metrics.{key}.data")
+        for key, surrogate in self.surrogates.items():
+            _refer(self.rows, surrogate.row, f"surrogates.{key}.row")
+            self._check_taught(surrogate.row, f"surrogates.{key}.row")
         for key, row in self.rows.items():
-            _refer(self.nets, row.net, f"rows.{key}.net")
+            self._check_row(key, row)
         if self.cost is not None:
             _refer(self.nets, self.cost.net, "cost.net")
+        if self.speed is not None:
+            for name in ("rows", "published", "ratio_at_most", "gigabytes_at_most"):
+                for key in getattr(self.speed, name):
+                    _refer(self.rows, key, f"speed.{name}")
         if self.evaluate is not None:
             for key in (self.evaluate.row, *self.evaluate.beside, *self.evaluate.certify):
                 _refer(self.rows, key, "evaluate")
                 check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
         if self.curve is not None and all(row.method != "otad" for row in self.rows.values()):
             raise InputError("curve: expected at least one row of otad, got none")
+
+    def _check_row(self, key: str, row: RowSpec) -> None:
+        _refer(self.nets, row.net, f"rows.{key}.net")
+        if row.metric is not None:
+            _refer(self.metrics, row.metric, f"rows.{key}.metric")
+            data = self.nets[row.net].data
+            if self.metrics[row.metric].data != data:
+                raise InputError(
+                    f"rows.{key}.metric: expected one on {data} like the net, got {row.metric}"
+                )
+        if row.surrogate is not None:
+            _refer(self.surrogates, row.surrogate, f"rows.{key}.surrogate")
+            taught = self.rows[self.surrogates[row.surrogate].row]
+            if (taught.net, taught.n_neighbors) != (row.net, row.n_neighbors):
+                raise InputError(
+                    f"rows.{key}.surrogate: expected one for {row.net} and K = {row.n_neighbors}, "
+                    f"got one that learned from {taught.net} and K = {taught.n_neighbors}"
+                )
+
+    def _check_taught(self, key: str, where: str) -> None:
+        row = self.rows[key]
+        if (row.method, row.scope, row.surrogate) != ("otad", "local", None):
+            raise InputError(f"{where}: expected a row of otad by its exact solver, got {key!r}")
 
     def points_on(self, data: str) -> int:
         """The most test points of a data set that anything is attacked on."""
@@ -197,13 +198,15 @@ def names() -> tuple[str, ...]:
 def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
     """An experiment by name, or a TOML file of the user's by its path."""
     path = _find(name)
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected a TOML file, got: {error}") from error
+    content = _read(path)
+    shared = content.pop("include", None)
+    if shared is not None:
+        content = _merged(_read(path.parent / shared), content)
     changes = content.pop("quick", {})
     if quick:
         content = _merged(content, changes)
+    if shared is not None:
+        content = _asked_for(content)
     source = dict(content)
     train, otad = content.pop("train", {}), content.pop("otad", {})
     attacks = content.pop("attacks", {})
@@ -219,6 +222,31 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
     added = {"name": path.stem, "quick": quick, "source": source}
     experiment: Experiment = from_plain(Experiment, content | added, path.name)
     return experiment
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: expected a TOML file, got: {error}") from error
+
+
+def _asked_for(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Nets, metrics, surrogates and data sets that some row needs, and all the rest."""
+    kept = dict(content)
+
+    def keep(table: str, names: Iterable[Any]) -> Iterable[Mapping[str, Any]]:
+        wanted = set(names)
+        kept[table] = {key: one for key, one in kept.get(table, {}).items() if key in wanted}
+        found: Iterable[Mapping[str, Any]] = kept[table].values()
+        return found
+
+    rows = content.get("rows", {}).values()
+    keep("surrogates", (row.get("surrogate") for row in rows))
+    learned = [*keep("nets", (row.get("net") for row in rows))]
+    learned += keep("metrics", (row.get("metric") for row in rows))
+    keep("data", (one.get("data") for one in learned))
+    return kept
 
 
 def _find(name: str | Path) -> Path:

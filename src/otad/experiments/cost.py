@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from safetensors.torch import save_file
 
 from otad.defense import defend
 from otad.errors import InputError, OtadError
-from otad.experiments.config import CostSpec
 from otad.experiments.nets import Trained
 from otad.experiments.records import CostRecord
+from otad.experiments.specs import CostSpec
 from otad.experiments.study import Study
 
 
@@ -62,7 +63,13 @@ def _measure(
         defend(trained.net, data.train_x[rows], data.train_y[rows]).save(model)
         chosen = slice(0, spec.queries)
         save_file({"x": data.test_x[chosen], "y": data.test_y[chosen]}, queries)
-        found = _run_probe(model, queries, spec, device)
+        found = run_probe(
+            "otad.experiments.probe",
+            [str(model), str(queries)],
+            device=device,
+            threads=spec.threads,
+            batch_size=spec.batch_size,
+        )
     study.report(label, 1, 1)
     return CostRecord(
         device=device,
@@ -74,16 +81,18 @@ def _measure(
     )
 
 
-def _run_probe(model: Path, queries: Path, spec: CostSpec, device: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "otad.experiments.probe", str(model), str(queries)]
-    command += ["--device", device, "--threads", str(spec.threads)]
-    command += ["--batch-size", str(spec.batch_size)]
-    threads = dict.fromkeys(
-        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(spec.threads)
+def run_probe(
+    module: str, arguments: Sequence[str], *, device: str, threads: int, batch_size: int
+) -> dict[str, Any]:
+    """What a module that measures a model in a process of its own says, in one line of JSON."""
+    command = [sys.executable, "-m", module, *arguments]
+    command += ["--device", device, "--threads", str(threads), "--batch-size", str(batch_size)]
+    limits = dict.fromkeys(
+        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads)
     )
     source = str(Path(__file__).parents[2])  # the very package that runs here
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | threads | {"PYTHONPATH": paths}
+    environment = os.environ | limits | {"PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
         raise OtadError(f"the process that measures the cost failed:\n{done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""The nets of an experiment: made, trained or taken from the work folder, and given a bank."""
+"""The nets of an experiment: made, trained or taken from the work folder."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from otad.codec import digest_of
 from otad.data import Dataset, Standardizer, holdout
-from otad.defense import OTAD, defend
 from otad.errors import InputError
-from otad.experiments.config import NetSpec
+from otad.experiments.kept import (
+    SAVE_SECONDS,
+    Deadline,
+    Learned,
+    Tick,
+    UnfinishedError,
+    learned_once,
+)
+from otad.experiments.part_specs import NetSpec
 from otad.experiments.records import Candidate
-from otad.nets import Backbone, fc_resnet, lifted_net
-from otad.prototypes import PrototypeNet, prototype_net
+from otad.nets import Backbone, fc_resnet, lifted_net, vision_transformer
+from otad.prototypes import prototype_net
 from otad.transport import TrainConfig, TrainResult, train
 from otad.transport.checkpoint import fingerprint
 
 Report = Callable[[int, int], None]
+FOREVER = Deadline(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,33 +57,16 @@ class Source:
 class Trained:
     """A net, how it was trained and on what; `identity` names weights and data.
 
-    `result` is None for a net that was not trained at all.
+    `train_score` is None for a net that was not trained at all.
     """
 
     net: Backbone
-    result: TrainResult | None
     config: TrainConfig
     data: Dataset
     identity: dict[str, str]
+    train_score: float | None = None
+    seconds: float = 0.0
     candidates: tuple[Candidate, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return sum(record.seconds for record in self.result.history) if self.result else 0.0
-
-    @property
-    def train_score(self) -> float | None:
-        return self.result.final.train_score if self.result else None
-
-    def base(self, report: Report) -> OTAD:
-        """The bank of the train part behind the plainest OTAD; rows put their settings on it.
-
-        Prototypes bring a bank of their own.
-        """
-        x, y = self.data.train_x, self.data.train_y
-        if isinstance(self.net, PrototypeNet):
-            return OTAD(self.net, self.net.bank(), n_neighbors=1).eval()
-        return defend(self.net, x, y, n_neighbors=1, progress=report)
 
 
 def train_net(
@@ -86,47 +78,97 @@ def train_net(
     device: str,
     folder: Path,
     report: Report,
+    deadline: Deadline = FOREVER,
 ) -> Trained:
-    """Train by `settings`, with a checkpoint below `folder`, or go on from it."""
+    """Train by `settings` in a folder below `folder`, go on there, or take what is finished."""
     try:
         config = TrainConfig(**settings, seed=seed, device=device)
     except TypeError as error:
         raise InputError(f"train: expected settings of TrainConfig, got: {error}") from error
     data, net = source.data, fresh_net(spec, source.data, seed, device)
     if spec.untrained:
-        return Trained(net.eval(), None, config, data, _identity(net, source))
+        return Trained(net.eval(), config, data, _identity(net, source))
     depends = {"net": net.config(), "normalize": spec.normalize, "config": asdict(config)}
-    result = train(
-        net,
-        (data.train_x, data.train_y),
+    place = folder / digest_of(depends | {"data": source.fingerprint})
+
+    learned = learn_by(train, net, data, config, place, deadline, report)
+    return Trained(
+        net.to(device).eval(),
         config,
-        checkpoint_dir=folder / digest_of(depends | {"data": source.fingerprint}),
-        progress=lambda record: report(record.epoch, config.epochs),
+        data,
+        _identity(net, source),
+        learned.facts["train_score"],
+        learned.seconds,
     )
+
+
+def learn_by(
+    trainer: Callable[..., TrainResult],
+    net: nn.Module,
+    data: Dataset,
+    config: TrainConfig,
+    place: Path,
+    deadline: Deadline,
+    report: Report,
+) -> Learned:
+    """Train a net or a metric on the train part in the folder `place`, or take what is there."""
+
+    def learn(tick: Tick) -> dict[str, Any]:
+        result = trainer(
+            net,
+            (data.train_x, data.train_y),
+            config,
+            checkpoint_dir=place,
+            save_seconds=SAVE_SECONDS,
+            max_seconds=deadline.left,
+            progress=lambda record: told(record.epoch, record.seconds, tick, report, config),
+        )
+        refuse_unfinished(len(result.history), config)
+        return {"train_score": result.final.train_score}
+
+    learned = learned_once(place, net, learn)
     report(config.epochs, config.epochs)
-    return Trained(net, result, config, data, _identity(net, source))
+    return learned
+
+
+def told(epoch: int, seconds: float, tick: Tick, report: Report, config: TrainConfig) -> None:
+    """An epoch is done: keep its time, move the bar."""
+    tick(epoch, seconds)
+    report(epoch, config.epochs)
+
+
+def refuse_unfinished(epochs: int, config: TrainConfig) -> None:
+    if epochs < config.epochs:
+        raise UnfinishedError(
+            f"out of time after epoch {epochs} of {config.epochs}; the same command goes on there"
+        )
 
 
 def _identity(net: Backbone, source: Source) -> dict[str, str]:
     return {"weights": fingerprint(net.state_dict()), "data": source.fingerprint}
 
 
+def statistics(x: Tensor, normalize: str) -> dict[str, Tensor]:
+    """The `mean` and `std` a net normalizes by, of the train part x (N,...)."""
+    if normalize == "none":
+        return {"mean": torch.tensor(0.0), "std": torch.tensor(1.0)}
+    fitted = Standardizer.fit(x, normalize)  # type: ignore[arg-type]
+    return {"mean": fitted.mean, "std": fitted.std}
+
+
 def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> Backbone:
     """The net of a spec for a data set, normalizing by the statistics of its train part."""
-    mean, std = torch.tensor(0.0), torch.tensor(1.0)
-    if spec.normalize != "none":
-        fitted = Standardizer.fit(data.train_x, spec.normalize)  # type: ignore[arg-type]
-        mean, std = fitted.mean, fitted.std
     shape, outputs = data.input_shape, len(data.classes) or 1
-    common: dict[str, Any] = {"task": data.task, "bounds": data.bounds, "mean": mean, "std": std}
+    common: dict[str, Any] = {"task": data.task, "bounds": data.bounds}
+    common |= statistics(data.train_x, spec.normalize)
+    own = {"blocks": spec.blocks} | spec.options
     try:
         if spec.kind == "fc":
-            own = {"blocks": spec.blocks, "residual": spec.residual}
-            return fc_resnet(shape, outputs, seed=seed, **own, **common, **spec.options)
+            return fc_resnet(shape, outputs, seed=seed, residual=spec.residual, **common, **own)
         if spec.kind == "lifted":
-            return lifted_net(
-                shape, outputs, seed=seed, blocks=spec.blocks, **common, **spec.options
-            )
+            return lifted_net(shape, outputs, seed=seed, **common, **own)
+        if spec.kind == "vit":
+            return vision_transformer(shape, outputs, seed=seed, **common, **own)
         frame = lifted_net(shape, outputs, blocks=0, **common).to(device)
         generator = torch.Generator().manual_seed(seed)
         return prototype_net(frame, data.train_x, data.train_y, generator=generator, **spec.options)

@@ -11,6 +11,7 @@ from otad.codec import from_plain, read_json, to_plain, write_json
 from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments.attack_records import AttackedScore, SuiteRecord
+from otad.experiments.learned_records import MetricRecord, SpeedRecord, SurrogateRecord
 from otad.regularity import Distribution
 from otad.scores import Score
 
@@ -70,6 +71,9 @@ class NetRecord:
     candidates: tuple[Candidate, ...] = ()
     kind: str = "fc"
     options: dict[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    bank: str = "float32"
+    resident: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class RowRecord:
         """What was asked for in words, and whether it is met."""
         scores = {self.score.metric: self.score}
         scores |= {f"certified {radius}": score for radius, score in self.certified.items()}
+        scores |= {name: found.score for name, found in self.attacks.items()}
         return {
             ("" if name == self.score.metric else f"{name} ") + f"at least {asked:g}": (
                 name in scores and scores[name].value >= asked
@@ -181,6 +186,9 @@ class RunRecord:
     missing: dict[str, str] = field(default_factory=dict)
     suite: SuiteRecord | None = None
     beside: tuple[SuiteRecord, ...] = ()
+    metrics: dict[str, MetricRecord] = field(default_factory=dict)
+    surrogates: dict[str, SurrogateRecord] = field(default_factory=dict)
+    speeds: tuple[SpeedRecord, ...] = ()
     format: str = FORMAT
 
     @property

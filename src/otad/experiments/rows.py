@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import ExactCip, Status
 from otad.cip.bank_potential import BankPotential
+from otad.cip.surrogate import CipNet
 from otad.codec import to_plain
 from otad.data import Dataset
 from otad.defense import OTAD
@@ -22,6 +23,7 @@ from otad.nets import Backbone
 from otad.regularity import (
     Distribution,
     changed_by_potential,
+    chooses_potential,
     defended_map,
     local_lipschitz,
     monotonicity_violations,
@@ -33,13 +35,20 @@ from otad.scores import score_of
 Report = Callable[[int, int], None]
 BATCH = 1000
 OTAD_SETTINGS = ("n_neighbors", "scope", "smoothness", "strong_convexity", "mode", "climb")
+SEARCH_SETTINGS = ("metric", "surrogate", "per_class")
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 
 
-def defended(base: OTAD, row: RowSpec, potential: BankPotential | None = None) -> OTAD:
-    """OTAD with the settings of a row, on the net and the bank of another.
+def defended(
+    base: OTAD,
+    row: RowSpec,
+    potential: BankPotential | None = None,
+    surrogate: CipNet | None = None,
+) -> OTAD:
+    """OTAD with the settings of a row, on the net, the bank and the metric of another.
 
-    In global scope with the potential given, or one that is found here.
+    In global scope with the potential given, or one that is found here; in local scope by the
+    exact solver, or a surrogate.
     """
     if row.scope == "global":
         return OTAD(
@@ -57,14 +66,22 @@ def defended(base: OTAD, row: RowSpec, potential: BankPotential | None = None) -
         n_neighbors=row.n_neighbors,
         smoothness=row.smoothness,
         strong_convexity=row.strong_convexity,
-        solver=ExactCip(mode=row.mode, climb=row.climb, on_failure="fallback"),
+        solver=surrogate or ExactCip(mode=row.mode, climb=row.climb, on_failure="fallback"),
+        resident=base.resident,
+        metric=base.metric,
+        keys=base.bank_keys,
     ).eval()
 
 
-def predictor(base: OTAD, row: RowSpec, potential: BankPotential | None = None) -> nn.Module:
+def predictor(
+    base: OTAD,
+    row: RowSpec,
+    potential: BankPotential | None = None,
+    surrogate: CipNet | None = None,
+) -> nn.Module:
     """What answers in a row: the defense, the net alone or a k-NN over the same bank."""
     if row.method == "otad":
-        return defended(base, row, potential)
+        return defended(base, row, potential, surrogate)
     if row.method == "net":
         return base.backbone.eval()
     return KNN[row.method](base, row.n_neighbors).eval()
@@ -79,9 +96,10 @@ def evaluate_row(
     seed: int,
     report: Report,
     potential: PotentialFound | None = None,
+    surrogate: CipNet | None = None,
 ) -> RowRecord:
     started = time.perf_counter()
-    model = predictor(base, row, None if potential is None else potential.potential)
+    model = predictor(base, row, None if potential is None else potential.potential, surrogate)
     backbone, x = base.backbone, data.test_x
     settings, account, lipschitz, certified = {}, None, None, {}
     if isinstance(model, OTAD):
@@ -94,6 +112,8 @@ def evaluate_row(
         outputs = predict(model, x, report)
         if row.method != "net":
             settings = {"n_neighbors": row.n_neighbors}
+    named = {name: getattr(row, name) for name in SEARCH_SETTINGS}
+    settings |= {name: value for name, value in named.items() if value is not None}
     if row.lipschitz is not None:
         function = (
             defended_map(model)
@@ -168,7 +188,7 @@ def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
     outputs, errors, statuses, smoothness, residuals = [], [], [], [], []
     changed = 0
     backbone = model.backbone
-    is_choice = backbone.task == "classification" and model.scope == "local"
+    is_choice = chooses_potential(model)
     for batch in _batches(x, backbone.mean.device, report):
         embedded = backbone.embed(backbone.check_inputs(batch))
         learned = backbone.transport(embedded)[0]

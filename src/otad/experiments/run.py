@@ -12,9 +12,16 @@ from otad.errors import InputError
 from otad.experiments.attack_records import SuiteRecord
 from otad.experiments.config import Experiment, read_experiment
 from otad.experiments.cost import measure_costs
+from otad.experiments.described import (
+    data_record,
+    metric_record,
+    net_record,
+    surrogate_record,
+)
 from otad.experiments.plots import draw_costs, draw_curve
 from otad.experiments.progress import Report, reporting
 from otad.experiments.records import CostRecord, RowRecord, RunRecord, stem_of
+from otad.experiments.speed import measure_speeds
 from otad.experiments.study import Study
 from otad.experiments.suites import run_suites
 
@@ -30,6 +37,7 @@ def reproduce(
     work: str | Path | None = None,
     seed: int = 0,
     quick: bool = False,
+    max_seconds: float | None = None,
     progress: Report | bool = False,
 ) -> RunRecord:
     """Run the experiment `name` (see `names`) or that of a TOML file; write `out`/NAME.json.
@@ -39,6 +47,7 @@ def reproduce(
     Finished parts and trained nets are kept in `work` (`out`/.work by default), which experiments
     may share: a killed run goes on where it stopped. `quick` makes the changes the file names under
     [quick], to try the machinery out in seconds; its record is NAME-quick.json and no result.
+    Trainings stop with an `UnfinishedError` rather than run beyond `max_seconds`, and go on then.
     `progress` draws a line per part, or is called with (part, steps done, all steps).
     """
     check_count(seed, "seed", least=0)
@@ -55,6 +64,7 @@ def reproduce(
             work=out / WORK if work is None else Path(work),
             seed=seed,
             report=report,
+            max_seconds=max_seconds,
         )
         record = _record(experiment, study, environment, out)
     record.write(out / f"{record.file_stem}.json")
@@ -71,7 +81,7 @@ def _record(experiment: Experiment, study: Study, environment: Environment, out:
     nets = {}
     for net in experiment.nets:
         rows |= {key: study.row(key) for key, row in experiment.rows.items() if row.net == net}
-        nets[net] = study.net_record(net)
+        nets[net] = net_record(study, net)
     costs: tuple[CostRecord, ...] = ()
     missing: dict[str, str] = {}
     if experiment.cost is not None:
@@ -89,7 +99,7 @@ def _record(experiment: Experiment, study: Study, environment: Environment, out:
         seed=study.seed,
         code=study.code,
         environment=environment,
-        data={key: study.data_record(key) for key in experiment.data},
+        data={key: data_record(study, key) for key in experiment.data},
         nets=nets,
         rows={key: rows[key] for key in experiment.rows},
         seconds=study.seconds,
@@ -97,4 +107,7 @@ def _record(experiment: Experiment, study: Study, environment: Environment, out:
         missing=missing,
         suite=suites[0],
         beside=tuple(one for one in suites[1:] if one is not None),
+        metrics={key: metric_record(study, key) for key in experiment.metrics},
+        surrogates={key: surrogate_record(study, key) for key in experiment.surrogates},
+        speeds=() if experiment.speed is None else measure_speeds(study, experiment.speed),
     )

@@ -28,7 +28,7 @@ def scores(record: RunRecord) -> str:
         line += [f"{row.score.n:,}", cells.number(row.published.get(row.score.metric), letter)]
         if errors:
             line += [mean_error(row), cells.number(row.published.get("relative_error"))]
-        line += [cells.score(row.certified[key]) if key in row.certified else NONE for key in radii]
+        line += [_proved(row, key) for key in radii]
         wanted = "; ".join(row.goals) or NONE
         body.append([*line, wanted, ", ".join(map(cells.met, row.goals.values())) or NONE])
     return table(head, body)
@@ -66,6 +66,14 @@ def nets(record: RunRecord) -> str:
 def mean_error(row: RowRecord) -> str:
     error = None if row.account is None else row.account.relative_error
     return NONE if error is None else f"{error.mean:.4f}"
+
+
+def _proved(row: RowRecord, radius: str) -> str:
+    if radius not in row.certified:
+        return NONE
+    published = row.published.get(f"certified {radius}")
+    beside = "" if published is None else f" (published {published:g})"
+    return cells.score(row.certified[radius]) + beside
 
 
 def _net(key: str, net: NetRecord) -> list[str]:

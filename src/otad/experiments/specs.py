@@ -11,10 +11,12 @@ from otad.attacks.balls import NORMS
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
 from otad.evaluate.suite import ATTACKS, PRESETS
+from otad.experiments.attack_records import WORST
 
 RANDOM_STEP = "random_step"
 UNITS = ("input", "std")
 VICTIMS = ("model", "net")
+PLACES = ("memory", "disk")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class EvaluateSpec:
     - `flags`: also look for signs that the attacks were too weak.
     - `certify`: rows whose models are certified at each eps, on the same points.
     - `at_most`: what the worst case must not exceed, in percent, by eps; `at_least`: the certified
-      accuracy asked for, in percent, by row and eps.
+      accuracy asked for, in percent, by row and eps, or with "worst" for a row the worst case.
     """
 
     row: str
@@ -119,9 +121,56 @@ class EvaluateSpec:
             raise InputError(f"headline: expected one of eps {self.eps}, got {self.headline}")
         known = tuple(name_of(radius) for radius in self.eps)
         _check_keys(tuple(self.at_most), known, "at_most")
-        _check_keys(tuple(self.at_least), self.certify, "at_least")
+        _check_keys(tuple(self.at_least), (*self.certify, WORST), "at_least")
+        if both := set(self.at_most) & set(self.at_least.get(WORST, {})):
+            raise InputError(f"at_most: expected no bounds on both sides, got both at {min(both)}")
         for row, asked in self.at_least.items():
             _check_keys(tuple(asked), known, f"at_least.{row}")
+
+
+@dataclass(frozen=True)
+class CostSpec:
+    """Predictions of the defended `net` against random banks of these sizes, on these devices.
+
+    `seconds_at_most` and `gigabytes_at_most` (resident, beyond the imports) are for the largest.
+    """
+
+    net: str
+    banks: tuple[int, ...]
+    queries: int
+    batch_size: int = 1000
+    threads: int = 2
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    seconds_at_most: float | None = None
+    gigabytes_at_most: float | None = None
+
+
+@dataclass(frozen=True)
+class SpeedSpec:
+    """What a query costs the models of `rows`, in batches, on the device of the run.
+
+    `places`: the bank in "memory", that is on the device, or on "disk", mapped from its file; a net
+    alone has none. `steps`: also the time of each step of the defense. `published`: milliseconds a
+    query, by row. `ratio_at_most`: the time against that of the first row, by row, with the bank in
+    memory; `gigabytes_at_most`: resident, by row, with the bank on disk.
+    """
+
+    rows: tuple[str, ...]
+    queries: int = 1000
+    batch_size: int = 100
+    threads: int = 2
+    places: tuple[str, ...] = PLACES
+    steps: bool = False
+    published: dict[str, float] = field(default_factory=dict)
+    published_in: str = ""
+    ratio_at_most: dict[str, float] = field(default_factory=dict)
+    gigabytes_at_most: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("queries", "batch_size", "threads"):
+            check_count(getattr(self, name), name)
+        for place in self.places:
+            check_choice(place, "places", PLACES)
 
 
 @dataclass(frozen=True)

@@ -2,40 +2,51 @@
 
 Everything finished is kept in the work folder under the fingerprint of all it depends on, the
 library's own source included, so a run that was killed goes on where it stopped, and experiments
-share their nets. Nets are the exception: a checkpoint outlives a change of the source, and is
-trained anew only if the folder is deleted.
+share their nets. What is learned is the exception: it outlives a change of the source, and is
+trained anew only if its folder is deleted.
+
+Several processes may share a work folder and train different things at once, by `net`, `metric`
+and `surrogate`: first nets and metrics, in any order, then surrogates, which need both. Two that
+ask for the same thing do not train it twice: the second waits for the first (see `kept`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from otad.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.data import load
 from otad.defense import OTAD
+from otad.errors import InputError
 from otad.experiments.attack_records import AttackedScore
 from otad.experiments.attacked import attack_row, points_of
-from otad.experiments.config import Choice, Experiment, NetSpec, RowSpec
+from otad.experiments.banks import Keyed, keys_of, searched, whole_bank
+from otad.experiments.config import Experiment, RowSpec
+from otad.experiments.kept import Deadline
+from otad.experiments.metrics import TrainedMetric, trained_metric
 from otad.experiments.nets import Source, Trained, train_net
+from otad.experiments.part_specs import Choice, NetSpec
 from otad.experiments.potentials import PotentialFound
 from otad.experiments.progress import Report
-from otad.experiments.records import (
-    Candidate,
-    DataRecord,
-    NetRecord,
-    Regularity,
-    RowRecord,
-    code_fingerprint,
+from otad.experiments.records import Candidate, Regularity, RowRecord, code_fingerprint
+from otad.experiments.rows import (
+    OTAD_SETTINGS,
+    SEARCH_SETTINGS,
+    defended,
+    evaluate_row,
+    measure_regularity,
+    predictor,
 )
-from otad.experiments.rows import OTAD_SETTINGS, defended, evaluate_row, measure_regularity
 from otad.experiments.specs import name_of
+from otad.experiments.surrogates import TrainedSurrogate, trained_surrogate
 
 T = TypeVar("T")
 _VIOLATION_ROWS = 10_000
@@ -53,7 +64,9 @@ class Study:
         work: Path,
         seed: int,
         report: Report,
+        max_seconds: float | None = None,
     ) -> None:
+        """After `max_seconds` trainings stop, to go on another time, with an `UnfinishedError`."""
         self.experiment = experiment
         self.device = device
         self.work = work
@@ -62,8 +75,12 @@ class Study:
         self.code = code_fingerprint()
         self.seconds: dict[str, float] = {}
         self._data_dir = data_dir
+        self._deadline = Deadline.after(max_seconds)
         self._sources: dict[str, Source] = {}
         self._nets: dict[str, Trained] = {}
+        self._metrics: dict[str, TrainedMetric] = {}
+        self._surrogates: dict[str, TrainedSurrogate] = {}
+        self._keyed: dict[str, Keyed] = {}
         self._bank: tuple[str, OTAD] | None = None
 
     def part(
@@ -96,7 +113,7 @@ class Study:
         """A net of the experiment, trained (or taken from the work folder) on first use."""
         if key not in self._nets:
             spec = self.experiment.nets[key]
-            settings = dict(spec.train)
+            settings = dict(spec.settings)
             candidates: tuple[Candidate, ...] = ()
             if spec.choose is not None:
                 candidates = self._candidates(key, spec, spec.choose)
@@ -106,11 +123,35 @@ class Study:
             self._nets[key] = replace(trained, candidates=candidates)
         return self._nets[key]
 
+    def metric(self, key: str) -> TrainedMetric:
+        """A metric of the experiment, trained (or taken from the work folder) on first use."""
+        if key not in self._metrics:
+            spec, label = self.experiment.metrics[key], f"train metric {key}"
+            found = trained_metric(spec, self.source(spec.data), **self._training(label, "metrics"))
+            self.seconds[label] = found.seconds
+            self._metrics[key] = found
+        return self._metrics[key]
+
+    def surrogate(self, key: str) -> TrainedSurrogate:
+        """A surrogate of the experiment, trained (or taken from the work folder) on first use."""
+        if key not in self._surrogates:
+            spec, label = self.experiment.surrogates[key], f"train surrogate {key}"
+            row = self.experiment.rows[spec.row]
+            found = trained_surrogate(
+                spec,
+                defended(self.base(row), row),
+                self._identity(row) | self._settings(row),
+                **self._training(label, "surrogates"),
+            )
+            self.seconds[label] = found.seconds
+            self._surrogates[key] = found
+        return self._surrogates[key]
+
     def row(self, key: str) -> RowRecord:
         """A line of the table, with all attacks on it."""
         spec = self.experiment.rows[key]
         plain = replace(spec, attacks={})
-        record = self._row(key, plain, self.net(spec.net), partial(self.bank, spec.net))
+        record = self._row(key, plain, self.net(spec.net), partial(self.base, spec))
         return replace(record, attacks={name: self._attack(key, name) for name in spec.attacks})
 
     def bank(self, net: str) -> OTAD:
@@ -118,52 +159,78 @@ class Study:
         if self._bank is None or self._bank[0] != net:
             trained, self._bank = self.net(net), None
             label, started = f"bank of {net}", time.perf_counter()
-            self._bank = net, trained.base(partial(self.report, label))
+            self._bank = net, self._whole_bank(net, trained, label)
             self.seconds[label] = time.perf_counter() - started
         return self._bank[1]
 
-    def data_record(self, key: str) -> DataRecord:
-        source = self.source(key)
-        return DataRecord(
-            name=source.data.name,
-            options=self.experiment.data[key].options,
-            train_size=len(source.data.train_x),
-            test_size=len(source.data.test_x),
-            input_shape=source.data.input_shape,
-            classes=len(source.data.classes),
-            fingerprint=source.fingerprint,
-            source=source.data.source,
-        )
+    def base(self, row: RowSpec) -> OTAD:
+        """OTAD over the bank of a row, searched as the row says."""
+        keyed = None if row.metric is None else self._keys(row.metric)
+        return searched(self.bank(row.net), keyed, row.per_class, self.seed)
 
-    def net_record(self, key: str) -> NetRecord:
-        spec, trained = self.experiment.nets[key], self.net(key)
-        return NetRecord(
-            data=spec.data,
-            blocks=spec.blocks,
-            residual=spec.residual,
-            normalize=spec.normalize,
-            train=asdict(trained.config),
-            train_score=trained.train_score,
-            weights=trained.identity["weights"],
-            seconds=trained.seconds,
-            regularity=self._regularity(key, trained),
-            candidates=trained.candidates,
-            kind=spec.kind,
-            options=spec.options,
-        )
+    def model(self, key: str) -> nn.Module:
+        """What answers in a row."""
+        row = self.experiment.rows[key]
+        found = self._potential(row, self.net(row.net), partial(self.base, row))
+        potential = None if found is None else found.potential
+        surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
+        return predictor(self.base(row), row, potential, surrogate)
+
+    def defended(self, key: str) -> OTAD:
+        """The model of a row of OTAD."""
+        model = self.model(key)
+        if not isinstance(model, OTAD):
+            raise InputError(f"rows.{key}.method: expected otad, got {type(model).__name__}")
+        return model
+
+    def identity(self, key: str) -> dict[str, Any]:
+        """All that decides the answers of a row's model."""
+        row = self.experiment.rows[key]
+        return self._identity(row) | self._settings(row)
+
+    def _identity(self, row: RowSpec, trained: Trained | None = None) -> dict[str, Any]:
+        """What a row's model is made of: net, data, metric, surrogate."""
+        found: dict[str, Any] = dict((trained or self.net(row.net)).identity)
+        net = self.experiment.nets[row.net]
+        found |= {"bank": [net.bank, net.resident]}
+        if row.metric is not None:
+            found["metric"] = self.metric(row.metric).weights
+        if row.surrogate is not None:
+            found["surrogate"] = self.surrogate(row.surrogate).weights
+        return found
+
+    def _settings(self, row: RowSpec) -> dict[str, Any]:
+        names = ("method", *OTAD_SETTINGS, *SEARCH_SETTINGS)
+        return {"model": to_plain({name: getattr(row, name) for name in names})}
+
+    def _keys(self, key: str) -> Keyed:
+        """The keys of the whole train part, made once."""
+        if key not in self._keyed:
+            label, started = f"keys by {key}", time.perf_counter()
+            metric = self.metric(key).metric
+            x = self.source(self.experiment.metrics[key].data).data.train_x
+            self._keyed[key] = keys_of(metric, x, partial(self.report, label))
+            self.seconds[label] = time.perf_counter() - started
+        return self._keyed[key]
+
+    def _whole_bank(self, key: str, trained: Trained, label: str) -> OTAD:
+        spec, folder = self.experiment.nets[key], self.work / "banks"
+        return whole_bank(trained, spec, folder, partial(self.report, label))
+
+    def _training(self, label: str, folder: str) -> dict[str, Any]:
+        """What every training is told."""
+        return {
+            "seed": self.seed,
+            "device": self.device,
+            "folder": self.work / folder,
+            "report": partial(self.report, label),
+            "deadline": self._deadline,
+        }
 
     def _train(
         self, label: str, spec: NetSpec, source: Source, settings: dict[str, Any]
     ) -> Trained:
-        trained = train_net(
-            spec,
-            source,
-            settings,
-            seed=self.seed,
-            device=self.device,
-            folder=self.work / "nets",
-            report=partial(self.report, label),
-        )
+        trained = train_net(spec, source, settings, **self._training(label, "nets"))
         self.seconds[label] = trained.seconds
         return trained
 
@@ -173,44 +240,42 @@ class Study:
         found = []
         for value in choice.values:
             label = f"{key} with {choice.setting} = {value:g}"
-            settings = spec.train | {choice.setting: value}
+            settings = spec.settings | {choice.setting: value}
             if choice.epochs is not None:
                 settings["epochs"] = choice.epochs
             trained = self._train(f"try {label}", spec, source, settings)
-            bank = partial(trained.base, partial(self.report, f"bank of {label}"))
+            bank = partial(self._candidate_base, key, trained, row, f"bank of {label}")
             record = self._row(f"validate {label}", row, trained, bank)
             chosen_by = choice.certified
             score = record.score if chosen_by is None else record.certified[name_of(chosen_by)]
             found.append(Candidate(value, score))
         return tuple(found)
 
+    def _candidate_base(self, key: str, trained: Trained, row: RowSpec, label: str) -> OTAD:
+        return searched(self._whole_bank(key, trained, label), None, row.per_class, self.seed)
+
     def _row(
-        self, label: str, spec: RowSpec, trained: Trained, bank: Callable[[], OTAD]
+        self, label: str, spec: RowSpec, trained: Trained, base: Callable[[], OTAD]
     ) -> RowRecord:
         data_key = self.experiment.nets[spec.net].data
+        surrogate = None if spec.surrogate is None else self.surrogate(spec.surrogate).net
         record = self.part(
             label,
             RowRecord,
-            trained.identity | {"row": to_plain(spec), "of": data_key},
+            self._identity(spec, trained) | {"row": to_plain(spec), "of": data_key},
             lambda: evaluate_row(
                 spec,
-                bank(),
+                base(),
                 trained.data,
                 data_key,
                 seed=self.seed,
                 report=partial(self.report, label),
-                potential=self._potential(spec, trained, bank),
+                potential=self._potential(spec, trained, base),
+                surrogate=surrogate,
             ),
         )
         self.seconds[label] = record.seconds
         return record
-
-    def defended(self, key: str) -> OTAD:
-        """The model of a row of OTAD."""
-        spec = self.experiment.rows[key]
-        bank = partial(self.bank, spec.net)
-        found = self._potential(spec, self.net(spec.net), bank)
-        return defended(bank(), spec, None if found is None else found.potential)
 
     def _potential(
         self, spec: RowSpec, trained: Trained, bank: Callable[[], OTAD]
@@ -233,44 +298,45 @@ class Study:
     def _attack(self, key: str, name: str) -> AttackedScore:
         row, label = self.experiment.rows[key], f"{key}: {name}"
         spec, trained = row.attacks[name], self.net(row.net)
-        found = self._potential(row, trained, partial(self.bank, row.net))
-        model = {"method": row.method, **{one: getattr(row, one) for one in OTAD_SETTINGS}}
+        base = partial(self.base, row)
+        found = self._potential(row, trained, base)
+        surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
         record = self.part(
             label,
             AttackedScore,
-            trained.identity | {"model": to_plain(model), "attack": to_plain(spec)},
+            self.identity(key) | {"attack": to_plain(spec)},
             lambda: attack_row(
                 spec,
                 row,
-                self.bank(row.net),
+                base(),
                 trained.data,
                 seed=self.seed,
                 report=partial(self.report, label),
                 potential=None if found is None else found.potential,
+                surrogate=surrogate,
             ),
         )
         self.seconds[label] = record.seconds
         return record
 
-    def _regularity(self, key: str, trained: Trained) -> Regularity | None:
+    def regularity(self, key: str) -> Regularity | None:
         """For nets that OTAD defends by neighbors in some row, with those of the first such row."""
         specs = [row for row in self.experiment.rows.values() if row.net == key]
         row = next((row for row in specs if (row.method, row.scope) == ("otad", "local")), None)
         if row is None:
             return None
-        label = f"regularity of {key}"
-        generator = torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(len(trained.data.train_x), generator=generator)[:_VIOLATION_ROWS]
+        row, label = replace(row, surrogate=None), f"regularity of {key}"
+        asked = [row.n_neighbors, row.strong_convexity, row.per_class]
         record = self.part(
             label,
             Regularity,
-            trained.identity | {"neighbors": row.n_neighbors, "convexity": row.strong_convexity},
-            lambda: measure_regularity(
-                defended(self.bank(key), row),
-                trained.data,
-                chosen,
-                report=partial(self.report, label),
-            ),
+            self._identity(row) | {"neighborhoods": asked},
+            partial(self._measure_regularity, row, partial(self.report, label)),
         )
         self.seconds[label] = record.seconds
         return record
+
+    def _measure_regularity(self, row: RowSpec, report: Callable[[int, int], None]) -> Regularity:
+        model, generator = defended(self.base(row), row), torch.Generator().manual_seed(self.seed)
+        chosen = torch.randperm(len(model.bank_inputs), generator=generator)[:_VIOLATION_ROWS]
+        return measure_regularity(model, self.net(row.net).data, chosen, report=report)

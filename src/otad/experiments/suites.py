@@ -13,7 +13,7 @@ from otad.attacks import L2
 from otad.evaluate import Evaluation
 from otad.evaluate.runner import evaluate
 from otad.experiments.attack_records import WORST, Goal, SuiteCost, SuiteLine, SuiteRecord
-from otad.experiments.attacked import made_attack, points_of
+from otad.experiments.attacked import inputs_of_bank, made_attack, points_of
 from otad.experiments.certified import certified_shares
 from otad.experiments.specs import EvaluateSpec, name_of
 from otad.experiments.study import Study
@@ -43,6 +43,7 @@ def _run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteR
     device = base.backbone.mean.device
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
+    train_x = inputs_of_bank(base, row, data, study.seed)
     work, label = study.work / "suites" / stem, f"suite on {spec.row}"
     found = evaluate(
         model,
@@ -50,8 +51,9 @@ def _run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteR
         y,
         L2(spec.headline),
         eps=spec.eps,
-        attacks=[made_attack(name, model, how) for name, how in spec.attacks.items()]
+        attacks=[made_attack(name, model, how, train_x) for name, how in spec.attacks.items()]
         or spec.preset,
+        train_x=train_x,
         flags=spec.flags,
         seed=study.seed,
         batch_size=spec.batch_size,
@@ -101,7 +103,7 @@ def _line(
     goals = {WORST: Goal(spec.at_most[key], at_most=True)} if key in spec.at_most else {}
     for row, asked in spec.at_least.items():
         if key in asked:
-            goals[row] = Goal(asked[key], at_most=False)
+            goals[row] = Goal(asked[key], at_most=False)  # `WORST` among the rows
     return SuiteLine(
         eps=radius,
         worst=found.worst_case(radius),

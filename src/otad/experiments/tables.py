@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from otad.errors import InputError
-from otad.experiments import account_tables, attack_tables, cells, score_tables
+from otad.experiments import account_tables, attack_tables, cells, learned_tables, score_tables
 from otad.experiments.records import RunRecord, read_records
 from otad.transport.files import replacing
 
@@ -46,6 +46,8 @@ def render(record: RunRecord, results: str = ".") -> str:
         parts.append(f"![{record.config['curve']['title']}]({plot})")
     parts += [account_tables.potentials(record), account_tables.accounts(record)]
     parts += [score_tables.choices(record), score_tables.nets(record)]
+    parts += [learned_tables.metrics(record), learned_tables.surrogates(record)]
+    parts += [learned_tables.speeds(record)]
     if record.costs:
         parts += [account_tables.costs(record), f"![time and memory]({plot})"]
     parts += [f"Not run: {what}: {why}." for what, why in record.missing.items()]

@@ -1,0 +1,109 @@
+"""Banks of an experiment: of a whole train part, or of some points a class, searched by a metric.
+
+A bank is behind the plainest OTAD there is; rows put their settings on it (see `rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from otad.codec import digest_of
+from otad.data import subset_per_class
+from otad.defense import OTAD, defend
+from otad.experiments.kept import alone
+from otad.experiments.nets import Trained
+from otad.experiments.part_specs import NetSpec
+from otad.nets import Metric
+from otad.prototypes import PrototypeNet
+from otad.transport.bank import FeatureBank, fingerprint_of
+
+Report = Callable[[int, int], None]
+ROWS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Keyed:
+    """A metric, and its keys (N,m) of all points of a bank."""
+
+    metric: Metric
+    keys: Tensor
+
+
+def whole_bank(trained: Trained, spec: NetSpec, folder: Path, report: Report) -> OTAD:
+    """The bank of the train part; one that is not resident is a file below `folder`, made once.
+
+    Prototypes bring a bank of their own.
+    """
+    net, x, y = trained.net, trained.data.train_x, trained.data.train_y
+    if isinstance(net, PrototypeNet):
+        return OTAD(net, net.bank(), n_neighbors=1).eval()
+    dtype = getattr(torch, spec.bank)
+    if spec.resident:
+        return defend(net, x, y, n_neighbors=1, bank_dtype=dtype, progress=report)
+    place = folder / digest_of(trained.identity | {"dtype": spec.bank})
+    path = place / "bank.safetensors"
+    with alone(place):
+        if path.exists():
+            expected = fingerprint_of(net, {"x": x, "y": y})
+            bank = FeatureBank.load(path, expect_fingerprint=expected, verify=False)
+            report(len(x), len(x))
+            return OTAD(net, bank, n_neighbors=1, resident=False).eval()
+        return defend(
+            net,
+            x,
+            y,
+            n_neighbors=1,
+            resident=False,
+            bank_dtype=dtype,
+            bank_path=str(path),
+            progress=report,
+        )
+
+
+@torch.no_grad()
+def keys_of(metric: Metric, x: Tensor, report: Report) -> Keyed:
+    """Keys of inputs (N,*input_shape), made where the metric is."""
+    found, device = [], metric.mean.device
+    for batch in x.split(ROWS):
+        found.append(metric(batch.to(device)))
+        report(min(len(found) * ROWS, len(x)), len(x))
+    return Keyed(metric, torch.cat(found))
+
+
+def searched(base: OTAD, keyed: Keyed | None, per_class: int | None, seed: int) -> OTAD:
+    """The same bank searched by a metric, with `per_class` random points of each class alone.
+
+    Fewer a class are among more a class, whatever the metric.
+    """
+    if keyed is None and per_class is None:
+        return base
+    bank, metric, keys = base.bank, None, None
+    if keyed is not None:
+        metric, keys = keyed.metric, keyed.keys
+    rows = bank_rows(bank.labels, per_class, seed)
+    if rows is not None:
+        bank = _part(bank, rows.to(bank.inputs.device))
+        keys = None if keys is None else keys[rows.to(keys.device)]
+    resident = base.resident
+    return OTAD(
+        base.backbone, bank, n_neighbors=1, resident=resident, metric=metric, keys=keys
+    ).eval()
+
+
+def bank_rows(labels: Tensor, per_class: int | None, seed: int) -> Tensor | None:
+    """Which points of the train part are in such a bank, None for all."""
+    if per_class is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return subset_per_class(labels.cpu(), per_class, generator)
+
+
+def _part(bank: FeatureBank, rows: Tensor) -> FeatureBank:
+    name = digest_of({"of": bank.fingerprint, "rows": rows.tolist()})
+    inputs, features, labels = bank.inputs[rows], bank.features[rows], bank.labels[rows]
+    return FeatureBank(inputs, features, labels, name, verify=False)

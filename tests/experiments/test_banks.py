@@ -1,0 +1,102 @@
+"""Rows with metrics, surrogates, subsets of the bank and banks on disk answer as they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from experiments.small_vision import study_of, vision
+
+from otad.cip import ExactCip
+from otad.cip.surrogate import CipNet
+from otad.defense import OTAD, defend
+from otad.experiments import study as study_module
+from otad.experiments.attacked import inputs_of_bank
+from otad.experiments.study import Study
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    folder = tmp_path_factory.mktemp("vision")
+    return study_of(vision(folder), folder / "work")
+
+
+def test_a_row_by_a_metric_is_the_model_a_user_would_make(study: Study) -> None:
+    data, net = study.net("vit").data, study.net("vit").net
+    metric = study.metric("learned").metric
+    own = defend(
+        net,
+        data.train_x,
+        data.train_y,
+        n_neighbors=3,
+        metric=metric,
+        bank_dtype=torch.float16,
+    )
+    model = study.defended("exact")
+    assert model.bank_inputs.dtype == torch.float16
+    assert torch.equal(model(data.test_x), own(data.test_x))
+    assert isinstance(model.solver, ExactCip)
+    estimated = study.defended("estimated")
+    assert isinstance(estimated.solver, CipNet)
+    assert estimated.solver is study.surrogate("imitation").net
+    assert not torch.equal(estimated(data.test_x), own(data.test_x))
+
+
+def test_keys_are_made_once(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = study.experiment.rows
+    first = study.base(rows["exact"]).bank_keys
+
+    def never(*args: object) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(study_module, "keys_of", never)
+    assert study.base(rows["exact"]).bank_keys is first
+    assert study.base(rows["few"]).bank_keys is not None
+
+
+def test_some_points_a_class(study: Study) -> None:
+    rows, data = study.experiment.rows, study.net("vit").data
+    few, whole = study.base(rows["few"]), study.base(rows["exact"])
+    assert few.bank_labels.bincount().tolist() == [2] * 10
+    assert few.bank_fingerprint != whole.bank_fingerprint
+    inputs = inputs_of_bank(few, rows["few"], data, study.seed)
+    assert inputs is not None
+    assert torch.equal(few.backbone.embed(inputs).half(), few.bank_inputs)
+    metric = study.metric("learned").metric
+    assert few.bank_keys is not None
+    assert torch.allclose(metric(inputs), few.bank_keys, atol=1e-6)
+    assert inputs_of_bank(whole, rows["exact"], data, study.seed) is data.train_x
+
+
+def test_pixels_are_the_inputs(study: Study) -> None:
+    base = study.base(study.experiment.rows["pixels"])
+    assert torch.equal(base.bank_points, study.net("vit").data.train_x.flatten(1))
+
+
+def test_every_part_of_a_model_is_in_its_identity(study: Study) -> None:
+    exact, estimated = study.identity("exact"), study.identity("estimated")
+    assert exact["metric"] == study.metric("learned").weights
+    assert "surrogate" not in exact
+    assert estimated["surrogate"] == study.surrogate("imitation").weights
+    assert study.identity("few") != exact
+    assert study.identity("pixels")["metric"] != exact["metric"]
+
+
+def test_a_bank_on_disk_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = study_of(vision(tmp_path), tmp_path / "work")
+    experiment = vision(tmp_path, 'bank = "float16"', 'bank = "float16"\nresident = false')
+    first = study_of(experiment, tmp_path / "work").defended("exact")
+    (path,) = (tmp_path / "work" / "banks").rglob("*.safetensors")
+    assert path.stat().st_size > first.bank_inputs.nbytes + first.bank_features.nbytes
+
+    def never(*args: object, **options: object) -> OTAD:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr("otad.experiments.banks.defend", never)
+    second = study_of(experiment, tmp_path / "work").defended("exact")
+    assert not second.resident
+    assert not any(name.startswith("bank_inputs") for name, _ in second.named_buffers())
+    monkeypatch.undo()
+    x = memory.net("vit").data.test_x
+    assert torch.equal(second(x), memory.defended("exact")(x))
