@@ -148,6 +148,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     again = run_plane(attacks=[Wander()], folder=tmp_path)
     assert timeless(again) == timeless(whole)
     assert [one.seconds for one in again.attacks] == [one.seconds for one in whole.attacks]
+    assert again.seconds > sum(one.seconds for one in whole.attacks), "earlier work counts"
 
 
 @pytest.mark.parametrize(

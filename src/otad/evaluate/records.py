@@ -88,6 +88,7 @@ class Evaluation:
     `clean`: scores without attack, by predictor ("net", "otad", "knn_majority",
     "knn_mean_feature", or just "model" for a foreign one). `clean_right`: rows the model answers
     right unattacked (regression: all). `clean_errors`: |f - y| unattacked (regression only).
+    `seconds`: of the whole, parts that an earlier run had finished included.
     `missing`: attacks that were not run, and why.
     """
 

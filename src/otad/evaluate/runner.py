@@ -142,7 +142,7 @@ def evaluate(
         certificate=proof,
         flags=raised,
         solver=clean.solver,
-        seconds=time.perf_counter() - started,
+        seconds=run.earlier_seconds + time.perf_counter() - started,
         missing=missing,
     )
     if place is not None:

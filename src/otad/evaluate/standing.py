@@ -38,6 +38,7 @@ class Standing:
         self.errors = clean.errors.clone()
         self.inputs = x.cpu().clone()
         self.found = torch.zeros(len(x), dtype=torch.bool)
+        self.earlier_seconds = 0.0  # of parts that an earlier run had finished
         self._store = PartStore(folder)
         self._data = fingerprint({"x": x, "y": y})
         self._common = {
@@ -73,6 +74,8 @@ class Standing:
             generator = generator_for(self.seed, attack.name, repr(eps), batch)
             part = run_part(attack, self.model, self.x, self.y, ball, rows, generator)
             self._store.keep(key, part)
+        else:
+            self.earlier_seconds += part.account.seconds
         self._learn(part, eps)
         return part.account
 
