@@ -76,6 +76,8 @@ def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> Non
         assert f"{beside['potential']['smoothness']:.3g}, through all points" in section
         assert f"{100 * beside['certified_accuracy']:.1f}%" in section
         assert f"{100 * beside['worst_case_accuracy']:.1f}%" in section
+        assert f"{100 * record['points']['certified_accuracy']:.1f}%" in section
+    assert record["points"]["certified_accuracy"] <= record["points"]["worst_case_accuracy"]
 
     # What the summary proposes next works on what was left behind.
     terminal.succeed("explain", record["model"], "test", "--row", 0)

@@ -17,7 +17,7 @@ from otad.commands.attack_bar import attack_bar
 from otad.commands.console import remark, show
 from otad.commands.data_choice import DataChoice, describe_data
 from otad.commands.defend import build_model, model_notes, scope_record
-from otad.commands.demo_scopes import defend_globally
+from otad.commands.demo_scopes import defend_globally, map_of_points
 from otad.commands.inputs import open_inputs
 from otad.commands.net_files import TrainedNet, write_net
 from otad.commands.options import AsJson
@@ -98,12 +98,12 @@ def demo(
     evaluation, robust = _evaluate(model, dataset, out / "evaluation", seed)
 
     remark("the same with one map for all training points")
-    one_map = defend_globally(
-        trained, dataset, out / "global-model", n_neighbors=NEIGHBORS,
-        attacked=ATTACKED, eps=EPS, attacks=SUITE, seed=seed,
-    )  # fmt: skip
-    local = Contender(model, assessment, evaluation)
-    beside = scopes_section(local, one_map, radii=RADII, eps=EPS)
+    how: dict[str, Any] = {"n_neighbors": NEIGHBORS, "attacked": ATTACKED, "eps": EPS}
+    how |= {"attacks": SUITE, "seed": seed}
+    one_map = defend_globally(trained, dataset, out / "global-model", **how)
+    points = map_of_points(dataset, **how)
+    local = Contender("local", model, assessment, evaluation)
+    beside = scopes_section(local, [one_map, points], radii=RADII, eps=EPS)
     robust = replace(robust, sections=[*robust.sections, beside])
     robust.write_markdown(out / "robustness.md")
 
@@ -139,7 +139,9 @@ def demo(
         f"torch {here.versions['torch']}, Python {here.python}; {here.cpu}; seed {seed}",
     ).write(out / "report.html")
 
-    proved, proved_globally = (one.evaluation.certified_accuracy(EPS) for one in (local, one_map))
+    proved, proved_globally, proved_by_points = (
+        one.evaluation.certified_accuracy(EPS) for one in (local, one_map, points)
+    )
     record: dict[str, Any] = {
         "report": str(report),
         "model": str(out / "model"),
@@ -158,6 +160,11 @@ def demo(
             "worst_case_accuracy": one_map.evaluation.worst_case_accuracy,
             "certified_accuracy": proved_globally and proved_globally.value / 100,
         },
+        "points": {
+            "otad": points.assessment.scores[DEFENDED],
+            "worst_case_accuracy": points.evaluation.worst_case_accuracy,
+            "certified_accuracy": proved_by_points and proved_by_points.value / 100,
+        },
         "flags_failed": [flag.name for flag in evaluation.flags if flag.verdict == FAIL],
         "demo_seconds": time.perf_counter() - started,
     }
@@ -173,6 +180,8 @@ def demo(
         f"{one_map.curvature}; {one_map.evaluation.worst_case_accuracy:.1%} left by "
         f"{len(one_map.evaluation.per_attack)} attacks, "
         f"{_percent(proved_globally)} proved, l2 up to {EPS:g}",
+        "one map, no net": f"{points.assessment.scores[DEFENDED]:.2%} right; "
+        f"{points.evaluation.worst_case_accuracy:.1%} left, {_percent(proved_by_points)} proved",
         "report": f"{report}  (open it in a browser)",
         "robustness": f"{out / 'robustness.md'}",
         "model": f"{out / 'model'}",

@@ -1,4 +1,4 @@
-"""The second model of the demo: the same net and bank in global scope."""
+"""Further models of the demo: the same net and bank in global scope, and points without a net."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from otad.commands.defend import build_model, model_notes
 from otad.commands.net_files import TrainedNet
 from otad.data import Dataset
 from otad.defense import OTAD
-from otad.evaluate import evaluate
+from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.suite import suite
+from otad.nets import lifted_net
+from otad.prototypes import prototype_net
 from otad.report.assessment import assess
 from otad.report.scopes import Contender
 
@@ -38,8 +40,38 @@ def defend_globally(
     assessment = assess(model, dataset.test_x, dataset.test_y)
     model.notes = model_notes(trained.about, dataset, assessment)
     model.save(folder)
+    evaluation = _evaluated(model, dataset, attacked, eps, attacks, seed)
+    return Contender("global", model, assessment, evaluation)
+
+
+def map_of_points(
+    dataset: Dataset,
+    *,
+    attacked: int,
+    eps: float,
+    attacks: str | Sequence[str],
+    seed: int,
+    n_neighbors: int,
+) -> Contender:
+    """No net: one map through the training points, each of which answers with its own label."""
+    frame = lifted_net(dataset.input_shape, len(dataset.classes), blocks=0, bounds=dataset.bounds)
+    points = prototype_net(frame, dataset.train_x, dataset.train_y, neighbors=1)
+    model = OTAD(points, points.bank(), scope="global", n_neighbors=n_neighbors).eval()
+    assessment = assess(model, dataset.test_x, dataset.test_y)
+    evaluation = _evaluated(model, dataset, attacked, eps, attacks, seed)
+    return Contender("global, no net", model, assessment, evaluation)
+
+
+def _evaluated(
+    model: OTAD,
+    dataset: Dataset,
+    attacked: int,
+    eps: float,
+    attacks: str | Sequence[str],
+    seed: int,
+) -> Evaluation:
     with attack_bar() as progress:
-        evaluation = evaluate(
+        return evaluate(
             model,
             dataset.test_x[:attacked],
             dataset.test_y[:attacked],
@@ -49,7 +81,6 @@ def defend_globally(
             seed=seed,
             progress=progress,
         )
-    return Contender(model, assessment, evaluation)
 
 
 def _few(

@@ -1,4 +1,4 @@
-"""Local and global scope side by side: one net and one bank, answered in two ways."""
+"""Local and global scope side by side: one net and one bank, answered in several ways."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from otad.scores import Score
 class Contender:
     """A model, how it does on the whole test part, and its evaluation under attack."""
 
+    name: str
     model: OTAD
     assessment: Assessment
     evaluation: Evaluation
@@ -33,31 +34,32 @@ class Contender:
 
 
 def scopes_section(
-    local: Contender, one_map: Contender, *, radii: Sequence[float], eps: float
+    local: Contender, others: Sequence[Contender], *, radii: Sequence[float], eps: float
 ) -> Section:
     """What each proves at all `radii`, and what the attacks it was under leave at `eps`."""
-    both = local, one_map
+    all_ = local, *others
     rows = [
-        ("clean accuracy", *(f"{one.assessment.scores[DEFENDED]:.1%}" for one in both)),
-        ("L", *(one.curvature for one in both)),
-        *((f"proved at l2 {radius:g}", *(_share(one, radius) for one in both)) for radius in radii),
+        ("clean accuracy", *(f"{one.assessment.scores[DEFENDED]:.1%}" for one in all_)),
+        ("L", *(one.curvature for one in all_)),
+        *((f"proved at l2 {radius:g}", *(_share(one, radius) for one in all_)) for radius in radii),
         (
             f"left by attacks at l2 {eps:g}",
-            *(_percent(one.evaluation.worst_case(eps)) for one in both),
+            *(_percent(one.evaluation.worst_case(eps)) for one in all_),
         ),
     ]
-    weaker, stronger = (", ".join(one.evaluation.per_attack) for one in (one_map, local))
+    weaker, stronger = (", ".join(one.evaluation.per_attack) for one in (others[0], local))
     return Section(
         "scopes",
         "Neighbors or one map",
         "The same net and training points, answered from the nearest points of each input (local, "
-        "the model of this page) or by one Lipschitz map through all of them (global).",
+        "the model of this page) or by one Lipschitz map through all of them (global); and such a "
+        "map without a net, through points that answer with their own labels.",
         [
             Table(
-                ("", "local", "global"),
+                ("", *(one.name for one in all_)),
                 rows,
                 note=f"Clean: {len(local.assessment):,} test examples; proved and attacked: the "
-                f"first {local.evaluation.n:,}. Attacks on the global model, at this radius alone: "
+                f"first {local.evaluation.n:,}. Attacks on the global ones, at this radius alone: "
                 f"{weaker}; on the local one: {stronger}.",
             ),
             Text(
