@@ -201,6 +201,22 @@ def test_a_net_is_made_again_from_its_config_and_state(tmp_path: Path, readout: 
     assert torch.equal(again(problem).image, net(problem).image)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16
+def test_a_net_of_less_precision_answers_nearly_the_same_in_the_same_dtype() -> None:
+    problem = family(0, 16)
+    net = make_net("free")
+    train_cip_net(net, problem, replace(TINY, epochs=2))
+    rough = CipNet.from_config(net.config() | {"precision": "bfloat16"})
+    rough.load_state_dict(net.state_dict())
+    query = problem.query.clone().requires_grad_()
+    image, exact = rough(changed(problem, query=query)).image, net(problem).image
+    assert image.dtype == exact.dtype == torch.float32
+    assert not torch.equal(image, exact)
+    assert (image - exact).norm() < 0.02 * exact.norm()
+    (slope,) = torch.autograd.grad(image.sum(), query)
+    assert slope.norm(dim=1).amin() > 0
+
+
 def test_weights_come_from_the_generator_alone() -> None:
     before = torch.get_rng_state()
     first, second, other = make_net(seed=3), make_net(seed=3), make_net(seed=4)
@@ -242,6 +258,7 @@ def wrong(**change: object) -> dict[str, object]:
         (wrong(hidden=0), "hidden: expected"),
         (wrong(chunk=0), "chunk: expected"),
         (wrong(readout="best"), "readout: expected one of free, hull, got 'best'"),
+        (wrong(precision="int8"), "precision: expected one of float32, bfloat16, got 'int8'"),
         (wrong(depth=3), "config: expected the options of a CipNet"),
     ],
 )

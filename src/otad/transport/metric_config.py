@@ -49,7 +49,7 @@ class MetricConfig(TrainConfig):
         check_count(self.batch_size, "batch_size", least=2)
         self.refuse_changed(("energy_weight", "pair_weight"), "a metric carries nothing")
         self.refuse_changed(("label_smoothing", "mixing"), "a metric compares, and names no class")
-        self.refuse_changed(("compiled",), "nets under attack are not fused")
+        self.refuse_changed(("compiled", "replayed"), "nets under attack are not fused")
         if self.references == "bank" and self.loss != "neighborhood":
             raise InputError(
                 f"references: expected 'batch' for the loss {self.loss}, whose triplets or pairs "

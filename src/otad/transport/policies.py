@@ -18,7 +18,7 @@ from otad.transport.augment import (
 AUGMENTATIONS: dict[str, Augmentation | None] = {
     "none": None,
     "light": Compose((RandomCrop(4), RandomFlip())),
-    "strong": Compose((RandomCrop(4), RandomFlip(), TrivialAugment(), Cutout(8))),
+    "strong": Compose((RandomCrop(4), RandomFlip(), TrivialAugment(0.5), Cutout(8))),
 }
 """By name, for images of about 32 x 32 pixels in [0, 1]; "strong" is that of small transformers."""
 

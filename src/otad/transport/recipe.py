@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
@@ -38,6 +38,8 @@ class TrainConfig:
     - `ema`: decay of a running average of all weights, which is what remains; 0 for none.
     - `mixed_precision` computes in bfloat16 all but energies, losses and weights; scores too.
     - `compiled`: the net is fused by torch.compile, which takes a minute and needs a compiler.
+    - `replayed`: a GPU records a step of AdamW once and then replays it whole, which spares the
+      host its orders; with `whole_batches`. Elsewhere steps are taken as they come.
     - `whole_batches` leaves rows that fill no batch to other epochs.
     """
 
@@ -62,6 +64,7 @@ class TrainConfig:
     ema: float = 0.0
     mixed_precision: bool = False
     compiled: bool = False
+    replayed: bool = False
     whole_batches: bool = False
     seed: int = 0
     device: str = "cpu"
@@ -88,6 +91,16 @@ class TrainConfig:
             raise InputError(f"mixing: expected a number from 0 to 1, got {self.mixing!r}")
         _check_range(self.warmup, "warmup", 0.0, self.epochs)
         _check_device(self.device)
+        if self.replayed and (self.optimizer != "adamw" or not self.whole_batches):
+            raise InputError(
+                "replayed: expected with optimizer 'adamw' and whole_batches alone, got "
+                f"{self.optimizer!r} and whole_batches={self.whole_batches}"
+            )
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether steps are recorded and replayed, which only a GPU can."""
+        return self.replayed and torch.device(self.device).type == "cuda"
 
     def refuse_changed(self, names: Iterable[str], reason: str) -> None:
         """Settings that mean nothing in a training must be as they come."""
@@ -122,11 +135,15 @@ class TrainConfig:
                 weight_decay=self.weight_decay,
                 fused=fused,
             )
+        rate: float | Tensor = self.learning_rate
+        if self.records_steps:  # a record reads the rate from where it lies
+            rate = torch.tensor(rate, device=self.device)
         return torch.optim.AdamW(
             parameters,
-            lr=self.learning_rate,
+            lr=rate,
             betas=(self.momentum, 0.999),
             weight_decay=self.weight_decay,
+            capturable=self.records_steps,
             fused=fused,
         )
 

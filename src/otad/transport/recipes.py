@@ -15,7 +15,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # transformer knows nothing of images at first, so augmentation decides. See docs/vision.md.
     "vit_cifar10": {
         "epochs": 200,
-        "batch_size": 256,
+        "batch_size": 128,
         "optimizer": "adamw",
         "learning_rate": 1e-3,
         "warmup": 10,

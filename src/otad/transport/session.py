@@ -114,8 +114,12 @@ class Session(Generic[AnyNet]):
 
     def set_rate(self, epoch: float) -> None:
         """The learning rate after so many epochs, fractions included."""
+        rate = self.config.rate_at(epoch)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.rate_at(epoch)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def precision(self) -> torch.autocast:
         """Within it, layers compute as the config says."""

@@ -27,6 +27,7 @@ from otad.transport.pair_penalty import pair_excess
 from otad.transport.parts import Split, check_kept, parts_of, refuse_one_class, to_inputs
 from otad.transport.randomness import epoch_batches, epoch_seed, own_randomness
 from otad.transport.recipe import TrainConfig
+from otad.transport.replay import Replayed, Step
 from otad.transport.session import Limits, Session
 
 _SCORING_ROWS = 1024
@@ -71,7 +72,8 @@ def train(
     if config.compiled and resumed_after < config.epochs:
         passing = compiled(passing)
     trainer = _Trainer(session, passing, objective)
-    session.run_epochs(lambda epoch: _run_epoch(trainer, epoch), progress)
+    step = Replayed(trainer.step) if config.records_steps else trainer.step
+    session.run_epochs(lambda epoch: _run_epoch(trainer, step, epoch), progress)
     metric = METRICS[net.task]
     return TrainResult(tuple(session.history), metric, resumed_after, config.epochs)
 
@@ -150,7 +152,7 @@ class _Trainer:
         return float(torch.stack(sums).double().sum()) / len(data["val_y"])
 
 
-def _run_epoch(trainer: _Trainer, epoch: int) -> EpochRecord:
+def _run_epoch(trainer: _Trainer, step: Step, epoch: int) -> EpochRecord:
     started = time.perf_counter()
     session = trainer.session
     session.run.net.train()
@@ -159,7 +161,7 @@ def _run_epoch(trainer: _Trainer, epoch: int) -> EpochRecord:
     with own_randomness(session.data["train_x"].device, epoch_seed(session.config.seed, epoch)):
         for share, x, y in trainer.batches(epoch):
             session.set_rate(epoch - 1 + share)
-            means.append(trainer.step(x, y, first=epoch == 1 and not means))
+            means.append(step(x, y, first=epoch == 1 and not means))
             sizes.append(len(x))
     weights = torch.tensor(sizes, dtype=torch.float64)
     totals = weights @ torch.stack(means).cpu().double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from otad.nets.base import draw_linear
 from otad.nets.vit import Block
 
 READOUTS = ("free", "hull")
+PRECISIONS = ("float32", "bfloat16")
 _BLOCK_BYTES = 2**29  # of neighbors in working memory at a time
 
 
@@ -59,10 +61,12 @@ class CipNet(nn.Module):
         heads: int = 16,
         hidden: int | None = None,
         readout: str = "free",
+        precision: str = "float32",
         chunk: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`hidden` units in each block's MLP, `width` of them by default; `chunk`: rows whose
+        """`hidden` units in each block's MLP, `width` of them by default; `precision`: in which its
+        matrix products are made, "bfloat16" being many times faster on a GPU; `chunk`: rows whose
         neighbors are in working memory at a time."""
         super().__init__()
         self.dim = check_count(dim, "dim")
@@ -73,6 +77,7 @@ class CipNet(nn.Module):
             raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
         self.hidden = width if hidden is None else check_count(hidden, "hidden")
         self.readout = check_choice(readout, "readout", READOUTS)
+        self.precision = check_choice(precision, "precision", PRECISIONS)
         self.chunk = None if chunk is None else check_count(chunk, "chunk")
         drawn_by = generator or torch.Generator().manual_seed(0)
 
@@ -100,7 +105,8 @@ class CipNet(nn.Module):
         query = problem.query
         row_bytes = 2 * count * self.dim * query.element_size()
         chunk = self.chunk or max(1, _BLOCK_BYTES // row_bytes)
-        parts = [self._estimate(problem, rows) for rows in blocks(batch, chunk)]
+        with self._rounding(query.device):
+            parts = [self._estimate(problem, rows) for rows in blocks(batch, chunk)]
         image, weights = (torch.cat(column) for column in zip(*parts, strict=True))
         answered = image.detach().isfinite().all(1)
         missing = ~answered[:, None]
@@ -139,6 +145,12 @@ class CipNet(nn.Module):
                 f"{name}: expected {self.n_neighbors} neighbors in dimension {self.dim}, which "
                 f"the CipNet was made for, got {n_neighbors} in dimension {dim}"
             )
+
+    def _rounding(self, device: torch.device) -> AbstractContextManager[object]:
+        """Within it products are made in the net's precision, or in that of the caller."""
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(device.type, torch.bfloat16)
 
     def _estimate(self, problem: RowProblem, rows: slice) -> tuple[Tensor, Tensor]:
         """Images (b,d) and multipliers (b,K) of a block of rows."""
@@ -192,6 +204,7 @@ class CipNet(nn.Module):
             "heads": self.heads,
             "hidden": self.hidden,
             "readout": self.readout,
+            "precision": self.precision,
             "chunk": self.chunk,
         }
 
