@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,18 @@ def test_unknown_settings(tmp_path: Path, old: str, new: str, kind: str, message
     key = {"net": "vit", "metric": "learned", "surrogate": "imitation"}[kind]
     with pytest.raises(InputError, match=message):
         getattr(study, kind)(key)
+
+
+def test_two_who_ask_for_the_same_part_at_once_measure_it_once(tmp_path: Path) -> None:
+    study = study_of(vision(tmp_path), tmp_path / "work")
+    measured: list[int] = []
+
+    def measure() -> int:
+        measured.append(1)
+        time.sleep(0.3)
+        return 7
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(study.part, "part", int, {"of": "both"}, measure) for _ in range(2)]
+        assert [one.result() for one in asked] == [7, 7]
+    assert measured == [1]

@@ -5,9 +5,9 @@ library's own source included, so a run that was killed goes on where it stopped
 share their nets. What is learned is the exception: it outlives a change of the source, and is
 trained anew only if its folder is deleted.
 
-Several processes may share a work folder and train different things at once, by `net`, `metric`
-and `surrogate`: first nets and metrics, in any order, then surrogates, which need both. Two that
-ask for the same thing do not train it twice: the second waits for the first (see `kept`).
+Several processes may share a work folder and do different things at once, by `net`, `metric`,
+`surrogate` and `row`: first nets and metrics, in any order, then surrogates, which need both. Two
+that ask for the same thing do not do it twice: the second waits for the first (see `kept`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from otad.experiments.attack_records import AttackedScore
 from otad.experiments.attacked import attack_row, points_of
 from otad.experiments.banks import Keyed, keys_of, searched, whole_bank
 from otad.experiments.config import Experiment, RowSpec
-from otad.experiments.kept import Deadline
+from otad.experiments.kept import Deadline, alone
 from otad.experiments.metrics import TrainedMetric, trained_metric
 from otad.experiments.nets import Source, Trained, train_net
 from otad.experiments.part_specs import Choice, NetSpec
@@ -88,14 +88,16 @@ class Study:
     ) -> T:
         """What `compute` gives, or gave in an earlier run on the same things."""
         depends = identity | {"code": self.code, "device": self.device, "seed": self.seed}
-        path = self.work / "parts" / f"{digest_of(depends)}.json"
-        if path.exists():
-            self.report(label, 1, 1)
-            found: T = from_plain(kind, read_json(path), path.name)
-            return found
-        computed = compute()
-        write_json(path, to_plain(computed))
-        return computed
+        digest = digest_of(depends)
+        path = self.work / "parts" / f"{digest}.json"
+        with alone(self.work / "locks" / digest):
+            if path.exists():
+                self.report(label, 1, 1)
+                found: T = from_plain(kind, read_json(path), path.name)
+                return found
+            computed = compute()
+            write_json(path, to_plain(computed))
+            return computed
 
     def source(self, key: str) -> Source:
         """A data set of the experiment, loaded on first use."""
