@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from otad.data import Dataset, holdout, split, subset_per_class
+from otad.data import Dataset, holdout, most_central, split, subset_per_class
 from otad.errors import InputError
 
 
@@ -98,3 +98,19 @@ def test_subset_per_class_refuses_more_than_a_class_has() -> None:
         subset_per_class(labels, 3, torch.Generator())
     with pytest.raises(InputError, match="per_class: expected an integer of at least 1"):
         subset_per_class(labels, 0, torch.Generator())
+
+
+def test_the_most_central_rows_are_those_nearest_to_the_mean_of_their_class() -> None:
+    points = torch.tensor([[0.0], [10.0], [1.0], [2.0], [30.0], [11.0]])
+    labels = torch.tensor([0, 5, 0, 0, 5, 5])
+    assert most_central(points, labels, 1).tolist() == [2, 5]
+    assert most_central(points, labels, 2).tolist() == [
+        0,
+        1,
+        2,
+        5,
+    ]  # 0 and 3 are as near: the first
+    with pytest.raises(InputError, match="at most 3, the rows of class 0, got 4"):
+        most_central(points, labels, 4)
+    with pytest.raises(InputError, match="labels: expected shape"):
+        most_central(points, labels[:5], 1)

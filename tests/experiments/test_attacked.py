@@ -59,7 +59,13 @@ def regression(diabetes: Dataset) -> OTAD:
 def under(spec: AttackSpec, row: str, base: OTAD, data: Dataset) -> AttackedScore:
     reports: list[tuple[int, int]] = []
     found = attack_row(
-        spec, ROWS[row], base, data, seed=SEED, report=lambda *step: reports.append(step)
+        spec,
+        ROWS[row],
+        base,
+        data,
+        bank_rows=None,
+        seed=SEED,
+        report=lambda *step: reports.append(step),
     )
     assert reports[-1] == (len(spec.runs) * spec.points, len(spec.runs) * spec.points)
     return found

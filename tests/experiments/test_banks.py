@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,13 +61,27 @@ def test_some_points_a_class(study: Study) -> None:
     few, whole = study.base(rows["few"]), study.base(rows["exact"])
     assert few.bank_labels.bincount().tolist() == [2] * 10
     assert few.bank_fingerprint != whole.bank_fingerprint
-    inputs = inputs_of_bank(few, rows["few"], data, study.seed)
+    inputs = inputs_of_bank(few, study.bank_rows(rows["few"]), data)
     assert inputs is not None
     assert torch.equal(few.backbone.embed(inputs).half(), few.bank_inputs)
     metric = study.metric("learned").metric
     assert few.bank_keys is not None
     assert torch.allclose(metric(inputs), few.bank_keys, atol=1e-6)
-    assert inputs_of_bank(whole, rows["exact"], data, study.seed) is data.train_x
+    assert inputs_of_bank(whole, study.bank_rows(rows["exact"]), data) is data.train_x
+
+
+def test_the_most_central_points_of_a_class(study: Study) -> None:
+    row = replace(study.experiment.rows["few"], central=True)
+    chosen, data = study.bank_rows(row), study.net("vit").data
+    keys = study.metric("learned").metric(data.train_x).detach()
+    assert chosen is not None
+    for label in range(10):
+        own = (data.train_y == label).nonzero().flatten()
+        off = (keys[own] - keys[own].mean(0)).norm(dim=1)
+        assert set(own[off.argsort()[:2]].tolist()) == set(
+            chosen[data.train_y[chosen] == label].tolist()
+        )
+    assert torch.equal(study.base(row).bank_labels, data.train_y[chosen])
 
 
 def test_pixels_are_the_inputs(study: Study) -> None:

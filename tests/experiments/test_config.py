@@ -178,6 +178,7 @@ rows = ["otad"]
         ),
         ('method = "otad"', 'method = "majority_knn"', "surrogate: expected for otad alone"),
         ('method = "otad"', 'method = "otad"\nper_class = 0', "per_class: expected an integer"),
+        ('method = "otad"', 'method = "otad"\ncentral = true', "central: expected with a metric"),
         ('rows = ["otad"]', 'rows = ["none"]', "speed.rows: expected one of plain, otad, taught"),
         ('rows = ["otad"]', 'rows = ["otad"]\nplaces = ["moon"]', "places: expected one of memory"),
         ('rows = ["otad"]', 'rows = ["otad"]\nratio_at_most = { x = 1 }', "speed.ratio_at_most"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from otad.transport.adversary import Adversary
 from otad.transport.augment import RandomFlip
 from otad.transport.checkpoint import fingerprint
 from otad.transport.metric_config import MetricConfig
-from otad.transport.metric_losses import make_loss, neighborhood_loss
+from otad.transport.metric_losses import make_loss, means_loss, neighborhood_loss
 from otad.transport.metric_training import encode, neighbor_accuracy, train_metric
 
 FILE = "checkpoint.safetensors"
@@ -86,6 +87,32 @@ def test_a_row_without_its_class_counts_nothing_and_spoils_no_gradient() -> None
     loss = neighborhood_loss(keys, labels, keys, labels, margin=0.1, own=own)
     assert loss[2:].tolist() == [0.0, 0.0]
     loss.sum().backward()
+    assert bool(keys.grad.isfinite().all())
+
+
+def test_the_loss_by_means_is_the_hand_computed_one() -> None:
+    generator = torch.Generator().manual_seed(6)
+    keys = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    references = keys + 0.1 * torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 0, 0, 2, 2, 5, 2])
+    settings = {"temperature": 0.3, "margin": 0.4}
+    found = means_loss(keys, labels, references, labels, torch.arange(7), **settings)
+    for i in range(7):
+        shares = {}
+        for label in (0, 2, 5):
+            others = [j for j in range(7) if labels[j] == label and j != i]
+            if others:
+                off = float((keys[i] - references[others].mean(0)).norm())
+                shares[label] = math.exp(-(off + 0.4 * (label == int(labels[i]))) / 0.3)
+        own = shares.get(int(labels[i]))
+        expected = 0.0 if own is None else -math.log(own / sum(shares.values()))
+        assert float(found[i]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_equal_keys_spoil_no_gradient_of_the_loss_by_means() -> None:
+    keys = torch.zeros(6, 2, requires_grad=True)
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    means_loss(keys, labels, keys, labels, torch.arange(6)).sum().backward()
     assert bool(keys.grad.isfinite().all())
 
 
@@ -207,9 +234,9 @@ def test_adversarial_training_makes_neighbors_robust(references: str) -> None:
     assert _attacked_accuracy(robust, 0.2) > 0.65
 
 
-@pytest.mark.parametrize("loss", ["neighborhood", "triplet", "contrastive"])
+@pytest.mark.parametrize("loss", ["neighborhood", "means", "triplet", "contrastive"])
 def test_every_loss_finds_what_tells_classes_apart(loss: str) -> None:
-    if loss != "neighborhood":
+    if loss in ("triplet", "contrastive"):
         pytest.importorskip("pytorch_metric_learning", reason="needs the extra `metric`")
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(300) % 3
@@ -371,7 +398,7 @@ def test_bad_data_are_refused(data, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "angular"}, "loss: expected one of neighborhood, triplet, contrastive"),
+        ({"loss": "angular"}, "loss: expected one of neighborhood, means, triplet, contrastive"),
         ({"references": "queue"}, "references: expected one of batch, bank"),
         ({"references": "bank", "loss": "triplet"}, "expected 'batch' for the loss triplet"),
         ({"energy_weight": 0.1}, "energy_weight: expected 0"),

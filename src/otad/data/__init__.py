@@ -9,7 +9,7 @@ from otad.data.h5ad import load_h5ad, read_h5ad
 from otad.data.image_folder import list_images, load_image_folder, read_images
 from otad.data.preprocess import Standardizer
 from otad.data.registry import DatasetInfo, describe, load, names
-from otad.data.splits import TrainValidation, holdout, split, subset_per_class
+from otad.data.splits import TrainValidation, holdout, most_central, split, subset_per_class
 from otad.data.table import Table, load_csv, read_table
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "load_csv",
     "load_h5ad",
     "load_image_folder",
+    "most_central",
     "names",
     "read_h5ad",
     "read_images",

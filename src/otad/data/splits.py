@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otad.checks import check_count, check_tensor
+from otad.checks import check_count, check_shape, check_tensor
 from otad.data.dataset import Dataset, Task
 from otad.errors import InputError
 
@@ -57,17 +58,38 @@ def subset_per_class(labels: Tensor, per_class: int, generator: torch.Generator)
     The paper searches neighbors in 50 (base), 10 (small), 5 (tiny) or 1 (nano) rows a class.
     """
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
-    check_count(per_class, "per_class")
+    chosen = [
+        rows[torch.randperm(len(rows), generator=generator)[:per_class]]
+        for rows in _rows_by_class(labels, check_count(per_class, "per_class"))
+    ]
+    return torch.cat(chosen).sort().values
+
+
+def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
+    """Ascending indices of the `per_class` rows of every class that are nearest to its mean point.
+
+    `points` (N,m) floats, `labels` (N,).
+    """
+    check_tensor(points, "points", "N,m")
+    check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
+    check_shape(labels, "labels", (len(points),), "with one label per point")
     chosen = []
+    for rows in _rows_by_class(labels, check_count(per_class, "per_class")):
+        own = points[rows].double()
+        off = (own - own.mean(0)).square().sum(1)
+        chosen.append(rows[off.argsort(stable=True)[:per_class]])
+    return torch.cat(chosen).sort().values
+
+
+def _rows_by_class(labels: Tensor, least: int) -> Iterator[Tensor]:
+    """The rows of each class, which must be `least` ones."""
     for label in labels.unique().tolist():
         rows = (labels == label).nonzero().flatten()
-        if len(rows) < per_class:
+        if len(rows) < least:
             raise InputError(
-                f"per_class: expected at most {len(rows)}, the rows of class {label}, "
-                f"got {per_class}"
+                f"per_class: expected at most {len(rows)}, the rows of class {label}, got {least}"
             )
-        chosen.append(rows[torch.randperm(len(rows), generator=generator)[:per_class]])
-    return torch.cat(chosen).sort().values
+        yield rows
 
 
 def _stratified(labels: Tensor, held_count: int, generator: torch.Generator) -> Tensor:

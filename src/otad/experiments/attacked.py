@@ -22,7 +22,6 @@ from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate.suite import defended_of, make_attack
 from otad.experiments.attack_records import AttackedScore
-from otad.experiments.banks import bank_rows
 from otad.experiments.config import RowSpec
 from otad.experiments.rows import predict, predictor
 from otad.experiments.shifts import shifts
@@ -67,11 +66,10 @@ def made_attack(
     return make_attack(name, model, **settled)
 
 
-def inputs_of_bank(base: OTAD, row: RowSpec, data: Dataset, seed: int) -> Tensor | None:
-    """The training inputs of the bank of a row, where they cannot be told from it."""
+def inputs_of_bank(base: OTAD, rows: Tensor | None, data: Dataset) -> Tensor | None:
+    """The training inputs of a bank of these rows, where they cannot be told from it."""
     if only_normalizes(base.backbone):
         return None
-    rows = bank_rows(data.train_y, row.per_class, seed)
     return data.train_x if rows is None else data.train_x[rows]
 
 
@@ -81,6 +79,7 @@ def attack_row(
     base: OTAD,
     data: Dataset,
     *,
+    bank_rows: Tensor | None,
     seed: int,
     report: Report,
     potential: BankPotential | None = None,
@@ -95,7 +94,7 @@ def attack_row(
     chosen = points_of(len(data.test_x), spec.points, seed)
     x, y = data.test_x[chosen], data.test_y[chosen]
     ball = ball_of(spec, backbone)
-    train_x = inputs_of_bank(base, row, data, seed)
+    train_x = inputs_of_bank(base, bank_rows, data)
     search = _Search(backbone if spec.on == "net" else model, x, y, ball, train_x)
     total = len(spec.runs) * len(x)
     replaced = {"bpda": "pgd"} if search.victim is backbone else {}  # nothing to approximate there

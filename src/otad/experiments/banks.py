@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from otad.codec import digest_of
-from otad.data import subset_per_class
+from otad.data import most_central, subset_per_class
 from otad.defense import OTAD, defend
 from otad.experiments.kept import alone
 from otad.experiments.nets import Trained
@@ -75,17 +75,13 @@ def keys_of(metric: Metric, x: Tensor, report: Report) -> Keyed:
     return Keyed(metric, torch.cat(found))
 
 
-def searched(base: OTAD, keyed: Keyed | None, per_class: int | None, seed: int) -> OTAD:
-    """The same bank searched by a metric, with `per_class` random points of each class alone.
-
-    Fewer a class are among more a class, whatever the metric.
-    """
-    if keyed is None and per_class is None:
+def searched(base: OTAD, keyed: Keyed | None, rows: Tensor | None) -> OTAD:
+    """The same bank searched by a metric, or only some rows of it (see `bank_rows`)."""
+    if keyed is None and rows is None:
         return base
     bank, metric, keys = base.bank, None, None
     if keyed is not None:
         metric, keys = keyed.metric, keyed.keys
-    rows = bank_rows(bank.labels, per_class, seed)
     if rows is not None:
         bank = _part(bank, rows.to(bank.inputs.device))
         keys = None if keys is None else keys[rows.to(keys.device)]
@@ -95,12 +91,19 @@ def searched(base: OTAD, keyed: Keyed | None, per_class: int | None, seed: int) 
     ).eval()
 
 
-def bank_rows(labels: Tensor, per_class: int | None, seed: int) -> Tensor | None:
-    """Which points of the train part are in such a bank, None for all."""
+def bank_rows(
+    labels: Tensor, per_class: int | None, seed: int, keys: Tensor | None = None
+) -> Tensor | None:
+    """Which points of the train part are in a bank of `per_class` of each class, None for all.
+
+    Random ones, of which fewer are among more; or, by their keys (N,m), the most central: those
+    nearest to the mean key of their class.
+    """
     if per_class is None:
         return None
-    generator = torch.Generator().manual_seed(seed)
-    return subset_per_class(labels.cpu(), per_class, generator)
+    if keys is None:
+        return subset_per_class(labels.cpu(), per_class, torch.Generator().manual_seed(seed))
+    return most_central(keys, labels.to(keys.device), per_class).cpu()
 
 
 def _part(bank: FeatureBank, rows: Tensor) -> FeatureBank:

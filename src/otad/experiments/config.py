@@ -62,8 +62,9 @@ class RowSpec:
     E" and "NAME SMAPE" for the further measures of a regression; `published_in` says where, and
     what differs there. Without a `smoothness`, that of `OTAD` for the `scope`.
 
-    Neighbors are sought by the keys of a `metric`, among `per_class` random points of each class of
-    the bank if that is given, and a `surrogate` may answer in the place of the exact solver.
+    Neighbors are sought by the keys of a `metric`, among `per_class` points of each class of the
+    bank if that is given, random ones or, if `central`, those whose keys are nearest to the mean
+    key of their class; and a `surrogate` may answer in the place of the exact solver.
     """
 
     net: str
@@ -84,12 +85,18 @@ class RowSpec:
     metric: str | None = None
     surrogate: str | None = None
     per_class: int | None = None
+    central: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self.method, "method", METHODS)
         check_choice(self.scope, "scope", SCOPES)
         if self.per_class is not None:
             check_count(self.per_class, "per_class")
+        if self.central and (self.per_class is None or self.metric is None):
+            raise InputError(
+                "central: expected with a metric and per_class alone, got "
+                f"metric={self.metric!r} and per_class={self.per_class!r}"
+            )
         if self.method == "net" or self.scope == "global":
             for name in ("metric", "surrogate", "per_class"):
                 if getattr(self, name) is not None:

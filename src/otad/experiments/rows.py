@@ -35,7 +35,7 @@ from otad.scores import score_of
 Report = Callable[[int, int], None]
 BATCH = 1000
 OTAD_SETTINGS = ("n_neighbors", "scope", "smoothness", "strong_convexity", "mode", "climb")
-SEARCH_SETTINGS = ("metric", "surrogate", "per_class")
+SEARCH_SETTINGS = ("metric", "surrogate", "per_class", "central")
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 
 
@@ -113,7 +113,7 @@ def evaluate_row(
         if row.method != "net":
             settings = {"n_neighbors": row.n_neighbors}
     named = {name: getattr(row, name) for name in SEARCH_SETTINGS}
-    settings |= {name: value for name, value in named.items() if value is not None}
+    settings |= {name: value for name, value in named.items() if value not in (None, False)}
     if row.lipschitz is not None:
         function = (
             defended_map(model)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from otad.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.data import load
@@ -28,7 +28,7 @@ from otad.defense import OTAD
 from otad.errors import InputError
 from otad.experiments.attack_records import AttackedScore
 from otad.experiments.attacked import attack_row, points_of
-from otad.experiments.banks import Keyed, keys_of, searched, whole_bank
+from otad.experiments.banks import Keyed, bank_rows, keys_of, searched, whole_bank
 from otad.experiments.config import Experiment, RowSpec
 from otad.experiments.kept import Deadline, alone
 from otad.experiments.metrics import TrainedMetric, trained_metric
@@ -168,7 +168,13 @@ class Study:
     def base(self, row: RowSpec) -> OTAD:
         """OTAD over the bank of a row, searched as the row says."""
         keyed = None if row.metric is None else self._keys(row.metric)
-        return searched(self.bank(row.net), keyed, row.per_class, self.seed)
+        return searched(self.bank(row.net), keyed, self.bank_rows(row))
+
+    def bank_rows(self, row: RowSpec) -> Tensor | None:
+        """Which points of the train part the bank of a row has, None for all."""
+        labels = self.net(row.net).data.train_y
+        keys = self._keys(row.metric).keys if row.central and row.metric else None
+        return bank_rows(labels, row.per_class, self.seed, keys)
 
     def model(self, key: str) -> nn.Module:
         """What answers in a row."""
@@ -254,7 +260,8 @@ class Study:
         return tuple(found)
 
     def _candidate_base(self, key: str, trained: Trained, row: RowSpec, label: str) -> OTAD:
-        return searched(self._whole_bank(key, trained, label), None, row.per_class, self.seed)
+        rows = bank_rows(trained.data.train_y, row.per_class, self.seed)
+        return searched(self._whole_bank(key, trained, label), None, rows)
 
     def _row(
         self, label: str, spec: RowSpec, trained: Trained, base: Callable[[], OTAD]
@@ -312,6 +319,7 @@ class Study:
                 row,
                 base(),
                 trained.data,
+                bank_rows=self.bank_rows(row),
                 seed=self.seed,
                 report=partial(self.report, label),
                 potential=None if found is None else found.potential,
@@ -328,7 +336,7 @@ class Study:
         if row is None:
             return None
         row, label = replace(row, surrogate=None), f"regularity of {key}"
-        asked = [row.n_neighbors, row.strong_convexity, row.per_class]
+        asked = [row.n_neighbors, row.strong_convexity, row.per_class, row.central]
         record = self.part(
             label,
             Regularity,

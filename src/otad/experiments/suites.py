@@ -43,7 +43,7 @@ def _run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteR
     device = base.backbone.mean.device
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
-    train_x = inputs_of_bank(base, row, data, study.seed)
+    train_x = inputs_of_bank(base, study.bank_rows(row), data)
     work, label = study.work / "suites" / stem, f"suite on {spec.row}"
     found = evaluate(
         model,

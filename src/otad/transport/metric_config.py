@@ -17,8 +17,8 @@ from otad.transport.recipe import TrainConfig
 class MetricConfig(TrainConfig):
     """Settings of one run of `train_metric`; those of `TrainConfig` hold, but for the energy.
 
-    - `loss`: "neighborhood", "triplet" (semi-hard) or "contrastive" (extra `metric`), with its
-      `margin`; `temperature` is that of the neighborhood.
+    - `loss`: "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive" (the
+      last two by the extra `metric`), with its `margin`; `temperature` is that of the first two.
     - `adversary`: each input is first moved to where its neighbors by the current metric are
       wrong, by ascent on the neighborhood loss; None for plain training.
     - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
@@ -52,8 +52,8 @@ class MetricConfig(TrainConfig):
         self.refuse_changed(("compiled", "replayed"), "nets under attack are not fused")
         if self.references == "bank" and self.loss != "neighborhood":
             raise InputError(
-                f"references: expected 'batch' for the loss {self.loss}, whose triplets or pairs "
-                "with all of a bank are too many, got 'bank'"
+                f"references: expected 'batch' for the loss {self.loss}, whose pairs with all "
+                "of a bank are too many, got 'bank'"
             )
         if not 0 < self.temperature < math.inf:
             raise InputError(f"temperature: expected a positive number, got {self.temperature!r}")

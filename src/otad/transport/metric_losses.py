@@ -12,12 +12,12 @@ from torch import Tensor
 
 from otad.errors import MissingExtraError
 
-LOSSES = {"neighborhood": 0.0, "triplet": 0.2, "contrastive": 1.0}
+LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}
 """Every loss by name, with its usual margin."""
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """keys (B,m), labels (B,), references (R,m), their labels (R,), own place among them (B,) -> mean
-loss. For triplets and pairs the references are the same batch, in the same order."""
+loss. But for "neighborhood" the references are the same batch, in the same order."""
 
 
 def squared_distances(keys: Tensor, references: Tensor) -> Tensor:
@@ -60,25 +60,49 @@ def neighborhood_loss(
     return scores.logsumexp(1) - right.logsumexp(1)
 
 
+def means_loss(
+    keys: Tensor,
+    labels: Tensor,
+    references: Tensor,
+    reference_labels: Tensor,
+    own: Tensor,
+    *,
+    temperature: float = 0.25,
+    margin: float = 0.5,
+) -> Tensor:
+    """Per row (B,), how unlikely its class is by the distance to the mean key of each:
+
+        -log( p_iy ),  p_ic ~ exp(-(|k_i - m_c| + margin [c = y]) / temperature).
+
+    The means are those of the references (R,m); a row's own copy `own` (B,) is left out of its
+    mean. Plain distances, as a map that cannot stretch is certified by their differences. A row
+    alone in its class counts as 0.
+    """
+    alike = (reference_labels[:, None] == reference_labels).to(keys.dtype)
+    counts = alike.sum(1)
+    means = alike @ references / counts[:, None]  # one for each reference: classes are not counted
+    others = counts[own] - 1
+    right_mean = (means[own] * counts[own, None] - references[own]) / others.clamp_min(1)[:, None]
+    scores = -squared_distances(keys, means).clamp_min(1e-12).sqrt() / temperature - counts.log()
+    wrong = scores.masked_fill(labels[:, None] == reference_labels, -math.inf).logsumexp(1)
+    off = (keys - right_mean).square().sum(1).clamp_min(1e-12).sqrt()
+    right = -(off + margin) / temperature
+    return torch.where(others > 0, torch.logaddexp(right, wrong) - right, 0.0)
+
+
 def make_loss(name: str, margin: float, temperature: float) -> Loss:
     """The mean loss over a batch; triplets and pairs are those of pytorch-metric-learning."""
-    if name == "neighborhood":
+    if name not in ("neighborhood", "means"):
+        return _pair_loss(name, margin)
+    row_loss = neighborhood_loss if name == "neighborhood" else means_loss
 
-        def mean_neighborhood(
-            keys: Tensor, labels: Tensor, references: Tensor, their_labels: Tensor, own: Tensor
-        ) -> Tensor:
-            return neighborhood_loss(
-                keys,
-                labels,
-                references,
-                their_labels,
-                temperature=temperature,
-                margin=margin,
-                own=own,
-            ).mean()
+    def mean_over_rows(
+        keys: Tensor, labels: Tensor, references: Tensor, their_labels: Tensor, own: Tensor
+    ) -> Tensor:
+        settings = {"temperature": temperature, "margin": margin}
+        return row_loss(keys, labels, references, their_labels, own=own, **settings).mean()
 
-        return mean_neighborhood
-    return _pair_loss(name, margin)
+    return mean_over_rows
 
 
 def _pair_loss(name: str, margin: float) -> Loss:
