@@ -22,6 +22,7 @@ LAYERS = {
     "otad.types": 0,
     "otad.checks": 0,
     "otad.environment": 0,
+    "otad.file_rows": 0,
     "otad.progress": 0,
     "otad.scores": 0,
     "otad.data": 1,

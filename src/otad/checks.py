@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,7 +49,7 @@ def check_tensor(
 
 def check_finite(value: Tensor, name: str) -> None:
     """Refuse NaN and infinity, naming the first row that holds one."""
-    if bool(torch.isfinite(value.sum())):  # one cheap pass settles almost every call
+    if math.isfinite(value.detach().sum().item()):  # one cheap pass settles almost every call
         return
     good = torch.isfinite(value)
     if not bool(good.all()):

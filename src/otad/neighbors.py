@@ -87,24 +87,22 @@ class NeighborSearch(ABC):
         self._check(queries, k, exclude)
         queries = queries.detach()
         exclude = None if exclude is None else exclude.to(queries.device)
-        indices = torch.empty(len(queries), k, dtype=torch.int64, device=queries.device)
-        distances = torch.empty(len(queries), k, dtype=torch.float64, device=queries.device)
-        pending = torch.arange(len(queries), device=queries.device)
-        size = k + SPARE
+        size = min(k + SPARE, len(self))
+        indices, distances, proved = self._attempts(queries, k, size, exclude, exclude_copies)
+        if bool(proved.all()):
+            return Neighbors(indices, distances)
+        check_finite(queries, "queries")  # if they are not, nothing is ever proved
+        pending = (~proved).nonzero()[:, 0]
         while len(pending):
-            size = min(size, len(self))
-            unproved = []
-            for rows in pending.split(self._rows_at_once(size)):
-                banned = None if exclude is None else exclude[rows]
-                found, lengths, proved = self._attempt(
-                    queries[rows], k, size, banned, exclude_copies
-                )
-                indices[rows], distances[rows] = found, lengths
-                unproved.append(rows[~proved])
-            pending = torch.cat(unproved)
             if size == len(self):
                 self._refuse(pending, k)
-            size *= GROWTH
+            size = min(size * GROWTH, len(self))
+            banned = None if exclude is None else exclude[pending]
+            found, lengths, proved = self._attempts(
+                queries[pending], k, size, banned, exclude_copies
+            )
+            indices[pending], distances[pending] = found, lengths
+            pending = pending[~proved]
         return Neighbors(indices, distances)
 
     @abstractmethod
@@ -112,12 +110,28 @@ class NeighborSearch(ABC):
         """Indices (b, size) of likely neighbors of x (b, d) float64, size < N, and a floor (b,)
         float64 that s^2 |query - point|^2 of every other point is sure to reach."""
 
+    def _attempts(
+        self, queries: Tensor, k: int, size: int, banned: Tensor | None, exclude_copies: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`_attempt` in blocks of queries."""
+        width = self._rows_at_once(size)
+        if len(queries) <= width:
+            return self._attempt(queries, k, size, banned, exclude_copies)
+        blocks = queries.split(width)
+        bans = [None] * len(blocks) if banned is None else banned.split(width)
+        parts = [
+            self._attempt(block, k, size, ban, exclude_copies)
+            for block, ban in zip(blocks, bans, strict=True)
+        ]
+        indices, lengths, proved = (torch.cat(column) for column in zip(*parts, strict=True))
+        return indices, lengths, proved
+
     def _attempt(
         self, queries: Tensor, k: int, size: int, banned: Tensor | None, exclude_copies: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Best k of a shortlist: indices (b, k), distances (b, k), and whether it is proved (b,)"""
-        center = self._center.to(queries.device, torch.float64)
-        x = queries.to(torch.float64, copy=True).sub_(center).mul_(2.0**-self._exponent)
+        queries = queries.double()
+        x = (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
         if size < len(self):
             candidates, floor = self._shortlist(x, size)
             candidates = candidates.sort(dim=1).values  # so that a stable sort keeps index order
@@ -130,23 +144,29 @@ class NeighborSearch(ABC):
         if exclude_copies:
             lengths = lengths.masked_fill(lengths == 0, math.inf)
         lengths, order = lengths.sort(dim=1, stable=True)
-        lengths, order = lengths[:, :k], order[:, :k]
+        lengths, order = lengths[:, :k].contiguous(), order[:, :k]
         reach = (lengths[:, -1] * 2.0**-self._exponent).square()
         norms = _norms(x)
         # room for float64 rounding, and for what float32 flushes to zero
         slack = 1e-12 * (reach + norms.square()) + x.shape[1] * 2.0**-120 * (1 + norms)
-        return candidates.gather(1, order), lengths, (floor > reach + slack) & reach.isfinite()
+        return candidates.gather(1, order), lengths, (floor > reach + slack) & (reach < math.inf)
 
     def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """|query - candidate| in float64 for candidates (b, T)."""
-        width = candidates.shape[1]
-        pairs = candidates.reshape(-1)
-        result = queries.new_empty(len(pairs), dtype=torch.float64)
-        for rows in torch.arange(len(pairs), device=pairs.device).split(self._fit(32)):
-            points = self.points[pairs[rows].to(self.points.device)].to(queries.device)
-            gap = points.double().sub_(queries[rows // width])
-            result[rows] = _ordered_sum(gap.square_())
-        return _square_roots(result).view(candidates.shape)
+        """|query - candidate| for queries (b, d) in float64 and candidates (b, T)."""
+        if candidates.numel() <= self._fit(32):
+            gap = self._gathered(candidates, queries) - queries[:, None]
+            squares = _ordered_sum(gap.square_().flatten(0, 1))
+        else:
+            width, pairs = candidates.shape[1], candidates.reshape(-1)
+            squares = queries.new_empty(len(pairs), dtype=torch.float64)
+            for rows in torch.arange(len(pairs), device=pairs.device).split(self._fit(32)):
+                gap = self._gathered(pairs[rows], queries) - queries[rows // width]
+                squares[rows] = _ordered_sum(gap.square_())
+        return _square_roots(squares).view(candidates.shape)
+
+    def _gathered(self, candidates: Tensor, queries: Tensor) -> Tensor:
+        """The points of these indices, where the queries are."""
+        return self.points[candidates.to(self.points.device)].to(queries.device)
 
     def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(start, y (n, d)) in the working dtype, over all points."""
@@ -183,7 +203,9 @@ class NeighborSearch(ABC):
         return max(1, min(self._fit(48), self.max_bytes // (128 * size), square))
 
     def _check(self, queries: Tensor, k: int, exclude: Tensor | None) -> None:
-        check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES)
+        # On a GPU a look at the numbers would make the host wait: see `__call__`.
+        finite = not queries.is_cuda if isinstance(queries, Tensor) else True
+        check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES, finite=finite)
         width = self.points.shape[1]
         check_shape(queries, "queries", (len(queries), width), "like the points")
         available = len(self)
@@ -208,32 +230,52 @@ class NeighborSearch(ABC):
 
 
 class TorchSearch(NeighborSearch):
-    """Exact search by matrix products in blocks; needs nothing but torch."""
+    """Exact search by matrix products in blocks; needs nothing but torch.
+
+    Points that take up to half of `max_bytes` in float32 are kept ready for the products.
+    """
+
+    def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
+        super().__init__(points, max_bytes=max_bytes)
+        self._ready: Tensor | None = None  # y and |y| (N, d + 1)
+        self._base: tuple[float, Tensor] | None = None  # |y|^2 (1 - slip), for this slip
+        if 8 * len(self) * (points.shape[1] + 1) <= max_bytes:
+            with torch.no_grad():
+                self._ready = torch.cat([right for _, right in self._right_blocks()])
 
     def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         # |computed - true| <= slip (2 |x| |y| + |y|^2) for -2 <x, y> + |y|^2, so one more column,
         # slip |x| against |y|, turns the product itself into a lower bound.
         slip = _slip(min(SECTION, x.shape[1] + 1) + x.shape[1] // SECTION + 1, x.device)
         norms = _norms(x)
-        left = _widened(x, slip * norms)
-        left.mul_(-2)  # here, as a factor in the product itself makes it half as fast on some CPUs
-        best = left.new_empty(len(x), 0)
-        indices = torch.empty(len(x), 0, dtype=torch.int64, device=x.device)
+        left = x.new_empty(len(x), x.shape[1] + 1, dtype=torch.float32)
+        # The factor -2 here, as in the product itself it makes some CPUs half as fast.
+        torch.mul(x, -2, out=left[:, :-1])
+        torch.mul(norms, -2 * slip, out=left[:, -1])
+        base = self._base_for(slip).to(x.device)
         per_block = max(size, self.max_bytes // (16 * len(x)))
-        for start, block in self._scaled_blocks():
-            radii = self._radii[start : start + len(block)]
-            base = (radii.square() * (1 - slip)).to(x.device, torch.float32)
-            right = _widened(block, radii).to(x.device)
-            for offset in range(0, len(block), per_block):
-                part = slice(offset, offset + per_block)
-                bounds = _product(base[part], left, right[part])
-                values, places = bounds.topk(min(size, bounds.shape[1]), largest=False)
-                best = torch.cat([best, values], dim=1)
-                indices = torch.cat([indices, places + (start + offset)], dim=1)
-                if best.shape[1] > size:
-                    best, kept = best.topk(size, largest=False)
-                    indices = indices.gather(1, kept)
+        found: list[tuple[Tensor, Tensor]] = []  # lower bounds and indices, `size` at most
+        for start, block in self._right_blocks():
+            for first in range(start, start + len(block), per_block):
+                part = block[first - start : first - start + per_block].to(x.device)
+                bounds = _product(base[first : first + len(part)], left, part)
+                values, places = bounds.topk(min(size, len(part)), largest=False, sorted=False)
+                found = [_merged([*found, (values, places + first if first else places)], size)]
+        best, indices = found[0]
         return indices, best.amax(1).double() + norms.square()
+
+    def _right_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """(start, y and |y| (n, d + 1)) in float32, over all points."""
+        if self._ready is not None:
+            yield 0, self._ready
+            return
+        for start, block in self._scaled_blocks():
+            yield start, _widened(block, self._radii[start : start + len(block)])
+
+    def _base_for(self, slip: float) -> Tensor:
+        if self._base is None or self._base[0] != slip:
+            self._base = slip, (self._radii.square() * (1 - slip)).float()
+        return self._base[1]
 
 
 class FaissSearch(NeighborSearch):
@@ -269,11 +311,22 @@ def _slip(terms: int, device: torch.device) -> float:
 
 def _product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """base (n,) + left (b, m) right (n, m)^T, in sections of columns."""
-    result = base.expand(len(left), -1).contiguous()
+    result = base.repeat(len(left), 1)  # a copy, even for one row
     for start in range(0, left.shape[1], SECTION):
         columns = slice(start, start + SECTION)
         result.addmm_(left[:, columns], right[:, columns].T)  # in place: autocast lets it be
     return result
+
+
+def _merged(found: list[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+    """The `size` least values (b, size) of several lists, with their indices."""
+    if len(found) == 1:
+        return found[0]
+    values, indices = (torch.cat(column, dim=1) for column in zip(*found, strict=True))
+    if values.shape[1] > size:
+        values, kept = values.topk(size, largest=False, sorted=False)
+        indices = indices.gather(1, kept)
+    return values, indices
 
 
 def _widened(rows: Tensor, column: Tensor) -> Tensor:
@@ -295,7 +348,7 @@ def _ordered_sum(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     while width > 1:
         half = (width + 1) // 2
-        rows[:, : width - half] += rows[:, half:width]
+        rows[:, : width - half].add_(rows[:, half:width])
         width = half
     return rows[:, 0]
 

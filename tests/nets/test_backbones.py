@@ -172,6 +172,8 @@ def test_a_foreign_config_is_refused(config: dict, message: str) -> None:
         (torch.zeros(4, 2, 2, dtype=torch.uint8), "expected dtype float32, got uint8"),
         (torch.zeros(4, 2, 2).double(), "expected dtype float32, got float64"),
         (torch.full((4, 2, 2), float("nan")), "pixels: expected finite values, got nan"),
+        (torch.full((4, 2, 2), float("inf")), "pixels: expected finite values, got inf"),
+        (torch.tensor([0.5, 0.5, 2.0, float("nan")]).view(1, 2, 2), r"got nan at \(0, 1, 1\)"),
         (torch.full((4, 2, 2), 1.5), r"within the declared bounds \(0.0, 1.0\), got .* to 1.5"),
         (torch.full((4, 2, 2), -0.5), "got values from -0.5"),
     ],

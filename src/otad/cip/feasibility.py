@@ -154,7 +154,7 @@ def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor
     images), infinite where none does. The problem's own `smoothness` plays no part.
     """
     with torch.no_grad():
-        gram = gram_of(problem, chunk, bends=bool(problem.strong_convexity.any()))
+        gram = gram_of(problem, chunk, bends=problem.is_bent)
         return _least_smoothness(gram, problem.strong_convexity)
 
 

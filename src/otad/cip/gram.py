@@ -156,28 +156,66 @@ def gram_of(problem: RowProblem, chunk: int | None, *, bends: bool) -> Gram:
 
     `bends` says that some strong convexity is, or may become, other than 0.
     """
-    count = problem.shape[1]
+    return products_of(problem, chunk, bends=bends).gram()
+
+
+@dataclass(frozen=True)
+class Products:
+    """The inner products of a batch as they are computed, batch before neighbors.
+
+    `values` (S,B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K, `squares` (S,B,K) |a_i|^2, each
+    to be summed over its S parts. Without `bends` the values are those of z_1, c_2..c_K alone.
+    """
+
+    values: Tensor
+    squares: Tensor
+    bends: bool
+
+    @property
+    def count(self) -> int:
+        return self.squares.shape[2]
+
+    @property
+    def noise(self) -> float:
+        """Relative rounding error."""
+        return 2e-7 if self.values.dtype == torch.float32 else 1e-13
+
+    def rows(self, rows: Tensor) -> Products:
+        """The products of some rows of the batch."""
+        return Products(self.values[:, rows], self.squares[:, rows], self.bends)
+
+    def gram(self) -> Gram:
+        count = self.count
+        products = _summed(self.values).permute(1, 2, 0).contiguous()
+        squares = _summed(self.squares).mT.contiguous()
+        # The last K rows belong to z_1, c_2..c_K; as c_1 = 0 needs no place, z_1 has taken it.
+        lower = products[-count:]
+        tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
+        lower[0] = 0.0
+        lower[:, count] = 0.0
+        return Gram(
+            cross=lower[:, :count],
+            images=lower[:, count:],
+            tilt=tilt,
+            squared_distance=squares,
+            center=center,
+            offsets=products[:count, :count] if self.bends else None,
+            noise=self.noise,
+        )
+
+
+def _summed(parts: Tensor) -> Tensor:
+    """The sum over the first axis in float64."""
+    return parts[0].double() if len(parts) == 1 else parts.sum(0, dtype=torch.float64)
+
+
+def products_of(problem: RowProblem, chunk: int | None, *, bends: bool) -> Products:
+    """One pass over the neighbors: by the kernels where they apply, else in blocks of rows."""
     if streams(problem):
-        products, squares = streamed_products(problem, bends=bends)
+        values, squares = streamed_products(problem, bends=bends)
     else:
-        products, squares = _products(problem, chunk, bends=bends)
-    noise = 2e-7 if products.dtype == torch.float32 else 1e-13
-    products = products.permute(1, 2, 0).double().contiguous()
-    squares = squares.mT.double().contiguous()
-    # The last K rows belong to z_1, c_2..c_K; as c_1 = 0 needs no place, z_1 has taken it.
-    lower = products[-count:]
-    tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
-    lower[0] = 0.0
-    lower[:, count] = 0.0
-    return Gram(
-        cross=lower[:, :count],
-        images=lower[:, count:],
-        tilt=tilt,
-        squared_distance=squares,
-        center=center,
-        offsets=products[:count, :count] if bends else None,
-        noise=noise,
-    )
+        values, squares = (part[None] for part in _products(problem, chunk, bends=bends))
+    return Products(values, squares, bends)
 
 
 def _products(problem: RowProblem, chunk: int | None, *, bends: bool) -> tuple[Tensor, Tensor]:

@@ -16,17 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.cip.fused import streamed_combination, streams
+from otad.cip.fused import streamed_combination, streamed_dots, streams
 from otad.cip.gram import for_blocks, rows_per_block
+from otad.cip.problem import BankProblem
 from otad.cip.rows import RowProblem, blocks
 
 
 def assemble(
-    problem: RowProblem, multipliers: Tensor, strong_convexity: Tensor, chunk: int | None
+    problem: RowProblem,
+    multipliers: Tensor,
+    strong_convexity: Tensor,
+    chunk: int | None,
+    bent: bool | None = None,
 ) -> Tensor:
-    """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows."""
+    """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows.
+
+    `bent`: whether some l may be other than 0; None to look.
+    """
     image = _combination(problem, multipliers, chunk, anchors=False)
-    if bool(strong_convexity.any()):
+    if bool(strong_convexity.any()) if bent is None else bent:
         mean = _combination(problem, multipliers, chunk, anchors=True)
         image -= strong_convexity[:, None].to(image.dtype) * (mean - problem.query.detach())
     return image
@@ -62,9 +70,11 @@ class ImplicitMap(torch.autograd.Function):
         sensitivity: Tensor,
         strong_convexity: Tensor,
         chunk: int | None,
+        bent: bool | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        image = assemble(problem, multipliers, strong_convexity, chunk)
-        ctx.problem, ctx.chunk = problem, chunk
+        bent = bool(strong_convexity.any()) if bent is None else bent
+        image = assemble(problem, multipliers, strong_convexity, chunk, bent)
+        ctx.problem, ctx.chunk, ctx.bent = problem, chunk, bent
         slope = image.masked_fill(value.isnan()[:, None], 0.0)  # a failed row's value is constant
         ctx.save_for_backward(slope, sensitivity, strong_convexity)
         # Copies: an output that shares memory with an input would confuse autograd.
@@ -79,8 +89,10 @@ class ImplicitMap(torch.autograd.Function):
         dtype = slope.dtype
         low = strong_convexity.to(dtype)[:, None]
         grad = low * image_grad + value_grad[:, None] * slope
-        bent = bool(strong_convexity.any())
-        problem = ctx.problem
+        problem, bent = ctx.problem, ctx.bent
+        if streams(problem):
+            grad += _streamed_slope(problem, image_grad, multiplier_grad, sensitivity, low, bent)
+            return grad, None, None, None, None, None, None, None
 
         def work(rows: slice) -> None:
             lines = problem.images_of(rows).to(dtype)
@@ -91,4 +103,24 @@ class ImplicitMap(torch.autograd.Function):
             grad[rows] += (push[:, None] @ lines)[:, 0]
 
         for_blocks(problem, ctx.chunk, work)
-        return grad, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None
+
+
+def _streamed_slope(
+    problem: BankProblem,
+    image_grad: Tensor,
+    multiplier_grad: Tensor,
+    sensitivity: Tensor,
+    low: Tensor,
+    bent: bool,
+) -> Tensor:
+    """Z~^T H (Z~ g + h) for the gradients g (B,d) by the image and h (B,K) by the multipliers."""
+    indices = problem.indices
+    pull = streamed_dots(problem.features, indices, image_grad) + multiplier_grad
+    if bent:
+        pull -= low * streamed_dots(problem.inputs, indices, image_grad)
+    push = (sensitivity @ pull[..., None])[..., 0].to(image_grad.dtype)
+    slope = streamed_combination(problem.features, indices, push)
+    if bent:
+        slope -= low * streamed_combination(problem.inputs, indices, push)
+    return slope

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batches"])
 def gram_kernel(
     query,
     inputs,
@@ -16,14 +16,18 @@ def gram_kernel(
     indices,
     products,
     squares,
+    batches,
     dim,
-    count,
+    count: tl.constexpr,
     padded: tl.constexpr,
     bends: tl.constexpr,
+    length: tl.constexpr,
     width: tl.constexpr,
 ):
-    """One program per query: all inner products of its stack, in one pass over its neighbors."""
+    """One program per query and segment of `length` features: all inner products of the stack
+    there, in one pass over the neighbors."""
     batch = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * length
     k = tl.arange(0, padded)
     real = k < count
     rows = tl.load(indices + batch * count + k, mask=real, other=0)
@@ -32,8 +36,8 @@ def gram_kernel(
     image = tl.zeros((padded, padded), dtype=tl.float32)
     offset = tl.zeros((padded, padded), dtype=tl.float32)
     square = tl.zeros((padded,), dtype=tl.float32)
-    for start in range(0, dim, width):
-        j = start + tl.arange(0, width)
+    for start in range(0, length, width):
+        j = first + start + tl.arange(0, width)
         inside = j < dim
         mask = real[:, None] & inside[None, :]
         place = rows[:, None] * dim + j[None, :]
@@ -52,20 +56,21 @@ def gram_kernel(
         square += tl.sum(a * a, axis=1)
 
     lines = 2 * count if bends else count
-    lower = products + (batch * lines + lines - count) * 2 * count
+    part = tl.program_id(1) * batches + batch
+    upper = products + part * lines * 2 * count
+    lower = upper + (lines - count) * 2 * count
     place = k[:, None] * 2 * count + k[None, :]
     mask = real[:, None] & real[None, :]
     tl.store(lower + place, cross, mask=mask)
     tl.store(lower + count + place, image, mask=mask)
     if bends:
-        upper = products + batch * lines * 2 * count
         tl.store(upper + place, offset, mask=mask)
         tl.store(upper + count + place, tl.trans(cross), mask=mask)
-    tl.store(squares + batch * count + k, square, mask=real)
+    tl.store(squares + part * count + k, square, mask=real)
 
 
 @triton.jit
-def combine_kernel(points, indices, weights, total, dim, count, width: tl.constexpr):
+def combine_kernel(points, indices, weights, total, dim, count: tl.constexpr, width: tl.constexpr):
     """One program per query and stretch of `width` features; zero weights cost no reading."""
     batch = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -79,3 +84,34 @@ def combine_kernel(points, indices, weights, total, dim, count, width: tl.conste
                 tl.float32
             )
     tl.store(total + batch * dim + j, answer, mask=inside)
+
+
+@triton.jit(do_not_specialize=["batches"])
+def dot_kernel(
+    points,
+    indices,
+    vectors,
+    dots,
+    batches,
+    dim,
+    count: tl.constexpr,
+    padded: tl.constexpr,
+    length: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One program per query and segment: the products of its neighbors with its own vector."""
+    batch = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * length
+    k = tl.arange(0, padded)
+    real = k < count
+    rows = tl.load(indices + batch * count + k, mask=real, other=0)
+    total = tl.zeros((padded,), dtype=tl.float32)
+    for start in range(0, length, width):
+        j = first + start + tl.arange(0, width)
+        inside = j < dim
+        mask = real[:, None] & inside[None, :]
+        vector = tl.load(vectors + batch * dim + j, mask=inside, other=0.0)
+        point = tl.load(points + rows[:, None] * dim + j[None, :], mask=mask, other=0.0)
+        total += tl.sum(point.to(tl.float32) * vector[None, :], axis=1)
+    part = tl.program_id(1) * batches + batch
+    tl.store(dots + part * count + k, total, mask=real)

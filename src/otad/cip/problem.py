@@ -12,7 +12,9 @@ and the answer (v, z') = (h(x'), grad h(x')) obey
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from otad.checks import STORAGE_DTYPES, check_alike, check_finite, check_shape, 
 from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
+from otad.file_rows import gathered, in_file
+
+_BROUGHT_BYTES = 2**29  # of a bank that is elsewhere, held at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +33,8 @@ class CipProblem:
     """Queries (B,d) with their anchors (B,K,d) and images (B,K,d), all of one dtype and device.
 
     `smoothness` (L > 0) and `strong_convexity` (l < L, may be negative) are numbers or one value
-    per row; they are kept as float64 tensors (B,). Gradients flow through `query` alone.
+    per row; they are kept as float64 tensors (B,). `is_bent`: whether some strong convexity is
+    other than 0. Gradients flow through `query` alone.
     """
 
     query: Tensor
@@ -36,6 +42,7 @@ class CipProblem:
     images: Tensor
     smoothness: Tensor
     strong_convexity: Tensor
+    is_bent: bool
 
     def __init__(
         self,
@@ -83,7 +90,7 @@ class BankProblem:
 
     Rows are gathered only while a block of them is worked on, so a batch never needs its
     B*K*d neighbors in memory at once. The bank may be half precision and may live on another
-    device (or memory-mapped on disk); it is taken to be finite.
+    device or in a file it is mapped from; it is taken to be finite.
     """
 
     query: Tensor
@@ -92,6 +99,7 @@ class BankProblem:
     indices: Tensor
     smoothness: Tensor
     strong_convexity: Tensor
+    is_bent: bool
 
     def __init__(
         self,
@@ -102,7 +110,7 @@ class BankProblem:
         smoothness: float | Tensor,
         strong_convexity: float | Tensor = 0.0,
     ) -> None:
-        check_tensor(query, "query", "B,d")
+        check_tensor(query, "query", "B,d", finite=False)
         check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
         check_tensor(features, "features", "N,d", dtypes=STORAGE_DTYPES, finite=False)
         check_tensor(indices, "indices", "B,K", dtypes=(torch.int64,), finite=False)
@@ -113,11 +121,7 @@ class BankProblem:
         check_alike(features, "features", inputs, "inputs")
         for name, tensor in (("inputs", inputs), ("features", features)):
             _refuse_gradient(tensor, name)
-        low, high = (int(bound) for bound in torch.aminmax(indices))
-        if low < 0 or high >= len(inputs):
-            raise InputError(
-                f"indices: expected bank rows 0 to {len(inputs) - 1}, got {low} to {high}"
-            )
+        _check_values(query, indices, len(inputs))
         curvature = _curvature(smoothness, strong_convexity, query)
         _fill(self, query, inputs, features, indices.to(inputs.device), *curvature)
 
@@ -129,27 +133,63 @@ class BankProblem:
 
     def anchors_of(self, rows: slice) -> Tensor:
         """The gathered anchors of some rows, on the query's device, in the bank's dtype."""
-        return self.inputs[self.indices[rows]].to(self.query.device)
+        return gathered(self.inputs, self.indices[rows], self.query.device)
 
     def images_of(self, rows: slice) -> Tensor:
         """The gathered images of some rows, on the query's device, in the bank's dtype."""
-        return self.features[self.indices[rows]].to(self.query.device)
+        return gathered(self.features, self.indices[rows], self.query.device)
+
+    def brought(self) -> BankProblem:
+        """The same with the rows it needs at the query, each read once, if they are elsewhere.
+
+        That is on another device or in a file, and unless they are more than fits: then they are
+        read block by block, whenever they are needed.
+        """
+        bank, device = (self.inputs, self.features), self.query.device
+        if self.inputs.device == device and in_file(self.inputs) is None:
+            return self
+        used, places = self.indices.cpu().unique(return_inverse=True)  # as they lie in the file
+        if 2 * len(used) * self.inputs[0].nbytes > _BROUGHT_BYTES:
+            return self
+        near = (gathered(part, used, device) for part in bank)
+        same = object.__new__(BankProblem)
+        curvature = self.smoothness, self.strong_convexity, self.is_bent
+        _fill(same, self.query, *near, places.to(device), *curvature)
+        return same
 
     def residual(self, solution: CipSolution) -> Tensor:
         """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
         return kkt_residual(self, solution)
 
 
-def _fill(frozen: CipProblem | BankProblem, *values: Tensor) -> None:
+def _fill(frozen: CipProblem | BankProblem, *values: object) -> None:
     for name, value in zip(frozen.__dataclass_fields__, values, strict=True):
         object.__setattr__(frozen, name, value)
 
 
+def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
+    """Finite queries, and indices below `points`; one look at the device settles almost all."""
+    ends = torch.aminmax(indices)
+    if query.device == indices.device:
+        total = query.detach().sum(dtype=torch.float64)
+        found = torch.stack((total, *(end.double() for end in ends))).tolist()
+        if math.isfinite(found[0]) and found[1] >= 0 and found[2] < points:
+            return
+    check_finite(query, "query")
+    low, high = (int(end) for end in ends)
+    if low < 0 or high >= points:
+        raise InputError(f"indices: expected bank rows 0 to {points - 1}, got {low} to {high}")
+
+
 def _curvature(
     smoothness: float | Tensor, strong_convexity: float | Tensor, query: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, bool]:
+    """L and l (B,), and whether some l is other than 0; numbers are checked as such."""
     high = _per_row(smoothness, "smoothness", query)
     low = _per_row(strong_convexity, "strong_convexity", query)
+    numbers = _is_number(smoothness) and _is_number(strong_convexity)
+    if numbers and 0 < smoothness > strong_convexity:
+        return high, low, bool(strong_convexity != 0)
     for bad, name, rule in (
         (high <= 0, "smoothness", "above 0"),
         (high <= low, "smoothness", "above strong_convexity"),
@@ -160,7 +200,11 @@ def _curvature(
                 f"{name}: expected a value {rule}, got smoothness {high[row].item()} "
                 f"and strong_convexity {low[row].item()} in row {row}"
             )
-    return high, low
+    return high, low, bool(low.any())
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
@@ -174,10 +218,11 @@ def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
             raise InputError(f"{name}: expected device {query.device}, got {value.device}")
         check_finite(value, name)
         return value.detach().double()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         raise InputError(f"{name}: expected a number or a tensor (B,), got {type(value).__name__}")
-    row = torch.full((batch,), float(value), dtype=torch.float64, device=query.device)
-    return check_tensor(row, name, "B")
+    if not math.isfinite(value):
+        raise InputError(f"{name}: expected finite values, got {value} at (0,)")
+    return torch.full((batch,), float(value), dtype=torch.float64, device=query.device)
 
 
 def _refuse_gradient(tensor: Tensor, name: str) -> None:

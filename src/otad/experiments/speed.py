@@ -13,6 +13,7 @@ from otad.defense import OTAD
 from otad.experiments.cost import run_probe
 from otad.experiments.learned_records import SpeedRecord
 from otad.experiments.specs import SpeedSpec
+from otad.experiments.steps import STEPS
 from otad.experiments.study import Study
 from otad.transport.bank import FeatureBank
 
@@ -27,7 +28,8 @@ def measure_speeds(study: Study, spec: SpeedSpec) -> tuple[SpeedRecord, ...]:
         with tempfile.TemporaryDirectory(prefix="otad-speed-") as folder:
             for place in (None,) if is_net else spec.places:
                 label = f"speed of {key}" + ("" if place is None else f", bank in {place}")
-                asked = [spec.queries, spec.batch_size, spec.threads, spec.steps, place]
+                steps = list(STEPS) if spec.steps else None
+                asked = [spec.queries, spec.batch_size, spec.threads, steps, place]
                 record = study.part(
                     label,
                     SpeedRecord,

@@ -4,7 +4,7 @@
         [--disk] [--net] [--steps]
 
 MODEL is a model folder, QUERIES a safetensors file with `x` and `y`. The bank is on the device, or
-with --disk mapped from its file; with --net the backbone alone answers. One line of JSON comes out.
+with --disk in its file; with --net the backbone alone answers. One line of JSON comes out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     square @ square  # starts the driver of a GPU and loads the matrix library
     before = resident_now()
     started = time.perf_counter()
-    # Its seal was checked when it was written, a moment ago; reading it would take its memory.
+    # Its seal was checked when it was written, a moment ago.
     model = load(options.model, device=options.device, resident=not options.disk, verify=False)
     answer = model.backbone if options.net else model
     loaded = time.perf_counter() - started
@@ -67,10 +67,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "accuracy": 100 * float((outputs.argmax(1) == data["y"]).double().mean()),
     }
     if options.steps and not options.net:
-        times = [time_steps(model, batch.to(device)) for batch in batches]
+        times = [(len(batch), time_steps(model, batch.to(device))) for batch in batches]
         found["steps"] = {
-            name: 1000 * statistics.median(one[name] for one in times) / options.batch_size
-            for name in times[0]
+            name: 1000 * statistics.median(steps.get(name, 0.0) / count for count, steps in times)
+            for name in dict.fromkeys(name for _, steps in times for name in steps)
         }
     return found
 

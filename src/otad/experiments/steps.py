@@ -1,65 +1,99 @@
-"""How long each step of the defense takes."""
+"""How long each step of the defense takes: the very calls that answer a query, one by one."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from otad.cip import ExactCip
-from otad.cip.gram import gram_of
-from otad.cip.relax import Relaxation
+from otad.cip import BankProblem, ExactCip
+from otad.cip.gram import Gram
+from otad.cip.relax import Curvature, Relaxation
+from otad.cip.row_stage import fits
 from otad.defense import OTAD
 from otad.regularity import problem_of
 
 T = TypeVar("T")
-STEPS = ("search", "products", "feasibility", "QP")
+STEPS = ("search", "rows", "products", "potentials and QP", "feasibility", "QP", "image")
+"""All steps there are, in their order. No model has all of them: see `time_steps`."""
 
 
 @torch.no_grad()
 def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     """Seconds of each step for a batch of inputs, on the device of the model.
 
-    - "search": embedding, key, neighbors;
-    - "products": the inner products of the neighbors, which both of the following need;
-    - "feasibility": L and potentials, eq. (2), which the paper solves as a linear program;
-    - "QP": eq. (3), and putting the feature together.
+    - "search": checks, embedding, key, neighbors;
+    - "rows": the pairs of the neighbors brought from a bank in a file or on another device;
+    - "products": the inner products of the neighbors;
+    - "feasibility": L and longest paths, eq. (2), which the paper solves as a linear program;
+    - "QP": potentials, and eq. (3);
+    - "image": the feature put together and read by the head.
 
-    A network in the solver's place has one step, "network", after the search.
+    A GPU does "potentials and QP" in one kernel. A network in the solver's place has one step,
+    "network", after the search, and a map of the whole bank is one step, "one map".
     """
-    backbone = model.backbone
-    device = backbone.mean.device
+    clock = _Clock(model.backbone.mean.device)
+    if model.scope == "global":
+        clock("one map", lambda: model(x))
+        return clock.seconds
 
-    def sought() -> tuple[Tensor, Tensor]:
-        embedded = backbone.embed(x)
-        located = embedded if model.metric is None else model.locate(x)
-        return embedded, model.neighbors(located).indices
+    def sought() -> BankProblem:
+        inputs = model.backbone.check_inputs(x)
+        embedded = model.backbone.embed(inputs)
+        located = embedded if model.metric is None else model.locate(inputs)
+        return problem_of(model, embedded, model.neighbors(located).indices)
 
-    (embedded, indices), search = _timed(sought, device)
-    problem, solver = problem_of(model, embedded, indices), model.solver
-    solved = _timed(lambda: solver(problem), device)[1]
+    problem, solver = clock("search", sought), model.solver
     if not isinstance(solver, ExactCip):
-        return {"search": search, "network": solved}
-    falls = solver.climb is not None and solver.climb[1] > 0
-    bends = falls or bool(problem.strong_convexity.any())
-    gram, products = _timed(lambda: gram_of(problem, solver.chunk, bends=bends), device)
-    cap = torch.inf if solver.max_smoothness is None else solver.max_smoothness
-    relaxed = Relaxation(solver.climb, cap, solver.spares)
-    asked = problem.smoothness, problem.strong_convexity
-    feasibility = _timed(lambda: relaxed(gram, *asked), device)[1]
-    rest = max(0.0, solved - products - feasibility)
-    return dict(zip(STEPS, (search, products, feasibility, rest), strict=True))
+        clock("network", lambda: model.backbone.head(solver(problem).image))
+        return clock.seconds
+    near = clock("rows", problem.brought)
+    if near is problem:
+        del clock.seconds["rows"]  # they are read where they are, by the steps that need them
+    products = clock("products", lambda: solver.products(near))
+    if fits(products):
+        answer = clock("potentials and QP", lambda: solver.answer(near, products, solver.stage))
+    else:
+        plain = solver.stage.relaxation
+        watched = _Watched(plain.climb, plain.max_smoothness, plain.spares, clock)
+        stage = replace(solver.stage, relaxation=watched)
+        answer = clock("QP", lambda: solver.answer(near, products, stage))
+        clock.seconds["QP"] -= clock.seconds["feasibility"]  # which was a part of it
+    clock("image", lambda: model.backbone.head(solver.solution(near, answer).image))
+    return {step: clock.seconds[step] for step in STEPS if step in clock.seconds}
 
 
-def _timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    wait(device)
-    started = time.perf_counter()
-    result = work()
-    wait(device)
-    return result, time.perf_counter() - started
+@dataclass(frozen=True)
+class _Clock:
+    """Seconds by name of what was done on a device."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, name: str, work: Callable[[], T]) -> T:
+        wait(self.device)
+        started = time.perf_counter()
+        result = work()
+        wait(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        return result
+
+
+@dataclass(frozen=True)
+class _Watched(Relaxation):
+    """A relaxation that tells a clock how long it takes."""
+
+    clock: _Clock
+
+    def __call__(
+        self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor
+    ) -> tuple[Curvature, Tensor, Tensor]:
+        relaxed = super().__call__
+        return self.clock("feasibility", lambda: relaxed(gram, smoothness, strong_convexity))
 
 
 def wait(device: torch.device) -> None:

@@ -58,14 +58,16 @@ class InputNet(nn.Module):
     def check_inputs(self, x: object, name: str = "x") -> Tensor:
         """Inputs (B,*input_shape) of the net's dtype, finite and within the declared bounds."""
         axes = ",".join(["B", *(str(size) for size in self.input_shape)])
-        inputs = check_tensor(x, name, axes, dtypes=(self.mean.dtype,))
+        bounds = self.bounds
+        inputs = check_tensor(x, name, axes, dtypes=(self.mean.dtype,), finite=bounds is None)
         expected = (inputs.shape[0], *self.input_shape)
         check_shape(inputs, name, expected, "as the net declares")
-        if self.bounds is not None:
-            low, high = (float(value) for value in torch.aminmax(inputs.detach()))
-            if low < self.bounds[0] or high > self.bounds[1]:
+        if bounds is not None:
+            low, high = torch.stack(torch.aminmax(inputs.detach())).tolist()
+            if not bounds[0] <= low <= high <= bounds[1]:  # nor where one of them is NaN
+                check_finite(inputs, name)
                 raise InputError(
-                    f"{name}: expected values within the declared bounds {self.bounds}, "
+                    f"{name}: expected values within the declared bounds {bounds}, "
                     f"got values from {low} to {high}"
                 )
         return inputs

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from otad.checks import check_alike, check_count, check_finite, check_shape, check_tensor
 from otad.errors import InputError
+from otad.file_rows import block_of, gathered, remember
 from otad.transport.checkpoint import fingerprint as tensor_fingerprint
 from otad.transport.files import BLOCK_BYTES, SealedWriter, check_seal, read_sealed, replacing
 
@@ -30,9 +31,9 @@ class FeatureBank:
     """Pairs of inputs x_i (N, d) and features z_i (N, d) in the same R^d, with labels (N,).
 
     Labels are class numbers (int64) or targets (float32). Inputs and features are kept in float16,
-    bfloat16 or float32, in memory or mapped from a file. `fingerprint` names the net and the data
-    they come from (see `fingerprint_of`). With `verify` all values are read once and must be
-    finite.
+    bfloat16 or float32, in memory or mapped from a file, of which `gather` and the solvers read the
+    rows they need and keep none. `fingerprint` names the net and the data they come from (see
+    `fingerprint_of`). With `verify` all values are read once and must be finite.
     """
 
     inputs: Tensor
@@ -82,9 +83,10 @@ class FeatureBank:
         low, high = (int(bound) for bound in indices.aminmax())
         if low < 0 or high >= len(self):
             raise InputError(f"indices: expected 0 to {len(self) - 1}, got {low} to {high}")
-        where = indices.to(self.inputs.device)
-        inputs, features = self.inputs[where], self.features[where]
-        return inputs.to(indices.device, dtype), features.to(indices.device, dtype)
+        inputs, features = (
+            gathered(part, indices, indices.device) for part in (self.inputs, self.features)
+        )
+        return inputs.to(dtype), features.to(dtype)
 
     def subset(self, per_class: int, generator: torch.Generator) -> FeatureBank:
         """`per_class` random points of each class, in the order of the bank, in memory."""
@@ -103,8 +105,8 @@ class FeatureBank:
         part = hashlib.sha256(self.fingerprint.encode())
         part.update(tensor_fingerprint({"subset": where}).encode())
         return FeatureBank(
-            self.inputs[where],
-            self.features[where],
+            gathered(self.inputs, where),
+            gathered(self.features, where),
             self.labels[where],
             part.hexdigest(),
             verify=False,
@@ -188,13 +190,17 @@ class FeatureBank:
                 f"{path}: expected the bank of net and data {expect_fingerprint}, got the bank of "
                 f"{fingerprint}"
             )
-        if not mmap:
+        if mmap:
+            remember(path, {name: tensors[name] for name in ("inputs", "features")})
+        else:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return cls(**tensors, fingerprint=fingerprint, verify=verify)
 
     def _blocks(self) -> Blocks:
         rows = max(1, BLOCK_BYTES // (4 * self.dim))
-        yield from zip(self.inputs.split(rows), self.features.split(rows), strict=True)
+        for start in range(0, len(self), rows):
+            stop = start + rows
+            yield block_of(self.inputs, start, stop), block_of(self.features, start, stop)
 
 
 def fingerprint_of(

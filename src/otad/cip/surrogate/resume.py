@@ -57,7 +57,8 @@ def run_identity(
     """
     settings = asdict(config) | {"device": torch.device(config.device).type}
     del settings["log_every"]
-    tensors = {name: getattr(problems, name) for name in problems.__dataclass_fields__}
+    parts = {name: getattr(problems, name) for name in problems.__dataclass_fields__}
+    tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
     if own_features is not None:
         tensors["own_features"] = own_features
     if source is not None:
