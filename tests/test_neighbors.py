@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import otad.neighbors
 from otad.errors import InputError, MissingExtraError
+from otad.file_rows import in_file, remember
 from otad.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
 
 
@@ -168,6 +170,17 @@ def test_memory_mapped_points(tmp_path: Path, search_type, generator) -> None:
     mapped = torch.from_file(str(tmp_path / "points"), size=2400, dtype=torch.float16).view(200, 12)
     queries = torch.rand(10, 12, generator=generator)
     assert_same(search_type(mapped, max_bytes=2**16)(queries, 5), search_type(points)(queries, 5))
+
+
+def test_points_of_a_file_are_read_by_their_position(tmp_path: Path, generator) -> None:
+    points = torch.rand(200, 12, generator=generator).half()
+    save_file({"points": points}, tmp_path / "points")
+    mapped = load_file(tmp_path / "points")["points"]
+    remember(tmp_path / "points", {"points": mapped})
+    search = TorchSearch(mapped, max_bytes=2**16)
+    assert in_file(search.points) is not None
+    queries = torch.rand(10, 12, generator=generator)
+    assert_same(search(queries, 5), TorchSearch(points)(queries, 5))
 
 
 def test_rounded_matrix_products_change_nothing(generator, monkeypatch) -> None:

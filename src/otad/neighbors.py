@@ -21,6 +21,7 @@ from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_count, check_finite, check_shape, check_tensor
 from otad.errors import InputError, MissingExtraError
+from otad.file_rows import block_of, gathered
 
 FLOAT32_ROUNDOFF = 2.0**-24
 # What the user's setting lets a matrix product round its inputs to; else all of float32 is kept.
@@ -55,7 +56,7 @@ class NeighborSearch(ABC):
 
     def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
         check_tensor(points, "points", "N,d", dtypes=STORAGE_DTYPES, finite=False)
-        self.points = points.detach()
+        self.points = points.detach() if points.requires_grad else points
         self.max_bytes = check_count(max_bytes, "max_bytes", least=2**16)
         self._work_dtype = torch.promote_types(points.dtype, torch.float32)
         with torch.no_grad():
@@ -166,7 +167,7 @@ class NeighborSearch(ABC):
 
     def _gathered(self, candidates: Tensor, queries: Tensor) -> Tensor:
         """The points of these indices, where the queries are."""
-        return self.points[candidates.to(self.points.device)].to(queries.device)
+        return gathered(self.points, candidates, queries.device)
 
     def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(start, y (n, d)) in the working dtype, over all points."""
@@ -176,7 +177,7 @@ class NeighborSearch(ABC):
     def _blocks(self) -> Iterator[tuple[int, Tensor]]:
         rows = self._fit(24)
         for start in range(0, len(self), rows):
-            yield start, self.points[start : start + rows].to(self._work_dtype)
+            yield start, block_of(self.points, start, start + rows).to(self._work_dtype)
 
     def _mean(self) -> Tensor:
         total = torch.zeros_like(self.points[0], dtype=torch.float64)
