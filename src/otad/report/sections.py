@@ -18,7 +18,7 @@ FLOAT32_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 TIMES = " \N{MULTIPLICATION SIGN} "
 TITLES = {
     NET: "the network alone",
-    DEFENDED: "OTAD: exact convex integration",
+    DEFENDED: "OTAD: convex integration",
     MAJORITY: "majority of the same neighbors",
     MEAN_FEATURE: "mean feature of the same neighbors",
 }
