@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_model_files import QUERIES, edit, flip, model, part, put_pickle, same
+from test_model_files import QUERIES, cut_short, edit, flip, model, part, put_pickle, same
 
 import otad
 from otad.errors import InputError
-from otad.transport import files
 
 
 def one_map(seed: int = 0, **options: Any) -> otad.OTAD:
@@ -131,23 +129,10 @@ def test_refusals(folder: Path, damage: Callable[[Path], None], message: str) ->
 
 
 @pytest.mark.parametrize("renames", range(1, 5))
-def test_a_save_that_is_cut_short_leaves_the_old_model(
-    folder: Path, monkeypatch: Any, renames: int
-) -> None:
+def test_a_save_that_is_cut_short_leaves_the_old_model(folder: Path, renames: int) -> None:
     """Before each of the four renames of a save: network, bank, levels, card."""
-    rename, left = os.replace, renames
-
-    def rename_or_stop(source: Path, target: Path) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    monkeypatch.setattr(files.os, "replace", rename_or_stop)
-    with pytest.raises(KeyboardInterrupt):
+    with cut_short(before_rename=renames):
         one_map(seed=1).save(folder)
-    monkeypatch.undo()
     assert same(otad.load(folder), one_map())
     one_map(seed=2).save(folder)
     assert same(otad.load(folder), one_map(seed=2))

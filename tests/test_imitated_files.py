@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from imitated import estimated, exact, images
-from test_model_files import edit, flip, part, put_pickle
+from test_model_files import cut_short, edit, flip, part, put_pickle
 
 import otad
 from otad.cip.surrogate import CipNet
 from otad.defense import OTAD
 from otad.errors import InputError
-from otad.transport import files
 
 X, _ = images(10, seed=6)
 
@@ -122,23 +119,10 @@ def test_refusals(folder: Path, damage: Callable[[Path], None], message: str) ->
 
 
 @pytest.mark.parametrize("renames", range(1, 5))
-def test_a_save_that_is_cut_short_leaves_the_old_model(
-    folder: Path, monkeypatch: Any, renames: int
-) -> None:
+def test_a_save_that_is_cut_short_leaves_the_old_model(folder: Path, renames: int) -> None:
     """Before each of the four renames of a save: network, bank, surrogate, card."""
-    rename, left = os.replace, renames
-
-    def rename_or_stop(source: Path, target: Path) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    monkeypatch.setattr(files.os, "replace", rename_or_stop)
-    with pytest.raises(KeyboardInterrupt):
+    with cut_short(before_rename=renames):
         other().save(folder)
-    monkeypatch.undo()
     assert same(otad.load(folder), estimated("fc"))
     other().save(folder)
     assert same(otad.load(folder), other())

@@ -8,7 +8,8 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,24 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, ("sprung",))
+
+
+@contextmanager
+def cut_short(*, before_rename: int) -> Iterator[None]:
+    """Whatever writes files within is interrupted before the given one takes its place."""
+    rename, left = os.replace, before_rename
+
+    def rename_or_stop(source: Path, target: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.os, "replace", rename_or_stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def put_pickle(folder: Path, kind: str) -> None:
