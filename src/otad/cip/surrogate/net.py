@@ -162,34 +162,39 @@ class CipNet(nn.Module):
         modulus = problem.smoothness[rows].to(query.dtype)[:, None, None] - low
         if bool(low.any()):
             images = images - low * (anchors - query)
-        points = torch.cat([query, anchors], dim=1) - anchors.mean(1, keepdim=True)
-        center = images.mean(1, keepdim=True)
-        features = images - center
-        reach, spread = _root_mean_square(points), _root_mean_square(features)
+        middle, center = anchors.mean(1, keepdim=True), images.mean(1, keepdim=True)
+        query, anchors, features = query - middle, anchors - middle, images - center
+        reach, spread = _root_mean_square(query, anchors), _root_mean_square(features)
 
-        tokens = self._tokens(points / reach, features / spread)
+        tokens = self._tokens(query, anchors, features, reach, spread)
         tokens = tokens + modulus * reach / (modulus * reach + spread) * self.curvature
         for block in self.blocks:
             tokens, _ = block(tokens)
         tokens = self.norm(tokens)
         weights = self.score(tokens[:, -images.shape[1] :]).softmax(1).to(query.dtype)
-        # Not a matrix product: under autocast that would round the features.
-        image = center[:, 0] + (weights * features).sum(1)
+        with torch.autocast(query.device.type, enabled=False):  # it would round the features
+            image = (center + weights.mT @ features)[:, 0]
         if self.correction is not None:
             image = image + spread[:, 0] * self.correction(tokens[:, 0])
         overflow = ~(reach + spread).isfinite()
         return image.masked_fill(overflow[:, 0], torch.nan), weights[..., 0]
 
-    def _tokens(self, points: Tensor, features: Tensor) -> Tensor:
-        """(b,2K+1,width): the query, the anchors, the images."""
-        located, carried = self.from_input(points), self.from_feature(features)
-        query, anchors = located[:, :1], located[:, 1:]
+    def _tokens(
+        self, query: Tensor, anchors: Tensor, features: Tensor, reach: Tensor, spread: Tensor
+    ) -> Tensor:
+        """(b,2K+1,width): the query, the anchors, the images.
+
+        Units come after the product, which commutes with them: it makes the short tokens depend on
+        the query through its reach, and not the long anchors, whose gradients cost the most.
+        """
+        asked, located = (_in_units(self.from_input, part, reach) for part in (query, anchors))
+        carried = _in_units(self.from_feature, features, spread)
         kinds = self.kinds[:, None]
         return torch.cat(
             [
-                query + kinds[0],
-                anchors + self.feature_to_input(carried) + kinds[1],
-                carried + self.input_to_feature(anchors) + kinds[2],
+                asked + kinds[0],
+                located + self.feature_to_input(carried) + kinds[1],
+                carried + self.input_to_feature(located) + kinds[2],
             ],
             dim=1,
         )
@@ -220,10 +225,17 @@ class CipNet(nn.Module):
         return f"dim={self.dim}, n_neighbors={self.n_neighbors}, readout={self.readout}"
 
 
-def _root_mean_square(vectors: Tensor) -> Tensor:
+def _in_units(layer: nn.Linear, vectors: Tensor, unit: Tensor) -> Tensor:
+    """The layer's answer to vectors (b,k,d) / unit (b,1,1)."""
+    return nn.functional.linear(vectors, layer.weight) / unit + layer.bias
+
+
+def _root_mean_square(*vectors: Tensor) -> Tensor:
     """Over all entries of each row, (b,1,1); of zeros not quite zero, so that it divides."""
-    tiny = torch.finfo(vectors.dtype).tiny
-    return (vectors.square().mean((1, 2), keepdim=True) + tiny).sqrt()
+    tiny = torch.finfo(vectors[0].dtype).tiny
+    squares = [torch.linalg.vector_norm(part, dim=(1, 2), keepdim=True) ** 2 for part in vectors]
+    count = sum(part[0].numel() for part in vectors)
+    return (torch.stack(squares).sum(0) / count + tiny).sqrt()
 
 
 def _zero(layer: nn.Linear) -> nn.Linear:
