@@ -49,7 +49,8 @@ def check_tensor(
 
 def check_finite(value: Tensor, name: str) -> None:
     """Refuse NaN and infinity, naming the first row that holds one."""
-    if math.isfinite(value.detach().sum().item()):  # one cheap pass settles almost every call
+    wide = torch.promote_types(value.dtype, torch.float32)  # half a million halves overflow
+    if math.isfinite(value.detach().sum(dtype=wide).item()):  # one cheap pass, mostly enough
         return
     good = torch.isfinite(value)
     if not bool(good.all()):

@@ -53,8 +53,8 @@ class FeatureBank:
         if verify:
             row = 0
             for inputs, features in self._blocks():
-                check_finite(inputs.float(), f"inputs from row {row} on")
-                check_finite(features.float(), f"features from row {row} on")
+                check_finite(inputs, f"inputs from row {row} on")
+                check_finite(features, f"features from row {row} on")
                 row += len(inputs)
 
     def __len__(self) -> int:
@@ -237,10 +237,10 @@ def _transported(
         dim = dim or inputs.shape[1]
         check_shape(inputs, "inputs", (len(batch), dim), "(rows of the batch, d)")
         check_shape(features, "features", (len(batch), dim), "like the inputs, in the same R^d")
-        block = inputs.to("cpu", dtype), features.to("cpu", dtype)
-        check_finite(block[0].float(), f"inputs from row {start} on, as {dtype}")
-        check_finite(block[1].float(), f"features from row {start} on, as {dtype}")
-        yield block
+        inputs, features = inputs.to(dtype), features.to(dtype)  # before the way to the CPU:
+        check_finite(inputs, f"inputs from row {start} on, as {dtype}")  # a GPU has this at once
+        check_finite(features, f"features from row {start} on, as {dtype}")
+        yield inputs.cpu(), features.cpu()
         if progress is not None:
             progress(start + len(batch), len(x))
 
