@@ -171,26 +171,27 @@ def test_the_adversary_stays_in_ball_and_bounds_and_climbs(random_start: bool) -
     adversary = Adversary(0.5, steps=10, random_start=random_start)
     metric.train()
     state = fingerprint(metric.state_dict())
-    moved = adversary.attack(metric, x, loss, torch.Generator().manual_seed(0))
+    start = adversary.start(x, torch.Generator().manual_seed(0))
+    moved = adversary.attack(metric, x, loss, start)
+    assert torch.equal(start, x) is not random_start
     assert metric.training
     assert fingerprint(metric.state_dict()) == state  # batch statistics stayed
     assert all(weight.grad is None for weight in metric.parameters())
     assert not moved.requires_grad
     assert float((moved - x).flatten(1).norm(dim=1).max()) <= 0.5 + 1e-6
     assert 0 <= moved.min() <= moved.max() <= 1
-    again = adversary.attack(metric, x, loss, torch.Generator().manual_seed(0))
-    assert torch.equal(moved, again)
+    assert torch.equal(moved, adversary.attack(metric, x, loss, start))
     before, after = loss(encode(metric, x)).mean(), loss(encode(metric, moved)).mean()
     assert after > before + 0.1
 
 
 def test_random_starts_fill_the_ball() -> None:
-    x = torch.zeros(4000, 2)
-    starts = Adversary(2.0)._start(x, torch.Generator().manual_seed(0))
-    radii = starts.norm(dim=1)
-    assert radii.max() <= 2
+    x = torch.tensor([3.0, -4.0]).expand(4000, 2)
+    ways = Adversary(2.0).start(x, torch.Generator().manual_seed(0)) - x
+    radii = ways.norm(dim=1)
+    assert radii.max() <= 2 + 1e-6
     assert (radii < 1).double().mean().item() == pytest.approx(0.25, abs=0.03)  # share of the area
-    assert starts.mean(0).abs().max() < 0.1
+    assert ways.mean(0).abs().max() < 0.1
 
 
 @pytest.mark.parametrize(("step_size", "reached"), [(None, 0.6), (0.2, 0.2), (5.0, 0.6)])
@@ -200,9 +201,8 @@ def test_one_step_on_a_linear_metric_is_the_exact_one(
     metric = PretrainedMetric(nn.Identity(), input_shape=(3,), key_norm="free")
     direction = torch.tensor([2.0, -1.0, 2.0])
     adversary = Adversary(0.6, steps=1, step_size=step_size, random_start=False)
-    moved = adversary.attack(
-        metric, torch.zeros(2, 3), lambda keys: keys @ direction, torch.Generator()
-    )
+    x = torch.zeros(2, 3)
+    moved = adversary.attack(metric, x, lambda keys: keys @ direction, x)
     torch.testing.assert_close(moved, (reached * direction / 3).expand(2, 3))
 
 
@@ -210,11 +210,12 @@ def _attacked_accuracy(metric: Metric, eps: float) -> float:
     """Accuracy among 5 neighbors under a longer attack than any used in training."""
     (train_x, train_y), (x, y) = _points(300, 0), _points(150, 1)
     references = encode(metric, train_x)
-    moved = Adversary(eps, steps=20).attack(
+    adversary = Adversary(eps, steps=20)
+    moved = adversary.attack(
         metric,
         x,
         lambda keys: neighborhood_loss(keys, y, references, train_y),
-        torch.Generator().manual_seed(1),
+        adversary.start(x, torch.Generator().manual_seed(1)),
     )
     return neighbor_accuracy(encode(metric, moved), y, references, train_y, n_neighbors=5)
 

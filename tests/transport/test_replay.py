@@ -10,7 +10,10 @@ import torch
 from transport.small_vision import images, small_vit
 
 from otad.errors import InputError
-from otad.transport import MetricConfig, recipe, train
+from otad.nets.lipschitz import LipschitzMetric
+from otad.nets.metric_nets import ResNetMetric
+from otad.transport import MetricConfig, recipe, train, train_metric
+from otad.transport.adversary import Adversary
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WHOLE = recipe(
@@ -34,9 +37,43 @@ def test_what_cannot_be_recorded_is_refused(changes: dict) -> None:
         replace(WHOLE, replayed=True, **changes)
 
 
-def test_metrics_are_not_recorded() -> None:
-    with pytest.raises(InputError, match="replayed: expected False"):
-        MetricConfig(replayed=True, device="cuda")
+METRIC = MetricConfig(epochs=4, batch_size=16, warmup=1, ema=0.8, device="cuda")
+
+
+@pytest.mark.parametrize("changes", [{"loss": "triplet"}, {"references": "bank"}])
+def test_metric_steps_that_ask_back_are_refused(changes: dict) -> None:
+    with pytest.raises(InputError, match="replayed: expected with a loss of neighborhood, means"):
+        replace(METRIC, replayed=True, **changes)
+
+
+def test_a_metric_that_solves_systems_is_refused() -> None:
+    metric = LipschitzMetric((3, 8, 8), widths=(4, 8), key_dim=4)
+    config = replace(METRIC, replayed=True, device="cpu")
+    with pytest.raises(InputError, match="replayed: expected False for a LipschitzMetric"):
+        train_metric(metric, images(50), config)
+
+
+def small_metric() -> ResNetMetric:
+    return ResNetMetric((3, 8, 8), widths=(4, 8), depth=1, key_dim=4, bounds=(0, 1))
+
+
+@needs_gpu
+@pytest.mark.parametrize("adversary", [None, Adversary(0.3, steps=3)])
+@pytest.mark.parametrize("loss", ["neighborhood", "means"])
+@pytest.mark.parametrize("mixed_precision", [False, True])
+def test_a_recorded_training_of_a_metric_is_the_same(
+    adversary: Adversary | None, loss: str, mixed_precision: bool
+) -> None:
+    plain, recorded = small_metric(), small_metric()
+    settings = {"adversary": adversary, "loss": loss, "mixed_precision": mixed_precision}
+    config = replace(METRIC, augment="light", channels_last=True, **settings)
+    expected = train_metric(plain, images(200), config)
+    result = train_metric(recorded, images(200), replace(config, replayed=True))
+    tolerance = 5e-2 if mixed_precision else 1e-3  # rounding turns steps of the adversary
+    for one, two in zip(result.history, expected.history, strict=True):
+        assert one.loss == pytest.approx(two.loss, rel=tolerance)
+    for one, two in zip(recorded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
 
 
 def test_on_the_cpu_steps_are_taken_as_they_come() -> None:

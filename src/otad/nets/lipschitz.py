@@ -33,6 +33,8 @@ class LipschitzMetric(Metric):
     bits unless told otherwise.
     """
 
+    is_recordable = False  # solving for orthogonal matrices asks the GPU back
+
     def __init__(
         self,
         input_shape: Sequence[int],

@@ -31,6 +31,8 @@ class Metric(InputNet, ABC):
 
     kind: ClassVar[str]
     projection: nn.Module
+    is_recordable: ClassVar[bool] = True
+    """Whether a GPU can record a step of its training (`TrainConfig.replayed`)."""
 
     def __init__(
         self,

@@ -32,13 +32,10 @@ class Adversary:
                 raise InputError(f"{name}: expected a positive finite number, got {value!r}")
 
     def attack(
-        self,
-        metric: Metric,
-        x: Tensor,
-        loss: Callable[[Tensor], Tensor],
-        generator: torch.Generator,
+        self, metric: Metric, x: Tensor, loss: Callable[[Tensor], Tensor], start: Tensor
     ) -> Tensor:
-        """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,).
+        """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,), sought from a
+        `start` (B,*input_shape), such as `self.start` draws.
 
         The metric answers in evaluation mode, so that its statistics do not move, and is left in
         the mode it was in.
@@ -46,7 +43,7 @@ class Adversary:
         stride = self.step_size or 2.5 * self.eps / self.steps
         was_training = metric.training
         metric.eval()
-        moved = self._project(metric, x + self._start(x, generator), x)
+        moved = self._project(metric, start, x)
         for _ in range(self.steps):
             moved.requires_grad_()
             with torch.enable_grad():
@@ -57,16 +54,16 @@ class Adversary:
         metric.train(was_training)
         return moved
 
-    def _start(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniform in the ball, drawn where the generator lives; 0 without a random start."""
+    def start(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Uniform in the ball about x, drawn where the generator lives; or x itself."""
         if not self.random_start:
-            return torch.zeros_like(x)
+            return x
         at = generator.device
         direction = torch.randn(x.shape, generator=generator, device=at, dtype=x.dtype)
         share = torch.rand(len(x), generator=generator, device=at, dtype=x.dtype)
         reach = self.eps * share ** (1 / x[0].numel())
         scale = reach.view(-1, *[1] * (x.dim() - 1)) / _lengths(direction).clamp_min(1e-20)
-        return (scale * direction).to(x.device)
+        return x + (scale * direction).to(x.device)
 
     def _project(self, metric: Metric, moved: Tensor, x: Tensor) -> Tensor:
         delta = moved - x

@@ -9,7 +9,7 @@ from typing import ClassVar
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
 from otad.transport.adversary import Adversary
-from otad.transport.metric_losses import LOSSES
+from otad.transport.metric_losses import LOSSES, OWN_LOSSES
 from otad.transport.recipe import TrainConfig
 
 
@@ -49,7 +49,12 @@ class MetricConfig(TrainConfig):
         check_count(self.batch_size, "batch_size", least=2)
         self.refuse_changed(("energy_weight", "pair_weight"), "a metric carries nothing")
         self.refuse_changed(("label_smoothing", "mixing"), "a metric compares, and names no class")
-        self.refuse_changed(("compiled", "replayed"), "nets under attack are not fused")
+        self.refuse_changed(("compiled",), "nets under attack are not fused")
+        if self.replayed and (self.loss not in OWN_LOSSES or self.references == "bank"):
+            raise InputError(
+                f"replayed: expected with a loss of {', '.join(OWN_LOSSES)} among the batch, as "
+                f"other steps ask the GPU back, got {self.loss!r} among the {self.references}"
+            )
         if self.references == "bank" and self.loss != "neighborhood":
             raise InputError(
                 f"references: expected 'batch' for the loss {self.loss}, whose pairs with all "

@@ -15,6 +15,9 @@ from otad.errors import MissingExtraError
 LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}
 """Every loss by name, with its usual margin."""
 
+OWN_LOSSES = ("neighborhood", "means")
+"""Those that are written here; the others are those of pytorch-metric-learning."""
+
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """keys (B,m), labels (B,), references (R,m), their labels (R,), own place among them (B,) -> mean
 loss. But for "neighborhood" the references are the same batch, in the same order."""
@@ -91,8 +94,8 @@ def means_loss(
 
 
 def make_loss(name: str, margin: float, temperature: float) -> Loss:
-    """The mean loss over a batch; triplets and pairs are those of pytorch-metric-learning."""
-    if name not in ("neighborhood", "means"):
+    """The mean loss over a batch."""
+    if name not in OWN_LOSSES:
         return _pair_loss(name, margin)
     row_loss = neighborhood_loss if name == "neighborhood" else means_loss
 

@@ -22,6 +22,7 @@ from otad.transport.metric_config import MetricConfig
 from otad.transport.metric_losses import Loss, make_loss, neighborhood_loss, squared_distances
 from otad.transport.parts import Split, parts_of, refuse_one_class
 from otad.transport.randomness import epoch_batches, epoch_seed, own_randomness
+from otad.transport.replay import Replayed, Step
 from otad.transport.session import Limits, Session
 
 _ENCODED_ROWS = 1024
@@ -46,6 +47,9 @@ def train_metric(
     energy is 0.
     """
     tensors = _check_data(metric, data)
+    if config.replayed and not metric.is_recordable:
+        kind = type(metric).__name__
+        raise InputError(f"replayed: expected False for a {kind}, which no GPU can record")
     loss = make_loss(config.loss, config.margin_used, config.temperature)
     session = Session(
         metric,
@@ -56,7 +60,9 @@ def train_metric(
         limits=Limits(save_seconds, max_seconds),
     )
     resumed_after = len(session.history)
-    session.run_epochs(_Trainer(session, config, loss).run_epoch, progress)
+    trainer = _Trainer(session, config, loss)
+    step = Replayed(trainer.step) if config.records_steps else trainer.step
+    session.run_epochs(lambda epoch: trainer.run_epoch(epoch, step), progress)
     return TrainResult(tuple(session.history), "accuracy", resumed_after, config.epochs)
 
 
@@ -91,7 +97,7 @@ class _Trainer:
     loss: Loss
     bank: Tensor | None = None
 
-    def run_epoch(self, epoch: int) -> EpochRecord:
+    def run_epoch(self, epoch: int, step: Step) -> EpochRecord:
         started = time.perf_counter()
         x, config = self.session.data["train_x"], self.config
         seed = epoch_seed(config.seed, epoch)
@@ -102,28 +108,34 @@ class _Trainer:
         self.session.run.net.train()
         means = []  # kept on the device: reading a value in every step would stall a GPU
         with own_randomness(x.device, seed):
-            for step, rows in enumerate(batches):
-                self.session.set_rate(epoch - 1 + (step + 0.5) / len(batches))
-                first = epoch == 1 and step == 0
-                means.append(self._step(rows, generator, first=first))
+            for number, rows in enumerate(batches):
+                self.session.set_rate(epoch - 1 + (number + 0.5) / len(batches))
+                batch = self._batch(rows, generator)
+                means.append(step(*batch, first=epoch == 1 and number == 0))
         loss, train_score = torch.stack(means).double().mean(0).tolist()
         self.session.refuse_divergence(loss, epoch)
         seconds = time.perf_counter() - started
         return EpochRecord(epoch, loss, 0.0, train_score, self._validate(), seconds)
 
-    def _step(self, rows: Tensor, generator: torch.Generator, *, first: bool) -> Tensor:
-        """One gradient step; the batch means of loss and score, (2,)."""
-        metric, config = self.session.run.net, self.config
+    def _batch(self, rows: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Inputs, labels, rows, and where an adversary sets out from: all that is drawn is drawn
+        here."""
+        adversary = self.config.adversary
         x, y = self.session.data["train_x"][rows], self.session.data["train_y"][rows]
         if self.session.augment is not None:
             x = self.session.augment(x, generator)
-        if config.channels_last and x.dim() == 4:
+        if self.config.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
+        return x, y, rows, x if adversary is None else adversary.start(x, generator)
+
+    def step(self, x: Tensor, y: Tensor, rows: Tensor, start: Tensor, *, first: bool) -> Tensor:
+        """One gradient step; the batch means of loss and score, (2,)."""
+        metric, config = self.session.run.net, self.config
         with self.session.precision():
             if config.adversary is None:
                 keys = clean = metric(x).float()
             else:
-                moved = self._attack(config.adversary, x, y, rows, generator)
+                moved = self._attack(config.adversary, x, y, rows, start)
                 # In one pass, so that batch statistics are those of both.
                 keys, clean = metric(torch.cat([moved, x])).float().chunk(2)
         references, labels, own = self._references(clean, y, rows)
@@ -138,7 +150,7 @@ class _Trainer:
         return torch.stack([value.detach(), score])
 
     def _attack(
-        self, adversary: Adversary, x: Tensor, y: Tensor, rows: Tensor, generator: torch.Generator
+        self, adversary: Adversary, x: Tensor, y: Tensor, rows: Tensor, start: Tensor
     ) -> Tensor:
         """Inputs moved to where their neighbors by the current metric are wrong."""
         metric, temperature = self.session.run.net, self.config.temperature
@@ -150,7 +162,7 @@ class _Trainer:
         def wrongness(keys: Tensor) -> Tensor:
             return neighborhood_loss(keys, y, references, labels, temperature=temperature, own=own)
 
-        return adversary.attack(metric, x, wrongness, generator)
+        return adversary.attack(metric, x, wrongness, start)
 
     def _references(self, clean: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys among which neighbors are sought, their labels, and each row's own place there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from torch import Tensor
 _WARM_STEPS = 3  # before recording, so that libraries have chosen their kernels
 
 
-class Step(Protocol):
-    """A step on inputs and targets; `first` for the first of all. What it tells is one tensor."""
-
-    def __call__(self, x: Tensor, y: Tensor, *, first: bool) -> Tensor: ...
+Step = Callable[..., Tensor]
+"""A step on the tensors of a batch; `first=True` for the first of all. It tells one tensor."""
 
 
 class Replayed:
@@ -29,32 +27,34 @@ class Replayed:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._warm_steps = 0
-        self._recorded: tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor] | None = None
+        self._recorded: tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None = None
 
-    def __call__(self, x: Tensor, y: Tensor, *, first: bool) -> Tensor:
+    def __call__(self, *batch: Tensor, first: bool) -> Tensor:
         if self._recorded is None and self._warm_steps < _WARM_STEPS:
             self._warm_steps += 1
-            return self._take(x, y, first=first)
+            return self._take(batch, first=first)
         if self._recorded is None:
-            self._recorded = self._record(x, y)
-        graph, inputs, targets, answer = self._recorded
-        inputs.copy_(x)
-        targets.copy_(y)
+            self._recorded = self._record(batch)
+        graph, places, answer = self._recorded
+        for place, tensor in zip(places, batch, strict=True):
+            place.copy_(tensor)
         graph.replay()
         return answer.clone()
 
-    def _take(self, x: Tensor, y: Tensor, *, first: bool) -> Tensor:
+    def _take(self, batch: tuple[Tensor, ...], *, first: bool) -> Tensor:
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside), warnings.catch_warnings():
             # The optimizer, made to be recorded, wonders that it is not.
             warnings.filterwarnings("ignore", message=".*capturable.*")
-            answer = self._step(x, y, first=first)
+            answer = self._step(*batch, first=first)
         current.wait_stream(aside)
         return answer
 
-    def _record(self, x: Tensor, y: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
-        graph, inputs, targets = torch.cuda.CUDAGraph(), x.clone(), y.clone()
+    def _record(
+        self, batch: tuple[Tensor, ...]
+    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
+        graph, places = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in batch]
         with torch.cuda.graph(graph):
-            answer = self._step(inputs, targets, first=False)
-        return graph, inputs, targets, answer
+            answer = self._step(*places, first=False)
+        return graph, places, answer
