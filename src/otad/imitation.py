@@ -1,8 +1,8 @@
 """The solver of a model imitated by a network: the paper's OTAD-T-NN.
 
 A CIP-net learns the exact answers of a model to its own training points, each among its neighbors
-other than itself, and then stands in the solver's place. It is faster where features are wide, and
-proves nothing.
+other than itself, and then stands in the solver's place. It proves nothing,
+and is not always the faster of the two: measure.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ def imitate(
     """Train a network in the place of a model's solver, test both, and save the new model.
 
     The network (CIP-net) learns the exact answers to the model's own training
-    points, each among its neighbors other than itself. It answers faster where
-    features are wide, and proves nothing: no weights, no certificates. After an
-    interruption, the same command goes on.
+    points, each among its neighbors other than itself. It proves nothing, gives
+    no weights and no certificates, and is not always the faster of the two. After
+    an interruption, the same command goes on.
 
     Example: otad imitate digits-model --out digits-nn
 
