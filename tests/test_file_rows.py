@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from otad.errors import InputError
-from otad.file_rows import block_of, gathered, in_file, remember
+from otad.file_rows import FileRows, block_of, gathered, in_file, remember
 from otad.transport.bank import FeatureBank
 
 N, D = 40, 7
@@ -80,10 +80,43 @@ def test_other_tensors_are_not_of_a_file(tmp_path: Path) -> None:
         assert in_file(other) is None
 
 
-def test_inference_mode(tmp_path: Path) -> None:
+def test_32_bits_of_an_index_count_the_bytes_of_a_large_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with file.open("wb") as sparse:
+        sparse.seek(2**31)  # takes no room on the disk
+        sparse.write(bytes(range(8)))
+    points = torch.empty(1, dtype=torch.uint8).expand(2**28 + 1, 8)
+    rows = FileRows(file, 0, points).read(torch.tensor([len(points) - 1], dtype=torch.int32))
+    assert rows.tolist() == [list(range(8))]
+
+
+def test_changes_in_inference_mode_are_noticed(tmp_path: Path) -> None:
+    """Of a tensor made there torch does not count them, so that one is not read from its file."""
+    points, drawn = mapped(tmp_path / "file")
     with torch.inference_mode():
-        points, drawn = mapped(tmp_path / "file")
         assert torch.equal(gathered(points, torch.tensor([8, 2])), drawn[[8, 2]])
+        points.add_(1000)
+        assert torch.equal(gathered(points, torch.tensor([8, 2])), drawn[[8, 2]] + 1000)
+        with safe_open(tmp_path / "file", framework="pt") as file:
+            points = file.get_tensor("points")
+        remember(tmp_path / "file", {"points": points})
+        assert in_file(points) is None
+        points.add_(1000)
+        assert torch.equal(gathered(points, torch.tensor([8, 2])), drawn[[8, 2]] + 1000)
+        assert torch.equal(block_of(points, 4, 6), drawn[4:6] + 1000)
+
+
+def test_a_bank_loaded_in_inference_mode_reads_rows_until_it_is_changed(tmp_path: Path) -> None:
+    x = torch.rand(N, D, generator=torch.Generator().manual_seed(0))
+    FeatureBank(x, x + 1, torch.arange(N) % 2, "net").save(tmp_path / "bank")
+    indices = torch.tensor([3, 9])
+    with torch.inference_mode():
+        bank = FeatureBank.load(tmp_path / "bank")
+        assert in_file(bank.inputs) is not None
+        assert torch.equal(bank.gather(indices)[0], x[indices])
+        bank.inputs.add_(1000)
+        assert torch.equal(bank.gather(indices)[0], x[indices] + 1000)
+        assert torch.equal(bank.gather(indices)[1], x[indices] + 1)
 
 
 def test_the_file_is_kept_when_its_name_is_given_to_another(tmp_path: Path) -> None:

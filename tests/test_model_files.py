@@ -106,8 +106,8 @@ def test_regression_and_a_users_own_layers(tmp_path: Path) -> None:
 
 
 def test_a_second_save_replaces_the_first(folder: Path) -> None:
-    left_by_a_kill = folder / ".bank-0123.safetensors.4567.partial"
-    left_by_a_kill.touch()
+    (folder / "bank-0123456789abcdef.safetensors").touch()  # left by kills
+    (folder / ".levels-0123456789abcdef.safetensors.fedcba9876543210.partial").touch()
     (folder / "README.txt").write_text("the user's own")
     other = model(seed=1)
     other.notes = {"kept": 1}
@@ -119,6 +119,33 @@ def test_a_second_save_replaces_the_first(folder: Path) -> None:
     otad.load(folder, resident=False).save(folder)  # over the file its bank is mapped from
     assert same(otad.load(folder), other)
     assert {entry.name for entry in folder.iterdir()} == names
+
+
+def test_a_save_leaves_the_users_own_files(folder: Path) -> None:
+    """Also those with names that are almost those of a model's files, and folders of such names."""
+    theirs = [
+        "bank-train.safetensors",
+        "keys-of-my-house.safetensors",
+        "metric-0123456789abcdef0.safetensors",  # a digit too many
+        "metric-0123456789abcde.safetensors",
+        "bank-0123456789ABCDEF.safetensors",
+        "my-bank-0123456789abcdef.safetensors",
+        "bank-0123456789abcdef.safetensors.backup",
+        "model-0123456789abcdef.safetensors",
+        ".bank-mine.safetensors.0123456789abcdef.partial",
+        ".bank-0123456789abcdef.safetensors.mine.partial",
+    ]
+    for name in theirs:
+        (folder / name).write_text("the user's own")
+    (folder / f"bank-{16 * '0'}.safetensors").mkdir()
+    ours = model(seed=1, bank_path=folder / "bank-train.safetensors", resident=False)
+    mapped = (folder / "bank-train.safetensors").read_bytes()
+    ours.save(folder)
+    assert same(otad.load(folder, resident=False), ours)
+    assert (folder / "bank-train.safetensors").read_bytes() == mapped
+    assert all((folder / name).read_text() == "the user's own" for name in theirs[1:])
+    assert (folder / f"bank-{16 * '0'}.safetensors").is_dir()
+    assert len(list(folder.iterdir())) == len(theirs) + 1 + 3
 
 
 def test_the_card_is_readable(folder: Path) -> None:
@@ -138,6 +165,13 @@ def test_notes_that_are_no_json_leave_the_old_model(folder: Path, note: object) 
     with pytest.raises(InputError, match="notes: expected plain JSON values, got"):
         model(seed=1).save(folder, note=note)
     assert {entry: entry.read_bytes() for entry in folder.iterdir()} == before
+
+
+def test_what_is_no_json_is_named(folder: Path, monkeypatch) -> None:
+    ours = model()
+    monkeypatch.setattr(ours.backbone, "config", lambda: {"kind": object()})
+    with pytest.raises(InputError, match=r"^backbone: expected plain JSON values, got: .*object"):
+        ours.save(folder)
 
 
 def truncate(folder: Path) -> None:
@@ -183,6 +217,12 @@ def cut_short(*, before_rename: int) -> Iterator[None]:
             yield
 
 
+def put_folder(folder: Path, kind: str) -> None:
+    file = part(folder, kind)
+    file.unlink()
+    file.mkdir()
+
+
 def put_pickle(folder: Path, kind: str) -> None:
     part(folder, kind).write_bytes(pickle.dumps([Trap(), list(range(1000))]))
 
@@ -203,9 +243,11 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool
         (truncate, "expected a whole safetensors file, got"),
         (lambda f: flip(f, "bank", -1), "got .*: the file is damaged"),
         (lambda f: flip(f, "bank", -N * D * 8 - 5), "got .*: the file is damaged"),
-        (lambda f: flip(f, "backbone", -1), "got a damaged file"),
+        (lambda f: flip(f, "backbone", -1), "got a damaged file$"),  # no advice to train anew
         (lambda f: swap(f, "bank"), "expected the bank of net and data .* got the bank of"),
         (lambda f: swap(f, "backbone"), "expected the contents .* a file of another model"),
+        (lambda f: put_folder(f, "bank"), "bank-.*: expected a safetensors file, got: a folder"),
+        (lambda f: put_folder(f, "backbone"), "safetensors checkpoint, got: a folder"),
         (lambda f: put_pickle(f, "bank"), "pickles are never read"),
         (lambda f: put_pickle(f, "backbone"), "expected a safetensors checkpoint, got"),
         (lambda f: save_file({"a": torch.zeros(2)}, part(f, "bank")), "expected a feature bank"),

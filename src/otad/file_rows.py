@@ -30,13 +30,13 @@ class FileRows:
         self.path, self.offset = path, offset
         self.shape, self.dtype = tuple(mapped.shape), mapped.dtype
         self.row_bytes = math.prod(self.shape[1:]) * mapped.element_size()
-        self._changes = _changes(mapped)
+        self._changes = mapped._version
         self._file = os.open(path, os.O_RDONLY)  # the very file, also once another has its name
         weakref.finalize(self, os.close, self._file)
 
     def holds(self, mapped: Tensor) -> bool:
-        """Whether the tensor has not been changed in memory since."""
-        return _changes(mapped) == self._changes
+        """Whether the tensor has not been changed in memory since, as far as torch counts."""
+        return mapped._version == self._changes
 
     def read(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
         """The rows (M,...) of these indices (M,)."""
@@ -66,7 +66,8 @@ class FileRows:
                 f"rows: expected 0 to {self.shape[0] - 1}, the rows of {self.path}, "
                 f"got {low} to {high}"
             )
-        return (rows * self.row_bytes + self.offset).tolist()
+        # In integers of Python: those of 32 bits could not count the bytes of a large file.
+        return [self.offset + row * self.row_bytes for row in rows.tolist()]
 
     def _empty(self, count: int, pinned: bool) -> tuple[Tensor, memoryview]:
         found = torch.empty((count, *self.shape[1:]), dtype=self.dtype, pin_memory=pinned)
@@ -88,15 +89,19 @@ _IN_FILES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mapped tensor -> its F
 
 
 def remember(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """From now on rows of these tensors, mapped from a safetensors file, are read by position."""
+    """From now on rows of these tensors, mapped from a safetensors file, are read by position.
+
+    Not those of tensors made in inference mode: torch does not count how often they are changed.
+    """
     if not hasattr(os, "preadv"):
         return  # the maps serve
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     for name, mapped in tensors.items():
-        offset = 8 + size + header[name]["data_offsets"][0]
-        _IN_FILES[mapped] = FileRows(path, offset, mapped)
+        if not mapped.is_inference():
+            offset = 8 + size + header[name]["data_offsets"][0]
+            _IN_FILES[mapped] = FileRows(path, offset, mapped)
 
 
 def in_file(points: Tensor) -> FileRows | None:
@@ -121,8 +126,3 @@ def block_of(points: Tensor, start: int, stop: int) -> Tensor:
     """points[start:stop] for points (N,d), where they are."""
     rows = in_file(points)
     return points[start:stop] if rows is None else rows.block(start, stop)
-
-
-def _changes(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as far as torch counts."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from otad.transport.files import replacing
 CARD = "card.json"
 FORMAT = "otad-model"
 KINDS = ("backbone", "bank", "metric", "keys", "levels", "surrogate")
+_OWN_FILE = rf"(?:{'|'.join(KINDS)})-[0-9a-f]{{16}}\.safetensors"
+_OWN_NAME = re.compile(rf"{_OWN_FILE}|\.{_OWN_FILE}\.[0-9a-f]{{16}}\.partial")
 # Who knows the first of these alone must not read the others.
 VERSIONS = {"plain": 1, "with a metric": 2, "global": 3, "estimated": 4}
 
@@ -122,13 +125,15 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
         write_checkpoint(path, held, header)
     with replacing(folder / CARD) as partial:
         partial.write_text(text, encoding="utf-8")
-    for kind in KINDS:
-        current = names.get(kind)
-        for pattern in (f"{kind}-*.safetensors", f".{kind}-*.safetensors.*.partial"):
-            for old in folder.glob(pattern):
-                if old.name != current:
-                    old.unlink()
+    _clear(folder, keep=names.values())
     return folder / CARD
+
+
+def _clear(folder: Path, keep: Collection[str]) -> None:
+    """Remove what earlier saves, killed ones too, left: only files of the very names they give."""
+    for old in folder.iterdir():
+        if _OWN_NAME.fullmatch(old.name) and old.name not in keep and old.is_file():
+            old.unlink()
 
 
 def read_card(folder: str | Path) -> dict[str, Any]:
@@ -238,10 +243,12 @@ def _held(folder: Path, entry: Mapping[str, str]) -> Checkpoint:
 
 def _sealed_text(card: Mapping[str, Any]) -> str:
     """The card as JSON, with its checksum."""
-    try:
-        plain = json.loads(json.dumps(card, allow_nan=False))  # as a reader will see it
-    except (TypeError, ValueError) as error:
-        raise InputError(f"notes: expected plain JSON values, got: {error}") from error
+    plain = {}
+    for name, entry in card.items():
+        try:
+            plain[name] = json.loads(json.dumps(entry, allow_nan=False))  # as a reader will see it
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{name}: expected plain JSON values, got: {error}") from error
     return json.dumps(plain | {"checksum": _checksum(plain)}, indent=2) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,16 @@ def test_gather() -> None:
             bank.gather(torch.tensor([0, bad]))
     with pytest.raises(InputError, match="indices: expected dtype int64"):
         bank.gather(torch.tensor([True]))
+    with pytest.raises(InputError, match=r"indices: expected a torch\.Tensor, got list"):
+        bank.gather([1, 2])
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2)])
+def test_gather_nothing(file: Path, shape: tuple[int, ...]) -> None:
+    for bank in (build(), FeatureBank.load(file)):
+        for part in bank.gather(torch.empty(shape, dtype=torch.int64), torch.float64):
+            assert part.shape == (*shape, D)
+            assert part.dtype == torch.float64
 
 
 def test_subset() -> None:
@@ -211,6 +222,9 @@ def test_other_formats(tmp_path: Path, monkeypatch) -> None:
         FeatureBank.load(path)
     with pytest.raises(FileNotFoundError):
         FeatureBank.load(tmp_path / "nothing")
+    folder = re.escape(str(tmp_path))
+    with pytest.raises(InputError, match=rf"{folder}: expected a safetensors file, got: a folder"):
+        FeatureBank.load(tmp_path)
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:

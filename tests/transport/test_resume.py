@@ -159,6 +159,19 @@ def test_a_damaged_checkpoint_is_refused_wherever_the_damage_is(tmp_path: Path) 
             read_checkpoint(path)
 
 
+def test_only_who_trains_is_told_to_train_from_the_start(tmp_path: Path) -> None:
+    train(_net(), _data(), CONFIG, checkpoint_dir=tmp_path)
+    write_checkpoint(tmp_path / "net", _net().state_dict(), {"config": {"run": 1}})
+    for name in (FILE, "net"):
+        damaged = bytearray((tmp_path / name).read_bytes())
+        damaged[-1] ^= 1
+        (tmp_path / name).write_bytes(damaged)
+    with pytest.raises(InputError, match=r"a damaged file; delete it to train from the start$"):
+        train(_net(), _data(), CONFIG, checkpoint_dir=tmp_path)
+    with pytest.raises(InputError, match=r"a damaged file$"):
+        read_checkpoint(tmp_path / "net")
+
+
 def test_a_pickle_or_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_bytes(pickle.dumps({"a": 1}))

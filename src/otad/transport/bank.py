@@ -78,11 +78,14 @@ class FeatureBank:
 
     def gather(self, indices: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Inputs and features (..., d) at indices (...), in `dtype`, on the device of indices."""
+        if not isinstance(indices, Tensor):
+            raise InputError(f"indices: expected a torch.Tensor, got {type(indices).__name__}")
         if indices.dtype != torch.int64:
             raise InputError(f"indices: expected dtype int64, got {indices.dtype}")
-        low, high = (int(bound) for bound in indices.aminmax())
-        if low < 0 or high >= len(self):
-            raise InputError(f"indices: expected 0 to {len(self) - 1}, got {low} to {high}")
+        if indices.numel() > 0:
+            low, high = (int(bound) for bound in indices.aminmax())
+            if low < 0 or high >= len(self):
+                raise InputError(f"indices: expected 0 to {len(self) - 1}, got {low} to {high}")
         inputs, features = (
             gathered(part, indices, indices.device) for part in (self.inputs, self.features)
         )

@@ -57,16 +57,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path}: expected a safetensors checkpoint, got: {error}") from error
+        found = "a folder" if path.is_dir() else error
+        raise InputError(f"{path}: expected a safetensors checkpoint, got: {found}") from error
     if list(metadata) != [_FORMAT]:
         raise InputError(f"{path}: expected format {_FORMAT!r}, got {sorted(metadata)}")
     checksum, text = metadata[_FORMAT][:64], metadata[_FORMAT][64:]
     if checksum != _checksum(tensors, text):
         raise InputError(
-            f"{path}: expected contents that match their checksum, got a damaged file; "
-            "delete it to train from the start"
+            f"{path}: expected contents that match their checksum, got a damaged file"
+            f"{_advice(text)}"
         )
     return Checkpoint(tensors, json.loads(text))
+
+
+def _advice(text: str) -> str:
+    """What to do about a damaged file with this header, if it is that of a training run."""
+    try:
+        of_a_run = "run" in json.loads(text)
+    except (TypeError, ValueError):  # the header is damaged too
+        return ""
+    return "; delete it to train from the start" if of_a_run else ""
 
 
 def refuse_foreign(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -114,7 +114,8 @@ class SealedWriter:
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Memory-mapped tensors and the metadata. Changes made in memory never reach the file."""
     try:
-        with safe_open(path, framework="pt") as file:
+        # Never inference tensors: torch counts the changes of others, which `file_rows` needs.
+        with torch.inference_mode(False), safe_open(path, framework="pt") as file:
             names = list(file.keys())
             return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except SafetensorError as error:
@@ -122,6 +123,11 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path}: expected a whole safetensors file, got {path.stat().st_size} bytes that are "
             f"not one ({error}): truncated, damaged, or of another kind (pickles are never read)"
         ) from error
+    except FileNotFoundError:
+        raise  # names the path, as any program expects
+    except OSError as error:
+        found = "a folder" if path.is_dir() else error
+        raise InputError(f"{path}: expected a safetensors file, got: {found}") from error
 
 
 def check_seal(path: Path) -> None:
