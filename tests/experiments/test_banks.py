@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from experiments.small_vision import study_of, vision
+from torch import nn
+from torch.testing import assert_close
 
 from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet
+from otad.codec import digest_of
 from otad.defense import OTAD, defend
 from otad.experiments import study as study_module
 from otad.experiments.attacked import inputs_of_bank
+from otad.experiments.nets import identity_of
+from otad.experiments.potentials import PotentialFound
 from otad.experiments.study import Study
+from otad.nets import PretrainedMetric, vision_transformer
+
+WHOLE = (
+    "[rows]",
+    '[rows]\nwhole = { net = "vit", method = "otad", scope = "global", smoothness = 9 }',
+)
+"""A row in global scope, as an edit of the small experiment."""
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +106,88 @@ def test_pixels_are_the_inputs(study: Study) -> None:
 
 def test_every_part_of_a_model_is_in_its_identity(study: Study) -> None:
     exact, estimated = study.identity("exact"), study.identity("estimated")
-    assert exact["metric"] == study.metric("learned").weights
+    assert exact["metric"] == study.metric("learned").identity
     assert "surrogate" not in exact
-    assert estimated["surrogate"] == study.surrogate("imitation").weights
+    assert estimated["surrogate"] == study.surrogate("imitation").identity
     assert study.identity("few") != exact
     assert study.identity("pixels")["metric"] != exact["metric"]
+
+
+def test_settings_that_weights_do_not_show_are_in_the_identity(tmp_path: Path) -> None:
+    norms = ("free", "unit")
+    rows = []
+    for norm in norms:
+        options = f'kind = "pixels"\noptions = {{ key_norm = "{norm}" }}'
+        experiment = vision(tmp_path, 'kind = "pixels"', options)
+        studies = [study_of(experiment, tmp_path / work) for work in ("shared", norm)]
+        shared, alone = (study.row("pixels").score.value for study in studies)
+        assert shared == alone, "not what another metric left behind"
+        rows.append((studies[0].metric("pixels").weights, shared))
+    (free, free_score), (unit, unit_score) = rows
+    assert free == unit, "a record has the name of the weights alone"
+    assert free_score != unit_score
+
+
+def test_nets_of_equal_weights_and_other_settings_have_other_names() -> None:
+    nets = [
+        vision_transformer((1, 8, 8), 10, seed=0, patch=4, width=8, blocks=1, heads=heads)
+        for heads in (1, 2)
+    ]
+    metrics = [
+        PretrainedMetric(nn.Flatten(), input_shape=(4,), key_norm=n) for n in ("unit", "free")
+    ]
+    surrogates = [
+        CipNet(4, 3, width=8, heads=heads, blocks=1, generator=torch.Generator().manual_seed(0))
+        for heads in (1, 2)
+    ]
+    for pair in (nets, metrics, surrogates):
+        one, other = (identity_of(net) for net in pair)
+        assert one["weights"] == other["weights"]
+        assert one != other
+        assert identity_of(pair[0]) == one
+
+
+def test_learned_nets_and_metrics_stay_in_their_folders(study: Study) -> None:
+    # Named by what they learn from and how, in this very way: weights of earlier runs are found.
+    for kind, key, found in (
+        ("net", "vit", study.net("vit").net),
+        ("metric", "learned", study.metric("learned").metric),
+    ):
+        data = study.source("digits").fingerprint
+        config = getattr(study, kind)(key).config
+        depends = {kind: found.config(), "normalize": "none", "config": asdict(config)}
+        place = study.work / f"{kind}s" / digest_of(depends | {"data": data})
+        assert (place / "weights.safetensors").exists()
+
+
+def test_banks_in_other_dtypes_have_potentials_of_their_own(tmp_path: Path) -> None:
+    wide = vision(tmp_path, *WHOLE)
+    narrow = replace(wide, nets={"vit": replace(wide.nets["vit"], bank="bfloat16")})
+    study_of(wide, tmp_path / "shared").model("whole")
+    shared, alone = (study_of(narrow, tmp_path / work) for work in ("shared", "alone"))
+    first, second = (study.defended("whole") for study in (shared, alone))
+    assert_close(first.bank_levels, second.bank_levels, rtol=0, atol=0, equal_nan=True)
+    assert len(list((tmp_path / "shared" / "potentials").iterdir())) == 2
+
+
+def test_two_who_ask_for_a_potential_at_once_find_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studies = [study_of(vision(tmp_path, *WHOLE), tmp_path / "work") for _ in range(2)]
+    for study in studies:
+        study.bank("vit")
+    find, found = study_module.PotentialFound.find, []
+
+    def slowly(*args: Any, **options: Any) -> PotentialFound:
+        found.append(1)
+        time.sleep(0.3)
+        return find(*args, **options)
+
+    monkeypatch.setattr(study_module.PotentialFound, "find", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda study: study.defended("whole"), studies)
+    assert found == [1]
+    assert_close(one.bank_levels, other.bank_levels, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_bank_on_disk_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from otad.data import Dataset
 from otad.errors import InputError
 from otad.experiments.features import FEATURES
 from otad.experiments.kept import Deadline
-from otad.experiments.nets import FOREVER, Source, learn_by, statistics
+from otad.experiments.nets import FOREVER, Source, identity_of, learn_by, statistics
 from otad.experiments.part_specs import UNLEARNED, MetricSpec
 from otad.nets import (
     AttentionMetric,
@@ -28,7 +28,6 @@ from otad.nets import (
 )
 from otad.transport import MetricConfig, train_metric
 from otad.transport.adversary import Adversary
-from otad.transport.checkpoint import fingerprint
 
 Report = Callable[[int, int], None]
 _NETS: dict[str, Callable[..., Metric]] = {
@@ -42,13 +41,17 @@ _NETS: dict[str, Callable[..., Metric]] = {
 
 @dataclass(frozen=True, eq=False)
 class TrainedMetric:
-    """A metric and how it was trained, `config` None for one that was not; `weights` names it."""
+    """A metric and how it was trained, `config` None for one that was not; `identity` names it."""
 
     metric: Metric
     config: MetricConfig | None
-    weights: str
+    identity: dict[str, str]
     train_score: float | None = None
     seconds: float = 0.0
+
+    @property
+    def weights(self) -> str:
+        return self.identity["weights"]
 
 
 def trained_metric(
@@ -65,14 +68,13 @@ def trained_metric(
     data, metric = source.data, fresh_metric(spec, source.data, seed)
     if spec.kind in UNLEARNED:
         report(1, 1)
-        return TrainedMetric(metric.to(device).eval(), None, fingerprint(metric.state_dict()))
+        return TrainedMetric(metric.to(device).eval(), None, identity_of(metric))
     config = metric_config(spec.train, seed=seed, device=device)
     depends = {"metric": metric.config(), "normalize": spec.normalize, "config": asdict(config)}
     place = folder / digest_of(depends | {"data": source.fingerprint})
     learned = learn_by(train_metric, metric, data, config, place, deadline, report)
-    weights = fingerprint(metric.state_dict())
-    score = learned.facts["train_score"]
-    return TrainedMetric(metric.to(device).eval(), config, weights, score, learned.seconds)
+    identity, score = identity_of(metric), learned.facts["train_score"]
+    return TrainedMetric(metric.to(device).eval(), config, identity, score, learned.seconds)
 
 
 def metric_config(settings: dict[str, Any], *, seed: int = 0, device: str = "cpu") -> MetricConfig:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from otad.cip.surrogate import CipNet
 from otad.codec import digest_of
 from otad.data import Dataset, Standardizer, holdout
 from otad.errors import InputError
@@ -23,7 +24,7 @@ from otad.experiments.kept import (
 )
 from otad.experiments.part_specs import NetSpec
 from otad.experiments.records import Candidate
-from otad.nets import Backbone, fc_resnet, lifted_net, vision_transformer
+from otad.nets import Backbone, Metric, fc_resnet, lifted_net, vision_transformer
 from otad.prototypes import prototype_net
 from otad.transport import TrainConfig, TrainResult, train
 from otad.transport.checkpoint import fingerprint
@@ -55,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A net, how it was trained and on what; `identity` names weights and data.
+    """A net, how it was trained and on what; `identity` names the net and the data.
 
     `train_score` is None for a net that was not trained at all.
     """
@@ -87,7 +88,7 @@ def train_net(
         raise InputError(f"train: expected settings of TrainConfig, got: {error}") from error
     data, net = source.data, fresh_net(spec, source.data, seed, device)
     if spec.untrained:
-        return Trained(net.eval(), config, data, _identity(net, source))
+        return Trained(net.eval(), config, data, identity_of(net, source))
     depends = {"net": net.config(), "normalize": spec.normalize, "config": asdict(config)}
     place = folder / digest_of(depends | {"data": source.fingerprint})
 
@@ -96,7 +97,7 @@ def train_net(
         net.to(device).eval(),
         config,
         data,
-        _identity(net, source),
+        identity_of(net, source),
         learned.facts["train_score"],
         learned.seconds,
     )
@@ -144,8 +145,10 @@ def refuse_unfinished(epochs: int, config: TrainConfig) -> None:
         )
 
 
-def _identity(net: Backbone, source: Source) -> dict[str, str]:
-    return {"weights": fingerprint(net.state_dict()), "data": source.fingerprint}
+def identity_of(net: Backbone | Metric | CipNet, source: Source | None = None) -> dict[str, str]:
+    """What names a net: its weights, its settings, as weights do not show all, and its data."""
+    named = {"weights": fingerprint(net.state_dict()), "config": digest_of(net.config())}
+    return named if source is None else named | {"data": source.fingerprint}
 
 
 def statistics(x: Tensor, normalize: str) -> dict[str, Tensor]:

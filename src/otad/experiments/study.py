@@ -202,9 +202,9 @@ class Study:
         net = self.experiment.nets[row.net]
         found |= {"bank": [net.bank, net.resident]}
         if row.metric is not None:
-            found["metric"] = self.metric(row.metric).weights
+            found["metric"] = self.metric(row.metric).identity
         if row.surrogate is not None:
-            found["surrogate"] = self.surrogate(row.surrogate).weights
+            found["surrogate"] = self.surrogate(row.surrogate).identity
         return found
 
     def _settings(self, row: RowSpec) -> dict[str, Any]:
@@ -293,16 +293,18 @@ class Study:
         if spec.method != "otad" or spec.scope == "local":
             return None
         asked = (spec.smoothness, spec.strong_convexity)
-        depends = trained.identity | {"potential": asked, "code": self.code, "device": self.device}
-        path = self.work / "potentials" / f"{digest_of(depends)}.safetensors"
-        if path.exists():
-            return PotentialFound.read(path)
-        label = f"potential of {spec.net}"
-        report = partial(self.report, label)
-        found = PotentialFound.find(bank().bank, *asked, report, lift=trained.net.lift)
-        self.seconds[label] = found.record.seconds
-        found.write(path)
-        return found
+        depends = {"potential": asked, "code": self.code, "device": self.device}
+        digest = digest_of(self._identity(spec, trained) | depends)
+        path = self.work / "potentials" / f"{digest}.safetensors"
+        with alone(self.work / "locks" / digest):
+            if path.exists():
+                return PotentialFound.read(path)
+            label = f"potential of {spec.net}"
+            report = partial(self.report, label)
+            found = PotentialFound.find(bank().bank, *asked, report, lift=trained.net.lift)
+            self.seconds[label] = found.record.seconds
+            found.write(path)
+            return found
 
     def _attack(self, key: str, name: str) -> AttackedScore:
         row, label = self.experiment.rows[key], f"{key}: {name}"

@@ -14,26 +14,29 @@ from otad.codec import digest_of
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.experiments.kept import SAVE_SECONDS, Deadline, Tick, learned_once
-from otad.experiments.nets import FOREVER, refuse_unfinished, told
+from otad.experiments.nets import FOREVER, identity_of, refuse_unfinished, told
 from otad.experiments.part_specs import SurrogateSpec
 from otad.imitation import imitate
 from otad.transport import TrainConfig
-from otad.transport.checkpoint import fingerprint
 
 Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedSurrogate:
-    """A CIP-net and how it was trained; `weights` names it. Errors are the mean |CIP-net - QCP|^2
+    """A CIP-net and how it was trained; `identity` names it. Errors are the mean |CIP-net - QCP|^2
     in units of the spread of features among neighbors (see `CipNetResult`)."""
 
     net: CipNet
     config: TrainConfig
-    weights: str
+    identity: dict[str, str]
     error: float | None
     held_out_error: float | None
     seconds: float
+
+    @property
+    def weights(self) -> str:
+        return self.identity["weights"]
 
 
 def trained_surrogate(
@@ -73,8 +76,8 @@ def trained_surrogate(
     learned = learned_once(place, net, learn)
     report(config.epochs, config.epochs)
     net = net.to(device).eval()
-    weights = fingerprint(net.state_dict())
-    return TrainedSurrogate(net, config, weights, **learned.facts, seconds=learned.seconds)
+    identity = identity_of(net)
+    return TrainedSurrogate(net, config, identity, **learned.facts, seconds=learned.seconds)
 
 
 def surrogate_config(
