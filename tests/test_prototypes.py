@@ -86,6 +86,18 @@ def test_rivals_are_never_stale_in_evaluation() -> None:
     torch.testing.assert_close(net(x), fresh(x), rtol=0, atol=0)
 
 
+def test_rivals_follow_the_labels_in_evaluation() -> None:
+    x, y = moons(40)
+    net = prototypes(x, y, neighbors=1).eval()
+    before = net(x)
+    net.labels.copy_(y[torch.randperm(40, generator=torch.Generator().manual_seed(0))])
+    fresh = PrototypeNet((2,), 2, n_points=40, mean=0.5, std=2.0).eval()
+    fresh.load_state_dict(net.state_dict())
+    torch.testing.assert_close(net(x), fresh(x), rtol=0, atol=0)
+    net.labels = y.clone()
+    torch.testing.assert_close(net(x), before, rtol=0, atol=0)
+
+
 def test_autocast_changes_nothing() -> None:
     x, y = moons(40)
     net = prototypes(x, y, neighbors=2)

@@ -94,10 +94,11 @@ class PrototypeNet(LiftedNet):
 
     def _heights(self) -> Tensor:
         """D_i / sqrt 2 (n,), differentiable in the points."""
-        points = self.points
-        state = (points.data_ptr(), None if self.training else points._version)
+        points, labels = self.points, self.labels
+        trained = None if self.training else points._version
+        state = (points.data_ptr(), trained, labels.data_ptr(), labels._version)
         if self._rivals is None or self._state != state or self._age >= REFRESHED:
-            self._rivals, self._state = nearest_rivals(points.detach(), self.labels), state
+            self._rivals, self._state = nearest_rivals(points.detach(), labels), state
             self._age = 0
         self._age += self.training
         apart: Tensor = torch.linalg.vector_norm(points - points[self._rivals], dim=1)

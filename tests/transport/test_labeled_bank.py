@@ -50,6 +50,21 @@ def test_rivals_are_the_nearest_of_other_classes(monkeypatch: pytest.MonkeyPatch
         assert float(heights[row]) == pytest.approx(float(apart.min()) / math.sqrt(2), rel=1e-14)
 
 
+@pytest.mark.parametrize("offset", [0.0, 2000.0, -5e4])
+def test_far_from_the_origin_the_nearest_are_still_found(offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    points, labels = torch.rand(300, 3, generator=generator) + offset, torch.arange(300) % 2
+    exact = points.double()
+    apart = torch.cdist(exact, exact, compute_mode="donot_use_mm_for_euclid_dist")
+    rivals = apart.masked_fill(labels[:, None] == labels, math.inf)
+    found = apart.gather(1, nearest_rivals(points, labels)[:, None])[:, 0]
+    assert torch.equal(found, rivals.amin(1))
+    friends = apart.masked_fill(labels[:, None] != labels, math.inf)
+    nearest = friends.topk(2, dim=1, largest=False).indices  # a point itself, and one more
+    means = class_means(points, labels, 2).double()
+    assert float((means - exact[nearest].mean(1)).abs().max()) <= 3e-7 * max(1, abs(offset))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(3, 60), st.integers(0, 10**6), st.integers(1, 5))
 def test_the_answers_are_1_lipschitz_and_the_highest_that_are(

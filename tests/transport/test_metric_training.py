@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,19 @@ def test_a_row_without_its_class_counts_nothing_and_spoils_no_gradient() -> None
     assert loss[2:].tolist() == [0.0, 0.0]
     loss.sum().backward()
     assert bool(keys.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.1])
+@pytest.mark.parametrize("loss", [neighborhood_loss, means_loss])
+def test_a_row_that_is_all_there_is_costs_nothing(
+    loss: Callable[..., Tensor], margin: float
+) -> None:
+    keys = KEYS[:1].clone().requires_grad_()
+    found = loss(keys, LABELS[:1], keys, LABELS[:1], margin=margin, own=torch.tensor([0]))
+    assert found.tolist() == [0.0]
+    found.sum().backward()
+    assert keys.grad is not None
+    assert not keys.grad.any()
 
 
 def test_the_loss_by_means_is_the_hand_computed_one() -> None:

@@ -48,15 +48,16 @@ def class_means(points: Tensor, labels: Tensor, neighbors: int) -> Tensor:
     _check(points, labels)
     if check_count(neighbors, "neighbors") == 1:
         return points
-    means = torch.empty_like(points)
+    means, centered = torch.empty_like(points), _centered(points)
     for label in labels.unique():
         members = (labels == label).nonzero()[:, 0]
-        own = points[members]
+        own = centered[members]
         count = min(neighbors, len(own))
         for rows in members.split(max(1, BLOCK // len(own))):
-            apart = _distances(points[rows], own)
+            apart = _distances(centered[rows], own)
             nearest = apart.topk(count, dim=1, largest=False).indices
-            means[rows] = torch.zeros_like(apart).scatter_(1, nearest, 1 / count) @ own
+            shares = torch.zeros_like(apart).scatter_(1, nearest, 1 / count)
+            means[rows] = shares @ points[members]
     return means
 
 
@@ -75,16 +76,21 @@ def nearest_rivals(points: Tensor, labels: Tensor) -> Tensor:
     _check(points, labels)
     if bool((labels == labels[0]).all()):
         raise InputError(f"labels: expected two classes at least, got only {int(labels[0])}")
-    count = min(FINALISTS, len(points))
+    count, centered = min(FINALISTS, len(points)), _centered(points)
     found = []
     for rows in torch.arange(len(points), device=points.device).split(max(1, BLOCK // len(points))):
-        apart = _distances(points[rows], points)
+        apart = _distances(centered[rows], centered)
         apart.masked_fill_(labels[rows, None] == labels, math.inf)
         near = apart.topk(count, dim=1, largest=False)
         steps = points[near.indices].double() - points[rows].double()[:, None]
         exact = steps.norm(dim=2).masked_fill(near.values.isinf(), math.inf)
         found.append(near.indices.gather(1, exact.argmin(1, keepdim=True))[:, 0])
     return torch.cat(found)
+
+
+def _centered(points: Tensor) -> Tensor:
+    """Points (N,p) about their mean: far from the origin `_distances` are lost in rounding."""
+    return points - points.mean(0, dtype=torch.float64).to(points.dtype)
 
 
 def _distances(one: Tensor, other: Tensor) -> Tensor:

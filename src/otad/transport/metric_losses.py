@@ -54,12 +54,14 @@ def neighborhood_loss(
         longer = (lengths.clamp_min(1e-12).sqrt() + margin).square()
         lengths = torch.where(same, longer, lengths)
     scores = -lengths / temperature
+    others = torch.ones_like(same)
     if own is not None:
-        self_pairs = own[:, None] == torch.arange(len(references), device=own.device)
-        scores = scores.masked_fill(self_pairs, -math.inf)
-        same = same & ~self_pairs
-    kept = same.any(1)
-    right = scores.masked_fill(~same & kept[:, None], -math.inf)
+        others = own[:, None] != torch.arange(len(references), device=own.device)
+    same = same & others
+    # Rows without their class leave out nothing: two equal finite sums, whose gradients cancel.
+    kept = same.any(1, keepdim=True)
+    scores = scores.masked_fill(~others & kept, -math.inf)
+    right = scores.masked_fill(~same & kept, -math.inf)
     return scores.logsumexp(1) - right.logsumexp(1)
 
 
