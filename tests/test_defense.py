@@ -216,6 +216,19 @@ def test_defending_a_plain_sequential() -> None:
     assert torch.equal(images(QUERIES[:, None, None]), ours(QUERIES))
 
 
+def test_defending_a_net_that_works_in_place() -> None:
+    """The bank keeps the inputs themselves, and x is left as it is."""
+    layers, x = sequential(), points(N, 0) - 0.5
+    plain, in_place = (
+        defend(nn.Sequential(nn.ReLU(inplace=how), *layers), x, torch.arange(N) % 3, n_neighbors=K)
+        for how in (False, True)
+    )
+    assert torch.equal(in_place.bank_inputs, x)
+    assert torch.equal(x, points(N, 0) - 0.5)
+    assert torch.equal(in_place.bank_features, plain.bank_features)
+    assert torch.equal(in_place(QUERIES), plain(QUERIES))
+
+
 def test_defending_a_regression() -> None:
     net = trained(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, 1))
     x = points(N, 0)

@@ -12,7 +12,7 @@ from otad.baselines import MajorityKnn
 from otad.certify import certify
 from otad.defense import OTAD, defend, load
 from otad.errors import InputError
-from otad.nets import CNNMetric, FCResNet, fc_resnet
+from otad.nets import CNNMetric, FCResNet, PretrainedMetric, fc_resnet, pretrained
 from otad.regularity import defended_map, neighborhood_smoothness
 
 
@@ -124,6 +124,29 @@ def test_what_cannot_be_described_or_proved_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
     with pytest.raises(InputError, match="got a metric \\(FirstFeatures\\)"):
         certify(model, queries())
+
+
+def test_a_metric_that_could_not_be_read_again_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that was there before stays."""
+
+    def linear(width: int) -> nn.Module:
+        return nn.Linear(6, width)
+
+    monkeypatch.setitem(pretrained._BUILDERS, "linear-for-test", linear)
+    good, bad = (
+        PretrainedMetric(
+            linear(3), input_shape=(6,), builder="linear-for-test", builder_options={"width": width}
+        )
+        for width in (3, 4)
+    )
+    model, *_ = make(good)
+    model.save(tmp_path)
+    wrong, *_ = make(bad)
+    with pytest.raises(InputError, match=r"builder_options: expected those by which .*weight"):
+        wrong.save(tmp_path)
+    assert torch.equal(load(tmp_path)(queries()), model(queries()))
 
 
 def test_keys_and_metric_belong_together() -> None:

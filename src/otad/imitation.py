@@ -19,6 +19,7 @@ from otad.cip.surrogate import CIP_NET_RECIPE, CipNet, CipNetResult, train_cip_n
 from otad.cip.surrogate.training import Report
 from otad.defense import OTAD
 from otad.errors import InputError
+from otad.file_rows import gathered
 from otad.regularity import problem_of
 from otad.transport import TrainConfig
 
@@ -78,14 +79,16 @@ def imitate(
         rows, unseen = (part.sort().values for part in (order[held_out:], order[:held_out]))
     net = fresh_net(model, seed=config.seed) if net is None else net
     net.check_sizes(model.n_neighbors, model.backbone.dim, name="net")
-    features = model.bank_features
+    features, own = model.bank_features, None
+    if alpha != 1:
+        own = features if rows is None else gathered(features, rows)
     result = train_cip_net(
         net.to(model.backbone.mean),
         lessons(model, rows),
         config,
         teacher=replace(solver, on_failure="fallback"),
         alpha=alpha,
-        own_features=None if alpha == 1 else features if rows is None else features[rows],
+        own_features=own,
         held_out=None if unseen is None else lessons(model, unseen),
         cached=cached,
         source=f"{model.bank_fingerprint} in {features.dtype}, without {held_out} points",
@@ -135,9 +138,10 @@ def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
     chosen = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(chosen, "rows", "M", dtypes=(torch.int64,))
     found = [
-        model.neighbors(points[some.to(points.device)].to(like), exclude=some).indices
+        model.neighbors(gathered(points, some, like.device).to(like), exclude=some).indices
         for some in chosen.split(_SOUGHT_ROWS)
     ]
     indices = torch.cat(found)[:, : model.n_neighbors]
-    query = inputs if rows is None else inputs[rows.to(inputs.device)]
-    return problem_of(model, query.to(like), indices)
+    if rows is None and (inputs.dtype, inputs.device) == (like.dtype, like.device):
+        return problem_of(model, inputs, indices)  # as it lies, be it in a file
+    return problem_of(model, gathered(inputs, chosen, like.device).to(like), indices)

@@ -28,6 +28,7 @@ from otad.cip.pairwise import lifted_potential
 from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank import WholeBank
 from otad.errors import InputError, SolverError
+from otad.file_rows import gathered
 from otad.neighbors import Neighbors
 from otad.transport.bank import FeatureBank
 
@@ -151,5 +152,5 @@ def answer_by(whole: WholeBank, inputs: Tensor, query: Tensor) -> Answer:
 
 def _distances(query: Tensor, inputs: Tensor, indices: Tensor) -> Tensor:
     """|x_i - x'| (B,W) float64, one column at a time: never B*W*d numbers at once."""
-    columns = (inputs[column].to(query.device) for column in indices.to(inputs.device).unbind(1))
+    columns = (gathered(inputs, column, query.device) for column in indices.unbind(1))
     return torch.stack([(points.double() - query).norm(dim=1) for points in columns], dim=1)

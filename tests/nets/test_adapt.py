@@ -85,6 +85,40 @@ def test_a_stack_of_known_layers_is_rebuilt_from_json(x: Tensor) -> None:
     assert str(net) == str(twin)
 
 
+class _Halved(nn.Module):
+    """Works in place, and no attribute tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), _Halved()])
+def test_layers_that_work_in_place_leave_what_they_are_given(layer: nn.Module, x: Tensor) -> None:
+    x = x - 0.5
+    net = SequentialBackbone(None, [layer, layer], nn.Linear(6, 2), input_shape=(6,), mean=-0.25)
+    assert torch.equal(net.mean, torch.full((6,), -0.25))  # nor did the look at the dimensions
+    e = net.embed(x)
+    kept = e.clone()
+    z, energy = net.transport(e)
+    assert torch.equal(e, kept)
+    first = layer(kept.clone())
+    second = layer(first.clone())
+    assert torch.equal(z, second)
+    torch.testing.assert_close(energy, ((first - kept) ** 2 + (second - first) ** 2).sum(1))
+    e.requires_grad_()
+    (slope,) = torch.autograd.grad(net.transport(e)[1].sum(), e)
+    assert bool((slope != 0).any())
+
+
+def test_an_embedding_that_works_in_place_leaves_inputs_and_mean(x: Tensor) -> None:
+    x, embed = x - 0.5, nn.Sequential(nn.ReLU(inplace=True), nn.Flatten())
+    net = SequentialBackbone(embed, [], nn.Linear(6, 2), input_shape=(6,), mean=-0.25)
+    kept = x.clone()
+    assert torch.equal(net.embed(x), (kept + 0.25).relu())
+    assert torch.equal(x, kept)
+    assert torch.equal(net.mean, torch.full((6,), -0.25))
+
+
 def test_looking_at_the_dimensions_changes_nothing(x: Tensor) -> None:
     norm = nn.BatchNorm1d(6)
     adapt(nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 2)))

@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from otad.errors import InputError
+from otad.nets import pretrained
 from otad.nets.lipschitz import LipschitzMetric, OrthogonalLinear, fold, max_min, shift
 from otad.nets.metric import Metric, build_metric, register_metric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
@@ -176,6 +177,47 @@ def test_a_user_s_own_module_travels_by_a_registered_builder() -> None:
         PretrainedMetric(_Odd(3), input_shape=(3, 8, 8), builder="unknown")
 
 
+def _wide(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, width))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 7}, r"1\.weight \(6, 12\), got \{'width': 7\}, .* 1\.weight \(7, 12\)"),
+        ({}, r"1\.weight \(6, 12\), got \{\}, which gives 1\.weight \(4, 12\)"),
+        ({"height": 6}, "builder_options: expected .* makes the extractor again, got: .*'height'"),
+        ({"width": object()}, "builder_options: expected plain JSON values .* got: .* object"),
+    ],
+)
+def test_options_that_do_not_make_the_extractor_again_are_not_described(
+    options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pretrained._BUILDERS, "wide-for-test", _wide)
+    given = {"input_shape": (3, 2, 2), "builder": "wide-for-test"}
+    metric = PretrainedMetric(_wide(6), builder_options=options, **given)
+    with pytest.raises(InputError, match=message):
+        metric.config()
+    metric = PretrainedMetric(_wide(6), builder_options={"width": 6}, **given)
+    before = torch.random.get_rng_state()
+    assert metric.config()["extractor"]["options"] == {"width": 6}
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("extra", ["builder", "given"])
+def test_an_extractor_with_other_parts_is_not_described(
+    extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def longer() -> nn.Module:
+        return nn.Sequential(*_wide(), nn.Linear(4, 4, bias=False))
+
+    makes, made = (longer, _wide()) if extra == "builder" else (_wide, longer())
+    monkeypatch.setitem(pretrained._BUILDERS, "parts-for-test", makes)
+    metric = PretrainedMetric(made, input_shape=(3, 2, 2), builder="parts-for-test")
+    with pytest.raises(InputError, match=r"with 2\.weight .*which gives 2\.weight"):
+        metric.config()
+
+
 def test_a_registered_class_of_the_user_s_is_built_by_name() -> None:
     class Half(Metric):
         projection = nn.Identity()
@@ -211,6 +253,10 @@ def test_a_registered_class_of_the_user_s_is_built_by_name() -> None:
          r"extractor: expected features of shape \(B,f\), got \(1, 3, 8, 8\)"),
         (lambda: PretrainedMetric(nn.Flatten(), nn.Linear(3, 2), input_shape=(2, 2)),
          "projection: expected in_features 4 like the features, got 3"),
+        (lambda: PretrainedMetric(_wide().double(), input_shape=(3, 2, 2)),
+         r"extractor: expected a module that takes a float32 tensor of shape \(1, 3, 2, 2\)"),
+        (lambda: PretrainedMetric(_wide(), nn.Linear(4, 2).double(), input_shape=(3, 2, 2)),
+         r"projection: expected a module that takes a float32 tensor of shape \(1, 4\)"),
         (lambda: PretrainedMetric(nn.Flatten(), nn.ReLU(), input_shape=(2, 2)),
          "projection: expected an nn.Linear or None, got ReLU"),
         (lambda: build_metric({"kind": "guess"}), r"config\['kind'\]: expected one of"),

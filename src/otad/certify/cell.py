@@ -22,6 +22,7 @@ from otad.cip import BankProblem, Status
 from otad.cip.feasibility import Constraints, closure, has_positive_cycle
 from otad.cip.gram import gram_of
 from otad.defense import OTAD, Trace
+from otad.file_rows import gathered
 
 # A query as far again from its neighbors has offsets and shifted images at most twice as long, so
 # products with 4 times the rounding error; both queries' errors and room for more make 8.
@@ -75,8 +76,8 @@ def _farthest(model: OTAD, trace: Trace, embedded: Tensor) -> Tensor:
     if model.metric is None:
         return trace.neighbors.distances[:, -1]
     farthest = torch.zeros(len(embedded), dtype=torch.float64, device=embedded.device)
-    for column in trace.neighbors.indices.to(model.bank_inputs.device).unbind(1):
-        points = model.bank_inputs[column].to(farthest)
+    for column in trace.neighbors.indices.unbind(1):
+        points = gathered(model.bank_inputs, column, farthest.device).to(farthest)
         farthest = torch.maximum(farthest, torch.linalg.vector_norm(points - embedded, dim=1))
     return farthest
 

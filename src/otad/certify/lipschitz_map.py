@@ -53,6 +53,7 @@ from otad.cip.pairs import Pairs
 from otad.cip.whole_bank import GAP
 from otad.defense import OTAD, Trace
 from otad.errors import InputError
+from otad.file_rows import block_of
 
 UNIT = torch.finfo(torch.float64).eps / 2
 BYTES = 2**29  # of working memory
@@ -163,7 +164,7 @@ class LipschitzMap:
         rows = max(1, BYTES // (16 * points.shape[1]))
         lengths = [
             torch.linalg.vector_norm(part.to(self.weight) * self.read, dim=1).max()
-            for part in points.split(rows)
+            for part in (block_of(points, at, at + rows) for at in range(0, len(points), rows))
         ]
         return float(torch.stack(lengths).max())
 

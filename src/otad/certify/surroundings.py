@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from otad.certify.halfspaces import TINY
+from otad.file_rows import block_of, gathered
 
 ROUNDING = 1e-9
 """Relative error allowed for float64 sums; those of a million terms stay below it."""
@@ -99,7 +100,7 @@ class Surroundings:
 
     def _offsets(self, rows: Tensor | slice, indices: Tensor) -> Tensor:
         """x_i - e (r,T,d)."""
-        points = self.inputs[indices.to(self.inputs.device)].to(self.embedded)
+        points = gathered(self.inputs, indices, self.embedded.device).to(self.embedded)
         return points.sub_(self.embedded[rows][:, None])
 
     def _distance_floor(self) -> Tensor:
@@ -109,7 +110,7 @@ class Surroundings:
         floor = embedded.new_empty(len(embedded), len(self.inputs))
         step = max(1, BYTES // (64 * embedded.shape[1]))
         for start in range(0, len(self.inputs), step):
-            points = self.inputs[start : start + step].to(embedded)
+            points = block_of(self.inputs, start, start + step).to(embedded)
             sizes = own + _squares(points)
             product = torch.addmm(sizes, embedded, points.mT, alpha=-2)
             floor[:, start : start + step] = product.sub_(sizes, alpha=ROUNDING)

@@ -12,6 +12,7 @@ from torch import Tensor
 from otad.certify.embedding import Reach
 from otad.defense import OTAD
 from otad.errors import InputError
+from otad.file_rows import block_of
 
 BLOCK_BYTES = 2**27
 
@@ -45,11 +46,11 @@ class Votes:
         inputs, features = model.bank_inputs, model.bank_features
         rows = max(1, BLOCK_BYTES // (8 * inputs.shape[1]))
         scores, sizes = [], []
-        for x, z in zip(inputs.split(rows), features.split(rows), strict=True):
-            z = z.to(self.weight)
+        for start in range(0, len(inputs), rows):
+            z = block_of(features, start, start + rows).to(self.weight)
             size = torch.linalg.vector_norm(z, dim=1)
             if self.convexity != 0:  # else the inputs are not even read
-                x = x.to(self.weight)
+                x = block_of(inputs, start, start + rows).to(self.weight)
                 size += abs(self.convexity) * torch.linalg.vector_norm(x, dim=1)
                 z = z - self.convexity * x
             scores.append(torch.addmm(bias, z, self.weight.mT).mT)

@@ -130,7 +130,10 @@ def _plain(value: Any) -> Any:
 
 
 def _tensor_print(tensor: Tensor) -> str:
-    """Read once as long as it is the same: training inputs are large, and every part asks."""
+    """Read once as long as it is the same: training inputs are large, and every part asks. One of
+    inference mode does not tell whether it is."""
+    if tensor.is_inference():
+        return fingerprint({"": tensor})
     known = _PRINTS.get(tensor)
     if known is None or known[0] != tensor._version:
         known = tensor._version, fingerprint({"": tensor.detach()})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from otad.errors import InputError
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
 from otad.nets.layers import describe, restore
 from otad.nets.lifted import LiftedNet
+from otad.nets.probe import evaluating, run
 
 EQUAL_DIMENSIONS = (
     "the pairs (embedded input, feature) must live in one space R^d; widen the last layer before "
@@ -65,18 +65,18 @@ class SequentialBackbone(Backbone):
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         x, energy = e, e.new_zeros(e.shape[0])
         for block in self.blocks:
-            moved = block(x)
+            moved = block(x.clone())  # a user's layers may work in place
             energy = energy + squared_lengths(moved - x)
             x = moved
         return x, energy
 
     def _check_dimensions(self) -> None:
         """Send one input through and compare every size with that of the embedded input."""
-        with _evaluating(self), torch.no_grad():
-            x = _run(self.embedding, self.mean.unsqueeze(0), "embed")
+        with evaluating(self), torch.no_grad():
+            x = run(self.embedding, self.mean.clone().unsqueeze(0), "embed")
             dim = x.shape[1]
             for number, block in enumerate(self.blocks):
-                x = _run(block, x, f"blocks[{number}]")
+                x = run(block, x, f"blocks[{number}]")
                 if x.shape[1] != dim:
                     raise InputError(
                         f"blocks[{number}]: expected features of dimension {dim} like the "
@@ -154,28 +154,3 @@ def _first_width(net: nn.Sequential) -> int:
             "and does not tell it, got None"
         )
     return first.in_features
-
-
-def _run(module: nn.Module, x: Tensor, name: str) -> Tensor:
-    try:
-        output = module(x)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise InputError(
-            f"{name}: expected a module that takes a tensor of shape {tuple(x.shape)}, got: {error}"
-        ) from error
-    if not isinstance(output, Tensor) or output.dim() != 2:
-        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise InputError(f"{name}: expected an output of shape (B,d), got {got}")
-    return output
-
-
-@contextmanager
-def _evaluating(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while: one probe row must not move batch statistics."""
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

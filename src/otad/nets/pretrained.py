@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from otad.checks import check_choice
 from otad.errors import InputError
 from otad.nets.layers import describe, restore
 from otad.nets.metric import Metric, register_metric
+from otad.nets.probe import evaluating, run
 
 AnyBuilder = TypeVar("AnyBuilder", bound=Callable[..., nn.Module])
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {}
@@ -59,41 +61,53 @@ class PretrainedMetric(Metric):
         self.extractor = extractor
         self.builder, self.builder_options = builder, dict(builder_options or {})
         self.projection = nn.Identity() if projection is None else projection
-        width = self._probe()
-        if projection is None:
-            self.key_dim = width
-        elif projection.in_features != width:
-            raise InputError(
-                f"projection: expected in_features {width} like the features, "
-                f"got {projection.in_features}"
-            )
-        else:
-            self.key_dim = projection.out_features
+        self.key_dim = self._probe()
 
     def features(self, u: Tensor) -> Tensor:
         return self.extractor(u)  # type: ignore[no-any-return]
 
     def _probe(self) -> int:
-        """Send one input through for the number of features; batch statistics stay as they are."""
-        modes = {module: module.training for module in self.extractor.modules()}
-        self.extractor.eval()
-        with torch.no_grad():
-            found = self.extractor(torch.zeros_like(self.mean).unsqueeze(0))
-        for module, training in modes.items():
-            module.training = training
-        if not isinstance(found, Tensor) or found.dim() != 2:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise InputError(f"extractor: expected features of shape (B,f), got {got}")
-        return found.shape[1]
+        """Send one input through for the size of a key; batch statistics stay as they are."""
+        one = torch.zeros_like(self.mean).unsqueeze(0)
+        with evaluating(self.extractor), torch.no_grad():
+            found = run(self.extractor, one, "extractor", "features of shape (B,f)")
+            asked = getattr(self.projection, "in_features", found.shape[1])
+            if asked != found.shape[1]:
+                raise InputError(
+                    f"projection: expected in_features {found.shape[1]} like the features, "
+                    f"got {asked}"
+                )
+            return run(self.projection, found, "projection").shape[1]
 
     def config(self) -> dict[str, Any]:
         linear = isinstance(self.projection, nn.Linear)
         if self.builder is None:
             extractor = describe(self.extractor)
         else:
+            self._check_builder(self.builder)
             extractor = {"builder": self.builder, "options": self.builder_options}
         described = describe(self.projection) if linear else None
         return super().config() | {"extractor": extractor, "projection": described}
+
+    def _check_builder(self, name: str) -> None:
+        """Refuse options of another extractor: no reader could put the weights into that."""
+        try:
+            as_read = json.loads(json.dumps(self.builder_options, allow_nan=False))
+            with torch.random.fork_rng(devices=[]):
+                made = _BUILDERS[name](**as_read)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"builder_options: expected plain JSON values by which {name!r} makes the "
+                f"extractor again, got: {error}"
+            ) from error
+        given, again = _shapes(self.extractor), _shapes(made)
+        for part in given | again:
+            if given.get(part) != again.get(part):
+                raise InputError(
+                    f"builder_options: expected those by which {name!r} makes the extractor again, "
+                    f"with {part} {given.get(part)}, got {self.builder_options}, which gives "
+                    f"{part} {again.get(part)}"
+                )
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> PretrainedMetric:
@@ -108,3 +122,9 @@ class PretrainedMetric(Metric):
             extractor = _BUILDERS[name](**told["options"])
         made = {"builder": name, "builder_options": told["options"]}
         return cls(extractor, projection, **made, **rest)  # type: ignore[arg-type]
+
+
+def _shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all that is saved of a net, by name."""
+    state = net.state_dict()
+    return {name: tuple(part.shape) for name, part in state.items() if isinstance(part, Tensor)}

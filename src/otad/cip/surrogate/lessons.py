@@ -15,6 +15,7 @@ from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.solution import CipSolution
 from otad.cip.surrogate.net import CipNet
 from otad.errors import InputError
+from otad.file_rows import gathered
 from otad.neighbors import TorchSearch
 
 Problem = CipProblem | BankProblem
@@ -40,24 +41,22 @@ def leave_one_out(
     if rows is None:
         rows = torch.arange(len(inputs))
     check_tensor(rows, "rows", "M", dtypes=(torch.int64,))
-    rows = rows.to(inputs.device)
-    query = inputs[rows].to(torch.promote_types(inputs.dtype, torch.float32))
+    query = gathered(inputs, rows).to(torch.promote_types(inputs.dtype, torch.float32))
     indices = TorchSearch(inputs)(query, n_neighbors, exclude=rows).indices
     return BankProblem(query, inputs, features, indices, smoothness, strong_convexity)
 
 
 def rows_of(problem: Problem, rows: Tensor) -> Problem:
     """The problem of some rows (b,)."""
-
-    def take(tensor: Tensor) -> Tensor:
-        return tensor[rows.to(tensor.device)]
-
     query, high, low = (
-        take(part) for part in (problem.query, problem.smoothness, problem.strong_convexity)
+        gathered(part, rows)
+        for part in (problem.query, problem.smoothness, problem.strong_convexity)
     )
     if isinstance(problem, CipProblem):
-        return CipProblem(query, take(problem.anchors), take(problem.images), high, low)
-    return BankProblem(query, problem.inputs, problem.features, take(problem.indices), high, low)
+        neighbors = gathered(problem.anchors, rows), gathered(problem.images, rows)
+        return CipProblem(query, *neighbors, high, low)
+    indices = gathered(problem.indices, rows)
+    return BankProblem(query, problem.inputs, problem.features, indices, high, low)
 
 
 class Answers:
@@ -128,7 +127,7 @@ class Lesson:
             missed = _mean_square(image - self.answers(rows)) / self.unit
             loss, error = loss + self.alpha * missed, missed.detach()
         if self.own_features is not None and self.alpha < 1:
-            own = self.own_features[rows.to(self.own_features.device)].to(image)
+            own = gathered(self.own_features, rows, image.device).to(image)
             loss = loss + (1 - self.alpha) * _mean_square(image - own) / self.unit
         return loss, error
 
