@@ -57,6 +57,34 @@ def test_help_teaches(cli: CliRunner, arguments: list[str], expected: tuple[str,
         assert text in result.stdout
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "demo",
+        "train digits --out net",
+        "defend net --out model",
+        "imitate model --out other",
+        "attack model test --eps 1",
+        "certify model test",
+        "evaluate model test --eps 1",
+        "reproduce mnist",
+        "bench solver",
+        "bench global",
+    ],
+)
+def test_every_seed_is_one_that_generators_take(cli: CliRunner, command: str) -> None:
+    for seed, bound in ((-1, "at least 0"), (2**64, f"at most {2**64 - 1}")):
+        result = cli.invoke(main, [*command.split(), "--seed", str(seed)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"otad: seed: expected an integer of {bound}, got {seed}\n"
+
+
+def test_an_experiment_wants_a_device_that_computes(cli: CliRunner) -> None:
+    result = cli.invoke(main, ["reproduce", "mnist", "--device", "meta"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("otad: device: expected one that is present, got 'meta'")
+
+
 def test_commands_are_listed_in_the_order_of_use(cli: CliRunner) -> None:
     shown = cli.invoke(main, ["--help"], env={"COLUMNS": "100"}).stdout
     listed = [line.strip(" │").split()[0] for line in shown.splitlines() if line.startswith("│ ")]

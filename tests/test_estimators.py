@@ -308,6 +308,25 @@ def test_nothing_is_answered_before_fit(method: str) -> None:
         getattr(model, method)(np.zeros((2, 3)))
 
 
+@pytest.mark.parametrize(
+    ("options", "columns"), [({"n_neighbors": 1000}, 3), ({"learning_rate": 1e9}, 3), ({}, 0)]
+)
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_refused_fit_loses_nothing_of_an_earlier_one(
+    kind: type[Estimator], options: dict[str, Any], columns: int
+) -> None:
+    """Refused before the training, in it, or at the sight of the data."""
+    x, y = tables(kind)
+    model = quick(kind).fit(x, y)
+    before, answers = dict(vars(model)), model.predict(x)
+    model.set_params(**options)
+    others = np.array(["ant", "bee"])[np.arange(60) % 2] if kind is OTADClassifier else -y
+    with pytest.raises(ValueError):  # noqa: PT011 - scikit-learn's errors and ours
+        model.fit(np.hstack([x, x])[:, : 2 * columns], others)
+    assert vars(model) == before | options
+    np.testing.assert_array_equal(model.predict(x), answers)
+
+
 def test_certified_radii_hold_against_random_moves() -> None:
     x, y = tables(OTADClassifier, 80)
     model = quick(OTADClassifier).fit(x[:60], y[:60])

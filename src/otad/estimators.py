@@ -8,6 +8,7 @@ images (n, c, h, w) alike; numbers of any dtype are taken and worked with in flo
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -91,6 +92,17 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
         self.device = device
         self.random_state = random_state
         self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Learn from inputs X (n, d) or (n, c, h, w) and y (n,), one answer for each: labels of any
+        type, or in regression numbers. A fit that is refused leaves all of an earlier one."""
+        fitted = copy(self)
+        fitted._fit(X, y)
+        self.__dict__ = fitted.__dict__
+        return self
+
+    def _fit(self, X: Any, y: Any) -> None:
+        raise NotImplementedError
 
     def explain(self, X: Any) -> list[Explanation]:
         """For each input the training points its prediction rests on; X may be a single input."""
@@ -232,8 +244,7 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     _task: ClassVar[Task] = "classification"
     classes_: Array
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Learn from inputs (n, d) or (n, c, h, w) and their labels (n,) of any type."""
+    def _fit(self, X: Any, y: Any) -> None:
         inputs, labels = self._check_training_data(X, y)
         check_classification_targets(labels)
         self.classes_, codes = np.unique(labels, return_inverse=True)
@@ -243,7 +254,6 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         net, rows = self._train(inputs, targets, len(self.classes_))
         names = [str(label) for label in self.classes_]
         self._defend(net, inputs[rows], targets[rows], classes=names)
-        return self
 
     def predict(self, X: Any) -> Array:
         """The label of each input (n,)."""
@@ -282,8 +292,7 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
 
     _task: ClassVar[Task] = "regression"
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Learn from inputs (n, d) or (n, c, h, w) and one number for each, y (n,)."""
+    def _fit(self, X: Any, y: Any) -> None:
         inputs, values = self._check_training_data(X, y)
         values = values.astype(np.float64)
         shift, scale = float(values.mean()), float(values.std()) or 1.0
@@ -291,7 +300,6 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
         net, rows = self._train(inputs, ((targets - shift) / scale).float(), 1)
         net.head.take_units(shift, scale)
         self._defend(net, inputs[rows], targets[rows].float())
-        return self
 
     def predict(self, X: Any) -> Array:
         """The value of each input (n,)."""

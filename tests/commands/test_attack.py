@@ -153,6 +153,9 @@ def test_options_are_read_as_json_or_text() -> None:
         (["--targets", "y"], "targets: expected none for the test part"),
         (["--eps", "-1"], "eps: expected a finite number of at least 0, got -1"),
         (["--device", "quantum"], "device: expected one that is present"),
+        (["--device", "meta"], "device: expected one that is present, got 'meta'"),
+        (["--seed", "-1"], "seed: expected an integer of at least 0, got -1"),
+        (["--seed", str(2**65)], f"seed: expected an integer of at most {2**64 - 1}, got {2**65}"),
     ],
 )
 def test_refusals_write_nothing(

@@ -112,6 +112,17 @@ def test_a_regression_gets_intervals(terminal: Terminal, workshop: Path) -> None
     assert 0 < widths[0.1] <= widths[0.5]
 
 
+def test_the_assumptions_of_every_interval_are_told(terminal: Terminal, workshop: Path) -> None:
+    """Small intervals rest on more than large ones, where neighbors change in any case."""
+    command = ("certify", workshop / "body-model", "test", "--unit", "std", "--json", "--eps")
+    told = {
+        eps: json.loads(terminal.succeed(*command, eps).stdout)["assumptions"]
+        for eps in ("0.000001", "5", "5,0.000001")
+    }
+    assert set(told["5"]) < set(told["0.000001"])
+    assert told["5,0.000001"] == told["0.000001"]
+
+
 def test_one_map_for_the_whole_bank_is_certified_by_its_constant(
     terminal: Terminal, workshop: Path
 ) -> None:

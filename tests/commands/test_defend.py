@@ -152,3 +152,10 @@ def test_a_folder_without_a_whole_net_is_refused(terminal: Terminal, workshop: P
     Path("cut/net.safetensors").write_bytes(Path("cut/checkpoint.safetensors").read_bytes())
     message = terminal.refuse("defend", "cut", "--out", "model")
     assert "expected a net with its config" in message
+
+
+def test_points_of_each_class_need_classes(terminal: Terminal, workshop: Path) -> None:
+    options = ("--out", "model", "--per-class", 5)
+    message = terminal.refuse("defend", workshop / "body-net", *options)
+    assert "per_class: expected only for data with classes, got a regression" in message
+    assert not Path("model").exists()

@@ -83,7 +83,7 @@ def test_refusals_leave_nothing(
 
 def test_the_model_itself_is_not_overwritten(terminal: Terminal, model_copy: Path) -> None:
     message = terminal.refuse("imitate", model_copy, "--out", model_copy, *TINY)
-    assert "out: expected another folder than that of the model" in message
+    assert "out: expected another place than that of an input" in message
     terminal.succeed("imitate", model_copy, "--out", "nn", *TINY)
     assert "got CipNet" in terminal.refuse("imitate", "nn", "--out", "twice", *TINY)
 

@@ -154,6 +154,17 @@ def test_refused_inputs_leave_no_file(terminal: Terminal, workshop: Path) -> Non
         assert not list(Path().glob("*p.csv*"))
 
 
+def test_a_model_with_two_features_of_one_name_takes_no_table(
+    terminal: Terminal, workshop: Path
+) -> None:
+    model = otad.load(workshop / "body-model")
+    model.notes["feature_names"] = ["age", "sex", "age", "bp"]
+    model.save("model")
+    write_body(Path("body.csv"))
+    message = terminal.refuse("predict", "model", "body.csv", "--out", "p.csv")
+    assert "feature names: expected distinct names, got more than once: age" in message
+
+
 def test_a_refusal_keeps_the_predictions_of_before(terminal: Terminal, workshop: Path) -> None:
     Path("p.csv").write_text("precious")
     np.savez("late.npz", x=np.array([[50.0, 1.0, 25.0, 90.0]] * 3 + [[np.nan] * 4]))

@@ -148,6 +148,14 @@ def test_an_image_folder(terminal: Terminal) -> None:
         (["digits.npz", "--optimizer", "magic"], "optimizer: expected one of sgd, adamw"),
         (["digits.npz", "--learning-rate", "1e6"], "learning_rate: expected one at which"),
         (["digits.npz", "--device", "cuda:99"], "device: expected one that is present"),
+        (["digits.npz", "--device", "meta"], "device: expected one that is present, got 'meta'"),
+        (["digits.npz", "--seed", "-1"], "seed: expected an integer of at least 0, got -1"),
+        (["digits.npz", "--seed", str(2**70)], f"seed: expected an integer of at most {2**64 - 1}"),
+        (
+            ["body.csv", "--target", "progression", "--task", "regression"]
+            + ["--features=age"] * 2,
+            "feature_names: expected distinct names, got more than once: age",
+        ),
         (["digits.npz", "--validation", "1.5"], "fraction: expected a number between 0 and 1"),
         (["digits.npz", "--test-fraction", "0"], "fraction: expected a number between 0 and 1"),
     ],
@@ -194,3 +202,17 @@ def test_the_first_example_of_the_help_runs(terminal: Terminal) -> None:
     result = terminal.succeed("train", "digits", "--out", "digits-net", "--epochs", 1)
     assert "otad defend digits-net --out MODEL_DIR" in result.stdout
     assert np.isfinite(json.loads(Path("digits-net/training.json").read_text())["final"]["loss"])
+
+
+def test_the_largest_seed_will_do(terminal: Terminal) -> None:
+    write_digits(Path("digits.npz"))
+    seed = 2**64 - 1
+    terminal.succeed("train", "digits.npz", "--out", "net", *QUICK, "--seed", seed)
+    assert json.loads(Path("net/training.json").read_text())["train_config"]["seed"] == seed
+
+
+def test_images_keep_their_folder_to_themselves(terminal: Terminal) -> None:
+    """A net among the folders of the classes would not be taken for one of them."""
+    Path("images/cats").mkdir(parents=True)
+    message = terminal.refuse("train", "images", "--size", 8, "--out", "images")
+    assert "got images, which would overwrite images" in message

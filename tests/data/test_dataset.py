@@ -55,6 +55,10 @@ def test_a_good_dataset_is_kept_as_given_and_frozen() -> None:
         ({"train_y": torch.ones(6, dtype=torch.int64)}, "two classes in the train part, got 'b'"),
         ({"classes": ("a",)}, "two classes or more"),
         ({"feature_names": ("u",)}, "one name for each feature"),
+        (
+            {"feature_names": ("u", "v", "u")},
+            "tiny feature_names: expected distinct names, got more than once: u",
+        ),
         ({"task": "clustering"}, "task: expected one of"),
         ({"task": "regression"}, "no classes for regression"),
         ({"task": "regression", "classes": ()}, "expected dtype float32, got int64"),

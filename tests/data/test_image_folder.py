@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,57 @@ def test_the_center_is_cropped_after_the_short_side_is_resized(tmp_path: Path) -
     assert shrunk.shape == (1, 3, 3, 3)
     torch.testing.assert_close(shrunk[0, :, 1, 1] * 255, torch.tensor([10.0, 20.0, 30.0]))
     assert read_images([tmp_path / "tall.png"], 16).shape == (1, 3, 16, 16)  # enlarged
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size", "resize"),
+    [(40, 30, 16, None), (31, 57, 16, 20), (16, 16, 16, None), (9, 13, 32, 48), (64, 20, 20, None)],
+)
+def test_ordinary_images_are_resized_whole(
+    tmp_path: Path, width: int, height: int, size: int, resize: int | None
+) -> None:
+    """To the bit as Pillow does it: figures on image folders rest on these very pixels."""
+    random = np.random.default_rng(0)
+    image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    image.save(tmp_path / "noise.png")
+    scale = (resize or size) / min(width, height)
+    whole = image.resize((round(width * scale), round(height * scale)), Image.Resampling.BILINEAR)
+    left, top = (whole.width - size) // 2, (whole.height - size) // 2
+    expected = np.asarray(whole)[top : top + size, left : left + size].transpose(2, 0, 1)
+    found = read_images([tmp_path / "noise.png"], size, resize=resize)[0]
+    np.testing.assert_array_equal(found.numpy(), expected.astype(np.float32) / np.float32(255))
+
+
+@pytest.mark.parametrize("shape", [(3, 500), (500, 3), (40, 30)])
+def test_the_center_of_a_strip_is_resized_alone(
+    tmp_path: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same levels, but for rounding."""
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "strip.png")
+    whole = read_images([tmp_path / "strip.png"], 8, resize=10)
+    monkeypatch.setattr("otad.data.image_folder._MOST_PIXELS", 0)
+    alone = read_images([tmp_path / "strip.png"], 8, resize=10)
+    torch.testing.assert_close(255 * alone, 255 * whole, atol=1.001, rtol=0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_strip_never_takes_gigabytes(
+    tmp_path: Path, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.zeros((1, 100_000, 3), dtype=np.uint8)
+    pixels[:, 49_990:50_010] = (10, 20, 30)
+    Image.fromarray(pixels.swapaxes(0, 1) if turned else pixels).save(tmp_path / "strip.png")
+    resize = Image.Image.resize
+
+    def watched(image: Image.Image, size: tuple[int, int], *args: Any, **kw: Any) -> Image.Image:
+        assert size[0] * size[1] <= 2**26, f"{size} pixels at once"
+        return resize(image, size, *args, **kw)
+
+    monkeypatch.setattr(Image.Image, "resize", watched)
+    found = read_images([tmp_path / "strip.png"], 224)[0] * 255
+    levels = torch.tensor([10.0, 20.0, 30.0])[:, None, None]
+    torch.testing.assert_close(found, levels.expand(3, 224, 224))
 
 
 def test_gray_images_become_rgb(tmp_path: Path) -> None:

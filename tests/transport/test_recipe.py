@@ -79,6 +79,7 @@ def test_what_a_metric_has_no_use_for_is_refused(name: str) -> None:
         ({"batch_size": 1.5}, "batch_size: expected an integer"),
         ({"log_every": True}, "log_every: expected an integer"),
         ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"seed": 2**64}, f"seed: expected an integer of at most {2**64 - 1}, got {2**64}"),
         ({"optimizer": "lion"}, "optimizer: expected one of sgd, adamw, got 'lion'"),
         ({"schedule": "linear"}, "schedule: expected one of cosine, constant, step"),
         ({"learning_rate": 0.0}, "learning_rate: expected a number of at least"),

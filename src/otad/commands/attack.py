@@ -21,7 +21,16 @@ from otad.codec import to_plain
 from otad.commands.console import progress_bar, show
 from otad.commands.data_choice import DataChoice
 from otad.commands.examples import Examples, Rows, Targets, class_names_of, open_examples
-from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
+from otad.commands.options import (
+    AsJson,
+    DataDir,
+    Device,
+    Input,
+    ModelDir,
+    check_device,
+    seed_option,
+)
+from otad.commands.outputs import files_of, refuse_overwriting
 from otad.commands.threat import Immutable, Norm, Scale, Unit, threat_to
 from otad.defense import OTAD
 from otad.errors import InputError
@@ -45,7 +54,7 @@ def attack(
     scale: Scale = None,
     targets: Targets = None,
     rows: Rows = None,
-    seed: Annotated[int, typer.Option(help="Of the attack, and of the rows --rows draws.")] = 0,
+    seed: Annotated[int, seed_option("Of the attack, and of the rows --rows draws.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="Also write the inputs it found, as an NPZ file.", dir_okay=False),
@@ -69,6 +78,7 @@ def attack(
         raise InputError(f"out: expected a name that ends in .npz, got {out.name}")
     options = read_options(option or ())
     model = defense.load(model_dir, device=str(check_device(device)))
+    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir))
     ball = threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
     chosen = make_attack(name, model, train_x=training_inputs(model, data_dir), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)

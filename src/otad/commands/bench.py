@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from otad.commands.console import progress_bar
-from otad.commands.options import DataDir
+from otad.commands.options import DataDir, seed_option
 from otad.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def solver(
         float | None,
         typer.Option(help="Seconds for each solver on each size; by default the preset's."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random instances.")] = 0,
+    seed: Annotated[int, seed_option("Seed of the random instances.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for record and plot.", file_okay=False)] = Path(
         "results/benchmarks"
     ),
@@ -95,7 +95,7 @@ def whole_bank(
     budget: Annotated[
         float, typer.Option(help="Leave out sizes whose potential would take more seconds.")
     ] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of the subsets and the synthetic pairs.")] = 0,
+    seed: Annotated[int, seed_option("Of the subsets and the synthetic pairs.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for record and plot.", file_okay=False)] = Path(
         "results/benchmarks"
     ),

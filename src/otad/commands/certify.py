@@ -28,7 +28,9 @@ from otad.commands.options import (
     Input,
     ModelDir,
     check_device,
+    seed_option,
 )
+from otad.commands.outputs import files_of, refuse_overwriting
 from otad.commands.threat import Scale, Unit, read_radii, threat_to
 from otad.defense import OTAD
 from otad.scores import Score, score_of, share_score
@@ -75,7 +77,7 @@ def certify(
     ] = None,
     targets: Targets = None,
     rows: Rows = None,
-    seed: Annotated[int, typer.Option(help="Of the rows --rows draws.")] = 0,
+    seed: Annotated[int, seed_option("Of the rows --rows draws.")] = 0,
     data_dir: DataDir = None,
     device: Device = "cpu",
     as_json: AsJson = False,
@@ -92,6 +94,7 @@ def certify(
     """
     radii = sorted(read_radii(eps))
     model = defense.load(model_dir, device=str(check_device(device)))
+    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir))
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     options = {
         "unit": threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale,
@@ -168,10 +171,12 @@ def _certify_values(
 ) -> _Finding:
     record: dict[str, Any] = {"intervals": {}}
     facts: dict[str, str] = {}
+    assumptions: dict[str, None] = {}  # by which some interval is proved, in order
     lines: list[tuple[str, ...]] = []
     with progress_bar("certifying") as advance:
         for done, eps in enumerate(radii):
             found = certify_values(model, examples.x, eps, **options)
+            assumptions |= dict.fromkeys(found.assumptions)
             width = _quantiles(found.high - found.low)
             record["intervals"][f"{eps:g}"] = {"width": width}
             facts[f"width at {eps:g}"] = _spread(width)
@@ -187,7 +192,7 @@ def _certify_values(
             ):
                 lines.append((name, f"{eps:g}", str(low), str(high)))
             advance(done + 1, len(radii))
-    return _Finding(record, facts, ("row", "eps", "low", "high"), lines, found.assumptions)
+    return _Finding(record, facts, ("row", "eps", "low", "high"), lines, tuple(assumptions))
 
 
 def _quantiles(values: Tensor) -> dict[str, float]:

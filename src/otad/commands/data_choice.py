@@ -47,11 +47,17 @@ class DataChoice:
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def path(self) -> Path | None:
+        """Where the user keeps it; None for a registered name."""
+        known = (name.lower() for name in data.names())
+        return None if self.data.lower().replace("-", "_") in known else Path(self.data)
+
     def load(self, data_dir: Path | None = None) -> Dataset:
         """Read it. `data_dir` is the folder of the registered sets, None for that in OTAD_DATA."""
-        if self.data.lower().replace("-", "_") in (name.lower() for name in data.names()):
+        path = self.path
+        if path is None:
             return data.load(self.data, data_dir, seed=self.seed, **self.options)
-        path = Path(self.data)
         kind = _FOLDER if path.is_dir() else _KINDS.get(path.suffix.lower())
         if kind is None:
             raise InputError(

@@ -14,7 +14,8 @@ from otad.cip import ExactCip
 from otad.commands.console import progress_bar, remark, show
 from otad.commands.data_choice import DataChoice, describe_data
 from otad.commands.net_files import TrainedNet, read_net
-from otad.commands.options import AsJson, DataDir, Device, Scope, check_device
+from otad.commands.options import AsJson, DataDir, Device, Scope, check_device, seed_option
+from otad.commands.outputs import refuse_overwriting
 from otad.data import Dataset, subset_per_class
 from otad.defense import OTAD
 from otad.errors import InputError
@@ -74,7 +75,7 @@ def defend(
     per_class: Annotated[
         int | None, typer.Option(help="Keep so many random training points of each class only.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the points --per-class keeps.")] = 0,
+    seed: Annotated[int, seed_option("Of the points --per-class keeps.")] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -108,6 +109,7 @@ def defend(
     trained = read_net(net_dir)
     before = DataChoice.from_json(trained.about["data"]["choice"])
     choice = DataChoice(data or before.data, before.seed, before.options)
+    refuse_overwriting(out, choice.path)
     dataset = choice.load(data_dir)
     about = describe_data(dataset, choice)
     _check_fit(trained.about, about)
@@ -158,6 +160,10 @@ def build_model(
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
     x, y = dataset.train_x, dataset.train_y
     if per_class is not None:
+        if dataset.task == "regression":
+            raise InputError(
+                "per_class: expected only for data with classes, got a regression, which has none"
+            )
         rows = subset_per_class(y, per_class, torch.Generator().manual_seed(seed))
         x, y = x[rows], y[rows]
     net = trained.net.to(check_device(device))

@@ -20,7 +20,7 @@ from otad.commands.defend import build_model, model_notes, scope_record
 from otad.commands.demo_scopes import defend_globally, map_of_points
 from otad.commands.inputs import open_inputs
 from otad.commands.net_files import TrainedNet, write_net
-from otad.commands.options import AsJson
+from otad.commands.options import AsJson, seed_option
 from otad.commands.predict import write_predictions
 from otad.commands.train import train_net, training_record
 from otad.data import Dataset
@@ -45,7 +45,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Folder for the files written.", file_okay=False)
     ] = Path("demo-output"),
-    seed: Annotated[int, typer.Option(help="Of split, weights and order of the rows.")] = 0,
+    seed: Annotated[int, seed_option("Of split, weights and order of the rows.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train, defend, attack and certify on handwritten digits, and write a report.

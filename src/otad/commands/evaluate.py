@@ -24,6 +24,7 @@ from otad.commands.options import (
     Input,
     ModelDir,
     check_device,
+    seed_option,
 )
 from otad.commands.threat import Immutable, Norm, Scale, Unit, read_radii, threat_to
 from otad.errors import InputError
@@ -73,7 +74,7 @@ def evaluate(
     metric_lipschitz: MetricLipschitz = None,
     targets: Targets = None,
     rows: Rows = None,
-    seed: Annotated[int, typer.Option(help="Of the attacks, and of the rows --rows draws.")] = 0,
+    seed: Annotated[int, seed_option("Of the attacks, and of the rows --rows draws.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for what it finds.", file_okay=False)] = Path(
         "evaluation"
     ),

@@ -13,6 +13,7 @@ from otad import defense
 from otad.commands.console import remark
 from otad.commands.inputs import open_inputs
 from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
+from otad.commands.outputs import files_of, refuse_overwriting
 from otad.errors import InputError
 from otad.explain import Explanation
 from otad.explain import explain as explain_inputs
@@ -48,6 +49,7 @@ def explain(
     if out is not None and out.suffix.lower() not in (*PICTURES, ".json"):
         raise InputError(f"out: expected a name that ends in {', '.join(PICTURES)} or .json")
     model = defense.load(model_dir, device=str(check_device(device)))
+    refuse_overwriting(out, input, *files_of(model, model_dir))
     x = open_inputs(model, input, data_dir).row(row).to(device)
     explanation = explain_inputs(
         model,

@@ -11,9 +11,9 @@ import typer
 from otad import defense
 from otad.commands.console import progress_bar, remark, show
 from otad.commands.inputs import open_inputs
-from otad.commands.options import AsJson, DataDir, Device, ModelDir, check_device
+from otad.commands.options import AsJson, DataDir, Device, ModelDir, check_device, seed_option
+from otad.commands.outputs import refuse_overwriting
 from otad.defense import OTAD
-from otad.errors import InputError
 from otad.imitation import Imitation, fresh_net, recipe_for
 from otad.imitation import imitate as imitate_model
 from otad.report.assessment import DEFENDED, NET, Assessment, assess
@@ -31,7 +31,7 @@ def imitate(
         typer.Option(help="Folder for the new model and its checkpoints.", file_okay=False),
     ],
     data_dir: DataDir = None,
-    seed: Annotated[int, typer.Option(help="Of weights and order of the lessons.")] = 0,
+    seed: Annotated[int, seed_option("Of weights and order of the lessons.")] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
     width: Annotated[
@@ -88,8 +88,7 @@ def imitate(
 
     Example: otad imitate vit-model --out vit-nn --device cuda --max-seconds 500
     """
-    if out.resolve() == model_dir.resolve():
-        raise InputError(f"out: expected another folder than that of the model, got {out}")
+    refuse_overwriting(out, model_dir)
     model = defense.load(model_dir, device=str(check_device(device)))
     changes = {
         "epochs": epochs,

@@ -19,6 +19,7 @@ from otad.data import (
     read_images,
     read_table,
 )
+from otad.data.dataset import refuse_repeats
 from otad.data.files import find_first
 from otad.defense import OTAD
 from otad.errors import InputError
@@ -71,7 +72,7 @@ def open_inputs(model: OTAD, source: str, data_dir: Path | None = None) -> Input
 
 
 def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
-    card = _data_card(model)
+    card = data_card(model)
     if not card:
         raise InputError("input: 'test' needs a model made by `otad defend`, which names its data")
     dataset = DataChoice.from_json(card["choice"]).load(data_dir)
@@ -83,7 +84,7 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
     return _from_tensor(dataset.test_x, dataset.test_y)
 
 
-def _data_card(model: OTAD) -> dict[str, Any]:
+def data_card(model: OTAD) -> dict[str, Any]:
     """What `otad defend` noted of the data; empty for a model saved by other means."""
     card = model.notes.get("data")
     return card if isinstance(card, dict) and "choice" in card else {}
@@ -95,6 +96,7 @@ def _table(model: OTAD, path: Path) -> InputRows:
     names = model.notes.get("feature_names")
     if names is None:
         raise InputError(f"{path}: expected NPZ or images, as the model has no feature names")
+    refuse_repeats(names, "the model's feature names")
     table = read_table(path)
     missing = [name for name in names if name not in table.columns]
     if missing:
@@ -136,7 +138,7 @@ def _images(model: OTAD, folder: Path) -> InputRows:
         paths = [path for part in parts for path in list_images(part)]
     else:
         paths = list_images(folder)
-    card = _data_card(model)
+    card = data_card(model)
     resize = card["choice"]["options"].get("resize") if card else None
 
     def read(rows: slice) -> Tensor:

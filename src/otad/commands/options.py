@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from otad.errors import InputError
+from otad.transport.recipe import check_seed
 
 READING = "Reading the data"
 
@@ -52,12 +53,18 @@ EmbeddingLipschitz = Annotated[
 ]
 
 
+def seed_option(help: str) -> Any:
+    """A whole number that every generator takes."""
+    return typer.Option(help=help, callback=check_seed)
+
+
 def check_device(name: str) -> torch.device:
-    """A device that is there."""
+    """A device that is there and computes: a number comes back from it."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        torch.zeros(1, device=device).item()
+    # torch asserts that it was built with CUDA, and imports what drives rarer devices
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"device: expected one that is present, got {name!r}: {reason}") from error
     return device

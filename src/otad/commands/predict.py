@@ -18,6 +18,7 @@ from otad.cip import Status
 from otad.commands.console import progress_bar, show
 from otad.commands.inputs import InputRows, open_inputs
 from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
+from otad.commands.outputs import files_of, refuse_overwriting
 from otad.defense import OTAD, Trace
 from otad.transport.files import replacing
 from otad.transport.history import METRICS
@@ -47,6 +48,7 @@ def predict(
     Example: otad predict wine-model new-wines.csv --out predictions.csv
     """
     model = defense.load(model_dir, device=str(check_device(device)))
+    refuse_overwriting(out, input, *files_of(model, model_dir))
     record = write_predictions(model, open_inputs(model, input, data_dir), out, batch_size)
     facts = {
         "rows": ", ".join(f"{count} {name}" for name, count in record["status"].items()),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from otad.commands.console import remark
+from otad.commands.options import check_device, seed_option
 
 
 def reproduce(
@@ -30,7 +31,7 @@ def reproduce(
         float | None,
         typer.Option(help="Stop a training that would last longer; the same command goes on."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of training and draws.")] = 0,
+    seed: Annotated[int, seed_option("Seed of training and draws.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small data: tries the machinery, gives no result.")
     ] = False,
@@ -55,7 +56,7 @@ def reproduce(
         record = run(
             name,
             data_dir=data_dir,
-            device=device,
+            device=str(check_device(device)),
             out=out,
             work=work,
             max_seconds=max_seconds,

@@ -13,7 +13,8 @@ from otad.checks import check_choice
 from otad.commands.console import show
 from otad.commands.data_choice import DataChoice, describe_data
 from otad.commands.net_files import NET_FILE, RECORD_FILE, TrainedNet, write_net
-from otad.commands.options import READING, AsJson, DataDir, Device
+from otad.commands.options import READING, AsJson, DataDir, Device, check_device, seed_option
+from otad.commands.outputs import refuse_overwriting
 from otad.data import Dataset, Standardizer, split
 from otad.errors import InputError
 from otad.nets import Backbone, fc_resnet, vision_transformer
@@ -45,7 +46,7 @@ def train(
     out: Annotated[
         Path, typer.Option(help="Folder for the net and its checkpoints.", file_okay=False)
     ],
-    seed: Annotated[int, typer.Option(help="Of split, weights and order of the rows.")] = 0,
+    seed: Annotated[int, seed_option("Of split, weights and order of the rows.")] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -121,6 +122,7 @@ def train(
         "test_fraction": test_fraction,
     }
     choice = DataChoice(data, seed, _given(given))
+    refuse_overwriting(out, choice.path)
     changes = {
         "epochs": epochs,
         "batch_size": batch_size,
@@ -130,6 +132,7 @@ def train(
         "energy_weight": alpha,
     }
     config = transport.recipe(recipe, **_given(changes), seed=seed, device=device)
+    check_device(device)
     shape = {"blocks": blocks, "hidden": hidden, "patch": patch, "width": width, "heads": heads}
     dataset = choice.load(data_dir)
     trained, result = train_net(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +17,15 @@ from otad.data.cells import CellPreparation
 from otad.errors import InputError
 
 Task = Literal["classification", "regression"]
+
+
+def refuse_repeats(names: Iterable[str], where: str) -> None:
+    """Columns are found by their names, so two of one name would both be read from the first."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise InputError(
+            f"{where}: expected distinct names, got more than once: {', '.join(repeated)}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +68,7 @@ class Dataset:
                 f"{self.name}: expected one name for each feature {self.input_shape}, "
                 f"got {len(self.feature_names)} names"
             )
+        refuse_repeats(self.feature_names or (), f"{self.name} feature_names")
 
     @property
     def input_shape(self) -> tuple[int, ...]:

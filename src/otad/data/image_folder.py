@@ -19,6 +19,7 @@ from otad.errors import InputError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _TEST_FOLDERS = ("val", "test")
+_MOST_PIXELS = 2**26  # of a resized image; Pillow takes four bytes for each
 
 
 def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) -> Tensor:
@@ -113,11 +114,19 @@ def _read_image(path: Path, size: int, short: int) -> np.ndarray:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError(f"{path}: not a readable image ({error})") from error
+    return np.asarray(_resize_and_crop(image, size, short))
+
+
+def _resize_and_crop(image: Image.Image, size: int, short: int) -> Image.Image:
     width, height = image.size
     scale = short / min(width, height)
+    wide, high = max(short, round(width * scale)), max(short, round(height * scale))
+    left, top = (wide - size) // 2, (high - size) // 2
+    center = (left, top, left + size, top + size)
+    if wide * high > _MOST_PIXELS:  # a long strip: only what is kept of it is resized
+        across, down = width / wide, height / high
+        kept = (left * across, top * down, (left + size) * across, (top + size) * down)
+        return image.resize((size, size), Image.Resampling.BILINEAR, box=kept)
     if scale != 1.0:
-        wide, high = max(short, round(width * scale)), max(short, round(height * scale))
         image = image.resize((wide, high), Image.Resampling.BILINEAR)
-        width, height = image.size
-    left, top = (width - size) // 2, (height - size) // 2
-    return np.asarray(image.crop((left, top, left + size, top + size)))
+    return image.crop(center)

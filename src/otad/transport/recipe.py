@@ -15,6 +15,7 @@ from otad.errors import InputError
 from otad.transport.objectives import OBJECTIVES
 from otad.transport.policies import AUGMENTATIONS
 
+MOST_SEED = 2**64 - 1  # what the generators of torch take
 _STEP_AT = (0.5, 0.75)  # shares of the training after which "step" divides the rate by ten
 
 
@@ -75,7 +76,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "log_every"):
             check_count(getattr(self, name), name)
-        check_count(self.seed, "seed", least=0)
+        check_seed(self.seed)
         check_choice(self.optimizer, "optimizer", ("sgd", "adamw"))
         check_choice(self.decay_on, "decay_on", ("all", "matrices"))
         check_choice(self.schedule, "schedule", ("cosine", "constant", "step"))
@@ -146,6 +147,12 @@ class TrainConfig:
             capturable=self.records_steps,
             fused=fused,
         )
+
+
+def check_seed(seed: int) -> int:
+    if check_count(seed, "seed", least=0) > MOST_SEED:
+        raise InputError(f"seed: expected an integer of at most {MOST_SEED}, got {seed}")
+    return seed
 
 
 def _check_range(value: object, name: str, least: float, bound: float) -> None:

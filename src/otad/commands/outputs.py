@@ -1,0 +1,37 @@
+"""No command writes over what it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from otad.commands.data_choice import DataChoice
+from otad.commands.inputs import data_card
+from otad.defense import OTAD
+from otad.errors import InputError
+from otad.model_files import CARD
+
+
+def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
+    """Refuse an `out` that is one of the inputs, or a file in a folder that is one. The word test
+    is no file; nor is what is not there, such as the name of a column."""
+    if out is None or not out.exists():
+        return
+    for given in inputs:
+        if given in (None, "test") or not os.path.exists(given):
+            continue
+        in_folder = out.is_file() and Path(given).resolve() in out.resolve().parents
+        if in_folder or out.samefile(given):
+            raise InputError(
+                f"out: expected another place than that of an input, got {out}, "
+                f"which would overwrite {given}"
+            )
+
+
+def files_of(model: OTAD, model_dir: Path) -> Iterator[Path]:
+    """The files of a model, and those it was made from where they are the user's own."""
+    yield model_dir / CARD
+    yield from model_dir.glob("*.safetensors")
+    if (card := data_card(model)) and (path := DataChoice.from_json(card["choice"]).path):
+        yield path
