@@ -1,20 +1,28 @@
-"""`otad reproduce`: one recorded experiment, repeated by one command."""
+"""`otad reproduce`: recorded experiments, repeated by one command."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from otad.codec import read_json
 from otad.commands.console import remark
 from otad.commands.options import check_device, seed_option
+from otad.errors import InputError
+
+ALL = "all"
 
 
 def reproduce(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="The experiment, or the path of your own .toml; none lists them."),
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...",
+            help=f"Experiments, {ALL!r}, or paths of your own .toml; none lists them.",
+        ),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the data sets; else OTAD_DATA.")
@@ -27,6 +35,9 @@ def reproduce(
         Path | None,
         typer.Option(help="Folder for nets and finished parts; by default --out/.work."),
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Processes at once; what measures speed still runs alone.")
+    ] = 1,
     max_seconds: Annotated[
         float | None,
         typer.Option(help="Stop a training that would last longer; the same command goes on."),
@@ -38,23 +49,29 @@ def reproduce(
     page: Annotated[
         Path | None, typer.Option(help="Then render all records of --out to this Markdown page.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON, several as a list.")
+    ] = False,
 ) -> None:
-    """Repeat a published table, with the published figure beside ours.
+    """Repeat published tables, with the published figure beside ours.
 
-    Trained nets and finished parts are kept: a killed run goes on where it stopped.
+    Trained nets and finished parts are kept: a killed run goes on where it stopped, and experiments
+    share what they have in common.
 
     Example: otad reproduce mnist --data-dir data --device cuda --page docs/results.md
     """
-    from otad.experiments import names, write_page
-    from otad.experiments import reproduce as run
+    from otad import experiments
 
-    if name is None:
-        for known in names():
-            typer.echo(known)
+    known = experiments.names()
+    if not names:
+        for name in known:
+            typer.echo(name)
     else:
-        record = run(
-            name,
+        if ALL in names and len(names) > 1:
+            raise InputError(f"names: expected {ALL!r} alone, got {', '.join(names)}")
+        records = experiments.reproduce_together(
+            list(known) if names == [ALL] else names,
+            jobs=jobs,
             data_dir=data_dir,
             device=str(check_device(device)),
             out=out,
@@ -64,10 +81,12 @@ def reproduce(
             quick=quick,
             progress=True,
         )
-        path = out / f"{record.file_stem}.json"
-        if json:
-            typer.echo(path.read_text(encoding="utf-8"), nl=False)
-        remark(f"wrote {path}")
+        paths = [out / f"{record.file_stem}.json" for record in records]
+        if as_json:
+            found = [read_json(path) for path in paths]
+            typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+        for path in paths:
+            remark(f"wrote {path}")
     if page is not None:
-        write_page(out, page)
+        experiments.write_page(out, page)
         remark(f"wrote {page}")

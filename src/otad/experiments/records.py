@@ -168,7 +168,8 @@ class CostRecord:
 @dataclass(frozen=True)
 class RunRecord:
     """A whole run. `code` is the fingerprint of the library's source, `missing` says what could
-    not be run here and why, `seconds` are by part, `beside` the suites of further rows."""
+    not be run here and why, `seconds` are by part, `beside` the suites of further rows. Up to
+    `jobs` processes shared the machine, though not while speed was measured."""
 
     name: str
     title: str
@@ -189,6 +190,7 @@ class RunRecord:
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
     surrogates: dict[str, SurrogateRecord] = field(default_factory=dict)
     speeds: tuple[SpeedRecord, ...] = ()
+    jobs: int = 1
     format: str = FORMAT
 
     @property

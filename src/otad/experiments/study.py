@@ -6,8 +6,8 @@ share their nets. What is learned is the exception: it outlives a change of the 
 trained anew only if its folder is deleted.
 
 Several processes may share a work folder and do different things at once, by `net`, `metric`,
-`surrogate` and `row`: first nets and metrics, in any order, then surrogates, which need both. Two
-that ask for the same thing do not do it twice: the second waits for the first (see `kept`).
+`surrogate` and so on: see `jobs` for what needs what. Two that ask for the same thing do not do it
+twice: the second waits for the first (see `kept`).
 """
 
 from __future__ import annotations
@@ -151,10 +151,39 @@ class Study:
 
     def row(self, key: str) -> RowRecord:
         """A line of the table, with all attacks on it."""
-        spec = self.experiment.rows[key]
-        plain = replace(spec, attacks={})
-        record = self._row(key, plain, self.net(spec.net), partial(self.base, spec))
-        return replace(record, attacks={name: self._attack(key, name) for name in spec.attacks})
+        attacks = {name: self.attack(key, name) for name in self.experiment.rows[key].attacks}
+        return replace(self.unattacked(key), attacks=attacks)
+
+    def unattacked(self, key: str) -> RowRecord:
+        """A line of the table before any attack."""
+        spec = replace(self.experiment.rows[key], attacks={})
+        return self._row(key, spec, self.net(spec.net), partial(self.base, spec))
+
+    def attack(self, key: str, name: str) -> AttackedScore:
+        """What an attack leaves of a row."""
+        row, label = self.experiment.rows[key], f"{key}: {name}"
+        spec, trained = row.attacks[name], self.net(row.net)
+        base = partial(self.base, row)
+        found = self._potential(row, trained, base)
+        surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
+        record = self.part(
+            label,
+            AttackedScore,
+            self.identity(key) | {"attack": to_plain(spec)},
+            lambda: attack_row(
+                spec,
+                row,
+                base(),
+                trained.data,
+                bank_rows=self.bank_rows(row),
+                seed=self.seed,
+                report=partial(self.report, label),
+                potential=None if found is None else found.potential,
+                surrogate=surrogate,
+            ),
+        )
+        self.seconds[label] = record.seconds
+        return record
 
     def bank(self, net: str) -> OTAD:
         """OTAD over the bank of a net. One is kept: rows come net by net, and banks are large."""
@@ -305,31 +334,6 @@ class Study:
             self.seconds[label] = found.record.seconds
             found.write(path)
             return found
-
-    def _attack(self, key: str, name: str) -> AttackedScore:
-        row, label = self.experiment.rows[key], f"{key}: {name}"
-        spec, trained = row.attacks[name], self.net(row.net)
-        base = partial(self.base, row)
-        found = self._potential(row, trained, base)
-        surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
-        record = self.part(
-            label,
-            AttackedScore,
-            self.identity(key) | {"attack": to_plain(spec)},
-            lambda: attack_row(
-                spec,
-                row,
-                base(),
-                trained.data,
-                bank_rows=self.bank_rows(row),
-                seed=self.seed,
-                report=partial(self.report, label),
-                potential=None if found is None else found.potential,
-                surrogate=surrogate,
-            ),
-        )
-        self.seconds[label] = record.seconds
-        return record
 
     def regularity(self, key: str) -> Regularity | None:
         """For nets that OTAD defends by neighbors in some row, with those of the first such row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,20 +24,24 @@ from otad.scores import Score
 
 
 def run_suites(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> tuple[SuiteRecord, ...]:
-    """Evaluate the rows of `spec`; whole evaluations and reports go to the folder `out`/`stem`, for
-    rows beside the first to folders numbered after it.
+    """Evaluate the rows of `spec`, each as `run_suite` does."""
+    return tuple(run_suite(study, own, out, folder) for own, folder in suites_of(spec, stem))
+
+
+def suites_of(spec: EvaluateSpec, stem: str) -> Iterator[tuple[EvaluateSpec, str]]:
+    """What is asked of each row, and the name of its folder: `stem`, for rows beside the first
+    with a number after it."""
+    yield replace(spec, beside=()), stem
+    for place, row in enumerate(spec.beside, start=2):
+        own = replace(spec, row=row, beside=(), certify=(row,), at_most={}, at_least={})
+        yield own, f"{stem}-{place}"
+
+
+def run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRecord:
+    """Evaluate one row; the whole evaluation and its report go to the folder `out`/`stem`.
 
     Batches are kept in the work folder, so that a killed run goes on where it stopped.
     """
-    first = _run_suite(study, spec, out, stem)
-    others = []
-    for place, row in enumerate(spec.beside, start=2):
-        own = replace(spec, row=row, beside=(), certify=(row,), at_most={}, at_least={})
-        others.append(_run_suite(study, own, out, f"{stem}-{place}"))
-    return first, *others
-
-
-def _run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRecord:
     row = study.experiment.rows[spec.row]
     data, base = study.net(row.net).data, study.bank(row.net)
     model = study.defended(spec.row)

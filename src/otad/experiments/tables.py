@@ -58,10 +58,13 @@ def _origin(record: RunRecord) -> str:
     where = record.environment
     commit = where.commit or f"unknown, source {record.code[:12]}"
     machine = " and ".join(dict.fromkeys((where.device_name, where.cpu)))
+    shared = ""
+    if record.jobs > 1:
+        shared = f", by up to {record.jobs} processes at once, each slower for the others"
     return (
         f"`otad reproduce {record.name} --seed {record.seed}` on {machine}, "
         f"torch {where.versions.get('torch')}, Python {where.python}, commit {commit}, "
-        f"{where.started}; {sum(record.seconds.values()):.0f} s in all."
+        f"{where.started}; {sum(record.seconds.values()):.0f} s in all{shared}."
     )
 
 
