@@ -121,6 +121,15 @@ def test_a_second_save_replaces_the_first(folder: Path) -> None:
     assert {entry.name for entry in folder.iterdir()} == names
 
 
+def test_a_model_in_double_precision_stays_so(tmp_path: Path) -> None:
+    net = fc_resnet((D,), 3, blocks=2, bounds=(0, 1)).double()
+    written = defend(net, points().double(), labels(), n_neighbors=5)
+    written.save(tmp_path)
+    read = otad.load(tmp_path)
+    assert read.backbone.mean.dtype == torch.float64
+    assert torch.equal(read(QUERIES.double()), written(QUERIES.double()))
+
+
 def test_a_save_leaves_the_users_own_files(folder: Path) -> None:
     """Also those with names that are almost those of a model's files, and folders of such names."""
     theirs = [
@@ -146,6 +155,25 @@ def test_a_save_leaves_the_users_own_files(folder: Path) -> None:
     assert all((folder / name).read_text() == "the user's own" for name in theirs[1:])
     assert (folder / f"bank-{16 * '0'}.safetensors").is_dir()
     assert len(list(folder.iterdir())) == len(theirs) + 1 + 3
+
+
+@pytest.mark.parametrize("content", ['{"format": "greeting"}', "[1, 2]", "no JSON", b"\xff"])
+def test_a_card_of_the_users_own_is_kept(tmp_path: Path, content: str | bytes) -> None:
+    theirs = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "card.json").write_bytes(theirs)
+    with pytest.raises(InputError, match=r"card.json: expected no file, or the card of a model"):
+        model().save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["card.json"]
+    assert (tmp_path / "card.json").read_bytes() == theirs
+
+
+def test_a_card_that_was_edited_is_replaced(folder: Path) -> None:
+    card = folder / "card.json"
+    card.write_text(card.read_text().replace("fc_resnet", "fc-resnet"))
+    with pytest.raises(InputError, match="the card was edited"):
+        otad.load(folder)
+    model().save(folder)
+    assert same(otad.load(folder), model())
 
 
 def test_the_card_is_readable(folder: Path) -> None:

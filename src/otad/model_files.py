@@ -59,6 +59,7 @@ class ModelParts:
 def write_model(folder: str | Path, parts: ModelParts) -> Path:
     """Write a model folder, or replace the model in it; the path of its card."""
     folder = Path(folder)
+    refuse_foreign_card(folder)
     state, bank = parts.backbone.state_dict(), parts.bank
     net_print = fingerprint(state)
     tensors = {"inputs": bank.inputs, "features": bank.features, "labels": bank.labels}
@@ -127,6 +128,22 @@ def write_model(folder: str | Path, parts: ModelParts) -> Path:
         partial.write_text(text, encoding="utf-8")
     _clear(folder, keep=names.values())
     return folder / CARD
+
+
+def refuse_foreign_card(folder: Path) -> None:
+    """Refuse a folder where the name of the card is taken by a file that is none."""
+    path = folder / CARD
+    if not path.exists():
+        return
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        card = None
+    if not isinstance(card, Mapping) or card.get("format") != FORMAT:
+        raise InputError(
+            f"{path}: expected no file, or the card of a model to replace, got another one, which "
+            "would be lost: save the model to another folder"
+        )
 
 
 def _clear(folder: Path, keep: Collection[str]) -> None:
@@ -221,7 +238,7 @@ def _give_weights(net: nn.Module, folder: Path, entry: Mapping[str, Any]) -> Non
     """The weights of a file that the card names, into the net that the card describes."""
     state = _held(folder, entry).tensors
     try:
-        net.load_state_dict(state)
+        net.load_state_dict(state, assign=True)  # which keeps their dtype
     except RuntimeError as error:
         path = folder / entry["file"]
         raise InputError(f"{path}: expected weights that fit {CARD}, got: {error}") from error

@@ -138,6 +138,8 @@ def test_options_are_read_as_json_or_text() -> None:
     for text in ("steps", "=3", "a b=3"):
         with pytest.raises(InputError, match="expected name=value"):
             read_options([text])
+    with pytest.raises(InputError, match="each name once, got steps more than once"):
+        read_options(["steps=3", "steps=5"])
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,8 @@ def test_options_are_read_as_json_or_text() -> None:
     [
         (["--attack", "magic"], "attack: expected one of"),
         (["--option", "speed=3"], "expected options of pgd, which are "),
+        (["--option", "metric=l2"], "option: expected none that is part of the model, got metric"),
+        (["--option", "train_x=0"], "option: expected none that is part of the model, got train_x"),
         (["--option", "steps=0"], "steps: expected an integer of at least 1, got 0"),
         (["--norm", "l7"], "norm: expected one of l2, linf, got 'l7'"),
         (["--out", "found.csv"], "out: expected a name that ends in .npz"),

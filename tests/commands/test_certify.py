@@ -112,6 +112,22 @@ def test_a_regression_gets_intervals(terminal: Terminal, workshop: Path) -> None
     assert 0 < widths[0.1] <= widths[0.5]
 
 
+def test_a_radius_is_told_to_the_last_digit(
+    terminal: Terminal, workshop: Path, nearest: Path
+) -> None:
+    """Nothing is proved at 0.714286, which is more than was asked for."""
+    radii = ["0.7142857142857143", "0.7142857142857144"]
+    options = ("--eps", ",".join(radii), "--out", "intervals.csv", "--json")
+    classes = json.loads(terminal.succeed("certify", nearest, "test", *options).stdout)
+    values = json.loads(
+        terminal.succeed("certify", workshop / "body-model", "test", *options).stdout
+    )
+    assert list(classes["certified"]) == list(values["intervals"]) == radii
+    assert {line["eps"] for line in read_csv("intervals.csv")} == set(radii)
+    shown = terminal.succeed("certify", nearest, "test", *options[:2]).stdout
+    assert all(f"certified at {radius}" in shown for radius in radii)
+
+
 def test_the_assumptions_of_every_interval_are_told(terminal: Terminal, workshop: Path) -> None:
     """Small intervals rest on more than large ones, where neighbors change in any case."""
     command = ("certify", workshop / "body-model", "test", "--unit", "std", "--json", "--eps")

@@ -159,3 +159,13 @@ def test_points_of_each_class_need_classes(terminal: Terminal, workshop: Path) -
     message = terminal.refuse("defend", workshop / "body-net", *options)
     assert "per_class: expected only for data with classes, got a regression" in message
     assert not Path("model").exists()
+
+
+def test_a_card_of_the_users_own_is_kept(terminal: Terminal, workshop: Path) -> None:
+    Path("mine").mkdir()
+    Path("mine/card.json").write_text("{}")
+    for command, source in (("defend", "digits-net"), ("imitate", "digits-model")):
+        message = terminal.refuse(command, workshop / source, "--out", "mine")
+        assert "card.json: expected no file, or the card of a model to replace" in message
+        assert [path.name for path in Path("mine").iterdir()] == ["card.json"]
+    assert Path("mine/card.json").read_text() == "{}"

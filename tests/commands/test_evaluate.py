@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands.small import Terminal
+from PIL import Image
 
 import otad
 from otad.commands.data_choice import DataChoice
@@ -51,6 +52,25 @@ def test_record_report_and_figures(terminal: Terminal, nearest: Path) -> None:
     for name in FILES[1:]:
         page = Path("evaluation", name).read_text(encoding="utf-8")
         assert f"{written.worst_case().value:.1f}%" in page
+
+
+def test_radii_are_told_to_the_last_digit(terminal: Terminal, nearest: Path) -> None:
+    radii = ["0.7142857142857143", "0.7142857142857144"]
+    options = ("--eps", ",".join(radii), "--rows", 2, "--json", *TWO)
+    printed = json.loads(terminal.succeed("evaluate", nearest, "test", *options).stdout)
+    assert list(printed["worst_case"]) == list(printed["certified"]) == radii
+
+
+def test_the_images_it_reads_stay_readable(terminal: Terminal, nearest: Path) -> None:
+    Path("images/0").mkdir(parents=True)
+    Image.new("L", (8, 8), 51).save("images/0/one.png")
+    options = ("--eps", 0.2, *TWO, "--out")
+    for out in ("images", "images/found"):
+        assert f"got {out}, which would" in terminal.refuse(
+            "evaluate", nearest, "images", *options, out
+        )
+    assert [path.name for path in Path("images").iterdir()] == ["0"]
+    terminal.succeed("evaluate", nearest, "images", *options, "found")
 
 
 def test_failing_flags_are_named(terminal: Terminal, nearest: Path) -> None:

@@ -145,6 +145,14 @@ def test_cells_have_their_answers_in_the_obs_column(terminal: Terminal) -> None:
     found = open_examples(model, "cells.h5ad", targets="again", rows=7)
     reverse = kinds[::-1][[int(name) for name in found.names]]
     assert found.answers.tolist() == reverse.tolist()
+    del cells.obs["kind"]
+    cells.write_h5ad("unknown.h5ad")
+    assert open_examples(model, "unknown.h5ad").y is None
+    terminal.succeed("certify", "model", "unknown.h5ad")
+    message = terminal.refuse("attack", "model", "unknown.h5ad", "--eps", 1)
+    assert "expected inputs with their right answers, got inputs only" in message
+    with pytest.raises(InputError, match="no obs column 'kind', expected one of again"):
+        open_examples(model, "unknown.h5ad", targets="kind")
 
 
 def test_training_points_among_the_rows_are_told(terminal: Terminal, workshop: Path) -> None:

@@ -11,6 +11,7 @@ from commands.small import Terminal
 
 import otad
 from otad.commands.data_choice import DataChoice
+from otad.nets import vision_transformer
 
 
 def test_the_weights_are_those_of_the_trace(terminal: Terminal, workshop: Path) -> None:
@@ -34,6 +35,21 @@ def test_the_weights_are_those_of_the_trace(terminal: Terminal, workshop: Path) 
     written = json.loads(Path("why.json").read_text())
     assert written["neighbors"][0]["index"] == record["neighbors"][0]["index"]
     assert torch.tensor(written["inputs"]).shape == (1, 8, 8)
+
+
+def test_images_a_vision_transformer_hides_are_read_from_its_data(
+    terminal: Terminal, workshop: Path
+) -> None:
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    net = vision_transformer((1, 8, 8), 10, patch=4, width=8, blocks=1, heads=2, bounds=(0.0, 1.0))
+    model = otad.defend(net, dataset.train_x, dataset.train_y, n_neighbors=3)
+    model.notes = dict(otad.load(workshop / "digits-model").notes)
+    model.save("model")
+    terminal.succeed("explain", "model", "test", "--out", "why.png")
+    assert Path("why.png").read_bytes().startswith(b"\x89PNG")
+    terminal.succeed("explain", "model", "test", "--out", "why.json")
+    for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
+        assert torch.equal(torch.tensor(neighbor["inputs"]), dataset.train_x[neighbor["index"]])
 
 
 def test_images_get_a_picture(terminal: Terminal, workshop: Path) -> None:

@@ -47,6 +47,7 @@ def test_out_of_time_it_goes_on_later(terminal: Terminal, workshop: Path) -> Non
     result = terminal.succeed(*whole)
     assert "accuracy by CIP-net" in result.stdout
     assert "same answers" in result.stdout
+    assert "otad evaluate whole test --eps EPS --out DIR" in result.stdout
     one, other = (otad.load(name).solver.state_dict() for name in ("nn", "whole"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -61,6 +62,19 @@ def test_regression_and_a_model_that_names_no_data(terminal: Terminal, workshop:
     result = terminal.succeed("imitate", "nameless", "--out", "other", *TINY)
     assert "the model names no data, so it is not tested" in result.stderr
     assert isinstance(otad.load("other").solver, CipNet)
+
+
+def test_without_its_data_a_model_is_imitated_untested(terminal: Terminal, workshop: Path) -> None:
+    model = otad.load(workshop / "digits-model")
+    model.notes["data"]["choice"]["data"] = "moved.npz"
+    model.save("model")
+    result = terminal.succeed("imitate", "model", "--out", "nn", *TINY)
+    assert "note: the new model will not be tested: NPZ file not found" in result.stderr
+    assert isinstance(otad.load("nn").solver, CipNet)
+    model.notes = {"data": "some digits"}
+    model.save("model")
+    result = terminal.succeed("imitate", "model", "--out", "other", *TINY)
+    assert "the model names no data, so it is not tested" in result.stderr
 
 
 @pytest.mark.parametrize(

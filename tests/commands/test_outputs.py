@@ -72,8 +72,11 @@ def test_pictures_in_a_folder_are_kept(terminal: Terminal, workshop: Path) -> No
     Image.new("L", (8, 8), 51).save("pictures/one.png")
     before = Path("pictures/one.png").read_bytes()
     command = ("explain", workshop / "digits-model", "pictures", "--out")
-    assert "which would overwrite pictures" in terminal.refuse(*command, "pictures/one.png")
-    assert Path("pictures/one.png").read_bytes() == before
+    for out in ("pictures/one.png", "pictures/why.png"):
+        assert f"got {out}, which would be read as part of pictures" in terminal.refuse(
+            *command, out
+        )
+    assert [path.read_bytes() for path in Path("pictures").iterdir()] == [before]
     terminal.succeed(*command, "why.png")
 
 

@@ -13,7 +13,9 @@ from commands.small import BODY, QUICK, Terminal, write_body, write_digits
 from PIL import Image
 
 import otad
+from otad.cip import ExactCip
 from otad.commands.data_choice import DataChoice
+from otad.transport.bank import FeatureBank
 
 
 def read_csv(path: str) -> list[dict[str, str]]:
@@ -47,6 +49,31 @@ def test_every_column_is_that_of_the_trace(terminal: Terminal, workshop: Path) -
     assert record["rows"] == len(lines)
     assert sum(record["status"].values()) == len(lines)
     assert record["accuracy"] == pytest.approx(float((chosen == dataset.test_y).double().mean()))
+
+
+@pytest.mark.parametrize(("name", "score"), [("digits", ("accuracy", 0)), ("body", ("mse", "inf"))])
+def test_an_abstention_is_no_prediction(
+    terminal: Terminal, workshop: Path, name: str, score: tuple[str, object]
+) -> None:
+    """Bank points at one place with different features contradict each other in every row."""
+    model = otad.load(workshop / f"{name}-model")
+    inputs = model.bank_inputs[:1].expand_as(model.bank_inputs).contiguous()
+    bank = FeatureBank(inputs, model.bank_features, model.bank_labels, "one place", verify=False)
+    silent = otad.OTAD(model.backbone, bank, solver=ExactCip(on_failure="abstain"))
+    silent.notes = model.notes
+    silent.save("silent")
+    result = terminal.succeed("predict", "silent", "test", "--out", "p.csv", "--json")
+    metric, value = score
+    assert json.loads(result.stdout)[metric] == value
+    lines = read_csv("p.csv")
+    assert {line["status"] for line in lines} == {"infeasible"}
+    assert {(line["prediction"], line["probability"]) for line in lines} == {("", "")}
+
+
+def test_brackets_in_a_name_are_no_markup(terminal: Terminal, workshop: Path) -> None:
+    for out in ("answers[bold].csv", "answers[/b].csv"):
+        shown = terminal.succeed("predict", workshop / "body-model", "test", "--out", out).stdout
+        assert out.split("/")[-1] in shown
 
 
 def test_columns_are_found_by_name_and_others_ignored(terminal: Terminal, workshop: Path) -> None:

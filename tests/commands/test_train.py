@@ -12,6 +12,7 @@ import torch
 from commands.small import BODY, QUICK, Terminal, write_body, write_digits
 from PIL import Image
 
+import otad
 from otad import data
 from otad.commands.data_choice import DataChoice
 from otad.commands.net_files import read_net
@@ -63,6 +64,17 @@ def test_the_head_takes_over_the_units_exactly() -> None:
         torch.testing.assert_close(net(dataset.test_x).double(), expected, rtol=1e-4, atol=1e-2)
     loss = plain_result.final.loss * float(std) ** 2
     assert result.final.loss == pytest.approx(loss, rel=1e-3)
+
+
+def test_progress_is_told_in_units(terminal: Terminal) -> None:
+    write_body(Path("body.csv"))
+    reading = ("--target", "progression", "--task", "regression", "--features", "bmi")
+    arguments = ("train", "body.csv", "--out", "net", *QUICK, *reading, "--json")
+    for _ in range(2):  # the second time it is read from its checkpoint
+        result = terminal.succeed(*arguments)
+        loss = json.loads(result.stdout)["final"]["loss"]
+        assert loss > 100
+        assert f"epoch 2: loss {loss:.4f}" in result.stderr
 
 
 def test_validation_errors_are_in_units_too() -> None:
@@ -181,15 +193,16 @@ def test_a_folder_with_another_run_is_refused(terminal: Terminal) -> None:
 def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> None:
     write_digits(Path("digits.npz"))
     shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
-    changes = ("--recipe", "vit_cifar10", "--epochs", 12, "--alpha", 0.001, "--batch-size", 64)
+    changes = ("--recipe", "vit_cifar10", "--epochs", 4, "--alpha", 0.001, "--batch-size", 64)
     command = ("train", "digits.npz", "--out", "net", *shape, *changes, "--json")
     first = json.loads(terminal.succeed(*command, "--max-seconds", 1e-6).stdout)
-    assert (first["epochs_done"], first["epochs"]) == (1, 12)
+    assert (first["epochs_done"], first["epochs"]) == (1, 4)
     assert not Path("net/net.safetensors").exists()
     done = json.loads(terminal.succeed(*command).stdout)
-    assert [epoch["epoch"] for epoch in done["history"]] == list(range(1, 13))
+    assert [epoch["epoch"] for epoch in done["history"]] == [1, 2, 3, 4]
     settings = done["train_config"]
-    assert (settings["energy_weight"], settings["epochs"], settings["ema"]) == (0.001, 12, 0.999)
+    assert (settings["energy_weight"], settings["epochs"], settings["ema"]) == (0.001, 4, 0.999)
+    assert settings["warmup"] == 2  # not the recipe's 10 epochs of 200
     assert done["net_config"]["kind"] == "vit"
     assert read_net(Path("net")).net.width == 8
     message = terminal.refuse("train", "digits.npz", "--out", "other", "--patch", 2)
@@ -216,3 +229,21 @@ def test_images_keep_their_folder_to_themselves(terminal: Terminal) -> None:
     Path("images/cats").mkdir(parents=True)
     message = terminal.refuse("train", "images", "--size", 8, "--out", "images")
     assert "got images, which would overwrite images" in message
+    message = terminal.refuse("train", "images", "--size", 8, "--out", "images/net")
+    assert "got images/net, which would be read as part of images" in message
+
+
+def test_cells_may_be_normalized_already(terminal: Terminal) -> None:
+    anndata = pytest.importorskip("anndata", reason="needs the extra singlecell")
+    values = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    cells = anndata.AnnData(values, obs={"kind": ["a", "b"] * 20})
+    cells.obs_names = [f"cell {k}" for k in range(40)]
+    cells.write_h5ad("cells.h5ad")
+    arguments = ("train", "cells.h5ad", "--label", "kind", "--out", "net", *QUICK)
+    assert "pass normalize=False (--no-normalize)" in terminal.refuse(*arguments)
+    terminal.succeed(*arguments, "--no-normalize")
+    terminal.succeed("defend", "net", "--out", "model")
+    assert otad.load("model").notes["preparation"]["target_sum"] is None
+    terminal.succeed("predict", "model", "test", "--out", "p.csv")
+    message = terminal.refuse("train", "digits.npz", "--out", "other", "--no-normalize")
+    assert "--normalize has no meaning for an NPZ file" in message

@@ -59,6 +59,23 @@ def test_the_separator_is_read_off_the_header(tmp_path: Path, separator: str) ->
 
 
 @pytest.mark.parametrize(
+    ("header", "row", "columns"),
+    [
+        ("length, mm\twidth, mm, outer\ty", "1\t2\t3", ("length, mm", "width, mm, outer", "y")),
+        ("length, mm;width, mm, outer;y", "1;2;3", ("length, mm", "width, mm, outer", "y")),
+        ("length;mm,width", "1,2", ("length;mm", "width")),
+        ("a;b;c", "1,5;2,5;3,5", ("a", "b", "c")),
+        ('"a,b,c";d', '"1,2,3";4', ("a,b,c", "d")),
+        ("a,b", '"one\ntwo, three",4', ("a", "b")),  # the first row goes on in the next line
+    ],
+)
+def test_names_may_hold_other_separators(
+    tmp_path: Path, header: str, row: str, columns: tuple[str, ...]
+) -> None:
+    assert read_table(write(tmp_path / "a.csv", header, row)).columns == columns
+
+
+@pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([HEADER, *ROWS, "1,2"], "line 8: expected 3 cells, got 2"),

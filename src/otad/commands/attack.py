@@ -38,6 +38,9 @@ from otad.evaluate import ATTACKS, make_attack
 from otad.scores import Score, score_of, share_score
 from otad.transport.files import replacing
 
+PARTS = ("name", "model", "train_x", "network", "source", "substitute", "metric")
+"""What attacks are made of beside their options, which no text can give."""
+
 
 def attack(
     model_dir: ModelDir,
@@ -123,11 +126,15 @@ def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
     """From name=value: numbers, lists, true, false and null as in JSON, all else as text."""
-    options = {}
+    options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not (name.isidentifier() and equals):
             raise InputError(f"option: expected name=value such as steps=100, got {text!r}")
+        if name in options:
+            raise InputError(f"option: expected each name once, got {name} more than once")
+        if name in PARTS:
+            raise InputError(f"option: expected none that is part of the model, got {name}")
         try:
             options[name] = json.loads(value)
         except ValueError:

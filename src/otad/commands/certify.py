@@ -31,7 +31,7 @@ from otad.commands.options import (
     seed_option,
 )
 from otad.commands.outputs import files_of, refuse_overwriting
-from otad.commands.threat import Scale, Unit, read_radii, threat_to
+from otad.commands.threat import Scale, Unit, radius_text, read_radii, threat_to
 from otad.defense import OTAD
 from otad.scores import Score, score_of, share_score
 from otad.transport.files import replacing
@@ -143,7 +143,7 @@ def _certify_classes(
     if examples.y is not None:
         for eps in radii:
             standing = int(found.holds(examples.y, eps).sum())
-            certified[f"{eps:g}"] = share_score(standing, len(examples))
+            certified[radius_text(eps)] = share_score(standing, len(examples))
     facts = {
         **{f"certified at {eps}": describe_score(score) for eps, score in certified.items()},
         "radius": _spread(quantiles),
@@ -177,20 +177,20 @@ def _certify_values(
         for done, eps in enumerate(radii):
             found = certify_values(model, examples.x, eps, **options)
             assumptions |= dict.fromkeys(found.assumptions)
-            width = _quantiles(found.high - found.low)
-            record["intervals"][f"{eps:g}"] = {"width": width}
-            facts[f"width at {eps:g}"] = _spread(width)
+            radius, width = radius_text(eps), _quantiles(found.high - found.low)
+            record["intervals"][radius] = {"width": width}
+            facts[f"width at {radius}"] = _spread(width)
             if examples.y is not None:
                 worst = torch.maximum(
                     (found.low - examples.y).abs(), (found.high - examples.y).abs()
                 )
                 score = score_of(worst, torch.zeros_like(worst))
-                record["intervals"][f"{eps:g}"]["certified"] = score
-                facts[f"mse at most, at {eps:g}"] = describe_score(score)
+                record["intervals"][radius]["certified"] = score
+                facts[f"mse at most, at {radius}"] = describe_score(score)
             for name, low, high in zip(
                 examples.names, found.low.tolist(), found.high.tolist(), strict=True
             ):
-                lines.append((name, f"{eps:g}", str(low), str(high)))
+                lines.append((name, radius, str(low), str(high)))
             advance(done + 1, len(radii))
     return _Finding(record, facts, ("row", "eps", "low", "high"), lines, tuple(assumptions))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from otad.progress import bars
@@ -34,7 +35,8 @@ def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping
     if as_json:
         typer.echo(json.dumps(record, allow_nan=False))
         return
-    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    # Names of files and classes may hold brackets, which are no markup.
+    table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
     for name, value in facts.items():
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     Console().print(table)

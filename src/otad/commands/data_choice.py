@@ -28,7 +28,7 @@ _FOLDER = _Kind("an image folder", data.load_image_folder, ("size",), ("resize",
 _KINDS = {
     ".csv": _CSV,
     ".tsv": _CSV,
-    ".h5ad": _Kind("an AnnData file", data.load_h5ad, ("label",), ("drop", "genes")),
+    ".h5ad": _Kind("an AnnData file", data.load_h5ad, ("label",), ("drop", "genes", "normalize")),
     ".npz": _Kind("an NPZ file", load_npz, (), ("task",)),
 }
 _ALWAYS = ("test_fraction",)
@@ -39,8 +39,8 @@ class DataChoice:
     """A data set as the user named it, and the options it is read by.
 
     `data` is a registered name or a path. `options` holds those given: target, task, features,
-    label, drop, genes, size, resize, test_fraction; one that has no meaning for the data is
-    refused.
+    label, drop, genes, normalize, size, resize, test_fraction; one that has no meaning for the
+    data is refused.
     """
 
     data: str

@@ -19,6 +19,7 @@ from otad.commands.outputs import refuse_overwriting
 from otad.data import Dataset, subset_per_class
 from otad.defense import OTAD
 from otad.errors import InputError
+from otad.model_files import refuse_foreign_card
 from otad.progress import bars
 from otad.report.assessment import DEFENDED, NET, Assessment, assess
 
@@ -110,6 +111,7 @@ def defend(
     before = DataChoice.from_json(trained.about["data"]["choice"])
     choice = DataChoice(data or before.data, before.seed, before.options)
     refuse_overwriting(out, choice.path)
+    refuse_foreign_card(out)
     dataset = choice.load(data_dir)
     about = describe_data(dataset, choice)
     _check_fit(trained.about, about)

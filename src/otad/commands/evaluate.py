@@ -26,7 +26,16 @@ from otad.commands.options import (
     check_device,
     seed_option,
 )
-from otad.commands.threat import Immutable, Norm, Scale, Unit, read_radii, threat_to
+from otad.commands.outputs import files_of, refuse_overwriting
+from otad.commands.threat import (
+    Immutable,
+    Norm,
+    Scale,
+    Unit,
+    radius_text,
+    read_radii,
+    threat_to,
+)
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
@@ -103,6 +112,7 @@ def evaluate(
         raise InputError(f"headline: expected one of --eps {eps}, got {headline:g}")
     check_choice(suite, "suite", tuple(PRESETS))
     model = defense.load(model_dir, device=str(check_device(device)))
+    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir))
     threat = threat_to(
         model,
         norm,
@@ -172,13 +182,16 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
     }
     if evaluation.task == "classification":
         found |= {
-            "worst_case": {f"{eps:g}": evaluation.worst_case(eps) for eps in evaluation.eps},
-            "certified": {f"{eps:g}": evaluation.certified_accuracy(eps) for eps in evaluation.eps},
+            "worst_case": {radius_text(eps): evaluation.worst_case(eps) for eps in evaluation.eps},
+            "certified": {
+                radius_text(eps): evaluation.certified_accuracy(eps) for eps in evaluation.eps
+            },
             "per_attack": evaluation.per_attack,
         }
     else:
         found["mean_worst_error"] = {
-            f"{eps:g}": statistics.fmean(evaluation.worst_errors(eps)) for eps in evaluation.eps
+            radius_text(eps): statistics.fmean(evaluation.worst_errors(eps))
+            for eps in evaluation.eps
         }
         if evaluation.certificate is not None:
             found["mean_certified_error"] = statistics.fmean(evaluation.certificate.worst_errors)
@@ -192,17 +205,18 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
         for name, score in evaluation.clean.items()
     }
     for eps in evaluation.eps:
+        radius = radius_text(eps)
         mark = " (headline)" if eps == evaluation.headline_eps else ""
         if evaluation.task == "regression":
             worst = statistics.fmean(evaluation.worst_errors(eps))
-            facts[f"worst |f - y| at {eps:g}{mark}"] = f"{worst:.4g} in the mean"
+            facts[f"worst |f - y| at {radius}{mark}"] = f"{worst:.4g} in the mean"
             if mark and evaluation.certificate is not None:
                 bound = statistics.fmean(evaluation.certificate.worst_errors)
-                facts[f"certified |f - y| at {eps:g}"] = f"at most {bound:.4g} in the mean"
+                facts[f"certified |f - y| at {radius}"] = f"at most {bound:.4g} in the mean"
             continue
-        facts[f"worst case at {eps:g}{mark}"] = describe_score(evaluation.worst_case(eps))
+        facts[f"worst case at {radius}{mark}"] = describe_score(evaluation.worst_case(eps))
         if (proved := evaluation.certified_accuracy(eps)) is not None:
-            facts[f"certified at {eps:g}"] = describe_score(proved)
+            facts[f"certified at {radius}"] = describe_score(proved)
     facts["attacks"] = ", ".join(dict.fromkeys(record.attack for record in evaluation.attacks))
     for name, reason in evaluation.missing.items():
         facts[f"not run: {name}"] = reason

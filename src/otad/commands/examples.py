@@ -144,8 +144,8 @@ def _answers(model: OTAD, source: str, inputs: InputRows, targets: str | None) -
         if targets is None and not read_npz(path, (), ("y",)):
             return None
         return _from_archive(path, targets or "y", classes)
-    column = targets or _noted(model, "label")
-    return None if column is None else _encode(read_h5ad(path, column).labels or (), classes, path)
+    labels = read_h5ad(path, targets or _noted(model, "label"), may_miss=targets is None).labels
+    return None if labels is None else _encode(labels, classes, path)
 
 
 def _noted(model: OTAD, option: str) -> str | None:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from otad import defense
+from otad.commands.attack import training_inputs
 from otad.commands.console import remark
 from otad.commands.inputs import open_inputs
 from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
@@ -56,6 +57,7 @@ def explain(
         x,
         classes=model.notes.get("classes") or None,
         feature_names=model.notes.get("feature_names"),
+        train_x=None if out is None else training_inputs(model, data_dir),
     )[0]
     if out is not None:
         _write(explanation, out, top)

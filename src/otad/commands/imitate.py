@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
 from otad import defense
 from otad.commands.console import progress_bar, remark, show
-from otad.commands.inputs import open_inputs
+from otad.commands.inputs import data_card, open_inputs
 from otad.commands.options import AsJson, DataDir, Device, ModelDir, check_device, seed_option
 from otad.commands.outputs import refuse_overwriting
 from otad.defense import OTAD
+from otad.errors import InputError
 from otad.imitation import Imitation, fresh_net, recipe_for
 from otad.imitation import imitate as imitate_model
+from otad.model_files import refuse_foreign_card
 from otad.report.assessment import DEFENDED, NET, Assessment, assess
 from otad.transport import TrainConfig
 
@@ -89,6 +92,7 @@ def imitate(
     Example: otad imitate vit-model --out vit-nn --device cuda --max-seconds 500
     """
     refuse_overwriting(out, model_dir)
+    refuse_foreign_card(out)
     model = defense.load(model_dir, device=str(check_device(device)))
     changes = {
         "epochs": epochs,
@@ -102,6 +106,7 @@ def imitate(
         given["warmup"] = min(recipe_for(model).warmup, epochs / 2)
     config = replace(recipe_for(model), **given)
     net = fresh_net(model, width=width, blocks=blocks, heads=heads, readout=readout, seed=seed)
+    test_part = _test_part(model, data_dir)  # what is missing is told before the training
     imitation = imitate_model(
         model,
         config,
@@ -120,7 +125,7 @@ def imitate(
         title = f"Out of time after epoch {done} of {config.epochs}"
         show(record, as_json, title=title, facts={"next": "the same command goes on"})
         return
-    tested = _test(model, imitation.model, data_dir)
+    tested = None if test_part is None else _test(model, imitation.model, *test_part)
     notes = {"imitation": record}
     if tested is not None:
         record |= {"exact": tested[0].to_dict(), "estimated": tested[1].to_dict()}
@@ -131,7 +136,7 @@ def imitate(
         as_json,
         title="Imitated",
         facts=_facts(imitation, tested)
-        | {"model": str(out), "next": f"otad evaluate {out} test --out DIR"},
+        | {"model": str(out), "next": f"otad evaluate {out} test --eps EPS --out DIR"},
     )
 
 
@@ -147,21 +152,25 @@ def imitation_record(imitation: Imitation, config: TrainConfig, alpha: float) ->
     }
 
 
-def _test(
-    exact: OTAD, estimated: OTAD, data_dir: Path | None
-) -> tuple[Assessment, Assessment] | None:
-    """Both models on the test part of their data; None where the model does not name any."""
-    if "data" not in exact.notes:
+def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | None:
+    """Inputs and targets of the test part of a model's data. The training does without, so where
+    they are not at hand, the new model is not tested, and that is told."""
+    if not data_card(model):
         remark("note: the model names no data, so it is not tested")
         return None
-    rows = open_inputs(exact, "test", data_dir)
-    if rows.targets is None:
+    try:
+        rows = open_inputs(model, "test", data_dir)
+    except InputError as error:
+        remark(f"note: the new model will not be tested: {error}")
         return None
-    x = rows.read(slice(0, len(rows)))
+    return None if rows.targets is None else (rows.read(slice(0, len(rows))), rows.targets)
+
+
+def _test(exact: OTAD, estimated: OTAD, x: Tensor, y: Tensor) -> tuple[Assessment, Assessment]:
     with progress_bar("testing the solver") as advance:
-        solved = assess(exact, x, rows.targets, progress=advance)
+        solved = assess(exact, x, y, progress=advance)
     with progress_bar("testing the network") as advance:
-        return solved, assess(estimated, x, rows.targets, progress=advance)
+        return solved, assess(estimated, x, y, progress=advance)
 
 
 def _facts(imitation: Imitation, tested: tuple[Assessment, Assessment] | None) -> dict[str, str]:

@@ -14,18 +14,24 @@ from otad.model_files import CARD
 
 
 def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
-    """Refuse an `out` that is one of the inputs, or a file in a folder that is one. The word test
-    is no file; nor is what is not there, such as the name of a column."""
-    if out is None or not out.exists():
+    """Refuse an `out` that is one of the inputs, or lies in a folder of images that is one, which
+    would no longer be read as before. The word test is no file; nor is what is not there, such as
+    the name of a column."""
+    if out is None:
         return
     for given in inputs:
         if given in (None, "test") or not os.path.exists(given):
             continue
-        in_folder = out.is_file() and Path(given).resolve() in out.resolve().parents
-        if in_folder or out.samefile(given):
+        if out.exists() and out.samefile(given):
             raise InputError(
                 f"out: expected another place than that of an input, got {out}, "
                 f"which would overwrite {given}"
+            )
+        is_model = (Path(given) / CARD).is_file()  # others may lie in its folder
+        if not is_model and Path(given).resolve() in out.resolve().parents:
+            raise InputError(
+                f"out: expected another place than the folder of an input, got {out}, "
+                f"which would be read as part of {given}"
             )
 
 

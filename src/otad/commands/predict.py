@@ -15,6 +15,7 @@ from torch import Tensor
 
 from otad import defense
 from otad.cip import Status
+from otad.codec import to_plain
 from otad.commands.console import progress_bar, show
 from otad.commands.inputs import InputRows, open_inputs
 from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
@@ -38,10 +39,11 @@ def predict(
     """Predict every row of an input, and tell what each prediction rests on.
 
     A CSV may hold more columns than the model was trained on, in any order.
-    Written are: row (its number or file), prediction, probability (empty in
-    regression), nearest (training point, by its place in the bank), its
-    distance, smoothness (the L used) and status (solved, raised, ...). For a
-    model of global scope nearest is the training point of most weight.
+    Written are: row (its number or file), prediction (empty where the model
+    abstains), probability (empty in regression), nearest (training point, by its
+    place in the bank), its distance, smoothness (the L used) and status (solved,
+    raised, ...). For a model of global scope nearest is the training point of
+    most weight.
 
     Example: otad predict digits-model test --out predictions.csv
 
@@ -57,7 +59,7 @@ def predict(
     for metric in METRICS.values():
         if metric in record:
             facts = {metric: f"{record[metric]:.4f}"} | facts
-    show(record, as_json, title=f"Predicted {record['rows']} rows", facts=facts)
+    show(to_plain(record), as_json, title=f"Predicted {record['rows']} rows", facts=facts)
 
 
 def write_predictions(
@@ -96,6 +98,8 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
     else:
         answers = [f"{value:.7g}" for value in trace.outputs.tolist()]
         probabilities = [""] * len(answers)
+    for row in _abstained(trace.outputs).nonzero()[:, 0].tolist():
+        answers[row] = probabilities[row] = ""
     for name, *cells, smoothness, status in zip(
         names,
         answers,
@@ -111,7 +115,14 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
 
 
 def _total_score(outputs: Tensor, targets: Tensor) -> float:
-    """The right answers counted, or the squared errors summed."""
+    """The right answers counted, or the squared errors summed; abstaining is wrong, infinitely."""
+    silent = _abstained(outputs)
     if outputs.dim() == 2:
-        return float((outputs.argmax(1) == targets).sum())
-    return float((outputs.double() - targets.double()).square().sum())
+        return float(((outputs.argmax(1) == targets) & ~silent).sum())
+    errors = (outputs.double() - targets.double()).square()
+    return float(errors.masked_fill(silent, math.inf).sum())
+
+
+def _abstained(outputs: Tensor) -> Tensor:
+    """Where (B,) a model gave no answer."""
+    return outputs.isnan().view(len(outputs), -1).any(1)

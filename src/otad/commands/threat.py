@@ -60,6 +60,12 @@ def read_radii(text: str) -> tuple[float, ...]:
     return radii
 
 
+def radius_text(eps: float) -> str:
+    """Short, and no other radius: 0.5, but 0.7142857142857143, as nothing is proved beyond it."""
+    short = f"{eps:g}"
+    return short if float(short) == eps else repr(eps)
+
+
 def threat_to(
     model: OTAD,
     norm: str,

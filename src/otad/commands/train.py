@@ -19,6 +19,7 @@ from otad.data import Dataset, Standardizer, split
 from otad.errors import InputError
 from otad.nets import Backbone, fc_resnet, vision_transformer
 from otad.transport import RECIPES, TrainConfig, TrainResult
+from otad.transport.history import EpochRecord, reporting
 
 _SHAPES = {
     "fc_resnet": {"blocks", "hidden"},
@@ -63,6 +64,16 @@ def train(
     ] = None,
     genes: Annotated[
         int | None, _reading(".h5ad: keep this many genes, those that vary most.")
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option(
+            "--normalize/--no-normalize",
+            help=".h5ad: divide counts by their cell's total and take logarithms; not for values "
+            "that are normalized already.  [default: --normalize]",
+            show_default=False,
+            rich_help_panel=READING,
+        ),
     ] = None,
     size: Annotated[int | None, _reading("Images: side length to resize and crop to.")] = None,
     resize: Annotated[
@@ -117,13 +128,14 @@ def train(
         "label": label,
         "drop": drop,
         "genes": genes,
+        "normalize": normalize,
         "size": size,
         "resize": resize,
         "test_fraction": test_fraction,
     }
     choice = DataChoice(data, seed, _given(given))
     refuse_overwriting(out, choice.path)
-    changes = {
+    changes: dict[str, Any] = {
         "epochs": epochs,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
@@ -131,6 +143,8 @@ def train(
         "weight_decay": weight_decay,
         "energy_weight": alpha,
     }
+    if epochs is not None:  # a short training is not all warm-up
+        changes["warmup"] = min(transport.recipe(recipe).warmup, epochs / 2)
     config = transport.recipe(recipe, **_given(changes), seed=seed, device=device)
     check_device(device)
     shape = {"blocks": blocks, "hidden": hidden, "patch": patch, "width": width, "heads": heads}
@@ -208,36 +222,36 @@ def train_net(
         parts = [dataset.train_x, dataset.train_y]
     else:
         parts = list(split(dataset, validation, config.seed))
-    if dataset.task == "regression":
-        targets = Standardizer.fit(parts[1])
+    targets = Standardizer.fit(parts[1]) if dataset.task == "regression" else None
+    if targets is not None:
         parts[1::2] = [targets(values) for values in parts[1::2]]
-    result = transport.train(
-        net,
-        parts,
-        config,
-        checkpoint_dir=checkpoint_dir,
-        max_seconds=max_seconds,
-        progress=progress,
-    )
-    if dataset.task == "regression":
-        result = _take_units(net, result, float(targets.mean), float(targets.std))
+
+    def in_units(epoch: EpochRecord) -> EpochRecord:
+        return epoch if targets is None else _with_errors_times(float(targets.std) ** 2, epoch)
+
+    with reporting(progress, config.epochs, 0) as report:
+        result = transport.train(
+            net,
+            parts,
+            config,
+            checkpoint_dir=checkpoint_dir,
+            max_seconds=max_seconds,
+            progress=lambda epoch: report(in_units(epoch)),
+        )
+        result = replace(result, history=tuple(map(in_units, result.history)))
+        report(result.final)
+    if targets is not None:
+        net.head.take_units(float(targets.mean), float(targets.std))
     return net, result
 
 
-def _take_units(net: Backbone, result: TrainResult, mean: float, std: float) -> TrainResult:
-    """Give the head the units of the targets; the history with squared errors in them."""
-    net.head.take_units(mean, std)
-    square = std * std
-    history = tuple(
-        replace(
-            epoch,
-            loss=square * epoch.loss,
-            train_score=square * epoch.train_score,
-            val_score=None if epoch.val_score is None else square * epoch.val_score,
-        )
-        for epoch in result.history
+def _with_errors_times(factor: float, epoch: EpochRecord) -> EpochRecord:
+    return replace(
+        epoch,
+        loss=factor * epoch.loss,
+        train_score=factor * epoch.train_score,
+        val_score=None if epoch.val_score is None else factor * epoch.val_score,
     )
-    return replace(result, history=history)
 
 
 def training_record(

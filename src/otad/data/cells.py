@@ -120,7 +120,7 @@ def _totals(values: sparse.csr_matrix) -> np.ndarray:
     if values.data.size and values.data.min() < 0:
         raise InputError(
             f"cells: expected counts, which are not negative, got {values.data.min()}; "
-            "for values that are scaled already pass normalize=False"
+            "for values that are scaled already pass normalize=False (--no-normalize)"
         )
     return np.asarray(values.sum(axis=1), dtype=np.float64).ravel()
 

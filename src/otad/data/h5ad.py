@@ -17,8 +17,9 @@ from otad.data.splits import holdout
 from otad.errors import InputError, MissingExtraError
 
 
-def read_h5ad(path: Path, label: str | None = None) -> CellTable:
-    """The matrix X, the gene names and, if asked for, the `obs` column `label`."""
+def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -> CellTable:
+    """The matrix X, the gene names and, if asked for, the `obs` column `label`, which cells without
+    labels do not have: that is refused unless they `may_miss` it."""
     try:
         from anndata import read_h5ad as read
     except ImportError as error:
@@ -34,7 +35,7 @@ def read_h5ad(path: Path, label: str | None = None) -> CellTable:
         raise InputError(f"{path}: expected values in X, got none")
     cells = content.obs
     labels = None
-    if label is not None:
+    if label is not None and (label in cells or not may_miss):
         if label not in cells:
             raise InputError(
                 f"{path}: no obs column {label!r}, expected one of {', '.join(cells.columns)}"

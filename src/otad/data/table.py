@@ -61,11 +61,12 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """A CSV file with a header; the separator (semicolon, tab or comma) is read off the header."""
+    """A CSV file with a header. The separator is that of semicolon, tab and comma which the header
+    and the first row have equally often, and more often than another such."""
     find_first([path], "CSV file")
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
-            separator = _separator(stream.readline())
+            separator = _separator(stream.readline(), stream.readline())
             stream.seek(0)
             reader = csv.reader(stream, delimiter=separator, strict=True)
             numbered = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
@@ -128,10 +129,13 @@ def load_csv(
     )
 
 
-def _separator(header: str) -> str:
-    quoted = header.split('"')[::2]  # what stands outside the quotes
-    counts = {mark: sum(text.count(mark) for text in quoted) for mark in _SEPARATORS}
-    return max(_SEPARATORS, key=lambda mark: counts[mark])
+def _separator(header: str, row: str) -> str:
+    named, held = (
+        {mark: sum(text.count(mark) for text in line.split('"')[::2]) for mark in _SEPARATORS}
+        for line in (header, row)
+    )  # counted outside the quotes
+    alike = [mark for mark in _SEPARATORS if named[mark] == held[mark] > 0]
+    return max(alike or _SEPARATORS, key=lambda mark: named[mark])
 
 
 def _number(cell: str) -> float:
