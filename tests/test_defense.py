@@ -186,6 +186,16 @@ def test_the_search_is_built_once_and_again_for_other_points(monkeypatch) -> Non
     assert built["searches"] == 3
 
 
+def test_a_bank_that_comes_without_its_name_is_searched_anew() -> None:
+    ours, theirs = (model(seed) for seed in (0, 1))
+    ours(QUERIES)
+    state = theirs.state_dict()
+    del state["_extra_state"]
+    ours.load_state_dict(state, strict=False)
+    assert ours._found is None
+    assert torch.equal(ours(QUERIES), theirs(QUERIES))
+
+
 def test_a_copy_is_whole_but_for_the_search() -> None:
     ours = model()
     expected = ours(QUERIES)
@@ -193,6 +203,21 @@ def test_a_copy_is_whole_but_for_the_search() -> None:
     assert twin._found is None
     assert torch.equal(twin(QUERIES), expected)
     assert twin.bank_inputs is not ours.bank_inputs
+
+
+def test_a_model_made_or_loaded_in_inference_mode_is_like_any_other(tmp_path: Path) -> None:
+    backbone, x = net(), points(N, 0)
+    with torch.inference_mode():
+        made = defend(backbone, x, (3 * x[:, 0]).long(), n_neighbors=K)
+        made.save(tmp_path)
+        loaded = defense.load(tmp_path)
+        expected = made(QUERIES)
+    for ours in (made, loaded):
+        queries = QUERIES.clone().requires_grad_()
+        outputs = ours(queries)
+        assert torch.equal(outputs, expected)
+        outputs.sum().backward()
+        assert queries.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -54,6 +54,28 @@ def test_scikit_learn_has_no_complaint(kind: type[Estimator]) -> None:
     assert others <= {("check_array_api_input", "skipped")}
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
+    x, y = tables(OTADClassifier)
+    with mode():
+        within = quick(OTADClassifier).fit(x, y)
+    assert np.array_equal(within.predict_proba(x), quick(OTADClassifier).fit(x, y).predict_proba(x))
+    queries = torch.tensor(x, dtype=torch.float32).requires_grad_()
+    within.module_(queries).sum().backward()
+    assert queries.grad is not None
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    x, y = tables(OTADClassifier)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = quick(OTADClassifier).fit(x, y)
+        assert model.module_.backbone.mean.dtype == torch.float32
+        assert model.predict(x).shape == (len(x),)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_classifier_on_a_real_table() -> None:
     x, y = load_wine(return_X_y=True)
     parts = train_test_split(x, y, random_state=0, stratify=y)

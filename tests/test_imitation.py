@@ -113,6 +113,16 @@ def test_held_out_points_are_no_lessons() -> None:
     assert len(set(seen)) == 30
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
+    model = exact()
+    with mode():
+        within = imitate(model, BRIEF, held_out=3)
+    plainly = imitate(model, BRIEF, held_out=3)
+    assert within.result == plainly.result
+    assert torch.equal(within.model(X), plainly.model(X))
+
+
 def _rows(model: OTAD, query: Tensor) -> list[int]:
     return torch.cdist(query.double(), model.bank_inputs.double()).argmin(1).tolist()
 

@@ -125,6 +125,9 @@ class Banked(nn.Module):
         self.bank_fingerprint = fingerprint
         for name, value in curvature.items():
             setattr(self, name, value)
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
         self._found = self._whole = None  # the points of the bank may be others now
 
     def _curvature(self) -> dict[str, float]:

@@ -266,6 +266,7 @@ def _check_keys(metric: nn.Module | None, keys: Tensor | None, points: int, scop
         check_shape(keys, "keys", (points, keys.shape[1]), "with one key per bank point")
 
 
+@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
 def defend(
     net: nn.Module,
     x: Tensor,
@@ -350,6 +351,7 @@ def _keys(metric: nn.Module, x: Tensor, device: torch.device, batch_size: int) -
     return torch.cat([metric(batch.to(device)) for batch in x.split(batch_size)])
 
 
+@torch.inference_mode(False)  # as above
 def load(
     folder: str | Path, *, device: str = "cpu", resident: bool = True, verify: bool = True
 ) -> OTAD:

@@ -93,6 +93,7 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
+    @torch.inference_mode(False)  # weights made in that mode could not be trained
     def fit(self, X: Any, y: Any) -> Self:
         """Learn from inputs X (n, d) or (n, c, h, w) and y (n,), one answer for each: labels of any
         type, or in regression numbers. A fit that is refused leaves all of an earlier one."""
@@ -187,7 +188,7 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
             mean=moments.mean,
             std=moments.std,
             seed=seed,
-        )
+        ).float()
         self.history_ = train(net, parts, config, progress=self.verbose > 0).history
         self.n_iter_ = len(self.history_)
         return net, rows

@@ -36,6 +36,7 @@ class Imitation:
     result: CipNetResult
 
 
+@torch.inference_mode(False)  # weights made in that mode could not be trained
 def imitate(
     model: OTAD,
     config: TrainConfig | None = None,

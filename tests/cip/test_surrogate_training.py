@@ -148,6 +148,7 @@ def test_a_run_that_was_stopped_ends_like_an_uninterrupted_one(tmp_path: Path) -
         {"alpha": 0.5},
         {"teacher": ExactCip(mode="paper", on_failure="fallback")},
         {"own_features": own + 1},
+        {"held_out": family(1, 8)},
     ):
         with pytest.raises(InputError, match="checkpoint of this very run"):
             train_cip_net(
@@ -157,6 +158,31 @@ def test_a_run_that_was_stopped_ends_like_an_uninterrupted_one(tmp_path: Path) -
         train_cip_net(
             make_net(seed=9), problems, config, checkpoint_dir=tmp_path / "cut", **options
         )
+
+
+def test_errors_on_problems_held_out_are_those_of_the_problems_given(tmp_path: Path) -> None:
+    problems, kept = family(0, 40), {"checkpoint_dir": tmp_path}
+    first = train_cip_net(make_net(), problems, TINY, held_out=family(1, 8), **kept)
+    again = train_cip_net(make_net(), problems, TINY, held_out=family(1, 8), **kept)
+    assert again == first
+    assert again.resumed_after == TINY.epochs
+    for other in (family(2, 8), None):
+        with pytest.raises(InputError, match=r"differs in held_out\.anchors"):
+            train_cip_net(make_net(), problems, TINY, held_out=other, **kept)
+
+
+def test_a_teacher_is_recognized_wherever_it_lies_in_memory(tmp_path: Path) -> None:
+    def teacher_of(exact: ExactCip) -> Callable[[CipProblem], CipSolution]:
+        def teach(problem: CipProblem) -> CipSolution:
+            return exact(problem)
+
+        return teach
+
+    def resumed_after(teacher: Callable[[CipProblem], CipSolution]) -> int:
+        asked = {"teacher": teacher, "checkpoint_dir": tmp_path}
+        return train_cip_net(make_net(), family(0, 8), TINY, **asked).resumed_after
+
+    assert [resumed_after(teacher_of(TEACHER)) for _ in range(2)] == [0, TINY.epochs]
 
 
 def test_leaving_one_out_names_the_nearest_others(generator: torch.Generator) -> None:

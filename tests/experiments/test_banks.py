@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.small_vision import study_of, vision
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from otad.cip import ExactCip
@@ -23,7 +23,7 @@ from otad.experiments.attacked import inputs_of_bank
 from otad.experiments.nets import identity_of
 from otad.experiments.potentials import PotentialFound
 from otad.experiments.study import Study
-from otad.nets import PretrainedMetric, vision_transformer
+from otad.nets import PretrainedMetric, VisionTransformer, vision_transformer
 
 WHOLE = (
     "[rows]",
@@ -207,3 +207,20 @@ def test_a_bank_on_disk_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     x = memory.net("vit").data.test_x
     assert torch.equal(second(x), memory.defended("exact")(x))
+
+
+def test_other_code_makes_a_bank_on_disk_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = vision(tmp_path, 'bank = "float16"', 'bank = "float16"\nresident = false')
+    before = study_of(experiment, tmp_path / "work").bank("vit").bank_features
+    carry = VisionTransformer.transport
+
+    def doubled(self: VisionTransformer, e: Tensor) -> tuple[Tensor, Tensor]:
+        features, energy = carry(self, e)
+        return 2 * features, energy
+
+    monkeypatch.setattr(VisionTransformer, "transport", doubled)
+    monkeypatch.setattr(study_module, "code_fingerprint", lambda: "other code")
+    after = study_of(experiment, tmp_path / "work").bank("vit").bank_features
+    assert_close(after, 2 * before)

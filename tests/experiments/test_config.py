@@ -346,6 +346,13 @@ rows.otad.smoothness = 3.0
             "evaluate: expected one of plain, otad, got 'none'",
         ),
         (
+            "[otad]",
+            "[data.wine]\nname = 'wine'\n[nets.other]\ndata = 'wine'\n"
+            "[rows.other]\nnet = 'other'\nmethod = 'otad'\n"
+            "[evaluate]\nrow = 'otad'\ncertify = ['other']\neps = [1.0]\nheadline = 1.0\n[otad]",
+            "evaluate: expected rows on digits like 'otad', .* got 'other' on wine",
+        ),
+        (
             'method = "otad"',
             'method = "net"\n[curve]\ntitle = "L"',
             "curve: expected at least one row of otad",
@@ -358,10 +365,17 @@ rows.otad.smoothness = 3.0
         ('title = "small"', "", "expected a value for 'title'"),
         ("[nets.one]", "[nets.one", "expected a TOML file"),
         ("[otad]", "[cost]\nnet = 'two'\nbanks = [1]\nqueries = 1\n[otad]", "cost.net"),
+        ("[otad]", "[cost]\nnet = 'one'\nbanks = []\nqueries = 1\n[otad]", "banks: expected the"),
+        ("[otad]", "[cost]\nnet = 'one'\nbanks = [1]\nqueries = 0\n[otad]", "queries: expected"),
         (
             "blocks = 2",
             "blocks = 2\nchoose = { setting = 'energy_weight', values = [0], row = 'no' }",
             "nets.one.choose.row: expected one of plain, otad, got 'no'",
+        ),
+        (
+            "blocks = 2",
+            "blocks = 2\nchoose = { setting = 'energy_weight', values = [], row = 'otad' }",
+            "values: expected at least one to choose from, got none",
         ),
     ],
 )

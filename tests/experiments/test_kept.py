@@ -15,6 +15,7 @@ from torch import nn
 
 from otad.codec import read_json
 from otad.errors import InputError
+from otad.experiments.config import read_experiment
 from otad.experiments.kept import Deadline, Tick, UnfinishedError, alone, learned_once
 
 
@@ -132,6 +133,34 @@ def test_settings_lead_to_other_folders(tmp_path: Path) -> None:
     assert counts == {"nets": 1, "metrics": 2, "surrogates": 3}
 
 
+PROTOTYPES = """
+title = "prototypes"
+[data.digits]
+name = "digits"
+options = { test_fraction = 0.9 }
+[train]
+epochs = 1
+loss = "margin"
+[nets]
+near = { data = "digits", kind = "prototypes", options = { neighbors = 1, per_class = 2 } }
+far = { data = "digits", kind = "prototypes", options = { neighbors = 9, per_class = 2 } }
+[rows]
+near = { net = "near", method = "net" }
+far = { net = "far", method = "net" }
+"""
+
+
+def test_prototypes_drawn_in_another_way_are_not_taken_for_others(tmp_path: Path) -> None:
+    path = tmp_path / "prototypes.toml"
+    path.write_text(PROTOTYPES, encoding="utf-8")
+    experiment = read_experiment(path)
+    shared = study_of(experiment, tmp_path / "shared")
+    names = {key: shared.net(key).identity["weights"] for key in ("near", "far")}
+    assert names["near"] != names["far"]
+    alone = study_of(experiment, tmp_path / "alone").net("far")
+    assert alone.identity["weights"] == names["far"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "kind", "message"),
     [
@@ -140,6 +169,7 @@ def test_settings_lead_to_other_folders(tmp_path: Path) -> None:
         ("batch_size = 64,", "size = 64,", "metric", "settings of MetricConfig"),
         ("steps = 1", "step = 1", "metric", "settings of MetricConfig"),
         ("key_dim = 4", "keys = 4", "metric", "options: expected those of 'cnn'"),
+        ("key_dim = 4", "mean = 0.5", "metric", "options: .* multiple values for .* 'mean'"),
         ("epochs = 2, warmup", "epoch = 2, warmup", "surrogate", "settings of TrainConfig"),
         ("heads = 2, blocks", "head = 2, blocks", "surrogate", "options: expected those of CipNet"),
     ],

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -17,7 +21,9 @@ from otad.evaluate.suite import PACKAGES
 from otad.experiments import RunRecord, names, reproduce
 from otad.experiments import cost as cost_module
 from otad.experiments import run as run_module
+from otad.experiments import speed as speed_module
 from otad.experiments import study as study_module
+from otad.experiments import suites as suites_module
 from otad.experiments.config import RowSpec, read_experiment
 from otad.experiments.records import RowRecord
 from otad.experiments.shifts import SMAPE, E
@@ -281,6 +287,66 @@ def test_experiments_share_their_nets(small: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_the_speed_of_a_row_is_known_by_its_present_name(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = {"milliseconds": 1.0, "load_seconds": 1.0, "resident": 1, "device_memory": None}
+    probes: list[str] = []
+
+    def probe(module: str, *args: object, **options: object) -> dict[str, Any]:
+        probes.append(module)
+        return cost | {"accuracy": 90.0}
+
+    monkeypatch.setattr(speed_module, "run_probe", probe)
+    text = SMALL.replace("c = {", "old = {").replace('row = "c"', 'row = "old"')
+    text += '[speed]\nrows = ["old"]\nplaces = ["memory"]\n'
+    for name in ("old", "new"):
+        small.write_text(text.replace("old", name), encoding="utf-8")
+        record = reproduce(small, out=tmp_path)
+        assert [one.row for one in record.speeds] == [name]
+        assert "| a query |" in render(record)
+    assert len(probes) == 1
+
+
+SUITE = """
+[evaluate]
+row = "b"
+eps = [0.1]
+headline = 0.1
+points = 9
+flags = false
+attacks = { noise = {} }
+"""
+
+
+class _OneAtATime:
+    """Calls a function slowly, and refuses to be called meanwhile."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls, self.busy = function, 0, False
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        assert not self.busy, "two at once"
+        self.busy, self.calls = True, self.calls + 1
+        time.sleep(0.3)
+        found = self.function(*args, **options)
+        self.busy = False
+        return found
+
+
+def test_two_who_run_the_same_experiment_at_once_take_turns(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.write_text(SMALL + SUITE, encoding="utf-8")
+    watched = _OneAtATime(suites_module.evaluate), _OneAtATime(run_module._write)
+    monkeypatch.setattr(suites_module, "evaluate", watched[0])
+    monkeypatch.setattr(run_module, "_write", watched[1])
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: reproduce(small, out=tmp_path / "out"), range(2))
+    assert [each.calls for each in watched] == [2, 2]
+    assert without_seconds(one) == without_seconds(other)
+
+
 def test_progress_draws_a_line_for_each_part(
     small: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,6 +376,24 @@ def test_refusals(small: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="points: expected at most the 36 test points, got 37"):
         reproduce(small, out=tmp_path / "other")
     assert not (tmp_path / "other" / ".work" / "nets").exists(), "refused before any training"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        '[cost]\nnet = "one"\nbanks = [9]\nqueries = 1\n',
+        '[speed]\nrows = ["b"]\n',
+        '[evaluate]\nrow = "b"\neps = [0.1]\nheadline = 0.1\npoints = 9\n',
+    ],
+)
+def test_what_needs_classes_is_refused_for_values(small: Path, tmp_path: Path, table: str) -> None:
+    text = SMALL.replace('name = "wine"', 'name = "diabetes"', 1)
+    text = text.replace("[rows]", table + "[rows]")
+    small.write_text(text, encoding="utf-8")
+    name = table.partition("]")[0].strip("[")
+    with pytest.raises(InputError, match=f"{name}: expected data of classes, got wine, a regr"):
+        reproduce(small, out=tmp_path)
+    assert not (tmp_path / ".work" / "nets").exists(), "refused before any training"
 
 
 def test_a_failing_probe_says_why(

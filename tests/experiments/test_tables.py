@@ -243,6 +243,27 @@ def test_regressions_have_three_measures(record: RunRecord) -> None:
     assert "| 0.500 (-0.500 to 1.500) | 0.507 | 0.086 | 0.086 | 0.319 | 0.32 | 103 |" in page
 
 
+@pytest.mark.parametrize("first", ["accuracy", "mse"])
+def test_accuracies_and_errors_have_tables_of_their_own(record: RunRecord, first: str) -> None:
+    share = row("shares", 96.0, attacks={"push": attacked(40.0)})
+    measured = attacked(0.5, "mse", metrics={"E": 0.0861, "SMAPE": 0.319})
+    error = row(
+        "errors",
+        0.4,
+        score=Score("mse", 0.4, 0.3, 0.5, 320),
+        published={},
+        at_least={},
+        attacks={"push": measured},
+    )
+    rows = {"a": share, "b": error} if first == "accuracy" else {"b": error, "a": share}
+    page = render(replace(record, rows=rows))
+    for table in page.split("\n\n"):
+        assert "| shares |" not in table or "| accuracy % (95 %)" in table
+        assert "| errors |" not in table or "| mean squared error (95 %)" in table
+    assert page.count("| shares |") == page.count("| errors |") == 2
+    assert page.count("- push: ") == 1
+
+
 def test_records_from_before_there_were_attacks(record: RunRecord, tmp_path: Path) -> None:
     path = tmp_path / "sample.json"
     record.write(path)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import remove_spectral_norm, spectral_norm
 
 from otad.errors import InputError
 from otad.nets import SequentialBackbone, adapt, build, fc_resnet
@@ -165,6 +166,23 @@ def test_own_modules_cannot_be_written_as_json() -> None:
     net = SequentialBackbone(None, blocks, nn.Linear(6, 2), input_shape=(6,))
     with pytest.raises(InputError, match=r"got _Residual; subclass Backbone"):
         net.config()
+
+
+def test_layers_with_other_weights_than_their_kind_cannot_be_written_as_json() -> None:
+    layer = nn.Linear(6, 6)
+    net = adapt(nn.Sequential(layer, nn.Linear(6, 2)))
+    config = net.config()
+    spectral_norm(layer)
+    with pytest.raises(InputError, match=r"expected a Linear of weights .*, got one of .*_orig"):
+        net.config()
+    remove_spectral_norm(layer)
+    assert net.config() == config
+
+
+def test_a_head_whose_weight_is_made_of_others_is_refused() -> None:
+    head = spectral_norm(nn.Linear(6, 2))
+    with pytest.raises(InputError, match=r"head: .* a parameter, got one made of others; take off"):
+        adapt(nn.Sequential(nn.Linear(6, 6), head))
 
 
 def test_an_unknown_layer_in_a_config_is_refused() -> None:

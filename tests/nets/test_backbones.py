@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,8 +11,21 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from otad.errors import InputError
-from otad.nets import Backbone, FCResNet, LinearHead, build, fc_resnet, plain_net, register
+from otad.nets import (
+    Backbone,
+    CNNMetric,
+    FCResNet,
+    LinearHead,
+    LipschitzMetric,
+    build,
+    fc_resnet,
+    lifted_net,
+    plain_net,
+    register,
+    vision_transformer,
+)
 from otad.nets.base import draw_linear
+from otad.nets.inputs import InputNet
 
 
 def _inputs(rows: int, *shape: int, seed: int = 1) -> Tensor:
@@ -205,3 +219,28 @@ def test_bad_targets_are_refused(task: str, y: Tensor, message: str) -> None:
 def test_a_double_net_takes_double_inputs() -> None:
     net = fc_resnet((4,), 2).double()
     assert net(net.check_inputs(torch.zeros(2, 4, dtype=torch.float64))).dtype == torch.float64
+
+
+@pytest.fixture
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double_by_default")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fc_resnet((1, 4, 4), 3, blocks=1),
+        lambda: lifted_net((1, 4, 4), 3, hidden=(5,)),
+        lambda: vision_transformer((1, 4, 4), 3, patch=2, width=4, heads=2, blocks=1),
+        lambda: CNNMetric((1, 4, 4), widths=(2, 2), key_dim=3),
+        lambda: LipschitzMetric((1, 4, 4), widths=(4,), depth=1, key_dim=3),
+    ],
+)
+def test_nets_have_the_default_dtype_all_over(make: Callable[[], InputNet]) -> None:
+    net = make().eval()
+    x = _inputs(5, 1, 4, 4).double()
+    assert net(net.check_inputs(x)).dtype == torch.float64
+    assert {weight.dtype for weight in net.parameters()} == {net.mean.dtype} == {torch.float64}

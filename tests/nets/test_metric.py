@@ -371,3 +371,8 @@ def test_kept_matrices_follow_the_weights() -> None:
     inputs = x.clone().requires_grad_()
     other(inputs).sum().backward()
     assert inputs.grad.abs().max() > 0
+    with torch.inference_mode():
+        inside = _lipschitz(2).eval()
+        inside(x)
+        inside.load_state_dict(other.state_dict())
+        torch.testing.assert_close(inside(x), other(x))

@@ -410,9 +410,40 @@ def test_bad_data_are_refused(data, message: str) -> None:
         train_metric(_cnn(), data, SHORT)
 
 
+def test_a_metric_without_weights_has_nothing_to_learn() -> None:
+    pixels = PretrainedMetric(nn.Flatten(), input_shape=_X.shape[1:])
+    with pytest.raises(InputError, match="net: expected weights to train, got none"):
+        train_metric(pixels, (_X, _Y), SHORT)
+
+
+@pytest.mark.parametrize("references", ["batch", "bank"])
+def test_a_metric_in_double_precision_learns(references: str) -> None:
+    metric = _cnn().double()
+    result = train_metric(metric, (_X.double(), _Y), replace(SHORT, references=references))
+    assert math.isfinite(result.final.loss)
+    assert metric.projection.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
+    plainly, within = _cnn(), _cnn()
+    config = replace(SHORT, adversary=Adversary(0.1, steps=1))
+    train_metric(plainly, (_X, _Y), config)
+    with mode():
+        train_metric(within, (_X, _Y), config)
+    assert fingerprint(plainly.state_dict()) == fingerprint(within.state_dict())
+
+
+def test_labels_may_be_any_numbers() -> None:
+    for labels in (LABELS, 10**12 * LABELS + 7):
+        assert neighbor_accuracy(KEYS + 0.1, labels, KEYS, labels, n_neighbors=3) == 0.5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"target_margin": 2.0}, "target_margin: expected 1.0, as a metric compares"),
+        ({"pair_smoothness": 1.5}, "pair_smoothness: expected 2.0, as a metric carries nothing"),
         ({"loss": "angular"}, "loss: expected one of neighborhood, means, triplet, contrastive"),
         ({"references": "queue"}, "references: expected one of batch, bank"),
         ({"references": "bank", "loss": "triplet"}, "expected 'batch' for the loss triplet"),

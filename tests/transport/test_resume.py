@@ -18,6 +18,7 @@ from torch import Tensor
 from otad.errors import InputError
 from otad.nets import SequentialBackbone, fc_resnet
 from otad.transport import EpochRecord, TrainConfig, train
+from otad.transport.augment import Compose, RandomFlip
 from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 
 CONFIG = TrainConfig(epochs=5, batch_size=16, learning_rate=0.05, energy_weight=0.01, warmup=1)
@@ -135,6 +136,26 @@ def test_own_modules_are_recognized_by_their_structure(tmp_path: Path) -> None:
     assert train(net(Half()), _data(), CONFIG, checkpoint_dir=tmp_path).resumed_after == 5
     with pytest.raises(InputError, match=r"differs in net\.structure"):
         train(net(Half(), Half()), _data(), CONFIG, checkpoint_dir=tmp_path)
+
+
+def test_own_augmentations_are_recognized_wherever_they_lie_in_memory(tmp_path: Path) -> None:
+    def dimming(share: float) -> Compose:
+        def dim(x: Tensor, _: torch.Generator) -> Tensor:
+            return share * x
+
+        return Compose((dim, RandomFlip(share)))
+
+    pixels = torch.rand(40, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    data = (pixels, torch.arange(40) % 2)
+
+    def resumed_after(augment: Compose) -> int:
+        net = fc_resnet((1, 2, 2), 2, blocks=1, bounds=(0, 1))
+        return train(net, data, CONFIG, augment=augment, checkpoint_dir=tmp_path).resumed_after
+
+    assert resumed_after(dimming(0.5)) == 0
+    assert resumed_after(dimming(0.5)) == 5
+    with pytest.raises(InputError, match=r"differs in augment .*RandomFlip\(probability=0\.25\)"):
+        resumed_after(dimming(0.25))
 
 
 def test_a_damaged_checkpoint_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from transport.small_vision import images, small_vit, weights_print
 
 from otad.nets.metric_nets import CNNMetric
-from otad.transport import MetricConfig, TrainConfig, recipe, session, train
+from otad.transport import MetricConfig, TrainConfig, epochs, recipe, session, train
 from otad.transport.checkpoint import read_checkpoint
 from otad.transport.metric_training import train_metric
 
@@ -35,7 +35,7 @@ class _Clock:
 def test_a_run_out_of_time_goes_on_in_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "monotonic", _Clock())
+    monkeypatch.setattr(epochs, "monotonic", _Clock())
     data, config = images(), replace(WHOLE, epochs=7)
     whole, net = small_vit(), small_vit()
     expected = train(whole, data, config)
@@ -59,7 +59,7 @@ def test_a_run_out_of_time_goes_on_in_the_next_one(
 def test_checkpoints_may_be_rarer_than_epochs_but_the_last_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "monotonic", _Clock())
+    monkeypatch.setattr(epochs, "monotonic", _Clock())
     saved: list[int] = []
     save = session.save
 

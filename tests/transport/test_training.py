@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.errors import InputError
-from otad.nets import SequentialBackbone, fc_resnet, plain_net
+from otad.nets import SequentialBackbone, fc_resnet, lifted_net, plain_net
 from otad.transport import EpochRecord, TrainConfig, TrainResult, train
 
 SHORT = TrainConfig(epochs=4, batch_size=32, learning_rate=0.05)
@@ -44,6 +44,22 @@ def test_a_curved_boundary_is_learned(variant, optimizer: str, rate: float) -> N
     hits = net(data[2]).argmax(1) == data[3]
     assert result.final.val_score == pytest.approx(hits.double().mean().item())
     assert not net.training
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
+    plainly, within = _net(), _net()
+    train(plainly, _two_moons(64), SHORT)
+    with mode():
+        train(within, _two_moons(64), SHORT)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(_weights(plainly), _weights(within))
+
+
+def test_a_net_without_weights_to_train_is_refused() -> None:
+    for net in (lifted_net((2,), 2, blocks=0), _net().requires_grad_(False)):
+        with pytest.raises(InputError, match="net: expected weights to train, got none"):
+            train(net, _two_moons(64), SHORT)
 
 
 def test_regression_learns_a_linear_function() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from otad.experiments import cells
 from otad.experiments.attack_records import WORST, AttackedScore, SuiteLine, SuiteRecord
@@ -12,17 +12,22 @@ from otad.experiments.shifts import SMAPE, E
 
 
 def attacks(record: RunRecord) -> str:
-    """What the attacks are, and what is left under each, one line for each row they were run on."""
+    """What the attacks are, and what is left under each, one line for each row they were run on; of
+    accuracies and of errors in tables of their own."""
     lines = list(_by_attack(record))
     if not lines:
         return ""
-    is_value = lines[0][2].score.metric == "mse"
+    metrics = dict.fromkeys(found.score.metric for _, _, found in lines)
+    return "\n\n".join([_meanings(record), *(_table(lines, metric) for metric in metrics)])
+
+
+def _table(lines: Sequence[tuple[str, RowRecord, AttackedScore]], metric: str) -> str:
+    is_value = metric == "mse"
     head = ["under attack", "", "n", f"clean {'MSE' if is_value else '%'}"]
-    head += [cells.heading(lines[0][2].score.metric), "published"]
+    head += [cells.heading(metric), "published"]
     head += ["E", "published", "SMAPE", "published"] if is_value else ["distance: median / most"]
     head += ["answers a point", "gradients a point", "seconds"]
-    body = [_line(*line, is_value) for line in lines]
-    return f"{_meanings(record)}\n\n{table(head, body)}"
+    return table(head, [_line(*one, is_value) for one in lines if one[2].score.metric == metric])
 
 
 def _by_attack(record: RunRecord) -> Iterator[tuple[str, RowRecord, AttackedScore]]:

@@ -159,11 +159,20 @@ class Experiment:
                 for key in getattr(self.speed, name):
                     _refer(self.rows, key, f"speed.{name}")
         if self.evaluate is not None:
-            for key in (self.evaluate.row, *self.evaluate.beside, *self.evaluate.certify):
-                _refer(self.rows, key, "evaluate")
-                check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
+            self._check_evaluated(self.evaluate)
         if self.curve is not None and all(row.method != "otad" for row in self.rows.values()):
             raise InputError("curve: expected at least one row of otad, got none")
+
+    def _check_evaluated(self, spec: EvaluateSpec) -> None:
+        for key in spec.all_rows:
+            _refer(self.rows, key, "evaluate")
+            check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
+            data, first = (self.nets[self.rows[one].net].data for one in (key, spec.row))
+            if data != first:
+                raise InputError(
+                    f"evaluate: expected rows on {first} like {spec.row!r}, whose points all of "
+                    f"them meet, got {key!r} on {data}"
+                )
 
     def _check_row(self, key: str, row: RowSpec) -> None:
         _refer(self.nets, row.net, f"rows.{key}.net")
@@ -187,6 +196,19 @@ class Experiment:
         row = self.rows[key]
         if (row.method, row.scope, row.surrogate) != ("otad", "local", None):
             raise InputError(f"{where}: expected a row of otad by its exact solver, got {key!r}")
+
+    def refuse_values(self, data: str) -> None:
+        """Of a data set that turns out to have values and no classes: what needs classes."""
+        asked: dict[str, tuple[str, ...]] = {}
+        if self.cost is not None:
+            asked["cost"] = (self.cost.net,)
+        if self.speed is not None:
+            asked["speed"] = tuple(self.rows[key].net for key in self.speed.rows)
+        if self.evaluate is not None:
+            asked["evaluate"] = (self.rows[self.evaluate.row].net,)
+        for table, nets in asked.items():
+            if any(self.nets[net].data == data for net in nets):
+                raise InputError(f"{table}: expected data of classes, got {data}, a regression")
 
     def points_on(self, data: str) -> int:
         """The most test points of a data set that anything is attacked on."""

@@ -101,7 +101,7 @@ def fresh_metric(spec: MetricSpec, data: Dataset, seed: int) -> Metric:
             units: dict[str, Any] = {"mean": found.mean, "std": found.std, "builder": spec.features}
             return PretrainedMetric(found.build(), input_shape=shape, **units, **common)
         generator = torch.Generator().manual_seed(seed)
-        common |= statistics(data.train_x, spec.normalize)
-        return _NETS[spec.kind](shape, generator=generator, **common)
+        units = statistics(data.train_x, spec.normalize)
+        return _NETS[spec.kind](shape, generator=generator, **units, **common)
     except TypeError as error:
         raise InputError(f"options: expected those of {spec.kind!r}, got: {error}") from error

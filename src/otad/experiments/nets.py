@@ -89,7 +89,8 @@ def train_net(
     data, net = source.data, fresh_net(spec, source.data, seed, device)
     if spec.untrained:
         return Trained(net.eval(), config, data, identity_of(net, source))
-    depends = {"net": net.config(), "normalize": spec.normalize, "config": asdict(config)}
+    made = net.config() | spec.options  # by which prototypes are drawn, too
+    depends = {"net": made, "normalize": spec.normalize, "config": asdict(config)}
     place = folder / digest_of(depends | {"data": source.fingerprint})
 
     learned = learn_by(train, net, data, config, place, deadline, report)

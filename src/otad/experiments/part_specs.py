@@ -40,6 +40,10 @@ class Choice:
     epochs: int | None = None
     certified: float | None = None
 
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise InputError("values: expected at least one to choose from, got none")
+
 
 @dataclass(frozen=True)
 class NetSpec:

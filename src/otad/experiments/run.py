@@ -18,6 +18,7 @@ from otad.experiments.described import (
     net_record,
     surrogate_record,
 )
+from otad.experiments.kept import alone
 from otad.experiments.plots import draw_costs, draw_curve
 from otad.experiments.progress import Report, reporting
 from otad.experiments.records import CostRecord, RowRecord, RunRecord, stem_of
@@ -67,12 +68,17 @@ def reproduce(
             max_seconds=max_seconds,
         )
         record = _record(experiment, study, environment, out)
+    with alone(study.work / "locks" / record.file_stem):
+        _write(record, experiment, out)
+    return record
+
+
+def _write(record: RunRecord, experiment: Experiment, out: Path) -> None:
     record.write(out / f"{record.file_stem}.json")
     if record.costs:
         draw_costs(record.costs, out / f"{record.file_stem}.svg")
     if experiment.curve is not None:
         draw_curve(record.rows.values(), experiment.curve.title, out / f"{record.file_stem}.svg")
-    return record
 
 
 def _record(experiment: Experiment, study: Study, environment: Environment, out: Path) -> RunRecord:

@@ -11,17 +11,23 @@ from otad.experiments.records import NetRecord, RowRecord, RunRecord
 
 
 def scores(record: RunRecord) -> str:
+    """One table, or one of the accuracies and one of the errors."""
+    metrics = dict.fromkeys(row.score.metric for row in record.rows.values())
+    return "\n\n".join(_scores(record, metric) for metric in metrics)
+
+
+def _scores(record: RunRecord, metric: str) -> str:
     letters = _letters(record.rows.values())
     several = len(record.data) > 1
-    errors = any("relative_error" in row.published for row in record.rows.values())
-    metric = next(iter(record.rows.values())).score.metric
+    rows = [row for row in record.rows.values() if row.score.metric == metric]
+    errors = any("relative_error" in row.published for row in rows)
     head = ["", *(["data"] if several else []), "K", cells.heading(metric), "n", "published"]
     head += ["relative error", "published"] if errors else []
-    radii = list(dict.fromkeys(key for row in record.rows.values() for key in row.certified))
+    radii = list(dict.fromkeys(key for row in rows for key in row.certified))
     head += [f"proved at {key}: {cells.heading(metric)}" for key in radii]
     head += ["asked for", "met"]
     body = []
-    for row in record.rows.values():
+    for row in rows:
         letter = f" [{letters[row.published_in]}]" if row.published_in else ""
         line = [row.label, *([row.data] if several else [])]
         line += [str(row.settings.get("n_neighbors", NONE)), cells.score(row.score)]

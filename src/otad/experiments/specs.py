@@ -127,6 +127,11 @@ class EvaluateSpec:
         for row, asked in self.at_least.items():
             _check_keys(tuple(asked), known, f"at_least.{row}")
 
+    @property
+    def all_rows(self) -> tuple[str, ...]:
+        """Every row that is attacked or certified."""
+        return (self.row, *self.beside, *self.certify)
+
 
 @dataclass(frozen=True)
 class CostSpec:
@@ -143,6 +148,14 @@ class CostSpec:
     devices: tuple[str, ...] = ("cpu", "cuda")
     seconds_at_most: float | None = None
     gigabytes_at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.banks:
+            raise InputError("banks: expected the size of one at least, got none")
+        for size in self.banks:
+            check_count(size, "banks")
+        for name in ("queries", "batch_size", "threads"):
+            check_count(getattr(self, name), name)
 
 
 @dataclass(frozen=True)

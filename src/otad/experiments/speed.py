@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def measure_speeds(study: Study, spec: SpeedSpec) -> tuple[SpeedRecord, ...]:
                     study.identity(key) | {"speed": asked},
                     partial(_measure, study, spec, key, place, label, Path(folder)),
                 )
-                found.append(record)
+                found.append(replace(record, row=key))  # it may have had another name
     return tuple(found)
 
 

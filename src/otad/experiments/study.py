@@ -105,6 +105,8 @@ class Study:
             self.report(f"load {key}", 0, 1)
             spec = self.experiment.data[key]
             data = load(spec.name, self._data_dir, seed=self.seed, **spec.options)
+            if data.task == "regression":
+                self.experiment.refuse_values(key)
             if points := self.experiment.points_on(key):
                 points_of(len(data.test_x), points, self.seed)  # refused now, not after training
             self._sources[key] = Source(data, data.fingerprint())
@@ -251,7 +253,8 @@ class Study:
         return self._keyed[key]
 
     def _whole_bank(self, key: str, trained: Trained, label: str) -> OTAD:
-        spec, folder = self.experiment.nets[key], self.work / "banks"
+        made_by = digest_of({"code": self.code, "device": self.device})
+        spec, folder = self.experiment.nets[key], self.work / "banks" / made_by
         return whole_bank(trained, spec, folder, partial(self.report, label))
 
     def _training(self, label: str, folder: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from otad.evaluate.runner import evaluate
 from otad.experiments.attack_records import WORST, Goal, SuiteCost, SuiteLine, SuiteRecord
 from otad.experiments.attacked import inputs_of_bank, made_attack, points_of
 from otad.experiments.certified import certified_shares
+from otad.experiments.kept import alone
 from otad.experiments.specs import EvaluateSpec, name_of
 from otad.experiments.study import Study
 from otad.report.adversarial import Adversarial
@@ -40,8 +41,15 @@ def suites_of(spec: EvaluateSpec, stem: str) -> Iterator[tuple[EvaluateSpec, str
 def run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRecord:
     """Evaluate one row; the whole evaluation and its report go to the folder `out`/`stem`.
 
-    Batches are kept in the work folder, so that a killed run goes on where it stopped.
+    Batches are kept in the work folder, so that a killed run goes on where it stopped. A second
+    process that asks for the same waits for the first, and takes what that found.
     """
+    work = study.work / "suites" / stem
+    with alone(work):
+        return _run_alone(study, spec, out, stem, work)
+
+
+def _run_alone(study: Study, spec: EvaluateSpec, out: Path, stem: str, work: Path) -> SuiteRecord:
     row = study.experiment.rows[spec.row]
     data, base = study.net(row.net).data, study.bank(row.net)
     model = study.defended(spec.row)
@@ -49,7 +57,7 @@ def run_suite(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> SuiteRe
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
     train_x = inputs_of_bank(base, study.bank_rows(row), data)
-    work, label = study.work / "suites" / stem, f"suite on {spec.row}"
+    label = f"suite on {spec.row}"
     found = evaluate(
         model,
         x,

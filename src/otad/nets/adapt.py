@@ -42,6 +42,11 @@ class SequentialBackbone(Backbone):
     ) -> None:
         if not isinstance(head, nn.Linear):
             raise InputError(f"head: expected an nn.Linear, got {type(head).__name__}")
+        if not isinstance(head.weight, nn.Parameter):
+            raise InputError(
+                "head: expected an nn.Linear whose weight is a parameter, got one made of others; "
+                "take off what was put on it (weight_norm, spectral_norm, pruning)"
+            )
         super().__init__(
             input_shape,
             head.out_features,

@@ -41,7 +41,7 @@ class InputNet(nn.Module):
             raise InputError(f"std: expected positive values, got {self.std.min().item()}")
 
     def _per_input(self, value: float | Sequence[float] | Tensor, name: str) -> Tensor:
-        given = torch.as_tensor(value, dtype=torch.float32)
+        given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # that of layers
         check_finite(given, name)
         try:
             return given.expand(self.input_shape).clone()

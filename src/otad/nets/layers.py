@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from otad.errors import InputError
 
@@ -43,7 +44,27 @@ def describe(module: nn.Module) -> dict[str, Any]:
         arguments["bias"] = arguments["bias"] is not None
     if "normalized_shape" in arguments:
         arguments["normalized_shape"] = list(arguments["normalized_shape"])
-    return {"layer": type(module).__name__} | arguments
+    description = {"layer": type(module).__name__} | arguments
+    _refuse_other_weights(module, description)
+    return description
+
+
+def state_shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of all that is saved of a net, by name."""
+    state = net.state_dict()
+    return {name: tuple(part.shape) for name, part in state.items() if isinstance(part, Tensor)}
+
+
+def _refuse_other_weights(module: nn.Module, description: Mapping[str, Any]) -> None:
+    """Refuse a layer that was changed, by `weight_norm` for one: no reader could make it again."""
+    with torch.device("meta"):
+        plain = state_shapes(restore(description))
+    if (found := state_shapes(module)) != plain:
+        raise InputError(
+            f"net: expected a {type(module).__name__} of weights {plain} to write as JSON, got one "
+            f"of {found}; take off what was put on it (weight_norm, pruning), or subclass Backbone "
+            "and decorate it with otad.nets.register"
+        )
 
 
 def restore(description: Mapping[str, Any]) -> nn.Module:

@@ -110,6 +110,8 @@ class OrthogonalLinear(nn.Linear):
 
     def _kept_weight(self) -> Tensor:
         free = self.get_parameter("parametrizations.weight.original")
+        if free.is_inference():  # nobody counts the changes of such a tensor
+            return self.weight
         state = (free.data_ptr(), free._version, free.device, free.dtype)
         if self._kept is None or self._kept[0] != state:
             with torch.inference_mode(False), torch.no_grad():

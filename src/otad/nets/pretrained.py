@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from otad.checks import check_choice
 from otad.errors import InputError
-from otad.nets.layers import describe, restore
+from otad.nets.layers import describe, restore, state_shapes
 from otad.nets.metric import Metric, register_metric
 from otad.nets.probe import evaluating, run
 
@@ -100,7 +100,7 @@ class PretrainedMetric(Metric):
                 f"builder_options: expected plain JSON values by which {name!r} makes the "
                 f"extractor again, got: {error}"
             ) from error
-        given, again = _shapes(self.extractor), _shapes(made)
+        given, again = state_shapes(self.extractor), state_shapes(made)
         for part in given | again:
             if given.get(part) != again.get(part):
                 raise InputError(
@@ -122,9 +122,3 @@ class PretrainedMetric(Metric):
             extractor = _BUILDERS[name](**told["options"])
         made = {"builder": name, "builder_options": told["options"]}
         return cls(extractor, projection, **made, **rest)  # type: ignore[arg-type]
-
-
-def _shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all that is saved of a net, by name."""
-    state = net.state_dict()
-    return {name: tuple(part.shape) for name, part in state.items() if isinstance(part, Tensor)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,6 +78,11 @@ def _advice(text: str) -> str:
     except (TypeError, ValueError):  # the header is damaged too
         return ""
     return "; delete it to train from the start" if of_a_run else ""
+
+
+def nameless(value: object) -> str:
+    """In words, without places in memory, which are others in every process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def refuse_foreign(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

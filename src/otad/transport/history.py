@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from otad.progress import bars
 
@@ -68,13 +69,16 @@ Report = Callable[[EpochRecord], None]
 
 
 @contextmanager
-def reporting(progress: Report | bool, epochs: int, done: int) -> Iterator[Report]:
-    """The caller's function, a progress bar on stderr for True, or nothing for False."""
+def reporting(
+    progress: Callable[[Any], None] | bool, epochs: int, done: int, label: str = "training"
+) -> Iterator[Callable[[Any], None]]:
+    """The caller's function of a record with its `epoch`, a progress bar on stderr for True, or
+    nothing for False."""
     if callable(progress):
         yield progress
     elif progress:
         with bars() as bar:
-            task = bar.add_task("training", total=epochs, completed=done)
+            task = bar.add_task(label, total=epochs, completed=done)
             yield lambda record: bar.update(task, description=str(record), completed=record.epoch)
     else:
         yield lambda record: None

@@ -47,8 +47,10 @@ class MetricConfig(TrainConfig):
         check_choice(self.references, "references", ("batch", "bank"))
         check_count(self.n_neighbors, "n_neighbors")
         check_count(self.batch_size, "batch_size", least=2)
-        self.refuse_changed(("energy_weight", "pair_weight"), "a metric carries nothing")
-        self.refuse_changed(("label_smoothing", "mixing"), "a metric compares, and names no class")
+        unmoved = ("energy_weight", "pair_weight", "pair_smoothness")
+        self.refuse_changed(unmoved, "a metric carries nothing")
+        unnamed = ("label_smoothing", "target_margin", "mixing")
+        self.refuse_changed(unnamed, "a metric compares, and names no class")
         self.refuse_changed(("compiled",), "nets under attack are not fused")
         if self.replayed and (self.loss not in OWN_LOSSES or self.references == "bank"):
             raise InputError(

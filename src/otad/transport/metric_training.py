@@ -10,24 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from otad.checks import check_shape, check_tensor
 from otad.errors import InputError
 from otad.nets.metric import Metric
 from otad.transport.adversary import Adversary
 from otad.transport.augment import Augmentation
+from otad.transport.epochs import Saving
 from otad.transport.history import EpochRecord, Report, TrainResult
 from otad.transport.metric_config import MetricConfig
 from otad.transport.metric_losses import Loss, make_loss, neighborhood_loss, squared_distances
 from otad.transport.parts import Split, parts_of, refuse_one_class
 from otad.transport.randomness import epoch_batches, epoch_seed, own_randomness
-from otad.transport.replay import Replayed, Step
-from otad.transport.session import Limits, Session
+from otad.transport.replay import Step
+from otad.transport.session import Session
 
 _ENCODED_ROWS = 1024
 
 
+@torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train_metric(
     metric: Metric,
     data: Split | Sequence[Tensor],
@@ -51,19 +53,11 @@ def train_metric(
         kind = type(metric).__name__
         raise InputError(f"replayed: expected False for a {kind}, which no GPU can record")
     loss = make_loss(config.loss, config.margin_used, config.temperature)
-    session = Session(
-        metric,
-        tensors,
-        config,
-        augment=augment,
-        checkpoint_dir=checkpoint_dir,
-        limits=Limits(save_seconds, max_seconds),
-    )
-    resumed_after = len(session.history)
+    saving = Saving(checkpoint_dir, save_seconds, max_seconds)
+    session = Session(metric, tensors, config, saving, augment)
     trainer = _Trainer(session, config, loss)
-    step = Replayed(trainer.step) if config.records_steps else trainer.step
-    session.run_epochs(lambda epoch: trainer.run_epoch(epoch, step), progress)
-    return TrainResult(tuple(session.history), "accuracy", resumed_after, config.epochs)
+    step = session.recorded(trainer.step)
+    return session.run_epochs(lambda epoch: trainer.run_epoch(epoch, step), progress, "accuracy")
 
 
 @torch.no_grad()
@@ -82,11 +76,13 @@ def neighbor_accuracy(
 ) -> float:
     """Share of keys (B,m) whose nearest references (R,m) vote for their label."""
     hits = []
+    classes, codes = reference_labels.unique(return_inverse=True)
     for some, right in zip(keys.split(_ENCODED_ROWS), labels.split(_ENCODED_ROWS), strict=True):
         lengths = squared_distances(some, references)
-        nearest = lengths.topk(min(n_neighbors, len(references)), largest=False).indices
-        votes = nn.functional.one_hot(reference_labels[nearest]).sum(1)
-        hits.append(votes.argmax(1) == right)
+        voters = codes[lengths.topk(min(n_neighbors, len(references)), largest=False).indices]
+        votes = voters.new_zeros(len(some), len(classes))
+        votes.scatter_add_(1, voters, torch.ones_like(voters))
+        hits.append(classes[votes.argmax(1)] == right)
     return float(torch.cat(hits).double().mean())
 
 
@@ -103,7 +99,7 @@ class _Trainer:
         seed = epoch_seed(config.seed, epoch)
         batches = epoch_batches(len(x), config, epoch, x.device)
         if config.references == "bank":
-            self.bank = encode(self.session.run.net, x)
+            self.bank = encode(self.session.run.net, x).float()  # as in a step
         generator = torch.Generator(x.device).manual_seed(seed)
         self.session.run.net.train()
         means = []  # kept on the device: reading a value in every step would stall a GPU

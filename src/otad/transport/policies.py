@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
-
 from otad.errors import InputError
 from otad.nets.inputs import InputNet
 from otad.transport.augment import (
@@ -36,10 +34,3 @@ def choose_augmentation(name: str, own: Augmentation | None, net: InputNet) -> A
             f"got {name!r} for shape {net.input_shape} within {net.bounds}"
         )
     return named
-
-
-def describe_augmentation(own: Augmentation | None) -> str | None:
-    """Enough to recognize a user's own again: settings of a dataclass, else the name."""
-    if own is None or is_dataclass(own):
-        return None if own is None else repr(own)
-    return f"{own.__module__}.{getattr(own, '__qualname__', type(own).__qualname__)}"

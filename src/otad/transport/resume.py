@@ -15,6 +15,7 @@ from otad.nets.base import Backbone
 from otad.nets.metric import Metric
 from otad.transport.checkpoint import (
     fingerprint,
+    nameless,
     read_checkpoint,
     refuse_foreign,
     write_checkpoint,
@@ -38,7 +39,7 @@ def run_identity(
     try:
         structure = net.config()
     except InputError:  # a user's own modules: enough to recognize them again
-        structure = {"structure": repr(net)}
+        structure = {"structure": nameless(net)}
     return {
         "config": settings,
         "augment": own_augment,

@@ -20,6 +20,7 @@ from otad.errors import InputError
 from otad.nets.base import Backbone
 from otad.transport.augment import Augmentation
 from otad.transport.compiling import compiled
+from otad.transport.epochs import Saving
 from otad.transport.history import METRICS, EpochRecord, Report, TrainResult
 from otad.transport.mixing import mix_some
 from otad.transport.objectives import OBJECTIVES, Objective
@@ -27,13 +28,14 @@ from otad.transport.pair_penalty import pair_excess
 from otad.transport.parts import Split, check_kept, parts_of, refuse_one_class, to_inputs
 from otad.transport.randomness import epoch_batches, epoch_seed, own_randomness
 from otad.transport.recipe import TrainConfig
-from otad.transport.replay import Replayed, Step
-from otad.transport.session import Limits, Session
+from otad.transport.replay import Step
+from otad.transport.session import Session
 
 _SCORING_ROWS = 1024
 _AUGMENTED_ROWS = 4096
 
 
+@torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train(
     net: Backbone,
     data: Split | Sequence[Tensor],
@@ -59,23 +61,16 @@ def train(
     """
     tensors = _check_data(net, data, config)
     objective = OBJECTIVES[config.loss](net.task, config)
-    session = Session(
-        net,
-        tensors,
-        config,
-        augment=augment,
-        checkpoint_dir=checkpoint_dir,
-        limits=Limits(save_seconds, max_seconds),
-    )
-    resumed_after = len(session.history)
+    saving = Saving(checkpoint_dir, save_seconds, max_seconds)
+    session = Session(net, tensors, config, saving, augment)
     passing = _passing(net)
-    if config.compiled and resumed_after < config.epochs:
+    if config.compiled and len(session.history) < config.epochs:
         passing = compiled(passing)
     trainer = _Trainer(session, passing, objective)
-    step = Replayed(trainer.step) if config.records_steps else trainer.step
-    session.run_epochs(lambda epoch: _run_epoch(trainer, step, epoch), progress)
-    metric = METRICS[net.task]
-    return TrainResult(tuple(session.history), metric, resumed_after, config.epochs)
+    step = session.recorded(trainer.step)
+    return session.run_epochs(
+        lambda epoch: _run_epoch(trainer, step, epoch), progress, METRICS[net.task]
+    )
 
 
 class _Passed(NamedTuple):

@@ -50,25 +50,32 @@ def run_identity(
     own_features: Tensor | None,
     config: TrainConfig,
     source: str | None = None,
+    held_out: Problem | None = None,
 ) -> dict[str, Any]:
-    """All that decides the final weights, and so what a checkpoint must share to be resumed.
+    """All that decides weights and errors, and so what a checkpoint must share to be resumed.
 
     `source` names queries, pairs and own features, whose many numbers then are not looked at.
     """
     settings = asdict(config) | {"device": torch.device(config.device).type}
     del settings["log_every"]
-    parts = {name: getattr(problems, name) for name in problems.__dataclass_fields__}
-    tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-    if own_features is not None:
-        tensors["own_features"] = own_features
-    if source is not None:
-        tensors = {name: part for name, part in tensors.items() if name not in _NAMED_BY_SOURCE}
+    own = {} if own_features is None else {"own_features": own_features}
+    asked = {"problems": _tensors(problems) | own}
+    if held_out is not None:
+        asked["held_out"] = _tensors(held_out)
+    named = _NAMED_BY_SOURCE if source is not None else ()
     return {
         "config": settings,
         "net": net.config() | {"initial_weights": fingerprint(net.state_dict())},
         "source": source,
-        "problems": {name: fingerprint({name: tensor}) for name, tensor in tensors.items()},
+    } | {
+        kind: {name: fingerprint({name: part}) for name, part in parts.items() if name not in named}
+        for kind, parts in asked.items()
     }
+
+
+def _tensors(problem: Problem) -> dict[str, Tensor]:
+    parts = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
 
 def save(

@@ -6,11 +6,9 @@ min over theta of  mean over x' of  alpha |CIP-net(x') - QCP(x')|^2
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,10 @@ from otad.cip.surrogate.lessons import Answers, Lesson, Problem, Teacher, rows_o
 from otad.cip.surrogate.net import CipNet
 from otad.cip.surrogate.resume import CipNetEpoch, resume, run_identity, save
 from otad.errors import InputError
-from otad.progress import bars
+from otad.transport.checkpoint import nameless
+from otad.transport.epochs import Saving, run_epochs
 from otad.transport.randomness import epoch_batches
 from otad.transport.recipe import TrainConfig
-from otad.transport.session import Limits
 from otad.transport.weight_decay import decay_groups
 
 CHECKPOINT_NAME = "cip-net.safetensors"
@@ -54,7 +52,6 @@ _IGNORED = {
     "the training of CIP-net has none of it": ("ema", "compiled", "replayed"),
 }
 _UNIT_ROWS = 256
-_log = logging.getLogger("otad")
 
 Report = Callable[[CipNetEpoch], None]
 
@@ -76,6 +73,7 @@ class CipNetResult:
         return len(self.history) >= self.epochs
 
 
+@torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train_cip_net(
     net: CipNet,
     problems: Problem,
@@ -106,15 +104,10 @@ def train_cip_net(
     problems are known by there, instead of by a hash of all their numbers. `progress` is called
     with each `CipNetEpoch`; True draws a bar.
     """
-    started = time.monotonic()
+    saving = Saving(checkpoint_dir, save_seconds, max_seconds)
     teacher = teacher or ExactCip(on_failure="fallback")
     _check(problems, config, alpha, own_features)
-    limits = Limits(save_seconds, max_seconds)
-    if checkpoint_dir is None and max_seconds is not None:
-        raise InputError(
-            f"max_seconds: expected with a checkpoint_dir to go on from, got {max_seconds} without"
-        )
-    path = None if checkpoint_dir is None else Path(checkpoint_dir) / CHECKPOINT_NAME
+    path = saving.path(CHECKPOINT_NAME)
     net.to(problems.query.device)
     for problem in (problems, held_out):
         if problem is not None:
@@ -124,8 +117,9 @@ def train_cip_net(
     identity: dict[str, Any] = {}
     if path is not None:
         settings = {"alpha": alpha, "cached": cached}
-        asked = {"teacher": repr(teacher)} if alpha > 0 else {}
-        identity = run_identity(net, problems, own_features, config, source)
+        is_asked = alpha > 0 or held_out is not None
+        asked = {"teacher": nameless(teacher)} if is_asked else {}
+        identity = run_identity(net, problems, own_features, config, source, held_out)
         identity |= settings | asked
         if path.exists():
             history = resume(path, identity, net, optimizer)
@@ -137,40 +131,20 @@ def train_cip_net(
     answers = Answers(teacher, problems, config.batch_size, cached=cached) if alpha > 0 else None
     lesson = Lesson(problems, answers, own_features, alpha, unit, config.mixed_precision)
     exam = None if held_out is None else Answers(teacher, held_out, config.batch_size, cached=True)
-    now = saved_at = time.monotonic()
-    with _reporting(progress, config.epochs, resumed_after) as report:
-        for epoch in range(resumed_after + 1, config.epochs + 1):
-            began = now
-            loss, error = _run_epoch(net, optimizer, lesson, config, epoch)
-            missed = None if exam is None else _error(net, exam, config.batch_size, unit)
-            now = time.monotonic()
-            record = CipNetEpoch(epoch, loss, error, missed, now - began)
-            history.append(record)
-            no_time = max_seconds is not None and now + (now - began) > started + max_seconds
-            is_last = epoch == config.epochs or no_time
-            if path is not None and (is_last or now - saved_at >= limits.save_seconds):
-                save(path, identity, net, optimizer, history)
-                saved_at = now = time.monotonic()
-            if is_last or epoch % config.log_every == 0:
-                _log.info("%s", record)
-            report(record)
-            if is_last:
-                break
+
+    def run_epoch(epoch: int) -> CipNetEpoch:
+        began = time.perf_counter()
+        loss, error = _run_epoch(net, optimizer, lesson, config, epoch)
+        missed = None if exam is None else _error(net, exam, config.batch_size, unit)
+        return CipNetEpoch(epoch, loss, error, missed, time.perf_counter() - began)
+
+    def save_all() -> None:
+        if path is not None:
+            save(path, identity, net, optimizer, history)
+
+    run_epochs(run_epoch, history, config, saving, save_all, progress, "training CIP-net")
     net.eval()
     return CipNetResult(tuple(history), unit, resumed_after, config.epochs)
-
-
-@contextmanager
-def _reporting(progress: Report | bool, epochs: int, done: int) -> Iterator[Report]:
-    """The caller's function, a progress bar on stderr for True, or nothing for False."""
-    if callable(progress):
-        yield progress
-    elif progress:
-        with bars() as bar:
-            task = bar.add_task("training CIP-net", total=epochs, completed=done)
-            yield lambda record: bar.update(task, description=str(record), completed=record.epoch)
-    else:
-        yield lambda record: None
 
 
 def _run_epoch(
