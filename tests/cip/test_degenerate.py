@@ -293,3 +293,14 @@ def test_query_far_from_all_anchors(distance, generator) -> None:
         torch.testing.assert_close(
             solution.smoothness, near.smoothness, rtol=1e-13 * distance**2, atol=0
         )
+
+
+@pytest.mark.parametrize("seed", [25, 33])
+def test_many_pivots_leave_no_rounding_behind(seed: int) -> None:
+    """Images that depend on each other are solved by pivots alone, and some rows take many."""
+    generator = torch.Generator().manual_seed(seed)
+    anchors = torch.randn(2000, 25, 3, generator=generator).to(DOUBLE)
+    query = 0.5 * torch.randn(2000, 3, generator=generator).to(DOUBLE)
+    problem = CipProblem(query, anchors, anchors.clone(), 1.00005)
+    solution = ExactCip()(problem)
+    assert float(problem.residual(solution).max()) <= 1e-9

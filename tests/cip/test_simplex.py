@@ -10,7 +10,7 @@ import torch
 from cip.instances import normal
 from torch import Tensor
 
-from otad.cip.pivoting import pivot_to_optimum
+from otad.cip.pivoting import _fresh_start, _pivot_all, pivot_to_optimum
 from otad.cip.simplex import maximize_on_simplex
 
 TOLERANCE = 1e-13
@@ -161,6 +161,26 @@ def test_pivoting_alone(dim, generator) -> None:
     assert float((slope - level)[active].max()) <= 1e-10
     image, other = (torch.einsum("kb,bkd->bd", w, vectors) for w in (weights, expected))
     torch.testing.assert_close(image, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_pivoting_from_any_support(size, generator) -> None:
+    """A tableau made afresh, for whatever neighbors have weight, leads to the same optimum."""
+    vectors, linear = normal(generator, 80, 7, 4), normal(generator, 7, 80)
+    gram = torch.einsum("bik,bjk->ijb", vectors, vectors)
+    gram, linear = gram / gram.amax((0, 1)), linear / gram.amax((0, 1))
+    active = torch.ones(7, 80, dtype=torch.bool)
+    active[6] = False
+    start = torch.rand(7, 80, generator=generator, dtype=torch.float64)
+    start = torch.where(start >= start[:6].topk(size, dim=0).values[-1], start, 0.0) * active
+    start = start / start.sum(0)
+    state, regular = _fresh_start(gram, linear, active, start, TOLERANCE)
+    assert bool(regular.all())
+    weights, inverse, solved = _pivot_all(state, TOLERANCE)
+    assert bool(solved.all())
+    expected, other, _ = pivot_to_optimum(gram, linear, active, TOLERANCE)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(inverse, other, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_do_not_disturb_each_other(generator) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from otad.cip.supports import factor, reduced_inverse, solve
+
 _MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is reported, not hidden
 
 
@@ -30,11 +32,22 @@ def pivot_to_optimum(
 
     `quadratic` (K,K,B) has no diagonal entry above 1, `linear` and `active` are (K,B).
     """
-    state = _start(quadratic, linear, active, tolerance)
-    weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
-    solved = torch.zeros_like(linear[0], dtype=torch.bool)
-    place = torch.arange(linear.shape[1], device=linear.device)
-    for _ in range(_MOST_ROUNDS + 10 * len(linear)):
+    found = _pivot_all(_start(quadratic, linear, active, tolerance), tolerance)
+    # Each pivot adds its rounding errors to those before: so once more, with what is found for a
+    # start, made afresh. As a rule no pivot is left to do.
+    state, regular = _fresh_start(quadratic, linear, active, found[0], tolerance)
+    rows = (regular & found[2]).nonzero()[:, 0]
+    for held, better in zip(found, _pivot_all(state.columns(rows), tolerance), strict=True):
+        held[..., rows] = better
+    return found
+
+
+def _pivot_all(state: _State, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (K,B), inverse N (K,K,B), and whether the row was solved (B,), from any start."""
+    weights, inverse = torch.zeros_like(state.weights), torch.zeros_like(state.tableau)
+    solved = torch.zeros_like(weights[0], dtype=torch.bool)
+    place = torch.arange(len(solved), device=solved.device)
+    for _ in range(_MOST_ROUNDS + 10 * len(weights)):
         done = _advance(state, tolerance)
         left = (~done).nonzero()[:, 0]
         if 2 * len(left) <= len(place):  # put finished rows away, go on with the rest
@@ -83,6 +96,41 @@ def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) 
         entering=torch.full_like(best[0], -1),
         gain_floor=tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0)),
     )
+
+
+def _fresh_start(
+    quadratic: Tensor, linear: Tensor, active: Tensor, weights: Tensor, tolerance: float
+) -> tuple[_State, Tensor]:
+    """The basis of all neighbors with weight, and whether their images are independent (B,)."""
+    gram, basis = quadratic.permute(2, 0, 1), (weights > 0).to(linear)
+    inside = basis.mT.contiguous()
+    factors, regular = factor(gram + 1, inside, tolerance)
+    edge = solve(factors, inside[:, :, None])[:, :, 0]
+    rate = edge.sum(1)
+    inner = reduced_inverse(factors, inside, edge, rate)
+    share = (edge / rate[:, None])[:, :, None]  # of sum 1, pulled alike by all of S
+    # While j enters at the rate 1, those of S give way by (N G + share 1^T)_j to stay balanced.
+    yields = inner @ gram + share
+    pull = gram @ share
+    schur = gram - gram @ inner @ gram - pull - pull.mT + share.mT @ pull
+    outside = (1 - inside)[:, :, None]
+    across = inside[:, :, None] * yields * outside.mT
+    tableau = across + across.mT + schur * outside * outside.mT - inner
+
+    aim = inner @ linear.mT[:, :, None] + share
+    slope = linear.mT[:, :, None] - gram @ aim
+    gain = slope - aim.mT @ slope
+    target = (aim * inside[:, :, None] + gain * outside)[:, :, 0].mT
+    state = _State(
+        tableau=tableau.permute(1, 2, 0).contiguous(),
+        target=target.contiguous(),
+        weights=weights.clone(),
+        basis=basis,
+        barrier=torch.where(active & (basis == 0), 0.0, -torch.inf).to(linear),
+        entering=torch.full_like(weights[0], -1, dtype=torch.int64),
+        gain_floor=tolerance * (1 + gain[:, :, 0].mT.masked_fill(~active, 0.0).abs().amax(0)),
+    )
+    return state, regular
 
 
 def _pick(matrix: Tensor, index: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 from otad.cip.gram import shared_out
 from otad.cip.pivoting import pivot_to_optimum
 from otad.cip.rows import blocks
+from otad.cip.supports import factor, reduced_inverse, solve
 
 _REFINEMENTS = 3  # beyond the first
 _GUESSES = 8  # rounds of exchange before a row is left to pivoting
@@ -104,8 +105,8 @@ def _by_exchange(
     floor = tolerance * (1 + (target * allowed).abs().amax(1))
     support, given_up = guess.mT.to(linear.dtype), []
     for number in range(1, _GUESSES + 1):
-        factor, regular = _factor(matrix, support, tolerance)
-        solved = _solve(factor, torch.stack((target * support, support), dim=2))
+        factors, regular = factor(matrix, support, tolerance)
+        solved = solve(factors, torch.stack((target * support, support), dim=2))
         (p, r), (mass, rate) = solved.unbind(2), solved.sum(1).unbind(1)
         level = ((mass - 1) / rate)[:, None]
         weight = torch.addcmul(p, level, r, value=-1)
@@ -118,7 +119,8 @@ def _by_exchange(
             best = done.nonzero()[:, 0]
             rows = place[best]
             weights[:, rows] = weight[best].mT
-            inverse[..., rows] = _inverse(factor[best], support[best], r[best], rate[best])
+            found = reduced_inverse(factors[best], support[best], r[best], rate[best])
+            inverse[..., rows] = found.permute(1, 2, 0)
             if len(best) + len(left) < len(place):
                 given_up.append(place[~regular])
             place = place[left]
@@ -128,31 +130,6 @@ def _by_exchange(
             support, matrix, target, allowed, floor, value, done = (x[left] for x in parts)
         support = torch.where(done[:, None], support, (value > 0).to(support.dtype))
     return torch.cat([place, *given_up])
-
-
-def _factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Cholesky factor (B,K,K) of H on the support (B,K) and of the identity elsewhere.
-
-    Also whether the images in the support are affinely independent (B,): if not, it means nothing.
-    """
-    part = matrix * support[:, :, None] * support[:, None]
-    part.diagonal(dim1=1, dim2=2).add_(1 - support)
-    factor, failed = torch.linalg.cholesky_ex(part)
-    pivots = factor.diagonal(dim1=1, dim2=2)
-    return factor, (failed == 0) & (pivots.amin(1) > tolerance**0.5)
-
-
-def _inverse(factor: Tensor, support: Tensor, edge: Tensor, rate: Tensor) -> Tensor:
-    """H_SS^-1 - r r^T / sum r (K,K,B), zero outside the support."""
-    block = _solve(factor, torch.diag_embed(support))
-    block = block.addcmul_(edge[:, :, None], (edge / rate[:, None])[:, None], value=-1)
-    return block.permute(1, 2, 0)
-
-
-def _solve(factor: Tensor, sides: Tensor) -> Tensor:
-    half = torch.linalg.solve_triangular(factor, sides, upper=False)
-    whole: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
-    return whole
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
