@@ -55,6 +55,17 @@ def test_the_net_is_the_model_of_its_bank() -> None:
     assert least_lipschitz(test, net(test).detach()) <= 0.5 + 1e-5  # in units of the input
 
 
+def test_a_smoothness_of_two_leaves_no_point_out() -> None:
+    """As is proved for exact heights: none may be rounded up."""
+    for seed in range(10):
+        drawn_by = torch.Generator().manual_seed(seed)
+        x = torch.randn(40, 2, generator=drawn_by)
+        net = prototypes(x, torch.arange(40) % 2, neighbors=1)
+        model = OTAD(net, net.bank(), scope="global", smoothness=2.0).eval()
+        assert len(model.potential.left_out) == 0
+        torch.testing.assert_close(net(x), model(x), rtol=0, atol=1e-5)
+
+
 def test_training_widens_the_margins_of_the_very_model() -> None:
     x, y = moons(400)
     net = prototypes(x[:200], y[:200], neighbors=2, per_class=6)
@@ -84,6 +95,17 @@ def test_rivals_are_never_stale_in_evaluation() -> None:
     fresh = PrototypeNet((2,), 2, n_points=40, mean=0.5, std=2.0).eval()
     fresh.load_state_dict(net.state_dict())
     torch.testing.assert_close(net(x), fresh(x), rtol=0, atol=0)
+
+
+def test_answers_in_inference_mode_leave_gradients_possible() -> None:
+    x, y = moons(40)
+    with torch.inference_mode():
+        net = prototypes(x, y, neighbors=1).eval()
+        plain = net(x)
+    query = x.clone().requires_grad_()
+    net(query).sum().backward()
+    assert query.grad is not None
+    torch.testing.assert_close(net(x), plain, rtol=0, atol=0)
 
 
 def test_rivals_follow_the_labels_in_evaluation() -> None:

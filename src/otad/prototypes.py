@@ -36,7 +36,8 @@ class PrototypeNet(LiftedNet):
     """(x, 0) -> (x, g(x)), with g the 1-Lipschitz map of n labeled points, which are its weights.
 
     `points` (n,p) are in the units of embedded inputs. `transport` solves for the map exactly, so
-    the net and the model of global scope on its `bank()` are one function, up to rounding. While it
+    the net and the model of global scope on its `bank()`, of smoothness 2, are one function, up to
+    rounding. (The least smoothness is 2 unless equal points have different labels.) While it
     trains, heights follow the rivals that were nearest a few steps ago; the map is 1-Lipschitz
     whatever they are.
     """
@@ -79,6 +80,8 @@ class PrototypeNet(LiftedNet):
         """The points with their answers."""
         points = self.points.detach().clone()
         heights = label_heights(points, self.labels).to(points.dtype)
+        # Never rounded up: two answers would be steeper than 1 then, and one of them left out.
+        heights = torch.nextafter(heights, torch.zeros_like(heights))
         fingerprint = fingerprint_of(self, note="prototypes")
         return bank_of_labels(points, self.labels, heights, self.n_outputs, fingerprint)
 
@@ -98,13 +101,15 @@ class PrototypeNet(LiftedNet):
         trained = None if self.training else points._version
         state = (points.data_ptr(), trained, labels.data_ptr(), labels._version)
         if self._rivals is None or self._state != state or self._age >= REFRESHED:
-            self._rivals, self._state = nearest_rivals(points.detach(), labels), state
+            with torch.inference_mode(False):  # kept for calls that ask for a gradient
+                self._rivals, self._state = nearest_rivals(points.detach(), labels), state
             self._age = 0
         self._age += self.training
         apart: Tensor = torch.linalg.vector_norm(points - points[self._rivals], dim=1)
         return apart / math.sqrt(2)
 
 
+@torch.inference_mode(False)  # points made in that mode could not be trained
 def prototype_net(
     net: LiftedNet,
     x: Tensor,

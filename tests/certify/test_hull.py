@@ -110,6 +110,21 @@ def test_pruning_leaves_nothing_out() -> None:
     assert torch.allclose(found.radius[rows], entry.amin(1)[rows], atol=1e-5)
 
 
+def test_far_from_the_origin_the_nearest_are_still_the_rivals() -> None:
+    """In float64, where the embedding loses nothing there."""
+    drawn_by = torch.Generator().manual_seed(9)
+    bank, place = torch.randn(400, 2, generator=drawn_by), torch.randn(20, 2, generator=drawn_by)
+    stretch = torch.ones(2, dtype=torch.float64)
+    every, limit = torch.arange(400).expand(20, 400), torch.full((20,), torch.inf).double()
+    found = []
+    for away in (0.0, 2.0**20):
+        points = (bank.double() * 2**20).round() / 2**20 + away
+        queries = (place.double() * 2**20).round() / 2**20 + away
+        around = Surroundings(queries, points, stretch)
+        found.append(Entrance.of(around, 3)(torch.arange(20), every, limit))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_joint_distance_is_a_tight_bound(count: int) -> None:
     drawn = np.random.default_rng(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -234,6 +235,16 @@ def test_what_is_not_known_is_refused_or_stated() -> None:
     known.metric.train()
     with pytest.raises(InputError, match="expected evaluation mode"):
         certify(known, x)
+
+
+@pytest.mark.parametrize("constant", [math.nan, math.inf, 0.0, -1.0])
+def test_a_metric_that_has_no_number_for_its_constant_proves_nothing(constant: float) -> None:
+    class Boastful(Folded):
+        lipschitz = constant
+
+    model = keyed_plane(1, Boastful(1), n_neighbors=2)
+    with pytest.raises(InputError, match=r"Boastful\.lipschitz: expected a positive finite number"):
+        certify(model, torch.zeros(1, 2))
 
 
 def test_votes_that_turn_with_the_query_need_the_embedding() -> None:

@@ -122,6 +122,27 @@ def test_what_is_left_out_is_told_and_the_rest_is_integrated() -> None:
         integrate_most(x, z, 2.0, max_left_out=0)
 
 
+def test_the_sweeps_go_on_where_all_that_rose_is_left_out() -> None:
+    x = torch.tensor([[1, 1], [0, 0], [-2, 0], [1, -2], [-2, -1]]).double()
+    z = torch.tensor([[2, 0], [0, 2], [1, -1], [-1, -1], [-1, 1]]).double()
+    found = integrate_most(x, z, 2.0, max_left_out=4)
+    kept = ~found.levels.isnan()
+    assert 2 <= int(kept.sum()) < 5
+    assert float(gaps(x[kept], z[kept], found.levels[kept], 2.0, 0.0).min()) > -1e-9
+
+
+@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.parametrize(("wide", "high"), [(1e4, 1e-4), (1e-4, 1e4), (1e5, 1e5)])
+def test_the_least_curvature_is_in_the_units_of_the_bank(
+    wide: float, high: float, bend: float
+) -> None:
+    x, z = smooth_bank(30, 3, 12)
+    unit = high / wide
+    least = least_bank_smoothness(x, z, bend).smoothness
+    found = least_bank_smoothness(wide * x, high * z, unit * bend, highest=1e12)
+    assert found.smoothness / unit == pytest.approx(least, rel=1e-6)
+
+
 def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     x, z = smooth_bank(45, 4, 7)
     whole = integrate_bank(x, z, 3.0)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from cip.test_bank_potential import BENDS, smooth_bank
 
-from otad.cip import cycles
+from otad.cip import covers, cycles
 from otad.cip.bank_potential import integrate_most, least_bank_smoothness
 from otad.cip.cycles import contradicting_points, cycle_bound, cycles_of, pair_bound
 from otad.cip.pairs import Pairs
+from otad.errors import SolverError
 
 
 def test_all_cycles_of_a_map_are_found_once() -> None:
@@ -55,6 +56,13 @@ def test_without_the_contradicting_points_no_pair_contradicts() -> None:
     assert pair_bound(pairs) <= 3.0
     assert len(contradicting_points(pairs, 3.0)) == 0
     assert set(gone.tolist()) <= set(integrate_most(x, z, 3.0, max_left_out=80).left_out.tolist())
+
+
+def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(covers, "MOST_PAIRS", 20)
+    x, z = smooth_bank(30, 3, 5)
+    with pytest.raises(SolverError, match="smoothness: expected one that most pairs keep"):
+        integrate_most(x, z, 0.1)
 
 
 def test_constant_features_need_no_curvature() -> None:

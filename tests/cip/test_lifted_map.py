@@ -42,6 +42,22 @@ def test_it_passes_through_the_pairs() -> None:
     )
 
 
+def test_far_from_the_origin_the_map_is_the_same() -> None:
+    points, answers = parts(60, 4, 3, 2)
+    points, query = (part.mul(2**20).round() / 2**20 for part in (points, queries(50, 4)))
+    expected = lifted_answer(query, points, answers, 0.7)
+    for away in (2.0**13, 2.0**20):
+        found = lifted_answer(query + away, points + away, answers, 0.7)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        potentials = (
+            lifted_potential(*lifted(points + shift, answers), 3, 0.7, leave_out=False)
+            for shift in (0.0, away)
+        )
+        near, far = (potential.levels for potential in potentials)
+        tilt = away * (points - points.mean(0)).sum(1)
+        torch.testing.assert_close(far - tilt, near, rtol=0, atol=1e-8)
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     points, answers = parts(25, 3, 2, 1)
     query = queries(6, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otad.cip import pairwise
+from otad.cip import covers, pairwise
 from otad.cip.bank_potential import BankPotential, Contradiction, integrate_bank
-from otad.cip.pairwise import fewest_points, least_lipschitz, lifted_potential, steep_pairs
+from otad.cip.covers import fewest_points
+from otad.cip.pairwise import least_lipschitz, lifted_potential, steep_pairs
 from otad.cip.whole_bank import WholeBank
 from otad.errors import InputError, SolverError
 
@@ -104,6 +106,14 @@ def test_as_few_points_go_as_must_in_small_cases() -> None:
         assert least <= found <= least + 1
     star = torch.tensor([[0, 1], [0, 2], [0, 3], [3, 4]])
     assert fewest_points(star, 6).tolist() == [0, 3]
+
+
+def test_where_all_contradict_each_other_one_stays_and_it_is_found_soon() -> None:
+    everyone = torch.combinations(torch.arange(1500))
+    start = time.monotonic()
+    assert len(fewest_points(everyone, 1500)) == 1499
+    assert time.monotonic() - start < 20  # a pass over all pairs for each of them takes minutes
+    assert len(fewest_points(everyone[:0], 1500)) == 0
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
@@ -208,7 +218,7 @@ def test_refusals() -> None:
 
 
 def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairwise, "MOST_PAIRS", 20)
+    monkeypatch.setattr(covers, "MOST_PAIRS", 20)
     points, answers = parts(30, 3, 2, 0)
     with pytest.raises(SolverError, match="lipschitz: expected one that most pairs keep"):
         steep_pairs(points, answers, 1e-6)

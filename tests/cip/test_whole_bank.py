@@ -73,6 +73,31 @@ def full_program(
 
 
 @pytest.mark.parametrize("bend", BENDS)
+def test_far_from_the_origin_the_map_is_the_same(bend: float) -> None:
+    x, z = (part.mul(2**20).round() / 2**20 for part in smooth_bank(60, 4, 5))
+    query = queries(100, 4, 6).mul(2**20).round() / 2**20
+    near = WholeBank(x, z, least_bank_smoothness(x, z, bend))(query).solution
+    for away in (2.0**10, 2.0**20):
+        potential = least_bank_smoothness(x + away, z, bend)
+        found = WholeBank(x + away, z, potential)(query + away)
+        assert (found.solution.status == int(Status.SOLVED)).all()
+        torch.testing.assert_close(found.solution.image, near.image, rtol=0, atol=1e-8)
+        at_bank = WholeBank(x + away, z, potential)(x + away).solution
+        torch.testing.assert_close(at_bank.value, potential.levels, rtol=1e-12, atol=1e-9)
+
+
+def test_every_query_is_solved_where_almost_all_points_are_as_good() -> None:
+    """A map that changes nothing: points a query lies between all have slopes near the largest."""
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        for dim in (2, 3):
+            x = torch.randn(40, dim, generator=generator, dtype=torch.float64)
+            query = torch.randn(600, dim, generator=generator, dtype=torch.float64)
+            found = WholeBank(x, x.clone(), least_bank_smoothness(x, x.clone()))(query)
+            assert (found.solution.status == int(Status.SOLVED)).all()
+
+
+@pytest.mark.parametrize("bend", BENDS)
 def test_equals_the_full_program_on_random_banks(bend: float) -> None:
     """70 banks of up to 400 points for each l, a query each."""
     for seed in range(70):

@@ -104,13 +104,15 @@ class Surroundings:
         return points.sub_(self.embedded[rows][:, None])
 
     def _distance_floor(self) -> Tensor:
-        """From one matrix product, lowered by what rounding may have added."""
-        embedded = self.embedded
+        """From one matrix product, lowered by what rounding may have added: about a bank point, as
+        far from the origin that would be more than the distances."""
+        center = block_of(self.inputs, 0, 1).to(self.embedded)
+        embedded = self.embedded - center
         own = _squares(embedded)[:, None]
         floor = embedded.new_empty(len(embedded), len(self.inputs))
         step = max(1, BYTES // (64 * embedded.shape[1]))
         for start in range(0, len(self.inputs), step):
-            points = block_of(self.inputs, start, start + step).to(embedded)
+            points = block_of(self.inputs, start, start + step).to(embedded) - center
             sizes = own + _squares(points)
             product = torch.addmm(sizes, embedded, points.mT, alpha=-2)
             floor[:, start : start + step] = product.sub_(sizes, alpha=ROUNDING)

@@ -136,6 +136,7 @@ def _constant_of(
             f"got {stated!r}"
         )
     if known is not None:
+        check_constant(known, f"{name}.lipschitz")
         dtype = next((part.dtype for part in metric.parameters()), torch.float32)
         slip = KEY_ROUNDOFFS * torch.finfo(dtype).eps
         words = (

@@ -35,7 +35,7 @@ from otad.cip.pricing import Prices
 from otad.errors import InputError, SolverError
 
 ROUNDING = 1e-13  # of a raise, against the size of the numbers it is the difference of
-FLATTEST = 1e-6  # L - l where the features leave it open how small it is
+FLATTEST = 1e-6  # L - l where nothing asks for more
 Progress = Callable[[int, float], None]
 """Told after each sweep: how many were done, and by how much the last raised a value at most."""
 
@@ -146,19 +146,21 @@ def least_bank_smoothness(
     pairs, reach = prices.pairs, tolerance / 2
     best: BankPotential | None = None
     low = pair_bound(pairs)
+    # What L = l + M can tell from l; and any number where the features leave it open.
+    flattest = FLATTEST * max(abs(strong_convexity), float(low == 0))
     while best is None or best.modulus - low > tolerance * best.modulus:
         if best is None and low > highest:
             raise SolverError(
                 f"features: expected some that a smoothness below {highest} can follow, got none; "
                 "equal inputs with different features have no map"
             )
-        trial = max((1 + reach) * low, FLATTEST)
+        trial = max((1 + reach) * low, flattest)
         if best is not None:
             trial = min(trial, (low + best.modulus) / 2)
         start = None if best is None else best.levels
         found = _sweep(prices, strong_convexity + trial, start, None, progress)
         if isinstance(found, BankPotential):
-            if trial == FLATTEST:
+            if trial == flattest:
                 return found
             best, reach = found, tolerance / 2
             continue
@@ -210,7 +212,8 @@ def _sweep(
                 leave_out(torch.tensor(gone, device=levels.device))
                 roots = ~pairs.kept | ~pairs.kept[parents]  # nobody is raised by who is gone
                 parents = torch.where(roots, torch.arange(len(pairs)).to(parents), parents)
-            risen = (moved & pairs.kept).nonzero()[:, 0]
+            moved &= pairs.kept
+            risen = moved.nonzero()[:, 0] if bool(moved.any()) else None
         elif risen is None:
             return _finished(pairs, levels, smoothness, sweep, most)
         else:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from otad.cip.covers import check_listed, fewest_points
 from otad.cip.gram import full_precision
 from otad.cip.pairs import Pairs
 
@@ -82,9 +83,9 @@ def pair_bound(pairs: Pairs) -> float:
 
 
 def contradicting_points(pairs: Pairs, modulus: float) -> Tensor:
-    """Points (n,) without which no pair asks for more than M: whoever is in most such pairs goes
-    first. Pairs that float32 cannot tell from sound ones may remain."""
-    found = []
+    """Points (n,) without which no pair asks for more than M: few, not always the fewest. Pairs
+    that float32 cannot tell from sound ones may remain."""
+    found, count = [], 0
     for one, other, ratio in _pair_ratios(pairs):
         first, second = (ratio > modulus).nonzero().unbind(1)
         first, second = first + one.start, second + other.start
@@ -94,13 +95,10 @@ def contradicting_points(pairs: Pairs, modulus: float) -> Tensor:
         ]
         true = torch.cat(ratios) > modulus if len(first) else first.bool()
         true &= first < second  # a block with itself names every pair twice
-        found.append(torch.stack([first[true], second[true]]))
-    left, gone = torch.cat(found, dim=1), []
-    while left.shape[1]:
-        worst = left.flatten().bincount(minlength=len(pairs)).argmax()
-        gone.append(worst)
-        left = left[:, (left != worst).all(0)]
-    return torch.stack(gone) if gone else torch.empty(0, dtype=torch.int64, device=pairs.device)
+        found.append(torch.stack([first[true], second[true]], dim=1))
+        count += len(found[-1])
+        check_listed(count, "smoothness", pairs.bend + modulus)
+    return fewest_points(torch.cat(found), len(pairs))
 
 
 def _pair_ratios(pairs: Pairs) -> Iterator[tuple[slice, slice, Tensor]]:

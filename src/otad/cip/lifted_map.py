@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from otad.checks import check_alike, check_shape, check_tensor
 from otad.cip.bank_potential import BankPotential
+from otad.cip.pairwise import lifted_levels
 from otad.cip.whole_bank import WholeBank
 from otad.errors import InputError
 
@@ -51,8 +52,8 @@ def _support(
 ) -> tuple[Tensor, Tensor]:
     """The points (B,W) with weight, and which of them have it."""
     lift = answers.shape[1]
-    levels = points.double().square().sum(1) / 2
     nothing = torch.zeros(0, dtype=torch.int64, device=query.device)
+    levels = lifted_levels(points)
     potential = BankPotential(levels, 1 + lipschitz, 1 - lipschitz, nothing, 0, 0.0)
     inputs = functional.pad(points, (0, lift))
     features = torch.cat([points, answers], dim=1)

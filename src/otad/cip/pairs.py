@@ -72,18 +72,24 @@ class Pairs:
             yield slice(start, min(start + width, len(self)))
 
     def offsets(self) -> Tensor:
-        """u - u~ (N,) up to a constant: the tilt that centering z~ took away, and (l/2) |x|^2."""
-        parts = []
-        for rows in self.blocks():
-            points, _ = self.read(rows)
-            square = (points + self.center).square().sum(1)
-            parts.append(points @ self.image_center + self.bend / 2 * square)
-        return torch.cat(parts)
+        """u - u~ (N,) up to a constant, see `offsets_at`."""
+        return torch.cat([self.offsets_at(self.read(rows)[0]) for rows in self.blocks()])
+
+    def offsets_at(self, points: Tensor) -> Tensor:
+        """The same at centered points (n,d): the tilt that centering z~ took away, and (l/2) |x|^2
+        less that of the center."""
+        return points @ self.image_center + self.bend * half_squares(points, self.center)
 
     def _stored(self, part: Tensor, rows: Tensor | slice) -> Tensor:
         if isinstance(rows, Tensor):
             rows = rows.to(part.device)
         return part[rows].to(self.device).double()
+
+
+def half_squares(points: Tensor, center: Tensor) -> Tensor:
+    """|x|^2 / 2 - |center|^2 / 2 (n,) of points x - center (n,d): far from the origin the square of
+    the center would drown all else."""
+    return (points * (points + 2 * center)).sum(1) / 2
 
 
 def _mean(points: Tensor) -> Tensor:

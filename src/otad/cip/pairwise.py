@@ -25,13 +25,14 @@ from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_alike, check_count, check_shape, check_tensor
 from otad.cip.bank_potential import BankPotential
+from otad.cip.covers import check_listed, fewest_points
 from otad.cip.gram import full_precision
+from otad.cip.pairs import half_squares
 from otad.errors import InputError, SolverError
 
 BLOCK = {"cpu": 2**11, "cuda": 2**14}  # points on each side of a block of pairs
 READ_AT_ONCE = 2**26  # numbers of the pairs that are looked at in float64
 FINALISTS = 64  # pairs of a block that are looked at before the others
-MOST_PAIRS = 2**26  # contradictions that are listed
 UNIT = 2.0**-24  # relative error of one float32 operation
 ROUNDING = 1e-14  # of a ratio in float64
 Measured = tuple[tuple[Tensor, Tensor], ...]
@@ -64,29 +65,8 @@ def steep_pairs(points: Tensor, answers: Tensor, lipschitz: float) -> Tensor:
         for some in listed.split(pairs.at_once):
             found.append(some[pairs.ratios(*some.unbind(1)) > lipschitz])
             count += len(found[-1])
-        if count > MOST_PAIRS:
-            raise SolverError(
-                f"lipschitz: expected one that most pairs keep, got {lipschitz}, which more than "
-                f"{MOST_PAIRS} pairs exceed"
-            )
+        check_listed(count, "lipschitz", lipschitz)
     return torch.cat(found)
-
-
-def fewest_points(pairs: Tensor, count: int) -> Tensor:
-    """Points (n,) of 0..count-1 that meet every pair (m,2): few, not always the fewest.
-
-    In each round go the points in more pairs than all their partners (of equals, the first), and
-    their pairs with them.
-    """
-    gone = torch.zeros(count, dtype=torch.bool, device=pairs.device)
-    order = torch.arange(count, device=pairs.device)
-    while len(pairs):
-        rank = torch.bincount(pairs.flatten(), minlength=count) * count + (count - 1 - order)
-        lower = torch.where(rank[pairs[:, 0]] < rank[pairs[:, 1]], pairs[:, 0], pairs[:, 1])
-        leads = torch.zeros_like(gone).index_fill_(0, pairs.flatten(), True)
-        gone |= leads.index_fill_(0, lower, False)
-        pairs = pairs[~gone[pairs].any(1)]
-    return gone.nonzero()[:, 0]
 
 
 @torch.no_grad()
@@ -124,10 +104,16 @@ def lifted_potential(
             gone = fewest_points(steep, len(inputs))
         else:
             violation = _Ratios(points, answers).violation(steep, constant)
-    levels = points.double().square().sum(1) / 2
+    levels = lifted_levels(points)
     kept = torch.ones(len(points), dtype=torch.bool, device=points.device).index_fill_(0, gone, 0)
     levels = (levels - levels[kept].mean()).masked_fill(~kept, math.nan)
     return BankPotential(levels, 1 + constant, 1 - constant, gone, 0, violation)
+
+
+def lifted_levels(points: Tensor) -> Tensor:
+    """u_i = |x_i|^2 / 2 (N,) up to a constant, in float64."""
+    center = points.mean(0, dtype=torch.float64)
+    return half_squares(points.double() - center, center)
 
 
 def _parts(inputs: Tensor, features: Tensor, lift: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -65,33 +66,40 @@ class Search:
         return self.mean + self.images.square().sum(1) / (2 * self.modulus)
 
     def run(self, pricing: Pricing) -> None:
-        """Rounds until no row rises any more."""
+        """Rounds until no row gets better any more."""
         todo = torch.arange(len(self.points), device=self.points.device)
         for _ in range(MAX_ROUNDS):
             asked = self.points[todo] - self.images[todo] / self.modulus
             entrants, _ = pricing.best(asked, self.lines, ENTRANTS)
             self.rounds[todo] += isinstance(pricing, Prices)
-            todo = todo[self._take_in(todo, entrants)]
+            improved = self._take_in(todo, entrants)
+            stuck = (~improved & ~self.closed[todo]).nonzero()[:, 0]
+            if len(stuck):  # where many images depend on each other, those of a few do not
+                improved[stuck] = self._take_in(todo[stuck], entrants[stuck], alone=True)
+            todo = todo[improved]
             if not len(todo):
                 return
 
-    def _take_in(self, rows: Tensor, entrants: Tensor) -> Tensor:
-        """The maximum over held points and entrants; which rows have risen (b,)."""
+    def _take_in(self, rows: Tensor, entrants: Tensor, *, alone: bool = False) -> Tensor:
+        """The maximum over held points and entrants, or the best entrant `alone`; which rows are
+        better off (b,)."""
         width = self.indices.shape[1] + entrants.shape[1]
         kind = "cuda" if self.points.is_cuda else "cpu"
         at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
         parts = list(zip(rows.split(at_once), entrants.split(at_once), strict=True))
-        found = shared_out(parts, self._solve, self.points.device)
-        risen = []
+        found = shared_out(parts, partial(self._solve, alone=alone), self.points.device)
+        improved = []
         for (part, _), (gap, mean, better) in zip(parts, found, strict=True):
             self.gap[part], self.mean[part] = gap, mean
-            risen.append(torch.zeros_like(gap, dtype=torch.bool))
+            improved.append(torch.zeros_like(gap, dtype=torch.bool))
             if better is not None:
-                risen[-1][better.rows] = True
+                improved[-1][better.rows] = True
                 self._store(part[better.rows], better)
-        return torch.cat(risen)
+        return torch.cat(improved)
 
-    def _solve(self, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, _Better | None]:
+    def _solve(
+        self, part: tuple[Tensor, Tensor], *, alone: bool
+    ) -> tuple[Tensor, Tensor, _Better | None]:
         """Gap and mean slope (b,) of the weights held, and the better ones there are."""
         rows, entrants = part
         held = self.indices[rows]
@@ -103,6 +111,8 @@ class Search:
         mean = (self.weights[rows] * slopes[:, : held.shape[1]]).sum(1)
         gains = slopes - mean[:, None]
         gap = gains.masked_fill(~active, -torch.inf).amax(1)
+        if alone:
+            active[:, held.shape[1] :] &= gains[:, held.shape[1] :] == gap[:, None]
         gains = gains.masked_fill(~active, 0.0)  # of a point left out it is -inf
         left = (gap > GAP * self.scale[rows]).nonzero()[:, 0]
         if len(left) == 0:
@@ -123,7 +133,11 @@ class Search:
         weights = best.weights.mT
         step = (weights[:, None] @ offsets)[:, 0]
         rise = (weights * gains).sum(1) - step.square().sum(1) / (2 * self.modulus)
-        keep = ((rise > 0) & best.solved).nonzero()[:, 0]
+        # The last gaps to close are worth less than a rounding error of the value: so it is the gap
+        # among these points that tells whether the weights are better.
+        gains = gains - (offsets @ step[:, :, None])[:, :, 0] / self.modulus
+        rest = gains.masked_fill(~active, -torch.inf).amax(1) - (weights * gains).sum(1)
+        keep = ((rest < gap[left] / 2) & best.solved).nonzero()[:, 0]
         sensitivity = (best.sensitivity * self.modulus).permute(2, 0, 1)
         found = (left, indices, weights, sensitivity, step, rise)
         return gap, mean, _Better(*(each[keep] for each in found))
@@ -164,8 +178,8 @@ class Search:
 
 @dataclass(frozen=True)
 class _Better:
-    """Weights above those held, for some rows (n,) of a part: the z~' they `step` by (n,d), the
-    `rise` (n,) of their value."""
+    """Weights better than those held, for some rows (n,) of a part: the z~' they `step` by (n,d),
+    the `rise` (n,) of their value."""
 
     rows: Tensor
     indices: Tensor

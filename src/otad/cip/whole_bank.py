@@ -144,7 +144,4 @@ class _Placed:
 
 def _value(query: Tensor, pairs: Pairs, search: Search) -> Tensor:
     """h(x') on the scale of the levels."""
-    points = query.detach().double() - pairs.center
-    tilt = points @ pairs.image_center
-    bend = pairs.bend / 2 * query.detach().double().square().sum(1)
-    return search.value + tilt + bend
+    return search.value + pairs.offsets_at(query.detach().double() - pairs.center)

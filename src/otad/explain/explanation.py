@@ -25,7 +25,8 @@ AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
 @dataclass(frozen=True, eq=False)
 class Neighbor:
     """A training point: its row in the bank, the weight of its feature in the answer, its label,
-    its distance to the query in the embedded space, and its raw inputs where they are known.
+    its distance to the query in the embedded space (of keys, where a metric seeks neighbors), and
+    its raw inputs where they are known.
 
     The weight is None in an answer that is no weighted mean of features: one that a network
     estimated, or none at all.
