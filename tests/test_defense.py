@@ -343,3 +343,11 @@ def test_settings_are_refused_before_the_bank_is_built() -> None:
 def test_it_describes_itself() -> None:
     shown = repr(model(solver=ExactCip(mode="paper"), smoothness=1.5))
     assert "bank=80 points, n_neighbors=6, smoothness=1.5, strong_convexity=0, mode=paper" in shown
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1, 1)])
+def test_inputs_of_one_number(shape: tuple[int, ...], generator: torch.Generator) -> None:
+    x = torch.randn(30, *shape, generator=generator)
+    y = (x.flatten() > 0).long()
+    ours = defend(fc_resnet(shape, 2, blocks=1), x, y, n_neighbors=3)
+    assert ours(x).shape == (30, 2)

@@ -8,6 +8,7 @@ scope), or of all of them, by one map for every input (global scope).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +111,13 @@ class OTAD(Banked):
         if scope == "local" and potential is not None:
             raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
         if scope == "global":
-            potential = potential or potential_of(
-                bank, smoothness, strong_convexity, lift=backbone.lift
-            )
+            if potential is None:
+                potential = potential_of(bank, smoothness, strong_convexity, lift=backbone.lift)
+            elif smoothness is not None and not math.isclose(smoothness, potential.smoothness):
+                raise InputError(
+                    f"smoothness: expected {potential.smoothness}, that of the potential, or None, "
+                    f"got {smoothness}"
+                )
             smoothness, strong_convexity = potential.smoothness, potential.strong_convexity
         super().__init__(
             bank,

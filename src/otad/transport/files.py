@@ -141,8 +141,10 @@ def check_seal(path: Path) -> None:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, row by row, without a copy where it is contiguous."""
-    flat: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return flat
+    whole = tensor.detach().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # an axis of one may have any stride
+    held: memoryview = flat.view(torch.uint8).numpy().data
+    return held
 
 
 def _read_seal(path: Path) -> tuple[int, str, str]:
