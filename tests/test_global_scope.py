@@ -280,7 +280,7 @@ def test_refused_potentials() -> None:
         with pytest.raises(InputError, match=message):
             OTAD(ours.backbone, ours.bank, scope=scope, potential=given)
     found = model(scope="global").potential
-    with pytest.raises(InputError, match="smoothness: expected .* that of the potential, or None"):
+    with pytest.raises(InputError, match=r"smoothness: expected .* that of the potential, or None"):
         OTAD(ours.backbone, ours.bank, scope="global", potential=found, smoothness=99.0)
     with pytest.raises(InputError, match="scope: expected 'global' for one map"):
         _ = ours.whole_bank
