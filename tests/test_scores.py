@@ -27,6 +27,13 @@ def test_accuracy_is_in_percent() -> None:
     assert score.low < 80.0 < score.high <= 100.0
 
 
+def test_an_abstention_is_never_right() -> None:
+    silent = torch.full((3, 2), math.nan)
+    assert score_of(silent, torch.tensor([0, 0, 1])).value == 0.0
+    values = score_of(silent[:, 0], torch.zeros(3))
+    assert all(math.isnan(number) for number in (values.low, values.value, values.high))
+
+
 def test_mean_squared_error(generator: torch.Generator) -> None:
     values, targets = torch.randn(2, 400, generator=generator)
     score = score_of(values, targets)

@@ -30,14 +30,18 @@ class Score:
 
 
 def score_of(outputs: Tensor, targets: Tensor) -> Score:
-    """Logits (B,C) against labels, or values (B,) against targets."""
+    """Logits (B,C) against labels, or values (B,) against targets.
+
+    An abstention (NaN) is not right, whatever the largest of no numbers is.
+    """
     n = len(targets)
     if outputs.dim() == 2:
-        return share_score(int((outputs.argmax(1) == targets).sum()), n)
+        right = (outputs.argmax(1) == targets) & ~outputs.isnan().any(1)
+        return share_score(int(right.sum()), n)
     errors = (outputs.double() - targets.double()).square()
     mean = float(errors.mean())
     reach = Z_95 * float(errors.std()) / math.sqrt(n) if n > 1 else math.inf
-    return Score("mse", mean, max(0.0, mean - reach), mean + reach, n)
+    return Score("mse", mean, max(mean - reach, 0.0), mean + reach, n)  # of NaN, NaN
 
 
 def share_score(successes: int, n: int) -> Score:

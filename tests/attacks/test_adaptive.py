@@ -236,6 +236,19 @@ def test_copies_of_an_input_in_the_bank_do_not_blind_the_stand_in(
     assert result.accuracy < 0.8
 
 
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda one: one.name)
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_a_bank_of_one_place_leaves_nothing_to_find(
+    attack: Attack, scope: str, generator: torch.Generator
+) -> None:
+    model = small_model()
+    x = torch.full((3, 2), 0.25)
+    one_place = defend(model.backbone, x, torch.zeros(3).long(), n_neighbors=2, scope=scope)
+    found = attack(one_place, x, torch.zeros(3).long(), L2(0.2, (0.0, 1.0)), generator=generator)
+    assert not found.broken.any()
+    assert found.inputs.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "attack",
     [Bisector(1, 10), SoftKnn((0.1,), 5, targets=1, polish=10), Region(1, 1, (1,), polish=10)],

@@ -181,3 +181,16 @@ def test_step_sizes_belong_to_each_example(generator) -> None:
         # batches of other sizes are summed in another order, and steps carry that on
         torch.testing.assert_close(alone.inputs[0], together.inputs[row], rtol=1e-4, atol=1e-5)
         assert alone.forwards[0] == together.forwards[row]
+
+
+def test_targets_in_double_precision_leave_inputs_as_they_are(generator) -> None:
+    """As they come from NumPy, for a model that insists on its own precision."""
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).eval()
+    x = torch.rand(4, 3, generator=generator)
+    y = torch.zeros(4, dtype=torch.float64)
+    attack = Apgd(steps=12, random_start=False)
+    found = attack(model, x, y, L2(0.5), generator=generator)
+    assert found.inputs.dtype == torch.float32
+    with torch.no_grad():
+        expected = model(x).abs() + 0.5 * model[0].weight.norm()
+    torch.testing.assert_close(found.gain, expected.double(), rtol=1e-4, atol=1e-5)

@@ -83,6 +83,16 @@ def test_projection_leaves_what_is_inside(kind, generator) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("eps", [0.035, 0.05, 0.06])
+def test_a_feature_too_coarse_for_its_step_takes_nothing_from_the_others(kind, eps) -> None:
+    """Near a million neighboring float32 numbers are 1/16 apart."""
+    x = torch.tensor([[0.5, 1e6]])
+    found = (kind(eps).project(x + 1, x) - x).tolist()[0]
+    share = 1.0 if kind is Linf else math.sqrt(0.5)
+    assert found == pytest.approx([share * eps, 0.0], rel=1e-5)
+
+
+@BOTH
 def test_projection_is_the_nearest_point(kind, generator) -> None:
     """Euclidean nearest, which both norms share: no random point of the ball is nearer."""
     ball = kind(0.5)
@@ -198,6 +208,13 @@ def test_in_words_and_json(kind) -> None:
     assert NORMS[kind.norm] is kind
 
 
+@BOTH
+def test_numbers_of_arrays_and_tensors_are_plain_in_json(kind) -> None:
+    x = torch.tensor([[0.25, 0.75]])
+    ball = kind(np.float32(0.5), bounds=(x.min(), x.max()))
+    assert json.loads(json.dumps(ball.to_dict())) == kind(0.5, (0.25, 0.75)).to_dict()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -205,6 +222,7 @@ def test_in_words_and_json(kind) -> None:
         ({"eps": math.nan}, "eps: .* got nan"),
         ({"eps": math.inf}, "eps: .* got inf"),
         ({"eps": 1.0, "bounds": (1.0, 0.0)}, "bounds: .* low < high"),
+        ({"eps": 1.0, "bounds": (0.0, math.inf)}, "bounds: expected finite"),
         ({"eps": 1.0, "scale": torch.tensor([1.0, 0.0])}, "scale: expected positive.*mutable"),
         ({"eps": 1.0, "scale": torch.tensor([1.0, math.nan])}, "scale: expected finite"),
         ({"eps": 1.0, "mutable": torch.ones(2)}, "mutable: expected dtype bool, got torch.float32"),

@@ -236,3 +236,24 @@ def test_refused_models() -> None:
         run(lambda x: x, X, Y, L2(1.0), generator=generator)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"model: expected logits \(3, C\) of at least 2 classes"):
         run(First().eval(), X, Y, L2(1.0), generator=generator)
+
+
+def test_an_attack_that_works_in_place_does_not_leave_the_ball() -> None:
+    x, y = torch.full((3, 2), 0.5), torch.ones(3, dtype=torch.int64)
+    found = attack(lambda target, x, ball: x.sub_(10.0), x, y, L2(0.1))
+    assert float(found.distance.max()) <= 0.1
+    assert not found.broken.any()
+
+
+def test_permuted_images_are_attacked_like_others() -> None:
+    """As they come from arrays (rows, height, width, channels): flattened in place all the same."""
+    x = torch.rand(3, 4, 4, 2).permute(0, 3, 1, 2) + 0.1
+    assert not x.is_contiguous()
+
+    def overwrites(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+        moved = x.clone()
+        moved.flatten(1)[:, 0] -= 1.5
+        return moved
+
+    found = attack(overwrites, x, torch.ones(3, dtype=torch.int64), L2(2.0))
+    assert found.broken.all()

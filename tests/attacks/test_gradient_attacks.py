@@ -121,6 +121,24 @@ def test_same_seed_same_result(maker) -> None:
 
 
 @EVERY
+def test_gradients_are_taken_where_others_take_none(maker) -> None:
+    net = small_net()
+    x = torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
+    y = net(x).argmax(1)
+
+    attack = maker(small_net(seed=1))
+
+    def found() -> Tensor:
+        seed = torch.Generator().manual_seed(0)
+        return attack(net, x.clone(), y.clone(), L2(0.3), generator=seed).inputs
+
+    expected = found()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(found(), expected)
+
+
+@EVERY
 def test_questions_and_gradients_are_counted(maker, generator) -> None:
     model = Watched(small_net()).eval()
     x = examples()

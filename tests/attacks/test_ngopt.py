@@ -149,3 +149,15 @@ def test_without_the_library_the_error_names_the_extra(
     model, x = Linear((4,)), inner_points(2, (4,))
     with pytest.raises(MissingExtraError, match=r"otad\[attacks\]"):
         NgOpt()(model, x, model(x).argmax(1), L2(0.1), generator=generator)
+
+
+def test_permuted_images_are_searched_as_well() -> None:
+    model, x = Linear((2, 3, 3)), inner_points(4, (2, 3, 3))
+    permuted = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    y, ball = model(x).argmax(1), halving_ball(L2, model, x)
+    first, second = (
+        NgOpt(budget=40)(model, inputs, y, ball, generator=torch.Generator().manual_seed(0))
+        for inputs in (x, permuted)
+    )
+    assert float(first.distance.max()) > 0
+    assert torch.equal(first.inputs, second.inputs)

@@ -25,6 +25,7 @@ from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Pgd
 from otad.baselines import MajorityKnn
 from otad.certify import Certificate
+from otad.defense import OTAD
 from otad.evaluate import Evaluation, Flag, evaluate, proof, strength_flags
 from otad.evaluate.flags import CHECKS, raise_flags, remark_flags
 from otad.evaluate.model_flags import (
@@ -87,6 +88,15 @@ class Single(Plane):
         return super().forward(x) @ torch.eye(2)
 
 
+class Strict(Plane):
+    """Refuses it in words of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise ValueError("inputs must be float32")
+        return super().forward(x)
+
+
 class Randomized(Plane):
     """The right answers and a little noise."""
 
@@ -130,8 +140,9 @@ def test_gradients_of_another_function_are_flagged() -> None:
     assert gradient_share(scene).verdict == PASS
 
 
-def test_a_model_that_insists_on_float32_is_compared_in_float32() -> None:
-    found = finite_differences(plane_scene(Single()))
+@pytest.mark.parametrize("model", [Single, Strict])
+def test_a_model_that_insists_on_float32_is_compared_in_float32(model: type[nn.Module]) -> None:
+    found = finite_differences(plane_scene(model()))
     assert found.verdict == PASS
     assert found.found.endswith("float32")
 
@@ -213,6 +224,14 @@ def test_linf_radii_hold_in_linf() -> None:
     # The first feature moves by up to 2 for each unit, the second by half of one.
     assert (in_units >= radii / 2 - 1e-6).all()
     assert (in_units <= radii * 2 + 1e-6).all()
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_weaknesses_are_planted_in_double_precision_too(scope: str) -> None:
+    model, x, y = two_sides()
+    twin = OTAD(model.backbone, model.bank, n_neighbors=3, smoothness=1.5, scope=scope).double()
+    scene = scene_of(twin.eval(), x.double(), y, L2(0.2), attacks=(Straight(points=8),))
+    assert planted_example(scene).verdict == PASS
 
 
 @pytest.mark.parametrize("rule", ["otad", "knn"])

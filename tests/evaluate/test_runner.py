@@ -21,8 +21,9 @@ from evaluate.small import (
 from safetensors.torch import load_file
 from torch import Tensor
 
-from otad.attacks import L2, Linf
+from otad.attacks import L2, Attack, Linf, LpBall
 from otad.attacks.adaptive import Straight
+from otad.attacks.base import Target
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status
@@ -149,6 +150,26 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert timeless(again) == timeless(whole)
     assert [one.seconds for one in again.attacks] == [one.seconds for one in whole.attacks]
     assert again.seconds > sum(one.seconds for one in whole.attacks), "earlier work counts"
+
+
+class Diary(Attack):
+    """Notes down how many rows it met."""
+
+    name = "diary"
+    family = "random"
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        self.pages.append(len(x))
+        return x
+
+
+def test_what_an_attack_notes_down_is_no_setting_of_it(tmp_path: Path) -> None:
+    first, resumed = (run_plane(attacks=[Diary()], folder=tmp_path) for _ in range(2))
+    assert first.attacks[0].settings == {"pages": []}
+    assert timeless(first) == timeless(resumed)
 
 
 @pytest.mark.parametrize(

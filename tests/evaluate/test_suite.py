@@ -49,7 +49,7 @@ def test_the_network_inside_is_found(images: OTAD) -> None:
         assert transfer.source is images.backbone
         metric = make_attack("metric", model)
         assert isinstance(metric, MetricAttack)
-        assert metric.metric == images.locate
+        assert metric.metric == images.backbone.embed
 
 
 @pytest.mark.parametrize("name", INSTALLED)

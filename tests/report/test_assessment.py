@@ -15,6 +15,7 @@ from otad.defense import OTAD, defend
 from otad.nets import fc_resnet
 from otad.regularity import neighborhood_smoothness
 from otad.report.assessment import DEFENDED, MAJORITY, MEAN_FEATURE, NET, assess
+from otad.transport.bank import FeatureBank
 
 
 def test_scores_are_shares_of_right_answers_whatever_the_batches(small: Small) -> None:
@@ -89,6 +90,17 @@ def test_without_any_solution_there_is_nothing_to_grade(small: Small) -> None:
     assert record["smoothness"] is None
     assert record["least_smoothness"]["median"] is None
     assert record["share_raised"] == 0.0
+
+
+def test_an_abstention_is_no_answer_and_never_right() -> None:
+    """One place with two features: no map passes through both."""
+    net = fc_resnet((2,), 3, seed=0)
+    place = torch.zeros(2, 2)
+    bank = FeatureBank(place, torch.eye(2), torch.zeros(2).long(), "contradiction")
+    model = OTAD(net, bank, n_neighbors=2, solver=ExactCip(on_failure="abstain")).eval()
+    found = assess(model, place, torch.zeros(2).long())
+    assert found.predictions.tolist() == [-1, -1]
+    assert found.scores[DEFENDED] == 0.0
 
 
 def test_regression_scores_are_mean_squared_errors(generator: torch.Generator) -> None:

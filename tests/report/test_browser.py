@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from report.evaluations import Attacked, of_values
+from report.small import Small
 
 from otad.report.robustness import evaluation_report
 
@@ -31,6 +32,8 @@ addEventListener("load", () => {
       color: getComputedStyle(element).backgroundColor,
     })),
     overflow: document.documentElement.scrollWidth - innerWidth,
+    beyond: [...document.querySelectorAll(".side, .side *")]
+      .filter(it => it.scrollWidth > it.clientWidth + 1 && it.clientWidth > 0).length,
     ground: getComputedStyle(document.body).backgroundColor,
     requests: performance.getEntriesByType("resource").map(entry => entry.name)
       .filter(name => !name.startsWith("data:")),
@@ -91,6 +94,19 @@ def test_a_browser_shows_plots_and_flags(browser: str, attacked: Attacked, tmp_p
     for it in found["verdicts"]:
         assert min(it["size"]) > 10
     assert brightness(found["ground"]) > 200
+
+
+def test_long_names_stay_in_their_places(
+    browser: str, small: Small, attacked: Attacked, tmp_path: Path
+) -> None:
+    """Names without a space, on cards and in tables, and one for the whole page."""
+    names = [f"n{number}_" + "wort" * 30 for number in range(len(small.dataset.classes))]
+    report = evaluation_report(
+        attacked.evaluation, model=small.model, x=attacked.x, y=attacked.y,
+        adversarial=attacked.adversarial, classes=names, title="m" * 200,
+    )  # fmt: skip
+    found = look(browser, report.write(tmp_path / "long.html"), tmp_path)
+    assert found["beyond"] == 0
 
 
 def test_a_browser_can_show_it_in_the_dark(browser: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from otad.report.certificate_plots import radii_plots
 from otad.report.cost_plot import seconds_bars
 from otad.report.curve_plots import accuracy_curves, error_curves
 from otad.report.page import Report
+from otad.report.pictures import pixels_uri
 from otad.report.robustness import evaluation_report
 from otad.report.sections import scientific
 from otad.scores import wilson_interval
@@ -230,13 +231,15 @@ def test_examples_show_input_change_and_neighbors(small: Small, attacked: Attack
 
 def test_a_foreign_model_has_examples_without_neighbors(attacked: Attacked) -> None:
     foreign = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
+    found = Adversarial(attacked.adversarial.rows[:1], attacked.adversarial.inputs[:1] / 2)
     report = evaluation_report(
-        attacked.evaluation, model=foreign, x=attacked.x, y=attacked.y,
-        adversarial=attacked.adversarial,
-    )  # fmt: skip
+        attacked.evaluation, model=foreign, x=attacked.x, y=attacked.y, adversarial=found
+    )
     (block, *_) = section(report, "examples").blocks
     assert isinstance(block, Comparisons)
-    assert block.comparisons[0].after.votes == ()
+    after = block.comparisons[0].after
+    assert after.votes == ()
+    assert after.uri == pixels_uri(found.inputs[0], (0.0, 1.0)), "dim, as it is"
     assert "training points" not in section(report, "examples").lead
 
 
@@ -257,6 +260,7 @@ def test_a_table_shows_the_features_that_moved(generator: torch.Generator) -> No
     assert sugar[0] == "sugar"
     assert sugar[3] == "+0"
     assert f"The right answer is {y[0]:.5g}" in table.note
+    assert "green" not in section(report, "examples").lead, "no card shows training points"
 
 
 def test_no_adversarial_example_is_no_fault(small: Small, attacked: Attacked) -> None:

@@ -133,7 +133,7 @@ class _Path:
         self.point = self.previous = self.best = start
         self.value = self.best_value = self.marked_value = value
         self.gradient = self.best_gradient = gradient
-        self.step = torch.full_like(value, step)
+        self.step = start.new_full((len(start),), step)  # values of float64 targets are float64
         self.raised = torch.zeros_like(rows)  # steps that raised the loss since the checkpoint
         self.step_is_old = torch.ones_like(rows, dtype=torch.bool)  # as at the checkpoint before
 

@@ -38,8 +38,14 @@ class LpBall(ABC):
     def __post_init__(self) -> None:
         if not 0 <= self.eps < math.inf:
             raise InputError(f"eps: expected a finite number of at least 0, got {self.eps!r}")
-        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
-            raise InputError(f"bounds: expected (low, high) with low < high, got {self.bounds!r}")
+        if self.bounds is not None and not -math.inf < self.bounds[0] < self.bounds[1] < math.inf:
+            raise InputError(
+                f"bounds: expected finite (low, high) with low < high, got {self.bounds!r}"
+            )
+        # Plain numbers, as a record holds them, also where NumPy or torch gave them.
+        object.__setattr__(self, "eps", float(self.eps))
+        if self.bounds is not None:
+            object.__setattr__(self, "bounds", tuple(map(float, self.bounds)))
         if self.scale is not None:
             check_finite(self.scale, "scale")
             if not bool((self.scale > 0).all()):
@@ -93,12 +99,12 @@ class LpBall(ABC):
         step = self._masked(moved - x) / self._scale(x)
         step = self._shorten(step.flatten(1), self._room(step, x)).view_as(x) * self._scale(x)
         shrink = FIRST_SHRINK
-        result = self._clipped(x + step)
+        result = self._reached(x, step)
         while bool((outside := self.distance(result, x) > self.eps).any()):
             shrink *= 2
             rows = outside.view(-1, *[1] * (x.dim() - 1))
             step = torch.where(rows, step * max(0.0, 1 - shrink), step)
-            result = self._clipped(x + step)
+            result = self._reached(x, step)
         return result
 
     def inside(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -146,7 +152,12 @@ class LpBall(ABC):
     def _masked(self, step: Tensor) -> Tensor:
         return step if self.mutable is None else step * self.mutable.to(step)
 
-    def _clipped(self, moved: Tensor) -> Tensor:
+    def _reached(self, x: Tensor, step: Tensor) -> Tensor:
+        """x + step within the bounds, each feature rounded towards x: one whose numbers lie too far
+        apart for its step stays behind, and the others need not be shortened for it."""
+        moved = x + step
+        too_far = (moved - x).abs() > step.abs()
+        moved = torch.where(too_far, moved.nextafter(x), moved)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
 
     def _room(self, step: Tensor, x: Tensor) -> Tensor | None:

@@ -150,6 +150,7 @@ class Attack(ABC):
         """The most promising input (B,*) for each of the examples x."""
 
     @final
+    @torch.inference_mode(False)  # gradients, whatever mode the caller is in
     def __call__(
         self,
         model: nn.Module,
@@ -171,12 +172,15 @@ class Attack(ABC):
         clean = target(x)
         check_outputs(clean, y)
         broken = target.is_broken(clean)
+        x = x.detach()
         inputs, outputs = x.clone(), clean.clone()
         rows = (~broken).nonzero()[:, 0]
         if len(rows):
             inner = Target(model, y[rows], tolerance)
             examples = x[rows]
-            found = self.run(inner, examples, ball, generator).detach()
+            # A copy, as an attack may work in place; in one piece, though images may be permuted.
+            given = examples.clone(memory_format=torch.contiguous_format)
+            found = self.run(inner, given, ball, generator).detach()
             check_shape(found, f"{self.name}.run", tuple(examples.shape), "like its examples")
             found = ball.project(torch.where(found.isfinite(), found, examples), examples)
             answers = inner(found)

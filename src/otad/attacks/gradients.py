@@ -75,9 +75,10 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple
     moved = x.detach().requires_grad_()
     with torch.enable_grad():
         value = function(moved)
-    if not value.requires_grad:
+        total = value.sum()
+    if not total.requires_grad:
         return value, torch.zeros_like(x)
-    (gradient,) = torch.autograd.grad(value.sum(), moved, allow_unused=True, materialize_grads=True)
+    (gradient,) = torch.autograd.grad(total, moved, allow_unused=True, materialize_grads=True)
     return value.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
 
 

@@ -21,7 +21,7 @@ from otad.regularity import (
     chooses_potential,
     residual_of,
 )
-from otad.scores import Score, score_of, share_score
+from otad.scores import Score, score_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def look_at_clean(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, batch_si
     is_value = y.is_floating_point()
     right = torch.cat(broken).logical_not()
     return Clean(
-        scores={name: _score(torch.cat(parts), y.cpu()) for name, parts in outputs.items()},
+        scores={name: score_of(torch.cat(parts), y.cpu()) for name, parts in outputs.items()},
         right=torch.ones_like(right) if is_value else right,
         errors=torch.cat(gains) if is_value else torch.zeros(0, dtype=torch.float64),
         abstained=int(torch.cat(abstained).sum()),
@@ -84,14 +84,6 @@ def _relatives(model: nn.Module) -> dict[str, nn.Module]:
     if isinstance(model, OTAD):
         relatives |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
     return relatives
-
-
-def _score(outputs: Tensor, y: Tensor) -> Score:
-    """An abstention is not right, whatever the largest of no numbers is."""
-    if y.is_floating_point():
-        return score_of(outputs, y)
-    right = (outputs.argmax(1) == y) & ~outputs.isnan().any(1)
-    return share_score(int(right.sum()), len(y))
 
 
 class _SolverAccount:

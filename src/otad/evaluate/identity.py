@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,9 +19,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from otad.attacks import Attack
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.baselines.knn import Knn
-from otad.codec import to_plain
+from otad.codec import digest_of, to_plain
 from otad.defense import OTAD
 from otad.errors import InputError
+from otad.evaluate.code_prints import class_print, function_print, is_known, without_address
 from otad.integration import describe_solver
 from otad.nets import Backbone
 from otad.transport.bank import fingerprint_of
@@ -35,6 +37,7 @@ _KINDS: dict[type, str] = {
     MeanFeatureKnn: MEAN_FEATURE,
 }
 
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
 _PRINTS: MutableMapping[Tensor, tuple[int, str]] = WeakTensorKeyDictionary()
 
 
@@ -47,24 +50,42 @@ def model_card(model: nn.Module) -> dict[str, Any]:
     """What a record says about a model: its kind, its settings and a fingerprint of all of it."""
     card: dict[str, Any] = {"kind": kind_of(model), "class": type(model).__name__}
     card |= _settings(model)
-    state = model.state_dict()
+    state = model.state_dict() | dict(model.named_buffers())  # also those that are not saved
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    others = {name: repr(value) for name, value in state.items() if name not in tensors}
-    # Two runs show one module at two places in memory.
-    shown = re.sub(r" at 0x[0-9a-f]+", "", repr(model))
-    note = f"{type(model).__module__}|{shown}|{card}|{others}|{_attributes(model)}"
+    others = {name: without_address(value) for name, value in state.items() if name not in tensors}
+    note = f"{type(model).__module__}|{without_address(model)}|{card}|{others}|{_untold(model)}"
     return card | {"fingerprint": fingerprint_of(tensors, note=note)}
 
 
-def _attributes(model: nn.Module) -> dict[str, str]:
-    """Plain public values of all modules: a temperature, say, that no weight and no name tells."""
+def _untold(model: nn.Module) -> list[Any]:
+    """What neither weights nor names tell: a temperature, say, or an edit of `forward`."""
+    kinds = {type(module): None for module in model.modules()}
+    values = {
+        f"{place}.{name}": value
+        for place, module in model.named_modules()
+        for name, value in _attributes(module).items()
+    }
+    return [values, [class_print(kind) for kind in kinds]]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain public values; of modules that are not the library's all they hold on their own."""
+    if not is_known(type(module)):
+        own = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
+        return {name: _by_itself(value) for name, value in own.items()}
     plain = (bool, int, float, str, tuple)
     return {
-        f"{place}.{name}": repr(value)
-        for place, module in model.named_modules()
+        name: repr(value)
         for name, value in sorted(vars(module).items())
         if isinstance(value, plain) and not name.startswith("_") and name != "training"
     }
+
+
+def _by_itself(value: object) -> Any:
+    """Without following what else a function knows, which may be the module it belongs to."""
+    if isinstance(value, FunctionType):
+        return function_print(value)
+    return _plain(value) if isinstance(value, (Tensor, np.ndarray)) else without_address(value)
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
@@ -108,7 +129,7 @@ def settings_of(attack: Attack) -> dict[str, Any]:
     if is_dataclass(own):
         names = [field.name for field in fields(own) if field.init]
     else:
-        names = [name for name in vars(own) if not name.startswith("_") and name != "remarks"]
+        names = [name for name in vars(own) if name != "remarks"]
     return {name: _plain(getattr(attack, name)) for name in names}
 
 
@@ -119,14 +140,38 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": _tensor_print(value)}
     if isinstance(value, Attack):
-        return {"attack": value.name} | settings_of(value)
+        own = class_print(type(value))
+        code = {"code": digest_of(own)} if own else {}
+        return {"attack": value.name, **settings_of(value), **code}
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__name__)
-    return to_plain(value)
+    if isinstance(value, np.ndarray):
+        text = f"{value.dtype}|{value.shape}|".encode() + value.tobytes()
+        return {"array": hashlib.sha256(text).hexdigest()}
+    if isinstance(value, FunctionType):
+        return _function(value)
+    if isinstance(value, MethodType):
+        return {"method": value.__qualname__, "of": _plain(value.__self__)}
+    if isinstance(value, functools.partial):
+        return {"partial": [_plain(part) for part in (value.func, value.args, value.keywords)]}
+    plain = value is None or is_dataclass(value) or isinstance(value, (bool, int, float, str))
+    return to_plain(value) if plain else without_address(value)
+
+
+def _function(function: FunctionType) -> dict[str, str]:
+    """By its code and all it refers to."""
+    seen = inspect.getclosurevars(function)
+    used = {**seen.globals, **seen.nonlocals}
+    known = {
+        name: _plain(value) if isinstance(value, nn.Module) else _by_itself(value)
+        for name, value in used.items()
+    }
+    return {
+        "function": function.__qualname__,
+        "digest": digest_of([function_print(function), known]),
+    }
 
 
 def _tensor_print(tensor: Tensor) -> str:
@@ -139,15 +184,6 @@ def _tensor_print(tensor: Tensor) -> str:
         known = tensor._version, fingerprint({"": tensor.detach()})
         _PRINTS[tensor] = known
     return str(known[1])
-
-
-def source_of(attack: Attack) -> str:
-    """The code of an attack's class, which may be the user's own."""
-    kind = type(attack)
-    try:
-        return f"{kind.__module__}.{inspect.getsource(kind)}"
-    except (OSError, TypeError):  # typed in at a prompt
-        return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @functools.cache

@@ -187,7 +187,7 @@ def _in_double(model: nn.Module, x: Tensor) -> tuple[nn.Module, torch.dtype]:
         twin = copy.deepcopy(model).double()
         with torch.no_grad():
             twin(x[:1].double())
-    except (RuntimeError, TypeError):  # it insists on its own precision
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it insists on its own precision
         return model, x.dtype
     return twin, torch.float64
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from otad.attacks.adaptive import Straight
 from otad.baselines.knn import Knn
 from otad.defense import OTAD
-from otad.evaluate.planted_map import Planted, plant_in_map
+from otad.evaluate.planted_map import Planted, plant_in_map, planted_bank, ready
 from otad.evaluate.records import FAIL, PASS, Flag
 from otad.evaluate.scene import Scene, not_run
 from otad.evaluate.suite import defended_of
-from otad.transport.bank import FeatureBank
 
 PLANTS = 8  # examples that get one
 BANK = 2000  # points of the original bank that stay around them
@@ -99,8 +98,8 @@ def plant_neighbors(
     """For each example as many new points as there are neighbors at the example itself, with the
     feature of a bank point that is answered y, and as many at its aim, with a feature that is
     answered otherwise."""
-    bank, backbone = defended.bank, defended.backbone
-    inputs, features, labels = bank.inputs[chosen], bank.features[chosen], bank.labels[chosen]
+    backbone, labels = defended.backbone, defended.bank_labels[chosen]
+    inputs, features = defended.bank_inputs[chosen], defended.bank_features[chosen]
     keys = None if defended.bank_keys is None else defended.bank_keys[chosen]
     answers = backbone.head(features.to(backbone.head.weight)).argmax(1).to(labels.device)
     copies = max(defended.n_sought, getattr(model, "n_neighbors", 0))
@@ -121,7 +120,7 @@ def plant_neighbors(
             labels = torch.cat([labels, labels[source].expand(copies)])
     planted = OTAD(
         backbone,
-        FeatureBank(inputs, features, labels, "planted", verify=False),
+        planted_bank(inputs, features, labels),
         n_neighbors=defended.n_neighbors,
         smoothness=defended.smoothness,
         strong_convexity=defended.strong_convexity,
@@ -131,4 +130,4 @@ def plant_neighbors(
         keys=keys,
     )
     seen = type(model)(planted, model.n_neighbors) if isinstance(model, Knn) else planted
-    return Planted(seen.eval(), x, y, aims, None if raw is None else torch.cat(raw))
+    return Planted(ready(seen, x), x, y, aims, None if raw is None else torch.cat(raw))

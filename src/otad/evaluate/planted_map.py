@@ -80,15 +80,12 @@ def _plant_one(
     modulus = defended.smoothness - bend
     if bool(need[best].isfinite()):  # elsewhere the plant does not hold, as its model will show
         modulus = max(modulus, ROOM * float(need[best]))
-    bank = defended.bank
-    labels = bank.labels[kept]
-    inputs, features = bank.inputs[kept], bank.features[kept]
-    planted = FeatureBank(
+    labels = defended.bank_labels[kept]
+    inputs, features = defended.bank_inputs[kept], defended.bank_features[kept]
+    planted = planted_bank(
         torch.cat([inputs, backbone.embed(x).to(inputs), backbone.embed(aim).to(inputs)]),
         torch.cat([features, own.to(features), wrong[best : best + 1].to(features)]),
         torch.cat([labels, labels[:1].expand(2)]),  # the map does not look at them
-        "planted",
-        verify=False,
     )
     levels = _raised(planted, defended.whole_bank.potential.levels[kept], bend, modulus)
     nobody = kept.new_empty(0)
@@ -100,7 +97,19 @@ def _plant_one(
         strong_convexity=bend,
         potential=BankPotential(levels, bend + modulus, bend, nobody, 0, 0.0),
     )
-    return model.eval(), aim
+    return ready(model, x), aim
+
+
+def planted_bank(inputs: Tensor, features: Tensor, labels: Tensor) -> FeatureBank:
+    """That of a float64 model in float32, the finest a bank is kept in."""
+    if inputs.dtype == torch.float64:
+        inputs, features = inputs.float(), features.float()
+    return FeatureBank(inputs, features, labels, "planted", verify=False)
+
+
+def ready(model: nn.Module, x: Tensor) -> nn.Module:
+    """To be asked for inputs like x."""
+    return (model.double() if x.dtype == torch.float64 else model).eval()
 
 
 def _parted(backbone: Backbone, x: Tensor, turns: Tensor, half: LpBall) -> Tensor:

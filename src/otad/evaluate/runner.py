@@ -20,7 +20,7 @@ from otad.environment import Environment
 from otad.errors import InputError
 from otad.evaluate.clean import look_at_clean
 from otad.evaluate.flags import CHECKS, raise_flags
-from otad.evaluate.identity import model_card, settings_of
+from otad.evaluate.identity import model_card
 from otad.evaluate.parts import Account
 from otad.evaluate.proof import Stated, prove
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation
@@ -40,6 +40,7 @@ EVERYTHING = (
 ALL_OF_A_NET = "everything: the architecture and all weights"
 
 
+@torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def evaluate(
     model: nn.Module,
     x: Tensor,
@@ -108,7 +109,7 @@ def evaluate(
         for batch, some in enumerate(rows.split(batch_size) if len(rows) else ()):
             parts.append(run.part(attack, radius, batch, some))
             tell(label, number * steps + batch + 1, radius)
-        records.append(_record(attack, radius, parts))
+        records.append(_record(attack, radius, run.settings(attack), parts))
         if heard := [*remarks.get(attack.name, ()), *itertools.chain(*(p.remarks for p in parts))]:
             remarks[attack.name] = list(dict.fromkeys(heard))
     proof = None
@@ -208,7 +209,9 @@ def _chosen(
     return chosen, {}
 
 
-def _record(attack: Attack, eps: float, parts: list[Account]) -> AttackRecord:
+def _record(
+    attack: Attack, eps: float, settings: dict[str, Any], parts: list[Account]
+) -> AttackRecord:
     def joined(name: str) -> tuple[Any, ...]:
         return tuple(itertools.chain(*(getattr(part, name) for part in parts)))
 
@@ -216,7 +219,7 @@ def _record(attack: Attack, eps: float, parts: list[Account]) -> AttackRecord:
         attack=attack.name,
         family=attack.family,
         eps=eps,
-        settings=settings_of(attack),
+        settings=settings,
         attacked=joined("attacked"),
         broken=joined("broken"),
         distances=joined("distances"),

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.evaluate.clean import Clean
-from otad.evaluate.identity import code_digest, generator_for, settings_of, source_of
+from otad.evaluate.code_prints import class_print
+from otad.evaluate.identity import code_digest, generator_for, settings_of
 from otad.evaluate.parts import Account, Part, PartStore, run_part
 from otad.transport.checkpoint import fingerprint, write_checkpoint
 
@@ -48,7 +49,7 @@ class Standing:
             "data": self._data,
             "seed": seed,
         }
-        self._keys: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     def rows(self, eps: float, survivors_only: bool) -> Tensor:
         """Who is to be attacked."""
@@ -57,18 +58,25 @@ class Standing:
             standing = standing & (self.distances > eps)
         return standing.nonzero()[:, 0]
 
+    def settings(self, attack: Attack) -> dict[str, Any]:
+        found: dict[str, Any] = self._identity(attack)["settings"]
+        return found
+
+    def _identity(self, attack: Attack) -> dict[str, Any]:
+        """As it was before it first ran, whatever it may note down about itself."""
+        if attack.name not in self._known:
+            self._known[attack.name] = {
+                "attack": attack.name,
+                "settings": settings_of(attack),
+                "source": class_print(type(attack)),
+            }
+        return self._known[attack.name]
+
     def part(self, attack: Attack, eps: float, batch: int, rows: Tensor) -> Account:
         """One batch: read if it is there, run and kept otherwise."""
         ball = self.threat.with_eps(eps)
-        if attack.name not in self._keys:
-            # Taken before the attack first runs, whatever it may note down about itself.
-            self._keys[attack.name] = {
-                "attack": attack.name,
-                "settings": settings_of(attack),
-                "source": source_of(attack),
-            }
         place = {"threat": ball.to_dict(), "batch": batch, "rows": rows.tolist()}
-        key = self._common | self._keys[attack.name] | place
+        key = self._common | self._identity(attack) | place
         part = self._store.find(key)
         if part is None:
             generator = generator_for(self.seed, attack.name, repr(eps), batch)

@@ -99,8 +99,9 @@ def make_attack(
         if name == "straight":
             options = {"train_x": train_x} | options
     if defended is not None and name in NEED_NETWORK:
+        embed = defended.backbone.embed if defended.metric is None else defended.metric
         part = {"bpda": "network", "transfer": "source", "metric": "metric"}[name]
-        options = {part: defended.locate if name == "metric" else defended.backbone} | options
+        options = {part: embed if name == "metric" else defended.backbone} | options
     known = tuple(inspect.signature(_CLASSES[name]).parameters)
     if unknown := [option for option in options if option not in known]:
         raise InputError(

@@ -24,10 +24,10 @@ NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean
 class Assessment:
     """`scores`: accuracy, or mean squared error (`metric` says which), of each predictor.
 
-    One entry a row (N,) of the defended model: `predictions` (class numbers or values),
-    `smoothness` used (NaN where there is no solution), `least_smoothness` its neighbors need,
-    `status`, and the `residual` of its answer, graded in float64 (see `residual_of`).
-    `seconds`: all its predictions.
+    One entry a row (N,) of the defended model: `predictions` (class numbers, -1 where it gives no
+    answer, or values), `smoothness` used (NaN where there is no solution), `least_smoothness` its
+    neighbors need, `status`, and the `residual` of its answer, graded in float64 (see
+    `residual_of`). `seconds`: all its predictions.
     """
 
     metric: str
@@ -130,7 +130,9 @@ def assess(
 
 
 def _answers(outputs: Tensor) -> Tensor:
-    return (outputs.argmax(1) if outputs.dim() == 2 else outputs).cpu()
+    if outputs.dim() == 2:
+        return outputs.argmax(1).masked_fill(outputs.isnan().any(1), -1).cpu()
+    return outputs.cpu()
 
 
 def _score(answers: Tensor, targets: Tensor) -> float:

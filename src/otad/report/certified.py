@@ -71,8 +71,9 @@ def _bounds(evaluation: Evaluation, certificate: CertificateRecord) -> list[Bloc
             ("bound that is proved", certificate.worst_errors),
         )
     ]
-    rules = ", ".join(_by_rule(certificate.rules, certificate.worst_errors)) or "none named"
-    return [Table(("", "mean", "median", "largest"), rows, note=f"Rules: {rules}.")]
+    rules = ", ".join(_by_rule(certificate.rules, certificate.worst_errors))
+    note = f"Rules: {rules}." if rules else ""
+    return [Table(("", "mean", "median", "largest"), rows, note=note)]
 
 
 def _by_rule(rules: tuple[str, ...], values: tuple[float, ...]) -> dict[str, list[float]]:

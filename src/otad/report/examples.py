@@ -45,10 +45,11 @@ def examples_section(
     clean, moved, truths = clean[shown], moved[shown], y.cpu()[rows[shown]]
     blocks: list[Block] = []
     is_image = x.dim() == 4 and x.shape[1] in (1, 3)
-    if is_image and evaluation.task == "classification" and shown:
+    has_cards = is_image and evaluation.task == "classification"
+    if has_cards and shown:
         names = [str(label if classes is None else classes[label]) for label in truths.tolist()]
-        cases = _cases(model, torch.cat((clean, moved)), names * 2, classes, train_x)
         bounds = _bounds(evaluation, clean)
+        cases = _cases(model, torch.cat((clean, moved)), names * 2, bounds, classes, train_x)
         for place, title in enumerate(titles):
             uri, factor = change_uri(clean[place], moved[place], bounds)
             note = f"what was changed, {factor:g} times as strong: red brighter, blue darker"
@@ -67,9 +68,13 @@ def examples_section(
         )
         if isinstance(model, OTAD):
             lead += (
-                " The answer is made of training points, and an attack that works exchanges them. "
-                "Below each input those of most weight: green of the right class, orange of others."
+                " The answer is made of training points, and an attack that works exchanges them."
             )
+            if has_cards:
+                lead += (
+                    " Below each input those of most weight: green of the right class, orange of "
+                    "others."
+                )
     return Section("examples", "Adversarial examples", lead, blocks)
 
 
@@ -77,6 +82,7 @@ def _cases(
     model: nn.Module,
     inputs: Tensor,
     truths: Sequence[str],
+    bounds: tuple[float, float],
     classes: Sequence[str] | None,
     train_x: Tensor | None,
 ) -> list[Case]:
@@ -91,7 +97,7 @@ def _cases(
         certainty = f"{float(share[label]):.1%}"
         if bool(share.isnan().any()):
             answer, certainty = "no answer", ""
-        cases.append(Case(pixels_uri(image), answer, truth, certainty, "", ()))
+        cases.append(Case(pixels_uri(image, bounds), answer, truth, certainty, "", ()))
     return cases
 
 

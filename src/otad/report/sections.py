@@ -28,8 +28,8 @@ STATUS_MEANINGS = {
     "raised": "the neighbors need a larger smoothness, which was used",
     "repaired": "a contradicting neighbor was left out",
     "estimated": "by a network that imitates the solver",
-    "infeasible": "no map passes through the neighbors; answered by the nearest one",
-    "unsolved": "numbers out of range; answered by the nearest one",
+    "infeasible": "no map passes through the neighbors; answered by the nearest one, if at all",
+    "unsolved": "numbers out of range; answered by the nearest one, if at all",
 }
 
 

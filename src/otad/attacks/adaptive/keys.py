@@ -27,7 +27,6 @@ from otad.checks import check_count
 from otad.errors import InputError
 
 LOSSES = ("rank", "vote", "joint")
-CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
 SIGHT = 4.0  # the nearest wrong points weigh at least exp(-SIGHT) of the nearest right ones
 
 
@@ -156,14 +155,13 @@ def _vote_gradient(
 
 def _width(bank: Neighborhood, ranks: Tensor, temperature: float, y: Tensor) -> Tensor:
     """T (n,1)."""
-    reach = ranks.topk(bank.n_neighbors, largest=False).values[:, -1:]
-    width = temperature * torch.maximum(reach, CLOSEST * ranks.mean(1, keepdim=True))
+    width = bank.width(ranks, temperature)
     if not y.is_floating_point():
         wrong = bank.is_wrong(y)
         others = ranks.masked_fill(~wrong, math.inf).amin(1, keepdim=True)
         own = ranks.masked_fill(wrong, math.inf).amin(1, keepdim=True)
         width = torch.maximum(width, ((others - own) / SIGHT).nan_to_num(0.0, 0.0, 0.0))
-    return width.clamp_min(torch.finfo(ranks.dtype).tiny)
+    return width
 
 
 def _first(ranks: Tensor, allowed: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from otad.errors import InputError
 from otad.nets import only_normalizes
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
+CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
 SAMPLE = 64  # training inputs looked at again
 SAME = 1e-2  # of their lengths, for banks in half precision
 
@@ -149,6 +150,12 @@ class Neighborhood:
         if self.by_tangents:
             return ranks - ranks.detach().amin(1, keepdim=True)
         return (embedded.square().sum(1, keepdim=True) + ranks).clamp_min(0)
+
+    def width(self, ranks: Tensor, share: float) -> Tensor:
+        """A scale (B,1) above 0 for ranks (B,N): a share of the K-th of them."""
+        reach = ranks.topk(self.n_neighbors, largest=False).values[:, -1:]
+        width = share * torch.maximum(reach, CLOSEST * ranks.mean(1, keepdim=True))
+        return width.clamp_min(torch.finfo(ranks.dtype).tiny)
 
     def behind(self, embedded: Tensor, indices: Tensor) -> Tensor:
         """Ranks (B,n) of points (B,n) alone, up to a number that is the same for a whole row."""

@@ -13,10 +13,9 @@ from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.adaptive.polish import polish
 from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Best, Target
+from otad.attacks.gradients import value_and_gradient
 from otad.checks import check_count
 from otad.errors import InputError
-
-CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
 
 
 @dataclass(frozen=True)
@@ -83,22 +82,22 @@ class SoftKnn(Attack):
         start, y = x[rows], target.targets(rows)
         with torch.no_grad():
             squared = bank.ranks(bank.embed(start))
-            reach = squared.topk(bank.n_neighbors, largest=False).values[:, -1:]
-            width = temperature * torch.maximum(reach, CLOSEST * squared.mean(1, keepdim=True))
+            width = bank.width(squared, temperature)
             sides = None if y.is_floating_point() else self._sides(bank, squared, y, place)
+
+        def stand_in(inputs: Tensor) -> Tensor:
+            scores = -bank.ranks(bank.embed(inputs)) / width
+            if sides is not None:
+                return _advantage(scores, sides)
+            mean = _mean_vote(scores, bank.votes)
+            return -mean if place else mean
+
         moved = ball.inside(start, generator) if self.random_start else start
         for step in range(1, self.steps + 1):
-            moved = moved.detach().requires_grad_()
-            with torch.enable_grad():
-                scores = -bank.ranks(bank.embed(moved)) / width
-                if sides is None:
-                    value = (-1) ** place * _mean_vote(scores, bank.votes)
-                else:
-                    value = _advantage(scores, sides)
-            (gradient,) = torch.autograd.grad(value.sum(), moved)
+            _, gradient = value_and_gradient(stand_in, moved)
             # From a stride across the ball down to none: the stand-in is smooth, so few will do.
             stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
-            moved = ball.project(moved.detach() + stride * ball.steepest(gradient), start)
+            moved = ball.project(moved + stride * ball.steepest(gradient), start)
             if step % self.ask_every == 0 or step == self.steps:
                 best.offer(moved, target.gain(moved, rows), rows)
 
