@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,10 @@ def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
     printed = json.loads(terminal.succeed("evaluate", "known", "test", *options).stdout)
     assert list(printed["per_attack"]) == ["straight"]
     assert printed["is_sound"]
+    page = Path("evaluation/report.html").read_text(encoding="utf-8")
+    votes = re.findall(r'<ol class="votes.*?</ol>', page, re.DOTALL)
+    assert votes, "examples are shown with their training points"
+    assert all("<img" in each for each in votes)
     command = ("attack", "known", "test", "--attack", "straight", "--eps", 0.5, "--rows", 20)
     record = json.loads(terminal.succeed(*command, "--json").stdout)
     assert record["forwards"] > 20 * 10

@@ -122,7 +122,7 @@ def evaluate(
         scale=scale,
     )
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
-    x, y = examples.x, examples.answers
+    x, y, train_x = examples.x, examples.answers, training_inputs(model, data_dir)
     with attack_bar(of_values=y.is_floating_point()) as progress:
         evaluation = evaluate_model(
             model,
@@ -134,7 +134,7 @@ def evaluate(
             survivors_only=not all_rows,
             embedding_lipschitz=embedding_lipschitz,
             metric_lipschitz=metric_lipschitz,
-            train_x=training_inputs(model, data_dir),
+            train_x=train_x,
             flags=not no_flags,
             seed=seed,
             batch_size=batch_size,
@@ -149,6 +149,7 @@ def evaluate(
         adversarial=Adversarial.read(out / "adversarial.safetensors"),
         classes=class_names_of(model) or None,
         feature_names=model.notes.get("feature_names"),
+        train_x=train_x,
         title=f"How robust is {model_dir.resolve().name}?",
     )
     files = {

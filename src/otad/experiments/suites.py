@@ -82,6 +82,7 @@ def _run_alone(study: Study, spec: EvaluateSpec, out: Path, stem: str, work: Pat
         y=y,
         adversarial=Adversarial.read(work / "adversarial.safetensors"),
         classes=data.classes,
+        train_x=train_x,
     )
     report.write(out / stem / "report.html")
     certified = {key: _certified(study, spec, key, x, y) for key in spec.certify}
