@@ -8,6 +8,7 @@ images (n, c, h, w) alike; numbers of any dtype are taken and worked with in flo
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from copy import copy
 from typing import Any, ClassVar, Self
 
@@ -37,7 +38,7 @@ ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
 Array = NDArray[Any]
 
 
-class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
+class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     """What both estimators share; the parameters are described in `OTADClassifier`."""
 
     _task: ClassVar[Task]
@@ -102,8 +103,9 @@ class _OTADEstimator(BaseEstimator):  # type: ignore[misc]
         self.__dict__ = fitted.__dict__
         return self
 
+    @abstractmethod
     def _fit(self, X: Any, y: Any) -> None:
-        raise NotImplementedError
+        """Learn, in place."""
 
     def explain(self, X: Any) -> list[Explanation]:
         """For each input the training points its prediction rests on; X may be a single input."""

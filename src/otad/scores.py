@@ -36,12 +36,17 @@ def score_of(outputs: Tensor, targets: Tensor) -> Score:
     """
     n = len(targets)
     if outputs.dim() == 2:
-        right = (outputs.argmax(1) == targets) & ~outputs.isnan().any(1)
+        right = (outputs.argmax(1) == targets) & ~abstained(outputs)
         return share_score(int(right.sum()), n)
     errors = (outputs.double() - targets.double()).square()
     mean = float(errors.mean())
     reach = Z_95 * float(errors.std()) / math.sqrt(n) if n > 1 else math.inf
     return Score("mse", mean, max(mean - reach, 0.0), mean + reach, n)  # of NaN, NaN
+
+
+def abstained(outputs: Tensor) -> Tensor:
+    """Where (B,) a model gave no answer: logits (B,C) or values (B,) that are NaN."""
+    return outputs.isnan().view(len(outputs), -1).any(1)
 
 
 def share_score(successes: int, n: int) -> Score:

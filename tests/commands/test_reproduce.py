@@ -6,29 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from experiments.small_vision import WINE
 from typer.testing import CliRunner
 
 from otad.cli import main
 from otad.experiments import names
-
-SMALL = """
-title = "small"
-[data.wine]
-name = "wine"
-[nets.one]
-data = "wine"
-blocks = 1
-train = { epochs = 1 }
-[rows]
-a = { net = "one", method = "net" }
-"""
 
 
 @pytest.fixture
 def experiments(tmp_path: Path) -> list[str]:
     paths = [tmp_path / "one.toml", tmp_path / "two.toml"]
     for path in paths:
-        path.write_text(SMALL, encoding="utf-8")
+        path.write_text(WINE, encoding="utf-8")
     return [str(path) for path in paths]
 
 

@@ -1,4 +1,4 @@
-"""A small experiment with a vision transformer, metrics and a surrogate."""
+"""Small experiments: with a vision transformer, metrics and a surrogate; with a net alone."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ exact = { net = "vit", method = "otad", metric = "learned" }
 estimated = { net = "vit", method = "otad", metric = "learned", surrogate = "imitation" }
 few = { net = "vit", method = "otad", metric = "learned", per_class = 2 }
 pixels = { net = "vit", method = "majority_knn", metric = "pixels" }
+"""
+
+
+WINE = """
+title = "small"
+[data.wine]
+name = "wine"
+[nets.right]
+data = "wine"
+blocks = 1
+train = { epochs = 1 }
+[rows]
+right = { net = "right", method = "net" }
 """
 
 

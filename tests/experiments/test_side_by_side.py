@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from experiments.small_vision import VISION
+from experiments.small_vision import VISION, WINE
 
 from otad.errors import InputError, OtadError
 from otad.experiments import RunRecord, names, reproduce, reproduce_together
@@ -25,18 +25,6 @@ estimated = { net = "vit", method = "otad", metric = "learned", surrogate = "imi
 """
 
 
-SMALL = """
-title = "small"
-[data.wine]
-name = "wine"
-[nets.right]
-data = "wine"
-blocks = 1
-train = { epochs = 1 }
-[rows]
-right = { net = "right", method = "net" }
-"""
-
 WRONG = """
 wrong = { net = "wrong", method = "net" }
 [nets.wrong]
@@ -48,7 +36,7 @@ blocks = -1
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(SMALL, encoding="utf-8")
+    path.write_text(WINE, encoding="utf-8")
     return path
 
 
@@ -92,7 +80,7 @@ def test_one_job_does_them_one_after_the_other_here(
 ) -> None:
     monkeypatch.setattr(multiprocessing, "get_context", None)
     again = tmp_path / "again.toml"
-    again.write_text(SMALL, encoding="utf-8")
+    again.write_text(WINE, encoding="utf-8")
     records = reproduce_together([small, again], jobs=1, out=tmp_path)
     assert [record.name for record in records] == ["small", "again"]
     assert {record.jobs for record in records} == {1}
@@ -101,7 +89,7 @@ def test_one_job_does_them_one_after_the_other_here(
 
 def test_a_failure_stops_only_what_needs_it(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
-    broken.write_text(SMALL + WRONG, encoding="utf-8")
+    broken.write_text(WINE + WRONG, encoding="utf-8")
     with pytest.raises(OtadError) as caught:
         reproduce_together([broken], jobs=2, out=tmp_path)
     told = str(caught.value).splitlines()
@@ -174,6 +162,8 @@ def test_what_is_timed_waits_for_all_and_holds_up_all() -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="unknown experiment 'nothing'"):
         reproduce_together(["mnist", "nothing"], jobs=2, out=tmp_path)
+    with pytest.raises(InputError, match=r"names: expected distinct names, got .* once: mnist"):
+        reproduce_together(["mnist", "elsewhere/mnist.toml"], jobs=2, out=tmp_path)
     with pytest.raises(InputError, match="jobs: expected"):
         reproduce_together(["mnist"], jobs=0, out=tmp_path)
     assert Deadline.after(None).at is None

@@ -14,13 +14,12 @@ import typer
 from torch import Tensor
 
 from otad import defense
-from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
 from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, AttackResult, Target, gain_of
 from otad.codec import to_plain
 from otad.commands.console import progress_bar, show
-from otad.commands.data_choice import DataChoice
 from otad.commands.examples import Examples, Rows, Targets, class_names_of, open_examples
+from otad.commands.inputs import training_inputs
 from otad.commands.options import (
     AsJson,
     DataDir,
@@ -108,20 +107,6 @@ def attack(
         title=f"Attacked {len(examples)} rows by {name}",
         facts=_facts(record, ball.describe()),
     )
-
-
-def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
-    """The inputs of the bank, for attacks that walk to them, where it does not tell them itself:
-    those of the data the model was made from. None where that is not at hand; the attacks that
-    need them are refused then, or told to be missing."""
-    card = model.notes.get("data")
-    if knows_inputs(model, None) or not isinstance(card, dict) or "choice" not in card:
-        return None
-    try:
-        train_x = DataChoice.from_json(card["choice"]).load(data_dir).train_x
-        return check_training_inputs(model, train_x)
-    except InputError:
-        return None
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:

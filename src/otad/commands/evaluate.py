@@ -11,11 +11,12 @@ import typer
 from otad import defense
 from otad.checks import check_choice
 from otad.codec import to_plain
-from otad.commands.attack import describe_score, training_inputs
+from otad.commands.attack import describe_score
 from otad.commands.attack_bar import attack_bar
 from otad.commands.certify import MetricLipschitz
 from otad.commands.console import show
 from otad.commands.examples import Rows, Targets, class_names_of, open_examples
+from otad.commands.inputs import training_inputs
 from otad.commands.options import (
     AsJson,
     DataDir,

@@ -10,9 +10,8 @@ import typer
 from rich.console import Console
 
 from otad import defense
-from otad.commands.attack import training_inputs
 from otad.commands.console import remark
-from otad.commands.inputs import open_inputs
+from otad.commands.inputs import open_inputs, training_inputs
 from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
 from otad.commands.outputs import files_of, refuse_overwriting
 from otad.errors import InputError

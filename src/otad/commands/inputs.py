@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
 from otad.commands.data_choice import DataChoice
 from otad.commands.npz import as_inputs, read_npz
 from otad.data import (
@@ -88,6 +89,20 @@ def data_card(model: OTAD) -> dict[str, Any]:
     """What `otad defend` noted of the data; empty for a model saved by other means."""
     card = model.notes.get("data")
     return card if isinstance(card, dict) and "choice" in card else {}
+
+
+def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
+    """The inputs of the bank where it does not tell them itself: those of the data the model was
+    made from. None where that is not at hand; what needs them is refused then, or told to be
+    missing."""
+    card = data_card(model)
+    if knows_inputs(model, None) or not card:
+        return None
+    try:
+        train_x = DataChoice.from_json(card["choice"]).load(data_dir).train_x
+        return check_training_inputs(model, train_x)
+    except InputError:
+        return None
 
 
 def _table(model: OTAD, path: Path) -> InputRows:

@@ -21,6 +21,7 @@ from otad.commands.inputs import InputRows, open_inputs
 from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
 from otad.commands.outputs import files_of, refuse_overwriting
 from otad.defense import OTAD, Trace
+from otad.scores import abstained
 from otad.transport.files import replacing
 from otad.transport.history import METRICS
 
@@ -98,7 +99,7 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
     else:
         answers = [f"{value:.7g}" for value in trace.outputs.tolist()]
         probabilities = [""] * len(answers)
-    for row in _abstained(trace.outputs).nonzero()[:, 0].tolist():
+    for row in abstained(trace.outputs).nonzero()[:, 0].tolist():
         answers[row] = probabilities[row] = ""
     for name, *cells, smoothness, status in zip(
         names,
@@ -116,13 +117,8 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
 
 def _total_score(outputs: Tensor, targets: Tensor) -> float:
     """The right answers counted, or the squared errors summed; abstaining is wrong, infinitely."""
-    silent = _abstained(outputs)
+    silent = abstained(outputs)
     if outputs.dim() == 2:
         return float(((outputs.argmax(1) == targets) & ~silent).sum())
     errors = (outputs.double() - targets.double()).square()
     return float(errors.masked_fill(silent, math.inf).sum())
-
-
-def _abstained(outputs: Tensor) -> Tensor:
-    """Where (B,) a model gave no answer."""
-    return outputs.isnan().view(len(outputs), -1).any(1)

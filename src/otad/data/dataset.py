@@ -20,7 +20,7 @@ Task = Literal["classification", "regression"]
 
 
 def refuse_repeats(names: Iterable[str], where: str) -> None:
-    """Columns are found by their names, so two of one name would both be read from the first."""
+    """Where one thing is found by its name, such as a column, another of that name is not."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise InputError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
 from types import CodeType, FunctionType
 from typing import Any
+
+from otad.transport.checkpoint import nameless
 
 KNOWN = ("otad", "torch", "builtins", "abc")  # packages whose code `code_digest` tells
 
@@ -22,13 +23,8 @@ def is_known(kind: type) -> bool:
 
 def function_print(function: FunctionType) -> list[Any]:
     """Of lambdas too, which share one name."""
-    defaults = without_address((function.__defaults__, function.__kwdefaults__))
+    defaults = nameless((function.__defaults__, function.__kwdefaults__))
     return [function.__qualname__, _compiled(function.__code__), defaults]
-
-
-def without_address(value: object) -> str:
-    """In words, without the place in memory, which is another in every run."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _source(kind: type) -> Any:
@@ -42,7 +38,7 @@ def _member(value: object) -> Any:
     function = getattr(value, "__func__", getattr(value, "fget", value))
     if isinstance(function, FunctionType):
         return function_print(function)
-    return without_address(value) if isinstance(value, (bool, int, float, str, tuple)) else None
+    return nameless(value) if isinstance(value, (bool, int, float, str, tuple)) else None
 
 
 def _compiled(code: CodeType) -> list[Any]:

@@ -22,11 +22,11 @@ from otad.baselines.knn import Knn
 from otad.codec import digest_of, to_plain
 from otad.defense import OTAD
 from otad.errors import InputError
-from otad.evaluate.code_prints import class_print, function_print, is_known, without_address
+from otad.evaluate.code_prints import class_print, function_print, is_known
 from otad.integration import describe_solver
 from otad.nets import Backbone
 from otad.transport.bank import fingerprint_of
-from otad.transport.checkpoint import fingerprint
+from otad.transport.checkpoint import fingerprint, nameless
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 FOREIGN = "model"
@@ -52,8 +52,8 @@ def model_card(model: nn.Module) -> dict[str, Any]:
     card |= _settings(model)
     state = model.state_dict() | dict(model.named_buffers())  # also those that are not saved
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    others = {name: without_address(value) for name, value in state.items() if name not in tensors}
-    note = f"{type(model).__module__}|{without_address(model)}|{card}|{others}|{_untold(model)}"
+    others = {name: nameless(value) for name, value in state.items() if name not in tensors}
+    note = f"{type(model).__module__}|{nameless(model)}|{card}|{others}|{_untold(model)}"
     return card | {"fingerprint": fingerprint_of(tensors, note=note)}
 
 
@@ -85,7 +85,7 @@ def _by_itself(value: object) -> Any:
     """Without following what else a function knows, which may be the module it belongs to."""
     if isinstance(value, FunctionType):
         return function_print(value)
-    return _plain(value) if isinstance(value, (Tensor, np.ndarray)) else without_address(value)
+    return _plain(value) if isinstance(value, (Tensor, np.ndarray)) else nameless(value)
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return {"partial": [_plain(part) for part in (value.func, value.args, value.keywords)]}
     plain = value is None or is_dataclass(value) or isinstance(value, (bool, int, float, str))
-    return to_plain(value) if plain else without_address(value)
+    return to_plain(value) if plain else nameless(value)
 
 
 def _function(function: FunctionType) -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from otad.codec import digest_of
+from otad.data.dataset import refuse_repeats
 from otad.experiments.config import Experiment, RowSpec, read_experiment
 from otad.experiments.records import stem_of
 from otad.experiments.study import Study
@@ -50,6 +51,7 @@ _DOES: dict[str, Callable[..., object]] = {
 
 def plan(names: list[str | Path], *, quick: bool) -> list[Job]:
     """The jobs of some experiments, those that several of them share once; needs come first."""
+    refuse_repeats((Path(name).stem for name in names), "names")  # records are files of such names
     found: dict[str, Job] = {}
     for name in names:
         own = list(_Jobs(name, read_experiment(name, quick=quick)))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from otad.checks import check_count
 from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments.attack_records import SuiteRecord
@@ -25,6 +25,7 @@ from otad.experiments.records import CostRecord, RowRecord, RunRecord, stem_of
 from otad.experiments.speed import measure_speeds
 from otad.experiments.study import Study
 from otad.experiments.suites import run_suites
+from otad.transport.recipe import check_seed
 
 WORK = ".work"
 
@@ -51,23 +52,48 @@ def reproduce(
     Trainings stop with an `UnfinishedError` rather than run beyond `max_seconds`, and go on then.
     `progress` draws a line per part, or is called with (part, steps done, all steps).
     """
-    check_count(seed, "seed", least=0)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device: expected one that is present, got {device!r} without CUDA")
-    experiment = read_experiment(name, quick=quick)
-    environment = Environment.now(torch.device(device), torch.get_num_threads())
-    out = Path(out)
+    place = Workplace(data_dir, device, Path(out), work, seed, quick, max_seconds)
     with reporting(progress) as report:
-        study = Study(
-            experiment,
-            data_dir=data_dir,
-            device=device,
-            work=out / WORK if work is None else Path(work),
-            seed=seed,
+        return run_whole(place.study(name, report), place.out)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where and how experiments are run, as `reproduce` is told."""
+
+    data_dir: str | Path | None
+    device: str
+    out: Path
+    work: str | Path | None
+    seed: int
+    quick: bool
+    max_seconds: float | None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise InputError(
+                f"device: expected one that is present, got {self.device!r} without CUDA"
+            )
+
+    def study(self, name: str | Path, report: Report) -> Study:
+        """An experiment, begun or taken up."""
+        return Study(
+            read_experiment(name, quick=self.quick),
+            data_dir=self.data_dir,
+            device=self.device,
+            work=self.out / WORK if self.work is None else Path(self.work),
+            seed=self.seed,
             report=report,
-            max_seconds=max_seconds,
+            max_seconds=self.max_seconds,
         )
-        record = _record(experiment, study, environment, out)
+
+
+def run_whole(study: Study, out: Path, *, jobs: int = 1) -> RunRecord:
+    """All of an experiment, to its record in `out`; up to `jobs` processes share the machine."""
+    experiment = study.experiment
+    environment = Environment.now(torch.device(study.device), torch.get_num_threads())
+    record = replace(_record(experiment, study, environment, out), jobs=jobs)
     with alone(study.work / "locks" / record.file_stem):
         _write(record, experiment, out)
     return record

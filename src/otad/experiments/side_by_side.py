@@ -24,8 +24,7 @@ from otad.experiments.jobs import RECORD, Job, do, plan
 from otad.experiments.kept import Deadline, UnfinishedError
 from otad.experiments.progress import Report, reporting
 from otad.experiments.records import RunRecord, stem_of
-from otad.experiments.run import WORK, reproduce
-from otad.experiments.study import Study
+from otad.experiments.run import Workplace, run_whole
 
 _TOLD_EVERY = 0.2  # seconds between two steps of one part
 
@@ -45,82 +44,43 @@ def reproduce_together(
 ) -> list[RunRecord]:
     """`reproduce` for several experiments: one after the other, or by up to `jobs` processes.
 
-    Experiments that measure speed then do so last, with nothing beside them; other seconds in the
-    records are those of a machine that is shared. One failure does not stop what does not depend on
-    it; at the end all of them are raised in one error.
+    By processes, experiments that measure speed do so last, with nothing beside them; other seconds
+    in the records are those of a machine that is shared. A failure does not stop what does not
+    depend on it; at the end all of them are raised in one error.
     """
-    tasks, out = plan(list(names), quick=quick), Path(out)
-    tools = _Tools(
-        data_dir=data_dir,
-        device=device,
-        out=out,
-        work=out / WORK if work is None else Path(work),
-        seed=seed,
-        quick=quick,
-        jobs=check_count(jobs, "jobs"),
-    )
-    deadline = Deadline.after(max_seconds)
+    check_count(jobs, "jobs")
+    tasks = plan(list(names), quick=quick)
+    place = Workplace(data_dir, device, Path(out), work, seed, quick, max_seconds)
     with reporting(progress) as report:
         if jobs == 1:
-            failures: dict[str, _Failure] = {}
+            deadline = Deadline.after(max_seconds)
             for job in tasks:
                 if job.kind == RECORD:
-                    tools.within(deadline)(job, report)
+                    run_whole(_with_rest(place, deadline).study(job.experiment, report), place.out)
         else:
-            failures = _run(tasks, tools, deadline, report)
-    if failures:
-        told = "\n".join(f"{label}: {failure.why}" for label, failure in failures.items())
-        unfinished = all(failure.unfinished for failure in failures.values())
-        raise (UnfinishedError if unfinished else OtadError)(told)
+            _raise(_run(tasks, place, jobs, report))
     stems = (stem_of(read_experiment(name, quick=quick).name, quick) for name in names)
-    return [RunRecord.read(out / f"{stem}.json") for stem in stems]
+    return [RunRecord.read(place.out / f"{stem}.json") for stem in stems]
 
 
-@dataclass(frozen=True)
-class _Tools:
-    """What every process is told."""
-
-    data_dir: str | Path | None
-    device: str
-    out: Path
-    work: Path
-    seed: int
-    quick: bool
-    jobs: int
-    max_seconds: float | None = None
-
-    def within(self, deadline: Deadline) -> _Tools:
-        """With the time that is left, which may be none: finished trainings do without."""
-        left = None if deadline.at is None else max(0.0, deadline.at - time.monotonic())
-        return replace(self, max_seconds=left)
-
-    def __call__(self, job: Job, report: Report) -> None:
-        """Do a job."""
-        common = {
-            "data_dir": self.data_dir,
-            "device": self.device,
-            "work": self.work,
-            "seed": self.seed,
-            "max_seconds": self.max_seconds,
-        }
-        if job.kind == RECORD:
-            record = reproduce(
-                job.experiment,
-                out=self.out,
-                quick=self.quick,
-                progress=report,
-                **common,  # type: ignore[arg-type]
-            )
-            replace(record, jobs=self.jobs).write(self.out / f"{record.file_stem}.json")
-        else:
-            experiment = read_experiment(job.experiment, quick=self.quick)
-            do(job, Study(experiment, report=report, **common), self.out)  # type: ignore[arg-type]
+def _with_rest(place: Workplace, deadline: Deadline) -> Workplace:
+    """With the time that is left, which may be none: finished trainings do without."""
+    left = None if deadline.at is None else max(0.0, deadline.at - time.monotonic())
+    return replace(place, max_seconds=left)
 
 
 @dataclass(frozen=True)
 class _Failure:
     why: str
     unfinished: bool = False
+
+
+def _raise(failures: dict[str, _Failure]) -> None:
+    """One error for all, if there are any."""
+    if failures:
+        told = "\n".join(f"{label}: {failure.why}" for label, failure in failures.items())
+        unfinished = all(failure.unfinished for failure in failures.values())
+        raise (UnfinishedError if unfinished else OtadError)(told)
 
 
 @dataclass
@@ -161,33 +121,32 @@ class _State:
                 del self.waiting[job.identity]
 
 
-def _run(
-    jobs: Sequence[Job], tools: _Tools, deadline: Deadline, report: Report
-) -> dict[str, _Failure]:
+def _run(tasks: Sequence[Job], place: Workplace, jobs: int, report: Report) -> dict[str, _Failure]:
     """Why those failed that did, by label."""
-    state = _State({job.identity: job for job in jobs})
+    deadline = Deadline.after(place.max_seconds)
+    state = _State({job.identity: job for job in tasks})
     try:
         while state.waiting or state.running:
-            while (job := state.next(tools.jobs)) is not None:
+            while (job := state.next(jobs)) is not None:
                 del state.waiting[job.identity]
-                state.running[job.identity] = _begin(job, tools, deadline)
+                state.running[job.identity] = _begin(job, _with_rest(place, deadline), jobs)
             for line in wait([hand.line for hand in state.running.values()]):
                 hand = next(one for one in state.running.values() if one.line is line)
                 _listen(hand, state, report)
-            state.give_up(jobs)
+            state.give_up(tasks)
     finally:
         for hand in state.running.values():
             hand.process.terminate()
-    return {job.label: state.failed[job.identity] for job in jobs if job.identity in state.failed}
+    return {job.label: state.failed[job.identity] for job in tasks if job.identity in state.failed}
 
 
-def _begin(job: Job, tools: _Tools, deadline: Deadline) -> _Hand:
+def _begin(job: Job, place: Workplace, jobs: int) -> _Hand:
     threads = torch.get_num_threads()
     if not job.timed:
-        threads = max(1, threads // tools.jobs)
+        threads = max(1, threads // jobs)
     context = multiprocessing.get_context("spawn")  # a GPU's driver does not survive a fork
     line, other_end = context.Pipe(duplex=False)
-    told = (job, tools.within(deadline), threads, other_end)
+    told = (job, place, jobs, threads, other_end)
     process = context.Process(target=_work, args=told, daemon=True)
     process.start()
     other_end.close()
@@ -216,11 +175,15 @@ def _listen(hand: _Hand, state: _State, report: Report) -> None:
         report(f"{Path(hand.job.experiment).stem}: {part}", done, total)
 
 
-def _work(job: Job, tools: _Tools, threads: int, line: Connection) -> None:
+def _work(job: Job, place: Workplace, jobs: int, threads: int, line: Connection) -> None:
     """What a process does."""
     torch.set_num_threads(threads)
     try:
-        tools(job, _sparing(lambda *step: line.send(step)))
+        study = place.study(job.experiment, _sparing(lambda *step: line.send(step)))
+        if job.kind == RECORD:
+            run_whole(study, place.out, jobs=jobs)
+        else:
+            do(job, study, place.out)
     except OtadError as error:
         line.send(_Failure(str(error), isinstance(error, UnfinishedError)))
     except Exception:

@@ -15,6 +15,7 @@ from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status, least_smoothness
 from otad.defense import OTAD
 from otad.regularity import Distribution, problem_of, residual_of
+from otad.scores import abstained
 from otad.transport.history import METRICS
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
@@ -131,7 +132,7 @@ def assess(
 
 def _answers(outputs: Tensor) -> Tensor:
     if outputs.dim() == 2:
-        return outputs.argmax(1).masked_fill(outputs.isnan().any(1), -1).cpu()
+        return outputs.argmax(1).masked_fill(abstained(outputs), -1).cpu()
     return outputs.cpu()
 
 
