@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attacks.test_one_map import lifted_stairs, stairs, two_colors
-from evaluate.small import identity_net, scene_of
+from evaluate.small import identity_net, scene_of, two_sides
 from torch import Tensor
 
 from otad.attacks import L2, Linf, LpBall
@@ -15,6 +17,7 @@ from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomSearch
 from otad.baselines import MajorityKnn
 from otad.defense import OTAD, defend
+from otad.errors import InputError
 from otad.evaluate import evaluate
 from otad.evaluate.flags import CHECKS
 from otad.evaluate.model_flags import finite_differences, gradient_share, neighbor_changes
@@ -149,3 +152,38 @@ def test_gradient_attacks_alone_miss_what_is_planted_in_flat_places() -> None:
     blind = Pgd(steps=5, random_start=False)
     scene = scene_of(stairs(), x, y, L2(0.1, BOX), attacks=(blind,))
     assert planted_example(scene).verdict == FAIL
+
+
+def test_dear_attacks_are_spared_what_is_proved_and_nothing_else() -> None:
+    model, x, y = smooth_model()
+    attacks = [Straight(points=6), Pgd(steps=10), RandomSearch(queries=20)]
+    settings = {"eps": (0.1, 0.2, 0.3), "attacks": attacks, "flags": False}
+    assert evaluate(model, x, y, L2(0.2), **settings).spared_proved == ()
+    record = evaluate(model, x, y, L2(0.2), spare_proved=["pgd", "random_search"], **settings)
+    assert record.spared_proved == ("pgd", "random_search")
+    assert record.certificate is not None
+    radius, spared = record.certificate.radius, 0
+    nearest = replace(record, attacks=()).distances()
+    for one in record.attacks:
+        standing = [row for row in record.clean_right if nearest[row] > one.eps]
+        unproved = [row for row in standing if radius[row] <= one.eps]
+        assert list(one.attacked) == (standing if one.attack == "straight" else unproved)
+        spared += len(standing) - len(one.attacked)
+        for row, distance in zip(one.broken, one.distances, strict=True):
+            nearest[row] = min(nearest[row], distance)
+    assert spared > 20
+    assert sum(len(one.broken) for one in record.attacks if one.attack != "straight") > 0
+    proved = sum(radius[row] > 0.2 for row in record.clean_right)
+    assert 0 < proved <= record.worst_case(0.2).value / 100 * len(x)
+
+
+def test_what_cannot_be_spared_is_refused() -> None:
+    model, x, y = smooth_model()
+    attacks = [Pgd(steps=1)]
+    with pytest.raises(InputError, match="spare_proved: expected one of pgd, got 'square'"):
+        evaluate(model, x, y, L2(0.2), attacks=attacks, spare_proved=["square"])
+    with pytest.raises(InputError, match="spare_proved: expected none with certificate=False"):
+        evaluate(model, x, y, L2(0.2), attacks=attacks, spare_proved=["pgd"], certificate=False)
+    model, x, y = two_sides(task="regression")
+    with pytest.raises(InputError, match="spare_proved: expected none with a regression"):
+        evaluate(model, x, y, L2(0.2), attacks=attacks, spare_proved=["pgd"])

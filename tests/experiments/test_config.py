@@ -118,6 +118,21 @@ a = { net = "used", method = "otad", metric = "used" }
         read_experiment(path)
 
 
+def test_of_several_included_files_the_later_wins_and_the_own_one_last(tmp_path: Path) -> None:
+    net = '[data.digits]\nname = "digits"\n[nets.one]\ndata = "digits"\nblocks = {}\n'
+    for name, blocks in (("first", 2), ("second", 3)):
+        (tmp_path / f"{name}.toml").write_text(net.format(blocks), encoding="utf-8")
+    row = '[rows.net]\nnet = "one"\nmethod = "net"\n'
+    included = 'title = "own"\ninclude = ["first.toml", "second.toml"]\n'
+    path = tmp_path / "own.toml"
+    for change, blocks in (("", 3), ("[nets.one]\nblocks = 4\n", 4)):
+        path.write_text(included + row + change, encoding="utf-8")
+        assert read_experiment(path).nets["one"].blocks == blocks
+    path.write_text('title = "own"\ninclude = ["first.toml", "none.toml"]\n' + row)
+    with pytest.raises(InputError, match="none.toml: expected a TOML file"):
+        read_experiment(path)
+
+
 def test_a_recipe_is_what_training_settings_change(tmp_path: Path) -> None:
     path = small(tmp_path, "blocks = 2", 'blocks = 2\nrecipe = "vit_cifar10"')
     settings = read_experiment(path).nets["one"].settings

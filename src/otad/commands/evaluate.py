@@ -72,6 +72,13 @@ def evaluate(
             "can be compared.",
         ),
     ] = False,
+    spare_proved: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Do not run this attack on rows whose certificate reaches as far as the radius: "
+            "nothing can break those. Repeatable."
+        ),
+    ] = None,
     no_flags: Annotated[
         bool,
         typer.Option(
@@ -133,6 +140,7 @@ def evaluate(
             eps=sorted(radii),
             attacks=list(attack) if attack else suite,
             survivors_only=not all_rows,
+            spare_proved=spare_proved or (),
             embedding_lipschitz=embedding_lipschitz,
             metric_lipschitz=metric_lipschitz,
             train_x=train_x,

@@ -89,7 +89,8 @@ class Evaluation:
     "knn_mean_feature", or just "model" for a foreign one). `clean_right`: rows the model answers
     right unattacked (regression: all). `clean_errors`: |f - y| unattacked (regression only).
     `seconds`: of the whole, parts that an earlier run had finished included.
-    `missing`: attacks that were not run, and why.
+    `missing`: attacks that were not run, and why. `spared_proved`: those that were not run on rows
+    with a certificate of that radius.
     """
 
     task: str
@@ -109,6 +110,7 @@ class Evaluation:
     solver: SolverRecord | None
     seconds: float
     missing: dict[str, str] = field(default_factory=dict)
+    spared_proved: tuple[str, ...] = ()
     format: str = FORMAT
 
     @property

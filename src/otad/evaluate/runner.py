@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
-from otad.checks import check_count
+from otad.checks import check_choice, check_count
 from otad.defense import OTAD
 from otad.environment import Environment
 from otad.errors import InputError
@@ -50,6 +50,7 @@ def evaluate(
     eps: Sequence[float] | None = None,
     attacks: str | Sequence[str | Attack] = "standard",
     survivors_only: bool = True,
+    spare_proved: Sequence[str] = (),
     certificate: bool = True,
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
@@ -68,6 +69,8 @@ def evaluate(
     - `attacks`: a preset ("quick", "standard", "full") or attacks, by name or made, in order.
     - `survivors_only`: spare rows known to be wrong at a distance of at most eps. Otherwise each
       attack meets every example that is right unattacked; dearer, but attacks can be compared.
+    - `spare_proved`: names of dear attacks that are spared rows whose certificate reaches as far as
+      the radius: nothing can break those. All other attacks test the proofs.
     - `certificate`, `flags`: also prove what can be proved; also look for signs that the attacks
       were too weak. A proof that an attack contradicts is told in any case (`is_sound`).
     - `embedding_lipschitz`, `metric_lipschitz`: see `certify`; needed to prove anything of a model
@@ -86,6 +89,7 @@ def evaluate(
     stated = Stated(embedding_lipschitz, metric_lipschitz)
     stated.check(model)
     chosen, missing = _chosen(model, x, y, threat, attacks, train_x)
+    _check_spared(spare_proved, chosen, y, certificate)
     clean = look_at_clean(model, x, y, threat, batch_size)
     place = None if folder is None else Path(folder)
     card = model_card(model)
@@ -101,32 +105,35 @@ def evaluate(
         if progress is not None:
             progress(label, done, attacking + certificate + checks, run.worst(radius))
 
+    proof = None
+    if certificate:
+        tell("certificates", 0)
+        proof, reason = _proof(model, x, y, threat, stated)
+        missing = missing | ({"certificate": reason} if reason else {})
+    safe = torch.tensor(() if proof is None else proof.radius, dtype=torch.float64)
     for number, (radius, attack) in enumerate(labels):
         parts = []
-        label = f"{attack.name}, eps {radius:g}"
+        label, done = f"{attack.name}, eps {radius:g}", certificate + number * steps
         rows = run.rows(radius, survivors_only)
-        tell(label, number * steps, radius)
+        if attack.name in spare_proved and proof is not None:
+            rows = rows[safe[rows] <= radius]
+        tell(label, done, radius)
         for batch, some in enumerate(rows.split(batch_size) if len(rows) else ()):
             parts.append(run.part(attack, radius, batch, some))
-            tell(label, number * steps + batch + 1, radius)
+            tell(label, done + batch + 1, radius)
         records.append(_record(attack, radius, run.settings(attack), parts))
         if heard := [*remarks.get(attack.name, ()), *itertools.chain(*(p.remarks for p in parts))]:
             remarks[attack.name] = list(dict.fromkeys(heard))
-    proof = None
-    if certificate:
-        tell("certificates", attacking)
-        proof, reason = _proof(model, x, y, threat, stated)
-        missing = missing | ({"certificate": reason} if reason else {})
     scene = Scene(
         model, x, y, threat, tuple(chosen), tuple(records), clean, proof, remarks, seed, train_x
     )
-    proved = attacking + certificate
+    attacked = certificate + attacking
 
     def tell_check(done: int) -> None:
-        tell(f"red flag {done + 1} of {checks}", proved + done)
+        tell(f"red flag {done + 1} of {checks}", attacked + done)
 
     raised = raise_flags(scene, tell_check) if flags else (sandwich(scene),)
-    tell("done", proved + checks)
+    tell("done", attacked + checks)
     found = Evaluation(
         task=scene.task,
         n=len(x),
@@ -145,6 +152,7 @@ def evaluate(
         solver=clean.solver,
         seconds=run.earlier_seconds + time.perf_counter() - started,
         missing=missing,
+        spared_proved=() if proof is None else tuple(spare_proved),
     )
     if place is not None:
         run.write_adversarial(place / "adversarial.safetensors")
@@ -207,6 +215,17 @@ def _chosen(
     if not names or len(set(names)) < len(names):
         raise InputError(f"attacks: expected at least one, each name once, got {names}")
     return chosen, {}
+
+
+def _check_spared(
+    names: Sequence[str], chosen: Sequence[Attack], y: Tensor, certificate: bool
+) -> None:
+    known = [attack.name for attack in chosen]
+    for name in names:
+        check_choice(name, "spare_proved", known)
+    if names and (y.is_floating_point() or not certificate):
+        why = "a regression, where nothing is broken" if certificate else "certificate=False"
+        raise InputError(f"spare_proved: expected none with {why}, got {', '.join(names)}")
 
 
 def _record(

@@ -1,7 +1,8 @@
 """What an experiment consists of, as its TOML file says it.
 
 title = "..."             what the table shows
-include = "FILE.toml"     parts that several experiments share; what no row asks for is left out
+include = "FILE.toml"     parts that several experiments share, or a list of such files, the later
+                          the stronger; what no row asks for is left out
 [data.NAME]               a data set of the registry, with its options
 [train], [otad]           settings of every net, of every row, unless told otherwise there
 [nets.NAME]               a net, trained on one of the data sets
@@ -228,13 +229,13 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
     """An experiment by name, or a TOML file of the user's by its path."""
     path = _find(name)
     content = _read(path)
-    shared = content.pop("include", None)
-    if shared is not None:
+    included = content.pop("include", ())
+    for shared in reversed([included] if isinstance(included, str) else included):
         content = _merged(_read(path.parent / shared), content)
     changes = content.pop("quick", {})
     if quick:
         content = _merged(content, changes)
-    if shared is not None:
+    if included:
         content = _asked_for(content)
     source = dict(content)
     train, otad = content.pop("train", {}), content.pop("otad", {})

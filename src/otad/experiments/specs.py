@@ -90,6 +90,7 @@ class EvaluateSpec:
     - `beside`: rows whose models meet the same attacks, on the same points.
     - `eps`: the radii attacked, `headline` that of the threat model.
     - `attacks`: those to run, with their options; those of the suite called `preset` when empty.
+    - `spare_proved`: attacks that are not run on points with a certificate of that radius.
     - `flags`: also look for signs that the attacks were too weak.
     - `certify`: rows whose models are certified at each eps, on the same points.
     - `at_most`: what the worst case must not exceed, in percent, by eps; `at_least`: the certified
@@ -105,6 +106,7 @@ class EvaluateSpec:
     flags: bool = True
     preset: str = "standard"
     attacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    spare_proved: tuple[str, ...] = ()
     certify: tuple[str, ...] = ()
     at_most: dict[str, float] = field(default_factory=dict)
     at_least: dict[str, dict[str, float]] = field(default_factory=dict)

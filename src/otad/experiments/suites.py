@@ -66,6 +66,7 @@ def _run_alone(study: Study, spec: EvaluateSpec, out: Path, stem: str, work: Pat
         eps=spec.eps,
         attacks=[made_attack(name, model, how, train_x) for name, how in spec.attacks.items()]
         or spec.preset,
+        spare_proved=spec.spare_proved,
         train_x=train_x,
         flags=spec.flags,
         seed=study.seed,

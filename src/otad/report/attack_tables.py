@@ -71,6 +71,8 @@ def attacks_section(evaluation: Evaluation) -> Section:
     abstained = {row for record in evaluation.attacks for row in record.abstained}
     lead = "Each example counts as broken once any attack has broken it"
     lead += ", and is spared the attacks after." if spares_the_broken(evaluation) else "."
+    if spared := evaluation.spared_proved:
+        lead += f" Not run where a certificate reaches as far as eps: {', '.join(spared)}."
     if evaluation.task != "classification":
         lead = "Each attack looks for the input within eps at which the model errs most."
     elif abstained:
