@@ -129,7 +129,7 @@ def test_of_several_included_files_the_later_wins_and_the_own_one_last(tmp_path:
         path.write_text(included + row + change, encoding="utf-8")
         assert read_experiment(path).nets["one"].blocks == blocks
     path.write_text('title = "own"\ninclude = ["first.toml", "none.toml"]\n' + row)
-    with pytest.raises(InputError, match="none.toml: expected a TOML file"):
+    with pytest.raises(InputError, match=r"none.toml: expected a TOML file"):
         read_experiment(path)
 
 
