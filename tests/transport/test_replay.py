@@ -69,7 +69,8 @@ def test_a_recorded_training_of_a_metric_is_the_same(
     config = replace(METRIC, augment="light", channels_last=True, **settings)
     expected = train_metric(plain, images(200), config)
     result = train_metric(recorded, images(200), replace(config, replayed=True))
-    tolerance = 5e-2 if mixed_precision else 1e-3  # rounding turns steps of the adversary
+    # Rounding turns steps of the adversary, and those the training.
+    tolerance = 5e-2 if mixed_precision or adversary else 1e-3
     for one, two in zip(result.history, expected.history, strict=True):
         assert one.loss == pytest.approx(two.loss, rel=tolerance)
     for one, two in zip(recorded.parameters(), plain.parameters(), strict=True):
