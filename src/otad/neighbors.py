@@ -21,7 +21,7 @@ from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_count, check_finite, check_shape, check_tensor
 from otad.errors import InputError, MissingExtraError
-from otad.file_rows import block_of, gathered
+from otad.file_rows import block_of, gathered, in_file
 
 FLOAT32_ROUNDOFF = 2.0**-24
 # What the user's setting lets a matrix product round its inputs to; else all of float32 is kept.
@@ -29,6 +29,8 @@ MATMUL_ROUNDOFF = {"tf32": 2.0**-11, "high": 2.0**-11, "bf16": 2.0**-8, "medium"
 SECTION = 1024  # columns summed in one product: short sums keep the error bound tight
 SPARE = 8  # first guess at how many more than K points the shortlist needs
 GROWTH = 4  # how much longer the shortlist of an unproved row becomes
+OFF_ORIGIN = 0.95  # |mean| / median |point| above which centering tightens the bounds by much
+MODERATE = 2.0**16  # lengths up to this, and down to its inverse, may be squared in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,8 @@ class NeighborSearch(ABC):
     Working memory stays near `max_bytes`; more of it makes wide points faster on a GPU.
 
     With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
-    s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2.
+    s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2. Points of a moderate size around the origin
+    are `plain`: they serve as they are, with c = 0 and s = 1.
     """
 
     def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
@@ -60,11 +63,16 @@ class NeighborSearch(ABC):
         self.max_bytes = check_count(max_bytes, "max_bytes", least=2**16)
         self._work_dtype = torch.promote_types(points.dtype, torch.float32)
         with torch.no_grad():
-            self._center = self._mean()
-            self._exponent = 0
-            radii = torch.cat([_norms(block) for _, block in self._scaled_blocks()])
-            self._exponent = self._choose_exponent(float(radii.max()))
-            self._radii = radii * 2.0**-self._exponent  # (N,) float64, |y|
+            mean = self._mean()
+            self._center, self._exponent, self._plain = torch.zeros_like(mean), 0, True
+            self._radii = self._lengths()  # (N,) float64, |y|
+            self._plain = self._is_plain(float(_norms(mean[None])))
+            if not self._plain:
+                self._center = mean
+                radii = self._lengths()
+                self._exponent = self._choose_exponent(float(radii.max()))
+                self._radii = radii * 2.0**-self._exponent
+            self._radius = float(self._radii.max())
 
     def __len__(self) -> int:
         return self.points.shape[0]
@@ -149,7 +157,8 @@ class NeighborSearch(ABC):
         reach = (lengths[:, -1] * 2.0**-self._exponent).square()
         norms = _norms(x)
         # room for float64 rounding, and for what float32 flushes to zero
-        slack = 1e-12 * (reach + norms.square()) + x.shape[1] * 2.0**-120 * (1 + norms)
+        flushed = x.shape[1] * 2.0**-120 * (1 + self._radius + norms)
+        slack = 1e-12 * (reach + norms.square()) + flushed
         return candidates.gather(1, order), lengths, (floor > reach + slack) & (reach < math.inf)
 
     def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
@@ -172,7 +181,9 @@ class NeighborSearch(ABC):
     def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(start, y (n, d)) in the working dtype, over all points."""
         for start, block in self._blocks():
-            yield start, (block - self._center).mul_(2.0**-self._exponent)
+            if not self._plain:
+                block = (block - self._center).mul_(2.0**-self._exponent)
+            yield start, block
 
     def _blocks(self) -> Iterator[tuple[int, Tensor]]:
         rows = self._fit(24)
@@ -185,6 +196,15 @@ class NeighborSearch(ABC):
             check_finite(block, f"points[{start}:{start + len(block)}]")
             total += block.sum(0, dtype=torch.float64)
         return (total / len(self)).to(self._work_dtype)
+
+    def _lengths(self) -> Tensor:
+        """|y| (N,) in float64."""
+        return torch.cat([_norms(block) for _, block in self._scaled_blocks()])
+
+    def _is_plain(self, mean: float) -> bool:
+        """Whether points of these lengths, with a mean of that length, serve as they are."""
+        moderate = 1 / MODERATE <= float(self._radii.max()) <= MODERATE
+        return moderate and mean <= OFF_ORIGIN * float(self._radii.median())
 
     def _choose_exponent(self, radius: float) -> int:
         if not math.isfinite(radius):
@@ -233,50 +253,46 @@ class NeighborSearch(ABC):
 class TorchSearch(NeighborSearch):
     """Exact search by matrix products in blocks; needs nothing but torch.
 
-    Points that take up to half of `max_bytes` in float32 are kept ready for the products.
+    Points that have to be converted are kept ready for the products if they take up to half of
+    `max_bytes` in float32.
     """
 
     def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
         super().__init__(points, max_bytes=max_bytes)
-        self._ready: Tensor | None = None  # y and |y| (N, d + 1)
-        self._base: tuple[float, Tensor] | None = None  # |y|^2 (1 - slip), for this slip
-        if 8 * len(self) * (points.shape[1] + 1) <= max_bytes:
+        self._ready: Tensor | None = None  # y (N, d) in float32
+        serve = self._plain and points.dtype == torch.float32 and in_file(self.points) is None
+        if not serve and 8 * points.numel() <= max_bytes:
             with torch.no_grad():
                 self._ready = torch.cat([right for _, right in self._right_blocks()])
 
     def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        # |computed - true| <= slip (2 |x| |y| + |y|^2) for -2 <x, y> + |y|^2, so one more column,
-        # slip |x| against |y|, turns the product itself into a lower bound.
-        slip = _slip(min(SECTION, x.shape[1] + 1) + x.shape[1] // SECTION + 1, x.device)
+        # |computed - true| <= slip (2 |x| |y| + |y|^2) for -2 <x, y> + |y|^2: with that much taken
+        # off beforehand, what is computed is a lower bound.
+        slip = _slip(min(SECTION, x.shape[1]) + x.shape[1] // SECTION + 2, x.device)
         norms = _norms(x)
-        left = x.new_empty(len(x), x.shape[1] + 1, dtype=torch.float32)
         # The factor -2 here, as in the product itself it makes some CPUs half as fast.
-        torch.mul(x, -2, out=left[:, :-1])
-        torch.mul(norms, -2 * slip, out=left[:, -1])
-        base = self._base_for(slip).to(x.device)
+        left, allowance = (x * -2).float(), (norms * (-2 * slip)).float()[:, None]
+        radii = self._radii.to(x.device, torch.float32)
+        base = self._radii.square().mul_(1 - slip).to(x.device, torch.float32)
         per_block = max(size, self.max_bytes // (16 * len(x)))
         found: list[tuple[Tensor, Tensor]] = []  # lower bounds and indices, `size` at most
         for start, block in self._right_blocks():
             for first in range(start, start + len(block), per_block):
                 part = block[first - start : first - start + per_block].to(x.device)
-                bounds = _product(base[first : first + len(part)], left, part)
+                rows = slice(first, first + len(part))
+                bounds = _product(torch.addcmul(base[rows], allowance, radii[rows]), left, part)
                 values, places = bounds.topk(min(size, len(part)), largest=False, sorted=False)
                 found = [_merged([*found, (values, places + first if first else places)], size)]
         best, indices = found[0]
         return indices, best.amax(1).double() + norms.square()
 
     def _right_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """(start, y and |y| (n, d + 1)) in float32, over all points."""
+        """(start, y (n, d)) in float32, over all points."""
         if self._ready is not None:
             yield 0, self._ready
             return
         for start, block in self._scaled_blocks():
-            yield start, _widened(block, self._radii[start : start + len(block)])
-
-    def _base_for(self, slip: float) -> Tensor:
-        if self._base is None or self._base[0] != slip:
-            self._base = slip, (self._radii.square() * (1 - slip)).float()
-        return self._base[1]
+            yield start, block.float()
 
 
 class FaissSearch(NeighborSearch):
@@ -292,7 +308,8 @@ class FaissSearch(NeighborSearch):
         squares, found = self._index.search(x.to("cpu", torch.float32).numpy(), size)
         indices = torch.from_numpy(found).to(x.device)
         furthest = torch.from_numpy(squares).to(x.device, torch.float64).amax(1)
-        floor = furthest - _slip(x.shape[1], torch.device("cpu")) * (_norms(x) + 1).square()
+        slip = _slip(x.shape[1], torch.device("cpu"))
+        floor = furthest - slip * (_norms(x) + self._radius).square()
         missing = (indices < 0).any(1)  # FAISS says so when distances overflow
         return indices.clamp_(min=0), floor.masked_fill(missing, -math.inf)
 
@@ -311,12 +328,11 @@ def _slip(terms: int, device: torch.device) -> float:
 
 
 def _product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """base (n,) + left (b, m) right (n, m)^T, in sections of columns."""
-    result = base.repeat(len(left), 1)  # a copy, even for one row
+    """base (b, n), overwritten, + left (b, m) right (n, m)^T, in sections of columns."""
     for start in range(0, left.shape[1], SECTION):
         columns = slice(start, start + SECTION)
-        result.addmm_(left[:, columns], right[:, columns].T)  # in place: autocast lets it be
-    return result
+        base.addmm_(left[:, columns], right[:, columns].T)  # in place: autocast lets it be
+    return base
 
 
 def _merged(found: list[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
@@ -328,14 +344,6 @@ def _merged(found: list[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tens
         values, kept = values.topk(size, largest=False, sorted=False)
         indices = indices.gather(1, kept)
     return values, indices
-
-
-def _widened(rows: Tensor, column: Tensor) -> Tensor:
-    """Rows (n, d) with one more column (n,), in float32."""
-    result = rows.new_empty(len(rows), rows.shape[1] + 1, dtype=torch.float32)
-    result[:, :-1] = rows
-    result[:, -1] = column
-    return result
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from cip.instances import CONVEXITIES, random_problem
 from scipy.optimize import linprog
 
-from otad.cip import CipProblem, ExactCip, Status, least_smoothness
+from otad.cip import BankProblem, CipProblem, ExactCip, Status, least_smoothness
 from otad.cip.feasibility import closure
 from otad.cip.reference_potentials import (
     canonical_potentials,
@@ -44,6 +44,28 @@ def feasible(anchors: np.ndarray, images: np.ndarray, high: float, low: float) -
 
 def arrays(problem: CipProblem, row: int) -> tuple[np.ndarray, np.ndarray]:
     return problem.anchors[row].numpy(), problem.images[row].numpy()
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1e-5])
+@pytest.mark.parametrize("kind", ["dense", "bank"])
+def test_rounding_of_long_sums_denies_nobody(kind, spread, generator) -> None:
+    """Pictures of one brightness each, all brighter than the query: terms that are all alike are
+    all rounded alike, and float32 products lose more digits than the anchors differ in."""
+    shades = 1 + spread * torch.rand(40, generator=generator)
+    pictures = shades[:, None].expand(40, 24576).contiguous()
+    query, indices = torch.full((4, 24576), 0.3), torch.arange(40).view(4, 10)
+    for smoothness, expected in ((2.0, Status.SOLVED), (0.5, Status.RAISED)):
+        problem: CipProblem | BankProblem
+        if kind == "bank":
+            problem = BankProblem(query, pictures, pictures, indices, smoothness)
+        else:
+            problem = CipProblem(query, pictures[indices], pictures[indices], smoothness)
+        least = least_smoothness(problem)
+        torch.testing.assert_close(least, torch.ones_like(least), rtol=1e-6, atol=0)
+        solution = ExactCip()(problem)
+        assert solution.status.tolist() == [expected] * 4
+        used = torch.full_like(least, max(1.0, smoothness))
+        torch.testing.assert_close(solution.smoothness, used, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("strong_convexity", CONVEXITIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ class Answer:
     active: Tensor
     residual: Tensor
     status: Tensor
+
+    def ordinary(self) -> Answer:
+        """A copy in tensors that autograd may record, whatever mode these were made in."""
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, part in parts.items():
+            if part is not None:
+                parts[name] = part.clone(memory_format=torch.contiguous_format)
+        return Answer(**parts)
 
     def put(self, rows: Tensor, other: Answer) -> None:
         """Overwrite some rows by the rows of another answer."""

@@ -9,7 +9,7 @@ Newton's method on 1/M. Arrays are (K,K,B), batch last; neighbors not in use hav
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -45,15 +45,16 @@ class Constraints:
     def weights(self, flatness: Tensor) -> Tensor:
         """w (K,K,B), with -inf wherever a neighbor is left out, and 0 on the diagonal."""
         error = self.rise_error + self.bend_error * flatness.abs()
-        weights = self.rise + self.bend * flatness - error
+        return self._between_all(self.rise + self.bend * flatness - error)
+
+    def exact_weights(self, flatness: Tensor) -> Tensor:
+        """The same without allowance for rounding."""
+        return self._between_all(self.rise + self.bend * flatness)
+
+    def _between_all(self, weights: Tensor) -> Tensor:
         weights = _between_active(weights, self.active, -torch.inf)
         weights.diagonal(dim1=0, dim2=1).zero_()
         return weights
-
-    def exact(self) -> Constraints:
-        """The same without allowance for rounding."""
-        nothing = torch.zeros_like(self.rise_error)
-        return replace(self, rise_error=nothing, bend_error=nothing)
 
     def columns(self, rows: Tensor) -> Constraints:
         parts = (getattr(self, field.name)[..., rows] for field in fields(self))
@@ -70,8 +71,8 @@ def _between_active(values: Tensor, active: Tensor, fill: float) -> Tensor:
 def closure(weights: Tensor) -> Tensor:
     """Longest paths D (K,K,B): D_ij = max over paths from j to i. O(K^3) per row."""
     longest = weights.clone()
-    for k in range(len(longest)):
-        torch.maximum(longest, longest[:, k, None] + longest[None, k], out=longest)
+    for reach, onward in zip(longest.split(1, dim=1), longest.split(1), strict=True):
+        torch.maximum(longest, reach + onward, out=longest)
     return longest
 
 
@@ -88,8 +89,12 @@ def potentials(longest: Tensor, active: Tensor, rule: str) -> Tensor:
     """
     count = active.sum(0)
     longest = _between_active(longest, active, 0.0)
-    lowest, highest = longest.sum(1) / count, -longest.sum(0) / count
-    chosen = {"lowest": lowest, "highest": highest, "canonical": (lowest + highest) / 2}[rule]
+    if rule == "lowest":
+        chosen = longest.sum(1) / count
+    elif rule == "highest":
+        chosen = longest.sum(0) / -count
+    else:
+        chosen = (longest.sum(1) - longest.sum(0)) / (2 * count)
     return torch.where(active, chosen - chosen.sum(0) / count, 0.0)
 
 
@@ -122,11 +127,12 @@ def _walk_bound(constraints: Constraints, flatness: Tensor) -> Tensor:
     longest = constraints.weights(flatness)
     slope = constraints.bend.clone()
     slope.diagonal(dim1=0, dim2=1).zero_()
-    for k in range(len(longest)):
-        path = longest[:, k, None] + longest[None, k]
+    ways = (part.split(1, dim=side) for part in (longest, slope) for side in (1, 0))
+    for reach, onward, reach_slope, onward_slope in zip(*ways, strict=True):
+        path = reach + onward
         longer = path > longest
-        longest = torch.where(longer, path, longest)
-        slope = torch.where(longer, slope[:, k, None] + slope[None, k], slope)
+        torch.where(longer, reach_slope + onward_slope, slope, out=slope)
+        torch.where(longer, path, longest, out=longest)
     gain = longest.diagonal(dim1=0, dim2=1).mT
     rate = slope.diagonal(dim1=0, dim2=1).mT
     positive = (gain > 0) & (rate > 0)
@@ -140,7 +146,7 @@ def critical(constraints: Constraints, flatness: Tensor) -> Tensor:
         torch.finfo(flatness.dtype).tiny
     )
     beyond = flatness + 1e-7 * torch.maximum(flatness.abs(), 1e-3 * size)
-    gain = closure(constraints.exact().weights(beyond)).diagonal(dim1=0, dim2=1).mT
+    gain = closure(constraints.exact_weights(beyond)).diagonal(dim1=0, dim2=1).mT
     # Only that cycle is positive there, by little; a walk of the closure goes round it 2^K times at
     # most, so its neighbors gain at least this share of the largest. The rest is rounding.
     share = gain.amax(0) * 2.0 ** -len(gain)
@@ -154,7 +160,8 @@ def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor
     images), infinite where none does. The problem's own `smoothness` plays no part.
     """
     with torch.no_grad():
-        gram = gram_of(problem, chunk, bends=problem.is_bent)
+        precise = problem.in_double(slice(None))  # an infimum may hang on differences that cancel
+        gram = gram_of(precise, chunk, bends=problem.is_bent)
         return _least_smoothness(gram, problem.strong_convexity)
 
 

@@ -66,8 +66,8 @@ class Gram:
 
     def sizes(self, strong_convexity: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The largest |a_i| and |c_i| + |l a_i| (B,): the terms that the shift may cancel."""
-        offset = self.squared_distance.masked_fill(~active, 0.0).amax(0).sqrt()
-        image = _diagonal(self.images).masked_fill(~active, 0.0).amax(0).sqrt()
+        squares = torch.stack((self.squared_distance, _diagonal(self.images)))
+        offset, image = (squares * active).amax(1).sqrt()
         return offset, image + strong_convexity.abs() * offset
 
     def shift_of_levels(self, strong_convexity: Tensor) -> Tensor:
@@ -204,6 +204,14 @@ class Products:
         )
 
 
+def worst_noise(dim: int) -> float:
+    """Relative rounding error that a sum of `dim` products in float32 cannot exceed.
+
+    It is near `Products.noise` as a rule; nearly equal terms are all rounded the same way.
+    """
+    return (dim + 2) * torch.finfo(torch.float32).eps / 2
+
+
 def _summed(parts: Tensor) -> Tensor:
     """The sum over the first axis in float64."""
     return parts[0].double() if len(parts) == 1 else parts.sum(0, dtype=torch.float64)
@@ -260,6 +268,17 @@ def _fill_stack(stack: Tensor, problem: RowProblem, rows: slice) -> Tensor:
     torch.sub(problem.anchors_of(rows), query[:, None], out=stack[:, :count])
     torch.sub(images[:, 1:], center[:, None], out=stack[:, count + 1 :])
     return stack
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small matrices on a single thread: to wait for others takes many times as long."""
+    allowed = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(allowed)
 
 
 @contextmanager

@@ -114,14 +114,10 @@ def relative(
     """
     tiny = torch.finfo(torch.float64).tiny
     value_size = image_size * offset_size + image_size.square() / (2 * modulus)
-    off_simplex = torch.stack(
-        (
-            (-multipliers).amax(1),
-            multipliers.masked_fill(active, 0.0).abs().amax(1),
-            (multipliers.sum(1) - 1).abs(),
-        )
-    ).amax(0)
-    in_value = torch.maximum(value_gap, complementarity) / value_size.clamp_min(tiny)
-    in_feature = stationarity / image_size.clamp_min(tiny)
-    worst = torch.maximum(torch.maximum(in_value, in_feature), off_simplex).clamp_min(0.0)
-    return worst.nan_to_num(nan=torch.inf)
+    violations = (
+        torch.maximum(value_gap, complementarity) / value_size.clamp_min(tiny),
+        stationarity / image_size.clamp_min(tiny),
+        torch.where(active, -multipliers, multipliers.abs()).amax(1),
+        (multipliers.sum(1) - 1).abs(),
+    )
+    return torch.stack(violations).amax(0).nan_to_num(nan=torch.inf)

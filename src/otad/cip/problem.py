@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from otad.cip.solution import CipSolution
 from otad.errors import InputError
 from otad.file_rows import gathered, in_file
 
+Problem = TypeVar("Problem", "CipProblem", "BankProblem")
 _BROUGHT_BYTES = 2**29  # of a bank that is elsewhere, held at a time
 
 
@@ -78,6 +79,11 @@ class CipProblem:
     def images_of(self, rows: slice) -> Tensor:
         """The images of some rows, on the query's device."""
         return self.images[rows]
+
+    def in_double(self, rows: Tensor | slice) -> CipProblem:
+        """Some rows, with a query in float64, so that products are computed in that too."""
+        parts = self.query[rows].double(), self.anchors[rows], self.images[rows]
+        return _remade(self, *parts, *_curvature_of(self, rows))
 
     def residual(self, solution: CipSolution) -> Tensor:
         """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
@@ -152,10 +158,14 @@ class BankProblem:
         if 2 * len(used) * self.inputs[0].nbytes > _BROUGHT_BYTES:
             return self
         near = (gathered(part, used, device) for part in bank)
-        same = object.__new__(BankProblem)
         curvature = self.smoothness, self.strong_convexity, self.is_bent
-        _fill(same, self.query, *near, places.to(device), *curvature)
-        return same
+        return _remade(self, self.query, *near, places.to(device), *curvature)
+
+    def in_double(self, rows: Tensor | slice) -> BankProblem:
+        """Some rows, with a query in float64, so that products are computed in that too."""
+        named = rows.to(self.indices.device) if isinstance(rows, Tensor) else rows
+        parts = self.query[rows].double(), self.inputs, self.features, self.indices[named]
+        return _remade(self, *parts, *_curvature_of(self, rows))
 
     def residual(self, solution: CipSolution) -> Tensor:
         """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
@@ -165,6 +175,19 @@ class BankProblem:
 def _fill(frozen: CipProblem | BankProblem, *values: object) -> None:
     for name, value in zip(frozen.__dataclass_fields__, values, strict=True):
         object.__setattr__(frozen, name, value)
+
+
+def _remade(like: Problem, *values: object) -> Problem:
+    """Another problem of the same kind, of values known to be good."""
+    made = object.__new__(type(like))
+    _fill(made, *values)
+    return made
+
+
+def _curvature_of(
+    problem: CipProblem | BankProblem, rows: Tensor | slice
+) -> tuple[Tensor, Tensor, bool]:
+    return problem.smoothness[rows], problem.strong_convexity[rows], problem.is_bent
 
 
 def _check_values(query: Tensor, indices: Tensor, points: int) -> None:

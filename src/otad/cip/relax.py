@@ -51,12 +51,14 @@ class Curvature:
         allowance for rounding only where a cycle is positive without it.
         """
         constraints, flatness = self.constraints(gram), self.flatness
-        longest = closure(constraints.exact().weights(flatness))
-        doubtful = has_positive_cycle(longest).nonzero()[:, 0]
-        if len(doubtful):
+        longest = closure(constraints.exact_weights(flatness))
+        positive = has_positive_cycle(longest)
+        if bool(positive.any()):
+            doubtful = positive.nonzero()[:, 0]
             weights = constraints.columns(doubtful).weights(flatness[doubtful])
             longest[..., doubtful] = closure(weights)
-        return longest, ~has_positive_cycle(longest)
+            positive = has_positive_cycle(longest)
+        return longest, ~positive
 
     def feasible(self, gram: Gram) -> Tensor:
         return self.closure(gram)[1]
@@ -77,14 +79,28 @@ class Relaxation:
         self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor
     ) -> tuple[Curvature, Tensor, Tensor]:
         """Curvature and neighbors for which potentials exist, their closure, a `Status` per row."""
-        regular = gram.count - self.spares
-        active = torch.ones_like(gram.tilt, dtype=torch.bool)
-        active[regular:] = False
-        found = Curvature(smoothness.clone(), strong_convexity.clone(), active)
+        asked = self.start(gram, smoothness, strong_convexity)
+        longest, feasible = asked.closure(gram)
         status = torch.full_like(smoothness, int(Status.SOLVED), dtype=torch.int64)
-        dropped = torch.zeros_like(status)
-        longest, feasible = found.closure(gram)
-        todo = (~feasible).nonzero()[:, 0]
+        if bool(feasible.all()):
+            return asked, longest, status
+        found = self._relax(gram, asked, (~feasible).nonzero()[:, 0], status)
+        changed = (status != int(Status.SOLVED)).nonzero()[:, 0]
+        longest[..., changed] = found.columns(changed).closure(gram.columns(changed))[0]
+        return found, longest, status
+
+    def start(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Curvature:
+        """The curvature asked for, with all neighbors but the spares."""
+        active = torch.ones_like(gram.tilt, dtype=torch.bool)
+        active[gram.count - self.spares :] = False
+        return Curvature(smoothness, strong_convexity, active)
+
+    def _relax(self, gram: Gram, asked: Curvature, todo: Tensor, status: Tensor) -> Curvature:
+        """Curvature and neighbors for which the rows `todo` have potentials; their `status` is
+        filled in."""
+        regular, dropped = gram.count - self.spares, torch.zeros_like(status)
+        smoothness, strong_convexity = asked.smoothness.clone(), asked.strong_convexity.clone()
+        found = Curvature(smoothness, strong_convexity, asked.active)
         while len(todo):
             part, at = gram.columns(todo), found.columns(todo)
             raised = self._raised(part, at)
@@ -105,10 +121,7 @@ class Relaxation:
             feasible = found.columns(todo).feasible(part)
             status[todo[feasible]] = int(Status.REPAIRED)
             todo = todo[~feasible]
-        changed = (status != int(Status.SOLVED)).nonzero()[:, 0]
-        if len(changed):
-            longest[..., changed] = found.columns(changed).closure(gram.columns(changed))[0]
-        return found, longest, status
+        return found
 
     def _raised(self, gram: Gram, at: Curvature) -> Curvature:
         """The nearest curvature that works, infinite smoothness where there is none."""

@@ -18,12 +18,13 @@ are the weights there, and c_i - nu - (H w)_i are the gains of the neighbors out
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from otad.cip.gram import shared_out
+from otad.cip.gram import one_thread, shared_out
 from otad.cip.pivoting import pivot_to_optimum
 from otad.cip.rows import blocks
 from otad.cip.supports import factor, reduced_inverse, solve
@@ -53,15 +54,16 @@ def maximize_on_simplex(
     """
     first = active if guess is None else guess
     batch = linear.shape[1]
+    threads = torch.get_num_threads() if linear.device.type == "cpu" else 1
+    width = max(_FEWEST_ROWS, -(-batch // threads))
+    if batch <= width:
+        with one_thread():
+            return _maximize(gram, linear, active, first, tolerance)
 
     def work(rows: slice) -> SimplexOptimum:
         parts = (gram[..., rows], linear[:, rows], active[:, rows], first[:, rows])
         return _maximize(*parts, tolerance)
 
-    threads = torch.get_num_threads() if linear.device.type == "cpu" else 1
-    width = max(_FEWEST_ROWS, -(-batch // threads))
-    if batch <= width:
-        return work(slice(0, batch))
     found = shared_out(list(blocks(batch, width)), work, linear.device)
     return SimplexOptimum(
         torch.cat([part.weights for part in found], dim=-1),
@@ -73,7 +75,7 @@ def maximize_on_simplex(
 def _maximize(
     gram: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float
 ) -> SimplexOptimum:
-    scale = gram.diagonal(dim1=0, dim2=1).mT.amax(0)
+    scale = gram.diagonal(dim1=0, dim2=1).amax(1)
     scale = torch.where(scale > 0, scale, 1.0)
     quadratic, linear = gram / scale, linear / scale
     # Only differences of the linear term matter; centered, they keep their digits.
@@ -86,7 +88,7 @@ def _maximize(
             quadratic[..., todo], linear[:, todo], active[:, todo], tolerance
         )
     weights = _refined(quadratic, linear, weights, inverse)
-    return SimplexOptimum(weights, inverse / scale, solved & weights.isfinite().all(0))
+    return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # not NaN
 
 
 def _by_exchange(
@@ -102,7 +104,7 @@ def _by_exchange(
     place = torch.arange(linear.shape[1], device=linear.device)
     matrix = (quadratic + 1).permute(2, 0, 1).contiguous()  # here the batch comes first
     target, allowed = linear.mT.contiguous(), active.mT.to(linear.dtype)
-    floor = tolerance * (1 + (target * allowed).abs().amax(1))
+    floor = tolerance * (1 + torch.linalg.vector_norm(target * allowed, math.inf, dim=1))
     support, given_up = guess.mT.to(linear.dtype), []
     for number in range(1, _GUESSES + 1):
         factors, regular = factor(matrix, support, tolerance)

@@ -27,6 +27,11 @@ class SmallStage:
 
     def __call__(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Answer:
         """The answer for the curvature (B,) asked for, failures told by `status` alone."""
+        with torch.inference_mode():  # where hundreds of small operations cost the least
+            answer = self._answer(gram, smoothness, strong_convexity)
+        return answer.ordinary()
+
+    def _answer(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Answer:
         finite = gram.is_finite
         if not bool(finite.all()):  # products overflowed: park these rows on harmless numbers
             gram = gram.zeroed(~finite)
@@ -60,14 +65,14 @@ class SmallStage:
         )
         unsolved = ~finite | (~best.solved & (status < int(Status.INFEASIBLE)))
         return Answer(
-            weight=weight.mT.contiguous(),
-            sensitivity=(best.sensitivity * modulus).permute(2, 0, 1).contiguous(),
+            weight=weight.mT,
+            sensitivity=(best.sensitivity * modulus).permute(2, 0, 1),
             value=value,
-            level=level.masked_fill(~active, torch.nan).mT.contiguous(),
+            level=level.masked_fill(~active, torch.nan).mT,
             smoothness=found.smoothness,
             strong_convexity=found.strong_convexity,
             map_convexity=used.strong_convexity,
-            active=active.mT.contiguous(),
+            active=active.mT,
             residual=residual,
             status=torch.where(unsolved, int(Status.UNSOLVED), status),
         )

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from otad.checks import check_choice, check_count
 from otad.cip.answer import Answer
 from otad.cip.feasibility import POTENTIALS
-from otad.cip.gram import Products, products_of
+from otad.cip.gram import Gram, Products, products_of, worst_noise
 from otad.cip.implicit import ImplicitMap, assemble
 from otad.cip.problem import BankProblem
 from otad.cip.relax import Relaxation
 from otad.cip.row_stage import fits, solve_rows
 from otad.cip.rows import RowProblem
 from otad.cip.small_stage import SmallStage
-from otad.cip.solution import CipSolution
+from otad.cip.solution import CipSolution, Status
 from otad.errors import InputError
 
 MODES = ("consistent", "paper")
@@ -122,9 +122,27 @@ class ExactCip:
                     part = products.rows(left).gram()
                     answer.put(left, stage(part, *(values[left] for values in asked)))
             else:
-                answer = stage(products.gram(), *asked)
+                gram = products.gram()
+                answer = stage(gram, *asked)
+                self._look_again(problem, gram, stage, answer)
             squares = products.squares.sum(0)
             return answer.with_failures_marked(self.on_failure, squares, asked[1])
+
+    def _look_again(
+        self, problem: RowProblem, gram: Gram, stage: SmallStage, answer: Answer
+    ) -> None:
+        """Once more, in float64, rows that only the rounding of float32 products may have denied
+        the curvature asked for."""
+        rows = (answer.status != int(Status.SOLVED)).nonzero()[:, 0]
+        if len(rows) == 0 or problem.query.dtype == torch.float64:
+            return
+        rough = replace(gram.columns(rows), noise=worst_noise(problem.shape[2]))
+        asked = problem.smoothness[rows], problem.strong_convexity[rows]
+        rows = rows[stage.relaxation.start(rough, *asked).feasible(rough)]
+        if len(rows):
+            again = problem.in_double(rows)
+            fine = self.products(again).gram()
+            answer.put(rows, stage(fine, again.smoothness, again.strong_convexity))
 
     def solution(self, problem: RowProblem, answer: Answer) -> CipSolution:
         """The answer in the problem's dtype, tied to the query for gradients if these are on."""

@@ -15,7 +15,7 @@ def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, T
 
     Also whether the images in the support are affinely independent (B,): if not, it means nothing.
     """
-    part = matrix * support[:, :, None] * support[:, None]
+    part = matrix * (support[:, :, None] * support[:, None])
     part.diagonal(dim1=1, dim2=2).add_(1 - support)
     found, failed = torch.linalg.cholesky_ex(part)
     pivots = found.diagonal(dim1=1, dim2=2)
