@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,13 +107,66 @@ def test_a_failure_stops_only_what_needs_it(tmp_path: Path) -> None:
 
 
 def test_out_of_time_is_told(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnfinishedError, match="small net right: out of time"):
+    with pytest.raises(UnfinishedError) as caught:
         reproduce_together([small], jobs=2, out=tmp_path, max_seconds=0.0)
+    told = str(caught.value).splitlines()
+    assert told[0].startswith("small net right: out of time")
+    assert told[1:] == [
+        f"small {one}: needs small net right, which is unfinished"
+        for one in ("row right", "record")
+    ]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failed_experiment_does_not_stop_the_others(
+    jobs: int, small: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text(WINE.replace("blocks = 1", "blocks = -1"), encoding="utf-8")
+    with pytest.raises(OtadError, match=r"\Abroken (net right|record): blocks: expected"):
+        reproduce_together([broken, small], jobs=jobs, out=tmp_path)
+    assert (tmp_path / "small.json").exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_files_in_the_way_are_told_in_a_line(jobs: int, small: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OtadError) as caught:
+        reproduce_together([small], jobs=jobs, out=tmp_path, work=tmp_path / "file" / "work")
+    assert "Not a directory" in str(caught.value).splitlines()[0]
+    assert "Traceback" not in str(caught.value)
+
+
+SLOW = WINE.replace("epochs = 1", "epochs = 1, batch_size = 1").replace("blocks = 1", "blocks = 99")
+TOGETHER = """
+import sys
+from otad.experiments import reproduce_together
+if __name__ == "__main__":
+    reproduce_together([sys.argv[1]], jobs=2, out=sys.argv[2])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere there are no locks")
+def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
+    import fcntl
+
+    path = tmp_path / "slow.toml"
+    path.write_text(SLOW, encoding="utf-8")
+    parent = subprocess.Popen([sys.executable, "-c", TOGETHER, path, tmp_path])
+    try:
+        while not (locks := [*tmp_path.glob(".work/nets/*/lock")]):
+            assert parent.poll() is None
+            time.sleep(0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+    time.sleep(3)
+    with locks[0].open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while someone trains
+    assert not [*tmp_path.glob(".work/nets/*/weights.safetensors")], "it was too quick to tell"
 
 
 def die(*_: object) -> None:
-    import os
-
     os._exit(7)
 
 

@@ -152,7 +152,7 @@ def evaluate(
         solver=clean.solver,
         seconds=run.earlier_seconds + time.perf_counter() - started,
         missing=missing,
-        spared_proved=() if proof is None else tuple(spare_proved),
+        spared_proved=() if proof is None else tuple(dict.fromkeys(spare_proved)),
     )
     if place is not None:
         run.write_adversarial(place / "adversarial.safetensors")

@@ -43,6 +43,10 @@ from otad.integration import SCOPES
 
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
 _FOLDER = Path(__file__).parent / "configs"
+_SETTINGS = dict[str, Any]
+_SHAPES = dict.fromkeys(("train", "otad", "quick"), _SETTINGS) | dict.fromkeys(
+    ("data", "nets", "metrics", "surrogates", "attacks", "rows"), dict[str, _SETTINGS]
+)
 
 
 @dataclass(frozen=True)
@@ -230,19 +234,20 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
     path = _find(name)
     content = _read(path)
     included = content.pop("include", ())
-    for shared in reversed([included] if isinstance(included, str) else included):
+    listed = [included] if isinstance(included, str) else included
+    for shared in reversed(from_plain(tuple[str, ...], listed, f"{path.name}.include")):
         content = _merged(_read(path.parent / shared), content)
     changes = content.pop("quick", {})
     if quick:
-        content = _merged(content, changes)
+        content = _merged(content, _shaped(changes, f"{path.name}.quick"))
     if included:
         content = _asked_for(content)
     source = dict(content)
     train, otad = content.pop("train", {}), content.pop("otad", {})
     attacks = content.pop("attacks", {})
-    if isinstance(content.get("nets"), Mapping):
+    if "nets" in content:
         content["nets"] = {
-            key: net | {"train": train | net.get("train", {})}
+            key: net | {"train": train | _settings(net, "train", f"{path.name}.nets.{key}")}
             for key, net in content["nets"].items()
         }
     content["rows"] = {
@@ -256,9 +261,23 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: expected a TOML file, got: {error}") from error
+    return _shaped(content, path.name)
+
+
+def _shaped(content: dict[str, Any], where: str) -> dict[str, Any]:
+    """The same content, whose tables are such: what they hold is looked at once all is merged."""
+    for name, shape in _SHAPES.items():
+        if name in content:
+            from_plain(shape, content[name], f"{where}.{name}")
+    return content
+
+
+def _settings(table: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    found: dict[str, Any] = from_plain(_SETTINGS, table.get(name, {}), f"{where}.{name}")
+    return found
 
 
 def _asked_for(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,12 +323,15 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 def _with_attacks(row: dict[str, Any], known: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The row with the whole of each attack that it names."""
-    named = row.get("attacks", ())
-    changes = named if isinstance(named, Mapping) else {key: {} for key in named}
-    for key in changes:
-        _refer(known, key, f"{where}.attacks")
+    named, place = row.get("attacks", ()), f"{where}.attacks"
+    if not isinstance(named, Mapping):
+        named = {key: {} for key in from_plain(tuple[str, ...], named, place)}
+    for key in named:
+        _refer(known, key, place)
     return row | {
-        "attacks": {key: {"label": key} | known[key] | change for key, change in changes.items()}
+        "attacks": {
+            key: {"label": key} | known[key] | _settings(named, key, place) for key in named
+        }
     }
 
 

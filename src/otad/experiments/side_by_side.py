@@ -7,6 +7,8 @@ it failed if it did; what needs the failed job is not begun, the rest goes on.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 import traceback
 from collections.abc import Collection, Sequence
@@ -46,19 +48,15 @@ def reproduce_together(
 
     By processes, experiments that measure speed do so last, with nothing beside them; other seconds
     in the records are those of a machine that is shared. A failure does not stop what does not
-    depend on it; at the end all of them are raised in one error.
+    depend on it (one after the other: the other experiments); at the end all are raised in one
+    error.
     """
     check_count(jobs, "jobs")
     tasks = plan(list(names), quick=quick)
     place = Workplace(data_dir, device, Path(out), work, seed, quick, max_seconds)
     with reporting(progress) as report:
-        if jobs == 1:
-            deadline = Deadline.after(max_seconds)
-            for job in tasks:
-                if job.kind == RECORD:
-                    run_whole(_with_rest(place, deadline).study(job.experiment, report), place.out)
-        else:
-            _raise(_run(tasks, place, jobs, report))
+        run = _run_here if jobs == 1 else _run
+        _raise(run(tasks, place, jobs, report))
     stems = (stem_of(read_experiment(name, quick=quick).name, quick) for name in names)
     return [RunRecord.read(place.out / f"{stem}.json") for stem in stems]
 
@@ -69,10 +67,17 @@ def _with_rest(place: Workplace, deadline: Deadline) -> Workplace:
     return replace(place, max_seconds=left)
 
 
+_MENDABLE = (OtadError, OSError)  # what the user can mend: told without a traceback
+
+
 @dataclass(frozen=True)
 class _Failure:
     why: str
     unfinished: bool = False
+
+    @staticmethod
+    def by(error: Exception) -> _Failure:
+        return _Failure(str(error), isinstance(error, UnfinishedError))
 
 
 def _raise(failures: dict[str, _Failure]) -> None:
@@ -115,10 +120,25 @@ class _State:
         while stuck := [job for job in self.waiting.values() if job.needs & set(self.failed)]:
             for job in stuck:
                 cause = next(failed for failed in self.failed if failed in job.needs)
-                self.failed[job.identity] = replace(
-                    self.failed[cause], why=f"needs {labels[cause]}, which failed"
-                )
+                failure = self.failed[cause]
+                end = "is unfinished" if failure.unfinished else "failed"
+                why = f"needs {labels[cause]}, which {end}"
+                self.failed[job.identity] = replace(failure, why=why)
                 del self.waiting[job.identity]
+
+
+def _run_here(
+    tasks: Sequence[Job], place: Workplace, _: int, report: Report
+) -> dict[str, _Failure]:
+    """Whole experiments one after the other; why those failed that did, by label."""
+    deadline, failed = Deadline.after(place.max_seconds), {}
+    for job in tasks:
+        if job.kind == RECORD:
+            try:
+                run_whole(_with_rest(place, deadline).study(job.experiment, report), place.out)
+            except _MENDABLE as error:
+                failed[job.label] = _Failure.by(error)
+    return failed
 
 
 def _run(tasks: Sequence[Job], place: Workplace, jobs: int, report: Report) -> dict[str, _Failure]:
@@ -177,6 +197,7 @@ def _listen(hand: _Hand, state: _State, report: Report) -> None:
 
 def _work(job: Job, place: Workplace, jobs: int, threads: int, line: Connection) -> None:
     """What a process does."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
         study = place.study(job.experiment, _sparing(lambda *step: line.send(step)))
@@ -184,10 +205,18 @@ def _work(job: Job, place: Workplace, jobs: int, threads: int, line: Connection)
             run_whole(study, place.out, jobs=jobs)
         else:
             do(job, study, place.out)
-    except OtadError as error:
-        line.send(_Failure(str(error), isinstance(error, UnfinishedError)))
+    except _MENDABLE as error:
+        line.send(_Failure.by(error))
     except Exception:
         line.send(_Failure(traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """Once the parent is gone, however it went, nobody waits for this: let go of all locks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _sparing(report: Report) -> Report:

@@ -115,10 +115,14 @@ class EvaluateSpec:
         check_choice(self.preset, "preset", tuple(PRESETS))
         for name in self.attacks:
             check_choice(name, "attack", tuple(ATTACKS))
+        for name in self.spare_proved:
+            check_choice(name, "spare_proved", tuple(self.attacks or ATTACKS))
         check_count(self.points, "points")
         check_count(self.batch_size, "batch_size")
         for radius in self.eps:
             _check_radius(radius)
+        if list(self.eps) != sorted({*self.eps}):
+            raise InputError(f"eps: expected radii in ascending order, got {list(self.eps)}")
         if self.headline not in self.eps:
             raise InputError(f"headline: expected one of eps {self.eps}, got {self.headline}")
         known = tuple(name_of(radius) for radius in self.eps)
