@@ -12,7 +12,14 @@ from otad.baselines import MajorityKnn
 from otad.certify import certify
 from otad.defense import OTAD, defend, load
 from otad.errors import InputError
-from otad.nets import CNNMetric, FCResNet, PretrainedMetric, fc_resnet, pretrained
+from otad.nets import (
+    CNNMetric,
+    FCResNet,
+    PretrainedMetric,
+    SequentialBackbone,
+    fc_resnet,
+    pretrained,
+)
 from otad.regularity import defended_map, neighborhood_smoothness
 
 
@@ -155,3 +162,62 @@ def test_keys_and_metric_belong_together() -> None:
         OTAD(net, model.bank, metric=FirstFeatures())
     with pytest.raises(InputError, match=r"keys: expected shape \(60, 2\) with one key per bank"):
         OTAD(net, model.bank, metric=FirstFeatures(), keys=torch.zeros(59, 2))
+
+
+class Normed(nn.Module):
+    """Keys that depend on the mode it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def test_training_a_larger_module_moves_no_statistics_and_passes_gradients_on() -> None:
+    body = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5))
+    net = SequentialBackbone(body, [nn.Identity()], nn.Linear(6, 2), input_shape=(6,))
+    data = torch.rand(60, 6, generator=torch.Generator().manual_seed(0))
+    model = defend(net, data, torch.arange(60) % 2, n_neighbors=4, metric=Normed())
+    before, expected = {k: v.clone() for k, v in model.state_dict().items()}, model(queries())
+    larger = nn.Sequential(nn.PReLU(), model).train()
+    assert larger.training
+    x = queries().requires_grad_()
+    larger(x).sum().backward()
+    assert float(x.grad.abs().sum()) > 0
+    assert torch.equal(model.train()(queries()), expected)
+    assert not any(part.training for part in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_parts_set_to_training_by_others_are_refused() -> None:
+    metric = Normed()
+    model, net, *_ = make(metric)
+    expected = model(queries())
+    for part, name in ((metric, "metric"), (metric.norm, "metric.norm"), (net, "backbone")):
+        part.train()
+        with pytest.raises(InputError, match=rf"^{name}: expected evaluation mode, .* call eval"):
+            model(queries())
+        with pytest.raises(InputError, match=rf"^{name}: expected evaluation mode"):
+            MajorityKnn(model)(queries())
+        assert torch.equal(model.eval()(queries()), expected)
+
+
+def test_a_model_is_born_in_evaluation_mode() -> None:
+    model, net, *_ = make(None)
+    again = OTAD(net.train(), model.bank, n_neighbors=4)
+    assert not any(part.training for part in again.modules())
+    assert torch.equal(again(queries()), model(queries()))
+
+
+def test_a_metric_that_works_in_place_changes_no_data() -> None:
+    data = torch.rand(60, 6, generator=torch.Generator().manual_seed(0)) - 0.5
+    x, kept = data[:50], data.clone()
+    layers = [nn.Sequential(nn.Flatten(), nn.ReLU(inplace=inplace)) for inplace in (True, False)]
+    net = fc_resnet((6,), 2, blocks=1)
+    here, plain = (defend(net, x, torch.arange(50) % 2, metric=layer) for layer in layers)
+    asked = data[50:].requires_grad_()
+    assert torch.equal(here(asked), plain(asked))
+    here(asked).sum().backward()
+    assert torch.equal(data, kept)

@@ -196,6 +196,14 @@ def test_images_are_drawn_beside_each_other(shape: tuple[int, ...]) -> None:
     assert picture(one, top=1).shape[1] < picture(one, top=3).shape[1]
 
 
+def test_dollars_in_labels_are_dollars() -> None:
+    model, x = image_model()
+    figure = explain(model, x[:1], classes=["$5_$", "$5 to $9"])[0].figure(top=3)
+    figure.savefig(BytesIO())
+    assert {text.get_text() for text in figure.texts} & {"$5_$", "$5 to $9"}
+    assert not any(text.get_parse_math() for text in figure.texts if "$" in text.get_text())
+
+
 def test_frames_tell_whether_labels_agree() -> None:
     model, _ = image_model()
     for one in explain(model, rand(8, 1, 6, 6, seed=3)):
@@ -249,6 +257,7 @@ def test_a_users_sequential_needs_none() -> None:
     ("options", "message"),
     [
         ({"classes": ["a"]}, "classes: expected 2 names, one for each output, got 1"),
+        ({"classes": ["a", "a"]}, "classes: expected distinct names, got more than once: a"),
         ({"feature_names": ["a"]}, r"feature_names: expected one for each input \(4,\), got 1"),
         ({"train_x": torch.zeros(3, D)}, r"train_x: expected shape \(60, 4\) one for each point"),
         ({"x": torch.zeros(1, D + 1)}, r"x: expected shape \(1, 4\)"),

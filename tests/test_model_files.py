@@ -425,3 +425,16 @@ def test_killed_saves_leave_the_old_model_or_the_new(tmp_path: Path) -> None:
         previous = found
     assert len(at_random) == 8
     assert any(killed for killed, *_ in at_random)
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_a_model_put_into_float64_can_be_saved(tmp_path: Path, scope: str, task: str) -> None:
+    is_value = task == "regression"
+    net = fc_resnet((D,), 1 if is_value else 3, blocks=2, bounds=(0, 1), task=task)
+    y = labels().float() / 7 if is_value else labels()
+    wide = defend(net, points(), y, n_neighbors=5, scope=scope).double()
+    wide.save(tmp_path)
+    read = otad.load(tmp_path)
+    assert torch.equal(read(QUERIES.double()), wide(QUERIES.double()))
+    assert torch.equal(read.bank_labels, y)

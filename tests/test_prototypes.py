@@ -153,3 +153,11 @@ def test_refusals() -> None:
     with pytest.raises(InputError, match="labels: expected two classes at least"):
         prototypes(x, torch.zeros_like(y))(x)
     assert math.isfinite(float(prototypes(x, y).bank().features.sum()))
+
+
+def test_a_net_in_float64_gives_points_in_float64() -> None:
+    x = torch.rand(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    points = prototype_net(lifted_net((4,), 2, blocks=0).double(), x, torch.arange(30) % 2)
+    assert points.points.dtype == torch.float64
+    model = OTAD(points, points.bank(), scope="global")
+    torch.testing.assert_close(model(x), points(x), rtol=1e-5, atol=1e-6)

@@ -30,8 +30,15 @@ def test_accuracy_is_in_percent() -> None:
 def test_an_abstention_is_never_right() -> None:
     silent = torch.full((3, 2), math.nan)
     assert score_of(silent, torch.tensor([0, 0, 1])).value == 0.0
-    values = score_of(silent[:, 0], torch.zeros(3))
-    assert all(math.isnan(number) for number in (values.low, values.value, values.high))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_abstention_is_infinitely_wrong(n: int) -> None:
+    values = torch.zeros(n)
+    values[0] = math.nan
+    score = score_of(values, torch.zeros(n))
+    assert (score.low, score.value, score.high) == (math.inf,) * 3
+    assert score.rank < score_of(torch.full((n,), 1e9), torch.zeros(n)).rank
 
 
 def test_mean_squared_error(generator: torch.Generator) -> None:

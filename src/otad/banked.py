@@ -65,14 +65,12 @@ class Banked(nn.Module):
 
     @property
     def bank(self) -> FeatureBank:
-        """The bank where it is now."""
-        return FeatureBank(
-            self.bank_inputs,
-            self.bank_features,
-            self.bank_labels,
-            self.bank_fingerprint,
-            verify=False,
-        )
+        """The bank where it is now; of a module in float64 in float32, which is all it has."""
+        pairs = (self.bank_inputs, self.bank_features)
+        inputs, features = (part.float() if part.dtype == torch.float64 else part for part in pairs)
+        labels = self.bank_labels
+        labels = labels.float() if labels.is_floating_point() else labels
+        return FeatureBank(inputs, features, labels, self.bank_fingerprint, verify=False)
 
     @property
     def potential(self) -> BankPotential | None:

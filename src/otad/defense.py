@@ -67,6 +67,9 @@ class OTAD(Banked):
     neighbors. The bank travels with the module (`to`, `state_dict`) unless `resident` is False:
     then it stays where it is, for instance mapped from a file, and only neighbors are read.
 
+    The bank is that of the nets as they were: `train()` leaves all parts in evaluation mode, while
+    gradients reach inputs, and nets that are trained further must be defended anew.
+
     - `n_neighbors` (K), `smoothness` (L), `strong_convexity` (l): the map asked for.
     - `scope`: "local", each input by its own K neighbors, L = 2 by default; or "global", one map
       for the whole bank, by default of the least L that all its points allow. For a smaller L
@@ -133,6 +136,13 @@ class OTAD(Banked):
         self.notes: dict[str, Any] = {}
         self.metric = metric
         self.register_buffer("bank_keys", keys)
+        self.eval()
+
+    def train(self, mode: bool = True) -> OTAD:
+        """Evaluation mode, whatever is asked for: others would move statistics of batches, and so
+        inputs away from the bank."""
+        super().train(False)
+        return self
 
     @property
     def n_sought(self) -> int:
@@ -146,8 +156,8 @@ class OTAD(Banked):
 
     def locate(self, x: Tensor) -> Tensor:
         """Inputs (B,*input_shape) in the space where neighbors are sought (B,m)."""
-        located: Tensor = self.backbone.embed(x) if self.metric is None else self.metric(x)
-        return located
+        self._refuse_training()
+        return self.backbone.embed(x) if self.metric is None else _keys_of(x, self.metric)
 
     def neighbors(self, points: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
         """The training points nearest to located inputs (B,m), nearest first."""
@@ -187,6 +197,7 @@ class OTAD(Banked):
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction with its account. `exclude` (B,): bank rows that are x's own copies, for
         local scope alone."""
+        self._refuse_training()
         embedded = self.backbone.embed(self.backbone.check_inputs(x))
         located = None if self.metric is None else self.locate(x)
         found = self.solve(embedded, located, exclude=exclude)
@@ -214,7 +225,7 @@ class OTAD(Banked):
             keys=self.bank_keys,
         )
         model.notes = dict(self.notes)
-        return model.train(self.training)
+        return model
 
     def save(self, folder: str | Path, **notes: Any) -> Path:
         """Write the model to a folder (safetensors + JSON card); the path of the card.
@@ -248,6 +259,15 @@ class OTAD(Banked):
             surrogate,
         )
         return write_model(folder, parts)
+
+    def _refuse_training(self) -> None:
+        """Nets are shared with those who gave them, who may have set them to training since."""
+        for name, part in self.named_modules():
+            if part.training:
+                raise InputError(
+                    f"{name}: expected evaluation mode, in which the bank was made, got training "
+                    "mode; call eval() on the model"
+                )
 
     def extra_repr(self) -> str:
         curvature = f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
@@ -333,7 +353,7 @@ def defend(
         potential = potential_of(
             bank, smoothness, strong_convexity, sweep_progress, lift=backbone.lift
         )
-    model = OTAD(
+    return OTAD(
         backbone,
         bank,
         n_neighbors=n_neighbors,
@@ -347,13 +367,18 @@ def defend(
         metric=None if metric is None else metric.to(backbone.mean.device).eval(),
         keys=None if metric is None else _keys(metric, inputs, backbone.mean.device, batch_size),
     )
-    return model.eval()
 
 
 @torch.no_grad()
 def _keys(metric: nn.Module, x: Tensor, device: torch.device, batch_size: int) -> Tensor:
     """The keys (N,m) of training inputs."""
-    return torch.cat([metric(batch.to(device)) for batch in x.split(batch_size)])
+    return torch.cat([_keys_of(batch.to(device), metric) for batch in x.split(batch_size)])
+
+
+def _keys_of(x: Tensor, metric: nn.Module) -> Tensor:
+    """(B,m). A user's layers may work in place; a `Metric` normalizes first."""
+    keys: Tensor = metric(x if isinstance(metric, Metric) else x.clone())
+    return keys
 
 
 @torch.inference_mode(False)  # as above
@@ -387,4 +412,4 @@ def load(
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder}: expected the settings of a model, got: {error}") from error
     model.notes = parts.notes
-    return model.to(device).eval()
+    return model.to(device)

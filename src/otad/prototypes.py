@@ -77,8 +77,8 @@ class PrototypeNet(LiftedNet):
         return torch.cat([inputs, found.to(e.dtype)], dim=1), squared_lengths(found)
 
     def bank(self) -> FeatureBank:
-        """The points with their answers."""
-        points = self.points.detach().clone()
+        """The points with their answers, in float32."""
+        points = self.points.detach().to(torch.float32, copy=True)
         heights = label_heights(points, self.labels).to(points.dtype)
         # Never rounded up: two answers would be steeper than 1 then, and one of them left out.
         heights = torch.nextafter(heights, torch.zeros_like(heights))
@@ -137,7 +137,7 @@ def prototype_net(
         bounds=net.bounds,
         mean=net.mean.cpu(),
         std=net.std.cpu(),
-    ).to(net.mean.device)
+    ).to(net.mean)
     with torch.no_grad():
         made.points.copy_(points[rows.to(points.device)])
         made.labels.copy_(labels[rows])

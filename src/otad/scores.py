@@ -32,16 +32,29 @@ class Score:
 def score_of(outputs: Tensor, targets: Tensor) -> Score:
     """Logits (B,C) against labels, or values (B,) against targets.
 
-    An abstention (NaN) is not right, whatever the largest of no numbers is.
+    An abstention (NaN) is not right, and in regression infinitely wrong: the mean over a sample
+    with one is infinite, and so are both ends of its interval.
     """
     n = len(targets)
     if outputs.dim() == 2:
-        right = (outputs.argmax(1) == targets) & ~abstained(outputs)
-        return share_score(int(right.sum()), n)
-    errors = (outputs.double() - targets.double()).square()
+        return share_score(int(is_right(outputs, targets).sum()), n)
+    errors = squared_errors(outputs, targets)
     mean = float(errors.mean())
+    if math.isinf(mean):
+        return Score("mse", mean, mean, mean, n)
     reach = Z_95 * float(errors.std()) / math.sqrt(n) if n > 1 else math.inf
-    return Score("mse", mean, max(mean - reach, 0.0), mean + reach, n)  # of NaN, NaN
+    return Score("mse", mean, max(mean - reach, 0.0), mean + reach, n)
+
+
+def is_right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Where (B,) the largest of the logits (B,C) is that of the label, which no abstention is."""
+    return (logits.argmax(1) == labels) & ~abstained(logits)
+
+
+def squared_errors(values: Tensor, targets: Tensor) -> Tensor:
+    """(B,) in float64; that of an abstention is infinite."""
+    errors = (values.double() - targets.double()).square()
+    return errors.masked_fill(abstained(values), math.inf)
 
 
 def abstained(outputs: Tensor) -> Tensor:

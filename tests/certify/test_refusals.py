@@ -97,7 +97,7 @@ def test_unknown_embedding_needs_a_constant() -> None:
     plain = OTAD(inner.eval(), model.bank, n_neighbors=2)
     inside = certify(plain, model.backbone.embed(x).detach())
     assert torch.allclose(found.radius * 1.3001, inside.radius, rtol=1e-4, atol=1e-5)
-    model.train()
+    model.backbone.train()
     with pytest.raises(InputError, match="expected evaluation mode"):
         certify(model, x, embedding_lipschitz=1.3001)
 

@@ -10,7 +10,7 @@ import torch
 from commands.small import Terminal
 
 import otad
-from otad.commands.data_choice import DataChoice
+from otad.commands.data_choice import DataChoice, bank_part
 from otad.nets import vision_transformer
 
 
@@ -50,6 +50,22 @@ def test_images_a_vision_transformer_hides_are_read_from_its_data(
     terminal.succeed("explain", "model", "test", "--out", "why.json")
     for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
         assert torch.equal(torch.tensor(neighbor["inputs"]), dataset.train_x[neighbor["index"]])
+
+
+def test_they_are_found_where_the_bank_has_some_of_them_only(
+    terminal: Terminal, workshop: Path
+) -> None:
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
+    training = ("--epochs", 1, "--optimizer", "adamw", "--learning-rate", 0.01)
+    terminal.succeed("train", workshop / "digits.npz", "--out", "net", *shape, *training)
+    terminal.succeed("defend", "net", "--out", "model", "--per-class", 6, "--seed", 1)
+    terminal.succeed("explain", "model", "test", "--out", "why.json")
+    kept, _ = bank_part(dataset, per_class=6, seed=1)
+    for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
+        assert torch.equal(torch.tensor(neighbor["inputs"]), kept[neighbor["index"]])
+    command = ("attack", "model", "test", "--attack", "straight", "--eps", 0.5, "--rows", 5)
+    terminal.succeed(*command)
 
 
 def test_images_get_a_picture(terminal: Terminal, workshop: Path) -> None:

@@ -229,3 +229,29 @@ def test_a_damaged_model_is_refused(terminal: Terminal, model_copy: Path) -> Non
     np.savez("x.npz", x=np.zeros((1, 8, 8)))
     message = terminal.refuse("predict", model_copy, "x.npz", "--out", "p.csv")
     assert "the file is damaged" in message
+
+
+def test_data_named_by_a_relative_path_is_found_from_other_folders(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_in, elsewhere = tmp_path / "made", tmp_path / "elsewhere"
+    for folder in (made_in, elsewhere):
+        folder.mkdir()
+    monkeypatch.chdir(made_in)
+    write_body(made_in / "body.csv")
+    named = ("--target", "progression", "--task", "regression", "--features", "bmi")
+    terminal.succeed("train", "body.csv", *named, *QUICK, "--out", "net")
+    terminal.succeed("defend", "net", "--out", "model")
+    card = Path("model/card.json").read_text()
+    assert '"data": "body.csv"' in card
+    assert str(tmp_path) not in card
+    monkeypatch.chdir(elsewhere)
+    predict = ("predict", "../made/model", "test", "--out")
+    told = terminal.refuse(*predict, "p.csv")
+    assert str(elsewhere / "body.csv") in told
+    assert "from --data-dir, and those that a net or a model notes from the folder" in told
+    terminal.succeed(*predict, "p.csv", "--data-dir", made_in)
+    before = (made_in / "body.csv").read_text()
+    told = terminal.refuse(*predict, made_in / "body.csv", "--data-dir", made_in)
+    assert "which would overwrite" in told
+    assert (made_in / "body.csv").read_text() == before

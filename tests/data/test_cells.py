@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,22 @@ def test_a_label_can_be_dropped(h5ad: Path) -> None:
     assert load_h5ad(h5ad, "cell_type", drop="Ambiguous").fingerprint() == dataset.fingerprint()
 
 
-def test_refusals_of_the_reader(h5ad: Path) -> None:
+def _failing(error: type[Exception]) -> Callable[[Path], None]:
+    def read(path: Path) -> None:
+        raise error("damaged")
+
+    return read
+
+
+def test_places_beyond_the_genes_are_refused(h5ad: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(h5ad, "r+") as file:
+        file["X/indices"][3] = 10**6
+    with pytest.raises(InputError, match=r"not a readable .h5ad file"):
+        load_h5ad(h5ad, "cell_type")
+
+
+def test_refusals_of_the_reader(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="unknown label 'Unsure', expected one of Ambiguous, glia"):
         load_h5ad(h5ad, "cell_type", drop=["Unsure"])
     with pytest.raises(InputError, match="no cell is left of 40"):
@@ -148,6 +164,11 @@ def test_refusals_of_the_reader(h5ad: Path) -> None:
     h5ad.write_bytes(h5ad.read_bytes()[:500])
     with pytest.raises(InputError, match=r"not a readable .h5ad file"):
         load_h5ad(h5ad, "cell_type")
+    for error in (RuntimeError, MemoryError, TypeError):
+        with monkeypatch.context() as patch:
+            patch.setattr("anndata.read_h5ad", _failing(error))
+            with pytest.raises(InputError, match=r"not a readable .h5ad file \(damaged\)"):
+                load_h5ad(h5ad, "cell_type")
     h5ad.unlink()
     with pytest.raises(InputError, match=r"merfish_mousePOA.h5ad"):
         load("merfish_mousePOA", h5ad.parent.parent)

@@ -54,6 +54,7 @@ def test_a_good_dataset_is_kept_as_given_and_frozen() -> None:
         ({"train_x": torch.full((6, 3), 1.5)}, r"expected values in \[0.0, 1.0\]"),
         ({"train_y": torch.ones(6, dtype=torch.int64)}, "two classes in the train part, got 'b'"),
         ({"classes": ("a",)}, "two classes or more"),
+        ({"classes": ("a", "b", "a")}, "tiny classes: expected distinct names, got more than once"),
         ({"feature_names": ("u",)}, "one name for each feature"),
         (
             {"feature_names": ("u", "v", "u")},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,14 @@ def test_imagenette_gets_readable_names(tmp_path: Path) -> None:
     assert dataset.classes == ("tench", "parachute")
     with pytest.raises(MissingDataError, match="fastai/imagenette"):
         load("imagenette", tmp_path / "imagenette")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("name", [b"caf\xe9/0.png", b"tea/caf\xe9.png"])
+def test_names_that_cannot_be_written_are_refused(tmp_path: Path, name: bytes) -> None:
+    paint_classes(tmp_path, 2)
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    path.parent.mkdir()
+    Image.new("RGB", (4, 4)).save(path)
+    with pytest.raises(InputError, match=r"expected names in UTF-8, got 'caf\\udce9"):
+        load_image_folder(tmp_path, size=4)

@@ -103,6 +103,15 @@ def test_an_abstention_is_no_answer_and_never_right() -> None:
     assert found.scores[DEFENDED] == 0.0
 
 
+def test_an_abstention_of_a_regression_is_infinitely_wrong() -> None:
+    net = fc_resnet((2,), 1, task="regression")
+    bank = FeatureBank(torch.zeros(2, 2), torch.eye(2), torch.zeros(2), "contradiction")
+    model = OTAD(net, bank, n_neighbors=2, solver=ExactCip(on_failure="abstain"))
+    found = assess(model, torch.zeros(1, 2), torch.zeros(1))
+    assert found.scores[DEFENDED] == torch.inf
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))[DEFENDED] is None
+
+
 def test_regression_scores_are_mean_squared_errors(generator: torch.Generator) -> None:
     x, y = torch.randn(50, 3, generator=generator), torch.randn(50, generator=generator)
     model = defend(fc_resnet((3,), 1, task="regression"), x[:30], y[:30], n_neighbors=4)

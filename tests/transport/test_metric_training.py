@@ -473,3 +473,13 @@ def test_a_diverging_run_is_stopped_and_says_so() -> None:
     config = replace(SHORT, learning_rate=1e30, optimizer="sgd", weight_decay=1e10)
     with pytest.raises(InputError, match="learning_rate: expected one at which training converges"):
         train_metric(_metric(key_norm="free"), _points(32, 0), config)
+
+
+def test_every_row_counts_alike_and_none_is_its_own_neighbor() -> None:
+    """The second batch is one row, without a neighbor: it counts once, and as wrong."""
+    x, _ = _images(6)
+    config = MetricConfig(epochs=1, batch_size=5, learning_rate=1e-9, whole_batches=False)
+    told = train_metric(CNNMetric((1, 8, 8), widths=(4, 4)), (x, torch.arange(6) // 5), config)
+    known = told.final.train_score * 6
+    assert known == pytest.approx(round(known))
+    assert known <= 5

@@ -80,7 +80,7 @@ def attack(
         raise InputError(f"out: expected a name that ends in .npz, got {out.name}")
     options = read_options(option or ())
     model = defense.load(model_dir, device=str(check_device(device)))
-    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir))
+    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
     ball = threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
     chosen = make_attack(name, model, train_x=training_inputs(model, data_dir), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)

@@ -94,7 +94,7 @@ def certify(
     """
     radii = sorted(read_radii(eps))
     model = defense.load(model_dir, device=str(check_device(device)))
-    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir))
+    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     options = {
         "unit": threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale,

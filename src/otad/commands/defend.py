@@ -12,11 +12,11 @@ from otad import defense
 from otad.checks import check_choice
 from otad.cip import ExactCip
 from otad.commands.console import progress_bar, remark, show
-from otad.commands.data_choice import DataChoice, describe_data
+from otad.commands.data_choice import DataChoice, bank_part, describe_data
 from otad.commands.net_files import TrainedNet, read_net
 from otad.commands.options import AsJson, DataDir, Device, Scope, check_device, seed_option
 from otad.commands.outputs import refuse_overwriting
-from otad.data import Dataset, subset_per_class
+from otad.data import Dataset
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.model_files import refuse_foreign_card
@@ -110,7 +110,7 @@ def defend(
     trained = read_net(net_dir)
     before = DataChoice.from_json(trained.about["data"]["choice"])
     choice = DataChoice(data or before.data, before.seed, before.options)
-    refuse_overwriting(out, choice.path)
+    refuse_overwriting(out, choice.path_from(data_dir))
     refuse_foreign_card(out)
     dataset = choice.load(data_dir)
     about = describe_data(dataset, choice)
@@ -132,6 +132,8 @@ def defend(
     )
     with progress_bar("testing") as advance:
         assessment = assess(model, dataset.test_x, dataset.test_y, progress=advance)
+    if per_class is not None:
+        about["data"]["kept"] = {"per_class": per_class, "seed": seed}
     model.notes = model_notes(about, dataset, assessment)
     record = {
         "model": str(out),
@@ -160,14 +162,7 @@ def build_model(
 ) -> OTAD:
     """The model of a net with the train part as its bank; `options` as in `otad.defend`."""
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
-    x, y = dataset.train_x, dataset.train_y
-    if per_class is not None:
-        if dataset.task == "regression":
-            raise InputError(
-                "per_class: expected only for data with classes, got a regression, which has none"
-            )
-        rows = subset_per_class(y, per_class, torch.Generator().manual_seed(seed))
-        x, y = x[rows], y[rows]
+    x, y = bank_part(dataset, per_class, seed)
     net = trained.net.to(check_device(device))
     with bars(passing=True) as shown:
         bank = shown.add_task("building the bank", total=None)

@@ -120,7 +120,7 @@ def evaluate(
         raise InputError(f"headline: expected one of --eps {eps}, got {headline:g}")
     check_choice(suite, "suite", tuple(PRESETS))
     model = defense.load(model_dir, device=str(check_device(device)))
-    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir))
+    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
     threat = threat_to(
         model,
         norm,

@@ -49,7 +49,7 @@ def explain(
     if out is not None and out.suffix.lower() not in (*PICTURES, ".json"):
         raise InputError(f"out: expected a name that ends in {', '.join(PICTURES)} or .json")
     model = defense.load(model_dir, device=str(check_device(device)))
-    refuse_overwriting(out, input, *files_of(model, model_dir))
+    refuse_overwriting(out, input, *files_of(model, model_dir, data_dir))
     x = open_inputs(model, input, data_dir).row(row).to(device)
     explanation = explain_inputs(
         model,

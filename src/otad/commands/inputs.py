@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
-from otad.commands.data_choice import DataChoice
+from otad.commands.data_choice import DataChoice, bank_part
 from otad.commands.npz import as_inputs, read_npz
 from otad.data import (
     CellPreparation,
@@ -99,8 +99,8 @@ def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
     if knows_inputs(model, None) or not card:
         return None
     try:
-        train_x = DataChoice.from_json(card["choice"]).load(data_dir).train_x
-        return check_training_inputs(model, train_x)
+        dataset = DataChoice.from_json(card["choice"]).load(data_dir)
+        return check_training_inputs(model, bank_part(dataset, **card.get("kept", {}))[0])
     except InputError:
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from otad.errors import InputError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 _OPTIONAL = ("test_x", "test_y", "feature_names")
+# RuntimeError where the bytes of a damaged file tell of a password or of an unknown method.
+_UNREADABLE = (
+    OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError,
+)  # fmt: skip
 
 
 def load_npz(
@@ -76,7 +81,7 @@ def read_npz(path: Path, needed: tuple[str, ...], optional: tuple[str, ...] = ()
             return {name: archive[name] for name in wanted}
     except InputError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise InputError(f"{path}: not a readable NPZ file ({error})") from error
 
 

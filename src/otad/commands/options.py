@@ -27,7 +27,8 @@ Scope = Annotated[
 DataDir = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of the registered data sets; by default the one in OTAD_DATA.",
+        help="Folder of the registered data sets, by default the one in OTAD_DATA; and of data "
+        "that was named by a path relative to it.",
         rich_help_panel=READING,
     ),
 ]

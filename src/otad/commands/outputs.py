@@ -35,9 +35,11 @@ def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
             )
 
 
-def files_of(model: OTAD, model_dir: Path) -> Iterator[Path]:
+def files_of(model: OTAD, model_dir: Path, data_dir: Path | None) -> Iterator[Path]:
     """The files of a model, and those it was made from where they are the user's own."""
     yield model_dir / CARD
     yield from model_dir.glob("*.safetensors")
-    if (card := data_card(model)) and (path := DataChoice.from_json(card["choice"]).path):
-        yield path
+    if card := data_card(model):
+        path = DataChoice.from_json(card["choice"]).path_from(data_dir)
+        if path is not None:
+            yield path

@@ -21,7 +21,7 @@ from otad.commands.inputs import InputRows, open_inputs
 from otad.commands.options import AsJson, DataDir, Device, Input, ModelDir, check_device
 from otad.commands.outputs import files_of, refuse_overwriting
 from otad.defense import OTAD, Trace
-from otad.scores import abstained
+from otad.scores import abstained, is_right, squared_errors
 from otad.transport.files import replacing
 from otad.transport.history import METRICS
 
@@ -51,7 +51,7 @@ def predict(
     Example: otad predict wine-model new-wines.csv --out predictions.csv
     """
     model = defense.load(model_dir, device=str(check_device(device)))
-    refuse_overwriting(out, input, *files_of(model, model_dir))
+    refuse_overwriting(out, input, *files_of(model, model_dir, data_dir))
     record = write_predictions(model, open_inputs(model, input, data_dir), out, batch_size)
     facts = {
         "rows": ", ".join(f"{count} {name}" for name, count in record["status"].items()),
@@ -116,9 +116,6 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
 
 
 def _total_score(outputs: Tensor, targets: Tensor) -> float:
-    """The right answers counted, or the squared errors summed; abstaining is wrong, infinitely."""
-    silent = abstained(outputs)
-    if outputs.dim() == 2:
-        return float(((outputs.argmax(1) == targets) & ~silent).sum())
-    errors = (outputs.double() - targets.double()).square()
-    return float(errors.masked_fill(silent, math.inf).sum())
+    """The right answers counted, or the squared errors summed."""
+    judge = is_right if outputs.dim() == 2 else squared_errors
+    return float(judge(outputs, targets).sum())

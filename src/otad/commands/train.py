@@ -134,7 +134,7 @@ def train(
         "test_fraction": test_fraction,
     }
     choice = DataChoice(data, seed, _given(given))
-    refuse_overwriting(out, choice.path)
+    refuse_overwriting(out, choice.path_from(data_dir))
     changes: dict[str, Any] = {
         "epochs": epochs,
         "batch_size": batch_size,

@@ -69,6 +69,7 @@ class Dataset:
                 f"got {len(self.feature_names)} names"
             )
         refuse_repeats(self.feature_names or (), f"{self.name} feature_names")
+        refuse_repeats(self.classes, f"{self.name} classes")
 
     @property
     def input_shape(self) -> tuple[int, ...]:

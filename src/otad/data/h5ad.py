@@ -29,9 +29,10 @@ def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -
         with warnings.catch_warnings():  # anndata remarks on files of its older layouts
             warnings.simplefilter("ignore")
             content = read(path)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        values = None if content.X is None else _rows_of(content.X)
+    except Exception as error:  # a damaged file may raise anything within h5py and anndata
         raise InputError(f"{path}: not a readable .h5ad file ({error})") from error
-    if content.X is None:
+    if values is None:
         raise InputError(f"{path}: expected values in X, got none")
     cells = content.obs
     labels = None
@@ -43,8 +44,13 @@ def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -
         if cells[label].isna().any():
             raise InputError(f"{path}: obs column {label!r} has cells without a value")
         labels = tuple(str(value) for value in cells[label])
-    values = sparse.csr_matrix(content.X, dtype=np.float32)
     return CellTable(values, tuple(str(gene) for gene in content.var_names), labels)
+
+
+def _rows_of(matrix: object) -> sparse.csr_matrix:
+    values = sparse.csr_matrix(matrix, dtype=np.float32)
+    values.check_format(full_check=True)  # places beyond the end would be read from there
+    return values
 
 
 def load_h5ad(

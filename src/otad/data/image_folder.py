@@ -38,6 +38,11 @@ def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) 
 def list_images(folder: Path) -> list[Path]:
     """The image files of one folder by name. Hidden files do not count; others are refused."""
     files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for name in (folder.name, *(path.name for path in files)):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:  # it could not be written beside a prediction
+            raise InputError(f"{folder}: expected names in UTF-8, got {name!r}") from error
     for path in files:
         if path.suffix.lower() not in SUFFIXES or not path.is_file():
             raise InputError(f"{path}: expected an image ({', '.join(SUFFIXES)})")
@@ -112,7 +117,7 @@ def _read_image(path: Path, size: int, short: int) -> np.ndarray:
             image = ImageOps.exif_transpose(opened).convert("RGB")
     except InputError:
         raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # a damaged file may raise anything within Pillow
         raise InputError(f"{path}: not a readable image ({error})") from error
     return np.asarray(_resize_and_crop(image, size, short))
 

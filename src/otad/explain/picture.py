@@ -80,7 +80,7 @@ def _draw_panel(figure: Figure, panel: Panel, left: float, low: float, high: flo
     figure.text(
         middle, (BELOW - 0.2) / height, panel.label,
         ha="center", va="center", color=panel.color, alpha=alpha, fontweight="bold",
-        fontsize=min(11, 130 / max(len(panel.label), 1)),
+        fontsize=min(11, 130 / max(len(panel.label), 1)), parse_math=False,
     )  # fmt: skip
     figure.text(
         middle, (BELOW - 0.47) / height, panel.detail,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from otad.checks import check_shape
 from otad.cip import Status
+from otad.data.dataset import refuse_repeats
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.explain.explanation import Explanation, Label, Neighbor
@@ -92,6 +93,7 @@ def _class_labels(backbone: Backbone, classes: Sequence[Any] | None) -> list[Lab
         raise InputError(
             f"classes: expected {backbone.n_outputs} names, one for each output, got {len(given)}"
         )
+    refuse_repeats(map(str, given), "classes")
     return [label.item() if isinstance(label, np.generic) else label for label in given]
 
 

@@ -15,7 +15,7 @@ from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status, least_smoothness
 from otad.defense import OTAD
 from otad.regularity import Distribution, problem_of, residual_of
-from otad.scores import abstained
+from otad.scores import abstained, squared_errors
 from otad.transport.history import METRICS
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
@@ -68,7 +68,7 @@ class Assessment:
         return {
             "metric": self.metric,
             "rows": len(self),
-            **self.scores,
+            **{name: _finite(score) for name, score in self.scores.items()},
             "status": self.status_counts,
             "share_raised": self.share_raised,
             "smoothness": _plain(used),
@@ -139,12 +139,15 @@ def _answers(outputs: Tensor) -> Tensor:
 def _score(answers: Tensor, targets: Tensor) -> float:
     if targets.dtype == torch.int64:
         return float((answers == targets).double().mean())
-    return float((answers.double() - targets.double()).square().mean())
+    return float(squared_errors(answers, targets).mean())
 
 
 def _plain(distribution: Distribution | None) -> dict[str, float | None] | None:
-    """JSON knows no infinity: a value there is None."""
     if distribution is None:
         return None
-    numbers = asdict(distribution)
-    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    return {name: _finite(value) for name, value in asdict(distribution).items()}
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no infinity: there it is None."""
+    return value if math.isfinite(value) else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from otad.errors import InputError
 from otad.transport.history import reporting
@@ -77,3 +80,10 @@ def run_epochs(
             report(record)
             if is_last:
                 break
+
+
+def means_over_rows(means: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
+    """Means over all rows, from those (m,) of each batch and the rows it has."""
+    rows = torch.tensor(sizes, dtype=torch.float64)
+    totals = rows @ torch.stack(list(means)).cpu().double()
+    return [float(mean) for mean in totals / rows.sum()]

@@ -17,7 +17,7 @@ from otad.errors import InputError
 from otad.nets.metric import Metric
 from otad.transport.adversary import Adversary
 from otad.transport.augment import Augmentation
-from otad.transport.epochs import Saving
+from otad.transport.epochs import Saving, means_over_rows
 from otad.transport.history import EpochRecord, Report, TrainResult
 from otad.transport.metric_config import MetricConfig
 from otad.transport.metric_losses import Loss, make_loss, neighborhood_loss, squared_distances
@@ -102,13 +102,15 @@ class _Trainer:
             self.bank = encode(self.session.run.net, x).float()  # as in a step
         generator = torch.Generator(x.device).manual_seed(seed)
         self.session.run.net.train()
-        means = []  # kept on the device: reading a value in every step would stall a GPU
+        sizes: list[int] = []
+        means: list[Tensor] = []  # on the device: reading one in every step would stall a GPU
         with own_randomness(x.device, seed):
             for number, rows in enumerate(batches):
                 self.session.set_rate(epoch - 1 + (number + 0.5) / len(batches))
                 batch = self._batch(rows, generator)
                 means.append(step(*batch, first=epoch == 1 and number == 0))
-        loss, train_score = torch.stack(means).double().mean(0).tolist()
+                sizes.append(len(rows))
+        loss, train_score = means_over_rows(means, sizes)
         self.session.refuse_divergence(loss, epoch)
         seconds = time.perf_counter() - started
         return EpochRecord(epoch, loss, 0.0, train_score, self._validate(), seconds)
@@ -142,7 +144,9 @@ class _Trainer:
         with torch.no_grad():
             lengths = squared_distances(keys, references)
             lengths.scatter_(1, own[:, None], math.inf)
-            score = (labels[lengths.argmin(1)] == y).float().mean()
+            nearest = lengths.min(1)
+            right = (labels[nearest.indices] == y) & nearest.values.isfinite()
+            score = right.float().mean()
         return torch.stack([value.detach(), score])
 
     def _attack(

@@ -20,7 +20,7 @@ from otad.errors import InputError
 from otad.nets.base import Backbone
 from otad.transport.augment import Augmentation
 from otad.transport.compiling import compiled
-from otad.transport.epochs import Saving
+from otad.transport.epochs import Saving, means_over_rows
 from otad.transport.history import METRICS, EpochRecord, Report, TrainResult
 from otad.transport.mixing import mix_some
 from otad.transport.objectives import OBJECTIVES, Objective
@@ -158,9 +158,7 @@ def _run_epoch(trainer: _Trainer, step: Step, epoch: int) -> EpochRecord:
             session.set_rate(epoch - 1 + share)
             means.append(step(x, y, first=epoch == 1 and not means))
             sizes.append(len(x))
-    weights = torch.tensor(sizes, dtype=torch.float64)
-    totals = weights @ torch.stack(means).cpu().double()
-    loss, energy, train_score = (totals / weights.sum()).tolist()
+    loss, energy, train_score = means_over_rows(means, sizes)
     session.refuse_divergence(loss + energy, epoch)
     val_score = trainer.validate()
     return EpochRecord(epoch, loss, energy, train_score, val_score, time.perf_counter() - started)
