@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from otad.cip.fused import streamed_combination, streamed_dots, streams
-from otad.cip.gram import for_blocks
+from otad.cip.gram import for_blocks, rows_per_block
 from otad.cip.problem import BankProblem
-from otad.cip.rows import RowProblem
+from otad.cip.rows import RowProblem, blocks
 
 
 def assemble(
@@ -49,12 +49,11 @@ def _combination(
         return streamed_combination(points, problem.indices, weights)
     points_of = problem.anchors_of if anchors else problem.images_of
     total = torch.empty_like(problem.query)
-
-    def work(rows: slice) -> None:
-        points = points_of(rows).to(total.dtype)
-        torch.bmm(weights[rows, None], points, out=total[rows, None])
-
-    for_blocks(problem, chunk, work)
+    for rows in blocks(len(total), rows_per_block(problem, chunk)):
+        points, weight, part = points_of(rows), weights[rows], total[rows]
+        torch.mul(points[:, 0], weight[:, :1], out=part)
+        for k in range(1, weight.shape[1]):  # faster than batched products of a single row
+            part.addcmul_(points[:, k].to(part.dtype), weight[:, k, None])
     return total
 
 
