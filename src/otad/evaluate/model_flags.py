@@ -105,8 +105,8 @@ def batch_size(scene: Scene) -> Flag:
         together = scene.model(x)
         alone = torch.cat([scene.model(one) for one in x.split(1)])
     advice = (
-        "Put the model in evaluation mode, and look for statistics taken over the batch. GPUs round "
-        "convolutions to TF32 unless torch.backends.cudnn.allow_tf32 is False, which may be enough."
+        "Put the model in evaluation mode, and look for statistics taken over the batch. GPUs "
+        "round convolutions to TF32 unless torch.backends.cudnn.allow_tf32 is False, which may do."
     )
     return _same_answers(name, meaning, advice, together, alone, f"1 and {len(x)} at a time")
 
