@@ -189,6 +189,13 @@ def test_equal_inputs_with_different_features_have_no_map() -> None:
         least_bank_smoothness(x, z)
 
 
+def test_features_that_move_less_than_strong_convexity_asks_have_no_map() -> None:
+    x = torch.randn(10, 2, generator=torch.Generator().manual_seed(12), dtype=torch.float64)
+    assert least_bank_smoothness(x, 0.5 * x, 0.4).smoothness == pytest.approx(0.5, rel=1e-3)
+    with pytest.raises(SolverError, match=r"by less than strong_convexity \(0.6\) times"):
+        least_bank_smoothness(x, 0.5 * x, 0.6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

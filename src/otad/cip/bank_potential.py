@@ -152,7 +152,8 @@ def least_bank_smoothness(
         if best is None and low > highest:
             raise SolverError(
                 f"features: expected some that a smoothness below {highest} can follow, got none; "
-                "equal inputs with different features have no map"
+                "equal inputs with different features have no map, nor have features that move "
+                f"apart by less than strong_convexity ({strong_convexity}) times their inputs"
             )
         trial = max((1 + reach) * low, flattest)
         if best is not None:
