@@ -197,9 +197,11 @@ def test_parts_set_to_training_by_others_are_refused() -> None:
     expected = model(queries())
     for part, name in ((metric, "metric"), (metric.norm, "metric.norm"), (net, "backbone")):
         part.train()
-        with pytest.raises(InputError, match=rf"^{name}: expected evaluation mode, .* call eval"):
+        with pytest.raises(
+            InputError, match=rf"^model.{name}: expected evaluation mode.* call eval"
+        ):
             model(queries())
-        with pytest.raises(InputError, match=rf"^{name}: expected evaluation mode"):
+        with pytest.raises(InputError, match=rf"^model.{name}: expected evaluation mode"):
             MajorityKnn(model)(queries())
         assert torch.equal(model.eval()(queries()), expected)
 

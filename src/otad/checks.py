@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otad.errors import InputError
 
@@ -74,6 +74,18 @@ def check_alike(value: Tensor, name: str, other: Tensor, other_name: str) -> Non
             f"{name}: expected dtype {_dtype_name(other.dtype)} like {other_name}, "
             f"got {_dtype_name(value.dtype)}"
         )
+
+
+def check_evaluation(net: object, name: str) -> None:
+    """A module no part of which is in training mode, where answers depend on the batch."""
+    if not isinstance(net, nn.Module):
+        raise InputError(f"{name}: expected a torch.nn.Module, got {type(net).__name__}")
+    for part, module in net.named_modules():
+        if module.training:
+            place = f"{name}.{part}" if part else name
+            raise InputError(
+                f"{place}: expected evaluation mode, got training mode; call eval() on {name}"
+            )
 
 
 def check_choice(value: str, name: str, choices: Sequence[str]) -> str:

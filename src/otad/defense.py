@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.banked import Banked
-from otad.checks import check_choice, check_shape, check_tensor
+from otad.checks import check_choice, check_evaluation, check_shape, check_tensor
 from otad.cip import BankProblem, CipSolution, ExactCip
 from otad.cip.bank_potential import BankPotential, Progress
 from otad.cip.contract import Solver
@@ -156,7 +156,7 @@ class OTAD(Banked):
 
     def locate(self, x: Tensor) -> Tensor:
         """Inputs (B,*input_shape) in the space where neighbors are sought (B,m)."""
-        self._refuse_training()
+        check_evaluation(self, "model")
         return self.backbone.embed(x) if self.metric is None else _keys_of(x, self.metric)
 
     def neighbors(self, points: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
@@ -197,9 +197,9 @@ class OTAD(Banked):
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction with its account. `exclude` (B,): bank rows that are x's own copies, for
         local scope alone."""
-        self._refuse_training()
+        check_evaluation(self, "model")
         embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        located = None if self.metric is None else self.locate(x)
+        located = None if self.metric is None else _keys_of(x, self.metric)
         found = self.solve(embedded, located, exclude=exclude)
         indices = found.neighbors.indices.to(self.bank_labels.device)
         labels = self.bank_labels[indices].to(x.device)
@@ -259,15 +259,6 @@ class OTAD(Banked):
             surrogate,
         )
         return write_model(folder, parts)
-
-    def _refuse_training(self) -> None:
-        """Nets are shared with those who gave them, who may have set them to training since."""
-        for name, part in self.named_modules():
-            if part.training:
-                raise InputError(
-                    f"{name}: expected evaluation mode, in which the bank was made, got training "
-                    "mode; call eval() on the model"
-                )
 
     def extra_repr(self) -> str:
         curvature = f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "

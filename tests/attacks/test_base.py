@@ -230,7 +230,7 @@ def test_refusals(x, y, ball, message) -> None:
 def test_refused_models() -> None:
     run = Scripted(harmless)
     generator = torch.Generator()
-    with pytest.raises(InputError, match="model: expected one in evaluation mode"):
+    with pytest.raises(InputError, match="model: expected evaluation mode"):
         run(Sign(), X, Y, L2(1.0), generator=generator)
     with pytest.raises(InputError, match=r"model: expected a torch.nn.Module, got function"):
         run(lambda x: x, X, Y, L2(1.0), generator=generator)  # type: ignore[arg-type]

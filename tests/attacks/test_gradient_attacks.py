@@ -277,7 +277,7 @@ def test_refused_networks(maker, name, generator) -> None:
     net = small_net(seed=2)
     x = examples()
     y = net(x).argmax(1)
-    with pytest.raises(InputError, match=f"{name}: expected one in evaluation mode"):
+    with pytest.raises(InputError, match=f"{name}: expected evaluation mode"):
         maker(small_net().train())(net, x, y, L2(0.1), generator=generator)
     with pytest.raises(InputError, match=f"{name}: expected a torch.nn.Module, got int"):
         maker(3)(net, x, y, L2(0.1), generator=generator)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.balls import LpBall
-from otad.checks import WORKING_DTYPES, check_finite, check_shape, check_tensor
+from otad.checks import (
+    WORKING_DTYPES,
+    check_evaluation,
+    check_finite,
+    check_shape,
+    check_tensor,
+)
 from otad.errors import InputError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -203,10 +209,7 @@ class Attack(ABC):
 
 
 def _check(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if model.training:
-        raise InputError("model: expected one in evaluation mode, got one in training mode")
+    check_evaluation(model, "model")
     if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
         raise InputError("x: expected a tensor of at least one example (B,*input_shape)")
     if x.dtype not in WORKING_DTYPES:

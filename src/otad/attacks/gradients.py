@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.base import Loss, Target
-from otad.checks import check_shape
-from otad.errors import InputError
+from otad.checks import check_evaluation, check_shape
 
 
 class Answer(NamedTuple):
@@ -37,7 +36,7 @@ def exact(target: Target, loss: Loss) -> Ask:
 
 def through_substitute(target: Target, loss: Loss, substitute: nn.Module) -> Ask:
     """Climb the substitute's loss at the same input; the attacked model only gives its answers."""
-    check_evaluation_mode(substitute, "substitute")
+    check_evaluation(substitute, "substitute")
 
     def ask(moved: Tensor, rows: Tensor) -> Answer:
         outputs, y = target(moved, rows), target.targets(rows)
@@ -56,7 +55,7 @@ def straight_through(target: Target, loss: Loss, network: nn.Module) -> Ask:
     The gradient is J_g(x)^T dl/do at o = f(x): the loss is seen where the defense really is, and
     only the Jacobian of the defense is approximated.
     """
-    check_evaluation_mode(network, "network")
+    check_evaluation(network, "network")
 
     def ask(moved: Tensor, rows: Tensor) -> Answer:
         outputs, y = target(moved, rows), target.targets(rows)
@@ -80,13 +79,6 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple
         return value, torch.zeros_like(x)
     (gradient,) = torch.autograd.grad(total, moved, allow_unused=True, materialize_grads=True)
     return value.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
-
-
-def check_evaluation_mode(network: nn.Module, name: str) -> None:
-    if not isinstance(network, nn.Module):
-        raise InputError(f"{name}: expected a torch.nn.Module, got {type(network).__name__}")
-    if network.training:
-        raise InputError(f"{name}: expected one in evaluation mode, got one in training mode")
 
 
 def _alike(found: Tensor, name: str, outputs: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target, check_outputs
-from otad.attacks.gradients import check_evaluation_mode
 from otad.attacks.pgd import Pgd
 from otad.attacks.survivors import Survivors
-from otad.checks import check_count
+from otad.checks import check_count, check_evaluation
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,7 @@ class Transfer(Attack):
         check_count(self.starts, "starts")
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        check_evaluation_mode(self.source, "source")
+        check_evaluation(self.source, "source")
         with torch.no_grad():
             check_outputs(self.source(x), target.y, "source")
         survivors = Survivors(target, x)

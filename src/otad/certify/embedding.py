@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from otad.checks import check_finite, check_shape
+from otad.checks import check_evaluation, check_finite, check_shape
 from otad.errors import InputError
 from otad.nets import Backbone, only_normalizes
 
@@ -78,7 +78,7 @@ def _stated(backbone: Backbone, constant: float | None) -> Reach:
             "inputs in a way of its own, got None"
         )
     check_constant(constant, "embedding_lipschitz")
-    check_evaluation(backbone)
+    check_evaluation(backbone, "model.backbone")
     return Reach(same_stretch(backbone.dim, constant, backbone.std), 0.0)
 
 
@@ -90,11 +90,6 @@ def same_stretch(dim: int, constant: float, like: Tensor) -> Tensor:
 def check_constant(constant: float, name: str) -> None:
     if not 0 < constant < math.inf:
         raise InputError(f"{name}: expected a positive finite number, got {constant!r}")
-
-
-def check_evaluation(net: nn.Module) -> None:
-    if net.training:
-        raise InputError("model: expected evaluation mode (model.eval()), got training mode")
 
 
 def checked_unit(unit: object, backbone: Backbone) -> Tensor | None:

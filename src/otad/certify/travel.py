@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from otad.certify.embedding import (
     Reach,
     check_constant,
-    check_evaluation,
     checked_unit,
     reach_of,
     same_stretch,
 )
+from otad.checks import check_evaluation
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import only_normalizes
@@ -129,7 +129,7 @@ def _constant_of(
     name = type(metric).__name__
     words: tuple[str, ...]
     known = getattr(metric, "lipschitz", None)
-    check_evaluation(metric)
+    check_evaluation(metric, "model.metric")
     if known is not None and stated is not None:
         raise InputError(
             f"metric_lipschitz: expected None, as {name} knows its own constant {known:g}, "

@@ -88,7 +88,7 @@ def _maximize(
             quadratic[..., todo], linear[:, todo], active[:, todo], tolerance
         )
     weights = _refined(quadratic, linear, weights, inverse)
-    return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # not NaN
+    return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # false of NaN
 
 
 def _by_exchange(
