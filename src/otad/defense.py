@@ -199,7 +199,7 @@ class OTAD(Banked):
         local scope alone."""
         check_evaluation(self, "model")
         embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        located = None if self.metric is None else _keys_of(x, self.metric)
+        located = None if self.metric is None else self.locate(x)
         found = self.solve(embedded, located, exclude=exclude)
         indices = found.neighbors.indices.to(self.bank_labels.device)
         labels = self.bank_labels[indices].to(x.device)
