@@ -328,6 +328,7 @@ def _stop_after(epoch: int):
         {"optimizer": "sgd", "ema": 0.5},
         {"adversary": Adversary(0.3, steps=2), "references": "bank"},
         {"adversary": Adversary(0.3, steps=2), "mixed_precision": True, "channels_last": True},
+        {"adversary": Adversary(0.3, steps=1, weight_share=0.01), "ema": 0.5},
     ],
 )
 def test_a_stopped_run_ends_like_an_uninterrupted_one(tmp_path: Path, options: dict) -> None:
@@ -462,7 +463,15 @@ def test_bad_settings_are_refused(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"eps": 0.0}, {"eps": 1.0, "step_size": -1}, {"eps": 1, "steps": 0}]
+    "options",
+    [
+        {"eps": 0.0},
+        {"eps": 1.0, "step_size": -1},
+        {"eps": 1, "steps": 0},
+        {"eps": 1, "weight_share": -0.1},
+        {"eps": 1, "weight_share": 1.0},
+        {"eps": 1, "weight_share": math.nan},
+    ],
 )
 def test_bad_adversaries_are_refused(options: dict) -> None:
     with pytest.raises(InputError, match="expected"):

@@ -58,7 +58,9 @@ def small_metric() -> ResNetMetric:
 
 
 @needs_gpu
-@pytest.mark.parametrize("adversary", [None, Adversary(0.3, steps=3)])
+@pytest.mark.parametrize(
+    "adversary", [None, Adversary(0.3, steps=3), Adversary(0.3, steps=3, weight_share=0.01)]
+)
 @pytest.mark.parametrize("loss", ["neighborhood", "means"])
 @pytest.mark.parametrize("mixed_precision", [False, True])
 def test_a_recorded_training_of_a_metric_is_the_same(

@@ -92,7 +92,8 @@ class EvaluateSpec:
     - `attacks`: those to run, with their options; those of the suite called `preset` when empty.
     - `spare_proved`: attacks that are not run on points with a certificate of that radius.
     - `flags`: also look for signs that the attacks were too weak.
-    - `certify`: rows whose models are certified at each eps, on the same points.
+    - `certify`: rows whose models are certified at each eps, on the same points; with any, those
+      `beside` are too.
     - `at_most`: what the worst case must not exceed, in percent, by eps; `at_least`: the certified
       accuracy asked for, in percent, by row and eps, or with "worst" for a row the worst case.
     """

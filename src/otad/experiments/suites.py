@@ -31,10 +31,11 @@ def run_suites(study: Study, spec: EvaluateSpec, out: Path, stem: str) -> tuple[
 
 def suites_of(spec: EvaluateSpec, stem: str) -> Iterator[tuple[EvaluateSpec, str]]:
     """What is asked of each row, and the name of its folder: `stem`, for rows beside the first
-    with a number after it."""
+    with a number after it. Those are certified too where anything is."""
     yield replace(spec, beside=()), stem
     for place, row in enumerate(spec.beside, start=2):
-        own = replace(spec, row=row, beside=(), certify=(row,), at_most={}, at_least={})
+        certify = (row,) if spec.certify else ()
+        own = replace(spec, row=row, beside=(), certify=certify, at_most={}, at_least={})
         yield own, f"{stem}-{place}"
 
 

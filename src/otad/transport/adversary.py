@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +18,17 @@ from otad.nets.metric import Metric
 @dataclass(frozen=True)
 class Adversary:
     """`steps` of normalized gradient ascent within |delta| <= eps and the declared bounds, from a
-    random point of the ball; `step_size` is 2.5 eps / steps unless given."""
+    random point of the ball; `step_size` is 2.5 eps / steps unless given.
+
+    `weight_share`: the gradient of a training step is then taken at weights that are moved to the
+    same end, each matrix by this share of its length; 0 for none.
+    """
 
     eps: float
     steps: int = 7
     step_size: float | None = None
     random_start: bool = True
+    weight_share: float = 0.0
 
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")
@@ -30,6 +36,10 @@ class Adversary:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{name}: expected a positive finite number, got {value!r}")
+        if not 0 <= self.weight_share < 1:
+            raise InputError(
+                f"weight_share: expected a number from 0 to below 1, got {self.weight_share!r}"
+            )
 
     def attack(
         self, metric: Metric, x: Tensor, loss: Callable[[Tensor], Tensor], start: Tensor
@@ -37,21 +47,18 @@ class Adversary:
         """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,), sought from a
         `start` (B,*input_shape), such as `self.start` draws.
 
-        The metric answers in evaluation mode, so that its statistics do not move, and is left in
-        the mode it was in.
+        The metric answers in evaluation mode, so that its statistics do not move.
         """
         stride = self.step_size or 2.5 * self.eps / self.steps
-        was_training = metric.training
-        metric.eval()
         moved = self._project(metric, start, x)
-        for _ in range(self.steps):
-            moved.requires_grad_()
-            with torch.enable_grad():
-                total = loss(metric(moved).float()).sum()
-            (gradient,) = torch.autograd.grad(total, moved)
-            step = stride * gradient / _lengths(gradient).clamp_min(1e-20)
-            moved = self._project(metric, moved.detach() + step, x)
-        metric.train(was_training)
+        with evaluating(metric):
+            for _ in range(self.steps):
+                moved.requires_grad_()
+                with torch.enable_grad():
+                    total = loss(metric(moved).float()).sum()
+                (gradient,) = torch.autograd.grad(total, moved)
+                step = stride * gradient / _lengths(gradient).clamp_min(1e-20)
+                moved = self._project(metric, moved.detach() + step, x)
         return moved
 
     def start(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -69,6 +76,17 @@ class Adversary:
         delta = moved - x
         moved = x + delta * (self.eps / _lengths(delta).clamp_min(self.eps))
         return moved if metric.bounds is None else moved.clamp(*metric.bounds)
+
+
+@contextmanager
+def evaluating(metric: Metric) -> Iterator[None]:
+    """Within it the metric is in evaluation mode; it is left in the mode it was in."""
+    was_training = metric.training
+    metric.eval()
+    try:
+        yield
+    finally:
+        metric.train(was_training)
 
 
 def _lengths(rows: Tensor) -> Tensor:

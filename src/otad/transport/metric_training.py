@@ -15,7 +15,7 @@ from torch import Tensor
 from otad.checks import check_shape, check_tensor
 from otad.errors import InputError
 from otad.nets.metric import Metric
-from otad.transport.adversary import Adversary
+from otad.transport.adversary import Adversary, evaluating
 from otad.transport.augment import Augmentation
 from otad.transport.epochs import Saving, means_over_rows
 from otad.transport.history import EpochRecord, Report, TrainResult
@@ -25,6 +25,7 @@ from otad.transport.parts import Split, parts_of, refuse_one_class
 from otad.transport.randomness import epoch_batches, epoch_seed, own_randomness
 from otad.transport.replay import Step
 from otad.transport.session import Session
+from otad.transport.weight_shift import Shifts, shifted, steepest_shifts
 
 _ENCODED_ROWS = 1024
 
@@ -63,11 +64,8 @@ def train_metric(
 @torch.no_grad()
 def encode(metric: Metric, x: Tensor) -> Tensor:
     """Keys (N,m) of inputs (N,*input_shape) in evaluation mode, by batches."""
-    was_training = metric.training
-    metric.eval()
-    keys = torch.cat([metric(batch) for batch in x.split(_ENCODED_ROWS)])
-    metric.train(was_training)
-    return keys
+    with evaluating(metric):
+        return torch.cat([metric(batch) for batch in x.split(_ENCODED_ROWS)])
 
 
 @torch.no_grad()
@@ -128,17 +126,17 @@ class _Trainer:
 
     def step(self, x: Tensor, y: Tensor, rows: Tensor, start: Tensor, *, first: bool) -> Tensor:
         """One gradient step; the batch means of loss and score, (2,)."""
-        metric, config = self.session.run.net, self.config
-        with self.session.precision():
-            if config.adversary is None:
-                keys = clean = metric(x).float()
-            else:
-                moved = self._attack(config.adversary, x, y, rows, start)
-                # In one pass, so that batch statistics are those of both.
-                keys, clean = metric(torch.cat([moved, x])).float().chunk(2)
+        moved, adversary, shifts = x, self.config.adversary, Shifts()
+        if adversary is not None:
+            moved = self._attack(adversary, x, y, rows, start)
+            if adversary.weight_share > 0:
+                value, _ = self._compare(moved, x, y, rows)
+                shifts = steepest_shifts(value, self.session.run.net, adversary.weight_share)
+        with shifted(shifts):
+            value, (keys, clean) = self._compare(moved, x, y, rows)
+            self.session.backward(value)
+        self.session.follow(first=first)
         references, labels, own = self._references(clean, y, rows)
-        value = self.loss(keys, y, references, labels, own)
-        self.session.step(value, first=first)
         if self.bank is not None:
             self.bank[rows] = clean.detach()
         with torch.no_grad():
@@ -149,20 +147,35 @@ class _Trainer:
             score = right.float().mean()
         return torch.stack([value.detach(), score])
 
+    def _compare(
+        self, moved: Tensor, x: Tensor, y: Tensor, rows: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The loss of inputs that may be moved among those that are not, and the keys of both."""
+        metric = self.session.run.net
+        with self.session.precision():
+            if moved is x:
+                keys = clean = metric(x).float()
+            else:
+                # In one pass, so that batch statistics are those of both.
+                keys, clean = metric(torch.cat([moved, x])).float().chunk(2)
+        return self.loss(keys, y, *self._references(clean, y, rows)), (keys, clean)
+
     def _attack(
         self, adversary: Adversary, x: Tensor, y: Tensor, rows: Tensor, start: Tensor
     ) -> Tensor:
         """Inputs moved to where their neighbors by the current metric are wrong."""
         metric, temperature = self.session.run.net, self.config.temperature
-        metric.eval()
-        clean = metric(x).float().detach()  # not `no_grad`: autocast would keep its casts
-        metric.train()
-        references, labels, own = self._references(clean, y, rows)
+        with self.session.precision():
+            with evaluating(metric):
+                clean = metric(x).float().detach()  # not `no_grad`: autocast would keep its casts
+            references, labels, own = self._references(clean, y, rows)
 
-        def wrongness(keys: Tensor) -> Tensor:
-            return neighborhood_loss(keys, y, references, labels, temperature=temperature, own=own)
+            def wrongness(keys: Tensor) -> Tensor:
+                return neighborhood_loss(
+                    keys, y, references, labels, temperature=temperature, own=own
+                )
 
-        return adversary.attack(metric, x, wrongness, start)
+            return adversary.attack(metric, x, wrongness, start)
 
     def _references(self, clean: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys among which neighbors are sought, their labels, and each row's own place there."""

@@ -70,8 +70,16 @@ class Session(Generic[AnyNet]):
 
     def step(self, loss: Tensor, *, first: bool) -> None:
         """Follow the gradient of the loss; `first` for the first step of all."""
+        self.backward(loss)
+        self.follow(first=first)
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradient of the loss, in place of the last one."""
         self.optimizer.zero_grad()
         loss.backward()
+
+    def follow(self, *, first: bool) -> None:
+        """Follow the gradient that the weights have."""
         if self.config.gradient_clip > 0:
             parameters = self.run.net.parameters()
             torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip)
