@@ -44,6 +44,10 @@ def test_metrics(record: RunRecord) -> None:
     assert learned[1:3] == ["4", f"{found.parameters:,}"]
     assert learned[3:6] == ["neighborhood, temperature 0.1", "eps 0.1, 1 steps", "2"]
     assert learned[6] == f"{found.train_score:.4f}"
+    adversary = {"eps": 0.5, "steps": 2, "weight_share": 0.005}
+    hard = replace(found, train=found.train | {"adversary": adversary})
+    moved = metrics(replace(record, metrics={"hard": hard}))
+    assert cells(moved, "hard: cnn")[4] == "eps 0.5, 2 steps, weights 0.5%"
     assert cells(metrics(record), "pixels: pixels")[1:8] == ["64", "0", *["-"] * 5]
 
 

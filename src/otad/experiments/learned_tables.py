@@ -32,7 +32,11 @@ def _metric(key: str, found: MetricRecord) -> list[str]:
 
 
 def _adversary(told: Mapping[str, Any] | None) -> str:
-    return NONE if told is None else f"eps {told['eps']:g}, {told['steps']} steps"
+    if told is None:
+        return NONE
+    share = told.get("weight_share", 0.0)  # older records have none
+    weights = f", weights {share:.1%}" if share else ""
+    return f"eps {told['eps']:g}, {told['steps']} steps{weights}"
 
 
 def surrogates(record: RunRecord) -> str:
