@@ -35,6 +35,20 @@ def test_training_imitates_the_teacher_on_problems_it_has_not_seen() -> None:
     assert result.history[-1].error < 0.5 * baseline / result.unit
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("mixed_precision", [False, True])
+def test_the_precision_is_that_of_the_config_within_any_autocast(
+    enabled: bool, mixed_precision: bool
+) -> None:
+    plainly, within = make_net(), make_net()
+    config = replace(TINY, mixed_precision=mixed_precision)
+    train_cip_net(plainly, family(0, 48), config)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        train_cip_net(within, family(0, 48), config)
+    assert fingerprint(plainly.state_dict()) == fingerprint(within.state_dict())
+
+
 def own_features_of(problem: CipProblem) -> Tensor:
     """Something else than the teacher says."""
     return problem.images.mean(1) + 2 * (problem.query - problem.anchors.mean(1))

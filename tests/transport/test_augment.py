@@ -83,6 +83,12 @@ def test_colors_change_as_in_pil(name: str) -> None:
         torch.testing.assert_close(result, expected, atol=slack, rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 1, 9), (2, 3, 9, 2)])
+def test_sharpness_leaves_images_that_are_all_rim(shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(IMAGE_OPS["sharpness"](x, torch.ones(2)), x)
+
+
 def test_solarize_inverts_what_is_brighter_than_the_threshold() -> None:
     x = torch.tensor([0.1, 0.5, 0.7, 1.0]).view(1, 1, 2, 2)
     changed = IMAGE_OPS["solarize"](x, torch.tensor([-0.4]))

@@ -6,8 +6,10 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,12 @@ from otad.transport.adversary import Adversary
 from otad.transport.augment import RandomFlip
 from otad.transport.checkpoint import fingerprint
 from otad.transport.metric_config import MetricConfig
-from otad.transport.metric_losses import make_loss, means_loss, neighborhood_loss
+from otad.transport.metric_losses import (
+    make_loss,
+    means_loss,
+    neighborhood_loss,
+    squared_distances,
+)
 from otad.transport.metric_training import encode, neighbor_accuracy, train_metric
 
 FILE = "checkpoint.safetensors"
@@ -425,14 +432,32 @@ def test_a_metric_in_double_precision_learns(references: str) -> None:
     assert metric.projection.weight.dtype == torch.float64
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        *(partial(torch.autocast, "cpu", enabled=on) for on in (False, True)),
+    ],
+)
+@pytest.mark.parametrize("mixed_precision", [False, True])
+def test_the_mode_of_the_caller_does_not_matter(mode: Callable, mixed_precision: bool) -> None:
     plainly, within = _cnn(), _cnn()
-    config = replace(SHORT, adversary=Adversary(0.1, steps=1))
+    adversary = Adversary(0.1, steps=1, weight_share=0.1)
+    config = replace(SHORT, adversary=adversary, mixed_precision=mixed_precision)
     train_metric(plainly, (_X, _Y), config)
     with mode():
         train_metric(within, (_X, _Y), config)
     assert fingerprint(plainly.state_dict()) == fingerprint(within.state_dict())
+
+
+def test_parts_that_were_in_evaluation_mode_are_so_after_encoding() -> None:
+    metric = _cnn().train()
+    metric.layers.eval()
+    encode(metric, _X)
+    assert metric.projection.training
+    assert not any(part.training for part in metric.layers.modules())
 
 
 def test_labels_may_be_any_numbers() -> None:
@@ -449,7 +474,9 @@ def test_labels_may_be_any_numbers() -> None:
         ({"references": "queue"}, "references: expected one of batch, bank"),
         ({"references": "bank", "loss": "triplet"}, "expected 'batch' for the loss triplet"),
         ({"energy_weight": 0.1}, "energy_weight: expected 0"),
-        ({"temperature": 0.0}, "temperature: expected a positive number"),
+        ({"temperature": 0.0}, "temperature: expected a number of at least 1e-12"),
+        ({"temperature": np.float32(0.1)}, "temperature: expected a number"),
+        ({"margin": np.float32(0.1)}, "margin: expected a number"),
         ({"margin": -1.0}, "margin: expected a number of at least 0"),
         ({"ema": 1.0}, "ema: expected a number of at least 0 and below 1"),
         ({"batch_size": 1}, "batch_size: expected an integer of at least 2"),
@@ -462,6 +489,15 @@ def test_bad_settings_are_refused(options: dict, message: str) -> None:
         MetricConfig(**options)
 
 
+def test_distances_keep_their_digits_far_from_the_origin_and_in_mixed_precision() -> None:
+    keys = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    expected = torch.cdist(keys.double(), keys.double()).square().float()
+    for offset, tolerance in ((0.0, 1e-5), (3000.0, 2e-2)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = squared_distances(keys + offset, keys + offset)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -471,6 +507,9 @@ def test_bad_settings_are_refused(options: dict, message: str) -> None:
         {"eps": 1, "weight_share": -0.1},
         {"eps": 1, "weight_share": 1.0},
         {"eps": 1, "weight_share": math.nan},
+        {"eps": np.float32(1)},  # no JSON, and so no checkpoint, could tell it
+        {"eps": "1"},
+        {"eps": 1, "weight_share": np.float32(0.1)},
     ],
 )
 def test_bad_adversaries_are_refused(options: dict) -> None:

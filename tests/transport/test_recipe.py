@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +93,7 @@ def test_what_a_metric_has_no_use_for_is_refused(name: str) -> None:
         ({"loss": "neighborhood"}, "loss: expected one of fit"),
         ({"label_smoothing": 1.0}, "label_smoothing: .* below 1, got 1.0"),
         ({"mixing": 1.5}, "mixing: expected a number from 0 to 1, got 1.5"),
+        ({"mixing": np.float32(0.5)}, "mixing: expected a number from 0 to 1"),
         ({"ema": 1.0}, "ema: .* below 1, got 1.0"),
         ({"gradient_clip": -1}, "gradient_clip: .* at least 0"),
         ({"augment": "wild"}, "augment: expected one of none, light, strong, got 'wild'"),

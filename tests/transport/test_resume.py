@@ -14,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transport.small_vision import images
 
 from otad.errors import InputError
 from otad.nets import SequentialBackbone, fc_resnet
-from otad.transport import EpochRecord, TrainConfig, train
+from otad.nets.metric_nets import CNNMetric
+from otad.transport import EpochRecord, MetricConfig, TrainConfig, train, train_metric
 from otad.transport.augment import Compose, RandomFlip
 from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 
@@ -71,6 +73,20 @@ def test_a_run_stopped_twice_ends_like_an_uninterrupted_one(tmp_path: Path, opti
     assert fingerprint(without_files.state_dict()) == fingerprint(whole.state_dict())
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weights_may_lie_in_memory_in_any_order(tmp_path: Path, optimizer: str) -> None:
+    whole, cut, resumed = (
+        CNNMetric((3, 8, 8), widths=(3, 4), bounds=(0, 1)).to(memory_format=torch.channels_last)
+        for _ in range(3)
+    )
+    config = MetricConfig(epochs=4, batch_size=20, learning_rate=0.01, optimizer=optimizer)
+    train_metric(whole, images(), config)
+    with pytest.raises(_StopError):
+        train_metric(cut, images(), config, checkpoint_dir=tmp_path, progress=_stop_after(2))
+    train_metric(resumed, images(), config, checkpoint_dir=tmp_path)
+    assert fingerprint(resumed.state_dict()) == fingerprint(whole.state_dict())
+
+
 def test_a_finished_run_is_only_loaded(tmp_path: Path) -> None:
     first, again = _net(), _net()
     train(first, _data(), CONFIG, checkpoint_dir=tmp_path)
@@ -122,6 +138,14 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_pat
             train(net, data, config, checkpoint_dir=tmp_path)
         assert fingerprint(net.state_dict()) == start
     assert train(_net(), _data(), replace(CONFIG, log_every=3), checkpoint_dir=tmp_path)
+
+
+def test_weights_that_are_held_belong_to_the_run(tmp_path: Path) -> None:
+    held = _net()
+    held.blocks.requires_grad_(False)
+    train(held, _data(), CONFIG, checkpoint_dir=tmp_path)
+    with pytest.raises(InputError, match=r"differs in net\.frozen \('nothing' here, \['blocks"):
+        train(_net(), _data(), CONFIG, checkpoint_dir=tmp_path)
 
 
 def test_own_modules_are_recognized_by_their_structure(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,34 @@ def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
         train(within, _two_moons(64), SHORT)
         assert not torch.is_grad_enabled()
     assert torch.equal(_weights(plainly), _weights(within))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("mixed_precision", [False, True])
+def test_the_precision_is_that_of_the_config_within_any_autocast(
+    enabled: bool, mixed_precision: bool
+) -> None:
+    plainly, within = _net(), _net()
+    config = replace(SHORT, mixed_precision=mixed_precision)
+    train(plainly, _two_moons(64), config)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
+        within(_two_moons(64)[0])  # whose casts of the weights have no gradients
+        train(within, _two_moons(64), config)
+        assert torch.is_autocast_enabled("cpu") is enabled
+    assert torch.equal(_weights(plainly), _weights(within))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weights_cut_out_of_others_learn_alike_and_leave_those_alone(optimizer: str) -> None:
+    whole, cut = _net(), _net()
+    first = cut.blocks[0][0]
+    wide = torch.cat([first.weight.detach(), torch.ones(16, 3)], dim=1)
+    first.weight = nn.Parameter(wide[:, :2])
+    for net in (whole, cut):
+        train(net, _two_moons(64), replace(SHORT, optimizer=optimizer))
+    assert bool((wide[:, 2:] == 1).all())
+    torch.testing.assert_close(_weights(cut), _weights(whole))
 
 
 def test_a_net_without_weights_to_train_is_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from otad.errors import InputError
 from otad.nets.metric_nets import CNNMetric
 from otad.transport.adversary import Adversary
 from otad.transport.metric_config import MetricConfig
@@ -49,6 +50,15 @@ def test_each_matrix_moves_by_its_share_along_its_gradient() -> None:
         assert shift.norm().item() == pytest.approx(SHARE * weight.norm().item())
         cosine = nn.functional.cosine_similarity(shift.flatten(), weight.grad.flatten(), dim=0)
         assert cosine.item() == pytest.approx(1.0)
+
+
+def test_without_a_matrix_in_training_there_is_nothing_to_move() -> None:
+    metric = _metric()
+    for weight in metric.parameters():
+        weight.requires_grad_(weight.dim() == 1)
+    config = replace(ONE_STEP, adversary=replace(STRAIGHT, weight_share=SHARE))
+    with pytest.raises(InputError, match=r"weight_share: expected 0 for a net .* got 0\.1"):
+        train_metric(metric, _images(), config)
 
 
 def test_weights_come_back_to_the_last_bit_even_from_an_error() -> None:
@@ -101,6 +111,7 @@ def _first_loss(share: float, *, mixed_precision: bool) -> float:
     return train_metric(_metric(), _images(), config).final.loss
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
 @pytest.mark.parametrize("mixed_precision", [False, True])
 def test_the_loss_is_that_of_the_moved_weights_whatever_the_precision(
     mixed_precision: bool,

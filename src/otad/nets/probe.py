@@ -28,7 +28,8 @@ def run(module: nn.Module, x: Tensor, name: str, gives: str = "an output of shap
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while: one probe row must not move batch statistics."""
+    """Evaluation mode for a while, in which batch statistics do not move; every part is left in
+    the mode it was in."""
     modes = {module: module.training for module in net.modules()}
     net.eval()
     try:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from otad.checks import check_count
-from otad.errors import InputError
 from otad.nets.metric import Metric
+from otad.nets.probe import evaluating
+from otad.transport.recipe import check_range
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,9 @@ class Adversary:
         check_count(self.steps, "steps")
         for name in ("eps", "step_size"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{name}: expected a positive finite number, got {value!r}")
-        if not 0 <= self.weight_share < 1:
-            raise InputError(
-                f"weight_share: expected a number from 0 to below 1, got {self.weight_share!r}"
-            )
+            if value is not None:
+                check_range(value, name, 1e-12, math.inf)
+        check_range(self.weight_share, "weight_share", 0.0, 1.0)
 
     def attack(
         self, metric: Metric, x: Tensor, loss: Callable[[Tensor], Tensor], start: Tensor
@@ -76,17 +73,6 @@ class Adversary:
         delta = moved - x
         moved = x + delta * (self.eps / _lengths(delta).clamp_min(self.eps))
         return moved if metric.bounds is None else moved.clamp(*metric.bounds)
-
-
-@contextmanager
-def evaluating(metric: Metric) -> Iterator[None]:
-    """Within it the metric is in evaluation mode; it is left in the mode it was in."""
-    was_training = metric.training
-    metric.eval()
-    try:
-        yield
-    finally:
-        metric.train(was_training)
 
 
 def _lengths(rows: Tensor) -> Tensor:

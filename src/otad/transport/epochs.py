@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otad.errors import InputError
 from otad.transport.history import reporting
+from otad.transport.precision import precision
 from otad.transport.recipe import TrainConfig
 
 AnyRecord = TypeVar("AnyRecord")
@@ -65,7 +66,10 @@ def run_epochs(
 ) -> None:
     """All epochs beyond those of the history, which grows, as far as the time reaches."""
     now = saved_at = monotonic()
-    with reporting(progress, config.epochs, len(history), label) as report:
+    with (
+        precision(config.device, mixed=False),  # whatever that of the caller is
+        reporting(progress, config.epochs, len(history), label) as report,
+    ):
         for epoch in range(len(history) + 1, config.epochs + 1):
             began = now
             record = run_epoch(epoch)

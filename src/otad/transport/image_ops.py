@@ -34,6 +34,8 @@ def saturation(x: Tensor, amount: Tensor) -> Tensor:
 
 def sharpness(x: Tensor, amount: Tensor) -> Tensor:
     """Away from the image smoothed over 3 x 3 pixels; the rim stays as it is."""
+    if min(x.shape[2:]) < 3:
+        return x  # all of it is rim
     smooth = x.clone()
     inner = smooth[:, :, 1:-1, 1:-1]
     inner.mul_(4).add_(functional.avg_pool2d(x, 3, stride=1), alpha=9).div_(13)  # 5 of 13 itself

@@ -10,7 +10,7 @@ from otad.checks import check_choice, check_count
 from otad.errors import InputError
 from otad.transport.adversary import Adversary
 from otad.transport.metric_losses import LOSSES, OWN_LOSSES
-from otad.transport.recipe import TrainConfig
+from otad.transport.recipe import TrainConfig, check_range
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,8 @@ class MetricConfig(TrainConfig):
                 f"references: expected 'batch' for the loss {self.loss}, whose pairs with all "
                 "of a bank are too many, got 'bank'"
             )
-        if not 0 < self.temperature < math.inf:
-            raise InputError(f"temperature: expected a positive number, got {self.temperature!r}")
-        if self.margin is not None and not 0 <= self.margin < math.inf:
-            raise InputError(f"margin: expected a number of at least 0, got {self.margin!r}")
+        check_range(self.temperature, "temperature", 1e-12, math.inf)
+        check_range(self.margin_used, "margin", 0.0, math.inf)
 
     @property
     def margin_used(self) -> float:

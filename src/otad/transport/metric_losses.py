@@ -24,9 +24,13 @@ loss. But for "neighborhood" the references are the same batch, in the same orde
 
 
 def squared_distances(keys: Tensor, references: Tensor) -> Tensor:
-    """|k_i - r_j|^2 (B,R), by a matrix product."""
+    """|k_i - r_j|^2 (B,R), by a matrix product about the mean reference, in full precision: what is
+    small beside |k_i|^2 would be lost in rounding."""
+    center = references.detach().mean(0)
+    keys, references = keys - center, references - center
     ends = keys.square().sum(1, keepdim=True) + references.square().sum(1)
-    return (ends - 2 * keys @ references.T).clamp_min(0.0)
+    with torch.autocast(keys.device.type, enabled=False):
+        return (ends - 2 * keys @ references.T).clamp_min(0.0)
 
 
 def neighborhood_loss(

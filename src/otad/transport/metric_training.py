@@ -15,7 +15,8 @@ from torch import Tensor
 from otad.checks import check_shape, check_tensor
 from otad.errors import InputError
 from otad.nets.metric import Metric
-from otad.transport.adversary import Adversary, evaluating
+from otad.nets.probe import evaluating
+from otad.transport.adversary import Adversary
 from otad.transport.augment import Augmentation
 from otad.transport.epochs import Saving, means_over_rows
 from otad.transport.history import EpochRecord, Report, TrainResult
@@ -45,9 +46,9 @@ def train_metric(
     """Train `metric` in place, leaving it on `config.device` in evaluation mode.
 
     Arguments are those of `train`, with class labels and inputs as floats. A record's train score
-    is the share of inputs, moved by the adversary if there is one, whose nearest reference is of
-    their class; its validation score is the accuracy of a vote among the nearest training keys. Its
-    energy is 0.
+    is the share of inputs whose nearest reference is of their class; score and loss are measured
+    on what the adversary moved, if there is one, inputs and weights. Its validation score is the
+    accuracy of a vote among the nearest training keys. Its energy is 0.
     """
     tensors = _check_data(metric, data)
     if config.replayed and not metric.is_recordable:
@@ -136,16 +137,15 @@ class _Trainer:
             value, (keys, clean) = self._compare(moved, x, y, rows)
             self.session.backward(value)
         self.session.follow(first=first)
-        references, labels, own = self._references(clean, y, rows)
-        if self.bank is not None:
-            self.bank[rows] = clean.detach()
         with torch.no_grad():
+            references, labels, own = self._references(clean, y, rows)
             lengths = squared_distances(keys, references)
             lengths.scatter_(1, own[:, None], math.inf)
             nearest = lengths.min(1)
             right = (labels[nearest.indices] == y) & nearest.values.isfinite()
-            score = right.float().mean()
-        return torch.stack([value.detach(), score])
+            if self.bank is not None:
+                self.bank[rows] = clean
+        return torch.stack([value.detach(), right.float().mean()])
 
     def _compare(
         self, moved: Tensor, x: Tensor, y: Tensor, rows: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -83,14 +84,14 @@ class TrainConfig:
         check_choice(self.loss, "loss", self.losses)
         check_choice(self.augment, "augment", tuple(AUGMENTATIONS))
         for name in ("weight_decay", "energy_weight", "gradient_clip", "pair_weight"):
-            _check_range(getattr(self, name), name, 0.0, math.inf)
+            check_range(getattr(self, name), name, 0.0, math.inf)
         for name in ("learning_rate", "target_margin", "pair_smoothness"):
-            _check_range(getattr(self, name), name, 1e-12, math.inf)
+            check_range(getattr(self, name), name, 1e-12, math.inf)
         for name in ("momentum", "label_smoothing", "ema"):
-            _check_range(getattr(self, name), name, 0.0, 1.0)
-        if not 0 <= self.mixing <= 1:
+            check_range(getattr(self, name), name, 0.0, 1.0)
+        if not isinstance(self.mixing, int | float) or not 0 <= self.mixing <= 1:
             raise InputError(f"mixing: expected a number from 0 to 1, got {self.mixing!r}")
-        _check_range(self.warmup, "warmup", 0.0, self.epochs)
+        check_range(self.warmup, "warmup", 0.0, self.epochs)
         _check_device(self.device)
         if self.replayed and (self.optimizer != "adamw" or not self.whole_batches):
             raise InputError(
@@ -127,10 +128,11 @@ class TrainConfig:
         self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         """On parameters, or on groups of them with settings of their own."""
-        fused = torch.device(self.device).type in ("cpu", "cuda")  # one kernel for all parameters
+        groups: list[Any] = list(parameters)
+        fused = torch.device(self.device).type in ("cpu", "cuda") and _have_no_gaps(groups)
         if self.optimizer == "sgd":
             return torch.optim.SGD(
-                parameters,
+                groups,
                 lr=self.learning_rate,
                 momentum=self.momentum,
                 weight_decay=self.weight_decay,
@@ -140,7 +142,7 @@ class TrainConfig:
         if self.records_steps:  # a record reads the rate from where it lies
             rate = torch.tensor(rate, device=self.device)
         return torch.optim.AdamW(
-            parameters,
+            groups,
             lr=rate,
             betas=(self.momentum, 0.999),
             weight_decay=self.weight_decay,
@@ -149,13 +151,21 @@ class TrainConfig:
         )
 
 
+def _have_no_gaps(groups: list[Any]) -> bool:
+    """Whether one kernel may go through all weights by address. It may not where one lies among
+    other numbers, as columns cut out of a matrix do: it would change those."""
+    parts = [group["params"] if isinstance(group, dict) else [group] for group in groups]
+    weights = itertools.chain.from_iterable(parts)
+    return all(one.stride() == torch.empty_like(one, device="meta").stride() for one in weights)
+
+
 def check_seed(seed: int) -> int:
     if check_count(seed, "seed", least=0) > MOST_SEED:
         raise InputError(f"seed: expected an integer of at most {MOST_SEED}, got {seed}")
     return seed
 
 
-def _check_range(value: object, name: str, least: float, bound: float) -> None:
+def check_range(value: object, name: str, least: float, bound: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < bound:
         raise InputError(
             f"{name}: expected a number of at least {least:g} and below {bound:g}, got {value!r}"

@@ -40,6 +40,8 @@ def run_identity(
         structure = net.config()
     except InputError:  # a user's own modules: enough to recognize them again
         structure = {"structure": nameless(net)}
+    if frozen := [name for name, weight in net.named_parameters() if not weight.requires_grad]:
+        structure["frozen"] = frozen
     return {
         "config": settings,
         "augment": own_augment,
@@ -84,4 +86,14 @@ def resume(
             moments.setdefault(int(index), {})[moment] = tensor
     run.load_state_dict(weights)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    _lay_out(optimizer)
     return [EpochRecord(**record) for record in header["history"]]
+
+
+def _lay_out(optimizer: Optimizer) -> None:
+    """Moments in memory as their weights lie: one kernel for all goes through both by address, and
+    a file has rows one after another."""
+    for weight, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if moment.dim() > 1:
+                moments[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)

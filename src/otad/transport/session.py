@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Generic
 
 import torch
@@ -16,6 +17,7 @@ from otad.transport.checkpoint import nameless
 from otad.transport.epochs import Saving, run_epochs
 from otad.transport.history import EpochRecord, Report, TrainResult
 from otad.transport.policies import choose_augmentation
+from otad.transport.precision import precision
 from otad.transport.recipe import TrainConfig, present_device
 from otad.transport.replay import Replayed, Step
 from otad.transport.resume import CHECKPOINT_NAME, resume, run_identity, save
@@ -95,10 +97,9 @@ class Session(Generic[AnyNet]):
             else:
                 group["lr"] = rate
 
-    def precision(self) -> torch.autocast:
+    def precision(self) -> AbstractContextManager[None]:
         """Within it, layers compute as the config says."""
-        device = torch.device(self.config.device).type
-        return torch.autocast(device, torch.bfloat16, enabled=self.config.mixed_precision)
+        return precision(self.config.device, mixed=self.config.mixed_precision)
 
     def refuse_divergence(self, loss: float, epoch: int) -> None:
         """A loss or weights that are no numbers any more."""

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from otad.errors import InputError
+
 Shifts = list[tuple[Tensor, Tensor]]
 """Weights, each with what is added to it."""
 
@@ -18,6 +20,10 @@ def steepest_shifts(loss: Tensor, net: nn.Module, share: float) -> Shifts:
     """Each matrix or kernel in training by that share of its length, along its gradient of `loss`;
     norms and biases stay."""
     weights = [one for one in net.parameters() if one.requires_grad and one.dim() > 1]
+    if not weights:
+        raise InputError(
+            f"weight_share: expected 0 for a net that trains no matrix or kernel, got {share}"
+        )
     gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
     shifts: Shifts = []
     for weight, gradient in zip(weights, gradients, strict=True):

@@ -17,6 +17,7 @@ from otad.cip.surrogate.net import CipNet
 from otad.errors import InputError
 from otad.file_rows import gathered
 from otad.neighbors import TorchSearch
+from otad.transport.precision import precision
 
 Problem = CipProblem | BankProblem
 Teacher = Callable[[Problem], CipSolution]
@@ -119,8 +120,7 @@ class Lesson:
     def objective(self, net: CipNet, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The batch means of the objective and of the error to the teacher (NaN if not asked)."""
         problem = rows_of(self.problems, rows)
-        device = problem.query.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.mixed_precision):
+        with precision(problem.query.device, mixed=self.mixed_precision):
             image = net(problem).image
         loss, error = image.new_zeros(()), image.new_full((), torch.nan)
         if self.answers is not None:
