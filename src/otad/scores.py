@@ -53,8 +53,12 @@ def is_right(logits: Tensor, labels: Tensor) -> Tensor:
 
 def squared_errors(values: Tensor, targets: Tensor) -> Tensor:
     """(B,) in float64; that of an abstention is infinite."""
-    errors = (values.double() - targets.double()).square()
-    return errors.masked_fill(abstained(values), math.inf)
+    return absolute_errors(values, targets).square()
+
+
+def absolute_errors(values: Tensor, targets: Tensor) -> Tensor:
+    """(B,) in float64; that of an abstention is infinite."""
+    return (values.double() - targets.double()).abs().masked_fill(abstained(values), math.inf)
 
 
 def abstained(outputs: Tensor) -> Tensor:

@@ -99,6 +99,34 @@ def test_the_first_tangent_is_the_highest_and_touches_the_potential(name: str) -
     torch.testing.assert_close(differences, 2 * (lines[:, :1] - lines[:, 1:5]), rtol=0, atol=1e-3)
 
 
+def test_far_from_the_origin_both_views_rank_as_the_differences_do() -> None:
+    """A table that is not normalized: in float32 its distances drown in squares of 1e8."""
+    corner, lift = 1e4, 2
+    x, y = two_colors(60, 0)
+    inputs = functional.pad(x + corner, (0, lift))
+    features = inputs.clone()
+    features[:, -lift:] = 0.05 * functional.one_hot(y, 2)
+    net = lifted_net((2,), 2, hidden=(4,)).eval()
+    bank = FeatureBank(inputs, features, y, "far off")
+    potential = lifted_potential(inputs, features, lift, 3.0)
+    model = OTAD(net, bank, scope="global", potential=potential, n_neighbors=3)
+    queries = two_colors(20, 3)[0] + corner
+    neighbors, tangents = Neighborhood.views(model, queries)
+    kept = ~potential.levels.isnan()
+    apart = (queries.double()[:, None] - inputs.double()[kept, :-lift]).square().sum(2)
+    torch.testing.assert_close(
+        neighbors.ranks(neighbors.embed(queries)).double(), apart, rtol=0, atol=1e-5
+    )
+    # u_i = |x_i|^2 / 2 and z~_i = (k x_i, g_i): tangents fall as (k / 2) |x' - x_i|^2 rises
+    fall = 2 * 3.0 / 2 * apart
+    fall -= fall.amin(1, keepdim=True)
+    torch.testing.assert_close(
+        tangents.ranks(tangents.embed(queries)).double(), fall, rtol=0, atol=1e-4
+    )
+    aims = neighbors.inputs(neighbors.embed(queries), queries)
+    torch.testing.assert_close(aims, queries, rtol=0, atol=2e-3)
+
+
 def test_neighbors_and_k_nn_twins_have_one_view() -> None:
     twin = MajorityKnn(stairs()).eval()
     assert len(Neighborhood.views(twin, torch.zeros(1))) == 1

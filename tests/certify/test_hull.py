@@ -12,6 +12,7 @@ from otad.certify.halfspaces import joint_distance
 from otad.certify.hull import Entrance
 from otad.certify.surroundings import Surroundings
 from otad.defense import OTAD
+from otad.transport.bank import FeatureBank
 
 
 def slow_radius(model: OTAD, x: torch.Tensor) -> np.ndarray:
@@ -144,3 +145,22 @@ def test_joint_distance_is_a_tight_bound(count: int) -> None:
 def test_joint_distance_of_nothing_is_nothing() -> None:
     zero = torch.zeros(2, 2, dtype=torch.float64)
     assert float(joint_distance(zero, zero[0], zero[0], 1e-9)) == 0
+
+
+def test_a_bank_point_far_off_leaves_the_radii_of_others_as_they_are() -> None:
+    """An entry that stands for a missing one, say: wherever it comes in the bank."""
+    model = plane_model(3, points=200)
+    x = queries(model, 10, 3)
+    plain = certify(model, x).radius
+    for place in (0, 100):
+        kept = torch.arange(len(model.bank_inputs) + 1) != place
+        with_far_one = []
+        for part in (model.bank_inputs, model.bank_features, model.bank_labels):
+            longer = part.new_full((len(kept), *part.shape[1:]), 0)
+            longer[kept] = part
+            with_far_one.append(longer)
+        with_far_one[0][place] = 1e6
+        bank = FeatureBank(*with_far_one, "one far off")
+        found = certify(OTAD(model.backbone, bank, n_neighbors=3).eval(), x).radius
+        torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6)
+    assert int((plain > 0.01).sum()) >= 3

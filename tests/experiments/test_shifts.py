@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -26,6 +28,18 @@ def test_nothing_moved_and_nothing_wrong() -> None:
     targets = torch.tensor([1.0, 2.0])
     assert smape(targets, targets, targets) == 0.0
     assert mean_shift(targets, targets) == 0.0
+
+
+def test_abstentions_are_told() -> None:
+    """Lost, gained, never there, and a point that answers: never NaN, which no table explains."""
+    none = math.nan
+    targets = torch.tensor([5.0, 6.0, 7.0, 8.0])
+    clean = torch.tensor([5.5, none, none, 8.5])
+    moved = torch.tensor([none, 6.0, none, 9.0])
+    assert mean_shift(moved, clean) == math.inf
+    assert smape(moved, clean, targets) == pytest.approx((2 + 2 + 0 + 2 / 3) / 4)
+    assert mean_shift(moved[2:], clean[2:]) == pytest.approx(0.5 / 2)
+    assert smape(moved[2:], clean[2:], targets[2:]) == pytest.approx((0 + 2 / 3) / 2)
 
 
 def test_the_paper_prints_these_measures(generator: torch.Generator) -> None:

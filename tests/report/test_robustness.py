@@ -205,6 +205,20 @@ def test_regression_tells_errors_and_bounds() -> None:
     assert evaluation_report(replace(evaluation, attacks=())).numbers[0].value == "not attacked"
 
 
+def test_a_regressor_that_abstains_is_told() -> None:
+    """An infinite mean does not say by itself that answers are missing, nor how many."""
+    evaluation = replace(of_values(), certificate=None, clean_errors=(0.5, 0.5, 1.0, math.inf))
+    first, *rest = evaluation.attacks
+    lost = replace(first, errors=(0.5, math.inf, 1.0, math.inf))
+    silent = replace(evaluation, attacks=(lost, *rest))
+    worst, clean = evaluation_report(silent).numbers[:2]
+    assert (worst.value, clean.value) == ("inf", "inf")
+    assert worst.remark.endswith("no answer to 2 of them")
+    assert clean.remark.endswith("no answer to 1 of them")
+    assert error_curves(silent).axes[1].get_xlabel().endswith("no answer to 2 of them")
+    assert "no answer to" not in evaluation_report(of_values()).render()
+
+
 def test_examples_show_input_change_and_neighbors(small: Small, attacked: Attacked) -> None:
     evaluation, y, adversarial = attacked.evaluation, attacked.y, attacked.adversarial
     shown = [it for block in section(attacked.report, "examples").blocks

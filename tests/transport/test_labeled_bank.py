@@ -100,3 +100,16 @@ def test_refusals() -> None:
         label_heights(points, labels[:4])
     with pytest.raises(InputError, match="neighbors: expected an integer of at least 1, got 0"):
         class_means(points, labels, 0)
+
+
+def test_rivals_within_tight_clusters_are_the_nearest() -> None:
+    """Where classes mix in clusters, float32 products cannot tell who is nearest; a rival that is
+    not would make heights too large, and the least smoothness more than 2."""
+    drawn_by = torch.Generator().manual_seed(0)
+    places = torch.randn(4, 6, generator=drawn_by).repeat(40, 1)
+    points = places + 1e-4 * torch.randn(160, 6, generator=drawn_by)
+    labels = torch.randint(0, 3, (160,), generator=drawn_by)
+    apart = (points.double()[:, None] - points.double()).norm(dim=2)
+    apart.masked_fill_(labels[:, None] == labels, torch.inf)
+    found = apart.gather(1, nearest_rivals(points, labels)[:, None])[:, 0]
+    assert torch.equal(found, apart.amin(1))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from otad.certify.halfspaces import TINY
+from otad.cip.pairs import middle_of
 from otad.file_rows import block_of, gathered
 
 ROUNDING = 1e-9
@@ -104,9 +105,9 @@ class Surroundings:
         return points.sub_(self.embedded[rows][:, None])
 
     def _distance_floor(self) -> Tensor:
-        """From one matrix product, lowered by what rounding may have added: about a bank point, as
-        far from the origin that would be more than the distances."""
-        center = block_of(self.inputs, 0, 1).to(self.embedded)
+        """From one matrix product, lowered by what rounding may have added: about the middle of the
+        bank, as far from there that would be more than the distances."""
+        center = middle_of(self.inputs, self.embedded.device).to(self.embedded)
         embedded = self.embedded - center
         own = _squares(embedded)[:, None]
         floor = embedded.new_empty(len(embedded), len(self.inputs))

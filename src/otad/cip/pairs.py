@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor
+from otad.file_rows import gathered
 
 BLOCK_BYTES = 2**28
+SAMPLE = 65  # points of a bank that tell where its middle is
 
 
 class Pairs:
@@ -90,6 +92,14 @@ def half_squares(points: Tensor, center: Tensor) -> Tensor:
     """|x|^2 / 2 - |center|^2 / 2 (n,) of points x - center (n,d): far from the origin the square of
     the center would drown all else."""
     return (points * (points + 2 * center)).sum(1) / 2
+
+
+def middle_of(points: Tensor, device: torch.device | None = None) -> Tensor:
+    """(d,) the median of some points of a bank (N,d), wherever that is kept, coordinate by
+    coordinate: unlike the mean, no single point that is far off moves it."""
+    count = len(points)
+    chosen = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
+    return gathered(points, chosen, device).median(0).values
 
 
 def _mean(points: Tensor) -> Tensor:

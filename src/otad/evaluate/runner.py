@@ -80,7 +80,8 @@ def evaluate(
     - `folder`: every batch is kept there once it is done, so that a run that was killed goes on
       where it was and ends with the same record; and at the end `evaluation.json` and
       `adversarial.safetensors` ("rows" (m,), "inputs" (m,*): for each broken row its nearest
-      adversarial example; in regression for each row its worst input at the threat's eps).
+      adversarial example; in regression, for each row that an attack made worse, its worst input
+      at the threat's eps).
     """
     started = time.perf_counter()
     x, y, threat = _prepared(model, x, y, threat)

@@ -28,7 +28,7 @@ from otad.experiments.shifts import shifts
 from otad.experiments.specs import RANDOM_STEP, AttackSpec
 from otad.nets import Backbone, only_normalizes
 from otad.regularity import Distribution
-from otad.scores import score_of, share_score
+from otad.scores import is_right, score_of, share_score
 
 Report = Callable[[int, int], None]
 BATCH = 1000
@@ -106,11 +106,11 @@ def attack_row(
         wrong = torch.ones(len(x), dtype=torch.bool)
         score, metrics = score_of(moved, y), shifts(moved, clean, y)
     else:
-        wrong = moved.argmax(1) != y
+        wrong = ~is_right(moved, y)
         if search.victim is model:
             wrong |= search.broken  # on the verge, another batch may round to another answer
         score, metrics = share_score(int((~wrong).sum()), len(x)), {}
-        wrong &= clean.argmax(1) == y
+        wrong &= is_right(clean, y)
     return AttackedScore(
         label=spec.label,
         score=score,

@@ -9,11 +9,19 @@
     SMAPE = 2/n sum_i |a_i - c_i| / (a_i + c_i)
 
 so E is a distance between answers, and SMAPE, from 0 to 2, compares their errors, not the answers.
+
+An abstention is infinitely far from every answer and as wrong. So a point whose answer is lost or
+gained makes E infinite and adds 2, the most there is, to the sum of SMAPE; one that has no answer
+at either place has not moved and adds nothing to either.
 """
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
+
+from otad.scores import absolute_errors, abstained
 
 E, SMAPE = "E", "SMAPE"
 
@@ -25,12 +33,15 @@ def shifts(moved: Tensor, clean: Tensor, targets: Tensor) -> dict[str, float]:
 
 def mean_shift(moved: Tensor, clean: Tensor) -> float:
     """E."""
-    return float((moved.double() - clean.double()).abs().mean())
+    lost, never = abstained(moved), abstained(clean)
+    shift = (moved.double() - clean.double()).abs()
+    return float(shift.masked_fill(lost | never, math.inf).masked_fill(lost & never, 0.0).mean())
 
 
 def smape(moved: Tensor, clean: Tensor, targets: Tensor) -> float:
-    """SMAPE; a point with both errors zero adds nothing."""
-    after, before = ((found.double() - targets.double()).abs() for found in (moved, clean))
-    total = after + before
-    change = (after - before).abs() / total.masked_fill(total == 0, 1.0)
-    return 2 * float(change.mean())
+    """SMAPE; a point that is as wrong as before adds nothing."""
+    after, before = (absolute_errors(found, targets) for found in (moved, clean))
+    larger, smaller = after.maximum(before), after.minimum(before)
+    # (1 - r) / (1 + r) with r the smaller error over the larger: also where that is infinite
+    ratio = (smaller / larger).masked_fill(larger == smaller, 1.0)
+    return 2 * float(((1 - ratio) / (1 + ratio)).mean())

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from otad.evaluate.records import Evaluation
 from otad.report.attack_order import colors, counted_with
 from otad.report.plots import INK, SOFT, plain, tidy
+from otad.report.words import unanswered
 
 WORST, PROVED = "#b3122b", "#0f766e"
 GRID_POINTS = 400
@@ -82,7 +83,8 @@ def error_curves(evaluation: Evaluation) -> Figure:
     _mark_headline(panel, evaluation)
     tidy(panel, "mean over the examples of the largest |f - y|")
     tidy(single, f"each example at eps = {evaluation.headline_eps:g}")
-    single.set_xlabel("examples, by the largest error found", color=SOFT, fontsize=9)
+    sorted_by = f"examples, by the largest error found{unanswered(found)}"
+    single.set_xlabel(sorted_by, color=SOFT, fontsize=9)
     panel.set_xlim(0, max(evaluation.eps) * 1.03 or 1.0)
     single.xaxis.set_major_locator(MaxNLocator(integer=True))
     for each in (panel, single):

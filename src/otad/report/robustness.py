@@ -18,7 +18,7 @@ from otad.report.examples import examples_section
 from otad.report.page import Report
 from otad.report.threat import repeat_section, threat_section
 from otad.report.trust import count_of, flags_section, solver_section
-from otad.report.words import interval, percent
+from otad.report.words import interval, percent, unanswered
 
 
 def evaluation_report(
@@ -106,13 +106,15 @@ def _accuracies(evaluation: Evaluation) -> list[KeyNumber]:
 
 def _errors(evaluation: Evaluation) -> list[KeyNumber]:
     at = f"at eps = {evaluation.headline_eps:g}, n = {evaluation.n:,}"
-    worst = statistics.fmean(evaluation.worst_errors())
-    first = KeyNumber(f"{worst:.4g}", "mean worst error", f"|f - y| {at}")
+    worst = evaluation.worst_errors()
+    remark = f"|f - y| {at}{unanswered(worst)}"
+    first = KeyNumber(f"{statistics.fmean(worst):.4g}", "mean worst error", remark)
     if not evaluation.attacks:
         first = KeyNumber("not attacked", "mean worst error", "no attack was run", alarm=True)
     numbers = [first]
     if evaluation.certificate is not None:
         bound = statistics.fmean(evaluation.certificate.worst_errors)
         numbers.append(KeyNumber(f"{bound:.4g}", "mean certified bound", f"on |f - y| {at}"))
-    clean = statistics.fmean(evaluation.clean_errors)
-    return [*numbers, KeyNumber(f"{clean:.4g}", "mean clean error", "|f - y| unattacked")]
+    clean = evaluation.clean_errors
+    remark = f"|f - y| unattacked{unanswered(clean)}"
+    return [*numbers, KeyNumber(f"{statistics.fmean(clean):.4g}", "mean clean error", remark)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from otad.scores import Score
@@ -32,3 +33,9 @@ def flat(values: dict[str, Any], longest: int = 100) -> dict[str, str]:
             text = f"{value:g}" if isinstance(value, float) else str(value)
             found[name] = text if len(text) <= longest else f"{text[: longest - 3]}..."
     return found
+
+
+def unanswered(errors: Iterable[float]) -> str:
+    """What to add where errors are told: for how many examples there was no answer, if any."""
+    count = sum(map(math.isinf, errors))
+    return f"; no answer to {count:,} of them" if count else ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from otad.attacks.adaptive.opinions import head_outputs, label_outputs
 from otad.checks import check_shape
 from otad.cip.bank_potential import potential_lines
-from otad.cip.pairs import Pairs
+from otad.cip.pairs import Pairs, middle_of
 from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import only_normalizes
@@ -19,6 +19,7 @@ SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
 CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
 SAMPLE = 64  # training inputs looked at again
 SAME = 1e-2  # of their lengths, for banks in half precision
+OFF_ORIGIN = 0.95  # |middle| / median |point| above which distances drown in the squares of lengths
 
 
 def knows_lines(model: OTAD) -> bool:
@@ -57,7 +58,8 @@ class Neighborhood:
 
     The rank of point i for an embedded input e is offsets_i - 2 <sites_i, e>, up to a number that
     is the same for all i: the lowest comes first, and i is before j beyond a plane with the normal
-    sites_i - sites_j. There are two such views:
+    sites_i - sites_j. Embedded inputs are taken about `center` (d,), which is 0 unless the bank
+    lies far off the origin. There are two such views:
 
     - neighbors: the rank is |e - x_i|^2, so sites are the bank points (N,d) and offsets |x_i|^2;
     - tangents (`by_tangents`), for one map of the whole bank: its potential is the smoothed maximum
@@ -76,6 +78,7 @@ class Neighborhood:
     votes: Tensor
     outputs: Tensor
     n_neighbors: int
+    center: Tensor
     members: Tensor | None = None
     train_x: Tensor | None = None
     by_tangents: bool = False
@@ -99,8 +102,11 @@ class Neighborhood:
         outputs = (head_outputs if model is owner else label_outputs)(owner, like)
         votes = outputs.argmax(1) if outputs.dim() == 2 else outputs
         count = int(getattr(model, "n_neighbors", owner.n_neighbors))
+        center = _center_of(points)
+        if bool(center.any()):
+            points = points - center
         squares = points.square().sum(1)
-        return Neighborhood(owner, points, squares, votes, outputs, count, train_x=train_x)
+        return Neighborhood(owner, points, squares, votes, outputs, count, center, train_x=train_x)
 
     @staticmethod
     def views(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> list[Neighborhood]:
@@ -113,7 +119,7 @@ class Neighborhood:
 
     def embed(self, x: Tensor) -> Tensor:
         located = self.owner.locate(x)
-        return located[:, : located.shape[1] - _lift_of(self.owner)]
+        return located[:, : located.shape[1] - _lift_of(self.owner)] - self.center
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
@@ -123,7 +129,7 @@ class Neighborhood:
                 "lines to bank points are known, got "
                 f"{type(self.owner.metric or self.owner.backbone).__name__}"
             )
-        return self._denormalized(points, like)
+        return self._denormalized(points + self.center, like)
 
     def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:
         """The inputs (B,*input_shape) that points (B,) were made from."""
@@ -194,6 +200,13 @@ def _lift_of(model: OTAD) -> int:
     return model.backbone.lift if model.metric is None else 0
 
 
+def _center_of(points: Tensor) -> Tensor:
+    """The middle of points (N,d) that lie far off the origin; of others 0, which serves as well."""
+    middle = middle_of(points)
+    far = middle.norm() > OFF_ORIGIN * points.norm(dim=1).median()
+    return torch.where(far, middle, 0.0)
+
+
 @torch.no_grad()
 def _views_of_one_map(neighbors: Neighborhood) -> list[Neighborhood]:
     """Of the points that were not left out: the others' votes are not heard."""
@@ -204,6 +217,8 @@ def _views_of_one_map(neighbors: Neighborhood) -> list[Neighborhood]:
     levels = potential_lines(pairs, potential) - pairs.image_squares / (2 * potential.modulus)
     kept = levels.isfinite().nonzero()[:, 0]
     places = neighbors.sites[kept]
+    shift = pairs.center.clone()
+    shift[: places.shape[1]] -= neighbors.center
     common = replace(
         neighbors,
         sites=places,
@@ -216,7 +231,7 @@ def _views_of_one_map(neighbors: Neighborhood) -> list[Neighborhood]:
     sites, offsets = [], []
     for rows in kept.split(8192):
         images = pairs.images(rows)
-        offsets.append(2 * (images @ pairs.center - levels[rows]))
+        offsets.append(2 * (images @ shift - levels[rows]))
         sites.append(images[:, : places.shape[1]].to(like))
     tangents = replace(
         common, sites=torch.cat(sites), offsets=torch.cat(offsets).to(like), by_tangents=True
