@@ -26,7 +26,7 @@ TIMES = {
 NOTES = """\
 potential  time to find levels of least L, in so many sweeps over all pairs
 in all     time for all queries; rounds: how often every point was priced
-gap        the largest, over all points in float64: |z' - exact|^2 <= 2 M gap
+gap        the largest, over all points in float64: |z' - exact|^2 <= M gap
 memory     peak beyond the bank on a GPU; growth of the process on a CPU"""
 
 

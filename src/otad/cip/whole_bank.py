@@ -44,7 +44,7 @@ class WholeBankSolution:
 
     They come most weight first, and rows with fewer than W repeat their first, with weight 0 and
     not `active`. `gap` (B,): how far the value may be from the maximum over all bank points, in
-    float64, so |z' - exact|^2 <= 2 M gap. `rounds` (B,): how often all points were priced.
+    float64, so |z' - exact|^2 <= M gap. `rounds` (B,): how often all points were priced.
     """
 
     solution: CipSolution
