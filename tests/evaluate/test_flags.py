@@ -287,6 +287,23 @@ def test_attacks_that_get_weaker_are_flagged(monkeypatch: pytest.MonkeyPatch) ->
         assert check(scene).verdict == FAIL
 
 
+class Shy(Slope):
+    """Has no answer for some inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).masked_fill(x[:, 1] > 0, torch.nan)
+
+
+def test_abstentions_do_not_hide_that_attacks_get_weaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _ = plane_data()
+    scene = scene_of(Shy().eval(), x, Slope()(x).detach(), L2(0.3))
+    assert more_steps(scene).verdict == PASS
+    monkeypatch.setattr(strength_flags, "make_attack", lambda *_, **__: Tiring())
+    flag = more_steps(scene)
+    assert flag.verdict == FAIL
+    assert "inf" not in flag.found
+
+
 def test_attacks_that_fail_with_everything_allowed_are_flagged() -> None:
     assert large_eps(plane_scene(attacks=(Walk(),))).verdict == PASS
     assert large_eps(plane_scene(attacks=(Walk((0.0, 1.0, 0.0)),))).verdict == FAIL
