@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otad.building import defend
 from otad.cip.surrogate import CipNet
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.imitation import fresh_net
 from otad.nets import CNNMetric, fc_resnet, vision_transformer
 from otad.transport import TrainConfig

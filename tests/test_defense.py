@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from otad import defense
+from otad.building import defend
 from otad.cip import CipProblem, ExactCip, Status
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.neighbors import TorchSearch
 from otad.nets import Backbone, SequentialBackbone, fc_resnet

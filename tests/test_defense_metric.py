@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn
+from otad.building import defend
 from otad.certify import certify
-from otad.defense import OTAD, defend, load
+from otad.defense import OTAD, load
 from otad.errors import InputError
 from otad.nets import (
     CNNMetric,

@@ -13,8 +13,9 @@ from matplotlib.image import imread
 from rich.console import Console
 from torch import Tensor, nn
 
+from otad.building import defend
 from otad.cip import ExactCip, Status
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.explain import Explanation, explain
 from otad.explain.explanation import AGREES, DIFFERS

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from otad.building import defend
 from otad.cip import ExactCip, Status
 from otad.cip.bank_potential import BankPotential, integrate_most, least_bank_smoothness
 from otad.cip.whole_bank import WholeBank
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError, SolverError
 from otad.nets import fc_resnet
 

@@ -13,10 +13,11 @@ import torch
 from imitated import BRIEF, K, estimated, exact, images, small_net
 from torch import Tensor
 
+from otad.building import defend
 from otad.certify import certify
 from otad.cip import ExactCip, Status
 from otad.cip.surrogate import CipNet, CipNetEpoch, leave_one_out, train_cip_net
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.imitation import fresh_net, imitate, lessons, recipe_for
 from otad.nets import fc_resnet

@@ -35,6 +35,7 @@ LAYERS = {
     "otad.integration": 6,
     "otad.model_files": 6,
     "otad.defense": 6,
+    "otad.building": 6,
     "otad.prototypes": 6,
     "otad.regularity": 7,
     "otad.imitation": 7,

@@ -14,13 +14,14 @@ import torch
 from imitated import BRIEF, SHAPE, K, exact, images, small_net
 from torch import Tensor
 
+from otad.building import defend
 from otad.certify import certify, certify_values
 from otad.certify.cell import steady_map
 from otad.certify.embedding import reach_of
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.certify.votes import Votes
 from otad.cip.surrogate import leave_one_out
-from otad.defense import OTAD, defend, load
+from otad.defense import OTAD, load
 from otad.file_rows import in_file, remember
 from otad.imitation import imitate, lessons
 from otad.integration import answer_by

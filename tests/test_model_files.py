@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import otad
 from otad import model_files
+from otad.building import defend
 from otad.cip import ExactCip
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import fc_resnet
 from otad.transport import files

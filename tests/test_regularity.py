@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from otad.building import defend
 from otad.cip import ExactCip
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import SequentialBackbone, fc_resnet
 from otad.regularity import (

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from otad import attacks, cip, data, nets, prototypes
 from otad.attacks import L2, Linf, LpBall
+from otad.building import defend
 from otad.certify import Certificate, Interval, certify, certify_values
-from otad.defense import OTAD, Trace, defend, load
+from otad.defense import OTAD, Trace, load
 from otad.errors import InputError, OtadError
 from otad.evaluate import evaluate
 

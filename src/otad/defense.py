@@ -9,7 +9,6 @@ scope), or of all of them, by one map for every input (global scope).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from otad.banked import Banked
 from otad.checks import check_choice, check_evaluation, check_shape, check_tensor
 from otad.cip import BankProblem, CipSolution, ExactCip
-from otad.cip.bank_potential import BankPotential, Progress
+from otad.cip.bank_potential import BankPotential
 from otad.cip.contract import Solver
 from otad.cip.surrogate import CipNet
 from otad.errors import InputError
@@ -34,8 +33,8 @@ from otad.integration import (
 )
 from otad.model_files import ModelParts, read_model, write_model
 from otad.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
-from otad.nets import Backbone, Metric, adapt
-from otad.transport.bank import FeatureBank, fingerprint_of
+from otad.nets import Backbone, Metric
+from otad.transport.bank import FeatureBank
 
 SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
 
@@ -110,7 +109,7 @@ class OTAD(Banked):
             )
         asked = n_neighbors, smoothness, strong_convexity, solver, scope
         check_settings(len(bank), *asked, dim=bank.dim)
-        _check_keys(metric, keys, len(bank), scope)
+        check_keys(metric, keys, len(bank), scope)
         if scope == "local" and potential is not None:
             raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
         if scope == "global":
@@ -157,7 +156,7 @@ class OTAD(Banked):
     def locate(self, x: Tensor) -> Tensor:
         """Inputs (B,*input_shape) in the space where neighbors are sought (B,m)."""
         check_evaluation(self, "model")
-        return self.backbone.embed(x) if self.metric is None else _keys_of(x, self.metric)
+        return self.backbone.embed(x) if self.metric is None else keys_of(x, self.metric)
 
     def neighbors(self, points: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
         """The training points nearest to located inputs (B,m), nearest first."""
@@ -269,7 +268,7 @@ class OTAD(Banked):
         return f"{bank}n_neighbors={self.n_neighbors}, {curvature}mode={self.solver.mode}"
 
 
-def _check_keys(metric: nn.Module | None, keys: Tensor | None, points: int, scope: str) -> None:
+def check_keys(metric: nn.Module | None, keys: Tensor | None, points: int, scope: str) -> None:
     if metric is not None and scope == "global":
         raise InputError(
             "metric: expected none in global scope, where no neighbors are sought, got "
@@ -282,97 +281,13 @@ def _check_keys(metric: nn.Module | None, keys: Tensor | None, points: int, scop
         check_shape(keys, "keys", (points, keys.shape[1]), "with one key per bank point")
 
 
-@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
-def defend(
-    net: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    *,
-    n_neighbors: int = 10,
-    scope: str = "local",
-    smoothness: float | None = None,
-    strong_convexity: float = 0.0,
-    solver: Solver | None = None,
-    search: str = "torch",
-    resident: bool = True,
-    bank_dtype: torch.dtype = torch.float32,
-    bank_path: str | None = None,
-    metric: nn.Module | None = None,
-    batch_size: int = 1024,
-    progress: Callable[[int, int], None] | None = None,
-    sweep_progress: Progress | None = None,
-) -> OTAD:
-    """Turn a trained network into an OTAD model with the bank of its training data.
-
-    `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and keeps the size of
-    its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
-    `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
-    are the training data. With `bank_path` the bank is written there as it is made and mapped from
-    the file. With a `metric` (see `OTAD`), which is put in evaluation mode too, neighbors are
-    sought among its keys. `progress` is told (rows done, rows in all) while the bank is made, and
-    `sweep_progress` (sweeps done, the largest raise of a level) while a global potential is found.
-    """
-    shape = x.shape[1:] if isinstance(x, Tensor) else None
-    is_value = isinstance(y, Tensor) and y.is_floating_point()
-    task = "regression" if is_value else "classification"
-    backbone = adapt(net, input_shape=shape, task=task).eval()
-    inputs = backbone.check_inputs(x)
-    targets = backbone.check_targets(y, len(inputs))
-    asked = n_neighbors, smoothness, strong_convexity, solver, scope
-    check_settings(len(inputs), *asked, dim=backbone.dim)
-    if metric is not None and scope == "global":
-        _check_keys(metric, None, len(inputs), scope)
-
-    def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
-        embedded = backbone.embed(batch.to(backbone.mean.device))
-        return embedded, backbone.transport(embedded)[0]
-
-    bank = FeatureBank.build(
-        transport,
-        inputs,
-        targets,
-        fingerprint=fingerprint_of(backbone, {"x": inputs, "y": targets}),
-        batch_size=batch_size,
-        dtype=bank_dtype,
-        path=bank_path,
-        progress=progress,
-    )
-    if resident:
-        bank = bank.to(backbone.mean.device)
-    potential = None
-    if scope == "global":
-        potential = potential_of(
-            bank, smoothness, strong_convexity, sweep_progress, lift=backbone.lift
-        )
-    return OTAD(
-        backbone,
-        bank,
-        n_neighbors=n_neighbors,
-        scope=scope,
-        smoothness=smoothness,
-        strong_convexity=strong_convexity,
-        potential=potential,
-        solver=solver,
-        search=search,
-        resident=resident,
-        metric=None if metric is None else metric.to(backbone.mean.device).eval(),
-        keys=None if metric is None else _keys(metric, inputs, backbone.mean.device, batch_size),
-    )
-
-
-@torch.no_grad()
-def _keys(metric: nn.Module, x: Tensor, device: torch.device, batch_size: int) -> Tensor:
-    """The keys (N,m) of training inputs."""
-    return torch.cat([_keys_of(batch.to(device), metric) for batch in x.split(batch_size)])
-
-
-def _keys_of(x: Tensor, metric: nn.Module) -> Tensor:
+def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
     """(B,m). A user's layers may work in place; a `Metric` normalizes first."""
     keys: Tensor = metric(x if isinstance(metric, Metric) else x.clone())
     return keys
 
 
-@torch.inference_mode(False)  # as above
+@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
 def load(
     folder: str | Path, *, device: str = "cpu", resident: bool = True, verify: bool = True
 ) -> OTAD:

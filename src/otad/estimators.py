@@ -21,11 +21,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
+from otad.building import defend
 from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice
 from otad.cip import ExactCip
 from otad.data import Standardizer, Task, holdout
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.explain import Explanation, explain
 from otad.integration import check_settings

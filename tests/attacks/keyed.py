@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from otad.defense import OTAD, defend
+from otad.building import defend
+from otad.defense import OTAD
 from otad.nets import VisionTransformer, vision_transformer
 
 SHAPE = (1, 4, 4)

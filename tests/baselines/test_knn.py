@@ -9,7 +9,8 @@ from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
 from torch import Tensor
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.defense import OTAD, defend
+from otad.building import defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.nets import fc_resnet
 

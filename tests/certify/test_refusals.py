@@ -7,9 +7,10 @@ import torch
 from certify.small import plane_model, queries
 from torch import Tensor, nn
 
+from otad.building import defend
 from otad.certify import Certificate, certify, certify_values
 from otad.cip import ExactCip
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError, SolverError
 from otad.nets import LinearHead, SequentialBackbone, fc_resnet
 from otad.transport.bank import FeatureBank

@@ -13,10 +13,10 @@ from cip.instances import converted, normal, random_problem
 from cip.small_nets import DIM, TINY, B, K, changed, family, make_net, stirred
 from torch import Tensor
 
+from otad.building import defend
 from otad.certify import certify
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
 from otad.cip.surrogate import CipNet, leave_one_out, train_cip_net
-from otad.defense import defend
 from otad.errors import InputError
 from otad.nets import fc_resnet
 from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.base import Target
+from otad.building import defend
 from otad.codec import to_plain
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.evaluate import AttackRecord, CertificateRecord, Evaluation
 from otad.evaluate.clean import look_at_clean
 from otad.evaluate.scene import Scene

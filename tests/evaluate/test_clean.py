@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from otad.attacks import L2
+from otad.building import defend
 from otad.cip import CipSolution, ExactCip, Status
 from otad.cip.rows import RowProblem
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.evaluate.clean import look_at_clean
 from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, model_card
 from otad.nets import fc_resnet

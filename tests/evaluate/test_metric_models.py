@@ -15,7 +15,8 @@ from otad.attacks import L2
 from otad.attacks.adaptive import Keys, Straight
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn
-from otad.defense import OTAD, defend
+from otad.building import defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import evaluate, identity, make_attack
 from otad.evaluate.identity import settings_of

@@ -16,7 +16,8 @@ from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomSearch
 from otad.baselines import MajorityKnn
-from otad.defense import OTAD, defend
+from otad.building import defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import evaluate
 from otad.evaluate.flags import CHECKS

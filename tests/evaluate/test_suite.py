@@ -14,7 +14,8 @@ from otad.attacks import L2, Linf
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.attacks.transfer import Transfer
 from otad.baselines import MajorityKnn
-from otad.defense import OTAD, defend
+from otad.building import defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS, make_attack
 from otad.evaluate import suite as suites

@@ -10,8 +10,9 @@ import torch
 
 from otad.attacks import L2
 from otad.attacks.pgd import Bpda, Pgd
+from otad.building import defend
 from otad.data import Dataset, load
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate.suite import PACKAGES, make_attack
 from otad.experiments import attacked as attacked_module

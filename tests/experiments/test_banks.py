@@ -14,10 +14,11 @@ from experiments.small_vision import study_of, vision
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from otad.building import defend
 from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet
 from otad.codec import digest_of
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.experiments import study as study_module
 from otad.experiments.attacked import inputs_of_bank
 from otad.experiments.nets import identity_of

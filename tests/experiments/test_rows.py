@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.building import defend
 from otad.cip import ExactCip
 from otad.data import Dataset, load
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.experiments.config import LipschitzSpec, RowSpec
 from otad.experiments.records import RowRecord
 from otad.experiments.rows import defended, evaluate_row, measure_regularity

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from otad.building import defend
 from otad.cip import BankProblem, ExactCip
 from otad.cip.relax import Relaxation
 from otad.cip.surrogate import CipNet
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.experiments import steps as steps_module
 from otad.experiments.steps import STEPS, time_steps
 from otad.nets import fc_resnet

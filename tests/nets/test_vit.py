@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from otad.building import defend
 from otad.cip import ExactCip
-from otad.defense import defend
 from otad.errors import InputError
 from otad.nets import build
 from otad.nets.vit import (

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from otad import data
+from otad.building import defend
 from otad.data import Dataset
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.explain import explain
 from otad.nets import fc_resnet
 from otad.report import sections

@@ -10,8 +10,9 @@ import torch
 from report.small import Small
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.building import defend
 from otad.cip import ExactCip, Status
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.nets import fc_resnet
 from otad.regularity import neighborhood_smoothness
 from otad.report.assessment import DEFENDED, MAJORITY, MEAN_FEATURE, NET, assess

@@ -16,7 +16,7 @@ from report.small import Small
 from report.test_page import Page
 from torch import nn
 
-from otad.defense import defend
+from otad.building import defend
 from otad.errors import InputError
 from otad.evaluate.records import Evaluation
 from otad.nets import fc_resnet

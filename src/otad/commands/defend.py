@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from otad import defense
+from otad import building
 from otad.checks import check_choice
 from otad.cip import ExactCip
 from otad.commands.console import progress_bar, remark, show
@@ -169,7 +169,7 @@ def build_model(
         sweeps = shown.add_task(
             "integrating it, sweeps", total=None, visible=options.get("scope") == "global"
         )
-        return defense.defend(
+        return building.defend(
             net,
             x,
             y,

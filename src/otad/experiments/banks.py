@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from otad.building import defend
 from otad.codec import digest_of
 from otad.data import most_central, subset_per_class
-from otad.defense import OTAD, defend
+from otad.defense import OTAD
 from otad.experiments.kept import alone
 from otad.experiments.nets import Trained
 from otad.experiments.part_specs import NetSpec

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from otad.defense import defend
+from otad.building import defend
 from otad.errors import InputError, OtadError
 from otad.experiments.nets import Trained
 from otad.experiments.records import CostRecord

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otad.defense import OTAD, defend
+from otad.building import defend
+from otad.defense import OTAD
 from otad.nets import lifted_net
 from otad.transport import TrainConfig, train
 
