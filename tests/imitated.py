@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.building import defend
 from otad.cip.surrogate import CipNet
-from otad.defense import OTAD
-from otad.imitation import fresh_net
+from otad.model.defend import defend
+from otad.model.imitation import fresh_net
+from otad.model.otad import OTAD
 from otad.nets import CNNMetric, fc_resnet, vision_transformer
-from otad.transport import TrainConfig
+from otad.training import TrainConfig
 
 SHAPE, K = (1, 8, 8), 3
 BRIEF = TrainConfig(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from otad.bench import solver
 from otad.bench.record import BenchmarkRecord
-from otad.cli import main
+from otad.cli.main import main
 
 TINY = replace(
     solver.PRESETS["small"],
@@ -153,7 +153,9 @@ def test_wrong_option_is_exit_code_2(cli: CliRunner) -> None:
 
 
 def test_commands_load_what_they_run_only_when_they_run() -> None:
-    program = "import sys, otad.cli; print(*(m for m in sys.modules if m.startswith('otad.bench')))"
+    program = (
+        "import sys, otad.cli.main; print(*(m for m in sys.modules if m.startswith('otad.bench')))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -297,7 +297,7 @@ def test_parameters_reach_the_model(capsys) -> None:
 def test_parameters_are_refused_before_training(
     kind: type[Estimator], options: dict[str, Any], message: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr("otad.transport.training._run_epoch", None)
+    monkeypatch.setattr("otad.training.training._run_epoch", None)
     with pytest.raises(InputError, match=message):
         quick(kind, **options).fit(*tables(kind))
 

@@ -13,12 +13,12 @@ from matplotlib.image import imread
 from rich.console import Console
 from torch import Tensor, nn
 
-from otad.building import defend
 from otad.cip import ExactCip, Status
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.explain import Explanation, explain
 from otad.explain.explanation import AGREES, DIFFERS
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import SequentialBackbone, fc_resnet
 
 N, D, K = 60, 4, 5

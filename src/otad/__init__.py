@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from otad import attacks, cip, data, nets, prototypes
+from otad import attacks, cip, data, nets
 from otad.attacks import L2, Linf, LpBall
-from otad.building import defend
 from otad.certify import Certificate, Interval, certify, certify_values
-from otad.defense import OTAD, Trace, load
 from otad.errors import InputError, OtadError
 from otad.evaluate import evaluate
+from otad.model import prototypes
+from otad.model.defend import defend
+from otad.model.otad import OTAD, Trace, load
 
 # `certify` and `evaluate` are functions here, though packages have these names. Python binds a
 # package to its parent when it is first loaded, so they are loaded above and bound for good; what

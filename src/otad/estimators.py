@@ -21,17 +21,17 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
-from otad.building import defend
 from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice
 from otad.cip import ExactCip
 from otad.data import Standardizer, Task, holdout
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.explain import Explanation, explain
-from otad.integration import check_settings
+from otad.model.answerers import check_settings
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import FCResNet, fc_resnet
-from otad.transport import EpochRecord, TrainConfig, train
+from otad.training import EpochRecord, TrainConfig, train
 
 LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
 ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory

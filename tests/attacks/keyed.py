@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from otad.building import defend
-from otad.defense import OTAD
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import VisionTransformer, vision_transformer
 
 SHAPE = (1, 4, 4)

@@ -19,9 +19,9 @@ from otad.attacks.adaptive.region import shortest_step
 from otad.attacks.adaptive.soft_knn import _advantage
 from otad.attacks.adaptive.straight import along
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.building import defend
-from otad.defense import OTAD
 from otad.errors import InputError
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 
 ATTACKS: list[Attack] = [

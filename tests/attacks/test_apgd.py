@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.apgd import Apgd, _Path, checkpoints
-from otad.attacks.balls import L2, Linf, LpBall
 from otad.attacks.pgd import Pgd
+from otad.threat import L2, Linf, LpBall
 
 
 def jagged_net(seed: int, inputs: int = 20, classes: int = 4) -> nn.Sequential:

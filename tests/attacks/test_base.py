@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.balls import L2, Linf, LpBall
 from otad.attacks.base import Attack, AttackResult, Best, Target, gain_of
 from otad.errors import InputError
+from otad.threat import L2, Linf, LpBall
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from otad.attacks import L2
-from otad.building import defend
-from otad.defense import OTAD
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 
 Case = tuple[OTAD, Tensor, Tensor]

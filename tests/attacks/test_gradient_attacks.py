@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from otad.attacks.apgd import Apgd
-from otad.attacks.balls import L2, Linf, LpBall
 from otad.attacks.base import Attack
 from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.attacks.transfer import Transfer
 from otad.errors import InputError
+from otad.threat import L2, Linf, LpBall
 
 
 def small_net(seed: int = 0, inputs: int = 6, classes: int = 3) -> nn.Sequential:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from otad.attacks import L2, Linf, MetricAttack, Pgd
 from otad.attacks.adaptive import Keys, Straight
+from otad.attacks.adaptive.bank_votes import head_outputs
 from otad.attacks.adaptive.keys import _by_rank, _vote_gradient
 from otad.attacks.adaptive.neighborhood import Neighborhood, check_training_inputs
-from otad.attacks.adaptive.opinions import head_outputs
 from otad.attacks.base import Target
 from otad.attacks.losses import margin
 from otad.baselines import MajorityKnn

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.balls import L2
 from otad.attacks.noise import RandomNoise
 from otad.errors import InputError
+from otad.threat import L2
 
 
 class Shell(nn.Module):

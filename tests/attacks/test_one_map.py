@@ -12,11 +12,11 @@ from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.pgd import Bpda, Pgd
 from otad.baselines import MajorityKnn
-from otad.cip.bank_potential import integrate_most
-from otad.cip.pairwise import lifted_potential
-from otad.defense import OTAD
+from otad.cip.whole_bank.lifted_potential import lifted_potential
+from otad.cip.whole_bank.potential import integrate_most
+from otad.model.bank import FeatureBank
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet, lifted_net
-from otad.transport.bank import FeatureBank
 
 ATTACKS: list[Attack] = [
     Straight(points=6),

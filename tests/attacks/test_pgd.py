@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.apgd import Apgd
-from otad.attacks.balls import L2, Linf
 from otad.attacks.base import Attack, Target
 from otad.attacks.gradients import straight_through
 from otad.attacks.losses import cross_entropy, squared_error
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.errors import InputError
+from otad.threat import L2, Linf
 
 SCALE = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.1])
 MUTABLE = torch.tensor([True, True, True, False, True])

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.apgd import Apgd
-from otad.attacks.balls import L2, Linf, LpBall
 from otad.attacks.base import Attack, Target
 from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Pgd
 from otad.attacks.transfer import Transfer
 from otad.errors import InputError
+from otad.threat import L2, Linf, LpBall
 
 
 def linear(*weights: list[float], bias: float = 0.0) -> nn.Linear:

@@ -9,9 +9,9 @@ from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
 from torch import Tensor
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.building import defend
-from otad.defense import OTAD
 from otad.errors import InputError
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 
 DIM, CLASSES = 6, 4

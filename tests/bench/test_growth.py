@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from otad.bench.growth import GrowthData, run_growth_benchmark, synthetic_growth_data
 from otad.bench.growth_record import GrowthRecord, growth_tables, plot_growth
-from otad.cip.bank_potential import least_bank_smoothness
-from otad.cli import main
+from otad.cip.whole_bank.potential import least_bank_smoothness
+from otad.cli.main import main
 from otad.errors import InputError
 
 

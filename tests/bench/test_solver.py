@@ -21,8 +21,8 @@ from otad.bench.plots import plot_solver_benchmark
 from otad.bench.record import BenchmarkRecord
 from otad.bench.solver import PRESETS, Cell, Grid, run_solver_benchmark
 from otad.bench.table import format_ratio, format_seconds, solver_tables
-from otad.environment import Environment, commit_of, cpu_name
 from otad.errors import InputError
+from otad.io.environment import Environment, commit_of, cpu_name
 
 BANK = BankCase(20, 6, 3, 8, dtypes=("float16",), chunks=(None, 4))
 TINY = Grid(

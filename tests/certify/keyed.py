@@ -9,7 +9,7 @@ import torch
 from certify.small import plane_model
 from torch import Tensor, nn
 
-from otad.defense import OTAD
+from otad.model.otad import OTAD
 from otad.nets.lipschitz import OrthogonalLinear, max_min
 
 

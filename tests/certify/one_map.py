@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from otad.attacks.base import gain_of
-from otad.cip.bank_potential import BankPotential, integrate_most, least_bank_smoothness
-from otad.defense import OTAD
+from otad.cip.whole_bank.potential import BankPotential, integrate_most, least_bank_smoothness
+from otad.model.bank import FeatureBank
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
-from otad.transport.bank import FeatureBank
 
 
 def one_map_model(

@@ -11,9 +11,9 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from otad.cip import ExactCip
-from otad.defense import OTAD
+from otad.model.bank import FeatureBank
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
-from otad.transport.bank import FeatureBank
 
 ANGLES = 144
 SHARES = torch.tensor([0.2, 0.5, 0.75, 0.9, 0.98, 0.9999])

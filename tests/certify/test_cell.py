@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from certify.small import plane_model, queries
 
+from otad.certify.bisectors import Surroundings
 from otad.certify.cell import cell_radius, steady_map
 from otad.certify.embedding import reach_of
-from otad.certify.surroundings import Surroundings
 from otad.certify.votes import Votes
 from otad.cip import CipProblem, ExactCip, Status
-from otad.defense import OTAD
+from otad.model.otad import OTAD
 
 
 def random_set(seed: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:

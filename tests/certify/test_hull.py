@@ -7,12 +7,13 @@ import pytest
 import torch
 from certify.small import distance_to, plane_model, queries
 
-from otad.certify import certify, hull, search, surroundings
+from otad.certify import bisectors as surroundings
+from otad.certify import certify, hull, search
+from otad.certify.bisectors import Surroundings
 from otad.certify.halfspaces import joint_distance
 from otad.certify.hull import Entrance
-from otad.certify.surroundings import Surroundings
-from otad.defense import OTAD
-from otad.transport.bank import FeatureBank
+from otad.model.bank import FeatureBank
+from otad.model.otad import OTAD
 
 
 def slow_radius(model: OTAD, x: torch.Tensor) -> np.ndarray:

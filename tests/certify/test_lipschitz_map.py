@@ -24,15 +24,15 @@ from otad.certify import certify, certify_values
 from otad.certify.embedding import Reach
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.cip import Status
-from otad.cip.bank_potential import BankPotential, potential_lines
-from otad.cip.pairs import Pairs
-from otad.cip.pairwise import lifted_potential
-from otad.cip.pricing import Prices
-from otad.cip.search import Search
-from otad.cip.whole_bank import GAP
-from otad.defense import OTAD
+from otad.cip.whole_bank.column_generation import Search
+from otad.cip.whole_bank.lifted_potential import lifted_potential
+from otad.cip.whole_bank.map import GAP
+from otad.cip.whole_bank.pairs import Pairs
+from otad.cip.whole_bank.potential import BankPotential, potential_lines
+from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError
 from otad.evaluate import evaluate, proof
+from otad.model.otad import OTAD
 from otad.nets import LinearHead, fc_resnet, lifted_net
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from otad.attacks import L2, MetricAttack, Pgd, RandomNoise
 from otad.attacks.adaptive import Keys, SoftKnn
-from otad.building import defend
 from otad.certify import Certificate, certify, certify_values
-from otad.certify.travel import KEY_ROUNDOFFS
-from otad.defense import OTAD
+from otad.certify.input_reach import KEY_ROUNDOFFS
 from otad.errors import InputError
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import CNNMetric, LipschitzMetric, vision_transformer
 from otad.nets.lipschitz import OrthogonalLinear
 

@@ -7,13 +7,13 @@ import torch
 from certify.small import plane_model, queries
 from torch import Tensor, nn
 
-from otad.building import defend
 from otad.certify import Certificate, certify, certify_values
 from otad.cip import ExactCip
-from otad.defense import OTAD
 from otad.errors import InputError, SolverError
+from otad.model.bank import FeatureBank
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import LinearHead, SequentialBackbone, fc_resnet
-from otad.transport.bank import FeatureBank
 
 
 class Bent(LinearHead):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from otad.cip import CipProblem, ExactCip
 from otad.cip.surrogate import CipNet
-from otad.transport import TrainConfig
+from otad.training import TrainConfig
 
 B, K, DIM = 7, 4, 5
 TINY = TrainConfig(

@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from otad.cip import pairs as bank_pairs
-from otad.cip.bank_potential import (
+from otad.cip.whole_bank.potential import (
     BankPotential,
     Contradiction,
     integrate_bank,

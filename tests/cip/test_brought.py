@@ -12,8 +12,8 @@ from torch import Tensor
 
 from otad.cip import BankProblem, ExactCip
 from otad.cip import problem as problem_module
-from otad.file_rows import FileRows, in_file
-from otad.transport.bank import FeatureBank
+from otad.io.mapped_rows import FileRows, in_file
+from otad.model.bank import FeatureBank
 
 N, D, B, K = 60, 9, 12, 5
 SOLVERS = (ExactCip(), ExactCip(mode="paper", climb=(1.0, 1.0)), ExactCip(chunk=4))

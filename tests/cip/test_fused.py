@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from otad.cip import BankProblem, CipProblem, ExactCip
-from otad.cip.fused import streams
+from otad.cip.local.fused import streams
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHAPES = [

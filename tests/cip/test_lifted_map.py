@@ -9,9 +9,9 @@ import torch
 from cip.test_pairwise import lifted, parts
 from torch import Tensor
 
-from otad.cip.lifted_map import lifted_answer
-from otad.cip.pairwise import least_lipschitz, lifted_potential
-from otad.cip.whole_bank import WholeBank
+from otad.cip.whole_bank.lifted_map import lifted_answer
+from otad.cip.whole_bank.lifted_potential import least_lipschitz, lifted_potential
+from otad.cip.whole_bank.map import WholeBank
 from otad.errors import InputError
 
 

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otad.cip import covers, pairwise
-from otad.cip.bank_potential import BankPotential, Contradiction, integrate_bank
-from otad.cip.covers import fewest_points
-from otad.cip.pairwise import least_lipschitz, lifted_potential, steep_pairs
-from otad.cip.whole_bank import WholeBank
+from otad.cip.whole_bank.lifted_potential import least_lipschitz, lifted_potential, steep_pairs
+from otad.cip.whole_bank.map import WholeBank
+from otad.cip.whole_bank.map import lifted_potential as pairwise
+from otad.cip.whole_bank.map import vertex_cover as covers
+from otad.cip.whole_bank.potential import BankPotential, Contradiction, integrate_bank
+from otad.cip.whole_bank.vertex_cover import fewest_points
 from otad.errors import InputError, SolverError
 
 

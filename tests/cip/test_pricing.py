@@ -7,9 +7,9 @@ import torch
 from cip.test_bank_potential import smooth_bank
 from torch import Tensor
 
-from otad.cip import pricing
-from otad.cip.pairs import Pairs
-from otad.cip.pricing import Prices
+from otad.cip.whole_bank.map import pricing
+from otad.cip.whole_bank.pairs import Pairs
+from otad.cip.whole_bank.pricing import Prices
 
 
 def setting(size: int, dim: int, seed: int) -> tuple[Pairs, Tensor, Tensor]:

@@ -16,12 +16,12 @@ if not HAS_CUDA:
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status  # noqa: E402
-from otad.cip.answer import Answer  # noqa: E402
-from otad.cip.fused import streamed_combination, streamed_dots, streamed_products  # noqa: E402
-from otad.cip.gram import Products, products_of  # noqa: E402
-from otad.cip.relax import Relaxation  # noqa: E402
-from otad.cip.row_stage import solve_rows  # noqa: E402
-from otad.cip.small_stage import SmallStage  # noqa: E402
+from otad.cip.local.answer import Answer  # noqa: E402
+from otad.cip.local.fused import streamed_combination, streamed_dots, streamed_products  # noqa: E402
+from otad.cip.local.gram import Products, products_of  # noqa: E402
+from otad.cip.local.relax import Relaxation  # noqa: E402
+from otad.cip.local.solve_torch import SmallStage  # noqa: E402
+from otad.cip.local.solve_triton import solve_rows  # noqa: E402
 
 # NumPy, which interprets kernels here, warns of numbers that the kernel masks out afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -197,7 +197,7 @@ def test_a_neighbor_to_leave_out_is_left_to_others(generator) -> None:
 @pytest.mark.parametrize("low", [0.0, 0.3])
 def test_streamed_products_equal_gathered_ones(low, generator, monkeypatch) -> None:
     """In several segments, the last of them not full."""
-    monkeypatch.setattr("otad.cip.fused._SEGMENT", 128)
+    monkeypatch.setattr("otad.cip.local.fused._SEGMENT", 128)
     inputs, features = torch.randn(2, 20, 300, generator=generator).to(DEVICE)
     query = torch.randn(2, 300, generator=generator).to(DEVICE)
     indices = torch.tensor([[3, 1, 7], [0, 19, 2]], device=DEVICE)
@@ -228,7 +228,7 @@ def test_gradient_of_a_streamed_problem(low, generator, monkeypatch) -> None:
     weight = torch.linspace(-1, 1, 50).to(DEVICE)
     grads = []
     for streamed in (False, True):
-        monkeypatch.setattr("otad.cip.implicit.streams", lambda problem, yes=streamed: yes)
+        monkeypatch.setattr("otad.cip.local.implicit.streams", lambda problem, yes=streamed: yes)
         query = inputs[[3, 0]].to(DEVICE).mul(0.5).requires_grad_(True)
         solution = ExactCip()(BankProblem(query, *parts, 1.4, low))
         loss = (solution.image * weight).sum() + solution.value.sum()
@@ -248,7 +248,7 @@ def test_the_solver_puts_all_rows_together(on_failure, generator, monkeypatch) -
         anchors[0, 1] = anchors[0, 0]
     expected = attempt(problem.query, anchors, images, on_failure, "cpu")
     if not HAS_CUDA:
-        monkeypatch.setattr("otad.cip.solver.fits", lambda products: True)
+        monkeypatch.setattr("otad.cip.local.solver.fits", lambda products: True)
     found = attempt(problem.query, anchors, images, on_failure, DEVICE)
     if on_failure == "raise":
         assert found == expected == "1 of 3 rows have no solution: 2 (UNSOLVED)"

@@ -10,9 +10,9 @@ from cip.instances import assert_same, random_problem
 from torch import Tensor
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
-from otad.cip.small_stage import SmallStage
+from otad.cip.local.solve_torch import SmallStage
 from otad.errors import InputError
-from otad.neighbors import TorchSearch
+from otad.search.neighbors import TorchSearch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # Each combination takes seconds to compile.

@@ -13,13 +13,13 @@ from cip.instances import converted, normal, random_problem
 from cip.small_nets import DIM, TINY, B, K, changed, family, make_net, stirred
 from torch import Tensor
 
-from otad.building import defend
 from otad.certify import certify
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
 from otad.cip.surrogate import CipNet, leave_one_out, train_cip_net
 from otad.errors import InputError
+from otad.model.defend import defend
 from otad.nets import fc_resnet
-from otad.transport.checkpoint import fingerprint, read_checkpoint, write_checkpoint
+from otad.training.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 
 
 def test_an_estimate_claims_nothing_it_does_not_know(generator: torch.Generator) -> None:

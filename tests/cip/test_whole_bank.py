@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from scipy import sparse
 from torch import Tensor
 
-from otad.cip import Status, index_prices, pricing
-from otad.cip.bank_potential import (
+from otad.cip import Status
+from otad.cip.whole_bank.map import WholeBank, index_prices, pricing
+from otad.cip.whole_bank.potential import (
     BankPotential,
     integrate_bank,
     integrate_most,
     least_bank_smoothness,
 )
-from otad.cip.whole_bank import WholeBank
 from otad.errors import InputError, MissingExtraError
 
 

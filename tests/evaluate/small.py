@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.base import Target
-from otad.building import defend
-from otad.codec import to_plain
-from otad.defense import OTAD
 from otad.evaluate import AttackRecord, CertificateRecord, Evaluation
 from otad.evaluate.clean import look_at_clean
-from otad.evaluate.scene import Scene
+from otad.evaluate.flag_context import Scene
+from otad.io.codec import to_plain
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import FCResNet, fc_resnet
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from otad.attacks import L2
-from otad.building import defend
 from otad.cip import CipSolution, ExactCip, Status
 from otad.cip.rows import RowProblem
-from otad.defense import OTAD
 from otad.evaluate.clean import look_at_clean
 from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, model_card
+from otad.model.defend import defend
+from otad.model.diagnostics import problem_of
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
-from otad.regularity import problem_of
 
 
 def points(rows: int, seed: int) -> Tensor:

@@ -25,8 +25,9 @@ from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Pgd
 from otad.baselines import MajorityKnn
 from otad.certify import Certificate
-from otad.defense import OTAD
 from otad.evaluate import Evaluation, Flag, evaluate, proof, strength_flags
+from otad.evaluate.certificate_check import sandwich
+from otad.evaluate.flag_context import Scene
 from otad.evaluate.flags import CHECKS, raise_flags, remark_flags
 from otad.evaluate.model_flags import (
     batch_size,
@@ -38,8 +39,6 @@ from otad.evaluate.model_flags import (
 from otad.evaluate.planted import planted_example
 from otad.evaluate.proof import prove
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, CertificateRecord
-from otad.evaluate.sandwich import sandwich
-from otad.evaluate.scene import Scene
 from otad.evaluate.strength_flags import (
     large_eps,
     more_eps,
@@ -47,6 +46,7 @@ from otad.evaluate.strength_flags import (
     more_steps,
     white_box_is_strongest,
 )
+from otad.model.otad import OTAD
 
 CERTAIN = (1e6,) * 40
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, MetricAttack, Pgd, Transfer
 from otad.attacks.adaptive.straight import Straight
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Target
 from otad.evaluate.code_prints import class_print
 from otad.evaluate.identity import model_card, settings_of
+from otad.threat import LpBall
 
 
 class Tempered(nn.Module):

@@ -15,8 +15,6 @@ from otad.attacks import L2
 from otad.attacks.adaptive import Keys, Straight
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn
-from otad.building import defend
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import evaluate, identity, make_attack
 from otad.evaluate.identity import settings_of
@@ -24,6 +22,8 @@ from otad.evaluate.model_flags import finite_differences, neighbor_changes
 from otad.evaluate.planted import plant, planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS
 from otad.evaluate.suite import suite
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import LipschitzMetric
 
 BALL = L2(0.15, (0.0, 1.0))

@@ -16,14 +16,14 @@ from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomSearch
 from otad.baselines import MajorityKnn
-from otad.building import defend
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import evaluate
 from otad.evaluate.flags import CHECKS
 from otad.evaluate.model_flags import finite_differences, gradient_share, neighbor_changes
 from otad.evaluate.planted import plant, planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 
 BOX = (0.0, 1.0)
 

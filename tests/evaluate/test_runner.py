@@ -27,13 +27,13 @@ from otad.attacks.base import Target
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.flags import CHECKS
 from otad.evaluate.parts import DRAWS
+from otad.model.bank import FeatureBank
+from otad.model.otad import OTAD
 from otad.nets import FCResNet
-from otad.transport.bank import FeatureBank
 
 RADII = (0.2, 0.4, 0.6)
 

@@ -14,14 +14,14 @@ from otad.attacks import L2, Linf
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.attacks.transfer import Transfer
 from otad.baselines import MajorityKnn
-from otad.building import defend
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS, make_attack
 from otad.evaluate import suite as suites
 from otad.evaluate.identity import generator_for, model_card, settings_of
 from otad.evaluate.presets import KEYED_PRESETS
 from otad.evaluate.suite import NEED_LINES, suite
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 
 IMAGE = (1, 10, 10)

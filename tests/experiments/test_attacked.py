@@ -10,9 +10,7 @@ import torch
 
 from otad.attacks import L2
 from otad.attacks.pgd import Bpda, Pgd
-from otad.building import defend
 from otad.data import Dataset, load
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate.suite import PACKAGES, make_attack
 from otad.experiments import attacked as attacked_module
@@ -22,6 +20,8 @@ from otad.experiments.attacked import attack_row, ball_of, points_of
 from otad.experiments.config import RowSpec, read_experiment
 from otad.experiments.rows import predictor
 from otad.experiments.specs import RANDOM_STEP, AttackSpec
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 
 SEED = 3

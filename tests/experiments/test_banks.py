@@ -14,16 +14,16 @@ from experiments.small_vision import study_of, vision
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from otad.building import defend
 from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet
-from otad.codec import digest_of
-from otad.defense import OTAD
 from otad.experiments import study as study_module
 from otad.experiments.attacked import inputs_of_bank
 from otad.experiments.nets import identity_of
 from otad.experiments.potentials import PotentialFound
 from otad.experiments.study import Study
+from otad.io.codec import digest_of
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import PretrainedMetric, VisionTransformer, vision_transformer
 
 WHOLE = (

@@ -14,7 +14,7 @@ from otad.experiments.config import read_experiment
 from otad.experiments.metrics import metric_config
 from otad.experiments.shifts import SMAPE, E
 from otad.experiments.surrogates import surrogate_config
-from otad.transport import RECIPES, TrainConfig
+from otad.training import RECIPES, TrainConfig
 
 SMALL = """
 title = "small"

@@ -13,10 +13,10 @@ import torch
 from experiments.small_vision import study_of, vision
 from torch import nn
 
-from otad.codec import read_json
 from otad.errors import InputError
 from otad.experiments.config import read_experiment
 from otad.experiments.kept import Deadline, Tick, UnfinishedError, alone, learned_once
+from otad.io.codec import read_json
 
 
 def net(value: float) -> nn.Linear:

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.building import defend
 from otad.cip import ExactCip
 from otad.data import Dataset, load
-from otad.defense import OTAD
 from otad.experiments.config import LipschitzSpec, RowSpec
 from otad.experiments.records import RowRecord
 from otad.experiments.rows import defended, evaluate_row, measure_regularity
-from otad.nets import fc_resnet
-from otad.regularity import (
+from otad.model.defend import defend
+from otad.model.diagnostics import (
     monotonicity_violations,
     neighborhood_smoothness,
     relative_error,
     transport_energy,
 )
+from otad.model.otad import OTAD
+from otad.nets import fc_resnet
 
 ROUGH = {"n_neighbors": 6, "smoothness": 1.2, "mode": "paper", "climb": (0.2, 0.0)}
 

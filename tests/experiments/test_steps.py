@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from otad.building import defend
 from otad.cip import BankProblem, ExactCip
-from otad.cip.relax import Relaxation
+from otad.cip.local.relax import Relaxation
 from otad.cip.surrogate import CipNet
-from otad.defense import OTAD
 from otad.experiments import steps as steps_module
 from otad.experiments.steps import STEPS, time_steps
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 
 X = torch.rand(9, 6, generator=torch.Generator().manual_seed(5))

@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from otad.environment import Environment
 from otad.errors import InputError
 from otad.evaluate import Flag
 from otad.experiments import RunRecord, write_page
@@ -33,7 +32,8 @@ from otad.experiments.records import (
     read_records,
 )
 from otad.experiments.tables import render
-from otad.regularity import Distribution
+from otad.io.environment import Environment
+from otad.model.diagnostics import Distribution
 from otad.scores import Score
 
 REPOSITORY = Path(__file__).parents[2]

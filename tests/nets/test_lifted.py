@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otad.errors import InputError
 from otad.nets import LiftedNet, build, lifted_net
-from otad.transport import TrainConfig, train
+from otad.training import TrainConfig, train
 
 
 def _inputs(rows: int, *shape: int) -> Tensor:

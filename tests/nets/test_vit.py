@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from otad.building import defend
 from otad.cip import ExactCip
 from otad.errors import InputError
+from otad.model.defend import defend
 from otad.nets import build
 from otad.nets.vit import (
     DEIT_S,

@@ -10,7 +10,6 @@ import torch
 from report.small import Small
 from torch import Tensor
 
-from otad.environment import Environment
 from otad.evaluate.records import (
     FAIL,
     NOT_RUN,
@@ -21,6 +20,7 @@ from otad.evaluate.records import (
     Flag,
     SolverRecord,
 )
+from otad.io.environment import Environment
 from otad.report.adversarial import Adversarial
 from otad.report.page import Report
 from otad.report.robustness import evaluation_report

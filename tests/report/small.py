@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from otad import data
-from otad.building import defend
 from otad.data import Dataset
-from otad.defense import OTAD
 from otad.explain import explain
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 from otad.report import sections
 from otad.report.assessment import Assessment, assess
@@ -17,7 +17,7 @@ from otad.report.cases import cases_section
 from otad.report.cost import cost_number, cost_section, measure_cost
 from otad.report.page import Report
 from otad.report.pictures import png_bytes
-from otad.transport import TrainConfig, TrainResult, train
+from otad.training import TrainConfig, TrainResult, train
 
 CONFIG = TrainConfig(epochs=3, energy_weight=0.01)
 

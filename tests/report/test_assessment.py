@@ -10,13 +10,13 @@ import torch
 from report.small import Small
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.building import defend
 from otad.cip import ExactCip, Status
-from otad.defense import OTAD
+from otad.model.bank import FeatureBank
+from otad.model.defend import defend
+from otad.model.diagnostics import neighborhood_smoothness
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
-from otad.regularity import neighborhood_smoothness
 from otad.report.assessment import DEFENDED, MAJORITY, MEAN_FEATURE, NET, assess
-from otad.transport.bank import FeatureBank
 
 
 def test_scores_are_shares_of_right_answers_whatever_the_batches(small: Small) -> None:

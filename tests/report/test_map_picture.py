@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from otad.defense import OTAD
+from otad.model.otad import OTAD
 from otad.report.map_picture import both_scopes, draw_scopes, field_of, two_moons
 
 

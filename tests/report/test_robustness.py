@@ -16,9 +16,9 @@ from report.small import Small
 from report.test_page import Page
 from torch import nn
 
-from otad.building import defend
 from otad.errors import InputError
 from otad.evaluate.records import Evaluation
+from otad.model.defend import defend
 from otad.nets import fc_resnet
 from otad.report.adversarial import Adversarial, finder_of, spread
 from otad.report.attack_order import counted_with
@@ -31,7 +31,7 @@ from otad.report.pictures import pixels_uri
 from otad.report.robustness import evaluation_report
 from otad.report.sections import scientific
 from otad.scores import wilson_interval
-from otad.transport.checkpoint import write_checkpoint
+from otad.training.checkpoint import write_checkpoint
 
 SLUGS = (
     "threat", "curves", "flags", "attacks", "clean", "certificate", "solver", "attack-cost",

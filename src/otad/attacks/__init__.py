@@ -2,7 +2,6 @@
 
 from otad.attacks.apgd import Apgd
 from otad.attacks.autoattack import AutoAttackSuite
-from otad.attacks.balls import L2, Linf, LpBall
 from otad.attacks.base import Attack, AttackResult
 from otad.attacks.ngopt import NgOpt
 from otad.attacks.noise import RandomNoise
@@ -11,6 +10,7 @@ from otad.attacks.pixle import Pixle
 from otad.attacks.random_search import RandomSearch
 from otad.attacks.square import Square
 from otad.attacks.transfer import Transfer
+from otad.threat import L2, Linf, LpBall
 
 __all__ = [
     "L2",

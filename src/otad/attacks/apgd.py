@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target
 from otad.attacks.gradients import Ask, exact, through_substitute
 from otad.attacks.losses import check_loss, loss_for
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.errors import InputError
+from otad.threat import LpBall
 
 FIRST_STEP = 2.0  # in units of eps
 MOMENTUM = 0.75  # weight of the gradient step, the rest is the step before

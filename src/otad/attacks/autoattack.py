@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target
-from otad.attacks.foreign import LIBRARY_NORMS, UnitBox, check_images, own_randomness
+from otad.attacks.library_adapters import LIBRARY_NORMS, UnitBox, check_images, own_randomness
 from otad.attacks.square import check_windows
 from otad.checks import check_choice
 from otad.errors import InputError, MissingExtraError
+from otad.threat import LpBall
 
 VERSIONS = ("standard", "plus", "rand", "custom")
 PARTS = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")

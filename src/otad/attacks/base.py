@@ -12,7 +12,6 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.balls import LpBall
 from otad.checks import (
     WORKING_DTYPES,
     check_evaluation,
@@ -21,6 +20,7 @@ from otad.checks import (
     check_tensor,
 )
 from otad.errors import InputError
+from otad.threat import LpBall
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Outputs (B,C) or (B,) and targets (B,) -> what an attacker wants large (B,), differentiable."""

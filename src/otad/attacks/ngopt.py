@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target, gain_of
-from otad.attacks.foreign import own_randomness
+from otad.attacks.library_adapters import own_randomness
 from otad.attacks.optimizers import SearchSettings, optimizers
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.errors import InputError
+from otad.threat import LpBall
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
+from otad.threat import LpBall
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target
 from otad.attacks.gradients import (
     Answer,
@@ -24,6 +23,7 @@ from otad.attacks.losses import check_loss, loss_for
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.errors import InputError
+from otad.threat import LpBall
 
 TRAVEL = 2.5  # all default steps together, in units of eps: across the ball and a little further
 

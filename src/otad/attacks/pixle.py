@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target, gain_of
-from otad.attacks.foreign import check_images
+from otad.attacks.library_adapters import check_images
 from otad.attacks.survivors import Survivors
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
+from otad.threat import LpBall
 
 MAPPINGS = ("random", "similarity")
 Share = tuple[float, float]

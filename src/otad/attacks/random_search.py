@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Best, Target, gain_of
 from otad.checks import check_count
+from otad.threat import LpBall
 
 GROWTH = 1.5  # of the step after a success; four failures undo it (the one-fifth rule)
 LONGEST = 2.0  # step, in units of eps: across the ball

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target, gain_of
-from otad.attacks.foreign import LIBRARY_NORMS, UnitBox, check_images, own_randomness
+from otad.attacks.library_adapters import LIBRARY_NORMS, UnitBox, check_images, own_randomness
 from otad.attacks.survivors import Survivors
 from otad.checks import check_choice, check_count
 from otad.errors import InputError, MissingExtraError
+from otad.threat import LpBall
 
 
 @dataclass(frozen=True, eq=False)

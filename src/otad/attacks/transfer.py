@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Target, check_outputs
 from otad.attacks.pgd import Pgd
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count, check_evaluation
+from otad.threat import LpBall
 
 
 @dataclass(frozen=True, eq=False)

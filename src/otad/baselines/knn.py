@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_count
-from otad.defense import OTAD, SEARCHES
 from otad.errors import InputError
-from otad.neighbors import Neighbors, NeighborSearch
+from otad.model.otad import OTAD, SEARCHES
+from otad.search.neighbors import Neighbors, NeighborSearch
 
 
 class Knn(nn.Module, ABC):

@@ -18,11 +18,11 @@ from torch import Tensor
 from otad.bench.growth_record import Growth, GrowthRecord
 from otad.bench.measure import limited_threads, wait_for
 from otad.checks import check_count, check_shape, check_tensor
-from otad.cip.bank_potential import BankPotential, least_bank_smoothness
-from otad.cip.whole_bank import WholeBank, WholeBankSolution
-from otad.environment import Environment
+from otad.cip.whole_bank.map import WholeBank, WholeBankSolution
+from otad.cip.whole_bank.potential import BankPotential, least_bank_smoothness
 from otad.errors import InputError
 from otad.experiments.probe import resident_now, resident_peak
+from otad.io.environment import Environment
 
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 60_000)
 Result = TypeVar("Result")

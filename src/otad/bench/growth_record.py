@@ -14,9 +14,9 @@ from rich.text import Text
 
 from otad.bench.plots import GRID, INK
 from otad.bench.table import format_seconds, plain_table
-from otad.environment import Environment
 from otad.errors import InputError
-from otad.transport.files import replacing
+from otad.io.environment import Environment
+from otad.io.files import replacing
 
 FORMAT = 1
 TIMES = {

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from otad.bench.instances import Instance
 from otad.cip import CipProblem, ExactCip
-from otad.cip.gram import gram_of
-from otad.cip.relax import Curvature
+from otad.cip.local.gram import gram_of
+from otad.cip.local.relax import Curvature
 
 MAP = "map"
 STRONG_MAP = "map, l = 0.1"

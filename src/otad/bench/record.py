@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from otad.bench.bank import BankTiming
-from otad.environment import Environment
 from otad.errors import InputError
-from otad.transport.files import replacing
+from otad.io.environment import Environment
+from otad.io.files import replacing
 
 FORMAT = 1
 

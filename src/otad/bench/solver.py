@@ -15,8 +15,8 @@ from otad.bench.measure import limited_threads, measure
 from otad.bench.peers import NOT_INSTALLED, PEERS, QUESTIONS, our_answer
 from otad.bench.record import BenchmarkRecord, Measurement, as_json
 from otad.checks import check_choice, check_count
-from otad.environment import Environment
 from otad.errors import InputError
+from otad.io.environment import Environment
 
 DEVICES = ("cpu", "cuda")
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from otad.certify.bisectors import Surroundings
 from otad.certify.search import least_over_bank
-from otad.certify.surroundings import Surroundings
 from otad.certify.votes import Votes
 from otad.cip import BankProblem, Status
-from otad.cip.feasibility import Constraints, closure, has_positive_cycle
-from otad.cip.gram import gram_of
-from otad.defense import OTAD, Trace
-from otad.file_rows import gathered
+from otad.cip.local.feasibility import Constraints, closure, has_positive_cycle
+from otad.cip.local.gram import gram_of
+from otad.io.mapped_rows import gathered
+from otad.model.otad import OTAD, Trace
 
 # A query as far again from its neighbors has offsets and shifted images at most twice as long, so
 # products with 4 times the rounding error; both queries' errors and room for more make 8.

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from otad.certify.bisectors import Surroundings, queries_at_once
 from otad.certify.cell import cell_radius, cell_rule, steady_map
 from otad.certify.certificate import Certificate
 from otad.certify.conditions import CELL, check_certifiable
 from otad.certify.embedding import Reach
 from otad.certify.hull import Entrance, hull_radius, rivals_of
+from otad.certify.input_reach import Query, Travel, travel_of
 from otad.certify.lipschitz_map import LipschitzMap, rows_at_once
-from otad.certify.surroundings import Surroundings, queries_at_once
-from otad.certify.travel import Query, Travel, travel_of
 from otad.certify.votes import Votes
 from otad.checks import check_count
-from otad.defense import OTAD, Trace
 from otad.errors import InputError
+from otad.model.otad import OTAD, Trace
 
 RULES = ("none", "hull", "cell", "lipschitz")
 Rule = Callable[[Query, Trace], tuple[Tensor, Tensor]]

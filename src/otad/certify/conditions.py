@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from otad.cip import ExactCip
-from otad.cip.whole_bank import GAP
-from otad.defense import OTAD
+from otad.cip.whole_bank.map import GAP
 from otad.errors import InputError
+from otad.model.otad import OTAD
 from otad.nets import LinearHead
 from otad.nets.vit import TokenHead
 

@@ -44,16 +44,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otad.certify.bisectors import ROUNDING
 from otad.certify.embedding import Reach
 from otad.certify.halfspaces import TINY
-from otad.certify.surroundings import ROUNDING
 from otad.cip import Status
-from otad.cip.bank_potential import potential_lines
-from otad.cip.pairs import Pairs
-from otad.cip.whole_bank import GAP
-from otad.defense import OTAD, Trace
+from otad.cip.whole_bank.map import GAP
+from otad.cip.whole_bank.pairs import Pairs
+from otad.cip.whole_bank.potential import potential_lines
 from otad.errors import InputError
-from otad.file_rows import block_of
+from otad.io.mapped_rows import block_of
+from otad.model.otad import OTAD, Trace
 
 UNIT = torch.finfo(torch.float64).eps / 2
 BYTES = 2**29  # of working memory

@@ -8,19 +8,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from otad.certify.bisectors import Surroundings
 from otad.certify.cell import cell_radius, steady_map
 from otad.certify.certificate import Interval
 from otad.certify.classes import answered, batch_rows
 from otad.certify.conditions import CELL, check_certifiable
 from otad.certify.embedding import Reach
 from otad.certify.hull import Entrance
+from otad.certify.input_reach import Query, Travel, travel_of
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.certify.search import least_over_bank
-from otad.certify.surroundings import Surroundings
-from otad.certify.travel import Query, Travel, travel_of
 from otad.certify.votes import Votes
-from otad.defense import OTAD, Trace
 from otad.errors import InputError
+from otad.model.otad import OTAD, Trace
 
 Rule = Callable[[Query, Trace, Tensor], tuple[Tensor, Tensor, Tensor]]
 """A batch, its trace and the |u| (B,) allowed -> low (B,), high (B,), and the rows (B,)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from otad.certify.embedding import Reach
-from otad.defense import OTAD
 from otad.errors import InputError
-from otad.file_rows import block_of
+from otad.io.mapped_rows import block_of
+from otad.model.otad import OTAD
 
 BLOCK_BYTES = 2**27
 

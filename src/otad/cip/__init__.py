@@ -5,11 +5,11 @@ solution = ExactCip()(problem)
 solution.image, solution.residual, problem.residual(solution)
 """
 
-from otad.cip.feasibility import least_smoothness
+from otad.cip.local.feasibility import least_smoothness
+from otad.cip.local.solver import ExactCip
 from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.reference import CvxpyCip
 from otad.cip.solution import CipSolution, Status
-from otad.cip.solver import ExactCip
 
 __all__ = [
     "BankProblem",

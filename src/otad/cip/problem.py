@@ -23,7 +23,7 @@ from otad.checks import STORAGE_DTYPES, check_alike, check_finite, check_shape, 
 from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
-from otad.file_rows import gathered, in_file
+from otad.io.mapped_rows import gathered, in_file
 
 Problem = TypeVar("Problem", "CipProblem", "BankProblem")
 _BROUGHT_BYTES = 2**29  # of a bank that is elsewhere, held at a time

@@ -11,16 +11,16 @@ from otad.attacks import Attack, LpBall
 from otad.attacks.base import Target
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status
-from otad.defense import OTAD, Trace
 from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, kind_of
 from otad.evaluate.records import SolverRecord
 from otad.evaluate.suite import backbone_of
-from otad.regularity import (
+from otad.model.diagnostics import (
     Distribution,
     changed_by_potential,
     chooses_potential,
     residual_of,
 )
+from otad.model.otad import OTAD, Trace
 from otad.scores import Score, score_of
 
 

@@ -6,7 +6,7 @@ import inspect
 from types import CodeType, FunctionType
 from typing import Any
 
-from otad.transport.checkpoint import nameless
+from otad.training.checkpoint import nameless
 
 KNOWN = ("otad", "torch", "builtins", "abc")  # packages whose code `code_digest` tells
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from otad.evaluate.certificate_check import sandwich
+from otad.evaluate.flag_context import Scene
 from otad.evaluate.model_flags import (
     batch_size,
     finite_differences,
@@ -13,8 +15,6 @@ from otad.evaluate.model_flags import (
 )
 from otad.evaluate.planted import planted_example
 from otad.evaluate.records import FAIL, Flag
-from otad.evaluate.sandwich import sandwich
-from otad.evaluate.scene import Scene
 from otad.evaluate.strength_flags import (
     large_eps,
     more_eps,

@@ -19,14 +19,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from otad.attacks import Attack
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.baselines.knn import Knn
-from otad.codec import digest_of, to_plain
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate.code_prints import class_print, function_print, is_known
-from otad.integration import describe_solver
+from otad.io.codec import digest_of, to_plain
+from otad.model.answerers import describe_solver
+from otad.model.bank import fingerprint_of
+from otad.model.otad import OTAD
 from otad.nets import Backbone
-from otad.transport.bank import fingerprint_of
-from otad.transport.checkpoint import fingerprint, nameless
+from otad.training.checkpoint import fingerprint, nameless
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 FOREIGN = "model"

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.attacks.base import gain_of
-from otad.defense import OTAD
+from otad.evaluate.flag_context import Scene, not_run
 from otad.evaluate.records import FAIL, PASS, Flag
-from otad.evaluate.scene import Scene, not_run
 from otad.evaluate.suite import defended_of
+from otad.model.otad import OTAD
 
 ZERO_SHARE = 0.5  # of the rows may be without a gradient
 AGREEING_SHARE = 0.9  # of the rows must agree: some always sit near a kink

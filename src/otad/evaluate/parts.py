@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.base import Target
-from otad.codec import digest_of, from_plain, to_plain
 from otad.errors import InputError
-from otad.transport.checkpoint import read_checkpoint, write_checkpoint
+from otad.io.codec import digest_of, from_plain, to_plain
+from otad.training.checkpoint import read_checkpoint, write_checkpoint
 
 DRAWS = 8  # halvings of the way back: 1/256 of the distance is left to chance
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from otad.attacks.adaptive import Straight
 from otad.baselines.knn import Knn
-from otad.defense import OTAD
+from otad.evaluate.flag_context import Scene, not_run
 from otad.evaluate.planted_map import Planted, plant_in_map, planted_bank, ready
 from otad.evaluate.records import FAIL, PASS, Flag
-from otad.evaluate.scene import Scene, not_run
 from otad.evaluate.suite import defended_of
+from otad.model.otad import OTAD
 
 PLANTS = 8  # examples that get one
 BANK = 2000  # points of the original bank that stay around them

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import LpBall
-from otad.cip.bank_potential import BankPotential
-from otad.defense import OTAD
+from otad.cip.whole_bank.potential import BankPotential
+from otad.model.bank import FeatureBank
+from otad.model.otad import OTAD
 from otad.nets import Backbone
-from otad.transport.bank import FeatureBank
 
 CANDIDATES = 16  # features of other classes to choose from
 ROOM = 1.5  # times the least M

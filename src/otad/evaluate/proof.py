@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from otad.attacks import LpBall
 from otad.certify import certify, certify_values
-from otad.certify.travel import travel_of
-from otad.defense import OTAD
+from otad.certify.input_reach import travel_of
 from otad.errors import InputError
 from otad.evaluate.records import CertificateRecord
+from otad.model.otad import OTAD
 
 SAFETY = 1 + 1e-12  # more than the rounding of a conversion
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from otad.codec import from_plain, read_json, to_plain, write_json
-from otad.environment import Environment
 from otad.errors import InputError
+from otad.io.codec import from_plain, read_json, to_plain, write_json
+from otad.io.environment import Environment
 from otad.scores import Score, share_score
 
 FORMAT = "otad-evaluation-1"

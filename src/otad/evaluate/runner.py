@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.checks import check_choice, check_count
-from otad.defense import OTAD
-from otad.environment import Environment
 from otad.errors import InputError
+from otad.evaluate.certificate_check import sandwich
 from otad.evaluate.clean import look_at_clean
+from otad.evaluate.flag_context import Scene
 from otad.evaluate.flags import CHECKS, raise_flags
 from otad.evaluate.identity import model_card
 from otad.evaluate.parts import Account
 from otad.evaluate.proof import Stated, prove
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation
-from otad.evaluate.sandwich import sandwich
-from otad.evaluate.scene import Scene
-from otad.evaluate.standing import Standing
 from otad.evaluate.suite import backbone_of, defended_of, named_attacks, suite
+from otad.evaluate.survivors import Standing
+from otad.io.environment import Environment
+from otad.model.otad import OTAD
 
 Progress = Callable[[str, int, int, float], None]
 """What runs now, steps done, steps in all, and the worst case so far at the eps of now: the share

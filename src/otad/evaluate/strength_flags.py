@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from otad.attacks import Attack, LpBall
+from otad.evaluate.flag_context import Scene, not_run
 from otad.evaluate.records import FAIL, PASS, Flag
-from otad.evaluate.scene import Scene, not_run
 from otad.evaluate.suite import defended_of, make_attack
 
 ALLOWED_SHARE = 0.01  # of the examples may be broken by black-box attacks alone

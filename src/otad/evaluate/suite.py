@@ -23,10 +23,10 @@ from otad.attacks.square import Square, check_windows
 from otad.attacks.transfer import Transfer
 from otad.baselines.knn import Knn
 from otad.checks import check_choice
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate.presets import KEYED_PRESETS, Choice
 from otad.evaluate.presets import PRESETS as PRESETS
+from otad.model.otad import OTAD
 from otad.nets import Backbone
 
 _CLASSES: dict[str, type[Attack]] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from otad.evaluate import Flag
-from otad.regularity import Distribution
+from otad.model.diagnostics import Distribution
 from otad.scores import Score
 
 WORST = "worst"

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
-from otad.attacks.balls import NORMS
 from otad.attacks.base import Best
 from otad.checks import check_count
-from otad.cip.bank_potential import BankPotential
 from otad.cip.surrogate import CipNet
+from otad.cip.whole_bank.potential import BankPotential
 from otad.data import Dataset
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.evaluate.suite import defended_of, make_attack
 from otad.experiments.attack_records import AttackedScore
@@ -26,9 +24,11 @@ from otad.experiments.config import RowSpec
 from otad.experiments.rows import predict, predictor
 from otad.experiments.shifts import shifts
 from otad.experiments.specs import RANDOM_STEP, AttackSpec
+from otad.model.diagnostics import Distribution
+from otad.model.otad import OTAD
 from otad.nets import Backbone, only_normalizes
-from otad.regularity import Distribution
 from otad.scores import is_right, score_of, share_score
+from otad.threat import NORMS
 
 Report = Callable[[int, int], None]
 BATCH = 1000

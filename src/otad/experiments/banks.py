@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from otad.building import defend
-from otad.codec import digest_of
 from otad.data import most_central, subset_per_class
-from otad.defense import OTAD
 from otad.experiments.kept import alone
 from otad.experiments.nets import Trained
 from otad.experiments.part_specs import NetSpec
+from otad.io.codec import digest_of
+from otad.model.bank import FeatureBank, fingerprint_of
+from otad.model.defend import defend
+from otad.model.otad import OTAD
+from otad.model.prototypes import PrototypeNet
 from otad.nets import Metric
-from otad.prototypes import PrototypeNet
-from otad.transport.bank import FeatureBank, fingerprint_of
 
 Report = Callable[[int, int], None]
 ROWS = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from otad.regularity import Distribution
+from otad.model.diagnostics import Distribution
 from otad.scores import Score
 
 NONE = "-"

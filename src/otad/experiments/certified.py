@@ -9,8 +9,8 @@ from torch import Tensor
 
 from otad.certify import certify, certify_values
 from otad.data import Dataset
-from otad.defense import OTAD
 from otad.experiments.specs import CertifySpec, name_of
+from otad.model.otad import OTAD
 from otad.scores import Score, score_of, share_score
 
 BATCH = 1000

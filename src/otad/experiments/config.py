@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from otad.checks import check_choice, check_count
-from otad.codec import from_plain
 from otad.errors import InputError
 from otad.experiments.part_specs import DataSpec, MetricSpec, NetSpec, SurrogateSpec
 from otad.experiments.specs import (
@@ -39,7 +38,8 @@ from otad.experiments.specs import (
     SpeedSpec,
     name_of,
 )
-from otad.integration import SCOPES
+from otad.io.codec import from_plain
+from otad.model.answerers import SCOPES
 
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
 _FOLDER = Path(__file__).parent / "configs"

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from otad.building import defend
 from otad.errors import InputError, OtadError
 from otad.experiments.nets import Trained
 from otad.experiments.records import CostRecord
 from otad.experiments.specs import CostSpec
 from otad.experiments.study import Study
+from otad.model.defend import defend
 
 
 def measure_costs(study: Study, spec: CostSpec) -> tuple[tuple[CostRecord, ...], dict[str, str]]:

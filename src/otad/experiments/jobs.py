@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from otad.codec import digest_of
 from otad.data.dataset import refuse_repeats
 from otad.experiments.config import Experiment, RowSpec, read_experiment
 from otad.experiments.records import stem_of
 from otad.experiments.study import Study
 from otad.experiments.suites import run_suite, suites_of
+from otad.io.codec import digest_of
 
 
 @dataclass(frozen=True)

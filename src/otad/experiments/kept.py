@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from otad.codec import read_json, write_json
 from otad.errors import OtadError
-from otad.transport.checkpoint import read_checkpoint, write_checkpoint
+from otad.io.codec import read_json, write_json
+from otad.training.checkpoint import read_checkpoint, write_checkpoint
 
 SAVE_SECONDS = 60.0
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from otad.codec import digest_of
 from otad.data import Dataset
 from otad.errors import InputError
 from otad.experiments.features import FEATURES
 from otad.experiments.kept import Deadline
 from otad.experiments.nets import FOREVER, Source, identity_of, learn_by, statistics
 from otad.experiments.part_specs import UNLEARNED, MetricSpec
+from otad.io.codec import digest_of
 from otad.nets import (
     AttentionMetric,
     CNNMetric,
@@ -26,8 +26,8 @@ from otad.nets import (
     ResNetMetric,
     ViTMetric,
 )
-from otad.transport import MetricConfig, train_metric
-from otad.transport.adversary import Adversary
+from otad.training import MetricConfig, train_metric
+from otad.training.adversary import Adversary
 
 Report = Callable[[int, int], None]
 _NETS: dict[str, Callable[..., Metric]] = {

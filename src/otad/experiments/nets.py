@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from otad.cip.surrogate import CipNet
-from otad.codec import digest_of
 from otad.data import Dataset, Standardizer, holdout
 from otad.errors import InputError
 from otad.experiments.kept import (
@@ -24,10 +23,11 @@ from otad.experiments.kept import (
 )
 from otad.experiments.part_specs import NetSpec
 from otad.experiments.records import Candidate
+from otad.io.codec import digest_of
+from otad.model.prototypes import prototype_net
 from otad.nets import Backbone, Metric, fc_resnet, lifted_net, vision_transformer
-from otad.prototypes import prototype_net
-from otad.transport import TrainConfig, TrainResult, train
-from otad.transport.checkpoint import fingerprint
+from otad.training import TrainConfig, TrainResult, train
+from otad.training.checkpoint import fingerprint
 
 Report = Callable[[int, int], None]
 FOREVER = Deadline(None)

@@ -8,7 +8,7 @@ from typing import Any
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
 from otad.experiments.features import FEATURES
-from otad.transport import RECIPES
+from otad.training import RECIPES
 
 KINDS = ("fc", "lifted", "prototypes", "vit")
 METRIC_KINDS = ("resnet", "cnn", "vit", "attention", "lipschitz", "pretrained", "pixels")
@@ -123,7 +123,7 @@ class MetricSpec:
 class SurrogateSpec:
     """A CIP-net that learns the answers of `row`, a row of OTAD, at the points of its bank.
 
-    Each point is asked about among its neighbors other than itself (see `otad.imitation`).
+    Each point is asked about among its neighbors other than itself (see `otad.model.imitation`).
     `options` are those of `CipNet`, `train` fields of `TrainConfig` that change `CIP_NET_RECIPE`,
     and `alpha` is the weight of the solver's answers against the net's own features. The error that
     is recorded is that on `held_out` points.

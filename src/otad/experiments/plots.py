@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from otad.experiments.records import CostRecord, RowRecord
-from otad.transport.files import replacing
+from otad.io.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

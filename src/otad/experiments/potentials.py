@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from otad.cip.bank_potential import BankPotential
-from otad.codec import from_plain, to_plain
+from otad.cip.whole_bank.potential import BankPotential
 from otad.experiments.records import PotentialRecord
-from otad.integration import potential_of
-from otad.transport.bank import FeatureBank
-from otad.transport.checkpoint import read_checkpoint, write_checkpoint
+from otad.io.codec import from_plain, to_plain
+from otad.model.answerers import potential_of
+from otad.model.bank import FeatureBank
+from otad.training.checkpoint import read_checkpoint, write_checkpoint
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from otad.defense import load
+from otad.model.otad import load
 
 _STATUS = Path("/proc/self/status")
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from otad.codec import from_plain, read_json, to_plain, write_json
-from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments.attack_records import AttackedScore, SuiteRecord
 from otad.experiments.learned_records import MetricRecord, SpeedRecord, SurrogateRecord
-from otad.regularity import Distribution
+from otad.io.codec import from_plain, read_json, to_plain, write_json
+from otad.io.environment import Environment
+from otad.model.diagnostics import Distribution
 from otad.scores import Score
 
 FORMAT = "otad-run-1"
@@ -34,7 +34,7 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class Regularity:
-    """How close a net's map is to optimal transport (see `otad.regularity`).
+    """How close a net's map is to optimal transport (see `otad.model.diagnostics`).
 
     `energy` over the train part; `least_smoothness` over the neighborhoods of the test points;
     `violations` is the share of `violation_rows` bank points' neighbor pairs that go backwards.
@@ -94,7 +94,7 @@ class Account:
 
 @dataclass(frozen=True)
 class PotentialRecord:
-    """The one potential of a whole bank (see `otad.cip.bank_potential`), and what it took.
+    """The one potential of a whole bank (see `otad.cip.whole_bank.potential`), and what it took.
 
     `left_out`: bank points it does not pass through, by their numbers.
     """

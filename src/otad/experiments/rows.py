@@ -10,17 +10,15 @@ from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import ExactCip, Status
-from otad.cip.bank_potential import BankPotential
 from otad.cip.surrogate import CipNet
-from otad.codec import to_plain
+from otad.cip.whole_bank.potential import BankPotential
 from otad.data import Dataset
-from otad.defense import OTAD
 from otad.experiments.certified import certified_scores
 from otad.experiments.config import LipschitzSpec, RowSpec
 from otad.experiments.potentials import PotentialFound
 from otad.experiments.records import Account, Regularity, RowRecord
-from otad.nets import Backbone
-from otad.regularity import (
+from otad.io.codec import to_plain
+from otad.model.diagnostics import (
     Distribution,
     changed_by_potential,
     chooses_potential,
@@ -30,6 +28,8 @@ from otad.regularity import (
     neighborhood_smoothness,
     transport_energy,
 )
+from otad.model.otad import OTAD
+from otad.nets import Backbone
 from otad.scores import score_of
 
 Report = Callable[[int, int], None]

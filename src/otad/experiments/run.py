@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from otad.environment import Environment
 from otad.errors import InputError
 from otad.experiments.attack_records import SuiteRecord
 from otad.experiments.config import Experiment, read_experiment
@@ -25,7 +24,8 @@ from otad.experiments.records import CostRecord, RowRecord, RunRecord, stem_of
 from otad.experiments.speed import measure_speeds
 from otad.experiments.study import Study
 from otad.experiments.suites import run_suites
-from otad.transport.recipe import check_seed
+from otad.io.environment import Environment
+from otad.training.recipe import check_seed
 
 WORK = ".work"
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from otad.attacks.balls import NORMS
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
 from otad.evaluate.suite import ATTACKS, PRESETS
 from otad.experiments.attack_records import WORST
+from otad.threat import NORMS
 
 RANDOM_STEP = "random_step"
 UNITS = ("input", "std")

@@ -10,13 +10,13 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from otad.defense import OTAD
 from otad.experiments.cost import run_probe
 from otad.experiments.learned_records import SpeedRecord
 from otad.experiments.specs import SpeedSpec
 from otad.experiments.steps import STEPS
 from otad.experiments.study import Study
-from otad.transport.bank import FeatureBank
+from otad.model.bank import FeatureBank
+from otad.model.otad import OTAD
 
 _FEW = 16  # points of a bank that nobody asks
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from otad.defense import load
 from otad.experiments import features  # noqa: F401  (metrics of a model may be among them)
 from otad.experiments.probe import resident_now, resident_peak
 from otad.experiments.steps import time_steps, wait
+from otad.model.otad import load
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from otad.cip import BankProblem, ExactCip
-from otad.cip.gram import Gram
-from otad.cip.relax import Curvature, Relaxation
-from otad.cip.row_stage import fits
-from otad.defense import OTAD
-from otad.regularity import problem_of
+from otad.cip.local.gram import Gram
+from otad.cip.local.relax import Curvature, Relaxation
+from otad.cip.local.solve_triton import fits
+from otad.model.diagnostics import problem_of
+from otad.model.otad import OTAD
 
 T = TypeVar("T")
 STEPS = ("search", "rows", "products", "potentials and QP", "feasibility", "QP", "image")

@@ -22,9 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from otad.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.data import load
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.experiments.attack_records import AttackedScore
 from otad.experiments.attacked import attack_row, points_of
@@ -47,6 +45,8 @@ from otad.experiments.rows import (
 )
 from otad.experiments.specs import name_of
 from otad.experiments.surrogates import TrainedSurrogate, trained_surrogate
+from otad.io.codec import digest_of, from_plain, read_json, to_plain, write_json
+from otad.model.otad import OTAD
 
 T = TypeVar("T")
 _VIOLATION_ROWS = 10_000

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from otad.cip.surrogate import CIP_NET_RECIPE, CipNet
-from otad.codec import digest_of
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.experiments.kept import SAVE_SECONDS, Deadline, Tick, learned_once
 from otad.experiments.nets import FOREVER, identity_of, refuse_unfinished, told
 from otad.experiments.part_specs import SurrogateSpec
-from otad.imitation import imitate
-from otad.transport import TrainConfig
+from otad.io.codec import digest_of
+from otad.model.imitation import imitate
+from otad.model.otad import OTAD
+from otad.training import TrainConfig
 
 Report = Callable[[int, int], None]
 

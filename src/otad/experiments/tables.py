@@ -8,7 +8,7 @@ from pathlib import Path
 from otad.errors import InputError
 from otad.experiments import account_tables, attack_tables, cells, learned_tables, score_tables
 from otad.experiments.records import RunRecord, read_records
-from otad.transport.files import replacing
+from otad.io.files import replacing
 
 HEADER = """# Results
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from otad.checks import check_shape
 from otad.cip import Status
 from otad.data.dataset import refuse_repeats
-from otad.defense import OTAD
 from otad.errors import InputError
 from otad.explain.explanation import Explanation, Label, Neighbor
+from otad.model.otad import OTAD
 from otad.nets import Backbone, only_normalizes
 
 

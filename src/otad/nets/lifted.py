@@ -4,8 +4,9 @@ The input x (p numbers) is embedded at (x, 0) in R^(p + C) and carried to (x, g(
 coordinates hold g, and the head reads those alone. Let T be the gradient of a function with
 curvature between 1 - k and 1 + k. Then T - Id is k-Lipschitz, so its lifted part is a k-Lipschitz
 map of x; and pairs ((x_i, 0), (x_i, g_i)) have such a T exactly where |g_i - g_j| <= k |x_i - x_j|
-(`otad.cip.pairwise`). One map for a whole bank is then any Lipschitz map to R^C, not the gradient
-of a convex function on the inputs; and a change of the input does not reach what the head reads.
+(`otad.cip.whole_bank.lifted_potential`). One map for a whole bank is then any Lipschitz map to R^C,
+not the gradient of a convex function on the inputs; and a change of the input does not reach what
+the head reads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class LiftedNet(Backbone):
     sum_k |R_k|^2. `lift` is C, or 1 in regression: the last coordinates of R^d, d = p + C, where
     every embedded input is 0. The head reads g as it is: it has nothing to learn.
 
-    Without blocks g is 0, for nets that find it in another way (`otad.prototypes`).
+    Without blocks g is 0, for nets that find it in another way (`otad.model.prototypes`).
     """
 
     def __init__(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.attacks.balls import NORMS, LpBall
 from otad.errors import InputError
 from otad.evaluate.records import Evaluation
-from otad.transport.checkpoint import read_checkpoint
+from otad.threat import NORMS, LpBall
+from otad.training.checkpoint import read_checkpoint
 
 
 @dataclass(frozen=True, eq=False)

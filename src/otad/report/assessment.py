@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import Status, least_smoothness
-from otad.defense import OTAD
-from otad.regularity import Distribution, problem_of, residual_of
+from otad.model.diagnostics import Distribution, problem_of, residual_of
+from otad.model.otad import OTAD
 from otad.scores import abstained, squared_errors
-from otad.transport.history import METRICS
+from otad.training.history import METRICS
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 

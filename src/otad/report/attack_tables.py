@@ -11,9 +11,9 @@ from otad.report.attack_order import families, spares_the_broken
 from otad.report.blocks import Block, Picture, Section, Table, Text
 from otad.report.cost import duration, threads
 from otad.report.cost_plot import seconds_bars
+from otad.report.formatting import interval, percent
 from otad.report.pictures import plot_uri
 from otad.report.sections import TITLES
-from otad.report.words import interval, percent
 from otad.scores import Score
 
 ASKED = "Answers and gradients: how often the model was asked for one, per attacked example."

@@ -8,8 +8,8 @@ from otad.evaluate.records import CertificateRecord, Evaluation
 from otad.report.blocks import Block, Items, Picture, Section, Table, Text
 from otad.report.certificate_plots import radii_plots
 from otad.report.cost import duration
+from otad.report.formatting import distance, percent
 from otad.report.pictures import plot_uri
-from otad.report.words import distance, percent
 
 
 def certificate_section(evaluation: Evaluation) -> Section:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from otad.defense import OTAD
+from otad.model.otad import OTAD
 from otad.report.blocks import KeyNumber, Section, Table
 
 _SINGLES = 20

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from otad.evaluate.records import Evaluation
 from otad.report.attack_order import colors, counted_with
+from otad.report.formatting import unanswered
 from otad.report.plots import INK, SOFT, plain, tidy
-from otad.report.words import unanswered
 
 WORST, PROVED = "#b3122b", "#0f766e"
 GRID_POINTS = 400

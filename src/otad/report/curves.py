@@ -8,8 +8,8 @@ from otad.evaluate.records import Evaluation
 from otad.report.attack_order import families, spares_the_broken
 from otad.report.blocks import Block, Picture, Section, Table
 from otad.report.curve_plots import accuracy_curves, error_curves, mean_worst_error
+from otad.report.formatting import interval, percent
 from otad.report.pictures import plot_uri
-from otad.report.words import interval, percent
 
 BEFORE = (
     "A thin line counts its attack and all attacks before it, in the order of the legend: each was "

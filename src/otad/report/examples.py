@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from otad.defense import OTAD
 from otad.evaluate.records import Evaluation
 from otad.explain import explain
+from otad.model.otad import OTAD
 from otad.report.adversarial import Adversarial, ball_of, finder_of, spread
 from otad.report.blocks import Block, Case, Comparison, Comparisons, Section
 from otad.report.cases import make_case
+from otad.report.feature_changes import moved_blocks
 from otad.report.model_answers import answers
-from otad.report.moved import moved_blocks
 from otad.report.pictures import change_uri, pixels_uri
 
 SHOWN = 4

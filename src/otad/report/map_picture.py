@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otad.building import defend
-from otad.defense import OTAD
+from otad.model.defend import defend
+from otad.model.otad import OTAD
 from otad.nets import lifted_net
-from otad.transport import TrainConfig, train
+from otad.training import TrainConfig, train
 
 SIZE, NOISE, HIDDEN, NEIGHBORS = 240, 0.12, (32, 32), 5
 RECIPE = TrainConfig(epochs=80, batch_size=40, learning_rate=0.05, energy_weight=0.05)

@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from otad.io.files import replacing
 from otad.report.blocks import (
     Case,
     Comparison,
@@ -25,7 +26,6 @@ from otad.report.blocks import (
     Table,
     Text,
 )
-from otad.transport.files import replacing
 
 SMALLEST_SIDE = 96  # of a picture in a file: Markdown cannot enlarge one
 SUFFIXES = {"image/svg+xml": "svg", "image/png": "png"}

@@ -10,9 +10,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from otad.io.files import replacing
 from otad.report.blocks import KeyNumber, Section
 from otad.report.markdown import Markdown
-from otad.transport.files import replacing
 
 
 @dataclass(frozen=True)

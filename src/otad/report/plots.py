@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from otad.transport import EpochRecord
+from otad.training import EpochRecord
 
 INK, SOFT, GRID = "#1f2a30", "#66757f", "#e6eaed"
 COLORS = ("#0f766e", "#e05a33", "#7a5cc2")

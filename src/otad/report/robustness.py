@@ -15,10 +15,10 @@ from otad.report.blocks import KeyNumber
 from otad.report.certified import certificate_section
 from otad.report.curves import curves_section
 from otad.report.examples import examples_section
+from otad.report.formatting import interval, percent, unanswered
 from otad.report.page import Report
 from otad.report.threat import repeat_section, threat_section
 from otad.report.trust import count_of, flags_section, solver_section
-from otad.report.words import interval, percent, unanswered
 
 
 def evaluation_report(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from otad.defense import OTAD
 from otad.evaluate.records import Evaluation
+from otad.model.otad import OTAD
 from otad.report.assessment import DEFENDED, Assessment
 from otad.report.blocks import Section, Table, Text
 from otad.scores import Score

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from otad.data import Dataset
-from otad.defense import OTAD
+from otad.model.otad import OTAD
 from otad.report.assessment import DEFENDED, MAJORITY, MEAN_FEATURE, NET, Assessment
 from otad.report.blocks import Block, Facts, KeyNumber, Picture, Section, Table, Text
 from otad.report.pictures import plot_uri, png_uri
 from otad.report.plots import smoothness_histogram, training_curves
-from otad.transport import TrainConfig, TrainResult
+from otad.training import TrainConfig, TrainResult
 
 FLOAT32_ROUNDOFF = torch.finfo(torch.float32).eps / 2
 TIMES = " \N{MULTIPLICATION SIGN} "

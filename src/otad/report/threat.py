@@ -8,7 +8,7 @@ from typing import Any
 from otad.evaluate.records import Evaluation
 from otad.report.blocks import Block, Facts, Section, Table
 from otad.report.cost import duration, threads
-from otad.report.words import flat
+from otad.report.formatting import flat
 
 NORMS = {
     "l2": "l2: the Euclidean length of the whole change",

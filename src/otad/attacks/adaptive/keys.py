@@ -18,13 +18,13 @@ from torch import Tensor
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.adaptive.polish import polish
 from otad.attacks.apgd import Apgd
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Loss, Target
 from otad.attacks.gradients import Answer, Ask, value_and_gradient
 from otad.attacks.losses import loss_for
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.errors import InputError
+from otad.threat import LpBall
 
 LOSSES = ("rank", "vote", "joint")
 SIGHT = 4.0  # the nearest wrong points weigh at least exp(-SIGHT) of the nearest right ones

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.adaptive.opinions import head_outputs, label_outputs
+from otad.attacks.adaptive.bank_votes import head_outputs, label_outputs
 from otad.checks import check_shape
-from otad.cip.bank_potential import potential_lines
-from otad.cip.pairs import Pairs, middle_of
-from otad.defense import OTAD
+from otad.cip.whole_bank.pairs import Pairs, middle_of
+from otad.cip.whole_bank.potential import potential_lines
 from otad.errors import InputError
+from otad.model.otad import OTAD
 from otad.nets import only_normalizes
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of ranks

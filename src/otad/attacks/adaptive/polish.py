@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from otad.attacks.apgd import Apgd
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Target
-from otad.defense import OTAD
+from otad.model.otad import OTAD
+from otad.threat import LpBall
 
 
 def polish(target: Target, x: Tensor, found: Tensor, ball: LpBall, steps: int) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.adaptive.polish import polish
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Best, Target
 from otad.checks import check_count
+from otad.threat import LpBall
 
 ITERATIONS = 150
 OVERSHOOT = 1.02  # past the bisectors, on which the right points would still be level

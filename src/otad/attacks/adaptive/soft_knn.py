@@ -11,11 +11,11 @@ from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.adaptive.polish import polish
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Best, Target
 from otad.attacks.gradients import value_and_gradient
 from otad.checks import check_count
 from otad.errors import InputError
+from otad.threat import LpBall
 
 
 @dataclass(frozen=True)

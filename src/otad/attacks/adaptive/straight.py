@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
-from otad.attacks.balls import LpBall
 from otad.attacks.base import Attack, Best, Target
 from otad.checks import check_count
 from otad.errors import InputError
+from otad.threat import LpBall
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_count, check_tensor
-from otad.cip.implicit import assemble
 from otad.cip.judge import map_curvature
+from otad.cip.local.implicit import assemble
 from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.solution import CipSolution
 from otad.cip.surrogate.net import CipNet
 from otad.errors import InputError
-from otad.file_rows import gathered
-from otad.neighbors import TorchSearch
-from otad.transport.precision import precision
+from otad.io.mapped_rows import gathered
+from otad.search.neighbors import TorchSearch
+from otad.training.precision import precision
 
 Problem = CipProblem | BankProblem
 Teacher = Callable[[Problem], CipSolution]

@@ -46,7 +46,7 @@ class CipNet(nn.Module):
     of range is UNSOLVED, its image NaN.
     """
 
-    # What a defense asks of its solver, see `otad.cip.contract`.
+    # What a defense asks of its solver, see `otad.cip.protocols`.
     mode: ClassVar[str] = "estimated"
     spares: ClassVar[int] = 0
     max_smoothness: ClassVar[float | None] = None

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from otad.cip.surrogate.lessons import Problem
 from otad.cip.surrogate.net import CipNet
-from otad.transport.checkpoint import (
+from otad.training.checkpoint import (
     fingerprint,
     read_checkpoint,
     refuse_foreign,
     write_checkpoint,
 )
-from otad.transport.recipe import TrainConfig
+from otad.training.recipe import TrainConfig
 
 Optimizer = torch.optim.Optimizer
 _NAMED_BY_SOURCE = ("query", "anchors", "images", "inputs", "features", "own_features")

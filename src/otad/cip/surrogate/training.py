@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_shape, check_tensor
-from otad.cip.solver import ExactCip
+from otad.cip.local.solver import ExactCip
 from otad.cip.surrogate.lessons import Answers, Lesson, Problem, Teacher, rows_of
 from otad.cip.surrogate.net import CipNet
 from otad.cip.surrogate.resume import CipNetEpoch, resume, run_identity, save
 from otad.errors import InputError
-from otad.transport.checkpoint import nameless
-from otad.transport.epochs import Saving, run_epochs
-from otad.transport.randomness import epoch_batches
-from otad.transport.recipe import TrainConfig
-from otad.transport.weight_decay import decay_groups
+from otad.training.checkpoint import nameless
+from otad.training.epochs import Saving, run_epochs
+from otad.training.randomness import epoch_batches
+from otad.training.recipe import TrainConfig
+from otad.training.weight_decay import decay_groups
 
 CHECKPOINT_NAME = "cip-net.safetensors"
 CIP_NET_RECIPE = TrainConfig(

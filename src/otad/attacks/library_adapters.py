@@ -1,0 +1,72 @@
+"""What the attacks of other libraries need around them: a seed of ours, and inputs in [0, 1]."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otad.errors import InputError
+from otad.threat import LpBall
+
+LIBRARY_NORMS = {"l2": "L2", "linf": "Linf"}
+
+
+@contextmanager
+def own_randomness(generator: torch.Generator) -> Iterator[int]:
+    """A seed drawn from `generator`, which also seeds the global generators inside the block.
+
+    Those of torch, NumPy and Python are as they were before when the block ends.
+    """
+    seed = int(torch.randint(2**31 - 1, (), generator=generator))
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        try:
+            yield seed
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
+
+
+@dataclass(frozen=True)
+class UnitBox:
+    """The affine map between inputs in [low, high] and the [0, 1] that image libraries expect."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def of(ball: LpBall, attack: str) -> UnitBox:
+        """For a ball such a library can be told of: bounded, all features alike."""
+        if ball.bounds is None:
+            raise InputError(f"{attack}: expected bounded inputs, got a ball without bounds")
+        for name in ("scale", "mutable"):
+            if getattr(ball, name) is not None:
+                raise InputError(f"{attack}: expected a ball without `{name}`, got one with it")
+        return UnitBox(*ball.bounds)
+
+    @property
+    def width(self) -> float:
+        return self.high - self.low
+
+    def to_unit(self, x: Tensor) -> Tensor:
+        return ((x - self.low) / self.width).clamp(0.0, 1.0)
+
+    def from_unit(self, units: Tensor) -> Tensor:
+        return (self.low + units * self.width).clamp(self.low, self.high)
+
+
+def check_images(x: Tensor, attack: str) -> None:
+    if x.dim() != 4:
+        raise InputError(
+            f"{attack}: expected images (B, channels, height, width), got inputs of shape "
+            f"{tuple(x.shape)}"
+        )

@@ -1,0 +1,131 @@
+"""Queries among the points of the bank: who can come before whom, and from where on.
+
+For a query e, bank points i and j at distances d_i and d_j, and a move of the query by stretch * u,
+
+    |e' - x_i|^2 - |e' - x_j|^2 = d_i^2 - d_j^2 - 2 <u, stretch (x_i - x_j)>,
+
+so j stays closer than i for every |u| < b_ij = (d_i^2 - d_j^2) / (2 |stretch (x_i - x_j)|), the
+distance of their bisector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otad.certify.halfspaces import TINY
+from otad.cip.whole_bank.pairs import middle_of
+from otad.io.mapped_rows import block_of, gathered
+
+ROUNDING = 1e-9
+"""Relative error allowed for float64 sums; those of a million terms stay below it."""
+BYTES = 2**29  # of working memory
+
+
+@dataclass(frozen=True, eq=False)
+class Rivals:
+    """Some bank points j for each query: `indices` (B,J), `offsets` stretch (x_j - e) (B,J,d), the
+    products `products` (B,J,J) of these, and `squares` (B,J) |x_j - e|^2."""
+
+    indices: Tensor
+    offsets: Tensor
+    products: Tensor
+    squares: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Bisectors:
+    """Bank points i (r,T) against their queries' rivals j, rounded so that leads are too small.
+
+    `distances` (r,T,J) b_ij, -inf for j = i; `leads` (r,T,J) d_i^2 - d_j^2; `products` (r,T,J)
+    <a_i, a_j> and `squares` (r,T) |a_i|^2 with a = stretch (x - e).
+    """
+
+    distances: Tensor
+    leads: Tensor
+    products: Tensor
+    squares: Tensor
+
+
+class Surroundings:
+    """A batch of queries (B,d) in float64 before the bank (N,d), wherever that is kept: embedded,
+    or keys of a metric. `distance_floor` (B,N): no bank point is closer than this.
+    """
+
+    def __init__(self, embedded: Tensor, inputs: Tensor, stretch: Tensor) -> None:
+        self.embedded = embedded
+        self.inputs = inputs
+        self.stretch = stretch
+        self.distance_floor = self._distance_floor()
+
+    def entry_floor(self, distance: Tensor) -> Tensor:
+        """For each bank point (B,N) a bound on its b_ij against all j within `distance` (B,).
+
+        |stretch (x_i - x_j)| <= Q (d_i + d_j) with Q the longest stretch, so b_ij is at least
+        (d_i - d_j) / (2 Q); 0 where that is negative.
+        """
+        scale = (1 - ROUNDING) / (2 * self.stretch.max())
+        return (self.distance_floor - (1 + ROUNDING) * distance[:, None]).mul_(scale).clamp_min_(0)
+
+    def nearest(self, count: int) -> Rivals:
+        """About the `count` nearest bank points of each query."""
+        return self.rivals(self.distance_floor.topk(count, largest=False).indices)
+
+    def rivals(self, indices: Tensor) -> Rivals:
+        offsets = self._offsets(slice(None), indices)
+        squares = _squares(offsets)
+        offsets.mul_(self.stretch)
+        return Rivals(indices, offsets, offsets @ offsets.mT, squares)
+
+    def rows_at_once(self, width: int) -> int:
+        """How many rows of `width` bank points `bisectors` can take."""
+        return max(1, BYTES // (24 * width * self.embedded.shape[1]))
+
+    def bisectors(self, rows: Tensor, indices: Tensor, rivals: Rivals) -> Bisectors:
+        """For the queries `rows` (r,) and bank points `indices` (r,T) of each."""
+        offsets = self._offsets(rows, indices)
+        own = _squares(offsets)[:, :, None]
+        offsets.mul_(self.stretch)
+        squares = _squares(offsets)
+        products = offsets @ rivals.offsets[rows].mT
+        sizes = squares[:, :, None] + rivals.products[rows].diagonal(dim1=1, dim2=2)[:, None]
+        # Too wide a gap and too small a lead are on the safe side; a copy of i never leads.
+        gaps = (sizes - 2 * products).clamp_min_(0).add_(sizes, alpha=ROUNDING).sqrt_()
+        others = rivals.squares[rows][:, None]
+        leads = own - others - ROUNDING * (own + others)
+        same = indices[:, :, None] == rivals.indices[rows][:, None]
+        distances = (leads / (2 * gaps).clamp_min_(TINY)).masked_fill_(same, -torch.inf)
+        return Bisectors(distances, leads, products, squares)
+
+    def _offsets(self, rows: Tensor | slice, indices: Tensor) -> Tensor:
+        """x_i - e (r,T,d)."""
+        points = gathered(self.inputs, indices, self.embedded.device).to(self.embedded)
+        return points.sub_(self.embedded[rows][:, None])
+
+    def _distance_floor(self) -> Tensor:
+        """From one matrix product, lowered by what rounding may have added: about the middle of the
+        bank, as far from there that would be more than the distances."""
+        center = middle_of(self.inputs, self.embedded.device).to(self.embedded)
+        embedded = self.embedded - center
+        own = _squares(embedded)[:, None]
+        floor = embedded.new_empty(len(embedded), len(self.inputs))
+        step = max(1, BYTES // (64 * embedded.shape[1]))
+        for start in range(0, len(self.inputs), step):
+            points = block_of(self.inputs, start, start + step).to(embedded) - center
+            sizes = own + _squares(points)
+            product = torch.addmm(sizes, embedded, points.mT, alpha=-2)
+            floor[:, start : start + step] = product.sub_(sizes, alpha=ROUNDING)
+        return floor.clamp_min_(0).sqrt_()
+
+
+def queries_at_once(points: int, rivals: int, dim: int) -> int:
+    """Queries in a batch: some numbers for each bank point, and the rivals twice."""
+    return max(1, BYTES // (8 * (10 * points + 2 * rivals * dim)))
+
+
+def _squares(vectors: Tensor) -> Tensor:
+    """Squared lengths along the last axis, without a copy of the vectors."""
+    squares: Tensor = torch.linalg.vector_norm(vectors, dim=-1).square()
+    return squares

@@ -1,0 +1,117 @@
+"""The Triton kernels of `otad.cip.local.fused`, apart because importing them needs Triton."""
+
+# Kernels are compiled from their source, not called: their arguments carry no Python types.
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["batches"])
+def gram_kernel(
+    query,
+    inputs,
+    features,
+    indices,
+    products,
+    squares,
+    batches,
+    dim,
+    count: tl.constexpr,
+    padded: tl.constexpr,
+    bends: tl.constexpr,
+    length: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One program per query and segment of `length` features: all inner products of the stack
+    there, in one pass over the neighbors."""
+    batch = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * length
+    k = tl.arange(0, padded)
+    real = k < count
+    rows = tl.load(indices + batch * count + k, mask=real, other=0)
+    nearest = tl.load(indices + batch * count)
+    cross = tl.zeros((padded, padded), dtype=tl.float32)
+    image = tl.zeros((padded, padded), dtype=tl.float32)
+    offset = tl.zeros((padded, padded), dtype=tl.float32)
+    square = tl.zeros((padded,), dtype=tl.float32)
+    for start in range(0, length, width):
+        j = first + start + tl.arange(0, width)
+        inside = j < dim
+        mask = real[:, None] & inside[None, :]
+        place = rows[:, None] * dim + j[None, :]
+        x = tl.load(query + batch * dim + j, mask=inside, other=0.0)
+        a = tl.load(inputs + place, mask=mask, other=0.0).to(tl.float32) - x[None, :]
+        a = tl.where(mask, a, 0.0)
+        center = tl.load(features + nearest * dim + j, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(features + place, mask=mask, other=0.0).to(tl.float32)
+        c = tl.where(k[:, None] == 0, center[None, :], z - center[None, :])
+        c = tl.where(mask, c, 0.0)
+        # Three TF32 products make one of nearly float32 precision.
+        cross += tl.dot(c, tl.trans(a), input_precision="tf32x3")
+        image += tl.dot(c, tl.trans(c), input_precision="tf32x3")
+        if bends:
+            offset += tl.dot(a, tl.trans(a), input_precision="tf32x3")
+        square += tl.sum(a * a, axis=1)
+
+    lines = 2 * count if bends else count
+    part = tl.program_id(1) * batches + batch
+    upper = products + part * lines * 2 * count
+    lower = upper + (lines - count) * 2 * count
+    place = k[:, None] * 2 * count + k[None, :]
+    mask = real[:, None] & real[None, :]
+    tl.store(lower + place, cross, mask=mask)
+    tl.store(lower + count + place, image, mask=mask)
+    if bends:
+        tl.store(upper + place, offset, mask=mask)
+        tl.store(upper + count + place, tl.trans(cross), mask=mask)
+    tl.store(squares + part * count + k, square, mask=real)
+
+
+@triton.jit
+def combine_kernel(points, indices, weights, total, dim, count: tl.constexpr, width: tl.constexpr):
+    """One program per query and stretch of `width` features; zero weights cost no reading."""
+    batch = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * width + tl.arange(0, width)
+    inside = j < dim
+    answer = tl.zeros((width,), dtype=tl.float32)
+    for k in range(count):
+        weight = tl.load(weights + batch * count + k)
+        if weight != 0:
+            row = tl.load(indices + batch * count + k)
+            answer += weight * tl.load(points + row * dim + j, mask=inside, other=0.0).to(
+                tl.float32
+            )
+    tl.store(total + batch * dim + j, answer, mask=inside)
+
+
+@triton.jit(do_not_specialize=["batches"])
+def dot_kernel(
+    points,
+    indices,
+    vectors,
+    dots,
+    batches,
+    dim,
+    count: tl.constexpr,
+    padded: tl.constexpr,
+    length: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One program per query and segment: the products of its neighbors with its own vector."""
+    batch = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * length
+    k = tl.arange(0, padded)
+    real = k < count
+    rows = tl.load(indices + batch * count + k, mask=real, other=0)
+    total = tl.zeros((padded,), dtype=tl.float32)
+    for start in range(0, length, width):
+        j = first + start + tl.arange(0, width)
+        inside = j < dim
+        mask = real[:, None] & inside[None, :]
+        vector = tl.load(vectors + batch * dim + j, mask=inside, other=0.0)
+        point = tl.load(points + rows[:, None] * dim + j[None, :], mask=mask, other=0.0)
+        total += tl.sum(point.to(tl.float32) * vector[None, :], axis=1)
+    part = tl.program_id(1) * batches + batch
+    tl.store(dots + part * count + k, total, mask=real)

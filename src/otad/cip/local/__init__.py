@@ -1,0 +1,1 @@
+"""The solver for each query's own neighbors."""

@@ -1,0 +1,176 @@
+"""Do potentials exist? Eq. (2) as a system of difference constraints, for a whole batch.
+
+u_i - u_j >= w_ij has a solution iff the complete digraph with weights w has no positive cycle.
+The max-plus closure D (the longest path from j to i) decides that, and gives the potentials:
+every column of D is the lowest potential that vanishes at its own neighbor, minus every row the
+highest. With w = s + t / M, the least M is a minimum-ratio-cycle problem, solved exactly here by
+Newton's method on 1/M. Arrays are (K,K,B), batch last; neighbors not in use have weight -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from otad.cip.local.gram import Gram, gram_of
+from otad.cip.rows import RowProblem
+
+POTENTIALS = ("canonical", "lowest", "highest")
+_MOST_NEWTON_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """u_i - u_j >= rise_ij + bend_ij * flatness, flatness = 1 / M, for the active neighbors.
+
+    `rise_error` and `bend_error` (B,) are the rounding errors of the two: the shift by l may cancel
+    most of their terms. Weights are taken off that much, so that rounding closes no positive cycle.
+    """
+
+    rise: Tensor
+    bend: Tensor
+    active: Tensor
+    rise_error: Tensor
+    bend_error: Tensor
+
+    @staticmethod
+    def of(gram: Gram, strong_convexity: Tensor, active: Tensor) -> Constraints:
+        rise, bend = gram.shifted(strong_convexity).difference_bounds()
+        offset, image = gram.sizes(strong_convexity, active)
+        noise = 2 * gram.noise  # two products make a difference
+        return Constraints(rise, bend, active, noise * image * offset, noise * image.square())
+
+    def weights(self, flatness: Tensor) -> Tensor:
+        """w (K,K,B), with -inf wherever a neighbor is left out, and 0 on the diagonal."""
+        error = self.rise_error + self.bend_error * flatness.abs()
+        return self._between_all(self.rise + self.bend * flatness - error)
+
+    def exact_weights(self, flatness: Tensor) -> Tensor:
+        """The same without allowance for rounding."""
+        return self._between_all(self.rise + self.bend * flatness)
+
+    def _between_all(self, weights: Tensor) -> Tensor:
+        weights = _between_active(weights, self.active, -torch.inf)
+        weights.diagonal(dim1=0, dim2=1).zero_()
+        return weights
+
+    def columns(self, rows: Tensor) -> Constraints:
+        parts = (getattr(self, field.name)[..., rows] for field in fields(self))
+        return Constraints(*parts)
+
+
+def _between_active(values: Tensor, active: Tensor, fill: float) -> Tensor:
+    """values (K,K,B) with `fill` wherever one of the two neighbors is left out."""
+    if bool(active.all()):
+        return values
+    return values.masked_fill(~(active[:, None] & active[None]), fill)
+
+
+def closure(weights: Tensor) -> Tensor:
+    """Longest paths D (K,K,B): D_ij = max over paths from j to i. O(K^3) per row."""
+    longest = weights.clone()
+    for reach, onward in zip(longest.split(1, dim=1), longest.split(1), strict=True):
+        torch.maximum(longest, reach + onward, out=longest)
+    return longest
+
+
+def has_positive_cycle(longest: Tensor) -> Tensor:
+    """(B,) from a closure."""
+    return longest.diagonal(dim1=0, dim2=1).amax(1) > 0
+
+
+def potentials(longest: Tensor, active: Tensor, rule: str) -> Tensor:
+    """Feasible potentials (K,B), mean zero over the active neighbors, zero elsewhere.
+
+    The lowest (mean column of D), the highest (minus the mean row), or the canonical one in the
+    middle: deterministic, and equivariant to the order of the neighbors.
+    """
+    count = active.sum(0)
+    longest = _between_active(longest, active, 0.0)
+    if rule == "lowest":
+        chosen = longest.sum(1) / count
+    elif rule == "highest":
+        chosen = longest.sum(0) / -count
+    else:
+        chosen = (longest.sum(1) - longest.sum(0)) / (2 * count)
+    return torch.where(active, chosen - chosen.sum(0) / count, 0.0)
+
+
+def greatest_flatness(constraints: Constraints) -> Tensor:
+    """The largest 1/M (B,) without a positive cycle: +inf if any M > 0 does, <= 0 if none does.
+
+    Newton's method from above. A closed walk of value s(C) + t(C)/M > 0 proves that 1/M must not
+    exceed -s(C)/t(C); the closure hands over the longest such walk and its t(C), so every step is
+    a valid bound, and the last is attained by the critical cycle.
+    """
+    bend, active = constraints.bend, constraints.active
+    # Cycles of two neighbors give the first bound.
+    rise2, bend2 = (m + m.transpose(0, 1) for m in (constraints.rise, bend))
+    ratio = (-rise2 / bend2).masked_fill(bend2 <= 2 * constraints.bend_error, torch.inf)
+    flatness = _between_active(ratio, active, torch.inf).amin((0, 1))
+    todo = flatness.isfinite().nonzero()[:, 0]
+    for _ in range(_MOST_NEWTON_STEPS):
+        if len(todo) == 0:
+            break
+        part = constraints.columns(todo)
+        bound = _walk_bound(part, flatness[todo])
+        better = bound < flatness[todo]
+        todo = todo[better]
+        flatness[todo] = bound[better]
+    return flatness
+
+
+def _walk_bound(constraints: Constraints, flatness: Tensor) -> Tensor:
+    """The best bound on 1/M from the longest closed walk through each neighbor (B,)."""
+    longest = constraints.weights(flatness)
+    slope = constraints.bend.clone()
+    slope.diagonal(dim1=0, dim2=1).zero_()
+    ways = (part.split(1, dim=side) for part in (longest, slope) for side in (1, 0))
+    for reach, onward, reach_slope, onward_slope in zip(*ways, strict=True):
+        path = reach + onward
+        longer = path > longest
+        torch.where(longer, reach_slope + onward_slope, slope, out=slope)
+        torch.where(longer, path, longest, out=longest)
+    gain = longest.diagonal(dim1=0, dim2=1).mT
+    rate = slope.diagonal(dim1=0, dim2=1).mT
+    positive = (gain > 0) & (rate > 0)
+    return (flatness - gain / rate).masked_fill(~positive, torch.inf).amin(0)
+
+
+def critical(constraints: Constraints, flatness: Tensor) -> Tensor:
+    """The neighbors (K,B) on the cycle that forbids a greater flatness than `flatness` (B,)."""
+    # Contradicting images of one anchor forbid any flatness above 0, which has no size of its own.
+    size = constraints.rise_error / constraints.bend_error.clamp_min(
+        torch.finfo(flatness.dtype).tiny
+    )
+    beyond = flatness + 1e-7 * torch.maximum(flatness.abs(), 1e-3 * size)
+    gain = closure(constraints.exact_weights(beyond)).diagonal(dim1=0, dim2=1).mT
+    # Only that cycle is positive there, by little; a walk of the closure goes round it 2^K times at
+    # most, so its neighbors gain at least this share of the largest. The rest is rounding.
+    share = gain.amax(0) * 2.0 ** -len(gain)
+    return constraints.active & (gain > 0) & (gain >= share)
+
+
+def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor:
+    """The least L (B,) for which potentials exist with the problem's strong convexity.
+
+    An infimum: equal to the strong convexity where every L above it will do (one neighbor, equal
+    images), infinite where none does. The problem's own `smoothness` plays no part.
+    """
+    with torch.no_grad():
+        precise = problem.in_double(slice(None))  # an infimum may hang on differences that cancel
+        gram = gram_of(precise, chunk, bends=problem.is_bent)
+        return _least_smoothness(gram, problem.strong_convexity)
+
+
+def _least_smoothness(gram: Gram, strong_convexity: Tensor) -> Tensor:
+    active = torch.ones_like(gram.tilt, dtype=torch.bool)
+    constraints = Constraints.of(gram, strong_convexity, active)
+    return strong_convexity + modulus(greatest_flatness(constraints))
+
+
+def modulus(flatness: Tensor) -> Tensor:
+    """M = 1 / flatness, infinite for flatness <= 0."""
+    return torch.where(flatness > 0, 1 / flatness, torch.inf)

@@ -1,0 +1,129 @@
+"""Neighbors streamed straight from a bank on the GPU, without ever being gathered into memory.
+
+The work of a batch on one GPU is bound by reading B*K rows of two arrays. Gathering, converting
+and stacking them costs several more passes over as many bytes; these Triton kernels read each
+neighbor once for the Gram products and once more, if its multiplier is not zero, for the answer;
+the gradient costs as much again.
+They serve a float32 batch whose bank lies on the same CUDA device; everything else takes the
+plain path, which they are tested against.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from otad.cip.problem import BankProblem
+from otad.cip.rows import RowProblem
+
+_MOST_NEIGHBORS = 64  # registers hold a padded K x K block of products
+# Features one program sums over, a multiple of 128: a small batch must fill the device too. More
+# neighbors have more products, so fewer parts.
+_SEGMENT = 2048
+
+
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def streams(problem: RowProblem) -> TypeGuard[BankProblem]:
+    """Whether the kernels apply."""
+    return (
+        isinstance(problem, BankProblem)
+        and problem.query.is_cuda
+        and problem.query.dtype == torch.float32
+        and problem.inputs.device == problem.query.device
+        and problem.inputs.dtype != torch.float64
+        and problem.shape[1] <= _MOST_NEIGHBORS
+        and has_triton()
+    )
+
+
+def streamed_products(problem: BankProblem, *, bends: bool) -> tuple[Tensor, Tensor]:
+    """Products (S,B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K, and |a_i|^2 (S,B,K).
+
+    Only the rows of z_1, c_2..c_K against all, unless `bends` asks for those of the a_i too. Each
+    of the S parts sums over one segment of the features.
+    """
+    from otad.cip.kernels.gram import gram_kernel
+
+    batch, count, dim = problem.shape
+    first = 0 if bends else count
+    padded, width = padded_count(count), 32
+    segment = _SEGMENT * padded // 16
+    segments = -(-dim // segment)
+    query = problem.query.detach().contiguous()
+    products = query.new_empty((segments, batch, 2 * count - first, 2 * count))
+    squares = query.new_empty((segments, batch, count))
+    launch(
+        gram_kernel,
+        (batch, segments),
+        query,
+        problem.inputs.contiguous(),
+        problem.features.contiguous(),
+        problem.indices.contiguous(),
+        products,
+        squares,
+        batch,
+        dim,
+        count=count,
+        padded=padded,
+        bends=bends,
+        length=min(segment, -(-dim // width) * width),
+        width=width,
+        num_warps=2,
+    )
+    return products, squares
+
+
+def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """sum_k weights[b,k] points[indices[b,k]] (B,d) in the dtype of the weights."""
+    from otad.cip.kernels.gram import combine_kernel
+
+    batch, count = indices.shape
+    dim, width = points.shape[1], 1024
+    total = weights.new_empty((batch, dim))
+    grid = (batch, -(-dim // width))
+    arrays = (points.contiguous(), indices.contiguous(), weights.contiguous(), total)
+    launch(combine_kernel, grid, *arrays, dim, count=count, width=width)
+    return total
+
+
+def streamed_dots(points: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:
+    """<points[indices[b,k]], vectors[b]> (B,K) in float64, of float32 vectors (B,d)."""
+    from otad.cip.kernels.gram import dot_kernel
+
+    batch, count = indices.shape
+    dim, width = points.shape[1], 128
+    segments = -(-dim // _SEGMENT)
+    dots = vectors.new_empty((segments, batch, count))
+    launch(
+        dot_kernel,
+        (batch, segments),
+        points.contiguous(),
+        indices.contiguous(),
+        vectors.contiguous(),
+        dots,
+        batch,
+        dim,
+        count=count,
+        padded=padded_count(count),
+        length=min(_SEGMENT, -(-dim // width) * width),
+        width=width,
+    )
+    return dots.sum(0, dtype=torch.float64)
+
+
+def padded_count(count: int) -> int:
+    """The next size the matrix units take."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:
+    with torch.cuda.device_of(values[0]):
+        kernel[grid](*values, **constants)

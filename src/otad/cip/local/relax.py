@@ -1,0 +1,177 @@
+"""What to do when no potential exists for the curvature asked for.
+
+Three answers: raise the smoothness to the exact least value; climb as the paper does,
+L + t delta1 and l - t delta2 for the first t that works; and, if that would exceed
+`max_smoothness`, leave out the neighbor on the violating cycle (or put a spare in its place).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otad.cip.local.feasibility import (
+    Constraints,
+    closure,
+    critical,
+    greatest_flatness,
+    has_positive_cycle,
+    modulus,
+)
+from otad.cip.local.gram import Gram
+from otad.cip.solution import Status
+
+_MOST_CLIMB = 2**20  # steps; whatever needs more contradicts itself
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """One batch's L and l (B,), with the neighbors that take part (K,B)."""
+
+    smoothness: Tensor
+    strong_convexity: Tensor
+    active: Tensor
+
+    def columns(self, rows: Tensor) -> Curvature:
+        return Curvature(self.smoothness[rows], self.strong_convexity[rows], self.active[:, rows])
+
+    def constraints(self, gram: Gram) -> Constraints:
+        return Constraints.of(gram, self.strong_convexity, self.active)
+
+    @property
+    def flatness(self) -> Tensor:
+        return 1 / (self.smoothness - self.strong_convexity)
+
+    def closure(self, gram: Gram) -> tuple[Tensor, Tensor]:
+        """Longest paths (K,K,B), and whether potentials exist (B,).
+
+        The weights are taken as they are, so that the map meets its anchors to the last digit; with
+        allowance for rounding only where a cycle is positive without it.
+        """
+        constraints, flatness = self.constraints(gram), self.flatness
+        longest = closure(constraints.exact_weights(flatness))
+        positive = has_positive_cycle(longest)
+        if bool(positive.any()):
+            doubtful = positive.nonzero()[:, 0]
+            weights = constraints.columns(doubtful).weights(flatness[doubtful])
+            longest[..., doubtful] = closure(weights)
+            positive = has_positive_cycle(longest)
+        return longest, ~positive
+
+    def feasible(self, gram: Gram) -> Tensor:
+        return self.closure(gram)[1]
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """`climb` (delta1, delta2) or None for the exact least smoothness; the cap; the spares.
+
+    The last `spares` neighbors of a row wait outside until one of the others is left out.
+    """
+
+    climb: tuple[float, float] | None
+    max_smoothness: float
+    spares: int
+
+    def __call__(
+        self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor
+    ) -> tuple[Curvature, Tensor, Tensor]:
+        """Curvature and neighbors for which potentials exist, their closure, a `Status` per row."""
+        asked = self.start(gram, smoothness, strong_convexity)
+        longest, feasible = asked.closure(gram)
+        status = torch.full_like(smoothness, int(Status.SOLVED), dtype=torch.int64)
+        if bool(feasible.all()):
+            return asked, longest, status
+        found = self._relax(gram, asked, (~feasible).nonzero()[:, 0], status)
+        changed = (status != int(Status.SOLVED)).nonzero()[:, 0]
+        longest[..., changed] = found.columns(changed).closure(gram.columns(changed))[0]
+        return found, longest, status
+
+    def start(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Curvature:
+        """The curvature asked for, with all neighbors but the spares."""
+        active = torch.ones_like(gram.tilt, dtype=torch.bool)
+        active[gram.count - self.spares :] = False
+        return Curvature(smoothness, strong_convexity, active)
+
+    def _relax(self, gram: Gram, asked: Curvature, todo: Tensor, status: Tensor) -> Curvature:
+        """Curvature and neighbors for which the rows `todo` have potentials; their `status` is
+        filled in."""
+        regular, dropped = gram.count - self.spares, torch.zeros_like(status)
+        smoothness, strong_convexity = asked.smoothness.clone(), asked.strong_convexity.clone()
+        found = Curvature(smoothness, strong_convexity, asked.active)
+        while len(todo):
+            part, at = gram.columns(todo), found.columns(todo)
+            raised = self._raised(part, at)
+            good = (raised.smoothness <= self.max_smoothness) & raised.smoothness.isfinite()
+            rows = todo[good]
+            found.smoothness[rows] = raised.smoothness[good]
+            found.strong_convexity[rows] = raised.strong_convexity[good]
+            status[rows] = torch.where(dropped[rows] > 0, int(Status.REPAIRED), int(Status.RAISED))
+            todo, part, at = todo[~good], part.columns(~good), at.columns(~good)
+            if self.max_smoothness == torch.inf:
+                status[todo] = int(Status.INFEASIBLE)
+                break
+            found.active[self._violator(part, at), todo] = False
+            spare = regular + dropped[todo]  # spares are called in order, each once
+            dropped[todo] += 1
+            called = spare < gram.count
+            found.active[spare[called], todo[called]] = True
+            feasible = found.columns(todo).feasible(part)
+            status[todo[feasible]] = int(Status.REPAIRED)
+            todo = todo[~feasible]
+        return found
+
+    def _raised(self, gram: Gram, at: Curvature) -> Curvature:
+        """The nearest curvature that works, infinite smoothness where there is none."""
+        if self.climb is not None:
+            return self._climbed(gram, at)
+        least = modulus(greatest_flatness(at.constraints(gram)))
+        # A hair above the least, so that rounding does not leave a cycle positive.
+        least = at.strong_convexity + least * (1 + 16 * gram.noise)
+        return Curvature(torch.maximum(least, at.smoothness), at.strong_convexity, at.active)
+
+    def _step(self, at: Curvature, steps: Tensor) -> Curvature:
+        up, down = self.climb or (0.0, 0.0)
+        # The last step may meet the cap up to rounding: see `_last_step`.
+        smoothness = (at.smoothness + steps * up).clamp_max(self.max_smoothness)
+        return Curvature(smoothness, at.strong_convexity - steps * down, at.active)
+
+    def _last_step(self, at: Curvature) -> Tensor:
+        """The largest number of steps that keeps the smoothness within the cap (B,)."""
+        up = self.climb[0] if self.climb else 0.0
+        if up == 0:
+            return torch.full_like(at.smoothness, _MOST_CLIMB)
+        room = (self.max_smoothness - at.smoothness) / up
+        return (room + 1e-9).floor().clamp_max(_MOST_CLIMB)
+
+    def _climbed(self, gram: Gram, at: Curvature) -> Curvature:
+        """The first feasible step: classes of functions only grow, so doubling, then halving."""
+        last = self._last_step(at)
+        low, high = torch.zeros_like(at.smoothness), torch.ones_like(at.smoothness).minimum(last)
+        works = self._step(at, high).feasible(gram)
+        while bool((grow := ~works & (high < last)).any()):
+            rows = grow.nonzero()[:, 0]
+            low[rows] = high[rows]
+            high[rows] = torch.minimum(2 * high, last)[rows]
+            works[rows] = self._step(at.columns(rows), high[rows]).feasible(gram.columns(rows))
+        while bool((split := works & (high - low > 1)).any()):
+            rows = split.nonzero()[:, 0]
+            middle = ((low + high) / 2).floor()[rows]
+            fine = self._step(at.columns(rows), middle).feasible(gram.columns(rows))
+            high[rows] = torch.where(fine, middle, high[rows])
+            low[rows] = torch.where(fine, low[rows], middle)
+        found = self._step(at, high)
+        smoothness = torch.where(works, found.smoothness, torch.inf)
+        return Curvature(smoothness, found.strong_convexity, at.active)
+
+    def _violator(self, gram: Gram, at: Curvature) -> Tensor:
+        """The neighbor (B,) to leave out: the one on the critical cycle farthest from the query."""
+        last = self._step(at, self._last_step(at)) if self.climb else at
+        constraints = last.constraints(gram)
+        cycle = critical(constraints, greatest_flatness(constraints))
+        cycle = torch.where(
+            cycle.any(0), cycle, at.active
+        )  # rounding may hide it: drop all the same
+        return gram.squared_distance.masked_fill(~cycle, -torch.inf).argmax(0)

@@ -1,0 +1,159 @@
+"""Concave quadratic maximization over the simplex, exact and for a whole batch at once.
+
+    maximize  c . w - w^T G w / 2     over  w >= 0, sum w = 1
+
+The optimum is known once its support S is: on S it solves a linear system. So guess S, solve, drop
+the neighbors whose weight came out negative, take in those whose gain is positive, and repeat until
+nothing changes: then all optimality conditions hold. Almost every row ends within a few rounds;
+this exchange of many at a time could circle, or meet images that depend on each other: such rows go
+to `pivoting`, which ends whatever they are.
+
+H = G + 1 1^T has the same optimum (it adds a constant on the simplex) and is regular on affinely
+independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
+
+    w = p - nu r,   nu = (sum p - 1) / sum r
+
+are the weights there, and c_i - nu - (H w)_i are the gains of the neighbors outside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otad.cip.local.gram import one_thread, shared_out
+from otad.cip.local.pivoting import pivot_to_optimum
+from otad.cip.local.supports import factor, reduced_inverse, solve
+from otad.cip.rows import blocks
+
+_REFINEMENTS = 3  # beyond the first
+_GUESSES = 8  # rounds of exchange before a row is left to pivoting
+_FEWEST_ROWS = 512  # that are worth a thread of their own
+
+
+@dataclass(frozen=True)
+class SimplexOptimum:
+    """`weights` (K,B); `sensitivity` (K,K,B) = d weights / d linear; `solved` (B,)."""
+
+    weights: Tensor
+    sensitivity: Tensor
+    solved: Tensor
+
+
+def maximize_on_simplex(
+    gram: Tensor, linear: Tensor, active: Tensor, tolerance: float, guess: Tensor | None = None
+) -> SimplexOptimum:
+    """Maximize linear . w - w^T gram w / 2 over the simplex of the active neighbors, per column.
+
+    `gram` (K,K,B) positive semidefinite up to the relative error `tolerance`, `linear` (K,B),
+    `active` (K,B) with at least one True in each column. `guess` (K,B): who is expected to get
+    weight, one active neighbor at least; by default all.
+    """
+    first = active if guess is None else guess
+    batch = linear.shape[1]
+    threads = torch.get_num_threads() if linear.device.type == "cpu" else 1
+    width = max(_FEWEST_ROWS, -(-batch // threads))
+    if batch <= width:
+        with one_thread():
+            return _maximize(gram, linear, active, first, tolerance)
+
+    def work(rows: slice) -> SimplexOptimum:
+        parts = (gram[..., rows], linear[:, rows], active[:, rows], first[:, rows])
+        return _maximize(*parts, tolerance)
+
+    found = shared_out(list(blocks(batch, width)), work, linear.device)
+    return SimplexOptimum(
+        torch.cat([part.weights for part in found], dim=-1),
+        torch.cat([part.sensitivity for part in found], dim=-1),
+        torch.cat([part.solved for part in found]),
+    )
+
+
+def _maximize(
+    gram: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float
+) -> SimplexOptimum:
+    scale = gram.diagonal(dim1=0, dim2=1).amax(1)
+    scale = torch.where(scale > 0, scale, 1.0)
+    quadratic, linear = gram / scale, linear / scale
+    # Only differences of the linear term matter; centered, they keep their digits.
+    linear = linear - (linear * active).sum(0) / active.sum(0)
+    weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
+    solved = torch.ones_like(scale, dtype=torch.bool)
+    todo = _by_exchange(quadratic, linear, active, guess, tolerance, weights, inverse)
+    if len(todo):
+        weights[:, todo], inverse[..., todo], solved[todo] = pivot_to_optimum(
+            quadratic[..., todo], linear[:, todo], active[:, todo], tolerance
+        )
+    weights = _refined(quadratic, linear, weights, inverse)
+    return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # false of NaN
+
+
+def _by_exchange(
+    quadratic: Tensor,
+    linear: Tensor,
+    active: Tensor,
+    guess: Tensor,
+    tolerance: float,
+    weights: Tensor,
+    inverse: Tensor,
+) -> Tensor:
+    """Fill in weights and inverse of the rows that exchange solves; the rows left over."""
+    place = torch.arange(linear.shape[1], device=linear.device)
+    matrix = (quadratic + 1).permute(2, 0, 1).contiguous()  # here the batch comes first
+    target, allowed = linear.mT.contiguous(), active.mT.to(linear.dtype)
+    floor = tolerance * (1 + torch.linalg.vector_norm(target * allowed, math.inf, dim=1))
+    support, given_up = guess.mT.to(linear.dtype), []
+    for number in range(1, _GUESSES + 1):
+        factors, regular = factor(matrix, support, tolerance)
+        solved = solve(factors, torch.stack((target * support, support), dim=2))
+        (p, r), (mass, rate) = solved.unbind(2), solved.sum(1).unbind(1)
+        level = ((mass - 1) / rate)[:, None]
+        weight = torch.addcmul(p, level, r, value=-1)
+        gain = torch.baddbmm((target - level)[..., None], matrix, weight[..., None], alpha=-1)
+        # Optimal: no weight below zero, no gain above, up to rounding.
+        value = torch.addcmul(weight, allowed - support, gain[..., 0])
+        done = regular & (torch.sub(value, weight, alpha=2).amax(1) <= floor)
+        left = (regular & ~done).nonzero()[:, 0]
+        if 2 * len(left) <= len(place) or number == _GUESSES:  # put finished rows away
+            best = done.nonzero()[:, 0]
+            rows = place[best]
+            weights[:, rows] = weight[best].mT
+            found = reduced_inverse(factors[best], support[best], r[best], rate[best])
+            inverse[..., rows] = found.permute(1, 2, 0)
+            if len(best) + len(left) < len(place):
+                given_up.append(place[~regular])
+            place = place[left]
+            if len(left) == 0:
+                break
+            parts = (support, matrix, target, allowed, floor, value, done)
+            support, matrix, target, allowed, floor, value, done = (x[left] for x in parts)
+        support = torch.where(done[:, None], support, (value > 0).to(support.dtype))
+    return torch.cat([place, *given_up])
+
+
+def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    """Iterative refinement removes what the factors have gathered in rounding.
+
+    Each step makes the error many times smaller; few rows (nearly dependent images) need a second.
+    """
+    better = _refined_once(quadratic, linear, weights, inverse)
+    for _ in range(_REFINEMENTS):
+        rows = ((better - weights).abs().amax(0) > 1e-12).nonzero()[:, 0]
+        if len(rows) == 0:
+            break
+        weights = better.clone()
+        better[:, rows] = _refined_once(
+            quadratic[..., rows], linear[:, rows], weights[:, rows], inverse[..., rows]
+        )
+    return better
+
+
+def _refined_once(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    gap = linear - (quadratic * weights[None]).sum(1)
+    gap = gap - (weights * gap).sum(0)  # the inverse ignores constants; do not round them in
+    better = weights + (inverse * gap[None]).sum(1)
+    better = better.clamp_min(0.0)
+    return better / better.sum(0)

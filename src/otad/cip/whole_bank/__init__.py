@@ -1,0 +1,1 @@
+"""The global map: one potential for all points of a bank."""

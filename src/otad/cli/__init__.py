@@ -1,0 +1,1 @@
+"""The commands of `otad`, one file each; `otad.cli.main` gathers them."""

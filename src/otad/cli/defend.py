@@ -1,0 +1,265 @@
+"""`otad defend`: from a trained net to a model that answers by its training points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from otad.checks import check_choice
+from otad.cip import ExactCip
+from otad.cli.console import progress_bar, remark, show
+from otad.cli.data_choice import DataChoice, bank_part, describe_data
+from otad.cli.net_files import TrainedNet, read_net
+from otad.cli.options import AsJson, DataDir, Device, Scope, check_device, seed_option
+from otad.cli.outputs import refuse_overwriting
+from otad.data import Dataset
+from otad.errors import InputError
+from otad.model import defend as building
+from otad.model.folder import refuse_foreign_card
+from otad.model.otad import OTAD
+from otad.progress import bars
+from otad.report.assessment import DEFENDED, NET, Assessment, assess
+
+BANK_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def defend(
+    net_dir: Annotated[
+        Path, typer.Argument(metavar="NET_DIR", help="Folder written by `otad train`.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the model.", file_okay=False)],
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DATA]",
+            help="The training data, if it has moved; it is read as for the training.",
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    scope: Scope = "local",
+    neighbors: Annotated[
+        int, typer.Option(help="K, the training points an answer rests on; local scope.")
+    ] = 10,
+    smoothness: Annotated[
+        float | None,
+        typer.Option(
+            help="L, by which the map may stretch; by default 2, in global scope the least that "
+            "all training points allow."
+        ),
+    ] = None,
+    strong_convexity: Annotated[float, typer.Option(help="l, may be negative.")] = 0.0,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="Where neighbors need a larger L: consistent uses it, paper as Algorithm 2 does."
+        ),
+    ] = "consistent",
+    climb: Annotated[
+        str | None,
+        typer.Option(
+            help="Steps D1,D2 by which L grows and l falls until neighbors agree, such as 0.2,0; "
+            "by default the exact least L."
+        ),
+    ] = None,
+    max_smoothness: Annotated[
+        float | None, typer.Option(help="No L above this; contradicting neighbors are left out.")
+    ] = None,
+    spares: Annotated[
+        int, typer.Option(help="Further neighbors that stand in for those left out.")
+    ] = 0,
+    bank_dtype: Annotated[
+        str, typer.Option(help="float32, or float16 or bfloat16 for half the size.")
+    ] = "float32",
+    per_class: Annotated[
+        int | None, typer.Option(help="Keep so many random training points of each class only.")
+    ] = None,
+    seed: Annotated[int, seed_option("Of the points --per-class keeps.")] = 0,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Build the bank of training points, test the model, and save it.
+
+    Answers are interpolated from the nearest training points, by a map that
+    stretches by L at most. Where neighbors contradict that, L is raised for
+    that row alone, and told. In global scope one map through all training
+    points answers every input; those that contradict L are left out, and told.
+
+    Example: otad defend digits-net --out digits-model
+
+    Example: otad defend digits-net --out one-map --scope global
+
+    Example: otad defend net wine.csv --out model --neighbors 15 --smoothness 1.5
+    """
+    solver: ExactCip | None = ExactCip(
+        mode=mode,
+        climb=None if climb is None else _steps(climb),
+        max_smoothness=max_smoothness,
+        spares=spares,
+        on_failure="fallback",
+    )
+    if scope == "global":
+        if solver != ExactCip(on_failure="fallback"):
+            raise InputError(
+                "scope: expected local with --mode, --climb, --max-smoothness or --spares, which "
+                "are about the neighbors of single rows, got global"
+            )
+        solver = None
+    trained = read_net(net_dir)
+    before = DataChoice.from_json(trained.about["data"]["choice"])
+    choice = DataChoice(data or before.data, before.seed, before.options)
+    refuse_overwriting(out, choice.path_from(data_dir))
+    refuse_foreign_card(out)
+    dataset = choice.load(data_dir)
+    about = describe_data(dataset, choice)
+    _check_fit(trained.about, about)
+    if about["data"]["fingerprint"] != trained.about["data"]["fingerprint"]:
+        remark(f"note: {choice.data} is not the data the net was trained on")
+    model = build_model(
+        trained,
+        dataset,
+        per_class=per_class,
+        seed=seed,
+        device=device,
+        bank_dtype=bank_dtype,
+        scope=scope,
+        n_neighbors=neighbors,
+        smoothness=smoothness,
+        strong_convexity=strong_convexity,
+        solver=solver,
+    )
+    with progress_bar("testing") as advance:
+        assessment = assess(model, dataset.test_x, dataset.test_y, progress=advance)
+    if per_class is not None:
+        about["data"]["kept"] = {"per_class": per_class, "seed": seed}
+    model.notes = model_notes(about, dataset, assessment)
+    record = {
+        "model": str(out),
+        "card": str(model.save(out)),
+        "bank_points": len(model.bank_inputs),
+        **scope_record(model),
+        **assessment.to_dict(),
+    }
+    facts = _facts(assessment, model) | {
+        "bank": f"{len(model.bank_inputs)} training points",
+        "model": str(out),
+        "next": f"otad predict {out} test --out predictions.csv",
+    }
+    show(record, as_json, title=f"Defended on {dataset.name}", facts=facts)
+
+
+def build_model(
+    trained: TrainedNet,
+    dataset: Dataset,
+    *,
+    per_class: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    bank_dtype: str = "float32",
+    **options: Any,
+) -> OTAD:
+    """The model of a net with the train part as its bank; `options` as in `otad.defend`."""
+    dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
+    x, y = bank_part(dataset, per_class, seed)
+    net = trained.net.to(check_device(device))
+    with bars(passing=True) as shown:
+        bank = shown.add_task("building the bank", total=None)
+        sweeps = shown.add_task(
+            "integrating it, sweeps", total=None, visible=options.get("scope") == "global"
+        )
+        return building.defend(
+            net,
+            x,
+            y,
+            bank_dtype=dtype,
+            progress=lambda done, total: shown.update(bank, completed=done, total=total),
+            sweep_progress=lambda sweep, rise: shown.advance(sweeps),
+            **options,
+        )
+
+
+def scope_record(model: OTAD) -> dict[str, Any]:
+    """How answers are found, in plain JSON: in global scope with the account of the potential."""
+    if (potential := model.potential) is None:
+        return {"scope": model.scope}
+    return {
+        "scope": model.scope,
+        "potential": {
+            "smoothness": potential.smoothness,
+            "strong_convexity": potential.strong_convexity,
+            "sweeps": potential.sweeps,
+            "violation": potential.violation,
+            "left_out": potential.left_out.tolist(),
+        },
+    }
+
+
+def scope_facts(model: OTAD) -> dict[str, str]:
+    """The same in words."""
+    if (potential := model.potential) is None:
+        return {"scope": f"local: the {model.n_neighbors} nearest training points of each input"}
+    left_out = potential.left_out.tolist()
+    rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+    return {
+        "scope": f"global: one map, L = {potential.smoothness:.4g}, {potential.sweeps} sweeps",
+        "left out": f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none",
+    }
+
+
+def model_notes(about: dict[str, Any], dataset: Dataset, assessment: Assessment) -> dict[str, Any]:
+    """What the card of a model says beside its settings: data, how to read inputs, metrics."""
+    preparation = dataset.preparation
+    return {
+        **about,
+        "preparation": None if preparation is None else preparation.to_json(),
+        "metrics": assessment.to_dict(),
+    }
+
+
+def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
+    record = assessment.to_dict()
+    status = ", ".join(f"{count} {name}" for name, count in record["status"].items())
+    facts = {
+        f"{assessment.metric} of the net": f"{assessment.scores[NET]:.4f}",
+        f"{assessment.metric} of OTAD": f"{assessment.scores[DEFENDED]:.4f}",
+        **scope_facts(model),
+        "test rows": status,
+    }
+    if model.scope == "global":
+        return facts
+    return facts | {
+        "L raised": f"{assessment.share_raised:.1%} of the test rows",
+        "L used": _spread(record["smoothness"]),
+        "least L": _spread(record["least_smoothness"]),
+    }
+
+
+def _spread(distribution: dict[str, float | None] | None) -> str:
+    if distribution is None:
+        return "none"
+    marks = {"median": "median", "quantile_90": "90%", "most": "most"}
+    values = {mark: distribution[name] for name, mark in marks.items()}
+    return ", ".join(
+        f"{mark} {'infinite' if value is None else format(value, '.3g')}"
+        for mark, value in values.items()
+    )
+
+
+def _check_fit(net: dict[str, Any], data: dict[str, Any]) -> None:
+    """The net must mean by its inputs and outputs what the data does."""
+    for name in ("task", "input_shape", "classes", "feature_names"):
+        if net[name] != data[name]:
+            raise InputError(
+                f"data: expected {name} {net[name]} like the data the net was trained on, "
+                f"got {data[name]}"
+            )
+
+
+def _steps(text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"climb: expected two numbers such as 0.2,0.2, got {text!r}") from error
+    return first, second

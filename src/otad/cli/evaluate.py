@@ -1,0 +1,240 @@
+"""`otad evaluate`: the worst case over many attacks, proofs beneath it, flags beside it."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from otad.checks import check_choice
+from otad.cli.attack import describe_score
+from otad.cli.attack_bar import attack_bar
+from otad.cli.certify import MetricLipschitz
+from otad.cli.console import show
+from otad.cli.examples import Rows, Targets, class_names_of, open_examples
+from otad.cli.inputs import training_inputs
+from otad.cli.options import (
+    AsJson,
+    DataDir,
+    Device,
+    EmbeddingLipschitz,
+    Input,
+    ModelDir,
+    check_device,
+    seed_option,
+)
+from otad.cli.outputs import files_of, refuse_overwriting
+from otad.cli.threat import (
+    Immutable,
+    Norm,
+    Scale,
+    Unit,
+    radius_text,
+    read_radii,
+    threat_to,
+)
+from otad.errors import InputError
+from otad.evaluate import ATTACKS, PRESETS
+from otad.evaluate import evaluate as evaluate_model
+from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
+from otad.io.codec import to_plain
+from otad.model import otad as defense
+
+
+def evaluate(
+    model_dir: ModelDir,
+    input: Input,
+    eps: Annotated[
+        str, typer.Option(help="How far an input may be moved: one radius, or several: 0.5,1,2.")
+    ],
+    headline: Annotated[
+        float | None,
+        typer.Option(help="The radius of the headline figure; by default the first of --eps."),
+    ] = None,
+    suite: Annotated[
+        str, typer.Option(help=f"Which attacks to run: {', '.join(PRESETS)}.")
+    ] = "standard",
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Run this attack instead of a suite. Repeatable: {', '.join(ATTACKS)}."),
+    ] = None,
+    norm: Norm = "l2",
+    immutable: Immutable = None,
+    unit: Unit = None,
+    scale: Scale = None,
+    all_rows: Annotated[
+        bool,
+        typer.Option(
+            "--all-rows",
+            help="Every attack on every row, also those broken already: dearer, but the attacks "
+            "can be compared.",
+        ),
+    ] = False,
+    spare_proved: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Do not run this attack on rows whose certificate reaches as far as the radius: "
+            "nothing can break those. Repeatable."
+        ),
+    ] = None,
+    no_flags: Annotated[
+        bool,
+        typer.Option(
+            "--no-flags",
+            help="Leave out the checks whether the attacks were too weak. That no attack refutes "
+            "a certificate is always checked.",
+        ),
+    ] = False,
+    embedding_lipschitz: EmbeddingLipschitz = None,
+    metric_lipschitz: MetricLipschitz = None,
+    targets: Targets = None,
+    rows: Rows = None,
+    seed: Annotated[int, seed_option("Of the attacks, and of the rows --rows draws.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for what it finds.", file_okay=False)] = Path(
+        "evaluation"
+    ),
+    batch_size: Annotated[int, typer.Option(help="Rows at a time.", min=1)] = 250,
+    data_dir: DataDir = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Attack a model by all means, prove what can be proved, and write a report.
+
+    The headline is the share of rows that are right and that no attack breaks.
+    Finished batches are kept in --out: after an interruption, the same command
+    goes on. Leaves evaluation.json, report.html and report.md.
+
+    Exit code 1 means that an attack refuted a certificate, which is a bug.
+
+    Example: otad evaluate digits-model test --eps 0.5,1,2 --headline 1
+
+    Example: otad evaluate wine-model test --norm linf --eps 0.1 --unit std --immutable alcohol
+    """
+    from otad.report.adversarial import Adversarial
+    from otad.report.robustness import evaluation_report
+
+    radii = read_radii(eps)
+    if headline is not None and headline not in radii:
+        raise InputError(f"headline: expected one of --eps {eps}, got {headline:g}")
+    check_choice(suite, "suite", tuple(PRESETS))
+    model = defense.load(model_dir, device=str(check_device(device)))
+    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
+    threat = threat_to(
+        model,
+        norm,
+        radii[0] if headline is None else headline,
+        immutable=immutable,
+        unit=unit,
+        scale=scale,
+    )
+    examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
+    x, y, train_x = examples.x, examples.answers, training_inputs(model, data_dir)
+    with attack_bar(of_values=y.is_floating_point()) as progress:
+        evaluation = evaluate_model(
+            model,
+            x,
+            y,
+            threat,
+            eps=sorted(radii),
+            attacks=list(attack) if attack else suite,
+            survivors_only=not all_rows,
+            spare_proved=spare_proved or (),
+            embedding_lipschitz=embedding_lipschitz,
+            metric_lipschitz=metric_lipschitz,
+            train_x=train_x,
+            flags=not no_flags,
+            seed=seed,
+            batch_size=batch_size,
+            folder=out,
+            progress=progress,
+        )
+    report = evaluation_report(
+        evaluation,
+        model=model,
+        x=x,
+        y=y,
+        adversarial=Adversarial.read(out / "adversarial.safetensors"),
+        classes=class_names_of(model) or None,
+        feature_names=model.notes.get("feature_names"),
+        train_x=train_x,
+        title=f"How robust is {model_dir.resolve().name}?",
+    )
+    files = {
+        "evaluation": out / "evaluation.json",
+        "report": report.write(out / "report.html"),
+        "markdown": report.write_markdown(out / "report.md"),
+    }
+    show(
+        _record(evaluation) | {name: str(path) for name, path in files.items()},
+        as_json,
+        title=f"Evaluated {len(examples)} rows, {threat.describe()}",
+        facts=_facts(evaluation) | {name: str(path) for name, path in files.items()},
+    )
+    if not evaluation.is_sound:
+        raise typer.Exit(1)
+
+
+def _record(evaluation: Evaluation) -> dict[str, object]:
+    """The gist of the record, which is written whole to its own file."""
+    found: dict[str, object] = {
+        "task": evaluation.task,
+        "rows": evaluation.n,
+        "seed": evaluation.seed,
+        "threat": evaluation.threat,
+        "eps": evaluation.eps,
+        "clean": evaluation.clean,
+        "flags": {flag.name: flag.verdict for flag in evaluation.flags},
+        "missing": evaluation.missing,
+        "is_sound": evaluation.is_sound,
+        "seconds": evaluation.seconds,
+    }
+    if evaluation.task == "classification":
+        found |= {
+            "worst_case": {radius_text(eps): evaluation.worst_case(eps) for eps in evaluation.eps},
+            "certified": {
+                radius_text(eps): evaluation.certified_accuracy(eps) for eps in evaluation.eps
+            },
+            "per_attack": evaluation.per_attack,
+        }
+    else:
+        found["mean_worst_error"] = {
+            radius_text(eps): statistics.fmean(evaluation.worst_errors(eps))
+            for eps in evaluation.eps
+        }
+        if evaluation.certificate is not None:
+            found["mean_certified_error"] = statistics.fmean(evaluation.certificate.worst_errors)
+    plain: dict[str, object] = to_plain(found)
+    return plain
+
+
+def _facts(evaluation: Evaluation) -> dict[str, str]:
+    facts = {
+        f"clean {score.metric}, {name}": describe_score(score)
+        for name, score in evaluation.clean.items()
+    }
+    for eps in evaluation.eps:
+        radius = radius_text(eps)
+        mark = " (headline)" if eps == evaluation.headline_eps else ""
+        if evaluation.task == "regression":
+            worst = statistics.fmean(evaluation.worst_errors(eps))
+            facts[f"worst |f - y| at {radius}{mark}"] = f"{worst:.4g} in the mean"
+            if mark and evaluation.certificate is not None:
+                bound = statistics.fmean(evaluation.certificate.worst_errors)
+                facts[f"certified |f - y| at {radius}"] = f"at most {bound:.4g} in the mean"
+            continue
+        facts[f"worst case at {radius}{mark}"] = describe_score(evaluation.worst_case(eps))
+        if (proved := evaluation.certified_accuracy(eps)) is not None:
+            facts[f"certified at {radius}"] = describe_score(proved)
+    facts["attacks"] = ", ".join(dict.fromkeys(record.attack for record in evaluation.attacks))
+    for name, reason in evaluation.missing.items():
+        facts[f"not run: {name}"] = reason
+    verdicts = [flag.verdict for flag in evaluation.flags]
+    facts["flags"] = ", ".join(
+        f"{verdicts.count(verdict)} {verdict}" for verdict in (PASS, FAIL, NOT_RUN)
+    )
+    for flag in evaluation.flags:
+        if flag.verdict == FAIL:
+            facts[f"FAIL: {flag.name}"] = flag.found
+    return facts | {"time": f"{evaluation.seconds:.0f} s"}

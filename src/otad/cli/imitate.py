@@ -1,0 +1,192 @@
+"""`otad imitate`: from a model to one whose solver is a network (OTAD-T-NN)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import Tensor
+
+from otad.cli.console import progress_bar, remark, show
+from otad.cli.inputs import data_card, open_inputs
+from otad.cli.options import AsJson, DataDir, Device, ModelDir, check_device, seed_option
+from otad.cli.outputs import refuse_overwriting
+from otad.errors import InputError
+from otad.model import otad as defense
+from otad.model.folder import refuse_foreign_card
+from otad.model.imitation import Imitation, fresh_net, recipe_for
+from otad.model.imitation import imitate as imitate_model
+from otad.model.otad import OTAD
+from otad.report.assessment import DEFENDED, NET, Assessment, assess
+from otad.training import TrainConfig
+
+
+def _training(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel="Network and training")
+
+
+def imitate(
+    model_dir: ModelDir,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the new model and its checkpoints.", file_okay=False),
+    ],
+    data_dir: DataDir = None,
+    seed: Annotated[int, seed_option("Of weights and order of the lessons.")] = 0,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+    width: Annotated[
+        int | None,
+        _training("Of each token.  [default: twice the features, at most the paper's 2048]"),
+    ] = None,
+    blocks: Annotated[int, _training("Of the transformer.")] = 6,
+    heads: Annotated[int, _training("Of each attention.")] = 16,
+    readout: Annotated[
+        str, _training("free, or hull: answers are weighted means of the neighbors' features.")
+    ] = "free",
+    alpha: Annotated[
+        float, _training("Share of the exact answers; the rest are the backbone's own features.")
+    ] = 1.0,
+    epochs: Annotated[int | None, _training("Passes over the bank.  [default: 20]")] = None,
+    batch_size: Annotated[int | None, _training("Rows per step.  [default: 256]")] = None,
+    learning_rate: Annotated[
+        float | None, _training("Its highest value.  [default: 0.0003]")
+    ] = None,
+    mixed_precision: Annotated[
+        bool | None,
+        typer.Option(
+            "--mixed-precision/--full-precision",
+            help="Compute layers in bfloat16.  [default: on a GPU]",
+            rich_help_panel="Network and training",
+        ),
+    ] = None,
+    held_out: Annotated[
+        int, _training("Random points of the bank to measure the error on instead.")
+    ] = 0,
+    cached: Annotated[
+        bool,
+        typer.Option(
+            "--solve-once/--solve-anew",
+            help="Solve each lesson once and keep its weights, or whenever it comes up.",
+            rich_help_panel="Network and training",
+        ),
+    ] = True,
+    save_seconds: Annotated[
+        float, _training("Save at most that often; a checkpoint is three times the network.")
+    ] = 60.0,
+    max_seconds: Annotated[
+        float | None, _training("Stop in time; the same command goes on from there.")
+    ] = None,
+) -> None:
+    """Train a network in the place of a model's solver, test both, and save the new model.
+
+    The network (CIP-net) learns the exact answers to the model's own training
+    points, each among its neighbors other than itself. It proves nothing, gives
+    no weights and no certificates, and is not always the faster of the two. After
+    an interruption, the same command goes on.
+
+    Example: otad imitate digits-model --out digits-nn
+
+    Example: otad imitate vit-model --out vit-nn --device cuda --max-seconds 500
+    """
+    refuse_overwriting(out, model_dir)
+    refuse_foreign_card(out)
+    model = defense.load(model_dir, device=str(check_device(device)))
+    changes = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "mixed_precision": mixed_precision,
+        "seed": seed,
+    }
+    given: dict[str, Any] = {k: value for k, value in changes.items() if value is not None}
+    if epochs is not None:
+        given["warmup"] = min(recipe_for(model).warmup, epochs / 2)
+    config = replace(recipe_for(model), **given)
+    net = fresh_net(model, width=width, blocks=blocks, heads=heads, readout=readout, seed=seed)
+    test_part = _test_part(model, data_dir)  # what is missing is told before the training
+    imitation = imitate_model(
+        model,
+        config,
+        net=net,
+        alpha=alpha,
+        held_out=held_out,
+        cached=cached,
+        checkpoint_dir=out,
+        save_seconds=save_seconds,
+        max_seconds=max_seconds,
+        progress=True,
+    )
+    record = imitation_record(imitation, config, alpha)
+    if not imitation.result.finished:
+        done = len(imitation.result.history)
+        title = f"Out of time after epoch {done} of {config.epochs}"
+        show(record, as_json, title=title, facts={"next": "the same command goes on"})
+        return
+    tested = None if test_part is None else _test(model, imitation.model, *test_part)
+    notes = {"imitation": record}
+    if tested is not None:
+        record |= {"exact": tested[0].to_dict(), "estimated": tested[1].to_dict()}
+        notes["metrics"] = record["estimated"]
+    card = imitation.model.save(out, **notes)
+    show(
+        record | {"model": str(out), "card": str(card)},
+        as_json,
+        title="Imitated",
+        facts=_facts(imitation, tested)
+        | {"model": str(out), "next": f"otad evaluate {out} test --eps EPS --out DIR"},
+    )
+
+
+def imitation_record(imitation: Imitation, config: TrainConfig, alpha: float) -> dict[str, Any]:
+    """All about the training, in plain JSON."""
+    history = imitation.result.history
+    return {
+        "alpha": alpha,
+        "train_config": asdict(config),
+        "unit": imitation.result.unit,
+        "seconds": sum(epoch.seconds for epoch in history),
+        "history": [vars(epoch) for epoch in history],
+    }
+
+
+def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | None:
+    """Inputs and targets of the test part of a model's data. The training does without, so where
+    they are not at hand, the new model is not tested, and that is told."""
+    if not data_card(model):
+        remark("note: the model names no data, so it is not tested")
+        return None
+    try:
+        rows = open_inputs(model, "test", data_dir)
+    except InputError as error:
+        remark(f"note: the new model will not be tested: {error}")
+        return None
+    return None if rows.targets is None else (rows.read(slice(0, len(rows))), rows.targets)
+
+
+def _test(exact: OTAD, estimated: OTAD, x: Tensor, y: Tensor) -> tuple[Assessment, Assessment]:
+    with progress_bar("testing the solver") as advance:
+        solved = assess(exact, x, y, progress=advance)
+    with progress_bar("testing the network") as advance:
+        return solved, assess(estimated, x, y, progress=advance)
+
+
+def _facts(imitation: Imitation, tested: tuple[Assessment, Assessment] | None) -> dict[str, str]:
+    last = imitation.result.history[-1]
+    facts = {"last epoch": str(last).partition(": ")[2]}
+    if tested is None:
+        return facts
+    exact, estimated = tested
+    metric = exact.metric
+    facts |= {
+        f"{metric} of the net": f"{exact.scores[NET]:.4f}",
+        f"{metric} by the solver": f"{exact.scores[DEFENDED]:.4f}",
+        f"{metric} by CIP-net": f"{estimated.scores[DEFENDED]:.4f}",
+    }
+    if metric == "accuracy":
+        agreed = (exact.predictions == estimated.predictions).double().mean()
+        facts["same answers"] = f"{float(agreed):.1%} of {len(exact)} test rows"
+    each = (f"{1000 * one.seconds / len(one):.3g} ms" for one in tested)
+    return facts | {"time a row": "{} by the solver, {} by CIP-net".format(*each)}

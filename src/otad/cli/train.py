@@ -1,0 +1,279 @@
+"""`otad train`: from data to a trained net."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from otad import training
+from otad.checks import check_choice
+from otad.cli.console import show
+from otad.cli.data_choice import DataChoice, describe_data
+from otad.cli.net_files import NET_FILE, RECORD_FILE, TrainedNet, write_net
+from otad.cli.options import READING, AsJson, DataDir, Device, check_device, seed_option
+from otad.cli.outputs import refuse_overwriting
+from otad.data import Dataset, Standardizer, split
+from otad.errors import InputError
+from otad.nets import Backbone, fc_resnet, vision_transformer
+from otad.training import RECIPES, TrainConfig, TrainResult
+from otad.training.history import EpochRecord, reporting
+
+_SHAPES = {
+    "fc_resnet": {"blocks", "hidden"},
+    "vit": {"blocks", "hidden", "patch", "width", "heads"},
+}
+
+
+def _reading(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel=READING)
+
+
+def _training(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel="Network and training")
+
+
+def train(
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="A registered name (digits, mnist, red_wine, ...), or the path of a CSV, NPZ or "
+            ".h5ad file or of an image folder with one subfolder a class.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder for the net and its checkpoints.", file_okay=False)
+    ],
+    seed: Annotated[int, seed_option("Of split, weights and order of the rows.")] = 0,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    target: Annotated[str | None, _reading("CSV: the column to predict.")] = None,
+    task: Annotated[
+        str | None, _reading("CSV: classification or regression. NPZ: overrules the type of y.")
+    ] = None,
+    features: Annotated[
+        list[str] | None, _reading("CSV: a column to learn from. Repeatable.  [default: all]")
+    ] = None,
+    label: Annotated[str | None, _reading(".h5ad: the obs column to predict.")] = None,
+    drop: Annotated[
+        list[str] | None, _reading(".h5ad: leave out cells with this label. Repeatable.")
+    ] = None,
+    genes: Annotated[
+        int | None, _reading(".h5ad: keep this many genes, those that vary most.")
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option(
+            "--normalize/--no-normalize",
+            help=".h5ad: divide counts by their cell's total and take logarithms; not for values "
+            "that are normalized already.  [default: --normalize]",
+            show_default=False,
+            rich_help_panel=READING,
+        ),
+    ] = None,
+    size: Annotated[int | None, _reading("Images: side length to resize and crop to.")] = None,
+    resize: Annotated[
+        int | None, _reading("Images: shorter side before the crop, if not --size.")
+    ] = None,
+    test_fraction: Annotated[
+        float | None, _reading("Share held out for testing where there is no test part.")
+    ] = None,
+    net: Annotated[str, _training("fc_resnet, or for images vit.")] = "fc_resnet",
+    blocks: Annotated[int | None, _training("Residual blocks.  [default: 5; vit: 7]")] = None,
+    hidden: Annotated[
+        int | None, _training("Width inside a block; by default that of the input.")
+    ] = None,
+    patch: Annotated[int | None, _training("vit: side of a patch.  [default: 4]")] = None,
+    width: Annotated[int | None, _training("vit: of each token.  [default: 384]")] = None,
+    heads: Annotated[int | None, _training("vit: of each attention.  [default: 12]")] = None,
+    recipe: Annotated[
+        str, _training(f"Settings that the options below change: {', '.join(RECIPES)}.")
+    ] = "fc",
+    alpha: Annotated[
+        float | None,
+        _training("Weight of the transport energy; more gives a smoother map.  [fc: 0.01]"),
+    ] = None,
+    epochs: Annotated[int | None, _training("Passes over the data.  [fc: 30]")] = None,
+    batch_size: Annotated[int | None, _training("Rows per step.  [fc: 128]")] = None,
+    learning_rate: Annotated[float | None, _training("Its highest value.  [fc: 0.05]")] = None,
+    optimizer: Annotated[str | None, _training("sgd or adamw.  [fc: sgd]")] = None,
+    weight_decay: Annotated[
+        float | None, _training("As the optimizer defines it.  [fc: 0.0005]")
+    ] = None,
+    max_seconds: Annotated[
+        float | None, _training("Stop in time; the same command goes on from there.")
+    ] = None,
+    validation: Annotated[
+        float, _training("Share of the train part to watch the training by.")
+    ] = 0.0,
+) -> None:
+    """Train a residual network whose blocks move the data as little as they must.
+
+    Minimizes loss + alpha * transport energy; inputs are standardized inside the
+    net. Every epoch is saved: after an interruption, the same command goes on.
+    A vision transformer wants --net vit --recipe vit_cifar10, and a GPU.
+
+    Example: otad train digits --out digits-net
+
+    Example: otad train wine.csv --target quality --task regression --out net
+    """
+    given = {
+        "target": target,
+        "task": task,
+        "features": features,
+        "label": label,
+        "drop": drop,
+        "genes": genes,
+        "normalize": normalize,
+        "size": size,
+        "resize": resize,
+        "test_fraction": test_fraction,
+    }
+    choice = DataChoice(data, seed, _given(given))
+    refuse_overwriting(out, choice.path_from(data_dir))
+    changes: dict[str, Any] = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "optimizer": optimizer,
+        "weight_decay": weight_decay,
+        "energy_weight": alpha,
+    }
+    if epochs is not None:  # a short training is not all warm-up
+        changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
+    config = training.recipe(recipe, **_given(changes), seed=seed, device=device)
+    check_device(device)
+    shape = {"blocks": blocks, "hidden": hidden, "patch": patch, "width": width, "heads": heads}
+    dataset = choice.load(data_dir)
+    trained, result = train_net(
+        dataset,
+        config,
+        kind=net,
+        **_given(shape),
+        validation=validation,
+        checkpoint_dir=out,
+        max_seconds=max_seconds,
+        progress=True,
+    )
+    about = describe_data(dataset, choice)
+    record = training_record(trained, result, config, about, validation)
+    if not result.finished:
+        done = {"epochs_done": len(result.history), "epochs": config.epochs}
+        title = f"Out of time after epoch {len(result.history)} of {config.epochs}"
+        show(record | done, as_json, title=title, facts={"next": "the same command goes on"})
+        return
+    write_net(out, TrainedNet(trained, about), record)
+    show(
+        record | {"net": str(out / NET_FILE)},
+        as_json,
+        title=f"Trained on {dataset.name}",
+        facts={
+            "data": f"{len(dataset.train_x)} train rows of shape {dataset.input_shape}",
+            **{name.replace("_", " "): f"{value:.4g}" for name, value in record["final"].items()},
+            "net": str(out / NET_FILE),
+            "record": str(out / RECORD_FILE),
+            "next": f"otad defend {out} --out MODEL_DIR",
+        },
+    )
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value not in (None, [])}
+
+
+def train_net(
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    kind: str = "fc_resnet",
+    validation: float = 0.0,
+    checkpoint_dir: Path | None = None,
+    max_seconds: float | None = None,
+    progress: bool = False,
+    **shape: int,
+) -> tuple[Backbone, TrainResult]:
+    """A net for the data set, in its own units inside and out, and the history of its training.
+
+    `shape` holds options of `fc_resnet` or `vision_transformer`, which `kind` names. Inputs are
+    standardized by the train part, tables per feature and images as a whole. Targets of a
+    regression are standardized for the training, then its head takes over their units.
+    """
+    images = len(dataset.input_shape) > 1
+    inputs = Standardizer.fit(dataset.train_x, "all" if images else "feature")
+    unknown = sorted(shape.keys() - _SHAPES[check_choice(kind, "net", tuple(_SHAPES))])
+    if unknown:
+        raise InputError(f"{unknown[0]}: expected only for a net that has it, got it for {kind}")
+    make = fc_resnet if kind == "fc_resnet" else vision_transformer
+    net = make(
+        dataset.input_shape,
+        len(dataset.classes) or 1,
+        seed=config.seed,
+        task=dataset.task,
+        bounds=dataset.bounds,
+        mean=inputs.mean,
+        std=inputs.std,
+        **shape,
+    )
+    if validation == 0.0:
+        parts = [dataset.train_x, dataset.train_y]
+    else:
+        parts = list(split(dataset, validation, config.seed))
+    targets = Standardizer.fit(parts[1]) if dataset.task == "regression" else None
+    if targets is not None:
+        parts[1::2] = [targets(values) for values in parts[1::2]]
+
+    def in_units(epoch: EpochRecord) -> EpochRecord:
+        return epoch if targets is None else _with_errors_times(float(targets.std) ** 2, epoch)
+
+    with reporting(progress, config.epochs, 0) as report:
+        result = training.train(
+            net,
+            parts,
+            config,
+            checkpoint_dir=checkpoint_dir,
+            max_seconds=max_seconds,
+            progress=lambda epoch: report(in_units(epoch)),
+        )
+        result = replace(result, history=tuple(map(in_units, result.history)))
+        report(result.final)
+    if targets is not None:
+        net.head.take_units(float(targets.mean), float(targets.std))
+    return net, result
+
+
+def _with_errors_times(factor: float, epoch: EpochRecord) -> EpochRecord:
+    return replace(
+        epoch,
+        loss=factor * epoch.loss,
+        train_score=factor * epoch.train_score,
+        val_score=None if epoch.val_score is None else factor * epoch.val_score,
+    )
+
+
+def training_record(
+    net: Backbone,
+    result: TrainResult,
+    config: TrainConfig,
+    about: dict[str, Any],
+    validation: float = 0.0,
+) -> dict[str, Any]:
+    """All about a training, in plain JSON."""
+    last = result.final
+    final = {"loss": last.loss, "energy": last.energy, f"train_{result.metric}": last.train_score}
+    if last.val_score is not None:
+        final[f"validation_{result.metric}"] = last.val_score
+    return {
+        **about,
+        "net_config": net.config(),
+        "train_config": asdict(config),
+        "validation": validation,
+        "metric": result.metric,
+        "final": final,
+        "best_epoch": result.best_epoch,
+        "seconds": sum(epoch.seconds for epoch in result.history),
+        "history": [vars(epoch) for epoch in result.history],
+    }

@@ -1,1 +1,0 @@
-"""The commands of `otad`, one file each; `otad.cli` gathers them."""

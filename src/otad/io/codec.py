@@ -1,0 +1,99 @@
+"""Frozen dataclasses to plain JSON or TOML values and back, refusing what does not fit; and files
+of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from otad.errors import InputError
+from otad.io.files import replacing
+
+_NOT_FINITE = ("inf", "-inf", "nan")  # JSON has no word for them
+
+
+def to_plain(value: Any) -> Any:
+    """Dicts, lists, text and finite numbers; infinity and NaN become text."""
+    if is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): to_plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def from_plain(kind: Any, value: Any, where: str) -> Any:
+    """The value as `kind`: a dataclass, tuple, dict, optional or plain type. `where` it stands is
+    named in errors."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        if value is None and NoneType in parts:
+            return None
+        (inner,) = (part for part in parts if part is not NoneType)
+        return from_plain(inner, value, where)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _dataclass(kind, value, where)
+    if origin is dict and isinstance(value, Mapping):
+        return {name: from_plain(parts[1], item, f"{where}.{name}") for name, item in value.items()}
+    if origin is tuple and isinstance(value, (list, tuple)):
+        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        if len(kinds) == len(value):
+            pairs = enumerate(zip(kinds, value, strict=True))
+            return tuple(from_plain(part, item, f"{where}[{k}]") for k, (part, item) in pairs)
+    if kind is float and not isinstance(value, bool):
+        if isinstance(value, (int, float)) or value in _NOT_FINITE:
+            return float(value)
+    elif origin is None and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+        return value
+    raise InputError(f"{where}: expected {_name(kind)}, got {value!r}")
+
+
+def _dataclass(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where}: expected a table, got {value!r}")
+    known = {field.name: field for field in fields(kind)}
+    for name in value:
+        if name not in known:
+            raise InputError(f"{where}: unknown key {name!r}, expected one of {', '.join(known)}")
+    for name, field in known.items():
+        if name not in value and field.default is field.default_factory is MISSING:
+            raise InputError(f"{where}: expected a value for {name!r}, got none")
+    hints = get_type_hints(kind)
+    return kind(
+        **{name: from_plain(hints[name], item, f"{where}.{name}") for name, item in value.items()}
+    )
+
+
+def _name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind)) if not get_args(kind) else str(kind)
+
+
+def read_json(path: Path) -> Any:
+    """The plain values of a file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: expected a record in JSON, got: {error}") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """The whole file or none of it."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def digest_of(content: Any) -> str:
+    """A short name for plain values: equal values, equal names."""
+    text = json.dumps(to_plain(content), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,0 +1,1 @@
+"""The OTAD model: its bank, its answers, and the folder it is saved to."""

@@ -1,0 +1,99 @@
+"""`defend`: a trained network and its training data made into an OTAD model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from otad.cip.protocols import Solver
+from otad.cip.whole_bank.potential import Progress
+from otad.model.answerers import check_settings, potential_of
+from otad.model.bank import FeatureBank, fingerprint_of
+from otad.model.otad import OTAD, check_keys, keys_of
+from otad.nets import adapt
+
+
+@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
+def defend(
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    n_neighbors: int = 10,
+    scope: str = "local",
+    smoothness: float | None = None,
+    strong_convexity: float = 0.0,
+    solver: Solver | None = None,
+    search: str = "torch",
+    resident: bool = True,
+    bank_dtype: torch.dtype = torch.float32,
+    bank_path: str | None = None,
+    metric: nn.Module | None = None,
+    batch_size: int = 1024,
+    progress: Callable[[int, int], None] | None = None,
+    sweep_progress: Progress | None = None,
+) -> OTAD:
+    """Turn a trained network into an OTAD model with the bank of its training data.
+
+    `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and keeps the size of
+    its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
+    `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
+    are the training data. With `bank_path` the bank is written there as it is made and mapped from
+    the file. With a `metric` (see `OTAD`), which is put in evaluation mode too, neighbors are
+    sought among its keys. `progress` is told (rows done, rows in all) while the bank is made, and
+    `sweep_progress` (sweeps done, the largest raise of a level) while a global potential is found.
+    """
+    shape = x.shape[1:] if isinstance(x, Tensor) else None
+    is_value = isinstance(y, Tensor) and y.is_floating_point()
+    task = "regression" if is_value else "classification"
+    backbone = adapt(net, input_shape=shape, task=task).eval()
+    inputs = backbone.check_inputs(x)
+    targets = backbone.check_targets(y, len(inputs))
+    asked = n_neighbors, smoothness, strong_convexity, solver, scope
+    check_settings(len(inputs), *asked, dim=backbone.dim)
+    if metric is not None and scope == "global":
+        check_keys(metric, None, len(inputs), scope)
+
+    def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = backbone.embed(batch.to(backbone.mean.device))
+        return embedded, backbone.transport(embedded)[0]
+
+    bank = FeatureBank.build(
+        transport,
+        inputs,
+        targets,
+        fingerprint=fingerprint_of(backbone, {"x": inputs, "y": targets}),
+        batch_size=batch_size,
+        dtype=bank_dtype,
+        path=bank_path,
+        progress=progress,
+    )
+    if resident:
+        bank = bank.to(backbone.mean.device)
+    potential = None
+    if scope == "global":
+        potential = potential_of(
+            bank, smoothness, strong_convexity, sweep_progress, lift=backbone.lift
+        )
+    return OTAD(
+        backbone,
+        bank,
+        n_neighbors=n_neighbors,
+        scope=scope,
+        smoothness=smoothness,
+        strong_convexity=strong_convexity,
+        potential=potential,
+        solver=solver,
+        search=search,
+        resident=resident,
+        metric=None if metric is None else metric.to(backbone.mean.device).eval(),
+        keys=None if metric is None else _keys(metric, inputs, backbone.mean.device, batch_size),
+    )
+
+
+@torch.no_grad()
+def _keys(metric: nn.Module, x: Tensor, device: torch.device, batch_size: int) -> Tensor:
+    """The keys (N,m) of training inputs."""
+    return torch.cat([keys_of(batch.to(device), metric) for batch in x.split(batch_size)])

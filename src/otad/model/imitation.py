@@ -1,0 +1,148 @@
+"""The solver of a model imitated by a network: the paper's OTAD-T-NN.
+
+A CIP-net learns the exact answers of a model to its own training points, each among its neighbors
+other than itself, and then stands in the solver's place. It proves nothing,
+and is not always the faster of the two: measure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from otad.checks import check_count, check_tensor
+from otad.cip import BankProblem, ExactCip
+from otad.cip.surrogate import CIP_NET_RECIPE, CipNet, CipNetResult, train_cip_net
+from otad.cip.surrogate.training import Report
+from otad.errors import InputError
+from otad.io.mapped_rows import gathered
+from otad.model.diagnostics import problem_of
+from otad.model.otad import OTAD
+from otad.training import TrainConfig
+
+PAPER_WIDTH = 2048  # of the tokens, for features of dimension 24,576
+_SOUGHT_ROWS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Imitation:
+    """`model`: the same net and bank, answered by a trained `CipNet`; `result`: its training, which
+    the same call goes on with where it is not `finished`."""
+
+    model: OTAD
+    result: CipNetResult
+
+
+@torch.inference_mode(False)  # weights made in that mode could not be trained
+def imitate(
+    model: OTAD,
+    config: TrainConfig | None = None,
+    *,
+    net: CipNet | None = None,
+    alpha: float = 1.0,
+    held_out: int = 0,
+    cached: bool = True,
+    checkpoint_dir: str | Path | None = None,
+    save_seconds: float = 0.0,
+    max_seconds: float | None = None,
+    progress: Report | bool = False,
+) -> Imitation:
+    """Train a network on the answers of a model of local scope, and put it in the solver's place.
+
+    `config` is by default that of `recipe_for` the model's device, `net` one of `fresh_net`. The
+    lessons are all points of the bank but `held_out` random ones, on which the error is measured
+    after each epoch. With `alpha` below 1 the net is drawn to the backbone's own features of those
+    points as well, as in the paper; then it gives up robustness. Other arguments are those of
+    `otad.cip.surrogate.train_cip_net`. The model given is left as it is.
+    """
+    solver = model.solver
+    if model.scope == "global" or not isinstance(solver, ExactCip):
+        kind = "global scope" if model.scope == "global" else type(solver).__name__
+        raise InputError(
+            f"model: expected local scope and ExactCip, whose answers are learned, got {kind}"
+        )
+    if solver.spares:
+        raise InputError(
+            "spares: expected a model without, as a network has no use for substitutes among its "
+            f"{model.n_neighbors} neighbors, got {solver.spares}"
+        )
+    config = config or recipe_for(model)
+    check_count(held_out, "held_out", least=0)
+    points = len(model.bank_inputs)
+    if held_out >= points:
+        raise InputError(f"held_out: expected fewer than all {points} points, got {held_out}")
+    rows, unseen = None, None
+    if held_out:
+        order = torch.randperm(points, generator=torch.Generator().manual_seed(config.seed))
+        rows, unseen = (part.sort().values for part in (order[held_out:], order[:held_out]))
+    net = fresh_net(model, seed=config.seed) if net is None else net
+    net.check_sizes(model.n_neighbors, model.backbone.dim, name="net")
+    features, own = model.bank_features, None
+    if alpha != 1:
+        own = features if rows is None else gathered(features, rows)
+    result = train_cip_net(
+        net.to(model.backbone.mean),
+        lessons(model, rows),
+        config,
+        teacher=replace(solver, on_failure="fallback"),
+        alpha=alpha,
+        own_features=own,
+        held_out=None if unseen is None else lessons(model, unseen),
+        cached=cached,
+        source=f"{model.bank_fingerprint} in {features.dtype}, without {held_out} points",
+        checkpoint_dir=checkpoint_dir,
+        save_seconds=save_seconds,
+        max_seconds=max_seconds,
+        progress=progress,
+    )
+    return Imitation(model.with_solver(net), result)
+
+
+def recipe_for(model: OTAD) -> TrainConfig:
+    """The recipe where the model is: on a GPU in mixed precision."""
+    device = model.backbone.mean.device
+    return replace(CIP_NET_RECIPE, device=str(device), mixed_precision=device.type == "cuda")
+
+
+def fresh_net(
+    model: OTAD,
+    *,
+    width: int | None = None,
+    blocks: int = 6,
+    heads: int = 16,
+    readout: str = "free",
+    seed: int = 0,
+) -> CipNet:
+    """A net for the problems of a model. `width` is by default twice the dimension of its features,
+    in whole 64s, up to the paper's 2048."""
+    if width is None:
+        width = min(PAPER_WIDTH, 64 * -(-2 * model.backbone.dim // 64))
+    return CipNet(
+        model.backbone.dim,
+        model.n_neighbors,
+        width=width,
+        blocks=blocks,
+        heads=heads,
+        readout=readout,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+@torch.no_grad()
+def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
+    """Points of a model's bank as queries, all or those of `rows` (M,) int64, each among its K
+    nearest other points where the model seeks neighbors."""
+    inputs, points, like = model.bank_inputs, model.bank_points, model.backbone.mean
+    chosen = torch.arange(len(inputs)) if rows is None else rows
+    check_tensor(chosen, "rows", "M", dtypes=(torch.int64,))
+    found = [
+        model.neighbors(gathered(points, some, like.device).to(like), exclude=some).indices
+        for some in chosen.split(_SOUGHT_ROWS)
+    ]
+    indices = torch.cat(found)[:, : model.n_neighbors]
+    if rows is None and (inputs.dtype, inputs.device) == (like.dtype, like.device):
+        return problem_of(model, inputs, indices)  # as it lies, be it in a file
+    return problem_of(model, gathered(inputs, chosen, like.device).to(like), indices)

@@ -1,0 +1,54 @@
+"""A terminal to run commands in, and small data for them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.datasets import load_diabetes, load_digits
+from typer.testing import CliRunner
+
+from otad.cli.main import main
+
+QUICK = ("--epochs", "2", "--blocks", "2")
+BODY = ("age", "sex", "bmi", "bp")
+
+
+class Terminal:
+    """Runs `otad` commands and keeps their results."""
+
+    def run(self, *arguments: object) -> Any:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    def succeed(self, *arguments: object) -> Any:
+        result = self.run(*arguments)
+        assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+        return result
+
+    def refuse(self, *arguments: object) -> str:
+        """The one message of a command that must fail and print nothing else to stdout."""
+        result = self.run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        _, mark, message = result.stderr.partition("otad: ")
+        assert mark
+        assert "Traceback" not in message
+        return message
+
+
+def write_digits(path: Path, rows: int = 200) -> None:
+    """The first digits as gray images with 17 levels, labeled by whole numbers."""
+    bunch = load_digits()
+    np.savez(path, x=bunch.images[:rows] / 16, y=bunch.target[:rows])
+
+
+def write_body(path: Path, rows: int = 120) -> None:
+    """A table with four measurements, a column of text, and the progression as target."""
+    bunch = load_diabetes(scaled=False)
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([*BODY, "remark", "progression"])
+        for values, target in zip(bunch.data[:rows, :4], bunch.target[:rows], strict=True):
+            writer.writerow([*values, "none", target])

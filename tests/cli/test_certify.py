@@ -1,0 +1,236 @@
+"""`otad certify`: radii and intervals as the library proves them, in any unit, and refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands.small import Terminal
+
+import otad
+from otad.certify import certify, certify_values
+from otad.cli.data_choice import DataChoice
+from otad.nets import LipschitzMetric
+
+
+@pytest.fixture(scope="module")
+def nearest(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers by one neighbor: much can be proved of it."""
+    folder = tmp_path_factory.mktemp("nearest") / "model"
+    Terminal().succeed("defend", workshop / "digits-net", "--out", folder, "--neighbors", 1)
+    return folder
+
+
+def read_csv(path: str) -> list[dict[str, str]]:
+    with Path(path).open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_radii_are_those_of_the_library_to_the_last_digit(
+    terminal: Terminal, workshop: Path, nearest: Path
+) -> None:
+    options = ("--eps", "0.4,0.1,0.2", "--out", "radii.csv", "--json")
+    result = terminal.succeed("certify", nearest, "test", *options)
+    record, lines = json.loads(result.stdout), read_csv("radii.csv")
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    found = certify(otad.load(nearest), dataset.test_x)
+    assert [float(line["radius"]) for line in lines] == found.radius.tolist()
+    assert [line["prediction"] for line in lines] == list(map(str, found.prediction.tolist()))
+    assert [line["rule"] for line in lines] == list(found.rules)
+    assert [line["row"] for line in lines] == [str(row) for row in range(40)]
+    right = np.array([line["prediction"] for line in lines]) == dataset.test_y.numpy().astype(str)
+    radius = np.array([float(line["radius"]) for line in lines])
+    assert list(record["certified"]) == ["0.1", "0.2", "0.4"]
+    for eps, score in record["certified"].items():
+        assert score["value"] == pytest.approx(100 * np.mean(right & (radius > float(eps))))
+    shares = [score["value"] for score in record["certified"].values()]
+    assert shares[0] > shares[1] > shares[2] > 0
+    assert record["radius"]["most"] == radius.max()
+    assert sum(record["rules"].values()) == 40
+    assert record["assumptions"] == list(found.assumptions)
+
+
+def test_no_attack_gets_inside_a_radius(terminal: Terminal, nearest: Path) -> None:
+    terminal.succeed("certify", nearest, "test", "--out", "radii.csv")
+    terminal.succeed(
+        "attack", nearest, "test", "--attack", "straight", "--eps", 1.5, "--out", "found.npz"
+    )
+    radius = np.array([float(line["radius"]) for line in read_csv("radii.csv")])
+    with np.load("found.npz") as archive:
+        broken, distance = archive["broken"], archive["distance"]
+    moved = broken & (distance > 0)
+    assert moved.sum() > 5
+    assert (distance[moved] >= radius[moved]).all()
+
+
+def test_units_of_the_training_data(terminal: Terminal, nearest: Path) -> None:
+    radii = {}
+    for unit in ("1", "std"):
+        terminal.succeed("certify", nearest, "test", "--unit", unit, "--out", "radii.csv")
+        radii[unit] = np.array([float(line["radius"]) for line in read_csv("radii.csv")])
+    std = float(otad.load(nearest).backbone.std.flatten()[0])  # one for all pixels
+    np.testing.assert_allclose(radii["std"] * std, radii["1"], rtol=1e-4)
+    assert radii["1"].any()
+
+
+def test_rows_without_answers_are_certified_too(terminal: Terminal, workshop: Path) -> None:
+    with np.load(workshop / "digits.npz") as archive:
+        np.savez("new.npz", x=archive["x"][:5])
+    result = terminal.succeed("certify", workshop / "digits-model", "new.npz", "--json")
+    record = json.loads(result.stdout)
+    assert (record["rows"], record["certified"], record["csv"]) == (5, {}, None)
+    shown = terminal.succeed("certify", workshop / "digits-model", "new.npz").stdout
+    assert "median" in shown
+    assert "certified at" not in shown
+
+
+def test_a_regression_gets_intervals(terminal: Terminal, workshop: Path) -> None:
+    options = ("--eps", "0.5,0.1", "--unit", "std", "--out", "intervals.csv", "--json")
+    result = terminal.succeed("certify", workshop / "body-model", "test", *options)
+    record, lines = json.loads(result.stdout), read_csv("intervals.csv")
+    model = otad.load(workshop / "body-model")
+    dataset = DataChoice.from_json(model.notes["data"]["choice"]).load()
+    widths = {}
+    for eps in (0.1, 0.5):
+        found = certify_values(model, dataset.test_x, eps, unit=model.backbone.std)
+        mine = [line for line in lines if float(line["eps"]) == eps]
+        assert [float(line["low"]) for line in mine] == found.low.tolist()
+        assert [float(line["high"]) for line in mine] == found.high.tolist()
+        with torch.no_grad():
+            answers = model(dataset.test_x).double()
+        assert bool((found.low <= answers + 1e-3).all())
+        assert bool((answers - 1e-3 <= found.high).all())
+        worst = torch.maximum(found.high - dataset.test_y, dataset.test_y - found.low)
+        certified = record["intervals"][f"{eps:g}"]["certified"]
+        assert certified["value"] == pytest.approx(float(worst.square().mean()))
+        widths[eps] = record["intervals"][f"{eps:g}"]["width"]["median"]
+    assert 0 < widths[0.1] <= widths[0.5]
+
+
+def test_a_radius_is_told_to_the_last_digit(
+    terminal: Terminal, workshop: Path, nearest: Path
+) -> None:
+    """Nothing is proved at 0.714286, which is more than was asked for."""
+    radii = ["0.7142857142857143", "0.7142857142857144"]
+    options = ("--eps", ",".join(radii), "--out", "intervals.csv", "--json")
+    classes = json.loads(terminal.succeed("certify", nearest, "test", *options).stdout)
+    values = json.loads(
+        terminal.succeed("certify", workshop / "body-model", "test", *options).stdout
+    )
+    assert list(classes["certified"]) == list(values["intervals"]) == radii
+    assert {line["eps"] for line in read_csv("intervals.csv")} == set(radii)
+    shown = terminal.succeed("certify", nearest, "test", *options[:2]).stdout
+    assert all(f"certified at {radius}" in shown for radius in radii)
+
+
+def test_the_assumptions_of_every_interval_are_told(terminal: Terminal, workshop: Path) -> None:
+    """Small intervals rest on more than large ones, where neighbors change in any case."""
+    command = ("certify", workshop / "body-model", "test", "--unit", "std", "--json", "--eps")
+    told = {
+        eps: json.loads(terminal.succeed(*command, eps).stdout)["assumptions"]
+        for eps in ("0.000001", "5", "5,0.000001")
+    }
+    assert set(told["5"]) < set(told["0.000001"])
+    assert told["5,0.000001"] == told["0.000001"]
+
+
+def test_one_map_for_the_whole_bank_is_certified_by_its_constant(
+    terminal: Terminal, workshop: Path
+) -> None:
+    command = ("--out", "whole", "--scope", "global")
+    terminal.succeed("defend", workshop / "digits-net", *command, "--smoothness", 12)
+    options = ("--eps", "0.01,0.1", "--out", "radii.csv")
+    record = json.loads(terminal.succeed("certify", "whole", "test", *options, "--json").stdout)
+    model = otad.load("whole")
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    found = certify(model, dataset.test_x)
+    assert (record["scope"], set(record["rules"]) - {"none"}) == ("global", {"lipschitz"})
+    assert [float(line["radius"]) for line in read_csv("radii.csv")] == found.radius.tolist()
+    assert record["certified"]["0.01"]["value"] > record["certified"]["0.1"]["value"]
+    shown = " ".join(terminal.succeed("certify", "whole", "test").stdout.split())
+    assert "one map for the whole bank (rule lipschitz)" in shown
+    assert "duality gap" in shown
+
+
+def test_a_metric_of_known_constant_is_named(terminal: Terminal, workshop: Path) -> None:
+    model = otad.load(workshop / "digits-model")
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    metric = LipschitzMetric((1, 8, 8), widths=(16, 32), depth=1, key_dim=16, bounds=(0.0, 1.0))
+    keyed = otad.defend(model.backbone, dataset.train_x, dataset.train_y, n_neighbors=3,
+                        metric=metric)  # fmt: skip
+    keyed.notes = model.notes
+    keyed.save("keyed")
+    options = ("--eps", "0.05,0.2", "--out", "radii.csv")
+    record = json.loads(terminal.succeed("certify", "keyed", "test", *options, "--json").stdout)
+    assert (record["scope"], record["metric"]) == ("local", "LipschitzMetric")
+    assert record["certified"]["0.05"]["value"] > record["certified"]["0.2"]["value"]
+    found = certify(otad.load("keyed"), dataset.test_x)
+    assert [float(line["radius"]) for line in read_csv("radii.csv")] == found.radius.tolist()
+    shown = " ".join(terminal.succeed("certify", "keyed", "test").stdout.replace("│", " ").split())
+    assert "neighbors among the keys of LipschitzMetric (rule hull" in shown
+    message = terminal.refuse("certify", "keyed", "test", "--metric-lipschitz", 2)
+    assert "knows its own constant" in message
+
+
+def test_intervals_of_one_map(terminal: Terminal, workshop: Path) -> None:
+    command = ("--out", "whole", "--scope", "global", "--smoothness", 40)
+    terminal.succeed("defend", workshop / "body-net", *command)
+    result = terminal.succeed("certify", "whole", "test", "--eps", "0.1", "--unit", "std", "--json")
+    record = json.loads(result.stdout)
+    assert record["scope"] == "global"
+    width = record["intervals"]["0.1"]["width"]
+    assert width["least"] == pytest.approx(width["most"], rel=0.01), "the same for every input"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--eps", "little"], "eps: expected numbers such as 0.5,1,2, got 'little'"),
+        (["--embedding-lipschitz", "-1"], "embedding_lipschitz"),
+        (["--metric-lipschitz", "2"], "metric_lipschitz: expected None, as neighbors are sought"),
+        (["--unit", "inch"], "unit: expected one of 1, std"),
+        (["--rows", "99"], "rows: expected at most the 40 rows"),
+    ],
+)
+def test_refusals_write_nothing(
+    terminal: Terminal, workshop: Path, options: list[str], message: str
+) -> None:
+    given = ["--out", "radii.csv", *options]
+    assert message in terminal.refuse("certify", workshop / "digits-model", "test", *given)
+    assert not list(Path().iterdir())
+
+
+def test_a_map_without_a_certificate_is_refused(terminal: Terminal, workshop: Path) -> None:
+    terminal.succeed(
+        "defend", workshop / "digits-net", "--out", "bent", "--strong-convexity", -0.5,
+        "--climb", "0.2,0.1",
+    )  # fmt: skip
+    message = terminal.refuse("certify", "bent", "test")
+    assert "strong" in message
+
+
+def test_an_infinite_radius_is_told_everywhere(terminal: Terminal, nearest: Path) -> None:
+    model = otad.load(nearest)
+    with torch.no_grad():  # the same answer whatever the input
+        model.backbone.head.weight.zero_()
+        model.backbone.head.bias.copy_(torch.arange(10.0))
+    model.save("stubborn")
+    command = ("certify", "stubborn", "test", "--out", "radii.csv")
+    record = json.loads(terminal.succeed(*command, "--json").stdout)
+    assert record["radius"] == dict.fromkeys(record["radius"], "inf")
+    assert {float(line["radius"]) for line in read_csv("radii.csv")} == {math.inf}
+    assert "median infinite" in " ".join(terminal.succeed(*command).stdout.split())
+
+
+def test_the_constant_of_an_embedding_reaches_values_too(
+    terminal: Terminal, workshop: Path
+) -> None:
+    message = terminal.refuse(
+        "certify", workshop / "body-model", "test", "--embedding-lipschitz", 2
+    )
+    assert "embedding_lipschitz: expected None, as this embedding only normalizes" in message

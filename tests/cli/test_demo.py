@@ -1,0 +1,102 @@
+"""`otad demo`, shortened: every file it promises, and a report of what was measured."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands.small import Terminal
+
+import otad
+import otad.demo
+from otad.cli import demo
+from otad.evaluate.records import Evaluation
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs, a coarse grid for the picture, and two attacks on a few digits."""
+    monkeypatch.setattr(demo, "RECIPE", replace(demo.RECIPE, epochs=2))
+    monkeypatch.setattr(demo, "ATTACKED", 8)
+    monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
+    monkeypatch.setattr(demo, "SUITE", ("straight", "noise"))
+    coarse = functools.partial(otad.demo.interpolate_grid, lines=5, every=2)
+    monkeypatch.setattr(otad.demo, "interpolate_grid", coarse)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> None:
+    result = terminal.succeed("demo", "--out", "there", "--seed", 1, "--json")
+    record = json.loads(result.stdout)
+    page = Path(record["report"]).read_text(encoding="utf-8")
+    assert f"{record['otad']:.1%}" in page
+    assert f"{record['share_raised']:.1%}" in page
+    assert "seed 1" in page
+    model = otad.load(record["model"])
+    assert model.notes["metrics"]["otad"] == record["otad"]
+    with Path(record["predictions"]).open(newline="") as stream:
+        assert len(list(csv.DictReader(stream))) == 360
+    assert Path("there/net/training.json").is_file()
+    assert Path("there/map.png").read_bytes().startswith(b"\x89PNG")
+
+    assert not Path("there/evaluation/parts").exists()
+
+    # How robust it is stands in the record, on the page and in Markdown alike.
+    assert record["evaluation"] == "there/evaluation/evaluation.json"
+    evaluation = Evaluation.read(Path(record["evaluation"]))
+    assert (evaluation.n, evaluation.eps, evaluation.seed) == (8, (0.5, 2.0), 1)
+    assert record["worst_case_accuracy"] == evaluation.worst_case_accuracy
+    proved = evaluation.certified_accuracy(0.5)
+    assert proved is not None
+    assert record["certified_accuracy"] == proved.value / 100
+    text = Path(record["robustness"]).read_text(encoding="utf-8")
+    worst = evaluation.worst_case(2.0)
+    assert worst.value < evaluation.worst_case_accuracy * 100  # else the next line says little
+    for content in (page, text):
+        assert f"{worst.value:.1f}%" in content
+        for flag in evaluation.flags:
+            assert flag.verdict in content
+            assert flag.name in content
+    assert page.index('id="cost"') < page.index('id="threat"') < page.index('id="examples"')
+    assert len(list(Path("there/robustness_files").iterdir())) > 3
+
+    # The same net in global scope beside it.
+    beside = record["global"]
+    one_map = otad.load(beside["model"])
+    assert (one_map.scope, beside["scope"]) == ("global", "global")
+    assert one_map.bank_fingerprint == model.bank_fingerprint
+    assert one_map.notes["metrics"]["otad"] == beside["otad"]
+    assert beside["attacks"] == ["noise"]
+    for content in (page, text):
+        section = content[content.index("Neighbors or one map") :]
+        assert f"{beside['potential']['smoothness']:.3g}, through all points" in section
+        assert f"{100 * beside['certified_accuracy']:.1f}%" in section
+        assert f"{100 * beside['worst_case_accuracy']:.1f}%" in section
+        assert f"{100 * record['points']['certified_accuracy']:.1f}%" in section
+    assert record["points"]["certified_accuracy"] <= record["points"]["worst_case_accuracy"]
+
+    # What the summary proposes next works on what was left behind.
+    terminal.succeed("explain", record["model"], "test", "--row", 0)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_demo_ends_by_saying_where_things_are(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = functools.partial(demo.evaluate, flags=False)
+    monkeypatch.setattr(demo, "evaluate", hasty)
+    monkeypatch.setattr(demo, "SUITE", ("noise",))
+    result = terminal.succeed("demo")
+    for name in ("report.html", "robustness.md", "model", "predictions.csv"):
+        assert f"demo-output/{name}" in result.stdout
+    assert "under attack" in result.stdout
+
+
+@pytest.mark.usefixtures("short")
+def test_seeds_are_not_negative(terminal: Terminal) -> None:
+    assert "seed: expected" in terminal.refuse("demo", "--seed", -1)
+    assert not list(Path().iterdir())

@@ -1,0 +1,195 @@
+"""`otad evaluate`: record, report, exit codes, going on after a kill, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands.small import Terminal
+from PIL import Image
+
+import otad
+from otad.cli.data_choice import DataChoice
+from otad.evaluate import PRESETS, Evaluation, runner
+from otad.evaluate.records import SANDWICH
+from otad.nets import LipschitzMetric, vision_transformer
+
+TWO = ("--attack", "straight", "--attack", "region", "--no-flags")
+FILES = ("evaluation.json", "report.html", "report.md")
+
+
+@pytest.fixture(scope="module")
+def nearest(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers by one neighbor: fast, and much can be proved of it."""
+    folder = tmp_path_factory.mktemp("nearest") / "model"
+    Terminal().succeed("defend", workshop / "digits-net", "--out", folder, "--neighbors", 1)
+    return folder
+
+
+def test_record_report_and_figures(terminal: Terminal, nearest: Path) -> None:
+    options = ("--eps", "0.4,0.2", "--rows", 20, "--seed", 2, "--json", *TWO)
+    result = terminal.succeed("evaluate", nearest, "test", *options)
+    printed = json.loads(result.stdout)
+    written = Evaluation.read(Path(printed["evaluation"]))
+    assert (written.n, written.seed, written.eps) == (20, 2, (0.2, 0.4))
+    assert written.headline_eps == 0.4
+    assert written.threat["bounds"] == [0.0, 1.0]
+    assert {record.attack for record in written.attacks} == {"straight", "region"}
+    for eps in (0.2, 0.4):
+        assert printed["worst_case"][f"{eps:g}"]["value"] == written.worst_case(eps).value
+        proved = written.certified_accuracy(eps)
+        assert proved is not None
+        assert printed["certified"][f"{eps:g}"]["value"] == proved.value
+        assert 0 < proved.value <= written.worst_case(eps).value
+    assert printed["per_attack"] == written.per_attack
+    assert printed["flags"][SANDWICH] == "PASS"
+    assert printed["is_sound"]
+    for name in FILES:
+        assert Path("evaluation", name).stat().st_size > 1000
+    for name in FILES[1:]:
+        page = Path("evaluation", name).read_text(encoding="utf-8")
+        assert f"{written.worst_case().value:.1f}%" in page
+
+
+def test_radii_are_told_to_the_last_digit(terminal: Terminal, nearest: Path) -> None:
+    radii = ["0.7142857142857143", "0.7142857142857144"]
+    options = ("--eps", ",".join(radii), "--rows", 2, "--json", *TWO)
+    printed = json.loads(terminal.succeed("evaluate", nearest, "test", *options).stdout)
+    assert list(printed["worst_case"]) == list(printed["certified"]) == radii
+
+
+def test_the_images_it_reads_stay_readable(terminal: Terminal, nearest: Path) -> None:
+    Path("images/0").mkdir(parents=True)
+    Image.new("L", (8, 8), 51).save("images/0/one.png")
+    options = ("--eps", 0.2, *TWO, "--out")
+    for out in ("images", "images/found"):
+        assert f"got {out}, which would" in terminal.refuse(
+            "evaluate", nearest, "images", *options, out
+        )
+    assert [path.name for path in Path("images").iterdir()] == ["0"]
+    terminal.succeed("evaluate", nearest, "images", *options, "found")
+
+
+def test_failing_flags_are_named(terminal: Terminal, nearest: Path) -> None:
+    options = ("--eps", "0.5", "--rows", 4, "--out", "there", "--attack", "straight")
+    result = terminal.succeed("evaluate", nearest, "test", *options)
+    written = Evaluation.read(Path("there/evaluation.json"))
+    assert len(written.flags) > 5
+    failing = [flag.name for flag in written.flags if flag.verdict == "FAIL"]
+    assert failing  # one neighbor: no gradient to follow, which is told
+    shown = " ".join(result.stdout.split())
+    assert f"{len(failing)} FAIL" in shown
+    for name in failing:
+        assert f"FAIL: {name}" in shown
+    assert "worst case at 0.5 (headline)" in shown
+    assert "there/report.html" in shown
+
+
+def test_a_refuted_certificate_is_exit_code_1(
+    terminal: Terminal, nearest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prove = runner.prove
+
+    def boast(*arguments: Any) -> Any:
+        proof = prove(*arguments)
+        return replace(proof, radius=tuple(radius + 2 for radius in proof.radius))
+
+    monkeypatch.setattr(runner, "prove", boast)
+    options = ("--eps", "1.5", "--rows", 20, *TWO)
+    result = terminal.run("evaluate", nearest, "test", *options)
+    assert result.exit_code == 1
+    assert f"FAIL: {SANDWICH}" in " ".join(result.stdout.split())
+    assert not Evaluation.read(Path("evaluation/evaluation.json")).is_sound
+    assert Path("evaluation/report.html").is_file()
+
+
+def test_what_is_finished_is_not_run_again(terminal: Terminal, nearest: Path) -> None:
+    options = ("--eps", "1", "--rows", 10, "--batch-size", 5, "--json", *TWO)
+    command = ("evaluate", nearest, "test", *options)
+    first = json.loads(terminal.succeed(*command).stdout)
+    parts = {path: path.stat().st_mtime_ns for path in Path("evaluation/parts").iterdir()}
+    assert parts
+    Path("evaluation/evaluation.json").unlink()  # as if killed before the end
+    second = json.loads(terminal.succeed(*command).stdout)
+    assert {path: path.stat().st_mtime_ns for path in Path("evaluation/parts").iterdir()} == parts
+    for name in ("worst_case", "certified", "per_attack", "flags", "clean"):
+        assert first[name] == second[name]
+
+
+def test_all_rows_meet_every_attack(terminal: Terminal, nearest: Path) -> None:
+    options = ("--eps", "1.5", "--rows", 20, "--all-rows", *TWO)
+    terminal.succeed("evaluate", nearest, "test", *options)
+    written = Evaluation.read(Path("evaluation/evaluation.json"))
+    assert [record.attacked for record in written.attacks] == [written.clean_right] * 2
+    assert written.attacks[0].broken  # else survivors and all would be the same rows
+
+
+def test_a_table_with_units_and_immutable_features(
+    terminal: Terminal, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRESETS, "quick", [("pgd", {"steps": 5}), ("square", {})])
+    options = ("--norm", "linf", "--eps", "0.1,0.2", "--headline", 0.2, "--unit", "std")
+    more = ("--immutable", "age,sex", "--suite", "quick", "--rows", 8, "--no-flags")
+    result = terminal.succeed(
+        "evaluate", workshop / "body-model", "test", *options, *more, "--json"
+    )
+    printed = json.loads(result.stdout)
+    assert printed["threat"]["mutable"] == [False, False, True, True]
+    assert printed["threat"]["norm"] == "linf"
+    assert printed["threat"]["eps"] == 0.2
+    errors = printed["mean_worst_error"]
+    assert 0 < errors["0.1"] <= errors["0.2"] <= printed["mean_certified_error"]
+    assert "images" in printed["missing"]["square"]
+    shown = terminal.succeed("evaluate", workshop / "body-model", "test", *options, *more)
+    text = " ".join(shown.stdout.split())
+    for words in ("not run: square", "clean mse, otad", "certified |f - y| at 0.2"):
+        assert words in text, words
+
+
+def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
+    terminal: Terminal, workshop: Path
+) -> None:
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    net = vision_transformer((1, 8, 8), 10, patch=4, width=8, blocks=1, heads=2, bounds=(0.0, 1.0))
+    metric = LipschitzMetric((1, 8, 8), widths=(16,), depth=1, key_dim=8, bounds=(0.0, 1.0))
+    model = otad.defend(net, dataset.train_x, dataset.train_y, n_neighbors=3, metric=metric)
+    model.notes = dict(otad.load(workshop / "digits-model").notes)
+    model.save("known")
+    model.notes = {}
+    model.save("unknown")
+    options = ("--eps", "0.5", "--no-flags", "--rows", 20, "--attack", "straight", "--json")
+    printed = json.loads(terminal.succeed("evaluate", "known", "test", *options).stdout)
+    assert list(printed["per_attack"]) == ["straight"]
+    assert printed["is_sound"]
+    page = Path("evaluation/report.html").read_text(encoding="utf-8")
+    votes = re.findall(r'<ol class="votes.*?</ol>', page, re.DOTALL)
+    assert votes, "examples are shown with their training points"
+    assert all("<img" in each for each in votes)
+    command = ("attack", "known", "test", "--attack", "straight", "--eps", 0.5, "--rows", 20)
+    record = json.loads(terminal.succeed(*command, "--json").stdout)
+    assert record["forwards"] > 20 * 10
+    archive = ("attack", "unknown", workshop / "digits.npz", *command[3:])
+    assert "train_x gives them" in terminal.refuse(*archive)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--headline", "2"], "headline: expected one of --eps 0.5,1, got 2"),
+        (["--suite", "huge"], "suite: expected one of quick, standard, full, got 'huge'"),
+        (["--attack", "magic"], "expected one of"),
+        (["--norm", "l0"], "norm: expected one of l2, linf"),
+        (["--embedding-lipschitz", "2"], "embedding_lipschitz: expected None"),
+        (["--targets", "y"], "targets: expected none for the test part"),
+    ],
+)
+def test_refusals_write_nothing(
+    terminal: Terminal, workshop: Path, options: list[str], message: str
+) -> None:
+    given = ["--eps", "0.5,1", *options]
+    assert message in terminal.refuse("evaluate", workshop / "digits-model", "test", *given)
+    assert not list(Path().iterdir())

@@ -1,0 +1,249 @@
+"""`otad train`: the files it leaves, units, resuming, and refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands.small import BODY, QUICK, Terminal, write_body, write_digits
+from PIL import Image
+
+import otad
+from otad import data
+from otad.cli.data_choice import DataChoice
+from otad.cli.net_files import read_net
+from otad.cli.train import train_net
+from otad.training import TrainConfig, session, training
+from otad.training.checkpoint import fingerprint, read_checkpoint
+
+
+def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(workshop: Path) -> None:
+    trained = read_net(workshop / "digits-net")
+    record = json.loads((workshop / "digits-net" / "training.json").read_text())
+    dataset = DataChoice(str(workshop / "digits.npz")).load()
+    assert trained.about["data"]["fingerprint"] == dataset.fingerprint()
+    assert trained.about["classes"] == [str(digit) for digit in range(10)]
+    assert record["data"] == trained.about["data"]
+    assert [epoch["epoch"] for epoch in record["history"]] == [1, 2]
+    assert record["train_config"]["energy_weight"] == 0.01
+    assert record["final"]["train_accuracy"] == record["history"][-1]["train_score"]
+    # One mean and one spread for all pixels, those of the train part.
+    flat = dataset.train_x.double()
+    assert trained.net.mean.unique().tolist() == pytest.approx([float(flat.mean())])
+    assert trained.net.std.unique().tolist() == pytest.approx([float(flat.std(correction=0))])
+    assert trained.net.bounds == (0.0, 1.0)
+
+
+def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop: Path) -> None:
+    trained = read_net(workshop / "body-net")
+    choice = DataChoice.from_json(trained.about["data"]["choice"])
+    dataset = choice.load()
+    assert dataset.feature_names == BODY
+    torch.testing.assert_close(trained.net.mean, dataset.train_x.mean(0))
+    record = json.loads((workshop / "body-net" / "training.json").read_text())
+    # The error of always saying the mean is the variance: a few thousand, not about one.
+    assert 500 < record["final"]["train_mse"] < 2 * float(dataset.train_y.var())
+    with torch.no_grad():
+        mean = float(trained.net(dataset.train_x).mean())
+    assert mean == pytest.approx(float(dataset.train_y.mean()), abs=40)
+
+
+def test_the_head_takes_over_the_units_exactly() -> None:
+    dataset = data.load("diabetes")
+    net, result = train_net(dataset, TrainConfig(epochs=2), blocks=1)
+    mean, std = dataset.train_y.double().mean(), dataset.train_y.double().std(correction=0)
+    # Standardized targets have mean 0 and std 1 up to rounding, so this is the same training.
+    scaled = replace(dataset, train_y=((dataset.train_y - mean) / std).float())
+    plain, plain_result = train_net(scaled, TrainConfig(epochs=2), blocks=1)
+    with torch.no_grad():
+        expected = plain(dataset.test_x).double() * std + mean
+        torch.testing.assert_close(net(dataset.test_x).double(), expected, rtol=1e-4, atol=1e-2)
+    loss = plain_result.final.loss * float(std) ** 2
+    assert result.final.loss == pytest.approx(loss, rel=1e-3)
+
+
+def test_progress_is_told_in_units(terminal: Terminal) -> None:
+    write_body(Path("body.csv"))
+    reading = ("--target", "progression", "--task", "regression", "--features", "bmi")
+    arguments = ("train", "body.csv", "--out", "net", *QUICK, *reading, "--json")
+    for _ in range(2):  # the second time it is read from its checkpoint
+        result = terminal.succeed(*arguments)
+        loss = json.loads(result.stdout)["final"]["loss"]
+        assert loss > 100
+        assert f"epoch 2: loss {loss:.4f}" in result.stderr
+
+
+def test_validation_errors_are_in_units_too() -> None:
+    dataset = data.load("diabetes")
+    net, result = train_net(dataset, TrainConfig(epochs=1), blocks=1, validation=0.2)
+    held = data.split(dataset, 0.2, seed=0)
+    with torch.no_grad():
+        errors = (net(held.validation_x) - held.validation_y).square().mean()
+    assert result.final.val_score == pytest.approx(float(errors), rel=1e-4)
+
+
+def test_an_interrupted_training_goes_on_to_the_same_net(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_digits(Path("digits.npz"))
+    command = ("train", "digits.npz", "--epochs", 4, "--blocks", 1, "--out")
+    terminal.succeed(*command, "whole")
+    saved = []
+
+    def die_at_the_third(*arguments: object) -> None:
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        saved.append(save(*arguments))  # type: ignore[arg-type]
+
+    save = session.save
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "save", die_at_the_third)
+        assert terminal.run(*command, "broken").exit_code != 0
+    assert not Path("broken/net.safetensors").exists()
+    epochs = []
+    run_epoch = training._run_epoch
+    monkeypatch.setattr(
+        training, "_run_epoch", lambda *args: epochs.append(args[-1]) or run_epoch(*args)
+    )
+    terminal.succeed(*command, "broken")
+    assert epochs == [3, 4]
+    broken, whole = (read_checkpoint(Path(name, "net.safetensors")) for name in ("broken", "whole"))
+    assert fingerprint(broken.tensors) == fingerprint(whole.tensors)
+    assert broken.header == whole.header
+
+
+def test_json_is_all_on_stdout(terminal: Terminal) -> None:
+    write_digits(Path("digits.npz"))
+    options = ("--validation", 0.2, "--alpha", 0.5, "--seed", 3, "--hidden", 7)
+    result = terminal.succeed("train", "digits.npz", "--out", "net", "--json", *QUICK, *options)
+    record = json.loads(result.stdout)
+    assert record["net"] == str(Path("net/net.safetensors"))
+    assert record["net_config"]["hidden"] == 7
+    assert record["train_config"]["energy_weight"] == 0.5
+    assert record["history"][0]["val_score"] is not None
+    assert record["data"]["choice"] == {"data": "digits.npz", "seed": 3, "options": {}}
+
+
+def test_an_image_folder(terminal: Terminal) -> None:
+    for name, level in (("dark", 40), ("light", 200)):
+        Path("images", name).mkdir(parents=True)
+        for k in range(10):
+            Image.new("L", (6, 5), level + k).save(Path("images", name, f"{k}.png"))
+    terminal.succeed("train", "images", "--size", 4, "--out", "net", *QUICK)
+    assert read_net(Path("net")).net.input_shape == (3, 4, 4)
+    assert read_net(Path("net")).about["classes"] == ["dark", "light"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-set"], "expected a registered name (mnist, "),
+        (["absent.csv", "--target", "a", "--task", "regression"], "CSV file not found"),
+        (["body.csv", "--task", "regression"], "--target is needed to read a CSV file"),
+        (["body.csv", "--target", "progression"], "--task is needed to read a CSV file"),
+        (
+            ["body.csv", "--target", "progression", "--task", "regression"],
+            "column 'remark': expected a finite number, got 'none'",
+        ),
+        (
+            ["body.csv", "--target", "progression", "--task", "guessing", "--features", "age"],
+            "task: expected one of classification, regression",
+        ),
+        (["digits.npz", "--target", "y"], "--target has no meaning for an NPZ file"),
+        (["digits", "--genes", "5"], "unknown option 'genes'"),
+        (["images"], "--size is needed to read an image folder"),
+        (["mnist"], "no data folder: pass data_dir (--data-dir) or set OTAD_DATA"),
+        (["digits.npz", "--optimizer", "magic"], "optimizer: expected one of sgd, adamw"),
+        (["digits.npz", "--learning-rate", "1e6"], "learning_rate: expected one at which"),
+        (["digits.npz", "--device", "cuda:99"], "device: expected one that is present"),
+        (["digits.npz", "--device", "meta"], "device: expected one that is present, got 'meta'"),
+        (["digits.npz", "--seed", "-1"], "seed: expected an integer of at least 0, got -1"),
+        (["digits.npz", "--seed", str(2**70)], f"seed: expected an integer of at most {2**64 - 1}"),
+        (
+            ["body.csv", "--target", "progression", "--task", "regression"]
+            + ["--features=age"] * 2,
+            "feature_names: expected distinct names, got more than once: age",
+        ),
+        (["digits.npz", "--validation", "1.5"], "fraction: expected a number between 0 and 1"),
+        (["digits.npz", "--test-fraction", "0"], "fraction: expected a number between 0 and 1"),
+    ],
+)
+def test_refusals_leave_no_net(terminal: Terminal, arguments: list[str], message: str) -> None:
+    write_digits(Path("digits.npz"))
+    write_body(Path("body.csv"))
+    Path("images").mkdir()
+    assert message in terminal.refuse("train", *arguments, "--out", "net")
+    assert not Path("net/net.safetensors").exists()
+
+
+def test_a_folder_with_another_run_is_refused(terminal: Terminal) -> None:
+    write_digits(Path("digits.npz"))
+    terminal.succeed("train", "digits.npz", "--out", "net", *QUICK)
+    before = Path("net/net.safetensors").read_bytes()
+    message = terminal.refuse("train", "digits.npz", "--out", "net", *QUICK, "--alpha", 0.3)
+    assert "differs in config.energy_weight (0.3 here, 0.01 there)" in message
+    assert Path("net/net.safetensors").read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # CPUs without bfloat16
+def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> None:
+    write_digits(Path("digits.npz"))
+    shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
+    changes = ("--recipe", "vit_cifar10", "--epochs", 4, "--alpha", 0.001, "--batch-size", 64)
+    command = ("train", "digits.npz", "--out", "net", *shape, *changes, "--json")
+    first = json.loads(terminal.succeed(*command, "--max-seconds", 1e-6).stdout)
+    assert (first["epochs_done"], first["epochs"]) == (1, 4)
+    assert not Path("net/net.safetensors").exists()
+    done = json.loads(terminal.succeed(*command).stdout)
+    assert [epoch["epoch"] for epoch in done["history"]] == [1, 2, 3, 4]
+    settings = done["train_config"]
+    assert (settings["energy_weight"], settings["epochs"], settings["ema"]) == (0.001, 4, 0.999)
+    assert settings["warmup"] == 2  # not the recipe's 10 epochs of 200
+    assert done["net_config"]["kind"] == "vit"
+    assert read_net(Path("net")).net.width == 8
+    message = terminal.refuse("train", "digits.npz", "--out", "other", "--patch", 2)
+    assert "patch: expected only for a net that has it, got it for fc_resnet" in message
+    message = terminal.refuse("train", "digits.npz", "--out", "other", "--recipe", "soup")
+    assert "recipe: expected one of fc, vit_cifar10, got 'soup'" in message
+
+
+def test_the_first_example_of_the_help_runs(terminal: Terminal) -> None:
+    result = terminal.succeed("train", "digits", "--out", "digits-net", "--epochs", 1)
+    assert "otad defend digits-net --out MODEL_DIR" in result.stdout
+    assert np.isfinite(json.loads(Path("digits-net/training.json").read_text())["final"]["loss"])
+
+
+def test_the_largest_seed_will_do(terminal: Terminal) -> None:
+    write_digits(Path("digits.npz"))
+    seed = 2**64 - 1
+    terminal.succeed("train", "digits.npz", "--out", "net", *QUICK, "--seed", seed)
+    assert json.loads(Path("net/training.json").read_text())["train_config"]["seed"] == seed
+
+
+def test_images_keep_their_folder_to_themselves(terminal: Terminal) -> None:
+    """A net among the folders of the classes would not be taken for one of them."""
+    Path("images/cats").mkdir(parents=True)
+    message = terminal.refuse("train", "images", "--size", 8, "--out", "images")
+    assert "got images, which would overwrite images" in message
+    message = terminal.refuse("train", "images", "--size", 8, "--out", "images/net")
+    assert "got images/net, which would be read as part of images" in message
+
+
+def test_cells_may_be_normalized_already(terminal: Terminal) -> None:
+    anndata = pytest.importorskip("anndata", reason="needs the extra singlecell")
+    values = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    cells = anndata.AnnData(values, obs={"kind": ["a", "b"] * 20})
+    cells.obs_names = [f"cell {k}" for k in range(40)]
+    cells.write_h5ad("cells.h5ad")
+    arguments = ("train", "cells.h5ad", "--label", "kind", "--out", "net", *QUICK)
+    assert "pass normalize=False (--no-normalize)" in terminal.refuse(*arguments)
+    terminal.succeed(*arguments, "--no-normalize")
+    terminal.succeed("defend", "net", "--out", "model")
+    assert otad.load("model").notes["preparation"]["target_sum"] is None
+    terminal.succeed("predict", "model", "test", "--out", "p.csv")
+    message = terminal.refuse("train", "digits.npz", "--out", "other", "--no-normalize")
+    assert "--normalize has no meaning for an NPZ file" in message

@@ -1,0 +1,228 @@
+"""Rows read from a file are the rows of the tensor mapped from it, and nothing else is touched."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from otad.errors import InputError
+from otad.io.mapped_rows import FileRows, block_of, gathered, in_file, remember
+from otad.model.bank import FeatureBank
+
+N, D = 40, 7
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def mapped(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A tensor mapped from a file that also holds others, and its copy in memory."""
+    drawn = torch.randn(N, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    save_file({"before": torch.arange(5), "points": drawn, "z": torch.ones(3)}, path)
+    with safe_open(path, framework="pt") as file:
+        points = file.get_tensor("points")
+    remember(path, {"points": points})
+    assert in_file(points) is not None
+    return points, drawn
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_those_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    points, drawn = mapped(tmp_path / "file", dtype)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(30):
+        shape = torch.randint(0, 6, (int(torch.randint(1, 4, (), generator=generator)),))
+        indices = torch.randint(0, N, tuple(shape.tolist()), generator=generator)
+        for rows in (indices, indices.flip(0), torch.cat([indices, indices])):
+            assert torch.equal(gathered(points, rows), drawn[rows])
+            assert torch.equal(gathered(drawn, rows), drawn[rows])
+    for start, stop in ((0, 1), (3, 9), (0, N), (N - 2, N + 5), (4, 4), (N, N + 3)):
+        assert torch.equal(block_of(points, start, stop), drawn[start:stop])
+        assert torch.equal(block_of(drawn, start, stop), drawn[start:stop])
+
+
+def test_no_rows_and_rows_that_are_not_there(tmp_path: Path) -> None:
+    points, _ = mapped(tmp_path / "file")
+    for shape in ((0,), (3, 0)):
+        none = torch.empty(shape, dtype=torch.int64)
+        assert gathered(points, none).shape == (*shape, D)
+    for bad in (-1, N):
+        with pytest.raises(InputError, match=rf"rows: expected 0 to {N - 1}, the rows of .*file"):
+            gathered(points, torch.tensor([[0, bad]]))
+
+
+def test_rows_are_copies(tmp_path: Path) -> None:
+    points, drawn = mapped(tmp_path / "file")
+    gathered(points, torch.tensor([3]))[:] = 0
+    block_of(points, 0, 5)[:] = 0
+    assert torch.equal(points, drawn)
+
+
+def test_a_tensor_changed_in_memory_is_no_longer_that_of_the_file(tmp_path: Path) -> None:
+    points, drawn = mapped(tmp_path / "file")
+    points[3] = 7.0
+    assert in_file(points) is None
+    assert torch.equal(gathered(points, torch.tensor([3, 4]))[0], torch.full((D,), 7.0))
+    assert torch.equal(block_of(points, 4, 6), drawn[4:6])
+
+
+def test_other_tensors_are_not_of_a_file(tmp_path: Path) -> None:
+    points, drawn = mapped(tmp_path / "file")
+    for other in (drawn, points.clone(), points[:5]):
+        assert in_file(other) is None
+
+
+def test_32_bits_of_an_index_count_the_bytes_of_a_large_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with file.open("wb") as sparse:
+        sparse.seek(2**31)  # takes no room on the disk
+        sparse.write(bytes(range(8)))
+    points = torch.empty(1, dtype=torch.uint8).expand(2**28 + 1, 8)
+    rows = FileRows(file, 0, points).read(torch.tensor([len(points) - 1], dtype=torch.int32))
+    assert rows.tolist() == [list(range(8))]
+
+
+def test_changes_in_inference_mode_are_noticed(tmp_path: Path) -> None:
+    """Of a tensor made there torch does not count them, so that one is not read from its file."""
+    points, drawn = mapped(tmp_path / "file")
+    with torch.inference_mode():
+        assert torch.equal(gathered(points, torch.tensor([8, 2])), drawn[[8, 2]])
+        points.add_(1000)
+        assert torch.equal(gathered(points, torch.tensor([8, 2])), drawn[[8, 2]] + 1000)
+        with safe_open(tmp_path / "file", framework="pt") as file:
+            points = file.get_tensor("points")
+        remember(tmp_path / "file", {"points": points})
+        assert in_file(points) is None
+        points.add_(1000)
+        assert torch.equal(gathered(points, torch.tensor([8, 2])), drawn[[8, 2]] + 1000)
+        assert torch.equal(block_of(points, 4, 6), drawn[4:6] + 1000)
+
+
+def test_a_bank_loaded_in_inference_mode_reads_rows_until_it_is_changed(tmp_path: Path) -> None:
+    x = torch.rand(N, D, generator=torch.Generator().manual_seed(0))
+    FeatureBank(x, x + 1, torch.arange(N) % 2, "net").save(tmp_path / "bank")
+    indices = torch.tensor([3, 9])
+    with torch.inference_mode():
+        bank = FeatureBank.load(tmp_path / "bank")
+        assert in_file(bank.inputs) is not None
+        assert torch.equal(bank.gather(indices)[0], x[indices])
+        bank.inputs.add_(1000)
+        assert torch.equal(bank.gather(indices)[0], x[indices] + 1000)
+        assert torch.equal(bank.gather(indices)[1], x[indices] + 1)
+
+
+def test_the_file_is_kept_when_its_name_is_given_to_another(tmp_path: Path) -> None:
+    points, drawn = mapped(tmp_path / "file")
+    save_file({"points": torch.zeros(N, D)}, tmp_path / "other")
+    os.replace(tmp_path / "other", tmp_path / "file")
+    rows = torch.arange(N)
+    assert torch.equal(gathered(points, rows), drawn)
+    (tmp_path / "file").unlink()
+    assert torch.equal(gathered(points, rows), drawn)
+
+
+def test_a_file_truncated_under_way_is_named(tmp_path: Path) -> None:
+    points, drawn = mapped(tmp_path / "file")
+    whole = (tmp_path / "file").stat().st_size
+    os.truncate(tmp_path / "file", whole - 12 - D * 4 - 1)  # the last tensor, a row and a byte
+    assert torch.equal(gathered(points, torch.tensor([N - 3])), drawn[[N - 3]])
+    for read in (lambda: gathered(points, torch.tensor([N - 1])), lambda: block_of(points, 0, N)):
+        with pytest.raises(InputError, match=r"file: expected .* bytes from byte .*truncated"):
+            read()
+
+
+def test_the_file_is_closed_with_the_tensor(tmp_path: Path) -> None:
+    opened = Path("/proc/self/fd")
+    if not opened.exists():
+        opened = Path("/dev/fd")
+    before = len(list(opened.iterdir()))
+    points, _ = mapped(tmp_path / "file")
+    assert len(list(opened.iterdir())) == before + 1
+    del points
+    gc.collect()
+    assert len(list(opened.iterdir())) == before
+
+
+def test_a_bank_reads_rows_of_its_file(tmp_path: Path) -> None:
+    x = torch.rand(N, D, generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "bank"
+    inside = FeatureBank(x, x + 1, torch.arange(N) % 2, "net")
+    inside.save(path)
+    bank = FeatureBank.load(path)
+    assert in_file(bank.inputs) is not None
+    assert in_file(bank.features) is not None
+    indices = torch.tensor([[3, 3], [39, 0]])
+    for mine, theirs in zip(bank.gather(indices), inside.gather(indices), strict=True):
+        assert torch.equal(mine, theirs)
+    parts = [b.subset(4, torch.Generator().manual_seed(3)) for b in (bank, inside)]
+    assert torch.equal(parts[0].features, parts[1].features)
+    read = FeatureBank.load(path, mmap=False)
+    assert in_file(read.inputs) is None
+
+
+@pytest.mark.parametrize("shape", [(0, D), ()])
+def test_a_bank_without_rows_is_refused_as_ever(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    none = {"inputs": torch.zeros(shape), "features": torch.zeros(shape)}
+    metadata = {"format": "otad-feature-bank", "version": "1", "fingerprint": "net"}
+    save_file(none | {"labels": torch.zeros(3)}, tmp_path / "bank", metadata)
+    with pytest.raises(InputError, match="inputs: expected"):
+        FeatureBank.load(tmp_path / "bank", verify=False)
+
+
+RESIDENT = textwrap.dedent(
+    """
+    import re, sys
+    from pathlib import Path
+    import torch
+    from otad.cip import BankProblem, ExactCip
+    from otad.model.bank import FeatureBank
+
+    def mapped():
+        text = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssFile:\\s+(\\d+)", text)[1]) * 1024
+
+    torch.set_num_threads(1)
+    bank = FeatureBank.load(sys.argv[1])
+    few = bank.gather(torch.arange(3))[0]
+    ExactCip(on_failure="abstain")(BankProblem(few, *bank.gather(torch.arange(4)),
+        torch.tensor([[0, 1], [1, 2], [2, 3]]), 2.0))  # loads the libraries
+    before = mapped()
+    bank = FeatureBank.load(sys.argv[1])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        indices = torch.randint(len(bank), (3, 2), generator=generator)
+        solution = ExactCip(on_failure="abstain")(
+            BankProblem(few, bank.inputs, bank.features, indices, 2.0))
+    print(mapped() - before)
+    bank.features.sum()
+    print(mapped() - before)
+    """
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no RssFile")
+def test_a_file_does_not_become_resident(tmp_path: Path) -> None:
+    """Neither by checking it nor by solving; the sum of a map shows that it could."""
+    x = torch.rand(2000, 4096, generator=torch.Generator().manual_seed(0)).half()
+    FeatureBank(x, x, torch.zeros(len(x), dtype=torch.int64), "net").save(tmp_path / "bank")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT, str(tmp_path / "bank")],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    asked, whole = (int(line) for line in done.stdout.split())
+    assert asked < x.nbytes / 2  # both halves of the bank are that large
+    assert whole > x.nbytes

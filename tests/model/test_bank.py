@@ -1,0 +1,327 @@
+"""The feature bank: what goes in comes out, from memory or file, and no other file is believed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from otad.errors import InputError
+from otad.model.bank import FeatureBank, fingerprint_of
+
+N, D = 57, 5
+WIDTH = torch.linspace(-1, 1, 3 * D).view(3, D)
+
+
+def net(x: Tensor) -> tuple[Tensor, Tensor]:
+    embedded = x.flatten(1) @ WIDTH
+    return embedded, embedded.tanh()
+
+
+def images(n: int = N) -> tuple[Tensor, Tensor]:
+    x = torch.rand(n, 3, 1, generator=torch.Generator().manual_seed(1))
+    return x, torch.arange(n) % 4
+
+
+def build(path: Path | None = None, *, y: Tensor | None = None, **options) -> FeatureBank:
+    x, labels = images()
+    settings = {"fingerprint": "one net", "batch_size": 10, "path": path} | options
+    return FeatureBank.build(net, x, labels if y is None else y, **settings)
+
+
+def assert_same(bank: FeatureBank, other: FeatureBank) -> None:
+    for name in ("inputs", "features", "labels"):
+        mine, theirs = getattr(bank, name), getattr(other, name)
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    assert bank.fingerprint == other.fingerprint
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "bank.safetensors"
+    build().save(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", [False, True])
+def test_memory_stream_and_save_agree(tmp_path: Path, dtype, target) -> None:
+    x, y = images()
+    y = y.to(torch.float64) / 3 if target else y.to(torch.int32)
+    inside = build(dtype=dtype, y=y)
+    embedded, features = net(x)
+    assert torch.equal(inside.inputs, embedded.to(dtype))
+    assert torch.equal(inside.features, features.to(dtype))
+    assert torch.equal(inside.labels, y.float() if target else y.long())
+    assert (len(inside), inside.dim, inside.dtype) == (N, D, dtype)
+
+    streamed, saved = tmp_path / "new" / "streamed.safetensors", tmp_path / "saved.safetensors"
+    assert_same(build(streamed, dtype=dtype, y=y), inside)
+    inside.save(saved)
+    assert streamed.read_bytes() == saved.read_bytes()
+    assert os.listdir(streamed.parent) == [streamed.name]
+    assert_same(FeatureBank.load(saved), inside)
+    assert_same(FeatureBank.load(saved, mmap=False), inside)
+    ordinary = load_file(saved)  # a safetensors file like any other
+    assert set(ordinary) == {"inputs", "features", "labels"}
+    assert torch.equal(ordinary["features"], inside.features)
+
+
+def test_batches_and_progress(tmp_path: Path) -> None:
+    sizes, steps = [], []
+
+    def watched(x: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(len(x))
+        assert not torch.is_grad_enabled()
+        return net(x)
+
+    x, y = images()
+    bank = FeatureBank.build(
+        watched,
+        x,
+        y,
+        fingerprint="one net",
+        batch_size=20,
+        path=tmp_path / "bank",
+        progress=lambda done, total: steps.append((done, total)),
+    )
+    assert sizes == [20, 20, 17]  # one pass
+    assert steps == [(20, N), (40, N), (N, N)]
+    torch.testing.assert_close(bank.inputs, build(batch_size=1).inputs)
+
+
+def test_file_is_mapped_and_never_changed(file: Path) -> None:
+    before = file.read_bytes()
+    bank = FeatureBank.load(file)
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert str(file) in maps.read_text()
+    bank.inputs[0] = 7
+    assert file.read_bytes() == before
+    FeatureBank.load(file).save(file)  # over the very file it is mapped from
+    assert file.read_bytes() == before
+
+
+def test_gather() -> None:
+    bank = build(dtype=torch.float16)
+    indices = torch.tensor([[3, 56, 3], [0, 1, 2]])
+    inputs, features = bank.gather(indices)
+    assert inputs.shape == features.shape == (2, 3, D)
+    assert inputs.dtype == features.dtype == torch.float32
+    assert torch.equal(inputs[0, 1], bank.inputs[56].float())
+    assert torch.equal(features[0, 2], bank.features[3].float())
+    assert bank.gather(indices, torch.float64)[0].dtype == torch.float64
+    for bad in (57, -1):
+        with pytest.raises(InputError, match=r"indices: expected 0 to 56, got"):
+            bank.gather(torch.tensor([0, bad]))
+    with pytest.raises(InputError, match="indices: expected dtype int64"):
+        bank.gather(torch.tensor([True]))
+    with pytest.raises(InputError, match=r"indices: expected a torch\.Tensor, got list"):
+        bank.gather([1, 2])
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2)])
+def test_gather_nothing(file: Path, shape: tuple[int, ...]) -> None:
+    for bank in (build(), FeatureBank.load(file)):
+        for part in bank.gather(torch.empty(shape, dtype=torch.int64), torch.float64):
+            assert part.shape == (*shape, D)
+            assert part.dtype == torch.float64
+
+
+def test_subset() -> None:
+    bank = build()
+    assert bank.classes.tolist() == [0, 1, 2, 3]
+    small = bank.subset(5, torch.Generator().manual_seed(3))
+    assert small.labels.bincount().tolist() == [5, 5, 5, 5]
+    matches = (small.inputs[:, None] == bank.inputs).all(2)
+    where = matches.nonzero()[:, 1]
+    assert torch.equal(where, where.unique())  # no point twice, in the order of the bank
+    assert torch.equal(bank.features[where], small.features)
+    assert torch.equal(bank.labels[where], small.labels)
+    assert_same(bank.subset(5, torch.Generator().manual_seed(3)), small)
+    other = bank.subset(5, torch.Generator().manual_seed(4))
+    assert len({bank.fingerprint, small.fingerprint, other.fingerprint}) == 3
+    with pytest.raises(InputError, match="at most 14, the points of class 1, got 15"):
+        bank.subset(15, torch.Generator())
+    with pytest.raises(InputError, match="expected class numbers"):
+        build(y=torch.rand(N)).subset(1, torch.Generator())
+
+
+def test_every_changed_byte_is_noticed(file: Path) -> None:
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [*range(header), header, len(whole) // 2, len(whole) - 1]
+    for place in places:
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        with pytest.raises(InputError, match="expected"):
+            FeatureBank.load(file)
+    swapped = whole.replace(b'"inputs"', b'"?"').replace(b'"features"', b'"inputs"')
+    file.write_bytes(swapped.replace(b'"?"', b'"features"'))  # all sizes fit
+    with pytest.raises(InputError, match="the file is damaged"):
+        FeatureBank.load(file)
+    file.write_bytes(whole)
+    FeatureBank.load(file)
+
+
+def test_damage_is_named_and_may_be_overlooked_on_request(file: Path) -> None:
+    changed = bytearray(file.read_bytes())
+    changed[-1] ^= 1
+    file.write_bytes(changed)
+    with pytest.raises(InputError, match=r"expected contents with checksum .* the file is damaged"):
+        FeatureBank.load(file)
+    assert len(FeatureBank.load(file, verify=False)) == N
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 100, -1, -400])
+def test_truncated_file(file: Path, kept: int) -> None:
+    file.write_bytes(file.read_bytes()[:kept])
+    for verify in (True, False):
+        with pytest.raises(InputError, match="expected a whole safetensors file, got"):
+            FeatureBank.load(file, verify=verify)
+
+
+def test_renamed_pickle(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "sprung",))
+
+    path = tmp_path / "bank.safetensors"
+    torch.save({"inputs": torch.zeros(1000)}, path)
+    zipped = path.read_bytes()
+    for content in (zipped, pickle.dumps([Trap(), list(range(1000))])):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="pickles are never read"):
+            FeatureBank.load(path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_bank_of_another_net(file: Path) -> None:
+    FeatureBank.load(file, expect_fingerprint="one net")
+    with pytest.raises(InputError, match="data another net, got the bank of one net"):
+        FeatureBank.load(file, expect_fingerprint="another net")
+
+
+def test_other_formats(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "bank.safetensors"
+    save_file({"inputs": torch.zeros(2, 2)}, path)
+    with pytest.raises(InputError, match="expected a feature bank, got other tensors"):
+        FeatureBank.load(path)
+    monkeypatch.setattr("otad.model.bank.VERSION", "2")
+    build(path)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="expected a bank of version 1, got 2"):
+        FeatureBank.load(path)
+    with pytest.raises(FileNotFoundError):
+        FeatureBank.load(tmp_path / "nothing")
+    folder = re.escape(str(tmp_path))
+    with pytest.raises(InputError, match=rf"{folder}: expected a safetensors file, got: a folder"):
+        FeatureBank.load(tmp_path)
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    """In a sealed file, in memory, and from a net: refused everywhere, and nothing is left."""
+    path = tmp_path / "bank.safetensors"
+    bank = build()
+    bank.features[9, 2] = torch.nan  # behind its back, after all checks
+    bank.save(path)
+    with pytest.raises(InputError, match=r"features from row 0 on: .* got nan at \(9, 2\)"):
+        FeatureBank.load(path)
+    with pytest.raises(InputError, match="features from row 0 on"):
+        FeatureBank(bank.inputs, bank.features, bank.labels, "x")
+    path.unlink()
+    x, y = images()
+    x[33] = torch.inf
+    for target in (None, path):
+        with pytest.raises(InputError, match="inputs from row 30 on"):
+            FeatureBank.build(net, x, y, fingerprint="x", batch_size=10, path=target)
+    x[33] = 1e5
+    with pytest.raises(InputError, match=r"inputs from row 32 on, as torch.float16: .* got -?inf"):
+        FeatureBank.build(net, x, y, fingerprint="x", batch_size=8, dtype=torch.float16, path=path)
+    assert list(tmp_path.iterdir()) == []
+
+
+ONES = torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"inputs": ONES.double()}, "inputs: expected dtype float16 or bfloat16 or float32"),
+        ({"features": ONES[:2]}, r"features: expected shape \(3, 2\) like the inputs"),
+        ({"features": ONES.half()}, "features: expected dtype float32 like inputs"),
+        ({"labels": torch.zeros(2).long()}, r"labels: expected shape \(3,\) one for each input"),
+        ({"labels": torch.zeros(3).int()}, "labels: expected dtype int64 or float32, got int32"),
+        ({"labels": torch.tensor([0, -1, 0])}, "labels: expected class numbers from 0, got -1"),
+        ({"labels": torch.tensor([0, torch.nan, 0])}, "labels: expected finite values"),
+        ({"fingerprint": ""}, "fingerprint: expected some text"),
+    ],
+)
+def test_bad_fields(fields, message) -> None:
+    good = {"inputs": ONES, "features": ONES, "labels": torch.zeros(3), "fingerprint": "x"}
+    FeatureBank(**good)
+    with pytest.raises(InputError, match=message):
+        FeatureBank(**(good | fields))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": torch.zeros(0, 3)}, "x: expected a torch.Tensor with at least one row"),
+        ({"y": [0] * N}, "y: expected a torch.Tensor"),
+        ({"y": torch.zeros(N - 1)}, r"labels: expected shape \(57,\)"),
+        ({"batch_size": 0}, "batch_size: expected an integer of at least 1"),
+        ({"dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32"),
+        ({"transport": lambda x: (x.flatten(1), x[:, :2, 0])}, "features: .* in the same R"),
+        ({"transport": lambda x: (x[:3, :, 0], x[:3, :, 0])}, r"inputs: expected shape \(57, 3\)"),
+        ({"transport": lambda x: (x, x)}, r"inputs: expected 2 axes"),
+    ],
+)
+def test_bad_builds(options, message) -> None:
+    x, y = images()
+    with pytest.raises(InputError, match=message):
+        FeatureBank.build(**({"transport": net, "x": x, "y": y, "fingerprint": "x"} | options))
+
+
+def test_width_that_changes_between_batches(tmp_path: Path) -> None:
+    x, y = images()
+    widths = iter([3, 2])
+
+    def shrinking(batch: Tensor) -> tuple[Tensor, Tensor]:
+        rows = batch.flatten(1)[:, : next(widths)]
+        return rows, rows
+
+    with pytest.raises(InputError, match=r"inputs: expected shape \(27, 3\)"):
+        FeatureBank.build(shrinking, x, y, fingerprint="x", batch_size=30, path=tmp_path / "bank")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fingerprint() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+    x = torch.arange(6.0).view(3, 2)
+    base = fingerprint_of(layer, {"x": x, "y": x[:, 0]})
+    state = dict(reversed(layer.state_dict().items()))
+    assert fingerprint_of(state, {"y": x[:, 0], "x": x}) == base
+    others = [
+        fingerprint_of(layer),
+        fingerprint_of(layer, {"x": x}),
+        fingerprint_of(layer, {"x": x[:, 0], "y": x}),
+        fingerprint_of(layer, {"x": x.view(2, 3), "y": x[:, 0]}),
+        fingerprint_of(layer, {"x": x.bfloat16(), "y": x[:, 0]}),
+        fingerprint_of(layer, {"x": x, "y": x[:, 0]}, "note"),
+        fingerprint_of({**state, "bias": state["bias"] + 1e-7}, {"x": x, "y": x[:, 0]}),
+        fingerprint_of({"weight": state["bias"], "bias": state["weight"]}, {"x": x, "y": x[:, 0]}),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+    with pytest.raises(InputError, match=r"net/a: expected a torch\.Tensor, got int"):
+        fingerprint_of({"a": 3})

@@ -1,0 +1,299 @@
+"""OTAD with one map for the whole bank: what it computes, how it travels, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otad.cip import ExactCip, Status
+from otad.cip.whole_bank.map import WholeBank
+from otad.cip.whole_bank.potential import BankPotential, integrate_most, least_bank_smoothness
+from otad.errors import InputError, SolverError
+from otad.model.defend import defend
+from otad.model.otad import OTAD
+from otad.nets import fc_resnet
+
+N, D = 70, 5
+TASKS = ["classification", "regression"]
+
+
+def points(rows: int, seed: int) -> Tensor:
+    return torch.rand(rows, D, generator=torch.Generator().manual_seed(seed))
+
+
+def model(seed: int = 0, *, task: str = "classification", **options: Any) -> OTAD:
+    x = points(N, seed)
+    y = (3 * x[:, 0]).long() if task == "classification" else x.sum(1)
+    outputs = 3 if task == "classification" else 1
+    net = fc_resnet((D,), outputs, blocks=2, seed=seed, task=task, mean=0.5, std=0.3)
+    return defend(net, x, y, **({"n_neighbors": 6, "scope": "global"} | options))
+
+
+QUERIES = points(40, 99)
+
+
+def crossed(seed: int = 0) -> tuple[OTAD, Tensor]:
+    """A model whose bank holds two points that no monotone map passes through, and its bank."""
+    ours = model(seed, scope="local")
+    features = ours.bank_features.clone()
+    features[7] = features[7] - 3 * ours.bank_inputs[7]
+    bank = copy.copy(ours.bank)
+    object.__setattr__(bank, "features", features)
+    return ours, bank
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("convexity", [0.0, -0.4])
+def test_it_is_the_one_map_put_between_embedding_and_head(task: str, convexity: float) -> None:
+    ours = model(task=task, strong_convexity=convexity)
+    embedded = (QUERIES - 0.5) / 0.3
+    inputs, features = ours.bank_inputs, ours.bank_features
+    potential = least_bank_smoothness(inputs, features, convexity)
+    assert ours.smoothness == potential.smoothness
+    assert torch.equal(ours.potential.levels, potential.levels)
+    found = WholeBank(inputs, features, potential)(embedded)
+    head = ours.backbone.head
+    outputs = (found.solution.image @ head.weight.T + head.bias).detach()
+
+    with torch.no_grad():
+        trace = ours.trace(QUERIES)
+    torch.testing.assert_close(
+        trace.outputs, outputs if task == "classification" else outputs[:, 0]
+    )
+    torch.testing.assert_close(trace.solution.image, found.solution.image)
+    torch.testing.assert_close(trace.gap, found.gap)
+    assert bool((trace.solution.status == Status.SOLVED).all())
+    assert torch.equal(ours(QUERIES), trace.outputs)
+
+
+def test_the_trace_tells_the_support_most_weight_first() -> None:
+    ours = model()
+    trace = ours.trace(QUERIES)
+    weights, indices = trace.solution.multipliers, trace.neighbors.indices
+    assert bool((weights.diff(dim=1) <= 0).all())
+    torch.testing.assert_close(weights.sum(1), torch.ones(40))
+    assert bool((weights[:, -1] > 0).any())  # cut to the widest support
+    assert torch.equal(trace.solution.active, weights > 0)
+    image = (weights[:, :, None] * ours.bank_features[indices]).sum(1)
+    torch.testing.assert_close(trace.solution.image, image)
+    embedded = ours.backbone.embed(QUERIES).double()
+    away = (ours.bank_inputs.double()[indices] - embedded[:, None]).norm(dim=2)
+    torch.testing.assert_close(trace.neighbors.distances, away)
+    assert torch.equal(trace.labels, ours.bank_labels[indices])
+    for row, held in zip(indices, weights > 0, strict=True):  # padding repeats, support does not
+        assert len(row[held].unique()) == int(held.sum())
+    assert model(scope="local").trace(QUERIES).gap is None
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("convexity", [0.0, -0.4, 0.2])
+def test_training_points_map_to_their_own_features(task: str, convexity: float) -> None:
+    ours = model(task=task, strong_convexity=convexity)
+    with torch.no_grad():
+        trace = ours.trace(points(N, 0))
+    expected = ours.backbone.head(ours.bank_features)
+    torch.testing.assert_close(trace.outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_smaller_smoothness_leaves_out_the_points_that_contradict() -> None:
+    ours, bank = crossed()
+    with pytest.raises(
+        SolverError, match=r"some that a smoothness .* With a smoothness given, points"
+    ):
+        OTAD(ours.backbone, bank, scope="global")
+    capped = OTAD(ours.backbone, bank, scope="global", smoothness=3.0).eval()
+    expected = integrate_most(bank.inputs, bank.features, 3.0)
+    assert capped.potential.left_out.tolist() == expected.left_out.tolist() == [7]
+    assert torch.equal(capped.bank_levels.isnan().nonzero()[:, 0], capped.potential.left_out)
+    assert "scope=global, smoothness=3, strong_convexity=0, left_out=1" in repr(capped)
+    with torch.no_grad():
+        images = capped.solve(bank.inputs).solution.image
+    others = torch.arange(N) != 7
+    torch.testing.assert_close(images[others], bank.features[others], rtol=1e-4, atol=1e-5)
+
+
+def test_a_potential_that_is_given_is_used_as_it_is() -> None:
+    ours = model()
+    potential = least_bank_smoothness(ours.bank_inputs, ours.bank_features, tolerance=0.3)
+    given = OTAD(ours.backbone, ours.bank, scope="global", potential=potential)
+    assert given.smoothness == potential.smoothness > 1.01 * ours.smoothness
+    assert given.potential.sweeps == potential.sweeps
+    assert torch.equal(given.bank_levels, potential.levels)
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    ours = model(strong_convexity=-0.3).double()
+    x = QUERIES[:6].double().requires_grad_()
+    assert torch.autograd.gradcheck(ours, x, eps=1e-6, atol=1e-6, rtol=1e-4, fast_mode=True)
+
+
+def test_no_two_inputs_are_stretched_by_more_than_the_smoothness() -> None:
+    ours = model()
+    embedded = ours.backbone.embed(points(60, 5))
+    with torch.no_grad():
+        images = ours.solve(embedded).solution.image
+    assert float(torch.pdist(images).div(torch.pdist(embedded)).max()) <= ours.smoothness * 1.0001
+
+
+def test_a_state_dict_carries_levels_and_curvature_to_a_fresh_module() -> None:
+    old, fresh = model(seed=1), model(seed=2, smoothness=9.0)
+    with torch.no_grad():
+        expected, before = old(QUERIES), fresh(QUERIES)  # both have made their map by now
+        assert not torch.equal(expected, before)
+        fresh.load_state_dict(old.state_dict())
+        assert torch.equal(fresh(QUERIES), expected)
+    assert (fresh.smoothness, fresh.bank_fingerprint) == (old.smoothness, old.bank_fingerprint)
+    assert fresh.potential.sweeps == old.potential.sweeps
+    assert "bank_levels" in old.state_dict()
+    assert all(isinstance(value, Tensor) for value in old.state_dict().values())
+
+
+def test_a_state_dict_of_another_scope_is_refused() -> None:
+    one_map, local = model(), model(scope="local")
+    assert "bank_levels" not in local.state_dict()
+    with pytest.raises(InputError, match="expected that of a model of global scope, got one of lo"):
+        one_map.load_state_dict(local.state_dict())
+    with pytest.raises(InputError, match="expected that of a model of local scope, got one of glo"):
+        local.load_state_dict(one_map.state_dict(), strict=False)
+
+
+def test_the_map_is_made_once_and_again_for_another_bank(monkeypatch: Any) -> None:
+    made = []
+    create = WholeBank.__init__
+
+    def counting(self: WholeBank, *args: Any, **options: Any) -> None:
+        made.append(self)
+        create(self, *args, **options)
+
+    monkeypatch.setattr(WholeBank, "__init__", counting)
+    ours = model()
+    for _ in range(3):
+        ours(QUERIES)
+    assert len(made) == 1
+    ours.load_state_dict(model(seed=1).state_dict())
+    ours(QUERIES)
+    assert len(made) == 2
+    ours.double()(QUERIES.double())
+    assert len(made) == 3
+
+
+def test_levels_stay_in_double_precision() -> None:
+    ours = model()
+    expected = ours(QUERIES)
+    levels = ours.bank_levels.clone()
+    for _ in range(2):
+        ours.double().float()
+    assert ours.bank_levels.dtype == torch.float64
+    assert torch.equal(ours.bank_levels, levels)
+    assert torch.equal(ours(QUERIES), expected)
+
+
+def test_a_copy_is_whole_but_for_the_map() -> None:
+    ours = model()
+    expected = ours(QUERIES)
+    twin = copy.deepcopy(ours)
+    assert twin._whole is None
+    assert torch.equal(twin(QUERIES), expected)
+    assert twin.bank_levels is not ours.bank_levels
+
+
+def test_a_bank_that_is_not_resident(tmp_path: Path) -> None:
+    resident = model()
+    mapped = model(resident=False, bank_path=str(tmp_path / "bank.safetensors"))
+    assert torch.equal(mapped(QUERIES), resident(QUERIES))
+    assert not any(name.startswith("bank_") for name in mapped.state_dict())
+    mapped.load_state_dict(mapped.state_dict())
+    other = model(resident=False, smoothness=9.0)
+    with pytest.raises(InputError, match="and its levels, which is not resident"):
+        mapped.load_state_dict(other.state_dict())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_mapped_bank_answers_where_the_queries_are(tmp_path: Path) -> None:
+    resident = model()
+    mapped = model(resident=False, bank_path=str(tmp_path / "bank.safetensors")).to("cuda")
+    x = QUERIES.cuda().requires_grad_()
+    found = mapped(x)
+    assert found.is_cuda
+    assert mapped.bank_levels.device.type == "cpu"
+    torch.testing.assert_close(found.cpu(), resident(QUERIES), rtol=1e-5, atol=1e-5)
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    assert slope.is_cuda
+    torch.testing.assert_close(resident.to("cuda")(x), found, rtol=1e-5, atol=1e-5)
+
+
+def test_the_support_may_be_found_by_an_index() -> None:
+    pytest.importorskip("faiss", reason="needs the extra 'index' (faiss-cpu)")
+    indexed = model(search="faiss")
+    torch.testing.assert_close(indexed(QUERIES), model()(QUERIES), rtol=1e-5, atol=1e-5)
+    assert indexed.whole_bank.pricing == "faiss"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_half_precision_bank_has_a_map_of_its_own(dtype: torch.dtype) -> None:
+    half = model(bank_dtype=dtype)
+    with torch.no_grad():
+        images = half.solve(half.bank_inputs.float()).solution.image
+    torch.testing.assert_close(images, half.bank_features.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_defending_tells_the_sweeps() -> None:
+    told: list[tuple[int, float]] = []
+    ours = model(smoothness=4.0, sweep_progress=lambda *sweep: told.append(sweep))
+    assert [count for count, _ in told] == list(range(1, ours.potential.sweeps + 1))
+    assert all(isinstance(rise, float) for _, rise in told)
+
+
+def no_potential(levels: Tensor) -> BankPotential:
+    return BankPotential(levels, 2.0, 0.0, torch.zeros(0).long(), 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scope": "regional"}, "scope: expected one of local, global, got 'regional'"),
+        ({"metric": nn.Linear(D, 2)}, "metric: expected none in global scope, .* got Linear"),
+        ({"solver": ExactCip()}, "solver: expected none in global scope"),
+        ({"smoothness": 0.0}, "smoothness: expected a finite value above 0 .* got 0"),
+        ({"smoothness": 1.0, "strong_convexity": 1.0}, r"above strong_convexity \(1.0\), got 1"),
+        ({"strong_convexity": torch.nan}, "strong_convexity: expected a number, got nan"),
+        ({"n_neighbors": N + 1}, "n_neighbors: expected at most the 70 points .* got 71"),
+    ],
+)
+def test_refused_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        model(**options)
+
+
+def test_refused_potentials() -> None:
+    ours = model(scope="local")
+    levels = torch.zeros(N, dtype=torch.float64)
+    for given, scope, message in (
+        (no_potential(levels), "local", "potential: expected with scope 'global' alone"),
+        (no_potential(levels[1:]), "global", r"expected float64 levels of shape \(70,\)"),
+        (no_potential(levels.float()), "global", r"got torch.float32 of shape \(70,\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            OTAD(ours.backbone, ours.bank, scope=scope, potential=given)
+    found = model(scope="global").potential
+    with pytest.raises(InputError, match=r"smoothness: expected .* that of the potential, or None"):
+        OTAD(ours.backbone, ours.bank, scope="global", potential=found, smoothness=99.0)
+    with pytest.raises(InputError, match="scope: expected 'global' for one map"):
+        _ = ours.whole_bank
+
+
+def test_a_smoothness_that_most_points_contradict_is_refused() -> None:
+    with pytest.raises(SolverError, match=r"at most 35 of 70 bank points contradict .* got 0.05"):
+        model(smoothness=0.05)
+
+
+def test_no_bank_point_can_be_left_out_for_a_query() -> None:
+    ours = model()
+    with pytest.raises(InputError, match="exclude: expected None in global scope"):
+        ours.trace(QUERIES[:1], exclude=torch.tensor([3]))
+    assert ours.neighbors(ours.locate(QUERIES)).indices.shape == (40, 6)  # for twins and attacks

@@ -1,0 +1,333 @@
+"""A network in the solver's place: what it learns from a model, and that it is a part of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from imitated import BRIEF, K, estimated, exact, images, small_net
+from torch import Tensor
+
+from otad.certify import certify
+from otad.cip import ExactCip, Status
+from otad.cip.surrogate import CipNet, CipNetEpoch, leave_one_out, train_cip_net
+from otad.errors import InputError
+from otad.model.defend import defend
+from otad.model.diagnostics import (
+    changed_by_potential,
+    chooses_potential,
+    defended_map,
+    local_lipschitz,
+    problem_of,
+    relative_error,
+    residual_of,
+)
+from otad.model.imitation import fresh_net, imitate, lessons, recipe_for
+from otad.model.otad import OTAD
+from otad.nets import fc_resnet
+from otad.report.assessment import assess
+from otad.training.checkpoint import fingerprint
+
+X, Y = images(12, seed=5)
+
+
+def test_the_net_learns_to_answer_like_the_solver() -> None:
+    """On inputs that are in no bank, better than the mean feature of their neighbors does."""
+    generator = torch.Generator().manual_seed(0)
+    x, unseen = (torch.rand(rows, 3, generator=generator) for rows in (300, 100))
+    net = fc_resnet((3,), 2, blocks=2, seed=1, bounds=(0.0, 1.0), mean=0.5, std=0.25)
+    model = defend(net, x, (x[:, 0] > 0.5).long(), n_neighbors=4)
+    config = replace(BRIEF, epochs=20, batch_size=32, learning_rate=5e-3)
+    found = imitate(model, config, net=small_net(model, "hull", width=32), held_out=50)
+    with torch.no_grad():
+        truth, guess = (one.trace(unseen).solution.image for one in (model, found.model))
+        nearest = model.neighbors(model.locate(unseen)).indices
+        mean = model.bank_features[nearest].mean(1)
+    missed, baseline = ((image - truth).square().sum(1).mean() for image in (guess, mean))
+    assert missed < 0.6 * baseline
+    assert found.result.finished
+    assert found.result.history[-1].held_out_error == pytest.approx(
+        float(missed) / found.result.unit, rel=0.5
+    )
+    assert found.result.history[-1].held_out_error < 0.6 * found.result.history[0].held_out_error
+
+
+@pytest.mark.parametrize("kind", ["fc", "vit"])
+def test_lessons_are_the_nearest_others_where_neighbors_are_sought(kind: str) -> None:
+    model = exact(kind, strong_convexity=-0.2)
+    problem = lessons(model)
+    keys = model.bank_points.double()
+    distances = torch.cdist(keys, keys).fill_diagonal_(torch.inf)
+    assert torch.equal(problem.indices, distances.sort(stable=True).indices[:, :K])
+    assert torch.equal(problem.query, model.bank_inputs)
+    assert set(problem.smoothness.tolist()) == {2.0}
+    assert set(problem.strong_convexity.tolist()) == {-0.2}
+    rows = torch.tensor([7, 0, 30])
+    some = lessons(model, rows)
+    assert torch.equal(some.indices, problem.indices[rows])
+    assert torch.equal(some.query, model.bank_inputs[rows])
+    if kind == "fc":
+        alone = leave_one_out(model.bank_inputs, model.bank_features, K, 2.0, -0.2)
+        assert torch.equal(problem.indices, alone.indices)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.3, 0.0])
+def test_training_is_that_of_the_lessons(alpha: float) -> None:
+    """By the model's own solver, beside the backbone's own features of the bank."""
+    model = exact(solver=ExactCip(mode="paper", climb=(0.5, 0.0), on_failure="raise"))
+    state = fingerprint(model.state_dict())
+    found = imitate(model, BRIEF, net=small_net(model), alpha=alpha)
+    by_hand = small_net(model)
+    expected = train_cip_net(
+        by_hand,
+        lessons(model),
+        BRIEF,
+        teacher=ExactCip(mode="paper", climb=(0.5, 0.0), on_failure="fallback"),
+        alpha=alpha,
+        own_features=model.bank_features,
+    )
+    assert found.result == expected
+    assert (found.result.history[0].error is None) == (alpha == 0)
+    assert fingerprint(found.model.solver.state_dict()) == fingerprint(by_hand.state_dict())
+    assert fingerprint(model.state_dict()) == state
+    assert isinstance(model.solver, ExactCip)
+
+
+def test_held_out_points_are_no_lessons() -> None:
+    model = exact()
+    seen: list[int] = []
+
+    class Watching(CipNet):
+        def forward(self, problem: Any) -> Any:
+            if self.training:
+                seen.extend(_rows(model, problem.query))
+            return super().forward(problem)
+
+    net = Watching(model.backbone.dim, K, width=16, blocks=1, heads=2)
+    imitate(model, replace(BRIEF, epochs=2), net=net, held_out=6)
+    assert len(seen) == 2 * 30
+    assert len(set(seen)) == 30
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
+    model = exact()
+    with mode():
+        within = imitate(model, BRIEF, held_out=3)
+    plainly = imitate(model, BRIEF, held_out=3)
+    assert within.result == plainly.result
+    assert torch.equal(within.model(X), plainly.model(X))
+
+
+def _rows(model: OTAD, query: Tensor) -> list[int]:
+    return torch.cdist(query.double(), model.bank_inputs.double()).argmin(1).tolist()
+
+
+class _StopError(Exception):
+    pass
+
+
+def stop_after(epoch: int) -> Callable[[CipNetEpoch], None]:
+    def report(record: CipNetEpoch) -> None:
+        if record.epoch == epoch:
+            raise _StopError
+
+    return report
+
+
+def test_a_stopped_training_goes_on_to_the_same_model(tmp_path: Path) -> None:
+    model, places = exact(), [tmp_path / name for name in ("whole", "cut", "short")]
+    options: dict[str, Any] = {"alpha": 0.5, "held_out": 4}
+    whole = imitate(model, BRIEF, net=small_net(model), checkpoint_dir=places[0], **options)
+    with pytest.raises(_StopError):
+        imitate(
+            model, BRIEF, net=small_net(model), checkpoint_dir=places[1],
+            progress=stop_after(2), **options,
+        )  # fmt: skip
+    again = imitate(model, BRIEF, net=small_net(model), checkpoint_dir=places[1], **options)
+    assert again.result.resumed_after == 2
+    # and one that is out of time after every epoch
+    for epoch in (1, 2, 3):
+        late = imitate(
+            model, BRIEF, net=small_net(model), checkpoint_dir=places[2],
+            max_seconds=1e-9, **options,
+        )  # fmt: skip
+        assert len(late.result.history) == epoch
+        assert late.result.finished == (epoch == 3)
+    for other in (again, late):
+        assert other.result == whole.result
+        assert fingerprint(other.model.state_dict()) == fingerprint(whole.model.state_dict())
+    done = imitate(model, BRIEF, net=small_net(model), checkpoint_dir=places[2], **options)
+    assert done.result.resumed_after == 3
+    assert not done.model.training
+
+
+def test_rarely_saved_runs_go_on_from_what_was_saved(tmp_path: Path) -> None:
+    model = exact()
+    with pytest.raises(_StopError):
+        imitate(
+            model, BRIEF, net=small_net(model), checkpoint_dir=tmp_path, save_seconds=1000.0,
+            progress=stop_after(2),
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_net_is_a_part_of_the_model() -> None:
+    model = estimated()
+    state = model.state_dict()
+    assert {name for name in state if name.startswith("solver.")} == {
+        f"solver.{name}" for name in model.solver.state_dict()
+    }
+    other = exact().with_solver(small_net(exact()))
+    with torch.no_grad():
+        assert not torch.equal(other(X), model(X))
+        other.load_state_dict(state)
+        assert torch.equal(other(X), model(X))
+        double = copy.deepcopy(model).double()
+        torch.testing.assert_close(double(X.double()).float(), model(X), rtol=1e-3, atol=1e-3)
+    assert model.solver.from_input.weight.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="solver"):
+        exact().load_state_dict(state)
+
+
+@pytest.mark.parametrize("readout", ["free", "hull"])
+def test_the_answer_is_the_nets_and_its_account_claims_nothing(readout: str) -> None:
+    model = estimated(readout=readout)
+    with torch.no_grad():
+        trace = model.trace(X)
+        embedded = model.backbone.embed(X)
+        neighbors = exact().solve(embedded, model.locate(X)).neighbors
+        by_hand = model.solver(problem_of(model, embedded, neighbors.indices))
+    assert torch.equal(trace.neighbors.indices, neighbors.indices)
+    assert torch.equal(trace.solution.image, by_hand.image)
+    assert set(trace.solution.status.tolist()) == {int(Status.ESTIMATED)}
+    assert bool(trace.solution.residual.isnan().all())
+    assert bool(trace.solution.multipliers.isnan().all()) == (readout == "free")
+    torch.testing.assert_close(trace.outputs, model.backbone.head(trace.solution.image))
+    assert "mode=estimated" in repr(model)
+
+
+def test_defend_takes_a_net_for_a_solver() -> None:
+    known = estimated("fc")
+    again = defend(known.backbone, *images(), n_neighbors=K, solver=known.solver)
+    with torch.no_grad():
+        assert torch.equal(again(X), known(X))
+
+
+@pytest.mark.parametrize("kind", ["fc", "vit"])
+def test_the_gradient_reaches_the_input(kind: str) -> None:
+    """All of it, at fixed neighbors: through the embedding, the tokens and the head."""
+    model = copy.deepcopy(estimated(kind)).double()
+    x = X.double().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
+    step = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        ahead, behind = (model(x + sign * 1e-6 * step)[:, 0] for sign in (1, -1))
+    slopes = (gradient * step).flatten(1).sum(1)
+    assert bool((slopes != 0).all())
+    torch.testing.assert_close(slopes, (ahead - behind) / 2e-6, rtol=1e-4, atol=1e-6)
+
+
+def test_measures_leave_out_what_a_net_does_not_have() -> None:
+    model = estimated("fc")
+    with torch.no_grad():
+        trace, embedded = model.trace(X), model.backbone.embed(X)
+    assert chooses_potential(exact("fc"))
+    assert not chooses_potential(model)
+    assert not chooses_potential(exact("fc", scope="global"))
+    with pytest.raises(InputError, match="expected ExactCip, which chooses among potentials, got"):
+        changed_by_potential(model, embedded, trace.neighbors)
+    assert residual_of(model, embedded, trace).tolist() == [float("inf")] * len(X)
+    assert bool(relative_error(model, X).isfinite().all())
+    steep = local_lipschitz(
+        defended_map(model), embedded, radius=0.1, generator=torch.Generator(), steps=2
+    )
+    assert bool((steep > 0).all())
+    found = assess(model, X, Y)
+    assert found.status_counts == {"estimated": len(X)}
+    assert (found.largest_residual, found.share_raised) == (None, 0.0)
+    assert found.to_dict()["smoothness"] is None
+
+
+def test_nothing_is_certified() -> None:
+    with pytest.raises(InputError, match="solver: expected ExactCip, got CipNet, an estimate"):
+        certify(estimated("fc"), X)
+
+
+def test_a_row_out_of_range_abstains() -> None:
+    model = estimated("fc")
+    with torch.no_grad():
+        model.backbone.bounds = None  # so that such an input comes through
+        found = model.trace(torch.cat([X[:2], torch.full_like(X[:1], 3e37)]))
+    assert found.solution.status.tolist() == [3, 3, int(Status.UNSOLVED)]
+    assert found.outputs.isnan().all(1).tolist() == [False, False, True]
+
+
+def test_sizes_and_recipe_follow_the_model() -> None:
+    model = exact("fc")
+    net = fresh_net(model)
+    assert (net.dim, net.n_neighbors, net.width, len(net.blocks)) == (64, K, 128, 6)
+    assert recipe_for(model).device == "cpu"
+    assert not recipe_for(model).mixed_precision
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: imitate(exact("fc", scope="global")), "local scope and ExactCip, .* global scope"),
+        (lambda: imitate(estimated("fc")), "local scope and ExactCip, .* got CipNet"),
+        (
+            lambda: imitate(exact("fc", solver=ExactCip(spares=1, on_failure="fallback"))),
+            "spares: expected a model without",
+        ),
+        (lambda: imitate(exact("fc"), held_out=36), "held_out: expected fewer than all 36 points"),
+        (
+            lambda: imitate(exact("fc"), net=CipNet(64, K + 1, width=16, blocks=1)),
+            "net: expected 4 neighbors in dimension 64, .* got 3 in dimension 64",
+        ),
+        (
+            lambda: imitate(exact("fc"), replace(BRIEF, ema=0.9), net=small_net(exact("fc"))),
+            "ema: expected 0.0",
+        ),
+        (lambda: imitate(exact("fc", n_neighbors=36)), "expected at most 35|n_neighbors|k"),
+        (
+            lambda: exact("fc").with_solver(CipNet(9, K, width=16, blocks=1)),
+            "solver: expected 3 neighbors in dimension 9, .* got 3 in dimension 64",
+        ),
+        (
+            lambda: exact("fc", solver=CipNet(64, 5, width=16, blocks=1)),
+            "solver: expected 5 neighbors in dimension 64",
+        ),
+        (
+            lambda: exact("fc", scope="global", solver=CipNet(64, K, width=16, blocks=1)),
+            "solver: expected none in global scope, .* got CipNet",
+        ),
+        (
+            lambda: exact("fc", scope="global").with_solver(ExactCip()),
+            "solver: expected none in global scope",
+        ),
+    ],
+)
+def test_refusals(act: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        act()
+
+
+def test_a_checkpoint_of_another_bank_is_refused(tmp_path: Path) -> None:
+    """The numbers of a bank are not read for it, but its fingerprint, dtype and neighbors are."""
+    model, net = exact("fc"), small_net(exact("fc"))
+    imitate(model, BRIEF, net=copy.deepcopy(net), checkpoint_dir=tmp_path)
+    shifted = images()[0].roll(1, 0), images()[1]
+    others = [
+        (exact("fc", bank_dtype=torch.float16), {}),
+        (defend(model.backbone, *shifted, n_neighbors=K), {}),
+        (model, {"held_out": 3}),
+    ]
+    for other, options in others:
+        with pytest.raises(InputError, match=r"differs in .*source"):
+            imitate(other, BRIEF, net=copy.deepcopy(net), checkpoint_dir=tmp_path, **options)

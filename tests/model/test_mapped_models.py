@@ -1,0 +1,140 @@
+"""A model whose bank stays in its file: rows are read from there, never through the map.
+
+The stand-in has a bank of zeros in memory, of which the library knows that its rows lie in the
+file. Whoever looks at the tensors themselves finds zeros, and gives another answer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from imitated import BRIEF, SHAPE, K, exact, images, small_net
+from torch import Tensor
+
+from otad.certify import certify, certify_values
+from otad.certify.cell import steady_map
+from otad.certify.embedding import reach_of
+from otad.certify.lipschitz_map import LipschitzMap
+from otad.certify.votes import Votes
+from otad.cip.surrogate import leave_one_out
+from otad.io.mapped_rows import in_file, remember
+from otad.model.answerers import answer_by
+from otad.model.defend import defend
+from otad.model.imitation import imitate, lessons
+from otad.model.otad import OTAD, load
+from otad.nets import LipschitzMetric, fc_resnet
+from otad.training.checkpoint import fingerprint
+
+X, _ = images(8, seed=5)
+HALF = {"bank_dtype": torch.float16}
+
+
+def blank(model: OTAD, folder: Path) -> OTAD:
+    """The same model, saved and loaded, with zeros where its map was."""
+    model.save(folder)
+    mapped = load(folder, resident=False)
+    (path,) = folder.glob("bank-*.safetensors")
+    for name in ("inputs", "features"):
+        zeros = torch.zeros_like(getattr(mapped, f"bank_{name}"))
+        remember(path, {name: zeros})
+        assert in_file(zeros) is not None
+        setattr(mapped, f"bank_{name}", zeros)
+    return mapped
+
+
+def valued(**options: Any) -> OTAD:
+    x, y = images()
+    net = fc_resnet(SHAPE, 1, task="regression", blocks=2, seed=1, bounds=(0.0, 1.0), std=0.3)
+    return defend(net, x, y.float(), **{"n_neighbors": K} | options)
+
+
+def lipschitz_metric() -> LipschitzMetric:
+    return LipschitzMetric(SHAPE, widths=(8, 8), depth=1, key_dim=6, bounds=(0.0, 1.0))
+
+
+@pytest.mark.parametrize("metric", [None, lipschitz_metric()])
+@pytest.mark.parametrize("options", [{}, {"strong_convexity": -0.5}, HALF])
+def test_certificates_are_the_same(
+    tmp_path: Path, metric: LipschitzMetric | None, options: dict[str, Any]
+) -> None:
+    model = exact("fc", metric=metric, **options)
+    found, expected = (certify(one, X) for one in (blank(model, tmp_path), model))
+    assert torch.equal(found.radius, expected.radius)
+    assert found.rules == expected.rules
+    assert bool((expected.radius > 0).any())
+
+
+def test_neighbors_by_keys_are_as_far_away_in_the_embedded_space(tmp_path: Path) -> None:
+    model = exact("fc", metric=lipschitz_metric(), strong_convexity=-0.5)
+    embedded, votes = model.backbone.embed(X), Votes(model, reach_of(model.backbone, None, None))
+    with torch.no_grad():
+        found, expected = (
+            steady_map(one, one.trace(X), embedded, votes)
+            for one in (blank(model, tmp_path), model)
+        )
+    assert torch.equal(found.reach, expected.reach)
+    assert torch.equal(found.size, expected.size)
+
+
+@pytest.mark.parametrize("metric", [None, lipschitz_metric()])
+def test_intervals_are_the_same(tmp_path: Path, metric: LipschitzMetric | None) -> None:
+    model = valued(metric=metric)
+    found, expected = (certify_values(one, X, eps=1e-3) for one in (blank(model, tmp_path), model))
+    for mine, theirs in ((found.low, expected.low), (found.high, expected.high)):
+        assert torch.equal(mine, theirs)
+        assert bool(theirs.isfinite().all())
+
+
+def test_the_support_of_one_map_is_as_far_away(tmp_path: Path) -> None:
+    model = exact("fc", scope="global")
+    hidden, query = blank(model, tmp_path), model.backbone.embed(X)
+    with torch.no_grad():
+        found, expected = (
+            answer_by(model.whole_bank, inputs, query).neighbors
+            for inputs in (hidden.bank_inputs, model.bank_inputs)
+        )
+    assert torch.equal(found.indices, expected.indices)
+    assert torch.equal(found.distances, expected.distances)
+
+
+def test_the_longest_points_of_one_map_are_the_same(tmp_path: Path) -> None:
+    model = exact("fc", scope="global")
+    hidden = blank(model, tmp_path)
+    reach = reach_of(model.backbone, None, None)
+    found, expected = (LipschitzMap(one, reach) for one in (hidden, model))
+    assert (found.inputs, found.features) == (expected.inputs, expected.features)
+    assert expected.inputs > 0 < expected.features
+
+
+@pytest.mark.parametrize("options", [{}, HALF])
+@pytest.mark.parametrize("rows", [None, torch.tensor([7, 0, 30])])
+def test_lessons_are_the_same(tmp_path: Path, options: dict[str, Any], rows: Tensor | None) -> None:
+    model = exact("fc", **options)
+    hidden = blank(model, tmp_path)
+    found, expected = (lessons(one, rows) for one in (hidden, model))
+    assert torch.equal(found.indices, expected.indices)
+    if found.query is not hidden.bank_inputs:  # as it lies in the file
+        assert torch.equal(found.query, expected.query)
+    found, expected = (
+        leave_one_out(one.bank_inputs, one.bank_features, K, 2.0, rows=rows)
+        for one in (hidden, model)
+    )
+    assert torch.equal(found.query, expected.query)
+    assert torch.equal(found.indices, expected.indices)
+
+
+@pytest.mark.parametrize("options", [{}, HALF])
+@pytest.mark.parametrize("held_out", [0, 4])
+def test_a_net_learns_the_same(tmp_path: Path, options: dict[str, Any], held_out: int) -> None:
+    """From the teacher and from the bank's own features."""
+    model = exact("fc", **options)
+    found, expected = (
+        imitate(one, BRIEF, net=small_net(one), alpha=0.5, held_out=held_out)
+        for one in (blank(model, tmp_path), model)
+    )
+    assert found.result.history[-1].loss == expected.result.history[-1].loss
+    states = (one.model.solver.state_dict() for one in (found, expected))
+    assert len({fingerprint(state) for state in states}) == 1

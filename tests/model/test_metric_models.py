@@ -1,0 +1,226 @@
+"""Neighbors by a metric of their own: sought among keys, integrated among inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otad.baselines import MajorityKnn
+from otad.certify import certify
+from otad.errors import InputError
+from otad.model.defend import defend
+from otad.model.diagnostics import defended_map, neighborhood_smoothness
+from otad.model.otad import OTAD, load
+from otad.nets import (
+    CNNMetric,
+    FCResNet,
+    PretrainedMetric,
+    SequentialBackbone,
+    fc_resnet,
+    pretrained,
+)
+
+
+class FirstFeatures(nn.Module):
+    """Looks at the first two of the features only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * x[:, :2]
+
+
+def make(metric: nn.Module | None) -> tuple[OTAD, FCResNet, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(60, 6, generator=generator)
+    y = (x[:, 0] > 0.5).long()
+    net = fc_resnet((6,), 2, blocks=2, seed=1, bounds=(0.0, 1.0)).eval()
+    return defend(net, x, y, n_neighbors=4, metric=metric), net, x, y
+
+
+def queries() -> Tensor:
+    return torch.rand(15, 6, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_metric_that_changes_nothing_changes_nothing() -> None:
+    plain, *_ = make(None)
+    same, *_ = make(nn.Flatten())
+    assert torch.equal(plain(queries()), same(queries()))
+    assert torch.equal(plain.bank_points, same.bank_points)
+
+
+def test_neighbors_are_the_nearest_keys_and_the_map_passes_through_their_pairs() -> None:
+    model, net, x, _ = make(FirstFeatures())
+    trace = model.trace(queries())
+    brute = torch.cdist(queries()[:, :2].double(), x[:, :2].double()).topk(4, largest=False)
+    assert torch.equal(trace.neighbors.indices, brute.indices)
+    torch.testing.assert_close(trace.neighbors.distances, 3 * brute.values, rtol=1e-5, atol=1e-6)
+    features = net.transport(net.embed(x))[0].detach()
+    mixed = (trace.solution.multipliers[:, :, None] * features[brute.indices]).sum(1)
+    torch.testing.assert_close(trace.solution.image, mixed, rtol=1e-4, atol=1e-5)
+    # a bank point is its own nearest neighbor in the metric too, so it gets its own feature
+    torch.testing.assert_close(model(x[:8]), net(x[:8]), rtol=1e-3, atol=1e-4)
+
+
+def test_k_nn_and_measures_use_the_same_neighbors() -> None:
+    model, *_ = make(FirstFeatures())
+    rule = MajorityKnn(model)
+    assert torch.equal(
+        rule.neighbors(queries()).indices, model.neighbors(model.locate(queries())).indices
+    )
+    assert bool((neighborhood_smoothness(model, queries()) > 0).all())
+    with pytest.raises(InputError, match="expected neighbors by embedded inputs"):
+        defended_map(model)
+
+
+def test_the_gradient_is_that_of_the_map_between_fixed_neighbors() -> None:
+    model, *_ = make(FirstFeatures())
+    model = model.double()
+    x = queries().double().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
+    step = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ahead, behind = (model(x.detach() + sign * 1e-6 * step)[:, 0] for sign in (1, -1))
+    torch.testing.assert_close((gradient * step).sum(1), (ahead - behind) / 2e-6, rtol=1e-3,
+                               atol=1e-5)  # fmt: skip
+
+
+def image_model() -> OTAD:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(30, 1, 8, 8, generator=generator)
+    net = fc_resnet((1, 8, 8), 2, blocks=1, seed=1, bounds=(0.0, 1.0)).eval()
+    metric = CNNMetric((1, 8, 8), key_dim=6, bounds=(0.0, 1.0), generator=generator)
+    return defend(net, x, (x.mean((1, 2, 3)) > 0.5).long(), n_neighbors=3, metric=metric)
+
+
+def test_a_saved_model_has_its_metric_and_keys_again(tmp_path: Path) -> None:
+    model = image_model()
+    x = torch.rand(7, 1, 8, 8, generator=torch.Generator().manual_seed(4))
+    model.save(tmp_path)
+    again = load(tmp_path)
+    assert isinstance(again.metric, CNNMetric)
+    assert torch.equal(model(x), again(x))
+    OTAD(model.backbone, model.bank, n_neighbors=3).save(tmp_path)  # without one, in its place
+    assert load(tmp_path).metric is None
+    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == [
+        "backbone", "bank", "card.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["metric", "keys"])
+def test_a_missing_or_foreign_part_is_refused(tmp_path: Path, kind: str) -> None:
+    image_model().save(tmp_path / "one")
+    other = image_model()
+    with torch.no_grad():
+        next(other.metric.parameters()).add_(0.1)
+        other.bank_keys.add_(0.1)
+    other.save(tmp_path / "two")
+    (own,) = (tmp_path / "one").glob(f"{kind}-*")
+    (foreign,) = (tmp_path / "two").glob(f"{kind}-*")
+    own.write_bytes(foreign.read_bytes())
+    with pytest.raises(InputError, match="a file of another model"):
+        load(tmp_path / "one")
+    own.unlink()
+    with pytest.raises(InputError, match=r"expected the file that card.json names, got none"):
+        load(tmp_path / "one")
+
+
+def test_what_cannot_be_described_or_proved_is_refused(tmp_path: Path) -> None:
+    model, *_ = make(FirstFeatures())
+    with pytest.raises(InputError, match=r"expected an otad.nets.Metric, .* got FirstFeatures"):
+        model.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(InputError, match="got a metric \\(FirstFeatures\\)"):
+        certify(model, queries())
+
+
+def test_a_metric_that_could_not_be_read_again_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that was there before stays."""
+
+    def linear(width: int) -> nn.Module:
+        return nn.Linear(6, width)
+
+    monkeypatch.setitem(pretrained._BUILDERS, "linear-for-test", linear)
+    good, bad = (
+        PretrainedMetric(
+            linear(3), input_shape=(6,), builder="linear-for-test", builder_options={"width": width}
+        )
+        for width in (3, 4)
+    )
+    model, *_ = make(good)
+    model.save(tmp_path)
+    wrong, *_ = make(bad)
+    with pytest.raises(InputError, match=r"builder_options: expected those by which .*weight"):
+        wrong.save(tmp_path)
+    assert torch.equal(load(tmp_path)(queries()), model(queries()))
+
+
+def test_keys_and_metric_belong_together() -> None:
+    model, net, *_ = make(FirstFeatures())
+    with pytest.raises(InputError, match="expected together with the keys"):
+        OTAD(net, model.bank, metric=FirstFeatures())
+    with pytest.raises(InputError, match=r"keys: expected shape \(60, 2\) with one key per bank"):
+        OTAD(net, model.bank, metric=FirstFeatures(), keys=torch.zeros(59, 2))
+
+
+class Normed(nn.Module):
+    """Keys that depend on the mode it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def test_training_a_larger_module_moves_no_statistics_and_passes_gradients_on() -> None:
+    body = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5))
+    net = SequentialBackbone(body, [nn.Identity()], nn.Linear(6, 2), input_shape=(6,))
+    data = torch.rand(60, 6, generator=torch.Generator().manual_seed(0))
+    model = defend(net, data, torch.arange(60) % 2, n_neighbors=4, metric=Normed())
+    before, expected = {k: v.clone() for k, v in model.state_dict().items()}, model(queries())
+    larger = nn.Sequential(nn.PReLU(), model).train()
+    assert larger.training
+    x = queries().requires_grad_()
+    larger(x).sum().backward()
+    assert float(x.grad.abs().sum()) > 0
+    assert torch.equal(model.train()(queries()), expected)
+    assert not any(part.training for part in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_parts_set_to_training_by_others_are_refused() -> None:
+    metric = Normed()
+    model, net, *_ = make(metric)
+    expected = model(queries())
+    for part, name in ((metric, "metric"), (metric.norm, "metric.norm"), (net, "backbone")):
+        part.train()
+        with pytest.raises(
+            InputError, match=rf"^model.{name}: expected evaluation mode.* call eval"
+        ):
+            model(queries())
+        with pytest.raises(InputError, match=rf"^model.{name}: expected evaluation mode"):
+            MajorityKnn(model)(queries())
+        assert torch.equal(model.eval()(queries()), expected)
+
+
+def test_a_model_is_born_in_evaluation_mode() -> None:
+    model, net, *_ = make(None)
+    again = OTAD(net.train(), model.bank, n_neighbors=4)
+    assert not any(part.training for part in again.modules())
+    assert torch.equal(again(queries()), model(queries()))
+
+
+def test_a_metric_that_works_in_place_changes_no_data() -> None:
+    data = torch.rand(60, 6, generator=torch.Generator().manual_seed(0)) - 0.5
+    x, kept = data[:50], data.clone()
+    layers = [nn.Sequential(nn.Flatten(), nn.ReLU(inplace=inplace)) for inplace in (True, False)]
+    net = fc_resnet((6,), 2, blocks=1)
+    here, plain = (defend(net, x, torch.arange(50) % 2, metric=layer) for layer in layers)
+    asked = data[50:].requires_grad_()
+    assert torch.equal(here(asked), plain(asked))
+    here(asked).sum().backward()
+    assert torch.equal(data, kept)

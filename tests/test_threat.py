@@ -1,0 +1,269 @@
+"""The balls against closed forms, plain NumPy and brute force."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from otad.errors import InputError
+from otad.threat import L2, NORMS, Linf, LpBall
+
+ORDERS = {"l2": 2, "linf": np.inf}
+UNIFORM = 0.02  # gap of two distribution functions that 20,000 draws exceed 1 time in a million
+BOTH = pytest.mark.parametrize("kind", [L2, Linf])
+
+
+@st.composite
+def balls_and_inputs(draw: st.DrawFn) -> tuple[LpBall, Tensor, torch.Generator]:
+    """A ball with any mixture of bounds, scale and mask, and inputs (B,*) in its bounds."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = draw(st.sampled_from([(1,), (7,), (3, 2, 2)]))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    center = draw(st.sampled_from([0.0, 1.0, -3000.0]))
+    x = center + torch.rand(4, *shape, generator=generator, dtype=dtype)
+    scale = torch.rand(shape, generator=generator).exp() * draw(st.sampled_from([0.01, 1.0]))
+    mutable = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.6, 1.0]))
+    ball = draw(st.sampled_from([L2, Linf]))(
+        draw(st.sampled_from([0.0, 1e-6, 0.1, 3.0])),
+        bounds=draw(st.sampled_from([None, (float(x.min()), float(x.max()) + 0.01)])),
+        scale=draw(st.sampled_from([None, scale])),
+        mutable=draw(st.sampled_from([None, mutable])),
+    )
+    ball.check_inputs(x)
+    return ball, x, generator
+
+
+def assert_within(ball: LpBall, moved: Tensor, x: Tensor) -> None:
+    """By NumPy in float64, without the ball's own measure."""
+    step = moved.double().numpy() - x.double().numpy()
+    if ball.mutable is not None:
+        assert not step[:, ~ball.mutable.numpy()].any()
+    if ball.scale is not None:
+        step = step / ball.scale.double().numpy()
+    lengths = np.linalg.norm(step.reshape(len(step), -1), ORDERS[ball.norm], axis=1)
+    assert (lengths <= ball.eps * (1 + 1e-14)).all()
+    if ball.bounds is not None:
+        low, high = np.asarray(ball.bounds).astype(moved.numpy().dtype)
+        assert low <= moved.numpy().min()
+        assert moved.numpy().max() <= high
+        ball.check_inputs(moved)
+
+
+@given(balls_and_inputs(), st.sampled_from([1e-9, 0.3, 10.0, 1e8]))
+def test_projection_is_within_and_stays_put(case, distance) -> None:
+    ball, x, generator = case
+    moved = x + distance * torch.randn(x.shape, generator=generator).to(x)
+    found = ball.project(moved, x)
+    assert found.dtype == x.dtype
+    assert_within(ball, found, x)
+    assert bool((ball.distance(found, x) <= ball.eps).all())
+    again = ball.project(found, x)
+    torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-6 * ball.eps)
+
+
+@given(balls_and_inputs())
+def test_random_points_are_within(case) -> None:
+    ball, x, generator = case
+    assert_within(ball, ball.inside(x, generator), x)
+    assert_within(ball, ball.surface(x, generator), x)
+
+
+@BOTH
+def test_projection_leaves_what_is_inside(kind, generator) -> None:
+    x = torch.rand(50, 6, generator=generator, dtype=torch.float64)
+    moved = x + 0.01 * torch.randn(50, 6, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(kind(1.0).project(moved, x), moved, rtol=1e-14, atol=1e-14)
+
+
+@BOTH
+@pytest.mark.parametrize("eps", [0.035, 0.05, 0.06])
+def test_a_feature_too_coarse_for_its_step_takes_nothing_from_the_others(kind, eps) -> None:
+    """Near a million neighboring float32 numbers are 1/16 apart."""
+    x = torch.tensor([[0.5, 1e6]])
+    found = (kind(eps).project(x + 1, x) - x).tolist()[0]
+    share = 1.0 if kind is Linf else math.sqrt(0.5)
+    assert found == pytest.approx([share * eps, 0.0], rel=1e-5)
+
+
+@BOTH
+def test_projection_is_the_nearest_point(kind, generator) -> None:
+    """Euclidean nearest, which both norms share: no random point of the ball is nearer."""
+    ball = kind(0.5)
+    x = torch.randn(1, 3, generator=generator, dtype=torch.float64)
+    moved = x + torch.randn(1, 3, generator=generator, dtype=torch.float64)
+    points = ball.inside(x.expand(20000, 3), generator)
+    nearest = (points - moved).norm(dim=1).min()
+    found = (ball.project(moved, x) - moved).norm()
+    assert 0 <= nearest - found < 0.05
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_inside_is_uniform_in_l2(masked, generator) -> None:
+    """(|delta| / eps)^n is uniform in [0, 1], n being what can change; no direction is favored."""
+    mutable = torch.tensor([True, True, False, True]) if masked else None
+    ball = L2(0.7, mutable=mutable, scale=torch.tensor([1.0, 2.0, 3.0, 0.5]))
+    x = torch.zeros(20000, 4, dtype=torch.float64)
+    steps = (ball.inside(x, generator) - x) / ball.scale
+    n = 3 if masked else 4
+    assert ball.degrees_of_freedom(x) == n
+    share = (steps.norm(dim=1) / 0.7).pow(n).sort().values
+    expected = torch.linspace(0, 1, len(share), dtype=torch.float64)
+    assert float((share - expected).abs().max()) < UNIFORM
+    second = steps.T @ steps / len(steps)
+    moment = 0.7**2 / (n + 2)  # of each coordinate of a uniform point
+    expected_second = moment * torch.eye(4, dtype=torch.float64)
+    if masked:
+        expected_second[2, 2] = 0
+    torch.testing.assert_close(second, expected_second, rtol=0, atol=0.05 * moment)
+
+
+def test_inside_is_uniform_in_linf(generator) -> None:
+    scale = torch.tensor([1.0, 10.0, 0.1])
+    x = torch.zeros(20000, 3)
+    share = (Linf(0.2, scale=scale).inside(x, generator) / scale / 0.4 + 0.5).sort(0).values
+    gap = (share - torch.linspace(0, 1, len(x))[:, None]).abs().max()
+    assert float(gap) < UNIFORM
+
+
+@BOTH
+def test_surface_has_full_length(kind, generator) -> None:
+    x = torch.zeros(300, 5)
+    ball = kind(0.3, scale=torch.tensor([1.0, 2.0, 0.1, 1.0, 1.0]))
+    lengths = ball.distance(ball.surface(x, generator), x)
+    assert bool((lengths > 0.3 * (1 - 1e-5)).all())
+    assert ball.surface(x, generator).std(0).gt(0).all()
+
+
+@BOTH
+@pytest.mark.parametrize("masked", [False, True])
+def test_steepest_against_brute_force(kind, masked, generator) -> None:
+    mutable = torch.tensor([True, False, True]) if masked else None
+    ball = kind(1.0, scale=torch.tensor([0.5, 1.0, 2.0]), mutable=mutable)
+    gradient = torch.randn(1, 3, generator=generator)
+    best = (ball.steepest(gradient) * gradient).sum()
+    others = (ball.surface(torch.zeros(20000, 3), generator) * gradient).sum(1).max()
+    assert float(best) * 0.99 < float(others) < float(best) * (1 + 1e-5)
+    scaled = (gradient * ball.scale)[0, mutable if masked else slice(None)]
+    dual = scaled.norm() if kind is L2 else scaled.abs().sum()
+    torch.testing.assert_close(best, dual)
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1e-37, 1e-20, 1e20, 1e37])
+def test_steepest_at_any_scale_and_zero(kind, size, generator) -> None:
+    gradient = torch.randn(8, 4, generator=generator)
+    gradient[3] = 0
+    ball = kind(1.0)
+    torch.testing.assert_close(ball.steepest(gradient * size), ball.steepest(gradient))
+    assert not ball.steepest(gradient)[3].any()
+
+
+def test_distance_is_infinite_where_an_immutable_feature_moved() -> None:
+    mutable = torch.tensor([True, False])
+    x = torch.zeros(2, 2)
+    moved = torch.tensor([[3.0, 0.0], [0.0, 1e-30]])
+    found = L2(1.0, mutable=mutable, scale=torch.tensor([2.0, 1.0])).distance(moved, x)
+    assert found.tolist() == [1.5, math.inf]
+
+
+def test_bounds_are_those_of_the_dtype() -> None:
+    """0.3 in float32 is above 0.3 in float64, and no less legal."""
+    x = torch.full((1, 2), 0.3)
+    assert float(x[0, 0]) > 0.3
+    Linf(0.1, bounds=(0.0, 0.3)).check_inputs(x)
+    with pytest.raises(InputError, match="bounds"):
+        Linf(0.1, bounds=(0.0, 0.3)).check_inputs(x.double())
+
+
+def test_randomness_is_that_of_the_generator() -> None:
+    x = torch.zeros(5, 3)
+    draws = [L2(1.0).inside(x, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@BOTH
+def test_in_words_and_json(kind) -> None:
+    ball = kind(0.5, bounds=(0.0, 1.0), scale=torch.ones(2), mutable=torch.tensor([True, False]))
+    for word in (kind.norm, "0.5", "(0.0, 1.0)", "own unit", "1 features immutable"):
+        assert word in ball.describe()
+    assert "unbounded" in kind(0.5).describe()
+    plain = json.loads(json.dumps(ball.to_dict()))
+    assert plain == {
+        "norm": kind.norm,
+        "eps": 0.5,
+        "bounds": [0.0, 1.0],
+        "scale": [1.0, 1.0],
+        "mutable": [True, False],
+    }
+    larger = ball.with_eps(2.0)
+    assert (larger.eps, larger.bounds, larger.scale) == (2.0, ball.bounds, ball.scale)
+    assert NORMS[kind.norm] is kind
+
+
+@BOTH
+def test_numbers_of_arrays_and_tensors_are_plain_in_json(kind) -> None:
+    x = torch.tensor([[0.25, 0.75]])
+    ball = kind(np.float32(0.5), bounds=(x.min(), x.max()))
+    assert json.loads(json.dumps(ball.to_dict())) == kind(0.5, (0.25, 0.75)).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps": -0.1}, "eps: expected a finite number of at least 0, got -0.1"),
+        ({"eps": math.nan}, "eps: .* got nan"),
+        ({"eps": math.inf}, "eps: .* got inf"),
+        ({"eps": 1.0, "bounds": (1.0, 0.0)}, "bounds: .* low < high"),
+        ({"eps": 1.0, "bounds": (0.0, math.inf)}, "bounds: expected finite"),
+        ({"eps": 1.0, "scale": torch.tensor([1.0, 0.0])}, "scale: expected positive.*mutable"),
+        ({"eps": 1.0, "scale": torch.tensor([1.0, math.nan])}, "scale: expected finite"),
+        ({"eps": 1.0, "mutable": torch.ones(2)}, "mutable: expected dtype bool, got torch.float32"),
+    ],
+)
+def test_refusals(options, message) -> None:
+    with pytest.raises(InputError, match=message):
+        L2(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": torch.ones(3)}, r"scale: expected shape \(2,\) like one input, got \(3,\)"),
+        ({"mutable": torch.ones(2, 1, dtype=torch.bool)}, "mutable: expected shape"),
+        ({"bounds": (0.0, 1.0)}, "x: expected values within the bounds .* got values from 0.5 to"),
+    ],
+)
+def test_inputs_that_do_not_fit(options, message) -> None:
+    with pytest.raises(InputError, match=message):
+        Linf(1.0, **options).check_inputs(torch.tensor([[0.5, 1.5]]))
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.05, 0.5, 1.5]))
+def test_bounds_cost_no_length(seed, eps) -> None:
+    """The projection on ball and box together is clip(x + share * step), share by bisection."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(5, 12, generator=generator, dtype=torch.float64).round()  # all at a bound
+    x[:, :4] = torch.rand(5, 4, generator=generator, dtype=torch.float64)
+    moved = x + 3 * torch.randn(5, 12, generator=generator, dtype=torch.float64)
+    low, high = torch.zeros(5, 1, dtype=torch.float64), torch.ones(5, 1, dtype=torch.float64)
+    for _ in range(60):
+        share = (low + high) / 2
+        fits = ((x + share * (moved - x)).clamp(0, 1) - x).norm(dim=1, keepdim=True) <= eps
+        low, high = torch.where(fits, share, low), torch.where(fits, high, share)
+    nearest = (x + low * (moved - x)).clamp(0, 1)
+    found = L2(eps, (0.0, 1.0)).project(moved, x)
+    torch.testing.assert_close(found, nearest, rtol=0, atol=2e-6)
+
+
+def test_random_steps_are_of_full_length_at_the_bounds(generator) -> None:
+    x = torch.zeros(200, 30)
+    ball = L2(0.5, (0.0, 1.0))
+    assert float(ball.distance(ball.surface(x, generator), x).min()) > 0.499

@@ -1,0 +1,105 @@
+"""Settings and learning rates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from otad.errors import InputError
+from otad.nets import vision_transformer
+from otad.training import RECIPES, MetricConfig, TrainConfig, recipe
+from otad.training.weight_decay import decay_groups
+
+
+def test_the_cosine_rate_rises_through_the_warmup_and_falls_to_zero() -> None:
+    config = TrainConfig(epochs=10, learning_rate=0.2, warmup=2)
+    assert config.rate_at(0) == 0
+    assert config.rate_at(1) == pytest.approx(0.1)
+    assert config.rate_at(2) == pytest.approx(0.2)
+    assert config.rate_at(6) == pytest.approx(0.1)
+    assert config.rate_at(10) == pytest.approx(0.0)
+
+
+def test_the_other_schedules() -> None:
+    constant = TrainConfig(epochs=8, learning_rate=0.2, schedule="constant")
+    assert {constant.rate_at(epoch) for epoch in (0, 3.5, 8)} == {0.2}
+    steps = TrainConfig(epochs=8, learning_rate=0.2, schedule="step")
+    rates = [steps.rate_at(epoch) for epoch in (0, 3.9, 4.1, 5.9, 6.1)]
+    assert rates == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002])
+
+
+def test_the_optimizers_get_the_settings() -> None:
+    weight = [torch.nn.Parameter(torch.zeros(2))]
+    sgd = TrainConfig(momentum=0.7, weight_decay=0.1).make_optimizer(weight)
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (sgd.defaults["momentum"], sgd.defaults["weight_decay"]) == (0.7, 0.1)
+    adamw = TrainConfig(optimizer="adamw", momentum=0.8, weight_decay=0.1).make_optimizer(weight)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert (adamw.defaults["betas"], adamw.defaults["weight_decay"]) == ((0.8, 0.999), 0.1)
+
+
+def test_matrices_alone_are_decayed() -> None:
+    net = vision_transformer((3, 8, 8), 3, width=8, blocks=1, heads=2, class_token=True)
+    config = TrainConfig(decay_on="matrices", weight_decay=0.3)
+    decayed, spared = config.make_optimizer(decay_groups(net, config)).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    block = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    layers = ("patch_embed.proj", "head", *(f"blocks.0.{name}" for name in block))
+    assert {names.pop(id(weight)) for weight in decayed["params"]} == {
+        f"{name}.weight" for name in layers
+    }
+    assert {id(parameter) for parameter in spared["params"]} == set(names)
+    assert {"pos_embed", "cls_token", "blocks.0.norm1.weight"} < set(names.values())
+    (everything,) = decay_groups(net, TrainConfig())
+    assert len(everything["params"]) == len(decayed["params"]) + len(spared["params"])
+
+
+def test_recipes_can_be_changed_but_only_by_settings_that_exist() -> None:
+    config = recipe("vit_cifar10", energy_weight=1e-5, epochs=20)
+    assert (config.energy_weight, config.epochs, config.optimizer) == (1e-5, 20, "adamw")
+    assert recipe("fc") == TrainConfig(energy_weight=0.01)
+    assert all(recipe(name) for name in RECIPES)
+    with pytest.raises(InputError, match=r"changes: expected settings of TrainConfig, .* 'rate'"):
+        recipe("fc", rate=0.1)
+    with pytest.raises(InputError, match="recipe: expected one of fc, vit_cifar10, got 'vit'"):
+        recipe("vit")
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "mixing", "compiled"])
+def test_what_a_metric_has_no_use_for_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: expected .*, as .*, got"):
+        MetricConfig(**{name: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs: expected an integer of at least 1, got 0"),
+        ({"batch_size": 1.5}, "batch_size: expected an integer"),
+        ({"log_every": True}, "log_every: expected an integer"),
+        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
+        ({"seed": 2**64}, f"seed: expected an integer of at most {2**64 - 1}, got {2**64}"),
+        ({"optimizer": "lion"}, "optimizer: expected one of sgd, adamw, got 'lion'"),
+        ({"schedule": "linear"}, "schedule: expected one of cosine, constant, step"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a number of at least"),
+        ({"learning_rate": float("nan")}, "learning_rate: .* got nan"),
+        ({"momentum": 1.0}, "momentum: .* below 1, got 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay: .* at least 0 .* got -0.1"),
+        ({"energy_weight": "much"}, "energy_weight: .* got 'much'"),
+        ({"epochs": 5, "warmup": 5}, "warmup: .* below 5, got 5"),
+        ({"decay_on": "some"}, "decay_on: expected one of all, matrices"),
+        ({"loss": "neighborhood"}, "loss: expected one of fit"),
+        ({"label_smoothing": 1.0}, "label_smoothing: .* below 1, got 1.0"),
+        ({"mixing": 1.5}, "mixing: expected a number from 0 to 1, got 1.5"),
+        ({"mixing": np.float32(0.5)}, "mixing: expected a number from 0 to 1"),
+        ({"ema": 1.0}, "ema: .* below 1, got 1.0"),
+        ({"gradient_clip": -1}, "gradient_clip: .* at least 0"),
+        ({"augment": "wild"}, "augment: expected one of none, light, strong, got 'wild'"),
+        ({"device": "abacus"}, "device: expected a device such as 'cpu', got 'abacus'"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TrainConfig(**options)

@@ -1,0 +1,355 @@
+"""What a vision transformer is trained with: averages, precision, bytes, clipping, limits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils._python_dispatch import TorchDispatchMode
+from transport.small_vision import images, small_vit, weights_print
+
+from otad.errors import InputError
+from otad.nets import VisionTransformer, fc_resnet, vision_transformer
+from otad.nets.metric_nets import CNNMetric
+from otad.training import EpochRecord, TrainConfig, recipe, train, training
+from otad.training.average import Averaged
+from otad.training.mixing import mix_some
+from otad.training.randomness import epoch_batches
+
+# A CPU without bfloat16 says so once, and computes it all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
+
+FILE = "checkpoint.safetensors"
+PLAIN = TrainConfig(epochs=3, batch_size=16, learning_rate=0.01, optimizer="adamw")
+WHOLE = recipe("vit_cifar10", epochs=4, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
+
+
+class _StopError(Exception):
+    pass
+
+
+def _stop_after(epoch: int):
+    def report(record: EpochRecord) -> None:
+        if record.epoch == epoch:
+            raise _StopError
+
+    return report
+
+
+def test_the_recipe_learns() -> None:
+    x, y = images(120)
+    net = small_vit()
+    # A tiny net on few images needs neither policies that hide a row nor a long average.
+    config = replace(WHOLE, epochs=25, learning_rate=0.02, augment="none", mixing=0.2)
+    result = train(net, (x[:90], y[:90], x[90:], y[90:]), config)
+    assert result.final.val_score > 0.9
+    assert (net(x[90:]).argmax(1) == y[90:]).double().mean() > 0.9
+    assert result.final.train_score > 0.7
+    assert result.finished
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"optimizer": "sgd", "mixed_precision": False}, {"augment": "light", "ema": 0}]
+)
+def test_a_run_stopped_twice_ends_like_an_uninterrupted_one(tmp_path: Path, changes: dict) -> None:
+    x, y = images()
+    data, config = (x[:50], y[:50], x[50:], y[50:]), replace(WHOLE, **changes)
+    whole, resumed, bare, finished = (small_vit() for _ in range(4))
+    expected = train(whole, data, config, checkpoint_dir=tmp_path / "whole")
+    for epoch in (1, 3):
+        with pytest.raises(_StopError):
+            train(small_vit(), data, config, checkpoint_dir=tmp_path / "cut",
+                  progress=_stop_after(epoch))  # fmt: skip
+    result = train(resumed, data, config, checkpoint_dir=tmp_path / "cut")
+    assert (result, result.resumed_after) == (expected, 3)
+    torch.manual_seed(123)  # the global generator decides nothing
+    assert train(bare, data, config) == expected
+    train(finished, data, config, checkpoint_dir=tmp_path / "cut")
+    assert len({weights_print(net) for net in (whole, resumed, bare, finished)}) == 1
+    assert (tmp_path / "whole" / FILE).read_bytes() == (tmp_path / "cut" / FILE).read_bytes()
+
+
+def test_the_average_is_that_of_the_weights_after_every_step() -> None:
+    data = images(16)
+    config = replace(PLAIN, schedule="constant", ema=0.75)
+    averaged, states = small_vit(), []
+    train(averaged, data, config)
+    for epochs in (1, 2, 3):  # one step each
+        net = small_vit()
+        train(net, data, replace(config, epochs=epochs, ema=0.0))
+        states.append(net.state_dict())
+    for name, value in averaged.state_dict().items():
+        closed = 0.75**2 * states[0][name] + 0.25 * (0.75 * states[1][name] + states[2][name])
+        torch.testing.assert_close(value, closed)
+
+
+def test_whole_numbers_are_copied_into_the_average_and_statistics_averaged() -> None:
+    metric = CNNMetric((1, 8, 8), widths=(2, 3), key_dim=2)
+    run = Averaged(metric, 0.9)
+    state = {name: value.clone() for name, value in metric.state_dict().items()}
+    for number, first in enumerate((True, False), start=1):
+        for value in metric.state_dict().values():
+            value.fill_(number)
+        run.update(first=first)
+    for value in run.best.state_dict().values():
+        expected = 1.1 if value.is_floating_point() else 2
+        torch.testing.assert_close(value, torch.full_like(value, expected))
+    assert any(not value.is_floating_point() for value in state.values())
+    assert Averaged(metric, 0.0).best is metric
+
+
+@pytest.mark.parametrize("mixing", [0.0, 1.0])
+def test_one_step_follows_the_smoothed_labels_and_the_energy(
+    mixing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = images(12)
+    net, reference = small_vit(), small_vit()
+    config = TrainConfig(
+        epochs=1, batch_size=12, learning_rate=0.1, weight_decay=0.02, momentum=0.0,
+        schedule="constant", energy_weight=1e-3, label_smoothing=0.2, mixing=mixing,
+    )  # fmt: skip
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def mix_and_note(*args, **options) -> tuple[Tensor, Tensor]:
+        seen.append(mix_some(*args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(training, "mix_some", mix_and_note)
+    record = train(net, (x, y), config).final
+    inputs, shares = seen[0] if mixing else (x, nn.functional.one_hot(y, 3).float())
+    z, energy = reference.transport(reference.embed(inputs))
+    smooth = 0.8 * shares + 0.2 / 3
+    loss = -(smooth * reference.head(z).log_softmax(1)).sum(1).mean()
+    (loss + 1e-3 * energy.mean()).backward()
+    for trained, start in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(trained, start - 0.1 * (start.grad + 0.02 * start))
+    assert record.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert record.energy == pytest.approx(energy.mean().item(), rel=1e-5)
+    assert len(seen) == (1 if mixing else 0)
+
+
+def test_gradients_are_clipped_to_their_common_length() -> None:
+    data, sgd = images(16), replace(PLAIN, optimizer="sgd", schedule="constant", epochs=1)
+    config = replace(sgd, momentum=0.0, weight_decay=0.0, learning_rate=1.0)
+
+    def moved(clip: float) -> Tensor:
+        net = small_vit()
+        train(net, data, replace(config, gradient_clip=clip))
+        steps = zip(net.parameters(), small_vit().parameters(), strict=True)
+        return torch.cat([(after - before).detach().flatten() for after, before in steps])
+
+    free = moved(0.0)
+    torch.testing.assert_close(moved(0.01), 0.01 * free / free.norm(), atol=2e-6, rtol=1e-3)
+    torch.testing.assert_close(moved(1e9), free)
+
+
+def test_mixed_precision_is_bfloat16_but_for_weights_and_energies() -> None:
+    x, _ = images(8)
+    net, kinds = small_vit(), []
+    for layer in (net.blocks[0].mlp.fc2, net.head):
+        layer.register_forward_hook(lambda _layer, _given, output: kinds.append(output.dtype))
+    exact = net.transport(net.embed(x))[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        energies = net.transport(net.embed(x))[1]
+    assert energies.dtype == torch.float32
+    torch.testing.assert_close(energies, exact, rtol=0.01, atol=0)
+    # bfloat16 itself could not tell energies apart that differ by less than 1 in 256.
+    assert not torch.equal(energies.bfloat16().float(), energies)
+    kinds.clear()
+    full, half = (
+        train(net, images(), replace(PLAIN, epochs=1, mixed_precision=mixed)).final
+        for mixed in (False, True)
+    )
+    assert kinds[: len(kinds) // 2] == (len(kinds) // 2) * [torch.float32]
+    assert kinds[len(kinds) // 2 :] == (len(kinds) // 2) * [torch.bfloat16]
+    assert all(weight.dtype == torch.float32 for weight in net.parameters())
+    assert half.loss != full.loss
+
+
+def test_bytes_are_trained_on_like_the_floats_they_stand_for() -> None:
+    x, y = images()
+    levels = (x * 255).round().to(torch.uint8)
+    config = replace(PLAIN, augment="light")
+    by_floats, by_bytes = small_vit(), small_vit()
+    expected = train(by_floats, (x[:45], y[:45], x[45:], y[45:]), config)
+    kept = (levels[:45], y[:45], levels[45:], y[45:])
+    assert train(by_bytes, kept, config) == expected
+    assert weights_print(by_bytes) == weights_print(by_floats)
+    wide = vision_transformer((3, 8, 8), 3, width=4, blocks=1, heads=1, bounds=(-1, 1))
+    seen = []
+
+    def note(images: Tensor, _: torch.Generator) -> Tensor:
+        seen.append(images)
+        return images
+
+    train(wide, (levels[:16], y[:16]), replace(PLAIN, epochs=1), augment=note)
+    torch.testing.assert_close(seen[0].sum(), (2 * x[:16] - 1).sum())
+
+
+def test_several_batches_are_augmented_at_once_and_all_rows_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training, "_AUGMENTED_ROWS", 40)
+    x, y = images()
+    met: list[Tensor] = []
+
+    def note(images: Tensor, generator: torch.Generator) -> Tensor:
+        assert generator.device == images.device
+        met.append(images)
+        return images
+
+    train(small_vit(), (x, y), replace(PLAIN, epochs=1), augment=note)
+    assert [len(images) for images in met] == [32, 28]
+    assert torch.equal(torch.cat(met).flatten(1).sum(1).sort()[0], x.flatten(1).sum(1).sort()[0])
+    met.clear()
+    train(small_vit(), (x, y), replace(PLAIN, epochs=1, whole_batches=True), augment=note)
+    assert [len(images) for images in met] == [32, 16]
+
+
+class _Questions(TorchDispatchMode):
+    """Counts what the host must wait for on a GPU: values, and shapes that depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, operation, _types, args=(), options=None):
+        name = operation.__name__.partition(".")[0]
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"):
+            self.asked.append(name)
+        return operation(*args, **(options or {}))
+
+
+def test_the_host_asks_the_device_nothing_within_an_epoch() -> None:
+    def asked(rows: int) -> list[str]:
+        with _Questions() as questions:
+            train(small_vit(), images(rows), replace(WHOLE, epochs=2, energy_weight=1e-3))
+        return questions.asked
+
+    few, many = asked(32), asked(96)
+    assert few  # at the end of an epoch, and when data are checked
+    assert many == few
+
+
+def test_rows_without_a_whole_batch_wait_for_another_epoch() -> None:
+    config = replace(PLAIN, whole_batches=True)
+    left_out = []
+    for epoch in range(1, 30):
+        batches = epoch_batches(20, config, epoch)
+        assert [len(rows) for rows in batches] == [16]
+        left_out.append(set(range(20)) - set(batches[0].tolist()))
+    assert set.union(*left_out) == set(range(20))
+    assert [len(rows) for rows in epoch_batches(20, PLAIN, 1)] == [16, 4]
+    assert [len(rows) for rows in epoch_batches(5, config, 1)] == [5]
+
+
+def test_the_transformer_compiles_in_one_piece_to_the_samesmall_vit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", whole)
+    plain, fused = small_vit(), small_vit()
+    config = replace(PLAIN, epochs=2, whole_batches=True, mixed_precision=True, energy_weight=1e-3)
+    expected = train(plain, images(), config)
+    result = train(fused, images(), replace(config, compiled=True))
+    torch._dynamo.reset()
+    assert result.final.loss == pytest.approx(expected.final.loss, rel=1e-3)
+    for one, two in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=2e-3, rtol=1e-2)
+
+
+def test_where_compiling_fails_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_when_called(function, **_options):
+        def call(*_args):
+            raise TorchDynamoException("no compiler\nand a long story")
+
+        return call
+
+    def fails_at_once(function, **_options):
+        raise RuntimeError("not on this Python")
+
+    config = replace(PLAIN, compiled=True)
+    for compile, reason in ((fails_when_called, "no compiler$"), (fails_at_once, "this Python$")):
+        monkeypatch.setattr(torch, "compile", compile)
+        with pytest.raises(InputError, match=f"compiled: expected a net and .* {reason}"):
+            train(small_vit(), images(), config)
+
+
+_X, _Y = images(12)
+_BYTES = (_X * 255).to(torch.uint8)
+
+
+def _unbounded() -> VisionTransformer:
+    return vision_transformer((3, 8, 8), 3, width=4, blocks=1, heads=1)
+
+
+@pytest.mark.parametrize(
+    ("net", "data", "changes", "options", "message"),
+    [
+        (
+            small_vit,
+            (_BYTES[:, :2], _Y),
+            {},
+            {},
+            r"expected shape \(12, 3, 8, 8\) as the net",
+        ),
+        (small_vit, (_BYTES, _Y, _X - 1, _Y), {}, {}, "val_x: expected values within"),
+        (_unbounded, (_BYTES, _Y), {}, {}, "train_x: expected floats for a net without bounds"),
+        (_unbounded, (_X, _Y), {"augment": "light"}, {}, "augment: expected 'none' unless inputs"),
+        (
+            small_vit,
+            (_X, _Y),
+            {"augment": "light"},
+            {"augment": math.exp},
+            "augment: expected a name or",
+        ),
+        (
+            small_vit,
+            (_X, _Y),
+            {},
+            {"max_seconds": 5},
+            "expected with a checkpoint_dir",
+        ),
+        (
+            small_vit,
+            (_X, _Y),
+            {},
+            {"max_seconds": 0},
+            "max_seconds: expected a positive",
+        ),
+        (small_vit, (_X, _Y), {}, {"save_seconds": -1}, "save_seconds: expected a number from 0"),
+    ],
+)
+def test_bad_calls_are_refused(net, data, changes: dict, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        train(net(), data, replace(PLAIN, **changes), **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixing": 0.5}, "mixing: expected 0 unless images .* are classified, got 0.5 for regr"),
+        ({"label_smoothing": 0.1}, "label_smoothing: expected 0 for regression, got 0.1"),
+    ],
+)
+def test_values_have_no_labels_to_mix_or_smooth(changes: dict, message: str) -> None:
+    net = fc_resnet((2,), 1, task="regression", blocks=1)
+    with pytest.raises(InputError, match=message):
+        train(net, (torch.rand(8, 2), torch.rand(8)), replace(PLAIN, **changes))
+
+
+def test_another_own_augmentation_is_another_run(tmp_path: Path) -> None:
+    def same(images: Tensor, _: torch.Generator) -> Tensor:
+        return images
+
+    train(small_vit(), (_X, _Y), PLAIN, augment=same, checkpoint_dir=tmp_path)
+    with pytest.raises(InputError, match=r"differs in augment \(None here, '.*same>' there\)"):
+        train(small_vit(), (_X, _Y), PLAIN, checkpoint_dir=tmp_path)
+    with pytest.raises(InputError, match=r"differs in config\.ema \(0\.5 here, 0\.0 there\)"):
+        train(small_vit(), (_X, _Y), replace(PLAIN, ema=0.5), augment=same, checkpoint_dir=tmp_path)
