@@ -12,6 +12,7 @@ from torch import Tensor
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
 from otad.cip.local.solve_torch import SmallStage
 from otad.errors import InputError
+from otad.search import neighbors
 from otad.search.neighbors import TorchSearch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -150,13 +151,14 @@ def test_the_host_waits_but_once_or_twice_for_each_step(generator) -> None:
         assert waits(lambda: ExactCip()(problem)) <= 1
 
 
-def test_search_finds_what_it_finds_on_a_cpu(generator) -> None:
+def test_search_finds_what_it_finds_on_a_cpu(generator, monkeypatch) -> None:
     points = torch.randn(3000, 37, generator=generator)
     points[100:200] = points[:100]
     queries = torch.cat([torch.randn(50, 37, generator=generator), points[:20]])
     for size in (2**28, 2**17):
-        there = TorchSearch(points.cuda(), max_bytes=size)(queries.cuda(), 9)
-        here = TorchSearch(points, max_bytes=size)(queries, 9)
+        monkeypatch.setattr(neighbors, "WORKING_BYTES", size)
+        there = TorchSearch(points.cuda())(queries.cuda(), 9)
+        here = TorchSearch(points)(queries, 9)
         assert torch.equal(there.indices.cpu(), here.indices)
         assert torch.equal(there.distances.cpu(), here.distances)  # to the bit
 

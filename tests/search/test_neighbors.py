@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import otad.search.neighbors
 from otad.errors import InputError, MissingExtraError
 from otad.io.mapped_rows import in_file, remember
+from otad.search import confirmed_product, neighbors
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
 
 
@@ -68,16 +68,15 @@ def test_random_points(search_type, dtype, n, d, k, generator) -> None:
     side=st.integers(1, 4),
     n=st.integers(1, 120),
     share=st.floats(0, 1),
-    max_bytes=st.sampled_from([2**16, 2**20]),
     seed=st.integers(0, 2**31),
 )
-def test_ties_and_copies_on_a_grid(d, side, n, share, max_bytes, seed) -> None:
+def test_ties_and_copies_on_a_grid(d, side, n, share, seed) -> None:
     """Small integers: all distances are exact, most are equal, and K may be N."""
     generator = torch.Generator().manual_seed(seed)
     points = torch.randint(side + 1, (n, d), generator=generator).float()
     queries = torch.randint(side + 1, (9, d), generator=generator).float()
     k = 1 + round(share * (n - 1))
-    assert_exact(TorchSearch(points, max_bytes=max_bytes)(queries, k), points, queries)
+    assert_exact(TorchSearch(points)(queries, k), points, queries)
 
 
 def test_equal_points_come_in_order_of_index(search_type) -> None:
@@ -100,15 +99,16 @@ def test_points_far_from_the_origin(search_type, dtype, origin, spread, generato
 def test_points_around_the_origin_are_not_copied(shift, generator, monkeypatch) -> None:
     """A bank beyond the budget of a ready copy would be copied anew in each call."""
     points, queries = torch.randn(510, 30, generator=generator).add(shift).split([500, 10])
-    search = TorchSearch(points, max_bytes=2**16)
+    monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
+    search = TorchSearch(points)
     seen = []
-    product = otad.search.neighbors._product
+    product = confirmed_product.add_product
 
     def watched(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
         seen.append(right.untyped_storage().data_ptr())
         return product(base, left, right)
 
-    monkeypatch.setattr(otad.search.neighbors, "_product", watched)
+    monkeypatch.setattr(confirmed_product, "add_product", watched)
     assert_exact(search(queries, 10), points, queries)
     copied = [place != points.untyped_storage().data_ptr() for place in seen]
     assert copied == [shift > 0] * len(seen)
@@ -135,7 +135,7 @@ def test_order_that_float32_cannot_see(search_type, generator, monkeypatch) -> N
 
 def test_one_outlier_does_not_spoil_the_rest(generator, monkeypatch) -> None:
     """The bound is each point's own: shortlists of the first size are enough."""
-    monkeypatch.setattr(otad.search.neighbors, "GROWTH", 0)  # a second attempt would fail
+    monkeypatch.setattr(neighbors, "GROWTH", 0)  # a second attempt would fail
     points = torch.randn(800, 20, generator=generator)
     points[7] = 1e4
     queries = torch.randn(50, 20, generator=generator)
@@ -171,10 +171,11 @@ def test_bounds_hold_for_every_point_left_out(search_type, generator) -> None:
 
 
 @pytest.mark.parametrize(("b", "d"), [(30, 37), (100, 3)])
-def test_neither_batch_nor_memory_changes_a_bit(search_type, b, d, generator) -> None:
+def test_neither_batch_nor_memory_changes_a_bit(search_type, b, d, generator, monkeypatch) -> None:
     points, queries = torch.rand(500 + b, d, generator=generator).split([500, b])
     together = search_type(points)(queries, 9)
-    small = search_type(points, max_bytes=2**16)
+    monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
+    small = search_type(points)
     assert_same(small(queries, 9), together)
     for row in range(b):
         alone = small(queries[row : row + 1], 9)
@@ -182,23 +183,29 @@ def test_neither_batch_nor_memory_changes_a_bit(search_type, b, d, generator) ->
         assert torch.equal(alone.distances[0], together.distances[row])
 
 
-def test_memory_mapped_points(tmp_path: Path, search_type, generator) -> None:
+def test_memory_mapped_points(tmp_path: Path, search_type, generator, monkeypatch) -> None:
     points = torch.rand(200, 12, generator=generator).half()
     (tmp_path / "points").write_bytes(points.numpy().tobytes())
     mapped = torch.from_file(str(tmp_path / "points"), size=2400, dtype=torch.float16).view(200, 12)
     queries = torch.rand(10, 12, generator=generator)
-    assert_same(search_type(mapped, max_bytes=2**16)(queries, 5), search_type(points)(queries, 5))
+    expected = search_type(points)(queries, 5)
+    monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
+    assert_same(search_type(mapped)(queries, 5), expected)
 
 
-def test_points_of_a_file_are_read_by_their_position(tmp_path: Path, generator) -> None:
+def test_points_of_a_file_are_read_by_their_position(
+    tmp_path: Path, generator, monkeypatch
+) -> None:
     points = torch.rand(200, 12, generator=generator).half()
     save_file({"points": points}, tmp_path / "points")
     mapped = load_file(tmp_path / "points")["points"]
     remember(tmp_path / "points", {"points": mapped})
-    search = TorchSearch(mapped, max_bytes=2**16)
-    assert in_file(search.points) is not None
     queries = torch.rand(10, 12, generator=generator)
-    assert_same(search(queries, 5), TorchSearch(points)(queries, 5))
+    expected = TorchSearch(points)(queries, 5)
+    monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
+    search = TorchSearch(mapped)
+    assert in_file(search.points) is not None
+    assert_same(search(queries, 5), expected)
 
 
 def test_rounded_matrix_products_change_nothing(generator, monkeypatch) -> None:
@@ -215,9 +222,9 @@ def test_rounded_matrix_products_change_nothing(generator, monkeypatch) -> None:
 
     def rough(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
         error = 2.0**-8 * left.norm(dim=1)[:, None] * right.norm(dim=1)
-        return base + left @ right.T + error * (torch.arange(len(right)) < 5)
+        return base + left @ right.T - error * (torch.arange(len(right)) < 5)
 
-    monkeypatch.setattr(otad.search.neighbors, "_product", rough)
+    monkeypatch.setattr(confirmed_product, "add_product", rough)
     torch.set_float32_matmul_precision("medium")
     try:
         assert_same(TorchSearch(points)(queries, 5), expected)
@@ -242,21 +249,6 @@ def test_excluded_by_index(search_type, generator) -> None:
     assert found.indices[5, 0] == 5
     nothing = torch.full((60,), -1)
     assert_same(search_type(points)(points, 60, exclude=nothing), search_type(points)(points, 60))
-
-
-def test_excluded_copies(search_type, generator) -> None:
-    points = torch.rand(200, 4, generator=generator)
-    points[20:60] = points[3]  # more copies than any first shortlist holds
-    queries = torch.stack([points[3], points[100], torch.full((4,), 0.5)])
-    found = search_type(points)(queries, 6, exclude_copies=True)
-    assert bool((found.distances > 0).all())
-    for row, copies in enumerate([41, 1, 0]):
-        expected, _ = brute_force(points, queries[row : row + 1], 6 + copies)
-        assert torch.equal(found.indices[row], expected[0, copies:])
-    both = search_type(points)(queries[:1], 159, exclude=torch.tensor([3]), exclude_copies=True)
-    assert not set(both.indices[0].tolist()) & {3, *range(20, 60)}
-    with pytest.raises(InputError, match=r"at least k = 160 .* for 1 queries, the first at row 0"):
-        search_type(points)(queries, 160, exclude_copies=True)
 
 
 def test_nothing_is_differentiated(search_type) -> None:

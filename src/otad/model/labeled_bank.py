@@ -27,9 +27,9 @@ from torch.nn import functional
 from otad.checks import check_count, check_shape, check_tensor
 from otad.errors import InputError
 from otad.model.bank import FeatureBank
+from otad.search.neighbors import TorchSearch
 
 BLOCK = 2**24  # pairs that are compared at a time
-FINALISTS = 4  # nearest points by float32 that are measured again in float64
 
 
 def bank_of_labels(
@@ -76,37 +76,12 @@ def nearest_rivals(points: Tensor, labels: Tensor) -> Tensor:
     _check(points, labels)
     if bool((labels == labels[0]).all()):
         raise InputError(f"labels: expected two classes at least, got only {int(labels[0])}")
-    rows, centered = torch.arange(len(points), device=points.device), _centered(points)
-    nearest, sure = _nearest_rivals(points, labels, rows, centered)
-    again = rows[~sure]  # in clusters whose distances drown in the squares of lengths
-    if len(again):
-        nearest[again], _ = _nearest_rivals(points, labels, again, centered.double())
+    nearest = torch.empty_like(labels)
+    for label in labels.unique():
+        own = labels == label
+        others = (~own).nonzero()[:, 0]
+        nearest[own] = others[TorchSearch(points[others])(points[own], 1).indices[:, 0]]
     return nearest
-
-
-def _nearest_rivals(
-    points: Tensor, labels: Tensor, rows: Tensor, centered: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The nearest of a few finalists for the points `rows` (n,), chosen by products of `centered`
-    (N,p) in its precision; and where (n,) that precision rules out all who are none."""
-    count = min(FINALISTS, len(points))
-    longest = centered.norm(dim=1).max().double()
-    slip = (points.shape[1] + 8) * torch.finfo(centered.dtype).eps
-    found, sure = [], []
-    for some in rows.split(max(1, BLOCK // len(points))):
-        own = centered[some]
-        apart = _distances(own, centered)
-        apart.masked_fill_(labels[some, None] == labels, math.inf)
-        near = apart.topk(count, dim=1, largest=False)
-        steps = points[near.indices].double() - points[some].double()[:, None]
-        exact = steps.norm(dim=2).masked_fill(near.values.isinf(), math.inf)
-        least, place = exact.min(1)
-        squares = own.double().square().sum(1)
-        error = slip * (squares.sqrt() + longest).square()
-        others = near.values[:, -1].double() + squares - error  # all who are no finalists
-        found.append(near.indices.gather(1, place[:, None])[:, 0])
-        sure.append(least.square() < others)
-    return torch.cat(found), torch.cat(sure)
 
 
 def _centered(points: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Exact nearest neighbors in l2: K bank points for each query, whatever the batch or the device.
 
-A matrix product gives all B x N squared distances quickly but loses digits. So it is only asked for
-a *lower bound* on each of them: the bound picks a shortlist, the distances to the shortlist are
-computed again by plain differences in float64, and a row is accepted once every point left out is
-proved to be further away than its K-th neighbor. Other rows come back with a longer shortlist.
+A matrix product in float32 (`otad.search.confirmed_product`) picks a shortlist, the distances to
+the shortlist are computed by plain differences in float64, and a row is accepted once every other
+point is proved to be farther away than its K-th neighbor. Other rows get a longer shortlist.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,9 @@ from torch import Tensor
 from otad.checks import STORAGE_DTYPES, check_count, check_finite, check_shape, check_tensor
 from otad.errors import InputError, MissingExtraError
 from otad.io.mapped_rows import block_of, gathered, in_file
+from otad.search.confirmed_product import product_error, row_norms, shortlist
 
-FLOAT32_ROUNDOFF = 2.0**-24
-# What the user's setting lets a matrix product round its inputs to; else all of float32 is kept.
-MATMUL_ROUNDOFF = {"tf32": 2.0**-11, "high": 2.0**-11, "bf16": 2.0**-8, "medium": 2.0**-8}
-SECTION = 1024  # columns summed in one product: short sums keep the error bound tight
+WORKING_BYTES = 256 * 2**20
 SPARE = 8  # first guess at how many more than K points the shortlist needs
 GROWTH = 4  # how much longer the shortlist of an unproved row becomes
 OFF_ORIGIN = 0.95  # |mean| / median |point| above which centering tightens the bounds by much
@@ -37,8 +35,8 @@ MODERATE = 2.0**16  # lengths up to this, and down to its inverse, may be square
 class Neighbors:
     """The K nearest bank points of B queries, nearest first.
 
-    indices (B, K) int64 into the bank; distances (B, K) float64, ascending. Equal distances are
-    ordered by index, and the smaller index keeps the K-th place.
+    indices (B,K) int64 into the bank; distances (B,K) float64, ascending. Equal distances are
+    ordered by index.
     """
 
     indices: Tensor
@@ -46,27 +44,26 @@ class Neighbors:
 
 
 class NeighborSearch(ABC):
-    """Exact l2 search over points (N, d), which must not change afterwards.
+    """Exact l2 search over points (N,d), which must not change afterwards.
 
-    Points may live on the CPU (memory-mapped too: they are read in blocks) while queries are on a
-    GPU; the work is done, and the answer given, where the queries are. Nothing is differentiated.
-    Working memory stays near `max_bytes`; more of it makes wide points faster on a GPU.
+    Points may be on the CPU (memory-mapped too: they are read in blocks) while queries are on a
+    GPU; the result is on the device of the queries. Nothing is differentiated. Working memory
+    stays near `WORKING_BYTES`.
 
     With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
     s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2. Points of a moderate size around the origin
-    are `plain`: they serve as they are, with c = 0 and s = 1.
+    are `plain`: they are used as they are, with c = 0 and s = 1.
     """
 
-    def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, points: Tensor) -> None:
         check_tensor(points, "points", "N,d", dtypes=STORAGE_DTYPES, finite=False)
         self.points = points.detach() if points.requires_grad else points
-        self.max_bytes = check_count(max_bytes, "max_bytes", least=2**16)
         self._work_dtype = torch.promote_types(points.dtype, torch.float32)
         with torch.no_grad():
             mean = self._mean()
             self._center, self._exponent, self._plain = torch.zeros_like(mean), 0, True
             self._radii = self._lengths()  # (N,) float64, |y|
-            self._plain = self._is_plain(float(_norms(mean[None])))
+            self._plain = self._is_plain(float(row_norms(mean[None])))
             if not self._plain:
                 self._center = mean
                 radii = self._lengths()
@@ -78,67 +75,59 @@ class NeighborSearch(ABC):
         return self.points.shape[0]
 
     @torch.no_grad()
-    def __call__(
-        self,
-        queries: Tensor,
-        k: int,
-        *,
-        exclude: Tensor | None = None,
-        exclude_copies: bool = False,
-    ) -> Neighbors:
-        """The k nearest points of each query (B, d).
+    def __call__(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbors:
+        """The k nearest points of each query (B,d).
 
         exclude: (B,) int64, for each query the index of a bank point that must not be its
             neighbor (its own entry); -1 for none.
-        exclude_copies: leave out every bank point at distance exactly 0. A bank in half precision
-            holds rounded points, so only a query rounded the same way meets its copy there.
         """
         self._check(queries, k, exclude)
         queries = queries.detach()
         exclude = None if exclude is None else exclude.to(queries.device)
         size = min(k + SPARE, len(self))
-        indices, distances, proved = self._attempts(queries, k, size, exclude, exclude_copies)
+        indices, distances, proved = self._attempts(queries, k, size, exclude)
         if bool(proved.all()):
             return Neighbors(indices, distances)
-        check_finite(queries, "queries")  # if they are not, nothing is ever proved
+        check_finite(queries, "queries")  # of other queries nothing is ever proved
         pending = (~proved).nonzero()[:, 0]
         while len(pending):
             if size == len(self):
-                self._refuse(pending, k)
+                raise InputError(
+                    f"queries: expected at least k = {k} bank points at a finite distance, got "
+                    f"fewer for {len(pending)} queries, the first at row {int(pending[0])}"
+                )
             size = min(size * GROWTH, len(self))
             banned = None if exclude is None else exclude[pending]
-            found, lengths, proved = self._attempts(
-                queries[pending], k, size, banned, exclude_copies
-            )
+            found, lengths, proved = self._attempts(queries[pending], k, size, banned)
             indices[pending], distances[pending] = found, lengths
             pending = pending[~proved]
         return Neighbors(indices, distances)
 
     @abstractmethod
     def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Indices (b, size) of likely neighbors of x (b, d) float64, size < N, and a floor (b,)
-        float64 that s^2 |query - point|^2 of every other point is sure to reach."""
+        """Indices (b,size) of likely neighbors of x (b,d) float64, size < N, and a floor (b,)
+        float64: s^2 |query - point|^2 of every other point is proved to be at least that."""
 
     def _attempts(
-        self, queries: Tensor, k: int, size: int, banned: Tensor | None, exclude_copies: bool
+        self, queries: Tensor, k: int, size: int, banned: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`_attempt` in blocks of queries."""
-        width = self._rows_at_once(size)
+        square = math.isqrt(WORKING_BYTES // 16)  # so that a block of products is square
+        width = max(1, min(self._fit(48), WORKING_BYTES // (128 * size), square))
         if len(queries) <= width:
-            return self._attempt(queries, k, size, banned, exclude_copies)
+            return self._attempt(queries, k, size, banned)
         blocks = queries.split(width)
         bans = [None] * len(blocks) if banned is None else banned.split(width)
         parts = [
-            self._attempt(block, k, size, ban, exclude_copies)
-            for block, ban in zip(blocks, bans, strict=True)
+            self._attempt(block, k, size, ban) for block, ban in zip(blocks, bans, strict=True)
         ]
         indices, lengths, proved = (torch.cat(column) for column in zip(*parts, strict=True))
         return indices, lengths, proved
 
     def _attempt(
-        self, queries: Tensor, k: int, size: int, banned: Tensor | None, exclude_copies: bool
+        self, queries: Tensor, k: int, size: int, banned: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Best k of a shortlist: indices (b, k), distances (b, k), and whether it is proved (b,)"""
+        """Best k of a shortlist: indices (b,k), distances (b,k), and whether it is proved (b,)"""
         queries = queries.double()
         x = (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
         if size < len(self):
@@ -150,36 +139,28 @@ class NeighborSearch(ABC):
         lengths = self._distances(queries, candidates)
         if banned is not None:
             lengths = lengths.masked_fill(candidates == banned[:, None], math.inf)
-        if exclude_copies:
-            lengths = lengths.masked_fill(lengths == 0, math.inf)
         lengths, order = lengths.sort(dim=1, stable=True)
         lengths, order = lengths[:, :k].contiguous(), order[:, :k]
         reach = (lengths[:, -1] * 2.0**-self._exponent).square()
-        norms = _norms(x)
+        norms = row_norms(x)
         # room for float64 rounding, and for what float32 flushes to zero
         flushed = x.shape[1] * 2.0**-120 * (1 + self._radius + norms)
         slack = 1e-12 * (reach + norms.square()) + flushed
         return candidates.gather(1, order), lengths, (floor > reach + slack) & (reach < math.inf)
 
     def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """|query - candidate| for queries (b, d) in float64 and candidates (b, T)."""
-        if candidates.numel() <= self._fit(32):
-            gap = self._gathered(candidates, queries) - queries[:, None]
-            squares = _ordered_sum(gap.square_().flatten(0, 1))
-        else:
-            width, pairs = candidates.shape[1], candidates.reshape(-1)
-            squares = queries.new_empty(len(pairs), dtype=torch.float64)
-            for rows in torch.arange(len(pairs), device=pairs.device).split(self._fit(32)):
-                gap = self._gathered(pairs[rows], queries) - queries[rows // width]
-                squares[rows] = _ordered_sum(gap.square_())
-        return _square_roots(squares).view(candidates.shape)
-
-    def _gathered(self, candidates: Tensor, queries: Tensor) -> Tensor:
-        """The points of these indices, where the queries are."""
-        return gathered(self.points, candidates, queries.device)
+        """|query - candidate| for queries (b,d) in float64 and candidates (b,T)."""
+        fit, (count, width) = self._fit(32), candidates.shape
+        rows, columns = max(1, fit // width), min(fit, width)
+        squares = queries.new_empty(count, width)
+        for row, column in product(range(0, count, rows), range(0, width, columns)):
+            part = slice(row, row + rows), slice(column, column + columns)
+            gap = gathered(self.points, candidates[part], queries.device) - queries[part[0], None]
+            squares[part] = _ordered_sum(gap.square_().flatten(0, 1)).view(gap.shape[:2])
+        return _square_roots(squares)
 
     def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """(start, y (n, d)) in the working dtype, over all points."""
+        """(start, y (n,d)) in the working dtype, over all points."""
         for start, block in self._blocks():
             if not self._plain:
                 block = (block - self._center).mul_(2.0**-self._exponent)
@@ -199,7 +180,7 @@ class NeighborSearch(ABC):
 
     def _lengths(self) -> Tensor:
         """|y| (N,) in float64."""
-        return torch.cat([_norms(block) for _, block in self._scaled_blocks()])
+        return torch.cat([row_norms(block) for _, block in self._scaled_blocks()])
 
     def _is_plain(self, mean: float) -> bool:
         """Whether points of these lengths, with a mean of that length, serve as they are."""
@@ -216,12 +197,7 @@ class NeighborSearch(ABC):
 
     def _fit(self, bytes_per_number: int) -> int:
         """How many rows of d numbers fit in the memory budget."""
-        return max(1, self.max_bytes // (bytes_per_number * self.points.shape[1]))
-
-    def _rows_at_once(self, size: int) -> int:
-        """Queries in a block: bounded by their own size, their shortlists, and a square product."""
-        square = math.isqrt(self.max_bytes // 16)
-        return max(1, min(self._fit(48), self.max_bytes // (128 * size), square))
+        return max(1, WORKING_BYTES // (bytes_per_number * self.points.shape[1]))
 
     def _check(self, queries: Tensor, k: int, exclude: Tensor | None) -> None:
         # On a GPU a look at the numbers would make the host wait: see `__call__`.
@@ -242,52 +218,30 @@ class NeighborSearch(ABC):
         if check_count(k, "k") > available:
             raise InputError(f"k: expected at most {available} (points left to find), got {k}")
 
-    def _refuse(self, rows: Tensor, k: int) -> None:
-        if len(rows):
-            raise InputError(
-                f"queries: expected at least k = {k} bank points that are no copies, at a finite "
-                f"distance, got fewer for {len(rows)} queries, the first at row {int(rows[0])}"
-            )
-
 
 class TorchSearch(NeighborSearch):
     """Exact search by matrix products in blocks; needs nothing but torch.
 
-    Points that have to be converted are kept ready for the products if they take up to half of
-    `max_bytes` in float32.
+    Points that have to be converted are stored ready for the products if they take up to half of
+    `WORKING_BYTES` in float32.
     """
 
-    def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
-        super().__init__(points, max_bytes=max_bytes)
-        self._ready: Tensor | None = None  # y (N, d) in float32
-        serve = self._plain and points.dtype == torch.float32 and in_file(self.points) is None
-        if not serve and 8 * points.numel() <= max_bytes:
+    def __init__(self, points: Tensor) -> None:
+        super().__init__(points)
+        self._ready: Tensor | None = None  # y (N,d) in float32
+        as_stored = self._plain and points.dtype == torch.float32 and in_file(self.points) is None
+        if not as_stored and 8 * points.numel() <= WORKING_BYTES:
             with torch.no_grad():
                 self._ready = torch.cat([right for _, right in self._right_blocks()])
 
     def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        # |computed - true| <= slip (2 |x| |y| + |y|^2) for -2 <x, y> + |y|^2: with that much taken
-        # off beforehand, what is computed is a lower bound.
-        slip = _slip(min(SECTION, x.shape[1]) + x.shape[1] // SECTION + 2, x.device)
-        norms = _norms(x)
-        # The factor -2 here, as in the product itself it makes some CPUs half as fast.
-        left, allowance = (x * -2).float(), (norms * (-2 * slip)).float()[:, None]
-        radii = self._radii.to(x.device, torch.float32)
-        base = self._radii.square().mul_(1 - slip).to(x.device, torch.float32)
-        per_block = max(size, self.max_bytes // (16 * len(x)))
-        found: list[tuple[Tensor, Tensor]] = []  # lower bounds and indices, `size` at most
-        for start, block in self._right_blocks():
-            for first in range(start, start + len(block), per_block):
-                part = block[first - start : first - start + per_block].to(x.device)
-                rows = slice(first, first + len(part))
-                bounds = _product(torch.addcmul(base[rows], allowance, radii[rows]), left, part)
-                values, places = bounds.topk(min(size, len(part)), largest=False, sorted=False)
-                found = [_merged([*found, (values, places + first if first else places)], size)]
-        best, indices = found[0]
-        return indices, best.amax(1).double() + norms.square()
+        """By the largest 2 <x, y> - |y|^2."""
+        blocks, offsets = self._right_blocks(), -self._radii.square()
+        listed = shortlist(2 * x, blocks, self._radii, offsets, size, WORKING_BYTES // 16)
+        return listed.indices, row_norms(x).square() - listed.ceiling
 
     def _right_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """(start, y (n, d)) in float32, over all points."""
+        """(start, y (n,d)) in float32, over all points."""
         if self._ready is not None:
             yield 0, self._ready
             return
@@ -296,11 +250,11 @@ class TorchSearch(NeighborSearch):
 
 
 class FaissSearch(NeighborSearch):
-    """The same answers, shortlisted by FAISS on the CPU; holds a float32 copy of the points."""
+    """The same result, shortlisted by FAISS on the CPU; stores a float32 copy of the points."""
 
-    def __init__(self, points: Tensor, *, max_bytes: int = 256 * 2**20) -> None:
-        super().__init__(points, max_bytes=max_bytes)
-        self._index: Any = _faiss().IndexFlatL2(points.shape[1])
+    def __init__(self, points: Tensor) -> None:
+        super().__init__(points)
+        self._index: Any = import_faiss().IndexFlatL2(points.shape[1])
         for _, block in self._scaled_blocks():
             self._index.add(block.to("cpu", torch.float32).numpy())
 
@@ -308,51 +262,14 @@ class FaissSearch(NeighborSearch):
         squares, found = self._index.search(x.to("cpu", torch.float32).numpy(), size)
         indices = torch.from_numpy(found).to(x.device)
         furthest = torch.from_numpy(squares).to(x.device, torch.float64).amax(1)
-        slip = _slip(x.shape[1], torch.device("cpu"))
-        floor = furthest - slip * (_norms(x) + self._radius).square()
-        missing = (indices < 0).any(1)  # FAISS says so when distances overflow
+        error = product_error(x.shape[1], torch.float32, torch.device("cpu"))
+        floor = furthest - error * (row_norms(x) + self._radius).square()
+        missing = (indices < 0).any(1)  # FAISS marks these when distances overflow
         return indices.clamp_(min=0), floor.masked_fill(missing, -math.inf)
 
 
-def _slip(terms: int, device: torch.device) -> float:
-    """Relative error of a float32 product with sums of so many terms, inputs rounded to float32.
-
-    2 (terms + 8) roundoffs for the sums (twice the textbook bound: tensor cores truncate) and 8
-    for rounding the inputs, each to whatever the user lets matrix products round them.
-    """
-    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
-    setting = setting or torch.get_float32_matmul_precision()  # before torch 2.9
-    rounded = MATMUL_ROUNDOFF.get(setting, FLOAT32_ROUNDOFF)
-    return 2 * (terms + 8) * FLOAT32_ROUNDOFF + 8 * rounded
-
-
-def _product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """base (b, n), overwritten, + left (b, m) right (n, m)^T, in sections of columns."""
-    for start in range(0, left.shape[1], SECTION):
-        columns = slice(start, start + SECTION)
-        base.addmm_(left[:, columns], right[:, columns].T)  # in place: autocast lets it be
-    return base
-
-
-def _merged(found: list[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
-    """The `size` least values (b, size) of several lists, with their indices."""
-    if len(found) == 1:
-        return found[0]
-    values, indices = (torch.cat(column, dim=1) for column in zip(*found, strict=True))
-    if values.shape[1] > size:
-        values, kept = values.topk(size, largest=False, sorted=False)
-        indices = indices.gather(1, kept)
-    return values, indices
-
-
-def _norms(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return norms
-
-
 def _ordered_sum(rows: Tensor) -> Tensor:
-    """Sum of each row (P, d), overwriting it: halves are folded together entry by entry, so a sum
+    """Sum of each row (P,d), overwriting it: halves are folded together entry by entry, so a sum
     has the same bits in any batch, on any device and with any number of threads."""
     width = rows.shape[1]
     while width > 1:
@@ -367,7 +284,7 @@ def _square_roots(values: Tensor) -> Tensor:
     return values.sqrt() if values.is_cuda else torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def _faiss() -> Any:
+def import_faiss() -> Any:
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
