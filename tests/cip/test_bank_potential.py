@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor
 
-from otad.cip import pairs as bank_pairs
+from otad.cip.whole_bank import pairs as bank_pairs
 from otad.cip.whole_bank.potential import (
     BankPotential,
     Contradiction,

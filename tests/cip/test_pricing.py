@@ -7,7 +7,7 @@ import torch
 from cip.test_bank_potential import smooth_bank
 from torch import Tensor
 
-from otad.cip.whole_bank.map import pricing
+from otad.cip.whole_bank import pricing
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
 

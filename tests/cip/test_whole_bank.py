@@ -17,7 +17,8 @@ from scipy import sparse
 from torch import Tensor
 
 from otad.cip import Status
-from otad.cip.whole_bank.map import WholeBank, index_prices, pricing
+from otad.cip.whole_bank import index_prices, pricing
+from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import (
     BankPotential,
     integrate_bank,

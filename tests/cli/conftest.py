@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands.small import BODY, QUICK, Terminal, write_body, write_digits
+from cli.small import BODY, QUICK, Terminal, write_body, write_digits
 
 
 @pytest.fixture

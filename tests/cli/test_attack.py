@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands.small import Terminal
+from cli.small import Terminal
 
 import otad
 from otad.attacks import L2

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands.small import Terminal
+from cli.small import Terminal
 
 import otad
 from otad.certify import certify, certify_values

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands.small import Terminal, write_digits
+from cli.small import Terminal, write_digits
 
 import otad
 from otad.cli.data_choice import DataChoice

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands.small import Terminal
+from cli.small import Terminal
 
 import otad
 import otad.demo

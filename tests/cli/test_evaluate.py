@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands.small import Terminal
+from cli.small import Terminal
 from PIL import Image
 
 import otad

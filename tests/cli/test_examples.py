@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands.small import BODY, Terminal
+from cli.small import BODY, Terminal
 from PIL import Image
 
 import otad

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands.small import Terminal
+from cli.small import Terminal
 
 import otad
 from otad.cli.data_choice import DataChoice, bank_part

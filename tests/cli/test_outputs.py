@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands.small import BODY, Terminal, write_body
+from cli.small import BODY, Terminal, write_body
 from PIL import Image
 
 import otad

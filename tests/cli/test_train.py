@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands.small import BODY, QUICK, Terminal, write_body, write_digits
+from cli.small import BODY, QUICK, Terminal, write_body, write_digits
 from PIL import Image
 
 import otad

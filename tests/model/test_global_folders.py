@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from model.test_folder import QUERIES, cut_short, edit, flip, model, part, put_pickle, same
 from safetensors.torch import load_file
-from test_model_files import QUERIES, cut_short, edit, flip, model, part, put_pickle, same
 
 import otad
 from otad.errors import InputError

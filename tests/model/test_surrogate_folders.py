@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from imitated import estimated, exact, images
-from test_model_files import cut_short, edit, flip, part, put_pickle
+from model.test_folder import cut_short, edit, flip, part, put_pickle
 
 import otad
 from otad.cip.surrogate import CipNet

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transport.small_vision import images, small_vit
+from training.small_vision import images, small_vit
 
 from otad.errors import InputError
 from otad.nets.lipschitz import LipschitzMetric

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transport.small_vision import images
+from training.small_vision import images
 
 from otad.errors import InputError
 from otad.nets import SequentialBackbone, fc_resnet

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transport.small_vision import images, small_vit, weights_print
+from training.small_vision import images, small_vit, weights_print
 
 from otad.nets.metric_nets import CNNMetric
 from otad.training import MetricConfig, TrainConfig, epochs, recipe, session, train

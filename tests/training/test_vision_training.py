@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._python_dispatch import TorchDispatchMode
-from transport.small_vision import images, small_vit, weights_print
+from training.small_vision import images, small_vit, weights_print
 
 from otad.errors import InputError
 from otad.nets import VisionTransformer, fc_resnet, vision_transformer
