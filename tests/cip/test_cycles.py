@@ -9,8 +9,8 @@ import torch
 from cip.test_bank_potential import BENDS, smooth_bank
 
 from otad.cip.whole_bank import cycles
+from otad.cip.whole_bank import vertex_cover as covers
 from otad.cip.whole_bank.cycles import contradicting_points, cycle_bound, cycles_of, pair_bound
-from otad.cip.whole_bank.map import vertex_cover as covers
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import integrate_most, least_bank_smoothness
 from otad.errors import SolverError

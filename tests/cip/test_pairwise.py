@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otad.cip.whole_bank import lifted_potential as pairwise
+from otad.cip.whole_bank import vertex_cover as covers
 from otad.cip.whole_bank.lifted_potential import least_lipschitz, lifted_potential, steep_pairs
 from otad.cip.whole_bank.map import WholeBank
-from otad.cip.whole_bank.map import vertex_cover as covers
 from otad.cip.whole_bank.potential import BankPotential, Contradiction, integrate_bank
 from otad.cip.whole_bank.vertex_cover import fewest_points
 from otad.errors import InputError, SolverError
