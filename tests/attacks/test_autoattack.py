@@ -188,10 +188,10 @@ def test_nothing_is_left_behind() -> None:
 @pytest.mark.parametrize(
     ("shape", "attack", "ball", "message"),
     [
-        ((5,), FAST, L2(0.1, UNIT), "autoattack: expected images"),
-        (SHAPE, FAST, L2(0.1), "bounded inputs"),
-        (SHAPE, FAST, L2(0.1, UNIT, scale=torch.ones(SHAPE)), "without `scale`"),
-        (SHAPE, FAST, L2(0.1, UNIT, mutable=torch.ones(SHAPE) > 0), "without `mutable`"),
+        ((5,), FAST, L2(0.1, UNIT), r"autoattack.*images.*\(5,\)"),
+        (SHAPE, FAST, L2(0.1), "autoattack.*bounds"),
+        (SHAPE, FAST, L2(0.1, UNIT, scale=torch.ones(SHAPE)), "autoattack.*scale"),
+        (SHAPE, FAST, L2(0.1, UNIT, mutable=torch.ones(SHAPE) > 0), "autoattack.*mutable"),
         ((1, 4, 4), AutoAttackSuite(), L2(0.1, UNIT), "got 4 x 4"),
     ],
 )
@@ -209,14 +209,14 @@ def test_refusals(
 
 def test_regressions_are_refused(generator: torch.Generator) -> None:
     model, x = Linear(SHAPE, outputs=1), inner_points(2, SHAPE)
-    with pytest.raises(InputError, match="expected a classifier"):
+    with pytest.raises(InputError, match=r"autoattack.*regression"):
         FAST(model, x, model(x).detach(), L2(0.1, UNIT), generator=generator)
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(InputError, match="version"):
+    with pytest.raises(InputError, match=r"variant.*best"):
         AutoAttackSuite("best")
-    with pytest.raises(InputError, match="expected some with version 'custom'"):
+    with pytest.raises(InputError, match=r"attacks.*custom"):
         AutoAttackSuite("custom")
     with pytest.raises(InputError, match="none otherwise"):
         AutoAttackSuite(attacks=("square",))

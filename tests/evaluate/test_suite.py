@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from evaluate.small import Plane, two_sides
+from evaluate.small import Plane, Slope, two_sides
 from torch import Tensor
 
-from otad.attacks import L2, Linf
+import otad
+from otad.attacks import L2, Attack, Linf, needs, register_attack
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.attacks.transfer import Transfer
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS, make_attack
-from otad.evaluate import suite as suites
 from otad.evaluate.identity import generator_for, model_card, settings_of
-from otad.evaluate.presets import KEYED_PRESETS
-from otad.evaluate.suite import NEED_LINES, suite
+from otad.evaluate.suite import suite
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet
@@ -27,9 +28,10 @@ from otad.nets import fc_resnet
 IMAGE = (1, 10, 10)
 INSTALLED = [
     name
-    for name in ATTACKS
-    if name not in suites.PACKAGES or importlib.util.find_spec(suites.PACKAGES[name])
+    for name, attack in ATTACKS.items()
+    if attack.needs.package is None or importlib.util.find_spec(attack.needs.package)
 ]
+NEED_LINES = [name for name, attack in ATTACKS.items() if attack.needs.affine_keys]
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +61,14 @@ def test_every_name_is_that_of_its_attack(images: OTAD, name: str) -> None:
 
 
 def test_presets_hold_known_names_and_options_and_grow(images: OTAD) -> None:
-    names = {preset: {name for name, _ in choices} for preset, choices in PRESETS.items()}
-    assert names["quick"] <= names["standard"] < names["full"] == {*ATTACKS} - {"keys"}
-    keyed = {name: {one for one, _ in choices} for name, choices in KEYED_PRESETS.items()}
-    assert keyed["quick"] <= keyed["standard"] < keyed["full"] == {*ATTACKS} - {*NEED_LINES}
-    for choices in (*PRESETS.values(), *KEYED_PRESETS.values()):
-        for name, options in choices:
+    for affine, absent in ((True, {"keys"}), (False, {*NEED_LINES})):
+        names = {
+            preset: {one.name for one in choices if one.affine in (None, affine)}
+            for preset, choices in PRESETS.items()
+        }
+        assert names["quick"] <= names["standard"] < names["full"] == {*ATTACKS} - absent
+    for choices in PRESETS.values():
+        for name, options, _ in choices:
             if name in INSTALLED:
                 made = make_attack(name, images, **options)
                 assert all(getattr(made, option) == value for option, value in options.items())
@@ -81,7 +85,8 @@ def test_each_attack_of_a_preset_is_made_or_missing_with_a_reason(images: OTAD) 
         for preset, choices in PRESETS.items():
             attacks, missing = suite(model, preset, shape, "classification", threat)
             made = [attack.name for attack in attacks]
-            assert made == [name for name, _ in choices if name not in missing]
+            listed = [one.name for one in choices if one.affine is not False]
+            assert made == [name for name in listed if name not in missing]
             assert all(missing.values())
 
 
@@ -101,7 +106,7 @@ def test_vectors_get_random_search_in_place_of_what_needs_images(images: OTAD) -
         (L2(1.0), IMAGE, "classification", "bounded"),
         (L2(1.0, bounds=(0, 1), scale=torch.ones(IMAGE)), IMAGE, "classification", "alike"),
         (L2(1.0, bounds=(0, 1)), (1, 4, 4), "classification", "tile"),
-        (L2(1.0, bounds=(0, 1)), IMAGE, "regression", "classifiers"),
+        (L2(1.0, bounds=(0, 1)), IMAGE, "regression", "regression"),
     ],
 )
 def test_autoattack_is_missing_where_it_cannot_run(
@@ -113,7 +118,7 @@ def test_autoattack_is_missing_where_it_cannot_run(
 
 
 def test_a_missing_extra_is_named(images: OTAD, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suites, "find_spec", lambda package: None)
+    monkeypatch.setattr(needs, "find_spec", lambda package: None)
     _, missing = suite(images, "full", IMAGE, "classification", L2(1.0, bounds=(0, 1)))
     assert {"square", "autoattack", "ngopt"} == set(missing)
     assert "pip install 'otad[attacks]'" in missing["ngopt"]
@@ -132,10 +137,48 @@ def test_attacks_on_lines_to_bank_points_need_a_plain_embedding(images: OTAD) ->
     names = {attack.name for attack in attacks}
     assert {"keys", "soft_knn", "metric", "pgd", "apgd", "bpda", "transfer"} <= names
     assert not names & {"straight", *NEED_LINES}
-    assert "Shifted" in missing["straight"]
+    assert "train_x" in missing["straight"]
     for name in NEED_LINES:
-        with pytest.raises(InputError, match="unlike those of Shifted; keys looks for them"):
+        with pytest.raises(InputError, match=f"attack.*{name}.*keys"):
             make_attack(name, model)
+
+
+OWN_ATTACK = """
+from otad.attacks import Attack, Needs, register_attack
+
+@register_attack
+class Mirror(Attack):
+    name = "mirror"
+    family = "black-box"
+    needs = Needs(tasks=("classification",))
+
+    def run(self, target, x, ball, generator):
+        return -x
+"""
+
+
+def test_an_attack_of_ones_own_runs_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_attack.py").write_text(OWN_ATTACK, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    x = torch.tensor([[0.3, 1.0, 1.0], [-0.4, 1.0, 1.0], [0.9, 0.0, 0.0]])
+    try:
+        importlib.import_module("own_attack")
+        found = otad.evaluate(Plane().eval(), x, (x[:, 0] > 0).long(), L2(3.0), attacks=["mirror"])
+        assert found.per_attack == {"mirror": 0.0}
+        with pytest.raises(InputError, match=r"mirror.*regression"):
+            otad.evaluate(Slope().eval(), x, x[:, 0], L2(3.0), attacks=["mirror"])
+        with pytest.raises(InputError, match="mirror"):
+
+            @register_attack
+            class Other(Attack):
+                name = "mirror"
+
+                def run(self, *args: Any) -> Tensor: ...
+
+    finally:
+        ATTACKS.pop("mirror", None)
 
 
 def test_unknown_names_and_options_are_refused(images: OTAD) -> None:

@@ -12,7 +12,7 @@ from otad.attacks import L2
 from otad.attacks.pgd import Bpda, Pgd
 from otad.data import Dataset, load
 from otad.errors import InputError
-from otad.evaluate.suite import PACKAGES, make_attack
+from otad.evaluate.suite import ATTACKS, make_attack
 from otad.experiments import attacked as attacked_module
 from otad.experiments import names
 from otad.experiments.attack_records import AttackedScore
@@ -201,7 +201,8 @@ def test_attacks_of_shipped_experiments_can_be_made(base: OTAD, name: str) -> No
     if experiment.evaluate is not None:
         asked += [(models["otad"], *one) for one in experiment.evaluate.attacks.items()]
     for model, run, options in asked:
-        if run == RANDOM_STEP or (run in PACKAGES and find_spec(PACKAGES[run]) is None):
+        package = None if run == RANDOM_STEP else ATTACKS[run].needs.package
+        if run == RANDOM_STEP or (package is not None and find_spec(package) is None):
             continue
         run = "pgd" if run == "bpda" and model is base.backbone else run
         assert attacked_module.made_attack(run, model, options).name == run

@@ -17,7 +17,7 @@ import pytest
 
 from otad.errors import InputError, OtadError
 from otad.evaluate import Evaluation
-from otad.evaluate.suite import PACKAGES
+from otad.evaluate.suite import ATTACKS
 from otad.experiments import RunRecord, names, reproduce
 from otad.experiments import cost as cost_module
 from otad.experiments import run as run_module
@@ -67,8 +67,8 @@ def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
     asked = read_experiment(name, quick=True)
     runs = {run for row in asked.rows.values() for one in row.attacks.values() for run in one.runs}
     runs |= set(asked.evaluate.attacks) if asked.evaluate is not None else set()
-    for run in runs & set(PACKAGES):
-        pytest.importorskip(PACKAGES[run], reason=f"extra 'attacks', for {run}")
+    for package in {ATTACKS[run].needs.package for run in runs & set(ATTACKS)} - {None}:
+        pytest.importorskip(package, reason="extra 'attacks'")
     lines: dict[str, tuple[int, int]] = {}
     record = reproduce(
         name,

@@ -11,12 +11,11 @@ import torch
 from imitated import K, estimated, images
 from rich.console import Console
 
-from otad.attacks import L2
+from otad.attacks import ATTACKS, L2
 from otad.attacks.base import gain_of
 from otad.cip import Status
 from otad.evaluate import Evaluation, evaluate, make_attack
 from otad.evaluate.identity import model_card
-from otad.evaluate.suite import PACKAGES
 from otad.explain import explain
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
@@ -67,8 +66,9 @@ CASES = [
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_attacks_run_and_their_verdict_is_the_models(kind: str, name: str) -> None:
     model, options = estimated(kind), (EVERYWHERE | ON_LINES).get(name, {})
-    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
-        pytest.skip(f"{PACKAGES[name]} is not installed")
+    package = ATTACKS[name].needs.package
+    if package is not None and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     attack, y = make_attack(name, model, **options), right_answers(model)
     result = attack(model, X, y, THREAT, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

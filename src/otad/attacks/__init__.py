@@ -2,7 +2,8 @@
 
 from otad.attacks.apgd import Apgd
 from otad.attacks.autoattack import AutoAttackSuite
-from otad.attacks.base import Attack, AttackResult
+from otad.attacks.base import ATTACKS, Attack, AttackResult, register_attack
+from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.ngopt import NgOpt
 from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
@@ -13,15 +14,18 @@ from otad.attacks.transfer import Transfer
 from otad.threat import L2, Linf, LpBall
 
 __all__ = [
+    "ATTACKS",
     "L2",
     "Apgd",
     "Attack",
     "AttackResult",
     "AutoAttackSuite",
     "Bpda",
+    "Knowledge",
     "Linf",
     "LpBall",
     "MetricAttack",
+    "Needs",
     "NgOpt",
     "Pgd",
     "Pixle",
@@ -29,4 +33,5 @@ __all__ = [
     "RandomSearch",
     "Square",
     "Transfer",
+    "register_attack",
 ]

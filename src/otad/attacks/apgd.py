@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, Target
+from otad.attacks.base import Attack, Target, register_attack
 from otad.attacks.gradients import Ask, exact, through_substitute
 from otad.attacks.losses import check_loss, loss_for
+from otad.attacks.needs import Needs
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.errors import InputError
@@ -21,6 +22,7 @@ MOMENTUM = 0.75  # weight of the gradient step, the rest is the step before
 ENOUGH = 0.75  # share of steps that has to raise the loss for the step size to stay
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Apgd(Attack):
     """`steps` of gradient ascent with momentum, each example with a step size of its own:
@@ -43,6 +45,7 @@ class Apgd(Attack):
     substitute: nn.Module | None = None
     name = "apgd"
     family = "white-box"
+    needs = Needs(gradients=True)
 
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")

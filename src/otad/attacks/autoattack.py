@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,24 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, Target
-from otad.attacks.library_adapters import LIBRARY_NORMS, UnitBox, check_images, own_randomness
-from otad.attacks.square import check_windows
+from otad.attacks.base import Attack, Target, register_attack
+from otad.attacks.library_adapters import LIBRARY_NORMS, UnitBox, own_randomness
+from otad.attacks.needs import Knowledge, Needs
+from otad.attacks.square import windows_misfit
 from otad.checks import check_choice
 from otad.errors import InputError, MissingExtraError
 from otad.threat import LpBall
 
-VERSIONS = ("standard", "plus", "rand", "custom")
+VARIANTS = ("standard", "plus", "rand", "custom")
 PARTS = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
 NEED_CLASSES = {"apgd-dlr": 3, "apgd-t": 4}  # their loss looks at so many logits
 TARGETS = 9  # classes the targeted parts try, where there are so many
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class AutoAttackSuite(Attack):
     """APGD, FAB and Square in a row, on images (B,C,H,W) of a classifier.
 
-    - `version`: "standard", "plus", "rand" (for randomized models) or "custom", which runs the
+    - `variant`: "standard", "plus", "rand" (for randomized models) or "custom", which runs the
       `attacks` of `PARTS` it is given.
     - `remarks`: what the library warned of in the last call (a randomized model, zero gradients,
       Square stronger than the gradient attacks, ...), and what had to be changed to run it.
@@ -39,28 +41,45 @@ class AutoAttackSuite(Attack):
     are right in total and spread evenly over the examples.
     """
 
-    version: str = "standard"
+    variant: str = "standard"
     attacks: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list, init=False, repr=False)
     name = "autoattack"
     family = "white-box"
+    needs = Needs(
+        gradients=True,
+        images=True,
+        unit_box=True,
+        package="pyautoattack",
+        tasks=("classification",),
+    )
+
+    @classmethod
+    def misfit(
+        cls,
+        known: Knowledge,
+        input_shape: Sequence[int] | None = None,
+        task: str = "classification",
+        threat: LpBall | None = None,
+    ) -> str | None:
+        reason = super().misfit(known, input_shape, task, threat)
+        if reason is None and input_shape is not None:
+            reason = windows_misfit(input_shape, threat)  # of Square, the last of its attacks
+        return reason
 
     def __post_init__(self) -> None:
-        check_choice(self.version, "version", VERSIONS)
-        if (self.version == "custom") != bool(self.attacks):
+        check_choice(self.variant, "variant", VARIANTS)
+        if (self.variant == "custom") != bool(self.attacks):
             raise InputError(
-                "attacks: expected some with version 'custom' and none otherwise, "
-                f"got {self.attacks!r} with {self.version!r}"
+                "attacks: expected some with variant 'custom' and none otherwise, "
+                f"got {self.attacks!r} with {self.variant!r}"
             )
         for part in self.attacks:
             check_choice(part, "attacks", PARTS)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         self.remarks.clear()
-        check_images(x, self.name)
-        box = UnitBox.of(ball, self.name)
-        if target.y.is_floating_point():
-            raise InputError("autoattack: expected a classifier, got a regression")
+        box = UnitBox.of(ball)
         library, checks = _library()
         model = _Counted(target, box, x.dtype)
         with own_randomness(generator) as seed, _frozen(target.model):
@@ -68,14 +87,14 @@ class AutoAttackSuite(Attack):
                 model,
                 norm=LIBRARY_NORMS[ball.norm],
                 eps=ball.eps / box.width,
-                version=self.version,
+                version=self.variant,
                 attacks=list(self.attacks) or None,
                 seed=seed,
                 device=x.device,
             )
             self._fit_to_classes(suite, int(model(box.to_unit(x[:1])).shape[1]))
-            if "square" in suite.attacks_to_run and ball.norm == "l2":
-                check_windows(*x.shape[2:])
+            if "square" in suite.attacks_to_run and (reason := windows_misfit(x.shape[1:], ball)):
+                raise InputError(f"{self.name}: {reason}")
             with _listening(suite.logger, self.remarks), _untraced(checks):
                 found, _ = suite.run_standard_evaluation(
                     box.to_unit(x).float(), target.y, batch_size=len(x)

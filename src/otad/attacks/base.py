@@ -1,17 +1,19 @@
-"""What every attack does the same way: check, count, project, ask again, measure."""
+"""What every attack does the same way: check, count, project, ask the model again, measure."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from otad.attacks.needs import Knowledge, Needs
 from otad.checks import (
     WORKING_DTYPES,
     check_evaluation,
@@ -144,12 +146,47 @@ class AttackResult:
 class Attack(ABC):
     """Looks for an input within a ball around each example that a model answers wrongly.
 
-    A new attack writes `run` only. It may return anything: `__call__` projects, asks the model
-    again and measures, so that no attack can claim what it has not got.
+    A new attack sets `name`, `family` and `needs` and writes `run`; `register_attack` makes it
+    available by its name. `run` may return anything: `__call__` projects, asks the model again and
+    measures, so no attack can claim more than it found.
     """
 
     name: ClassVar[str]
     family: ClassVar[str]  # "white-box", "black-box", "adaptive" or "random"
+    needs: ClassVar[Needs] = Needs()
+    version: ClassVar[int] = 1  # raise it when results change: cached results are named by it
+
+    @classmethod
+    def for_model(cls, known: Knowledge, **options: Any) -> Self:
+        """The attack for a model of which this is known. Overridden by attacks that take some of
+        it, such as the network inside; `options` are those of the class."""
+        accepted = tuple(inspect.signature(cls).parameters)
+        if unknown := [option for option in options if option not in accepted]:
+            raise InputError(
+                f"attack: expected options of {cls.name}, which are {', '.join(accepted)}, "
+                f"got {', '.join(unknown)}"
+            )
+        try:
+            return cls(**options)
+        except TypeError as error:  # an option of a type that its check cannot compare
+            raise InputError(
+                f"attack: expected options of {cls.name}, got {options}: {error}"
+            ) from error
+
+    @classmethod
+    def misfit(
+        cls,
+        known: Knowledge,
+        input_shape: Sequence[int] | None = None,
+        task: str = "classification",
+        threat: LpBall | None = None,
+    ) -> str | None:
+        """Why the attack does not fit a model, or (with `input_shape`, of one input) such inputs
+        under such a threat; None where it fits."""
+        reason = cls.needs.unmet_by_model(known)
+        if reason is None and input_shape is not None:
+            reason = cls.needs.unmet_by_inputs(input_shape, task, threat)
+        return reason
 
     @abstractmethod
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
@@ -173,6 +210,7 @@ class Attack(ABC):
         are answered wrongly already are not attacked.
         """
         _check(model, x, y, ball)
+        self.check_inputs(x, y, ball)
         started = time.perf_counter()
         target = Target(model, y, tolerance)
         clean = target(x)
@@ -206,6 +244,28 @@ class Attack(ABC):
             backwards=target.backwards,
             seconds=time.perf_counter() - started,
         )
+
+    @final
+    def check_inputs(self, x: Tensor, y: Tensor, ball: LpBall) -> None:
+        """Refuse examples and a threat that the attack does not fit."""
+        task = "regression" if y.is_floating_point() else "classification"
+        if reason := self.needs.unmet_by_inputs(x.shape[1:], task, ball):
+            raise InputError(f"{self.name}: {reason}")
+
+
+ATTACKS: dict[str, type[Attack]] = {}
+"""Every registered attack by name."""
+
+_Class = TypeVar("_Class", bound=type[Attack])
+
+
+def register_attack(attack: _Class) -> _Class:
+    """Class decorator: make the attack available by its name, in suites and on the command line."""
+    known = ATTACKS.setdefault(attack.name, attack)
+    if (known.__module__, known.__qualname__) != (attack.__module__, attack.__qualname__):
+        raise InputError(f"name: expected one that is not taken, got {attack.name!r}")
+    ATTACKS[attack.name] = attack
+    return attack
 
 
 def _check(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall) -> None:

@@ -44,13 +44,9 @@ class UnitBox:
     high: float
 
     @staticmethod
-    def of(ball: LpBall, attack: str) -> UnitBox:
-        """For a ball such a library can be told of: bounded, all features alike."""
+    def of(ball: LpBall) -> UnitBox:
         if ball.bounds is None:
-            raise InputError(f"{attack}: expected bounded inputs, got a ball without bounds")
-        for name in ("scale", "mutable"):
-            if getattr(ball, name) is not None:
-                raise InputError(f"{attack}: expected a ball without `{name}`, got one with it")
+            raise InputError("bounds: expected the lowest and highest input value, got None")
         return UnitBox(*ball.bounds)
 
     @property
@@ -62,11 +58,3 @@ class UnitBox:
 
     def from_unit(self, units: Tensor) -> Tensor:
         return (self.low + units * self.width).clamp(self.low, self.high)
-
-
-def check_images(x: Tensor, attack: str) -> None:
-    if x.dim() != 4:
-        raise InputError(
-            f"{attack}: expected images (B, channels, height, width), got inputs of shape "
-            f"{tuple(x.shape)}"
-        )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Attack, Target, gain_of
+from otad.attacks.base import Attack, Target, gain_of, register_attack
 from otad.attacks.library_adapters import own_randomness
+from otad.attacks.needs import Needs
 from otad.attacks.optimizers import SearchSettings, optimizers
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
@@ -17,6 +18,7 @@ from otad.errors import InputError
 from otad.threat import LpBall
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class NgOpt(Attack):
     """min over delta of weight * max(0, logit_y - max_{c != y} logit_c + confidence) + |delta|_2^2.
@@ -38,6 +40,7 @@ class NgOpt(Attack):
     processes: int = 1
     name = "ngopt"
     family = "black-box"
+    needs = Needs(package="nevergrad")
 
     def __post_init__(self) -> None:
         check_count(self.budget, "budget")

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Attack, Target
+from otad.attacks.base import Attack, Target, register_attack
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.threat import LpBall
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class RandomNoise(Attack):
     """The best of `draws` random points, in turn on the surface of the ball and within it."""

@@ -6,11 +6,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, Target
+from otad.attacks.base import Attack, Target, register_attack
 from otad.attacks.gradients import (
     Answer,
     Ask,
@@ -20,6 +21,7 @@ from otad.attacks.gradients import (
     value_and_gradient,
 )
 from otad.attacks.losses import check_loss, loss_for
+from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.errors import InputError
@@ -96,6 +98,7 @@ class Ascent(Attack):
             survivors.judge(moved, target(moved, rows), rows)
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Pgd(Ascent):
     """PGD with the model's own gradient, or with that of a `substitute`.
@@ -108,6 +111,7 @@ class Pgd(Ascent):
     substitute: nn.Module | None = None
     name = "pgd"
     family = "white-box"
+    needs = Needs(gradients=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +124,7 @@ class Pgd(Ascent):
         return through_substitute(target, loss, self.substitute)
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Bpda(Ascent):
     """BPDA + PGD as in the OTAD paper: the network's backward pass under the defense's answers.
@@ -133,6 +138,11 @@ class Bpda(Ascent):
     loss: str = "cross_entropy"
     name = "bpda"
     family = "white-box"
+    needs = Needs(network=True)
+
+    @classmethod
+    def for_model(cls, known: Knowledge, **options: Any) -> Self:
+        return super().for_model(known, **{"network": known.network} | options)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,6 +152,7 @@ class Bpda(Ascent):
         return straight_through(target, loss_for(self.loss, target.y), self.network)
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class MetricAttack(Ascent):
     """The OTAD paper's attack on the metric: push an input away from where its neighbors are.
@@ -153,6 +164,11 @@ class MetricAttack(Ascent):
     metric: Callable[[Tensor], Tensor]
     name = "metric"
     family = "adaptive"
+    needs = Needs(network=True)
+
+    @classmethod
+    def for_model(cls, known: Knowledge, **options: Any) -> Self:
+        return super().for_model(known, **{"metric": known.keys} | options)
 
     def __post_init__(self) -> None:
         super().__post_init__()

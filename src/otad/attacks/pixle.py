@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from otad.attacks.base import Attack, Target, gain_of
-from otad.attacks.library_adapters import check_images
+from otad.attacks.base import Attack, Target, gain_of, register_attack
+from otad.attacks.needs import Needs
 from otad.attacks.survivors import Survivors
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
@@ -19,6 +19,7 @@ MAPPINGS = ("random", "similarity")
 Share = tuple[float, float]
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Pixle(Attack):
     """Copies the pixels of small patches to other places of the image (B,C,H,W).
@@ -44,6 +45,7 @@ class Pixle(Attack):
     max_iterations: int = 10
     name = "pixle"
     family = "black-box"
+    needs = Needs(images=True)
 
     def __post_init__(self) -> None:
         for name in ("x_dimensions", "y_dimensions"):
@@ -58,7 +60,6 @@ class Pixle(Attack):
         check_count(self.max_iterations, "max_iterations")
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        check_images(x, self.name)
         survivors = Survivors(target, x)
         pixels = x.flatten(2)
         # origins[b, j]: the pixel of the original image b that stands at place j.

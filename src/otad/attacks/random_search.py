@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Attack, Best, Target, gain_of
+from otad.attacks.base import Attack, Best, Target, gain_of, register_attack
 from otad.checks import check_count
 from otad.threat import LpBall
 
@@ -17,6 +17,7 @@ LONGEST = 2.0  # step, in units of eps: across the ball
 SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # the best points of a cube are its corners
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class RandomSearch(Attack):
     """Each query changes a few features of the best input so far, and is kept if it is better.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from otad.attacks.base import Attack, Target, gain_of
-from otad.attacks.library_adapters import LIBRARY_NORMS, UnitBox, check_images, own_randomness
+from otad.attacks.base import Attack, Target, gain_of, register_attack
+from otad.attacks.library_adapters import LIBRARY_NORMS, UnitBox, own_randomness
+from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.survivors import Survivors
 from otad.checks import check_choice, check_count
 from otad.errors import InputError, MissingExtraError
 from otad.threat import LpBall
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Square(Attack):
     """Random search over square windows of images (B,C,H,W): no gradient is asked for.
@@ -34,6 +37,20 @@ class Square(Attack):
     loss: str = "margin"
     name = "square"
     family = "black-box"
+    needs = Needs(images=True, unit_box=True, package="pyautoattack")
+
+    @classmethod
+    def misfit(
+        cls,
+        known: Knowledge,
+        input_shape: Sequence[int] | None = None,
+        task: str = "classification",
+        threat: LpBall | None = None,
+    ) -> str | None:
+        reason = super().misfit(known, input_shape, task, threat)
+        if reason is None and input_shape is not None:
+            reason = windows_misfit(input_shape, threat)
+        return reason
 
     def __post_init__(self) -> None:
         check_count(self.queries, "queries", least=2)
@@ -41,10 +58,9 @@ class Square(Attack):
         check_choice(self.loss, "loss", ("margin", "ce"))
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        check_images(x, self.name)
-        box = UnitBox.of(ball, self.name)
-        if ball.norm == "l2":
-            check_windows(*x.shape[2:])
+        if reason := windows_misfit(x.shape[1:], ball):
+            raise InputError(f"{self.name}: {reason}")
+        box = UnitBox.of(ball)
         survivors = Survivors(target, x)
 
         def judge(units: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,22 +95,26 @@ class Square(Attack):
         return -gain_of(outputs, y)
 
 
-def check_windows(height: int, width: int) -> None:
-    """Refuse images that the library's first l2 step, windows of a fifth of the height, fails on.
+def windows_misfit(input_shape: Sequence[int], threat: LpBall | None) -> str | None:
+    """Why the library's first l2 step, windows of a fifth of the height, fails on such images.
 
     From a margin of half of what five windows leave, it lays as many as the sides hold: the last
     one may stick out, which only windows of a single pixel survive.
     """
+    if threat is None or threat.norm != "l2":
+        return None
+    height, width = input_shape[1:]
     side = height // 5
     margin = (height - 5 * side) // 2
     fits = side == 1 or (
         side > 1 and all(margin + length // side * side <= length for length in (height, width))
     )
-    if not fits:
-        raise InputError(
-            "square: expected images whose sides its l2 windows can tile (28 x 28, 32 x 32, ...), "
-            f"got {height} x {width}; random_search takes any shape"
-        )
+    if fits:
+        return None
+    return (
+        "expected images whose sides the l2 windows of Square can tile (28 x 28, 32 x 32, ...), "
+        f"got {height} x {width}; random_search takes any shape"
+    )
 
 
 def _engine() -> Any:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, Target, check_outputs
+from otad.attacks.base import Attack, Target, check_outputs, register_attack
+from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.pgd import Pgd
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count, check_evaluation
 from otad.threat import LpBall
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Transfer(Attack):
     """Run the `inner` attack on `source` (the undefended network, say), `starts` times.
@@ -29,12 +32,18 @@ class Transfer(Attack):
     starts: int = 1
     name = "transfer"
     family = "black-box"
+    needs = Needs(network=True)
+
+    @classmethod
+    def for_model(cls, known: Knowledge, **options: Any) -> Self:
+        return super().for_model(known, **{"source": known.network} | options)
 
     def __post_init__(self) -> None:
         check_count(self.starts, "starts")
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         check_evaluation(self.source, "source")
+        self.inner.check_inputs(x, target.y, ball)
         with torch.no_grad():
             check_outputs(self.source(x), target.y, "source")
         survivors = Survivors(target, x)

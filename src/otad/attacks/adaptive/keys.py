@@ -18,9 +18,10 @@ from torch import Tensor
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.adaptive.polish import polish
 from otad.attacks.apgd import Apgd
-from otad.attacks.base import Attack, Loss, Target
+from otad.attacks.base import Attack, Loss, Target, register_attack
 from otad.attacks.gradients import Answer, Ask, value_and_gradient
 from otad.attacks.losses import loss_for
+from otad.attacks.needs import Needs
 from otad.attacks.survivors import Survivors
 from otad.checks import check_count
 from otad.errors import InputError
@@ -30,6 +31,7 @@ LOSSES = ("rank", "vote", "joint")
 SIGHT = 4.0  # the nearest wrong points weigh at least exp(-SIGHT) of the nearest right ones
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Keys(Attack):
     """With s_i the squared distance of bank point i where neighbors are sought (its key), APGD
@@ -57,6 +59,7 @@ class Keys(Attack):
     polish: int = 50
     name = "keys"
     family = "adaptive"
+    needs = Needs(bank=True, gradients=True)
 
     def __post_init__(self) -> None:
         for field in ("steps", "targets", "restarts"):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.adaptive.bank_votes import head_outputs, label_outputs
+from otad.attacks.needs import Knowledge
+from otad.baselines.knn import Knn
 from otad.checks import check_shape
 from otad.cip.whole_bank.pairs import Pairs, middle_of
 from otad.cip.whole_bank.potential import potential_lines
@@ -20,6 +22,31 @@ CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no 
 SAMPLE = 64  # training inputs looked at again
 SAME = 1e-2  # of their lengths, for banks in half precision
 OFF_ORIGIN = 0.95  # |middle| / median |point| above which distances drown in the squares of lengths
+
+
+def defended_of(model: nn.Module) -> OTAD | None:
+    """The OTAD model that is, or shares its bank with, `model`; None for other models."""
+    if isinstance(model, Knn):
+        return model.model
+    return model if isinstance(model, OTAD) else None
+
+
+def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
+    """What an attacker knows about a model. `train_x` (N,*): the inputs its bank was made from."""
+    defended = defended_of(model)
+    if defended is None:
+        if train_x is not None:
+            raise InputError("train_x: expected None, as the model has no bank, got inputs")
+        return Knowledge()
+    if train_x is not None:
+        check_training_inputs(defended, train_x)
+    return Knowledge(
+        network=defended.backbone,
+        keys=defended.backbone.embed if defended.metric is None else defended.metric,
+        affine_keys=knows_lines(defended),
+        knows_inputs=knows_inputs(defended, train_x),
+        train_x=train_x,
+    )
 
 
 def knows_lines(model: OTAD) -> bool:
@@ -88,8 +115,8 @@ class Neighborhood:
     def of(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> Neighborhood:
         """The neighbors of an OTAD model, or of a k-NN rule on the bank of one, on the device of
         `like`."""
-        owner = model if isinstance(model, OTAD) else getattr(model, "model", None)
-        if not isinstance(owner, OTAD):
+        owner = defended_of(model)
+        if owner is None:
             raise InputError(
                 f"model: expected OTAD or k-NN on its bank, which an attack on neighbors needs, "
                 f"got {type(model).__name__}"

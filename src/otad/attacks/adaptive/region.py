@@ -17,7 +17,8 @@ from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.adaptive.polish import polish
-from otad.attacks.base import Attack, Best, Target
+from otad.attacks.base import Attack, Best, Target, register_attack
+from otad.attacks.needs import Needs
 from otad.checks import check_count
 from otad.threat import LpBall
 
@@ -26,6 +27,7 @@ OVERSHOOT = 1.02  # past the bisectors, on which the right points would still be
 FAR = 1e3  # times a step: its direction, to go as far as the ball allows
 
 
+@register_attack
 @dataclass(frozen=True)
 class Bisector(Attack):
     """Across the bisector of one wrong and one right bank point, for several pairs.
@@ -39,6 +41,7 @@ class Bisector(Attack):
     polish: int = 50
     name = "bisector"
     family = "adaptive"
+    needs = Needs(affine_keys=True, gradients=True)
 
     def __post_init__(self) -> None:
         check_count(self.pairs, "pairs")
@@ -81,6 +84,7 @@ class Bisector(Attack):
                     best.offer(moved, target.gain(moved, rows), rows)
 
 
+@register_attack
 @dataclass(frozen=True)
 class Region(Attack):
     """Greedy search over regions: sets of wrong bank points made nearer than all right ones near.
@@ -100,6 +104,7 @@ class Region(Attack):
     polish: int = 50
     name = "region"
     family = "adaptive"
+    needs = Needs(affine_keys=True, gradients=True)
 
     def __post_init__(self) -> None:
         for field in ("singles", "polish"):

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.adaptive.polish import polish
-from otad.attacks.base import Attack, Best, Target
+from otad.attacks.base import Attack, Best, Target, register_attack
 from otad.attacks.gradients import value_and_gradient
+from otad.attacks.needs import Needs
 from otad.checks import check_count
 from otad.errors import InputError
 from otad.threat import LpBall
 
 
+@register_attack
 @dataclass(frozen=True)
 class SoftKnn(Attack):
     """Every bank point i votes with weight exp(-|e - x_i|^2 / T), e the embedded input.
@@ -43,6 +45,7 @@ class SoftKnn(Attack):
     polish: int = 50
     name = "soft_knn"
     family = "adaptive"
+    needs = Needs(bank=True, gradients=True)
 
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
-from otad.attacks.base import Attack, Best, Target
+from otad.attacks.base import Attack, Best, Target, register_attack
+from otad.attacks.needs import Knowledge, Needs
 from otad.checks import check_count
 from otad.errors import InputError
 from otad.threat import LpBall
 
 
+@register_attack
 @dataclass(frozen=True, eq=False)
 class Straight(Attack):
     """Straight lines from the example to training inputs that vote against its answer.
@@ -33,6 +36,11 @@ class Straight(Attack):
     train_x: Tensor | None = None
     name = "straight"
     family = "adaptive"
+    needs = Needs(train_inputs=True)
+
+    @classmethod
+    def for_model(cls, known: Knowledge, **options: Any) -> Self:
+        return super().for_model(known, **{"train_x": known.train_x} | options)
 
     def __post_init__(self) -> None:
         check_count(self.points, "points")

@@ -1,0 +1,98 @@
+"""What an attack needs of a model, its inputs and the threat, and why they do not fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from torch import Tensor, nn
+
+from otad.threat import NORMS, LpBall
+
+TASKS = ("classification", "regression")
+
+
+@dataclass(frozen=True, eq=False)
+class Knowledge:
+    """What an attacker knows about a model beside its answers and gradients.
+
+    By default nothing, as of a plain network. Of a model that answers from a bank:
+
+    - `network`: the undefended network inside.
+    - `keys`: maps inputs (B,*) to the points (B,d) whose neighbors in the bank are searched.
+    - `affine_keys`: the keys are the normalized inputs, so straight lines stay straight.
+    - `knows_inputs`: the training inputs can be computed from the bank, or are given as `train_x`
+      (N,*), a row per bank point.
+    """
+
+    network: nn.Module | None = None
+    keys: Callable[[Tensor], Tensor] | None = None
+    affine_keys: bool = True
+    knows_inputs: bool = False
+    train_x: Tensor | None = None
+
+    @property
+    def has_bank(self) -> bool:
+        return self.keys is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What an attack needs.
+
+    - `gradients`: it follows gradients of the attacked model; where there are none it goes nowhere.
+    - `network`: the undefended network inside a defended model.
+    - `bank`: a model that answers from a bank; `affine_keys`, `train_inputs`: see `Knowledge`.
+    - `images`: inputs (channels, height, width).
+    - `unit_box`: bounded inputs and a threat that treats all features alike.
+    - `package`: one of the extra `attacks`.
+    - `norms`, `tasks`: those it works for.
+    """
+
+    gradients: bool = False
+    network: bool = False
+    bank: bool = False
+    affine_keys: bool = False
+    train_inputs: bool = False
+    images: bool = False
+    unit_box: bool = False
+    package: str | None = None
+    norms: tuple[str, ...] = tuple(NORMS)
+    tasks: tuple[str, ...] = TASKS
+
+    def unmet_by_model(self, known: Knowledge) -> str | None:
+        """Why the attack does not fit a model, None where it fits."""
+        if self.network and known.network is None:
+            return "it needs the network inside a defended model; pgd attacks a plain network"
+        if (self.bank or self.affine_keys or self.train_inputs) and not known.has_bank:
+            return "it needs a model that answers from a bank of training points"
+        if self.affine_keys and not known.affine_keys:
+            return (
+                "it needs neighbors of inputs that are only normalized, and this model searches "
+                "them by a metric or an embedding; the attack keys follows its gradient"
+            )
+        if self.train_inputs and not known.knows_inputs:
+            return "it needs the training inputs, which the bank does not hold; pass train_x"
+        if self.package is not None and find_spec(self.package) is None:
+            return f"{self.package} is not installed: pip install 'otad[attacks]'"
+        return None
+
+    def unmet_by_inputs(
+        self, input_shape: Sequence[int], task: str, threat: LpBall | None
+    ) -> str | None:
+        """Why the attack does not fit such inputs under such a threat, None where it fits."""
+        if task not in self.tasks:
+            return f"it attacks {' and '.join(self.tasks)} models, got {task}"
+        if self.images and len(input_shape) != 3:
+            return f"it attacks images (channels, height, width), got inputs {tuple(input_shape)}"
+        if threat is None:
+            return None
+        if threat.norm not in self.norms:
+            return f"it works in {' and '.join(self.norms)}, got {threat.norm}"
+        if self.unit_box and threat.bounds is None:
+            return "it needs bounded inputs, as pixels are, got a threat without bounds"
+        for name in ("scale", "mutable"):
+            if self.unit_box and getattr(threat, name) is not None:
+                return f"it treats all features alike, got a threat with `{name}`"
+        return None
