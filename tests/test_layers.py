@@ -39,7 +39,6 @@ LAYERS = {
     "otad.report": 8,
     "otad.demo": 8,
     "otad.experiments": 9,
-    "otad.bench": 9,
     "otad.cli": 11,
 }
 

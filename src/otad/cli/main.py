@@ -9,7 +9,6 @@ import typer
 from typer.core import TyperGroup
 
 from otad.cli.attack import attack
-from otad.cli.bench import app as bench
 from otad.cli.certify import certify
 from otad.cli.defend import defend
 from otad.cli.demo import demo
@@ -40,7 +39,6 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-main.add_typer(bench, name="bench")
 for command in (
     demo, train, defend, imitate, predict, explain, attack, certify, evaluate, reproduce
 ):  # fmt: skip

@@ -1,0 +1,244 @@
+"""Times the global map through N points as N grows.
+
+For nested subsets of one bank: finding the potential of least L, then mapping the same queries.
+
+    python benchmarks/whole_bank.py --sizes 500,1000 --queries 200 --dim 64
+    python benchmarks/whole_bank.py --net mnist-net --device cuda
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import output
+import torch
+from matplotlib.figure import Figure
+from output import Record
+from timing import limited_threads, timed
+from torch import Tensor
+
+from otad.cip.whole_bank.map import WholeBank
+from otad.cip.whole_bank.potential import least_bank_smoothness
+from otad.experiments.probe import resident_now, resident_peak
+
+SIZES = "1000,2000,5000,10000,20000,60000"
+Bank = tuple[Tensor, Tensor, Tensor]
+"""Inputs and features (N,d) in random order, and queries (B,d)."""
+
+
+def synthetic_bank(size: int, dim: int, queries: int, *, seed: int) -> Bank:
+    """Points near 10 centers on a subspace of few dimensions, mapped by the gradient of a convex
+    function: z = (x + C^T softmax(C x)) / 2 with random C, plus a little noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    low = min(dim, 30)
+    basis, centers = normal(low, dim) / math.sqrt(low), 2 * normal(10, low)
+    corners = normal(10, dim) / math.sqrt(dim)
+
+    def draw(count: int) -> Tensor:
+        place = centers[torch.randint(10, (count,), generator=generator)] + normal(count, low)
+        return (place @ basis + 0.1 * normal(count, dim)) / math.sqrt(dim / low)
+
+    points = draw(size)
+    features = (points + torch.softmax(points @ corners.T, 1) @ corners) / 2
+    return points, features + 0.01 * normal(size, dim) / math.sqrt(dim), draw(queries)
+
+
+@torch.no_grad()
+def bank_of_net(
+    folder: Path, data_dir: Path | None, size: int, queries: int, *, seed: int, device: str
+) -> tuple[Bank, str]:
+    """The train part of the data of a net in random order, its test part as queries, its name."""
+    from otad.cli.data_choice import DataChoice
+    from otad.cli.net_files import read_net
+
+    trained = read_net(folder)
+    dataset = DataChoice.from_json(trained.about["data"]["choice"]).load(data_dir)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(dataset.train_x), generator=generator)[:size]
+    net = trained.net.to(device)
+    inputs, asked = (
+        torch.cat([net.embed(part.to(device)) for part in x.split(1000)])
+        for x in (dataset.train_x[order], dataset.test_x[:queries])
+    )
+    features = torch.cat([net.transport(part)[0] for part in inputs.split(1000)])
+    return (inputs, features, asked), trained.about["data"]["name"]
+
+
+def run(
+    bank: Bank,
+    sizes: Sequence[int],
+    *,
+    source: str = "synthetic",
+    device: str = "cpu",
+    threads: int = 2,
+    budget: float = math.inf,
+    pricing: str = "exact",
+    seed: int = 0,
+) -> Record:
+    """Every size that the data has, ascending; larger ones become one size, all of the data.
+
+    A size whose potential is expected to take longer than `budget` seconds is left out: all pairs
+    are used, so the time grows with the square of N.
+    """
+    target = torch.device(device)
+    where, start = output.environment(target, threads), time.perf_counter()
+    measured: list[Record] = []
+    left_out: dict[str, str] = {}
+    wanted = sorted({min(size, len(bank[0])) for size in sizes})
+    with limited_threads(threads):
+        _measure(tuple(part[:64] for part in bank), target, pricing)  # one-time costs
+        for size in output.steps(wanted, "whole-bank benchmark"):
+            last = measured[-1] if measured else {"potential_seconds": 0.0, "size": 1}
+            seconds = last["potential_seconds"] * (size / last["size"]) ** 2
+            if seconds > budget:
+                left_out[str(size)] = f"expected to take {seconds:.0f} s, over {budget:.0f} s"
+            else:
+                few = (bank[0][:size], bank[1][:size], bank[2])
+                measured.append(_measure(few, target, pricing))
+    return {
+        "benchmark": "global",
+        "source": source,
+        "pricing": pricing,
+        "dim": bank[0].shape[1],
+        "seed": seed,
+        "environment": where,
+        "seconds": time.perf_counter() - start,
+        "left_out": left_out,
+        "sizes": measured,
+    }
+
+
+def _measure(bank: Sequence[Tensor], device: torch.device, pricing: str) -> Record:
+    """Seconds are totals, not per query; `gap` is the largest of any query, `rounds` and `support`
+    are means, `unsolved` counts the queries whose gap did not close."""
+    inputs, features, queries = (part.to(device) for part in bank)
+    sweeps: list[float] = []
+    memory = _Memory(device)
+    potential, potential_seconds = timed(
+        lambda: least_bank_smoothness(
+            inputs, features, progress=lambda _, rise: sweeps.append(rise)
+        ),
+        device,
+    )
+    potential_memory, memory = memory.peak(), _Memory(device)
+    made, making_seconds = timed(
+        lambda: WholeBank(inputs, features, potential, pricing=pricing), device
+    )
+    with torch.no_grad():
+        found, query_seconds = timed(lambda: made(queries), device)
+    support = (found.solution.multipliers > 0).sum(1).double()
+    return {
+        "size": len(inputs),
+        "queries": len(queries),
+        "smoothness": potential.smoothness,
+        "sweeps": len(sweeps),
+        "violation": potential.violation,
+        "potential_seconds": potential_seconds,
+        "making_seconds": making_seconds,
+        "query_seconds": query_seconds,
+        "rounds": float(found.rounds.double().mean()),
+        "most_rounds": int(found.rounds.max()),
+        "support": float(support.mean()),
+        "most_support": int(support.max()),
+        "gap": float(found.gap.max()),
+        "unsolved": int((found.solution.status != 0).sum()),
+        "potential_memory": potential_memory,
+        "query_memory": memory.peak(),
+    }
+
+
+class _Memory:
+    """Peak bytes since it was made: of the GPU beyond what was there, or of the whole process.
+
+    The peak of a process never falls, so on the CPU a smaller step after a larger one shows 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated() if self.cuda else resident_now()
+
+    def peak(self) -> int:
+        now = torch.cuda.max_memory_allocated() if self.cuda else resident_peak()
+        return max(0, now - self.before)
+
+
+NOTES = """\
+potential  time to find the potential of least L, in so many sweeps over all pairs
+total      time for all queries; rounds: how often every point was priced
+gap        the largest, over all points in float64: |z' - exact|^2 <= M gap
+memory     peak beyond the bank on a GPU; growth of the process on a CPU"""
+
+
+def cells(row: Record) -> dict[str, str]:
+    memory = max(row["potential_memory"], row["query_memory"]) / 2**30
+    return {
+        "N": f"{row['size']:,}",
+        "least L": f"{row['smoothness']:.4g}",
+        "potential": output.format_seconds(row["potential_seconds"]),
+        "sweeps": str(row["sweeps"]),
+        "queries": f"{row['queries']:,}",
+        "total": output.format_seconds(row["query_seconds"]),
+        "rounds": f"{row['rounds']:.2f}",
+        "support": f"{row['support']:.1f}",
+        "gap": f"{row['gap']:.0e}" + (f" ({row['unsolved']} open)" if row["unsolved"] else ""),
+        "memory": f"{memory:.2f} GiB",
+    }
+
+
+def draw(record: Record) -> Figure:
+    """Seconds against N."""
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    panel = figure.subplots()
+    sizes = [row["size"] for row in record["sizes"]]
+    for name, style in (("potential", "s-"), ("query", "o-")):
+        panel.plot(sizes, [row[f"{name}_seconds"] for row in record["sizes"]], style, label=name)
+    output.log_axes(panel, sizes, f"points of the bank, N (d = {record['dim']:,})")
+    panel.legend(frameon=False)
+    figure.suptitle(f"Global map on {record['environment']['device_name']}")
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = output.parser_of(__doc__)
+    parser.add_argument("--net", type=Path, help="folder written by otad train: use its data")
+    parser.add_argument("--data-dir", type=Path, help="folder of the registered data sets")
+    parser.add_argument("--sizes", default=SIZES, help="bank sizes N, as far as the data go")
+    parser.add_argument("--queries", type=int, default=10_000, help="at most this many queries")
+    parser.add_argument("--dim", type=int, default=784, help="dimension of the synthetic pairs")
+    parser.add_argument("--pricing", choices=("exact", "faiss"), default="exact")
+    parser.add_argument(
+        "--budget", type=float, default=600.0, help="skip sizes whose potential takes more seconds"
+    )
+    given = output.checked(parser, arguments)
+    sizes = [int(part) for part in given.sizes.split(",")]
+    largest, source = max(sizes), "synthetic"
+    if min(*sizes, given.queries, given.dim) < 1:
+        parser.error("sizes, queries, dim: expected positive numbers")
+    if given.net is None:
+        bank = synthetic_bank(largest, given.dim, given.queries, seed=given.seed)
+    else:
+        how = {"seed": given.seed, "device": given.device}
+        bank, source = bank_of_net(given.net, given.data_dir, largest, given.queries, **how)
+    how = {
+        name: getattr(given, name) for name in ("device", "threads", "budget", "pricing", "seed")
+    }
+    record = run(bank, sizes, source=source, **how)
+    title = f"Global map through N points ({source}, d = {record['dim']:,})"
+    missing = (f"N = {size}: {reason}" for size, reason in record["left_out"].items())
+    kind = "" if given.pricing == "exact" else f"-{given.pricing}"
+    stem = given.out / f"global-{source}-{given.device}{kind}"
+    shown = (output.table(title, map(cells, record["sizes"])), *missing, NOTES)
+    output.finish(record, shown, draw(record), stem)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Benchmarks: the same instances for every solver, speed compared at equal answers."""
