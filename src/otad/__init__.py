@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from otad import attacks, cip, data, nets
-from otad.attacks import L2, Linf, LpBall
-from otad.certify import Certificate, Interval, certify, certify_values
-from otad.errors import InputError, OtadError
-from otad.evaluate import evaluate
-from otad.model import prototypes
-from otad.model.defend import defend
-from otad.model.otad import OTAD, Trace, load
-
-# `certify` and `evaluate` are functions here, though packages have these names. Python binds a
-# package to its parent when it is first loaded, so they are loaded above and bound for good; what
-# is inside the packages is reached by `from otad.evaluate import Evaluation`.
-
 if TYPE_CHECKING:
+    from otad import attacks, cip, data, nets
+    from otad.certify import Certificate, Interval, certify, certify_values
+    from otad.errors import InputError, OtadError
     from otad.estimators import OTADClassifier, OTADRegressor
+    from otad.evaluate import evaluate
+    from otad.model import prototypes
+    from otad.model.defend import defend
+    from otad.model.otad import OTAD, Trace, load
+    from otad.threat import L2, Linf, LpBall
 
 __version__ = "0.1.0"
 
@@ -47,14 +45,58 @@ __all__ = [
     "prototypes",
 ]
 
+# Names are imported when they are first used: torch alone takes seconds.
+_SOURCES = {
+    "otad": ("attacks", "cip", "data", "nets"),
+    "otad.certify": ("Certificate", "Interval", "certify", "certify_values"),
+    "otad.errors": ("InputError", "OtadError"),
+    "otad.estimators": ("OTADClassifier", "OTADRegressor"),
+    "otad.evaluate": ("evaluate",),
+    "otad.model": ("prototypes",),
+    "otad.model.defend": ("defend",),
+    "otad.model.otad": ("OTAD", "Trace", "load"),
+    "otad.threat": ("L2", "Linf", "LpBall"),
+}
+_SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
+_MOVED = {
+    "bench": "the scripts in benchmarks/",
+    "building": "otad.model.defend",
+    "commands": "otad.cli",
+    "defense": "otad.model.otad",
+    "imitation": "otad.model.imitation",
+    "neighbors": "otad.search.neighbors",
+    "transport": "otad.training",
+}
+
+
+class _Package(ModuleType):
+    """`otad.certify` and `otad.evaluate` are functions although packages have these names.
+
+    Python sets a loaded package as an attribute of its parent; here the function of the same name
+    is set instead. Names in the packages are imported by `from otad.evaluate import Evaluation`.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("certify", "evaluate") and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
 
 def __getattr__(name: str) -> Any:
-    """The estimators, once asked for: `import otad` is a third faster without scikit-learn."""
-    if name in ("OTADClassifier", "OTADRegressor"):
-        from otad import estimators
-
-        return getattr(estimators, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MOVED:
+        raise AttributeError(f"module 'otad' has no attribute {name!r}: use {_MOVED[name]}")
+    if name not in _SOURCE_OF:
+        raise AttributeError(f"module 'otad' has no attribute {name!r}")
+    source = _SOURCE_OF[name]
+    if source in ("otad", "otad.model"):  # the name is a module
+        value: Any = import_module(f"{source}.{name}")
+    else:
+        value = getattr(import_module(source), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

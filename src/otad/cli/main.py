@@ -1,29 +1,44 @@
-"""The command `otad`. Only registers; every group of commands has a file in `otad.cli`."""
+"""The command `otad`. Each command is the function of its own name in its own module."""
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from otad.cli.attack import attack
-from otad.cli.certify import certify
-from otad.cli.defend import defend
-from otad.cli.demo import demo
-from otad.cli.evaluate import evaluate
-from otad.cli.explain import explain
-from otad.cli.imitate import imitate
-from otad.cli.predict import predict
-from otad.cli.reproduce import reproduce
-from otad.cli.train import train
 from otad.errors import OtadError
+
+# In the order of use, each with the first sentence of its help. The modules import torch, which
+# takes seconds, so a module is imported only when its command runs.
+COMMANDS = {
+    "demo": "Train, defend, attack and certify on handwritten digits, and write a report.",
+    "train": "Train a residual network whose blocks move the data as little as they must.",
+    "defend": "Build the bank of training points, test the model, and save it.",
+    "imitate": "Train a network in the place of a model's solver, test both, and save the new "
+    "model.",
+    "predict": "Predict every row of an input, and tell what each prediction rests on.",
+    "explain": "Show the training points a prediction rests on, with weight, label and distance.",
+    "attack": "Attack a model once, and tell how many of its answers stand.",
+    "certify": "Prove how far each input can be moved in l2 without changing its answer.",
+    "evaluate": "Attack a model by all means, prove what can be proved, and write a report.",
+    "reproduce": "Repeat published tables, with the published figure beside ours.",
+}
 
 
 class _Commands(TyperGroup):
-    """What the user can mend (our errors, files and folders) is one clear line and exit code 2; any
+    """Errors that the user can fix (our own, files and folders) are one line and exit code 2; any
     other error keeps its traceback."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, summary in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=summary), name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load_command(name), rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -33,16 +48,19 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from error
 
 
+def load_command(name: str) -> Any:
+    """The command itself, from its module."""
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(getattr(import_module(f"otad.cli.{name}"), name))
+    return typer.main.get_command(alone)
+
+
 main = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (
-    demo, train, defend, imitate, predict, explain, attack, certify, evaluate, reproduce
-):  # fmt: skip
-    main.command()(command)
 
 
 def _print_version(asked: bool) -> None:
