@@ -9,7 +9,7 @@ from cip.instances import CONVEXITIES, random_problem
 from scipy.optimize import linprog
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status, least_smoothness
-from otad.cip.local.feasibility import closure
+from otad.cip.local.potentials import closure
 from otad.cip.reference_potentials import (
     canonical_potentials,
     difference_bounds,

@@ -1,4 +1,4 @@
-"""The kernel of the small stage against the general way: compiled on a GPU, else interpreted."""
+"""The kernel of one row against the steps in torch: compiled on a GPU, else interpreted."""
 
 from __future__ import annotations
 
@@ -16,51 +16,58 @@ if not HAS_CUDA:
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status  # noqa: E402
-from otad.cip.local.answer import Answer  # noqa: E402
-from otad.cip.local.fused import streamed_combination, streamed_dots, streamed_products  # noqa: E402
-from otad.cip.local.gram import Products, products_of  # noqa: E402
+from otad.cip.local.dual_solution import DualSolution  # noqa: E402
+from otad.cip.local.products import Products, products_of  # noqa: E402
 from otad.cip.local.relax import Relaxation  # noqa: E402
-from otad.cip.local.solve_torch import SmallStage  # noqa: E402
-from otad.cip.local.solve_triton import solve_rows  # noqa: E402
+from otad.cip.local.solve_torch import solve_torch  # noqa: E402
+from otad.cip.local.solve_triton import solve_triton  # noqa: E402
+from otad.cip.local.stream_triton import (  # noqa: E402
+    streamed_combination,
+    streamed_dots,
+    streamed_products,
+)
 
 # NumPy, which interprets kernels here, warns of numbers that the kernel masks out afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if HAS_CUDA else "cpu"
-ANSWERED, LEFT, FAILED = 1, 0, -1
+SOLVED, LEFT, FAILED = 1, 0, -1
 
 
-def stage_of(
+Options = tuple[Relaxation, str, str]
+
+
+def options(
     *,
     mode: str = "consistent",
     potential: str = "canonical",
     climb: tuple[float, float] | None = None,
     cap: float = math.inf,
     spares: int = 0,
-) -> SmallStage:
-    return SmallStage(mode, potential, Relaxation(climb, cap, spares))
+) -> Options:
+    return Relaxation(climb, cap, spares), potential, mode
 
 
 def both_ways(
-    problem: CipProblem, stage: SmallStage, *, parts: int = 1
-) -> tuple[Answer, Answer, list[int]]:
-    """The kernel's answer, the general one, and the kernel's outcome; products in so many parts."""
-    climb = stage.relaxation.climb
-    falls = climb is not None and climb[1] > 0
-    found = products_of(problem, None, bends=problem.is_bent or falls)
+    problem: CipProblem, how: Options, *, parts: int = 1
+) -> tuple[DualSolution, DualSolution, list[int]]:
+    """By the kernel and in torch, and the kernel's outcome; products in so many parts."""
+    climb = how[0].climb
+    lowers = climb is not None and climb[1] > 0
+    found = products_of(problem, None, with_offsets=problem.has_strong_convexity or lowers)
     shares = torch.linspace(1, 2, parts, dtype=torch.float64).view(-1, 1, 1, 1)
     shares = shares / shares.sum()
     values = (found.values.double() * shares).to(found.values)
     squares = (found.squares.double() * shares[..., 0]).to(found.squares)
-    products = Products(values.to(DEVICE), squares.to(DEVICE), found.bends)
-    asked = problem.smoothness.to(DEVICE), problem.strong_convexity.to(DEVICE)
-    answer, outcome = solve_rows(stage, products, *asked, torch.float64, sensitive=True)
-    return answer, stage(products.gram(), *asked), outcome.tolist()
+    products = Products(values.to(DEVICE), squares.to(DEVICE), found.with_offsets)
+    curvature = problem.smoothness.to(DEVICE), problem.strong_convexity.to(DEVICE)
+    solved, outcome = solve_triton(products, *curvature, *how, torch.float64, sensitive=True)
+    return solved, solve_torch(products.gram(), *curvature, *how), outcome.tolist()
 
 
-def assert_equal(answer: Answer, expected: Answer, rows: list[int]) -> None:
+def assert_equal(answer: DualSolution, expected: DualSolution, rows: list[int]) -> None:
     """The same in these rows, each field beside its own size in each row."""
-    names = ("weight", "value", "level", "smoothness", "strong_convexity", "map_convexity")
-    for name in (*names, "sensitivity"):
+    curvature = ("smoothness", "strong_convexity", "map_convexity")
+    for name in ("multipliers", "value", "potentials", *curvature, "sensitivity"):
         found, wanted = (getattr(part, name)[rows].cpu() for part in (answer, expected))
         size = wanted.nan_to_num().abs().reshape(len(rows), -1).amax(1).clamp_min(1e-300)
         size = size.view(-1, *[1] * (wanted.dim() - 1))
@@ -77,9 +84,9 @@ def assert_equal(answer: Answer, expected: Answer, rows: list[int]) -> None:
     assert float(answer.residual[rows].max()) < 1e-9
 
 
-def kernel_equals_general(problem: CipProblem, stage: SmallStage, status: Status) -> Answer:
-    answer, expected, outcome = both_ways(problem, stage)
-    assert outcome == [ANSWERED] * len(outcome)
+def kernel_equals_torch(problem: CipProblem, how: Options, status: Status) -> DualSolution:
+    answer, expected, outcome = both_ways(problem, how)
+    assert outcome == [SOLVED] * len(outcome)
     assert set(answer.status.tolist()) == {int(status)}
     assert_equal(answer, expected, list(range(len(outcome))))
     return answer
@@ -98,13 +105,13 @@ def kernel_equals_general(problem: CipProblem, stage: SmallStage, status: Status
 def test_feasible_rows(count, dim, dtype, generator) -> None:
     batch = 3 if count < 10 else 1
     problem = converted(random_problem(generator, batch, count, dim, smoothness=2.6), dtype)
-    kernel_equals_general(problem, stage_of(), Status.SOLVED)
+    kernel_equals_torch(problem, options(), Status.SOLVED)
 
 
 @pytest.mark.parametrize("potential", ["canonical", "lowest", "highest"])
 def test_strong_convexity_and_the_choice_of_potentials(potential, generator) -> None:
     problem = random_problem(generator, 1, 5, 7, smoothness=2.6, strong_convexity=0.3)
-    kernel_equals_general(problem, stage_of(potential=potential), Status.SOLVED)
+    kernel_equals_torch(problem, options(potential=potential), Status.SOLVED)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,7 @@ def test_the_exact_least_smoothness(count, low, mode, generator) -> None:
         generator, 2, count, 60, smoothness=1.2, strong_convexity=low, noise=1.0
     )
     problem = converted(problem, torch.float32 if count == 10 else torch.float64)
-    answer = kernel_equals_general(problem, stage_of(mode=mode), Status.RAISED)
+    answer = kernel_equals_torch(problem, options(mode=mode), Status.RAISED)
     assert float(answer.smoothness.min()) > 1.3
 
 
@@ -130,7 +137,7 @@ def test_the_exact_least_smoothness(count, low, mode, generator) -> None:
 )
 def test_the_climb_of_the_paper(climb, mode, high, noise, generator) -> None:
     problem = random_problem(generator, 2, 5, 8, smoothness=high, noise=noise)
-    answer = kernel_equals_general(problem, stage_of(mode=mode, climb=climb), Status.RAISED)
+    answer = kernel_equals_torch(problem, options(mode=mode, climb=climb), Status.RAISED)
     steps = (answer.smoothness - high - answer.strong_convexity).cpu() / sum(climb)
     assert torch.allclose(steps, steps.round())
     assert float(steps.min()) >= 1
@@ -141,28 +148,28 @@ def test_images_that_depend_on_each_other(generator) -> None:
     anchors = normal(generator, 2, 8, 2)
     anchors[:, 5] = anchors[:, 1]
     problem = CipProblem(anchors[:, 2] + 0.1, anchors, 0.7 * anchors, 1.0)
-    answer, expected, outcome = both_ways(problem, stage_of())
-    assert outcome == [ANSWERED] * 2
+    answer, expected, outcome = both_ways(problem, options())
+    assert outcome == [SOLVED] * 2
     torch.testing.assert_close(image_of(answer, problem), image_of(expected, problem))
     torch.testing.assert_close(answer.value, expected.value)
     assert float(answer.residual.max()) < 1e-9
 
 
-def image_of(answer: Answer, problem: CipProblem) -> Tensor:
-    return (answer.weight.cpu()[:, None] @ problem.images)[:, 0]
+def image_of(answer: DualSolution, problem: CipProblem) -> Tensor:
+    return (answer.multipliers.cpu()[:, None] @ problem.images)[:, 0]
 
 
 def test_equal_images(generator) -> None:
     anchors = normal(generator, 2, 3, 4)
     images = normal(generator, 2, 1, 4).expand(2, 3, 4)
     problem = CipProblem(anchors.mean(1), anchors, images, 1.0)
-    kernel_equals_general(problem, stage_of(), Status.SOLVED)
+    kernel_equals_torch(problem, options(), Status.SOLVED)
 
 
 def test_products_come_in_parts(generator) -> None:
     problem = random_problem(generator, 2, 4, 8, smoothness=1.2, strong_convexity=0.1, noise=0.5)
-    answer, expected, outcome = both_ways(problem, stage_of(), parts=3)
-    assert outcome == [ANSWERED] * 2
+    answer, expected, outcome = both_ways(problem, options(), parts=3)
+    assert outcome == [SOLVED] * 2
     assert_equal(answer, expected, [0, 1])
 
 
@@ -173,8 +180,8 @@ def test_rows_the_kernel_does_not_answer(generator) -> None:
     anchors[0, 1] = anchors[0, 0]
     images[2, 1] = 1e200
     problem = CipProblem(problem.query, anchors, images, 2.4)
-    answer, expected, outcome = both_ways(problem, stage_of())
-    assert outcome == [FAILED, ANSWERED, LEFT]
+    answer, expected, outcome = both_ways(problem, options())
+    assert outcome == [FAILED, SOLVED, LEFT]
     assert expected.status[[0, 2]].tolist() == [int(Status.INFEASIBLE), int(Status.UNSOLVED)]
     assert answer.status[0] == int(Status.INFEASIBLE)
     assert_equal(answer, expected, [1])
@@ -186,18 +193,18 @@ def test_a_neighbor_to_leave_out_is_left_to_others(generator) -> None:
     images = problem.images.clone()
     images[0, 1] += 3 * normal(generator, 30)
     problem = CipProblem(problem.query, problem.anchors, images, 2.6)
-    answer, expected, outcome = both_ways(problem, stage_of(cap=2.7, spares=1))
-    assert outcome == [LEFT, ANSWERED]
+    answer, expected, outcome = both_ways(problem, options(cap=2.7, spares=1))
+    assert outcome == [LEFT, SOLVED]
     assert expected.status.tolist() == [int(Status.REPAIRED), int(Status.SOLVED)]
     assert answer.active[1].tolist() == [True, True, True, False]
-    assert math.isnan(float(answer.level[1, 3]))
+    assert math.isnan(float(answer.potentials[1, 3]))
     assert_equal(answer, expected, [1])
 
 
 @pytest.mark.parametrize("low", [0.0, 0.3])
 def test_streamed_products_equal_gathered_ones(low, generator, monkeypatch) -> None:
     """In several segments, the last of them not full."""
-    monkeypatch.setattr("otad.cip.local.fused._SEGMENT", 128)
+    monkeypatch.setattr("otad.cip.local.stream_triton._SEGMENT", 128)
     inputs, features = torch.randn(2, 20, 300, generator=generator).to(DEVICE)
     query = torch.randn(2, 300, generator=generator).to(DEVICE)
     indices = torch.tensor([[3, 1, 7], [0, 19, 2]], device=DEVICE)
@@ -206,8 +213,8 @@ def test_streamed_products_equal_gathered_ones(low, generator, monkeypatch) -> N
     dense = CipProblem(
         query, problem.anchors_of(rows).float(), problem.images_of(rows).float(), 2.0, low
     )
-    expected = products_of(dense, None, bends=low != 0)
-    values, squares = streamed_products(problem, bends=low != 0)
+    expected = products_of(dense, None, with_offsets=low != 0)
+    values, squares = streamed_products(problem, with_offsets=low != 0)
     assert len(values) == 3
     torch.testing.assert_close(values.sum(0), expected.values[0], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(squares.sum(0), expected.squares[0], rtol=1e-5, atol=1e-3)
@@ -228,7 +235,7 @@ def test_gradient_of_a_streamed_problem(low, generator, monkeypatch) -> None:
     weight = torch.linspace(-1, 1, 50).to(DEVICE)
     grads = []
     for streamed in (False, True):
-        monkeypatch.setattr("otad.cip.local.implicit.streams", lambda problem, yes=streamed: yes)
+        monkeypatch.setattr("otad.cip.local.feature.can_stream", lambda problem, yes=streamed: yes)
         query = inputs[[3, 0]].to(DEVICE).mul(0.5).requires_grad_(True)
         solution = ExactCip()(BankProblem(query, *parts, 1.4, low))
         loss = (solution.image * weight).sum() + solution.value.sum()
@@ -240,7 +247,7 @@ def test_gradient_of_a_streamed_problem(low, generator, monkeypatch) -> None:
 
 @pytest.mark.parametrize("on_failure", ["raise", "abstain", "fallback"])
 def test_the_solver_puts_all_rows_together(on_failure, generator, monkeypatch) -> None:
-    """Some rows by the kernel, some by the general way, some without an answer."""
+    """Some rows by the kernel, some by torch, some without an answer."""
     problem = random_problem(generator, 3, 3, 4, noise=0.1)
     anchors, images = problem.anchors.clone(), problem.images.clone()
     images[2] *= 1e160
@@ -248,7 +255,7 @@ def test_the_solver_puts_all_rows_together(on_failure, generator, monkeypatch) -
         anchors[0, 1] = anchors[0, 0]
     expected = attempt(problem.query, anchors, images, on_failure, "cpu")
     if not HAS_CUDA:
-        monkeypatch.setattr("otad.cip.local.solver.fits", lambda products: True)
+        monkeypatch.setattr("otad.cip.local.solver.can_solve", lambda products: True)
     found = attempt(problem.query, anchors, images, on_failure, DEVICE)
     if on_failure == "raise":
         assert found == expected == "1 of 3 rows have no solution: 2 (UNSOLVED)"

@@ -10,7 +10,6 @@ from cip.instances import assert_same, random_problem
 from torch import Tensor
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
-from otad.cip.local.solve_torch import SmallStage
 from otad.errors import InputError
 from otad.search import neighbors
 from otad.search.neighbors import TorchSearch
@@ -42,11 +41,11 @@ def on_cpu(problem: CipProblem, solver: ExactCip):
     return type(solution)(**fields, mode=solution.mode)
 
 
-def general_way_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("a row went the general way")
+        raise AssertionError("a row was solved in torch")
 
-    monkeypatch.setattr(SmallStage, "__call__", refuse)
+    monkeypatch.setattr(ExactCip, "_solve", refuse)
 
 
 @pytest.mark.parametrize(("solver", "count", "dim", "low"), CASES)
@@ -60,7 +59,7 @@ def test_kernel_equals_the_cpu(solver, count, dim, low, generator, monkeypatch) 
         *(part[solved] for part in (problem.query, problem.anchors, problem.images)), 2.4, low
     )
     expected = solver(rows)
-    general_way_forbidden(monkeypatch)
+    torch_forbidden(monkeypatch)
     assert_same(on_cpu(rows, solver), expected, rows, 1e-9)
 
 
@@ -96,7 +95,7 @@ def test_gradient_equals_the_cpu(generator, monkeypatch) -> None:
         weight = torch.linspace(-1, 1, 60, dtype=torch.float64, device=query.device)
         ((solution.image * weight).sum() + solution.value.sum()).backward()
         grads.append(query.grad.cpu())
-        general_way_forbidden(monkeypatch)
+        torch_forbidden(monkeypatch)
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-8, atol=1e-8)
 
 
@@ -116,7 +115,7 @@ def test_streamed_problem_in_float32(generator, monkeypatch) -> None:
         query.double().cpu(), inputs[indices].double().cpu(), features[indices].double().cpu(), 1.2
     )
     expected = ExactCip()(dense)
-    general_way_forbidden(monkeypatch)
+    torch_forbidden(monkeypatch)
     found = ExactCip()(problem)
     assert found.status.tolist() == [int(Status.RAISED)] * 64
     torch.testing.assert_close(found.smoothness.cpu(), expected.smoothness, rtol=1e-4, atol=0)

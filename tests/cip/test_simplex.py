@@ -11,7 +11,7 @@ from cip.instances import normal
 from torch import Tensor
 
 from otad.cip.local.pivoting import _fresh_start, _pivot_all, pivot_to_optimum
-from otad.cip.local.simplex import maximize_on_simplex
+from otad.cip.local.simplex_qp import maximize_on_simplex
 
 TOLERANCE = 1e-13
 

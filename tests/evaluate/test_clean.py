@@ -11,7 +11,7 @@ from torch import Tensor
 
 from otad.attacks import L2
 from otad.cip import CipSolution, ExactCip, Status
-from otad.cip.rows import RowProblem
+from otad.cip.protocols import RowProblem
 from otad.evaluate.clean import look_at_clean
 from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, model_card
 from otad.model.defend import defend

@@ -19,8 +19,8 @@ from otad.certify.bisectors import Surroundings
 from otad.certify.search import least_over_bank
 from otad.certify.votes import Votes
 from otad.cip import BankProblem, Status
-from otad.cip.local.feasibility import Constraints, closure, has_positive_cycle
-from otad.cip.local.gram import gram_of
+from otad.cip.local.potentials import Constraints, closure, has_positive_cycle
+from otad.cip.local.products import products_of
 from otad.io.mapped_rows import gathered
 from otad.model.otad import OTAD, Trace
 
@@ -124,8 +124,7 @@ def _steadiness(problem: BankProblem) -> tuple[Tensor, Tensor]:
     An error of at most e in each constraint moves a potential by K e. Eq. (3) minimizes a maximum
     of functions with Hessian I / M, so an error of D in each moves its minimizer by 2 sqrt(M D).
     """
-    bends = bool(problem.strong_convexity.any())
-    gram = gram_of(problem, None, bends=bends)
+    gram = products_of(problem, None, with_offsets=problem.has_strong_convexity).gram()
     every = torch.ones_like(gram.tilt, dtype=torch.bool)
     exact = Constraints.of(gram, problem.strong_convexity, every)
     modulus = problem.smoothness - problem.strong_convexity

@@ -5,7 +5,7 @@ solution = ExactCip()(problem)
 solution.image, solution.residual, problem.residual(solution)
 """
 
-from otad.cip.local.feasibility import least_smoothness
+from otad.cip.local.potentials import least_smoothness
 from otad.cip.local.solver import ExactCip
 from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.reference import CvxpyCip

@@ -1,7 +1,6 @@
-"""The judge of any answer to a convex integration problem: its KKT residual.
+"""The judge of any solution of a convex integration problem: its KKT residual.
 
-Tests, benchmark, surrogate and certificate all grade by this one function. Equations (2) and (3)
-are those of `otad.cip.problem`.
+Equations (2) and (3) are those of `otad.cip.problem`.
 """
 
 from __future__ import annotations
@@ -9,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otad.cip.rows import RowProblem, blocks
+from otad.cip.execution import blocks
+from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
 
-_WORKING_BYTES = 2**26  # float64 memory of one block of rows under judgment
+_WORKING_BYTES = 2**26  # float64 memory of one block of rows
 
 
 def map_curvature(problem: RowProblem, solution: CipSolution) -> tuple[Tensor, Tensor]:
     """(L, l) of the map x' -> z', each (B,): its Jacobian has eigenvalues in [l, L]."""
-    asked = solution.mode == "paper"
-    source = problem if asked else solution
+    source = problem if solution.mode == "paper" else solution
     return source.smoothness, source.strong_convexity
 
 
@@ -29,8 +28,8 @@ def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
     From the raw data and the solution alone, however it was found: the potentials obey (2) with
     the curvature the solution used; v >= q_i(z'); multipliers >= 0, zero on neighbors left out,
     summing to 1; multiplier times slack is 0; z' = sum_i lambda_i z~_i. Each is divided by the
-    natural size of its terms (see `relative`), so the number has no unit. A row without an
-    answer (NaN) grades as infinity.
+    natural size of its terms (see `relative`), so the number has no unit. A row without a
+    solution (NaN) has the residual infinity.
     """
     batch, count, dim = problem.shape
     if solution.multipliers.shape != (batch, count):

@@ -12,9 +12,10 @@ and the answer (v, z') = (h(x'), grad h(x')) obey
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
-from typing import TypeGuard, TypeVar
+from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,16 +26,43 @@ from otad.cip.solution import CipSolution
 from otad.errors import InputError
 from otad.io.mapped_rows import gathered, in_file
 
-Problem = TypeVar("Problem", "CipProblem", "BankProblem")
-_BROUGHT_BYTES = 2**29  # of a bank that is elsewhere, held at a time
+_FETCHED_BYTES = 2**29  # of rows copied from a bank in a file or on another device
 
 
-@dataclass(frozen=True, eq=False)
-class CipProblem:
+class _Problem:
+    """What both kinds of problem share."""
+
+    query: Tensor
+    smoothness: Tensor
+    strong_convexity: Tensor
+    has_strong_convexity: bool
+
+    def in_double(self) -> Self:
+        """The same with a query in float64, so that products are computed in float64 too."""
+        return self._replaced(query=self.query.double())
+
+    def residual(self, solution: CipSolution) -> Tensor:
+        """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
+        return kkt_residual(self, solution)  # type: ignore[arg-type]
+
+    def _replaced(self, **changes: object) -> Self:
+        """A copy with other values, which are not checked."""
+        made = copy.copy(self)
+        made.__dict__.update(changes)
+        return made
+
+    def _selected(self, rows: Tensor, *names: str) -> Self:
+        """Some rows (b,) of the tensors of these names, of the query and of the curvature."""
+        names = ("query", "smoothness", "strong_convexity", *names)
+        return self._replaced(**{name: gathered(getattr(self, name), rows) for name in names})
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class CipProblem(_Problem):
     """Queries (B,d) with their anchors (B,K,d) and images (B,K,d), all of one dtype and device.
 
     `smoothness` (L > 0) and `strong_convexity` (l < L, may be negative) are numbers or one value
-    per row; they are kept as float64 tensors (B,). `is_bent`: whether some strong convexity is
+    per row; they are stored as float64 tensors (B,). `has_strong_convexity`: whether some l is
     other than 0. Gradients flow through `query` alone.
     """
 
@@ -43,7 +71,7 @@ class CipProblem:
     images: Tensor
     smoothness: Tensor
     strong_convexity: Tensor
-    is_bent: bool
+    has_strong_convexity: bool
 
     def __init__(
         self,
@@ -64,7 +92,7 @@ class CipProblem:
             check_finite(tensor, name)
             _refuse_gradient(tensor, name)
         curvature = _curvature(smoothness, strong_convexity, query)
-        _fill(self, query, anchors, images, *curvature)
+        self.__dict__.update(query=query, anchors=anchors, images=images, **curvature)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -80,23 +108,18 @@ class CipProblem:
         """The images of some rows, on the query's device."""
         return self.images[rows]
 
-    def in_double(self, rows: Tensor | slice) -> CipProblem:
-        """Some rows, with a query in float64, so that products are computed in that too."""
-        parts = self.query[rows].double(), self.anchors[rows], self.images[rows]
-        return _remade(self, *parts, *_curvature_of(self, rows))
-
-    def residual(self, solution: CipSolution) -> Tensor:
-        """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
-        return kkt_residual(self, solution)
+    def select(self, rows: Tensor) -> Self:
+        """The problem of some rows (b,)."""
+        return self._selected(rows, "anchors", "images")
 
 
-@dataclass(frozen=True, eq=False)
-class BankProblem:
+@dataclass(frozen=True, eq=False, init=False)
+class BankProblem(_Problem):
     """The same problem with neighbors named by `indices` (B,K) into a bank of pairs (N,d).
 
-    Rows are gathered only while a block of them is worked on, so a batch never needs its
-    B*K*d neighbors in memory at once. The bank may be half precision and may live on another
-    device or in a file it is mapped from; it is taken to be finite.
+    Neighbors are gathered block by block, so a batch never needs its B*K*d neighbors in memory at
+    once. The bank may be half precision and may be on another device or memory-mapped from a file;
+    it is assumed to be finite.
     """
 
     query: Tensor
@@ -105,7 +128,7 @@ class BankProblem:
     indices: Tensor
     smoothness: Tensor
     strong_convexity: Tensor
-    is_bent: bool
+    has_strong_convexity: bool
 
     def __init__(
         self,
@@ -129,7 +152,10 @@ class BankProblem:
             _refuse_gradient(tensor, name)
         _check_values(query, indices, len(inputs))
         curvature = _curvature(smoothness, strong_convexity, query)
-        _fill(self, query, inputs, features, indices.to(inputs.device), *curvature)
+        indices = indices.to(inputs.device)
+        self.__dict__.update(
+            query=query, inputs=inputs, features=features, indices=indices, **curvature
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -145,53 +171,28 @@ class BankProblem:
         """The gathered images of some rows, on the query's device, in the bank's dtype."""
         return gathered(self.features, self.indices[rows], self.query.device)
 
-    def brought(self) -> BankProblem:
-        """The same with the rows it needs at the query, each read once, if they are elsewhere.
+    def select(self, rows: Tensor) -> Self:
+        """The problem of some rows (b,)."""
+        return self._selected(rows, "indices")
 
-        That is on another device or in a file, and unless they are more than fits: then they are
-        read block by block, whenever they are needed.
+    def fetched(self) -> Self:
+        """The same with the bank rows it needs copied to the query's device, each read once, if
+        the bank is in a file or on another device.
+
+        Where they are more than fits, they are read block by block, whenever they are needed.
         """
         bank, device = (self.inputs, self.features), self.query.device
         if self.inputs.device == device and in_file(self.inputs) is None:
             return self
-        used, places = self.indices.cpu().unique(return_inverse=True)  # as they lie in the file
-        if 2 * len(used) * self.inputs[0].nbytes > _BROUGHT_BYTES:
+        used, places = self.indices.cpu().unique(return_inverse=True)  # in file order
+        if 2 * len(used) * self.inputs[0].nbytes > _FETCHED_BYTES:
             return self
-        near = (gathered(part, used, device) for part in bank)
-        curvature = self.smoothness, self.strong_convexity, self.is_bent
-        return _remade(self, self.query, *near, places.to(device), *curvature)
-
-    def in_double(self, rows: Tensor | slice) -> BankProblem:
-        """Some rows, with a query in float64, so that products are computed in that too."""
-        named = rows.to(self.indices.device) if isinstance(rows, Tensor) else rows
-        parts = self.query[rows].double(), self.inputs, self.features, self.indices[named]
-        return _remade(self, *parts, *_curvature_of(self, rows))
-
-    def residual(self, solution: CipSolution) -> Tensor:
-        """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
-        return kkt_residual(self, solution)
-
-
-def _fill(frozen: CipProblem | BankProblem, *values: object) -> None:
-    for name, value in zip(frozen.__dataclass_fields__, values, strict=True):
-        object.__setattr__(frozen, name, value)
-
-
-def _remade(like: Problem, *values: object) -> Problem:
-    """Another problem of the same kind, of values known to be good."""
-    made = object.__new__(type(like))
-    _fill(made, *values)
-    return made
-
-
-def _curvature_of(
-    problem: CipProblem | BankProblem, rows: Tensor | slice
-) -> tuple[Tensor, Tensor, bool]:
-    return problem.smoothness[rows], problem.strong_convexity[rows], problem.is_bent
+        inputs, features = (gathered(part, used, device) for part in bank)
+        return self._replaced(inputs=inputs, features=features, indices=places.to(device))
 
 
 def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
-    """Finite queries, and indices below `points`; one look at the device settles almost all."""
+    """Finite queries, and indices below `points`; one synchronization is almost always enough."""
     ends = torch.aminmax(indices)
     if query.device == indices.device:
         total = query.detach().sum(dtype=torch.float64)
@@ -206,24 +207,22 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
 
 def _curvature(
     smoothness: float | Tensor, strong_convexity: float | Tensor, query: Tensor
-) -> tuple[Tensor, Tensor, bool]:
-    """L and l (B,), and whether some l is other than 0; numbers are checked as such."""
+) -> dict[str, Tensor | bool]:
+    """L and l (B,), and whether some l is other than 0. Numbers are checked without waiting for the
+    device."""
     high = _per_row(smoothness, "smoothness", query)
     low = _per_row(strong_convexity, "strong_convexity", query)
-    numbers = _is_number(smoothness) and _is_number(strong_convexity)
-    if numbers and 0 < smoothness > strong_convexity:
-        return high, low, bool(strong_convexity != 0)
-    for bad, name, rule in (
-        (high <= 0, "smoothness", "above 0"),
-        (high <= low, "smoothness", "above strong_convexity"),
-    ):
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            raise InputError(
-                f"{name}: expected a value {rule}, got smoothness {high[row].item()} "
-                f"and strong_convexity {low[row].item()} in row {row}"
-            )
-    return high, low, bool(low.any())
+    if _is_number(smoothness) and _is_number(strong_convexity):
+        good, is_nonzero = 0 < smoothness > strong_convexity, strong_convexity != 0
+    else:
+        good, is_nonzero = bool(((high > 0) & (high > low)).all()), bool(low.any())
+    if not good:
+        row = int(((high <= 0) | (high <= low)).nonzero()[0])
+        raise InputError(
+            "smoothness: expected a value above 0 and above strong_convexity, got smoothness "
+            f"{high[row].item()} and strong_convexity {low[row].item()} in row {row}"
+        )
+    return {"smoothness": high, "strong_convexity": low, "has_strong_convexity": is_nonzero}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

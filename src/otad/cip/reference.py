@@ -17,8 +17,8 @@ from torch import Tensor
 
 from otad.checks import check_choice
 from otad.cip.judge import kkt_residual
+from otad.cip.protocols import RowProblem
 from otad.cip.reference_potentials import Array, bend, find_potentials, squares
-from otad.cip.rows import RowProblem
 from otad.cip.solution import CipSolution, Status
 from otad.errors import MissingExtraError, SolverError
 

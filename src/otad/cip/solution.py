@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class Status(IntEnum):
-    """How one row was answered."""
+    """How one row was solved."""
 
     SOLVED = 0
-    """With the curvature asked for and all its neighbors."""
+    """With the requested curvature and all its neighbors."""
     RAISED = 1
-    """No potential exists for the curvature asked for, so it was relaxed."""
+    """No potential exists for the requested curvature, so it was relaxed."""
     REPAIRED = 2
     """A neighbor was left out or substituted to stay within `max_smoothness`."""
     ESTIMATED = 3
-    """By a network that imitates a solver: an image, and no proof of any kind."""
+    """By a network that imitates a solver: an image without any proof."""
     INFEASIBLE = 4
-    """No potential exists for any curvature allowed."""
+    """No potential exists for any allowed curvature."""
     UNSOLVED = 5
     """The numbers are out of range or the pivot limit was reached."""
 
@@ -31,15 +31,15 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class CipSolution:
-    """The answer z' = `image` (B,d) and its whole account, one row per query.
+    """The feature z' = `image` (B,d) of each query, and how it was found.
 
     `value` (B,) is the potential at the query, `potentials` (B,K) its values at the anchors (mean
     zero over the neighbors used; NaN on those left out), `multipliers` (B,K) the weights of the
     neighbors. `smoothness` and `strong_convexity` (B,) are the curvature the potentials were found
     for; `mode` says whether the map itself uses them ("consistent") or the curvature of the
-    problem ("paper"). `active` (B,K) marks the neighbors that took part, `residual` (B,) is the
-    solver's own estimate of its KKT residual and `status` (B,) holds a `Status` per row. What an
-    estimated row does not have is NaN.
+    problem ("paper"). `active` (B,K) marks the neighbors that were used, `residual` (B,) is the
+    solver's own estimate of its KKT residual and `status` (B,) holds a `Status` per row. An
+    estimated row has NaN for all that an estimate does not provide.
     """
 
     image: Tensor

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from otad.cip import BankProblem, ExactCip
-from otad.cip.local.gram import Gram
-from otad.cip.local.relax import Curvature, Relaxation
-from otad.cip.local.solve_triton import fits
+from otad.cip.local import solve_torch
+from otad.cip.local.solve_triton import can_solve
 from otad.model.diagnostics import problem_of
 from otad.model.otad import OTAD
 
@@ -51,19 +50,18 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     if not isinstance(solver, ExactCip):
         clock("network", lambda: model.backbone.head(solver(problem).image))
         return clock.seconds
-    near = clock("rows", problem.brought)
+    near = clock("rows", problem.fetched)
     if near is problem:
         del clock.seconds["rows"]  # they are read where they are, by the steps that need them
     products = clock("products", lambda: solver.products(near))
-    if fits(products):
-        answer = clock("potentials and QP", lambda: solver.answer(near, products, solver.stage))
+    if can_solve(products):
+        found = clock("potentials and QP", lambda: solver.solve(near, products))
     else:
-        plain = solver.stage.relaxation
-        watched = _Watched(plain.climb, plain.max_smoothness, plain.spares, clock)
-        stage = replace(solver.stage, relaxation=watched)
-        answer = clock("QP", lambda: solver.answer(near, products, stage))
-        clock.seconds["QP"] -= clock.seconds["feasibility"]  # which was a part of it
-    clock("image", lambda: model.backbone.head(solver.solution(near, answer).image))
+        gram, asked = products.gram(), (near.smoothness, near.strong_convexity)
+        how = solver.relaxation, solver.potential
+        potentials = clock("feasibility", lambda: solve_torch.find_potentials(gram, *asked, *how))
+        found = clock("QP", lambda: solve_torch.solve_qp(gram, potentials, solver.mode))
+    clock("image", lambda: model.backbone.head(solver.solution(near, found).image))
     return {step: clock.seconds[step] for step in STEPS if step in clock.seconds}
 
 
@@ -81,19 +79,6 @@ class _Clock:
         wait(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         return result
-
-
-@dataclass(frozen=True)
-class _Watched(Relaxation):
-    """A relaxation that tells a clock how long it takes."""
-
-    clock: _Clock
-
-    def __call__(
-        self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor
-    ) -> tuple[Curvature, Tensor, Tensor]:
-        relaxed = super().__call__
-        return self.clock("feasibility", lambda: relaxed(gram, smoothness, strong_convexity))
 
 
 def wait(device: torch.device) -> None:

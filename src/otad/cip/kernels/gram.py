@@ -1,4 +1,4 @@
-"""The Triton kernels of `otad.cip.local.fused`, apart because importing them needs Triton."""
+"""The Triton kernels of `otad.cip.local.stream_triton`."""
 
 # Kernels are compiled from their source, not called: their arguments carry no Python types.
 # mypy: ignore-errors
@@ -20,7 +20,7 @@ def gram_kernel(
     dim,
     count: tl.constexpr,
     padded: tl.constexpr,
-    bends: tl.constexpr,
+    shifts: tl.constexpr,
     length: tl.constexpr,
     width: tl.constexpr,
 ):
@@ -51,11 +51,11 @@ def gram_kernel(
         # Three TF32 products make one of nearly float32 precision.
         cross += tl.dot(c, tl.trans(a), input_precision="tf32x3")
         image += tl.dot(c, tl.trans(c), input_precision="tf32x3")
-        if bends:
+        if shifts:
             offset += tl.dot(a, tl.trans(a), input_precision="tf32x3")
         square += tl.sum(a * a, axis=1)
 
-    lines = 2 * count if bends else count
+    lines = 2 * count if shifts else count
     part = tl.program_id(1) * batches + batch
     upper = products + part * lines * 2 * count
     lower = upper + (lines - count) * 2 * count
@@ -63,7 +63,7 @@ def gram_kernel(
     mask = real[:, None] & real[None, :]
     tl.store(lower + place, cross, mask=mask)
     tl.store(lower + count + place, image, mask=mask)
-    if bends:
+    if shifts:
         tl.store(upper + place, offset, mask=mask)
         tl.store(upper + count + place, tl.trans(cross), mask=mask)
     tl.store(squares + part * count + k, square, mask=real)

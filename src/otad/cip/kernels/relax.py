@@ -1,6 +1,6 @@
 """Eq. (2) for one row in a Triton kernel: do potentials exist, and for which curvature.
 
-The same mathematics as `otad.cip.local.feasibility` and `otad.cip.local.relax`, for the first
+The same mathematics as `otad.cip.local.potentials` and `otad.cip.local.relax`, for the first
 `count` neighbors of a row. The products come as tiles: slope_ij = <c_j, a_i>, mixed = slope +
 slope^T, images <c_i, c_j>, offsets <a_i, a_j>.
 """
@@ -17,9 +17,9 @@ _MOST_NEWTON_STEPS = tl.constexpr(100)
 
 
 @triton.jit
-def shifted(slope, mixed, images, offsets, low, bends: tl.constexpr):
+def shifted(slope, mixed, images, offsets, low, shifts: tl.constexpr):
     """Slope and images after the shift z~_i = z_i - l a_i that makes l = 0."""
-    if bends:
+    if shifts:
         images = images - low * mixed + low * low * offsets
         slope = slope - low * offsets
     return slope, images
@@ -35,11 +35,11 @@ def constraints(
     offset_size,
     image_size,
     noise,
-    bends: tl.constexpr,
+    shifts: tl.constexpr,
     padded: tl.constexpr,
 ):
     """rise, bend of u_i - u_j >= rise_ij + bend_ij / M, and the rounding error of each."""
-    slope, images = shifted(slope, mixed, images, offsets, low, bends)
+    slope, images = shifted(slope, mixed, images, offsets, low, shifts)
     rise = slope - diagonal_of(slope, padded)[None, :]
     square = diagonal_of(images, padded)
     bend = tl.maximum((square[:, None] + square[None, :]) / 2 - images, 0.0)
@@ -60,7 +60,7 @@ def weights_at(rise, bend, error, flatness, count: tl.constexpr, padded: tl.cons
 def longest_paths(
     rise, bend, rise_error, bend_error, flatness, count: tl.constexpr, padded: tl.constexpr
 ):
-    """The closure and its worst cycle; with allowance for rounding where it is positive without."""
+    """The closure and its worst cycle; with an allowance for rounding where it is positive."""
     weights = weights_at(rise, bend, rise_error * 0, flatness, count, padded)
     longest = closure(weights, count, padded)
     cycle = tl.max(diagonal_of(longest, padded), axis=0)
@@ -86,7 +86,7 @@ def climbed(
     down,
     cap,
     last,
-    bends: tl.constexpr,
+    shifts: tl.constexpr,
     count: tl.constexpr,
     padded: tl.constexpr,
 ):
@@ -100,7 +100,16 @@ def climbed(
         least = low - probe * down
         flatness = 1 / (tl.minimum(high + probe * up, cap) - least)
         rise, bend, rise_error, bend_error = constraints(
-            slope, mixed, images, offsets, least, offset_size, image_size, noise, bends, padded
+            slope,
+            mixed,
+            images,
+            offsets,
+            least,
+            offset_size,
+            image_size,
+            noise,
+            shifts,
+            padded,
         )
         _, cycle = longest_paths(rise, bend, rise_error, bend_error, flatness, count, padded)
         fine = cycle <= 0

@@ -1,4 +1,4 @@
-"""The whole small stage of one row, from inner products to multipliers, in one Triton kernel.
+"""One row, from inner products to multipliers, in one Triton kernel.
 
 A program holds its row's K x K products in registers and finds potentials, relaxing the curvature
 where it must, then the multipliers, the value and the residual: see
@@ -32,11 +32,11 @@ def loaded(
     segments: tl.constexpr,
     count: tl.constexpr,
     padded: tl.constexpr,
-    bends: tl.constexpr,
+    shifts: tl.constexpr,
 ):
     """The row's tiles slope, mixed, images and offsets, and its vectors tilt, |a_i|^2, |z_1|^2."""
     i = tl.arange(0, padded)
-    lines = 2 * count if bends else count
+    lines = 2 * count if shifts else count
     real = i < count
     both = pairs_of(count, padded)
     centered = both & (i[:, None] > 0) & (i[None, :] > 0)  # z_1 has the place of c_1 = 0
@@ -56,7 +56,7 @@ def loaded(
         cross = tl.load(lower + turned, mask=both & (i[None, :] > 0), other=0.0).to(tl.float64)
         slope += cross
         images += tl.load(lower + count + straight, mask=centered, other=0.0).to(tl.float64)
-        if bends:
+        if shifts:
             other = tl.load(lower + straight, mask=both & (i[:, None] > 0), other=0.0)
             mixed += cross + other.to(tl.float64)
             offsets += tl.load(upper + straight, mask=both, other=0.0).to(tl.float64)
@@ -102,7 +102,7 @@ def row_kernel(
     total: tl.constexpr,
     count: tl.constexpr,
     padded: tl.constexpr,
-    bends: tl.constexpr,
+    shifts: tl.constexpr,
     climbs: tl.constexpr,
     consistent: tl.constexpr,
     sensitive: tl.constexpr,
@@ -122,7 +122,7 @@ def row_kernel(
     cap = tl.load(settings + 3)
     asked_high, asked_low = tl.load(smoothness + row), tl.load(convexity + row)
     slope, mixed, images, offsets, tilt, square, center = loaded(
-        products, squares, row, batch, segments, total, padded, bends
+        products, squares, row, batch, segments, total, padded, shifts
     )
     size = tl.sum(tl.sum(tl.abs(slope) + tl.abs(images), axis=1), axis=0) + tl.abs(center)
     finite = size + tl.sum(tl.abs(tilt) + square, axis=0) < float("inf")
@@ -137,7 +137,7 @@ def row_kernel(
     # Potentials, for the curvature asked for or the nearest that works.
     high, low = asked_high, asked_low
     rise, bend, rise_error, bend_error = constraints(
-        slope, mixed, images, offsets, low, offset_size, image_size, noise, bends, padded
+        slope, mixed, images, offsets, low, offset_size, image_size, noise, shifts, padded
     )
     longest, cycle = longest_paths(
         rise, bend, rise_error, bend_error, 1 / (high - low), count, padded
@@ -162,14 +162,23 @@ def row_kernel(
                 down,
                 cap,
                 last,
-                bends,
+                shifts,
                 count,
                 padded,
             )
             high = tl.where(works, tl.minimum(high + step * up, cap), float("inf"))
             low = low - step * down
             rise, bend, rise_error, bend_error = constraints(
-                slope, mixed, images, offsets, low, offset_size, image_size, noise, bends, padded
+                slope,
+                mixed,
+                images,
+                offsets,
+                low,
+                offset_size,
+                image_size,
+                noise,
+                shifts,
+                padded,
             )
         else:
             flatness = greatest_flatness(rise, bend, rise_error, bend_error, count, padded)
@@ -194,7 +203,7 @@ def row_kernel(
     else:
         map_high, map_low = asked_high, asked_low
     modulus = map_high - map_low
-    slope, images = shifted(slope, mixed, images, offsets, map_low, bends)
+    slope, images = shifted(slope, mixed, images, offsets, map_low, shifts)
     line = level - (map_low / 2 * square + tilt)
     line = line - diagonal_of(slope, padded) + diagonal_of(images, padded) / (2 * modulus)
     weights, inverse, solved = maximize_on_simplex(images, modulus * line, noise, count, padded)

@@ -1,1 +1,11 @@
-"""The solver for each query's own neighbors."""
+"""Convex integration on the neighbors of each query: Algorithm 2 of the paper, one file per step.
+
+1. find the K nearest bank points        `otad.search.neighbors`
+2. potentials of eq. (2)                 `potentials`   from the inner products of `products`
+3. relax L where none exist              `relax`
+4. quadratic program of eq. (3)          `simplex_qp`   with `pivoting` for degenerate rows
+5. feature z' and its gradient           `feature`
+
+`solver` calls steps 2 to 5; `solve_torch` runs 2 to 4 for a batch, and on a GPU `solve_triton` in
+one kernel of `otad.cip.kernels`, which `stream_triton` feeds without gathering neighbors.
+"""

@@ -9,8 +9,8 @@ unfinished row on the tableau
     T = [ -N       N G_SR      ]        N: inverse of the bordered matrix [G_SS 1; 1^T 0], S block
         [ G_RS N   Schur block ]        R: the neighbors outside S
 
-kept up to date by a rank-one change of size K x K. The objective rises with every step, so no
-basis returns and the method ends after finitely many pivots.
+updated by a rank-one change of size K x K. The objective rises with every step, so no basis is
+visited twice and the method ends after finitely many pivots.
 """
 
 from __future__ import annotations
@@ -20,9 +20,35 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from otad.cip.local.supports import factor, reduced_inverse, solve
+_MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is reported as unsolved
 
-_MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is reported, not hidden
+
+def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Cholesky factor (B,K,K) of H = G + 1 1^T on the support, of the identity elsewhere.
+
+    H, given as `matrix` (B,K,K), has the same optimum on the simplex as G and is regular on
+    affinely independent images. `support` (B,K) is of ones and zeros. Also whether the images in
+    the support are affinely independent (B,): if not, the factor is meaningless.
+    """
+    part = matrix * (support[:, :, None] * support[:, None])
+    part.diagonal(dim1=1, dim2=2).add_(1 - support)
+    found, failed = torch.linalg.cholesky_ex(part)
+    pivots = found.diagonal(dim1=1, dim2=2)
+    return found, (failed == 0) & (pivots.amin(1) > tolerance**0.5)
+
+
+def solve(factors: Tensor, sides: Tensor) -> Tensor:
+    """H^-1 (B,K,K) applied to columns (B,K,n)."""
+    half = torch.linalg.solve_triangular(factors, sides, upper=False)
+    whole: Tensor = torch.linalg.solve_triangular(factors.mT, half, upper=True)
+    return whole
+
+
+def reduced_inverse(factors: Tensor, support: Tensor, edge: Tensor, rate: Tensor) -> Tensor:
+    """N = H_SS^-1 - r r^T / sum r (B,K,K), zero outside the support, with r = H_SS^-1 1 the `edge`
+    (B,K) and its sum the `rate` (B,)."""
+    block = solve(factors, torch.diag_embed(support))
+    return block.addcmul_(edge[:, :, None], (edge / rate[:, None])[:, None], value=-1)
 
 
 def pivot_to_optimum(
@@ -33,8 +59,8 @@ def pivot_to_optimum(
     `quadratic` (K,K,B) has no diagonal entry above 1, `linear` and `active` are (K,B).
     """
     found = _pivot_all(_start(quadratic, linear, active, tolerance), tolerance)
-    # Each pivot adds its rounding errors to those before: so once more, with what is found for a
-    # start, made afresh. As a rule no pivot is left to do.
+    # Each pivot adds rounding errors to those before: so repeat from a fresh tableau of the basis
+    # found. Usually no pivot is left to do.
     state, regular = _fresh_start(quadratic, linear, active, found[0], tolerance)
     rows = (regular & found[2]).nonzero()[:, 0]
     for held, better in zip(found, _pivot_all(state.columns(rows), tolerance), strict=True):
@@ -50,7 +76,7 @@ def _pivot_all(state: _State, tolerance: float) -> tuple[Tensor, Tensor, Tensor]
     for _ in range(_MOST_ROUNDS + 10 * len(weights)):
         done = _advance(state, tolerance)
         left = (~done).nonzero()[:, 0]
-        if 2 * len(left) <= len(place):  # put finished rows away, go on with the rest
+        if 2 * len(left) <= len(place):  # store finished rows, continue with the rest
             finished = done.nonzero()[:, 0]
             rows, ended = place[finished], state.columns(finished)
             weights[:, rows] = ended.weights
@@ -68,7 +94,7 @@ class _State:
     target: Tensor  # (K,B): in the basis the affine optimum, outside it the gain of entering
     weights: Tensor  # (K,B) feasible, zero outside basis and entering
     basis: Tensor  # (K,B) 1 in the basis, 0 outside
-    barrier: Tensor  # (K,B) 0 for those that may enter, -inf for the others
+    barrier: Tensor  # (K,B) 0 for those that may enter, -inf for all others
     entering: Tensor  # (B,) neighbor that enters in the next round, or -1
     gain_floor: Tensor  # (B,) gains up to this count as zero
 

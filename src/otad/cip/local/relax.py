@@ -1,8 +1,8 @@
-"""What to do when no potential exists for the curvature asked for.
+"""Relaxing the curvature where eq. (2) has no potentials for the requested one.
 
-Three answers: raise the smoothness to the exact least value; climb as the paper does,
-L + t delta1 and l - t delta2 for the first t that works; and, if that would exceed
-`max_smoothness`, leave out the neighbor on the violating cycle (or put a spare in its place).
+The smoothness is raised to the exact least value, or in the paper's steps, L + t delta1 and
+l - t delta2 for the first t that works. Where that would exceed `max_smoothness`, the neighbor on
+the violating cycle is left out (and a spare takes its place).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.cip.local.feasibility import (
+from otad.cip.local.potentials import (
     Constraints,
     closure,
     critical,
@@ -20,15 +20,15 @@ from otad.cip.local.feasibility import (
     has_positive_cycle,
     modulus,
 )
-from otad.cip.local.gram import Gram
+from otad.cip.local.products import Gram
 from otad.cip.solution import Status
 
-_MOST_CLIMB = 2**20  # steps; whatever needs more contradicts itself
+_MOST_CLIMB = 2**20  # steps; rows that need more are contradictory
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """One batch's L and l (B,), with the neighbors that take part (K,B)."""
+    """One batch's L and l (B,), with its active neighbors (K,B)."""
 
     smoothness: Tensor
     strong_convexity: Tensor
@@ -47,7 +47,7 @@ class Curvature:
     def closure(self, gram: Gram) -> tuple[Tensor, Tensor]:
         """Longest paths (K,K,B), and whether potentials exist (B,).
 
-        The weights are taken as they are, so that the map meets its anchors to the last digit; with
+        With exact weights, so that the map passes through its anchors to the last digit; with an
         allowance for rounding only where a cycle is positive without it.
         """
         constraints, flatness = self.constraints(gram), self.flatness
@@ -66,10 +66,8 @@ class Curvature:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """`climb` (delta1, delta2) or None for the exact least smoothness; the cap; the spares.
-
-    The last `spares` neighbors of a row wait outside until one of the others is left out.
-    """
+    """`climb` (delta1, delta2) or None for the exact least smoothness; the largest smoothness; the
+    number of spares: the last neighbors of a row, used only when another one is left out."""
 
     climb: tuple[float, float] | None
     max_smoothness: float
@@ -79,28 +77,28 @@ class Relaxation:
         self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor
     ) -> tuple[Curvature, Tensor, Tensor]:
         """Curvature and neighbors for which potentials exist, their closure, a `Status` per row."""
-        asked = self.start(gram, smoothness, strong_convexity)
-        longest, feasible = asked.closure(gram)
+        requested = self.start(gram, smoothness, strong_convexity)
+        longest, feasible = requested.closure(gram)
         status = torch.full_like(smoothness, int(Status.SOLVED), dtype=torch.int64)
         if bool(feasible.all()):
-            return asked, longest, status
-        found = self._relax(gram, asked, (~feasible).nonzero()[:, 0], status)
+            return requested, longest, status
+        found = self._relax(gram, requested, (~feasible).nonzero()[:, 0], status)
         changed = (status != int(Status.SOLVED)).nonzero()[:, 0]
         longest[..., changed] = found.columns(changed).closure(gram.columns(changed))[0]
         return found, longest, status
 
     def start(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Curvature:
-        """The curvature asked for, with all neighbors but the spares."""
+        """The requested curvature, with all neighbors but the spares."""
         active = torch.ones_like(gram.tilt, dtype=torch.bool)
         active[gram.count - self.spares :] = False
         return Curvature(smoothness, strong_convexity, active)
 
-    def _relax(self, gram: Gram, asked: Curvature, todo: Tensor, status: Tensor) -> Curvature:
+    def _relax(self, gram: Gram, requested: Curvature, todo: Tensor, status: Tensor) -> Curvature:
         """Curvature and neighbors for which the rows `todo` have potentials; their `status` is
         filled in."""
         regular, dropped = gram.count - self.spares, torch.zeros_like(status)
-        smoothness, strong_convexity = asked.smoothness.clone(), asked.strong_convexity.clone()
-        found = Curvature(smoothness, strong_convexity, asked.active)
+        high, low = requested.smoothness.clone(), requested.strong_convexity.clone()
+        found = Curvature(high, low, requested.active)
         while len(todo):
             part, at = gram.columns(todo), found.columns(todo)
             raised = self._raised(part, at)
@@ -114,10 +112,10 @@ class Relaxation:
                 status[todo] = int(Status.INFEASIBLE)
                 break
             found.active[self._violator(part, at), todo] = False
-            spare = regular + dropped[todo]  # spares are called in order, each once
+            spare = regular + dropped[todo]  # spares are used in order, each once
             dropped[todo] += 1
-            called = spare < gram.count
-            found.active[spare[called], todo[called]] = True
+            exists = spare < gram.count
+            found.active[spare[exists], todo[exists]] = True
             feasible = found.columns(todo).feasible(part)
             status[todo[feasible]] = int(Status.REPAIRED)
             todo = todo[~feasible]
@@ -128,13 +126,13 @@ class Relaxation:
         if self.climb is not None:
             return self._climbed(gram, at)
         least = modulus(greatest_flatness(at.constraints(gram)))
-        # A hair above the least, so that rounding does not leave a cycle positive.
+        # Slightly above the least, so that rounding does not leave a cycle positive.
         least = at.strong_convexity + least * (1 + 16 * gram.noise)
         return Curvature(torch.maximum(least, at.smoothness), at.strong_convexity, at.active)
 
     def _step(self, at: Curvature, steps: Tensor) -> Curvature:
         up, down = self.climb or (0.0, 0.0)
-        # The last step may meet the cap up to rounding: see `_last_step`.
+        # The last step may reach the cap up to rounding: see `_last_step`.
         smoothness = (at.smoothness + steps * up).clamp_max(self.max_smoothness)
         return Curvature(smoothness, at.strong_convexity - steps * down, at.active)
 
@@ -171,7 +169,6 @@ class Relaxation:
         last = self._step(at, self._last_step(at)) if self.climb else at
         constraints = last.constraints(gram)
         cycle = critical(constraints, greatest_flatness(constraints))
-        cycle = torch.where(
-            cycle.any(0), cycle, at.active
-        )  # rounding may hide it: drop all the same
+        # Rounding may hide the cycle: leave out the farthest neighbor then.
+        cycle = torch.where(cycle.any(0), cycle, at.active)
         return gram.squared_distance.masked_fill(~cycle, -torch.inf).argmax(0)

@@ -1,86 +1,107 @@
-"""From the inner products of a batch to its answer: potentials, multipliers, value, residual."""
+"""From the inner products of a batch to its multipliers, step by step in torch.
+
+`find_potentials` is eq. (2), relaxed where it must be, and `solve_qp` is eq. (3).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from otad.cip.judge import relative
-from otad.cip.local.answer import Answer
-from otad.cip.local.feasibility import potentials
-from otad.cip.local.gram import Gram
+from otad.cip.local.dual_solution import DualSolution
+from otad.cip.local.potentials import potentials_from_paths
+from otad.cip.local.products import Gram
 from otad.cip.local.relax import Curvature, Relaxation
-from otad.cip.local.simplex import maximize_on_simplex
+from otad.cip.local.simplex_qp import maximize_on_simplex
 from otad.cip.solution import Status
 
 
 @dataclass(frozen=True)
-class SmallStage:
-    """Everything of size K. `mode`, `potential`: see `ExactCip`; `relaxation`: where no potential
-    exists for the curvature asked for."""
+class Potentials:
+    """`values` (K,B): u_i, mean zero over the active neighbors; `violation` (B,): the most by which
+    they violate eq. (2); `requested` and `used`: the curvature; `status` (B,)."""
 
-    mode: str
-    potential: str
-    relaxation: Relaxation
+    values: Tensor
+    violation: Tensor
+    requested: Curvature
+    used: Curvature
+    status: Tensor
 
-    def __call__(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Answer:
-        """The answer for the curvature (B,) asked for, failures told by `status` alone."""
-        with torch.inference_mode():  # where hundreds of small operations cost the least
-            answer = self._answer(gram, smoothness, strong_convexity)
-        return answer.ordinary()
 
-    def _answer(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Answer:
+def solve_torch(
+    gram: Gram,
+    smoothness: Tensor,
+    strong_convexity: Tensor,
+    relaxation: Relaxation,
+    rule: str,
+    mode: str,
+) -> DualSolution:
+    """The solution for the requested curvature (B,); failures are marked by `status` alone.
+
+    `rule` and `mode`: `potential` and `mode` of `ExactCip`.
+    """
+    with torch.inference_mode():  # where hundreds of small operations cost the least
         finite = gram.is_finite
-        if not bool(finite.all()):  # products overflowed: park these rows on harmless numbers
+        if not bool(finite.all()):  # products overflowed: give these rows harmless numbers
             gram = gram.zeroed(~finite)
-        found, longest, status = self.relaxation(gram, smoothness, strong_convexity)
-        active = found.active
-        level, level_gap = self._levels(gram, found, longest)
-        used = found
-        if self.mode == "paper":
-            used = Curvature(smoothness, strong_convexity, active)
+        found = find_potentials(gram, smoothness, strong_convexity, relaxation, rule)
+        solution = solve_qp(gram, found, mode)
+        status = torch.where(finite, solution.status, int(Status.UNSOLVED))
+    return replace(solution, status=status).outside_inference_mode()
 
-        shifted = gram.shifted(used.strong_convexity)
-        modulus = used.smoothness - used.strong_convexity
-        line = level - gram.shift_of_levels(used.strong_convexity)
-        line = line - shifted.self_cross + shifted.image_square / (2 * modulus)
-        best = maximize_on_simplex(shifted.images, modulus * line, active, gram.noise)
-        weight = best.weights
-        pull = (shifted.images * weight[None]).sum(1)
-        bound = line + ((weight * pull).sum(0) / 2 - pull) / modulus  # q_i(z')
-        value = (weight * bound).sum(0)
-        gap = (bound - value).masked_fill(~active, 0.0)
-        offset_size, image_size = gram.sizes(used.strong_convexity, active)
-        residual = relative(
-            value_gap=torch.maximum(gap.amax(0), level_gap),
-            complementarity=(weight * gap).abs().sum(0),
-            stationarity=torch.zeros_like(value),  # z' is assembled from the multipliers
-            multipliers=weight.mT,
-            active=active.mT,
-            image_size=gram.center + image_size,
-            offset_size=offset_size,
-            modulus=modulus,
-        )
-        unsolved = ~finite | (~best.solved & (status < int(Status.INFEASIBLE)))
-        return Answer(
-            weight=weight.mT,
-            sensitivity=(best.sensitivity * modulus).permute(2, 0, 1),
-            value=value,
-            level=level.masked_fill(~active, torch.nan).mT,
-            smoothness=found.smoothness,
-            strong_convexity=found.strong_convexity,
-            map_convexity=used.strong_convexity,
-            active=active.mT,
-            residual=residual,
-            status=torch.where(unsolved, int(Status.UNSOLVED), status),
-        )
 
-    def _levels(self, gram: Gram, found: Curvature, longest: Tensor) -> tuple[Tensor, Tensor]:
-        """u_i (K,B), mean zero, in the problem's own coordinates; how far they violate (2) (B,)."""
-        shifted = potentials(longest, found.active, self.potential)
-        gap = (longest + shifted[None] - shifted[:, None]).amax((0, 1))  # paths bound their edges
-        level = shifted + gram.shift_of_levels(found.strong_convexity)
-        mean = (level * found.active).sum(0) / found.active.sum(0)
-        return level - mean, gap
+def find_potentials(
+    gram: Gram, smoothness: Tensor, strong_convexity: Tensor, relaxation: Relaxation, rule: str
+) -> Potentials:
+    """Eq. (2): potentials for the requested curvature, or for the nearest that has any."""
+    used, longest, status = relaxation(gram, smoothness, strong_convexity)
+    active = used.active
+    shifted = potentials_from_paths(longest, active, rule)
+    violation = (longest + shifted[None] - shifted[:, None]).amax((0, 1))  # paths bound their edges
+    values = shifted + gram.potential_shift(used.strong_convexity)
+    mean = (values * active).sum(0) / active.sum(0)
+    requested = Curvature(smoothness, strong_convexity, active)
+    return Potentials(values - mean, violation, requested, used, status)
+
+
+def solve_qp(gram: Gram, potentials: Potentials, mode: str) -> DualSolution:
+    """Eq. (3): the multipliers, by its dual over the simplex; value, sensitivity and residual."""
+    used = potentials.requested if mode == "paper" else potentials.used
+    active = used.active
+    shifted = gram.shifted(used.strong_convexity)
+    modulus = used.smoothness - used.strong_convexity
+    line = potentials.values - gram.potential_shift(used.strong_convexity)
+    line = line - shifted.self_cross + shifted.image_square / (2 * modulus)
+    best = maximize_on_simplex(shifted.images, modulus * line, active, gram.noise)
+    weight = best.weights
+    pull = (shifted.images * weight[None]).sum(1)
+    bound = line + ((weight * pull).sum(0) / 2 - pull) / modulus  # q_i(z')
+    value = (weight * bound).sum(0)
+    gap = (bound - value).masked_fill(~active, 0.0)
+    offset_size, image_size = gram.sizes(used.strong_convexity, active)
+    residual = relative(
+        value_gap=torch.maximum(gap.amax(0), potentials.violation),
+        complementarity=(weight * gap).abs().sum(0),
+        stationarity=torch.zeros_like(value),  # z' is assembled from the multipliers
+        multipliers=weight.mT,
+        active=active.mT,
+        image_size=gram.center + image_size,
+        offset_size=offset_size,
+        modulus=modulus,
+    )
+    unsolved = ~best.solved & (potentials.status < int(Status.INFEASIBLE))
+    return DualSolution(
+        multipliers=weight.mT,
+        sensitivity=(best.sensitivity * modulus).permute(2, 0, 1),
+        value=value,
+        potentials=potentials.values.masked_fill(~active, torch.nan).mT,
+        smoothness=potentials.used.smoothness,
+        strong_convexity=potentials.used.strong_convexity,
+        map_convexity=used.strong_convexity,
+        active=active.mT,
+        residual=residual,
+        status=torch.where(unsolved, int(Status.UNSOLVED), potentials.status),
+    )

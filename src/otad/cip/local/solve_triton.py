@@ -1,8 +1,8 @@
-"""The small stage on a GPU: one launch of one kernel, whatever the batch, and one look at it.
+"""From inner products to multipliers on a GPU: one launch of one kernel, whatever the batch.
 
-`SmallStage` takes some five hundred small operations, each of which costs a launch; for a batch of
+`solve_torch` takes some five hundred small operations, each of which costs a launch; for a batch of
 a hundred queries that is most of the time. Here every row has a program of its own
-(`otad.cip.kernels.row`). The few rows it does not finish are named, and go the general way.
+(`otad.cip.kernels.row`). The few rows it does not finish are left to `solve_torch`.
 """
 
 from __future__ import annotations
@@ -12,44 +12,43 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from otad.cip.local.answer import Answer
-from otad.cip.local.fused import has_triton, launch, padded_count
-from otad.cip.local.gram import Products
-from otad.cip.local.solve_torch import SmallStage
+from otad.cip.local.dual_solution import DualSolution
+from otad.cip.local.products import Products
+from otad.cip.local.relax import Relaxation
+from otad.cip.local.stream_triton import has_triton, launch, padded_count
 
 _MOST_NEIGHBORS = 32  # registers hold several padded K x K tiles of float64
 
 
-def fits(products: Products) -> bool:
+def can_solve(products: Products) -> bool:
     """Whether the kernel applies."""
     return products.values.is_cuda and products.count <= _MOST_NEIGHBORS and has_triton()
 
 
-def solve_rows(
-    stage: SmallStage,
+def solve_triton(
     products: Products,
     smoothness: Tensor,
     strong_convexity: Tensor,
+    relaxation: Relaxation,
+    rule: str,
+    mode: str,
     dtype: torch.dtype,
     *,
     sensitive: bool,
-) -> tuple[Answer, Tensor]:
-    """The answer, multipliers, levels and value in `dtype`, and the outcome (B,) on the CPU.
+) -> tuple[DualSolution, Tensor]:
+    """The solution, with multipliers, potentials and value in `dtype`, and the outcome (B,) on the
+    CPU: 1 for a solved row, 0 for one that is left to `solve_torch`, -1 for one without a solution.
 
-    The outcome is 1 for a row that is answered, 0 for one that is left to `stage` itself, -1 for
-    one that has no answer. The sensitivity comes along if `sensitive`.
+    The sensitivity is computed if `sensitive`.
     """
     from otad.cip.kernels.row import row_kernel
 
     values = products.values
     segments, batch, _, _ = values.shape
-    total = products.count
-    count = total - stage.relaxation.spares
-    climb, padded = stage.relaxation.climb, padded_count(total)
-    up, down = climb or (0.0, 0.0)
-    settings = _settings(
-        products.noise, up, down, stage.relaxation.max_smoothness, device=values.device
-    )
+    total, padded = products.count, padded_count(products.count)
+    up, down = relaxation.climb or (0.0, 0.0)
+    cap = relaxation.max_smoothness
+    settings = _settings(products.noise, up, down, cap, device=values.device)
     shares = values.new_empty((2, batch, total), dtype=dtype)
     value = values.new_empty(batch, dtype=dtype)
     numbers = values.new_empty((4, batch), dtype=torch.float64)
@@ -75,20 +74,20 @@ def solve_rows(
         batch,
         segments=segments,
         total=total,
-        count=count,
+        count=total - relaxation.spares,
         padded=padded,
-        bends=products.bends,
-        climbs=climb is not None,
-        consistent=stage.mode == "consistent",
+        shifts=products.with_offsets,
+        climbs=relaxation.climb is not None,
+        consistent=mode == "consistent",
         sensitive=sensitive,
-        rule=stage.potential,
+        rule=rule,
         num_warps=1 if padded == 16 else 4,
     )
-    answer = Answer(
-        weight=shares[0],
+    solution = DualSolution(
+        multipliers=shares[0],
         sensitivity=sensitivity if sensitive else None,
         value=value,
-        level=shares[1],
+        potentials=shares[1],
         smoothness=numbers[0],
         strong_convexity=numbers[1],
         map_convexity=numbers[2],
@@ -96,7 +95,7 @@ def solve_rows(
         residual=numbers[3],
         status=status,
     )
-    return answer, outcome.cpu()  # the one time the host waits
+    return solution, outcome.cpu()  # the only synchronization
 
 
 @lru_cache(maxsize=64)

@@ -6,17 +6,18 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from otad.checks import check_choice, check_count
-from otad.cip.local.answer import Answer
-from otad.cip.local.feasibility import POTENTIALS
-from otad.cip.local.gram import Gram, Products, products_of, worst_noise
-from otad.cip.local.implicit import ImplicitMap, assemble
+from otad.cip.local.dual_solution import DualSolution
+from otad.cip.local.feature import DifferentiableMap, assemble
+from otad.cip.local.potentials import POTENTIALS
+from otad.cip.local.products import Gram, Products, products_of, worst_noise
 from otad.cip.local.relax import Relaxation
-from otad.cip.local.solve_torch import SmallStage
-from otad.cip.local.solve_triton import fits, solve_rows
+from otad.cip.local.solve_torch import solve_torch
+from otad.cip.local.solve_triton import can_solve, solve_triton
 from otad.cip.problem import BankProblem
-from otad.cip.rows import RowProblem
+from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 from otad.errors import InputError
 
@@ -26,23 +27,24 @@ ON_FAILURE = ("raise", "abstain", "fallback")
 
 @dataclass(frozen=True)
 class ExactCip:
-    """Solves a `CipProblem` or `BankProblem` exactly, all rows at once.
+    """Solves a `CipProblem` or `BankProblem` exactly, all rows at once: Algorithm 2 of the paper
+    from the neighbors on.
 
     Eq. (3) is a K-dimensional concave quadratic program whatever d is: the cost is one K x K Gram
-    matrix per row and a few pivots on it. To solve is to take `products`, `answer` and `solution`
-    of the problem `brought` to its query.
+    matrix per row and a few pivots on it. The steps may be called one after another: `products` of
+    a problem, `solve` (potentials, relaxation, quadratic program), `solution` (the features).
 
     - `mode`: with which curvature eq. (3) is solved where potentials exist only for a larger one:
-      that larger one, so that the map passes through all anchors ("consistent"), or the one asked
-      for, as in Algorithm 2 of the paper ("paper").
+      that larger one, so that the map passes through all anchors ("consistent"), or the requested
+      one, as in Algorithm 2 of the paper ("paper").
     - `climb`: steps (delta1, delta2) by which L grows and l falls until potentials exist, or None
       for the exact least L.
     - `max_smoothness`: no L above this; the neighbor on the violating cycle is left out instead.
-    - `spares`: the last so many neighbors of each row take part only as substitutes for such.
+    - `spares`: the last so many neighbors of each row are used only as substitutes for such.
     - `potential`: which feasible potentials: "canonical", or "lowest" and "highest" to measure how
-      much an answer depends on the choice.
-    - `on_failure`: for rows without a solution "raise" a `SolverError`, "abstain" (NaN), or answer
-      with the nearest neighbor alone ("fallback"); `status` tells in every case.
+      much a solution depends on the choice.
+    - `on_failure`: for rows without a solution "raise" a `SolverError`, "abstain" (NaN), or return
+      the feature of the nearest neighbor ("fallback"); `status` says which in every case.
     - `chunk`: rows whose neighbors are in working memory at a time; None fits the device.
     """
 
@@ -77,82 +79,83 @@ class ExactCip:
             raise InputError(
                 f"spares: expected fewer than the {count} neighbors of a row, got {self.spares}"
             )
-        cap = self._cap
-        if cap < math.inf and bool((problem.smoothness > cap).any()):
+        if self._cap < math.inf and bool((problem.smoothness > self._cap).any()):
             raise InputError(
                 "max_smoothness: expected at least the problem's smoothness "
-                f"{problem.smoothness.max().item()}, got {cap}"
+                f"{problem.smoothness.max().item()}, got {self._cap}"
             )
         if isinstance(problem, BankProblem):
-            problem = problem.brought()
-        answer = self.answer(problem, self.products(problem), self.stage)
-        return self.solution(problem, answer)
+            problem = problem.fetched()
+        return self.solution(problem, self.solve(problem, self.products(problem)))
 
     @property
-    def stage(self) -> SmallStage:
-        """What makes an answer of products, by these settings."""
-        relaxation = Relaxation(self.climb, self._cap, self.spares)
-        return SmallStage(self.mode, self.potential, relaxation)
+    def relaxation(self) -> Relaxation:
+        """How the curvature is relaxed where no potentials exist for the requested one."""
+        return Relaxation(self.climb, self._cap, self.spares)
 
     @property
     def _cap(self) -> float:
         return math.inf if self.max_smoothness is None else self.max_smoothness
 
     @property
-    def _falls(self) -> bool:
-        """Whether the strong convexity of a row may be lowered."""
+    def _lowers_convexity(self) -> bool:
         return self.climb is not None and self.climb[1] > 0
 
     @torch.no_grad()
     def products(self, problem: RowProblem) -> Products:
         """The inner products of all neighbors."""
-        return products_of(problem, self.chunk, bends=problem.is_bent or self._falls)
+        with_offsets = problem.has_strong_convexity or self._lowers_convexity
+        return products_of(problem, self.chunk, with_offsets=with_offsets)
 
-    def answer(self, problem: RowProblem, products: Products, stage: SmallStage) -> Answer:
-        """Everything of size K: by one kernel as far as it goes, the rest step by step."""
-        asked = problem.smoothness, problem.strong_convexity
-        dtype, sensitive = problem.query.dtype, _is_differentiated(problem)
+    def solve(self, problem: RowProblem, products: Products) -> DualSolution:
+        """Potentials and multipliers: by one kernel on a GPU, and step by step in torch for the
+        rows that the kernel leaves over, or for all."""
+        high, low = problem.smoothness, problem.strong_convexity
+        how = self.relaxation, self.potential, self.mode, problem.query.dtype
+        sensitive = problem.query.requires_grad and torch.is_grad_enabled()
         with torch.no_grad():
-            if fits(products):
-                answer, outcome = solve_rows(stage, products, *asked, dtype, sensitive=sensitive)
+            if can_solve(products):
+                found, outcome = solve_triton(products, high, low, *how, sensitive=sensitive)
                 if bool((outcome > 0).all()):
-                    return answer
-                left = (outcome == 0).nonzero()[:, 0].to(asked[0].device)
+                    return found
+                left = (outcome == 0).nonzero()[:, 0].to(high.device)
                 if len(left):
                     part = products.rows(left).gram()
-                    answer.put(left, stage(part, *(values[left] for values in asked)))
+                    found.overwrite(left, self._solve(part, high[left], low[left]))
             else:
                 gram = products.gram()
-                answer = stage(gram, *asked)
-                self._look_again(problem, gram, stage, answer)
+                found = self._solve(gram, high, low)
+                self._retry_in_double(problem, gram, found)
             squares = products.squares.sum(0)
-            return answer.with_failures_marked(self.on_failure, squares, asked[1])
+            return found.with_failures_marked(self.on_failure, squares, low)
 
-    def _look_again(
-        self, problem: RowProblem, gram: Gram, stage: SmallStage, answer: Answer
-    ) -> None:
-        """Once more, in float64, rows that only the rounding of float32 products may have denied
-        the curvature asked for."""
-        rows = (answer.status != int(Status.SOLVED)).nonzero()[:, 0]
+    def _retry_in_double(self, problem: RowProblem, gram: Gram, found: DualSolution) -> None:
+        """Solve rows again, in float64, for which perhaps only the rounding of float32 products
+        ruled out the requested curvature."""
+        rows = (found.status != int(Status.SOLVED)).nonzero()[:, 0]
         if len(rows) == 0 or problem.query.dtype == torch.float64:
             return
         rough = replace(gram.columns(rows), noise=worst_noise(problem.shape[2]))
-        asked = problem.smoothness[rows], problem.strong_convexity[rows]
-        rows = rows[stage.relaxation.start(rough, *asked).feasible(rough)]
+        requested = problem.smoothness[rows], problem.strong_convexity[rows]
+        rows = rows[self.relaxation.start(rough, *requested).feasible(rough)]
         if len(rows):
-            again = problem.in_double(rows)
+            again = problem.select(rows).in_double()
             fine = self.products(again).gram()
-            answer.put(rows, stage(fine, again.smoothness, again.strong_convexity))
+            found.overwrite(rows, self._solve(fine, again.smoothness, again.strong_convexity))
 
-    def solution(self, problem: RowProblem, answer: Answer) -> CipSolution:
-        """The answer in the problem's dtype, tied to the query for gradients if these are on."""
+    def _solve(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> DualSolution:
+        how = self.relaxation, self.potential, self.mode
+        return solve_torch(gram, smoothness, strong_convexity, *how)
+
+    def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
+        """The features, in the problem's dtype, differentiable in the query if gradients are on."""
         query = problem.query
-        weight, value = answer.weight.to(query.dtype), answer.value.to(query.dtype)
-        bent = problem.is_bent or (self._falls and self.mode == "consistent")
-        how = answer.map_convexity, self.chunk, bent
-        if _is_differentiated(problem):
-            image, value, weight = ImplicitMap.apply(  # type: ignore[no-untyped-call]
-                query, problem, weight, value, answer.sensitivity, *how
+        weight, value = found.multipliers.to(query.dtype), found.value.to(query.dtype)
+        lowered = self._lowers_convexity and self.mode == "consistent"
+        how = found.map_convexity, problem.has_strong_convexity or lowered, self.chunk
+        if query.requires_grad and torch.is_grad_enabled():
+            image, value, weight = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
+                query, problem, weight, value, found.sensitivity, *how
             )
         else:
             image = assemble(problem, weight, *how)
@@ -160,18 +163,14 @@ class ExactCip:
             image=image,
             value=value,
             multipliers=weight,
-            potentials=answer.level.to(query.dtype),
-            smoothness=answer.smoothness,
-            strong_convexity=answer.strong_convexity,
-            residual=answer.residual,
-            status=answer.status,
-            active=answer.active,
+            potentials=found.potentials.to(query.dtype),
+            smoothness=found.smoothness,
+            strong_convexity=found.strong_convexity,
+            residual=found.residual,
+            status=found.status,
+            active=found.active,
             mode=self.mode,
         )
-
-
-def _is_differentiated(problem: RowProblem) -> bool:
-    return problem.query.requires_grad and torch.is_grad_enabled()
 
 
 def _are_steps(climb: object) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_count, check_tensor
 from otad.cip.judge import map_curvature
-from otad.cip.local.implicit import assemble
+from otad.cip.local.feature import assemble
 from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.solution import CipSolution
 from otad.cip.surrogate.net import CipNet
@@ -85,7 +85,7 @@ class Answers:
             weights, convexity = self._ask(part)
         else:
             weights, convexity = (known[rows.to(known.device)] for known in self._known)
-        return assemble(part, weights, convexity, None)
+        return assemble(part, weights, convexity, bool(convexity.any()))
 
     @torch.no_grad()
     def _ask(self, problem: Problem) -> tuple[Tensor, Tensor]:

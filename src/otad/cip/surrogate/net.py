@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice, check_count
-from otad.cip.rows import RowProblem, blocks
+from otad.cip.execution import blocks
+from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 from otad.errors import InputError
 from otad.nets.base import draw_linear

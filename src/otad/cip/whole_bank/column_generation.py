@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otad.cip.local.gram import shared_out
-from otad.cip.local.simplex import maximize_on_simplex
+from otad.cip.execution import run_parts
+from otad.cip.local.simplex_qp import maximize_on_simplex
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import GATHERED_AT_ONCE, Prices
 
@@ -87,7 +87,7 @@ class Search:
         kind = "cuda" if self.points.is_cuda else "cpu"
         at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
         parts = list(zip(rows.split(at_once), entrants.split(at_once), strict=True))
-        found = shared_out(parts, partial(self._solve, alone=alone), self.points.device)
+        found = run_parts(parts, partial(self._solve, alone=alone), self.points.device)
         improved = []
         for (part, _), (gap, mean, better) in zip(parts, found, strict=True):
             self.gap[part], self.mean[part] = gap, mean

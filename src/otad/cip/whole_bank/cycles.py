@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otad.cip.local.gram import full_precision
+from otad.cip.execution import full_precision
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.vertex_cover import check_listed, fewest_points
 

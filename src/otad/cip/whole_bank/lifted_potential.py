@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_alike, check_count, check_shape, check_tensor
-from otad.cip.local.gram import full_precision
+from otad.cip.execution import full_precision
 from otad.cip.whole_bank.pairs import half_squares
 from otad.cip.whole_bank.potential import BankPotential
 from otad.cip.whole_bank.vertex_cover import check_listed, fewest_points

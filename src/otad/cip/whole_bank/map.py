@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_shape, check_tensor
-from otad.cip.local.implicit import ImplicitMap, assemble
+from otad.cip.local.feature import DifferentiableMap, assemble
 from otad.cip.problem import BankProblem
 from otad.cip.solution import CipSolution, Status
 from otad.cip.whole_bank.column_generation import GAP, Search
@@ -111,11 +111,11 @@ class WholeBank:
         weight = search.weights.to(query.dtype)
         value = _value(query, pairs, search).to(query.dtype)
         if query.requires_grad and torch.is_grad_enabled():
-            image, value, weight = ImplicitMap.apply(  # type: ignore[no-untyped-call]
-                query, problem, weight, value, search.sensitivity, low * rows, None
+            image, value, weight = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
+                query, problem, weight, value, search.sensitivity, low * rows, low != 0, None
             )
         else:
-            image = assemble(problem, weight, low * rows, None)
+            image = assemble(problem, weight, low * rows, low != 0)
         levels = potential.levels[indices.to(potential.levels.device)].to(query)
         solution = CipSolution(
             image=image,

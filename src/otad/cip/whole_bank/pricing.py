@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otad.cip.local.gram import full_precision
+from otad.cip.execution import full_precision
 from otad.cip.whole_bank.pairs import Pairs
 
 KEPT_BYTES = 2**31  # a float32 copy of the bank is kept up to this size

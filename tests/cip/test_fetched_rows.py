@@ -83,12 +83,12 @@ def test_more_rows_than_fit_are_read_by_blocks(
 ) -> None:
     expected = solved(problem_of(bank, torch.clone), solver)
     needed = 2 * len(problem_of(bank).indices.unique()) * D * 2
-    monkeypatch.setattr(problem_module, "_BROUGHT_BYTES", needed)
-    assert in_file(problem_of(bank).brought().inputs) is None
+    monkeypatch.setattr(problem_module, "_FETCHED_BYTES", needed)
+    assert in_file(problem_of(bank).fetched().inputs) is None
     asked.clear()
-    monkeypatch.setattr(problem_module, "_BROUGHT_BYTES", needed - 1)
+    monkeypatch.setattr(problem_module, "_FETCHED_BYTES", needed - 1)
     problem = problem_of(bank)
-    assert problem.brought() is problem
+    assert problem.fetched() is problem
     for mine, theirs in zip(solved(problem, solver), expected, strict=True):
         assert torch.equal(mine, theirs)
     block = B if solver.chunk is None else solver.chunk
@@ -97,17 +97,17 @@ def test_more_rows_than_fit_are_read_by_blocks(
 
 def test_a_bank_in_memory_stays_as_it_is(bank: FeatureBank) -> None:
     problem = problem_of(bank, torch.clone)
-    assert problem.brought() is problem
+    assert problem.fetched() is problem
 
 
 def test_what_is_brought_is_the_same_problem(bank: FeatureBank) -> None:
     problem = problem_of(bank)
-    near = problem.brought()
+    near = problem.fetched()
     rows = slice(2, 7)
     assert torch.equal(near.anchors_of(rows), problem.anchors_of(rows))
     assert torch.equal(near.images_of(rows), problem.images_of(rows))
     assert near.query is problem.query
-    assert (near.shape, near.is_bent) == (problem.shape, problem.is_bent)
+    assert (near.shape, near.has_strong_convexity) == (problem.shape, problem.has_strong_convexity)
     solution = ExactCip()(problem)
     assert torch.equal(near.residual(solution), problem.residual(solution))
 
@@ -119,7 +119,7 @@ def test_rows_come_to_the_gpu(bank: FeatureBank, change: Callable[[Tensor], Tens
     here = problem_of(bank, change)
     pairs, indices = (here.inputs, here.features), here.indices.cuda()
     away = BankProblem(here.query.cuda(), *pairs, indices, 2.4, 0.1)
-    assert away.brought().inputs.is_cuda
+    assert away.fetched().inputs.is_cuda
     near = BankProblem(here.query.cuda(), *(part.cuda() for part in pairs), indices, 2.4, 0.1)
     for mine, theirs in zip(solved(away, ExactCip()), solved(near, ExactCip()), strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -1,10 +1,10 @@
-"""Do potentials exist? Eq. (2) as a system of difference constraints, for a whole batch.
+"""The potentials of eq. (2): a system of difference constraints, for a whole batch.
 
 u_i - u_j >= w_ij has a solution iff the complete digraph with weights w has no positive cycle.
 The max-plus closure D (the longest path from j to i) decides that, and gives the potentials:
 every column of D is the lowest potential that vanishes at its own neighbor, minus every row the
 highest. With w = s + t / M, the least M is a minimum-ratio-cycle problem, solved exactly here by
-Newton's method on 1/M. Arrays are (K,K,B), batch last; neighbors not in use have weight -inf.
+Newton's method on 1/M. Arrays are (K,K,B), batch last; inactive neighbors have weight -inf.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from otad.cip.local.gram import Gram, gram_of
-from otad.cip.rows import RowProblem
+from otad.cip.local.products import Gram, products_of
+from otad.cip.protocols import RowProblem
 
 POTENTIALS = ("canonical", "lowest", "highest")
 _MOST_NEWTON_STEPS = 100
@@ -26,7 +26,7 @@ class Constraints:
     """u_i - u_j >= rise_ij + bend_ij * flatness, flatness = 1 / M, for the active neighbors.
 
     `rise_error` and `bend_error` (B,) are the rounding errors of the two: the shift by l may cancel
-    most of their terms. Weights are taken off that much, so that rounding closes no positive cycle.
+    most of their terms. Weights are lowered by them, so that rounding makes no cycle positive.
     """
 
     rise: Tensor
@@ -81,7 +81,7 @@ def has_positive_cycle(longest: Tensor) -> Tensor:
     return longest.diagonal(dim1=0, dim2=1).amax(1) > 0
 
 
-def potentials(longest: Tensor, active: Tensor, rule: str) -> Tensor:
+def potentials_from_paths(longest: Tensor, active: Tensor, rule: str) -> Tensor:
     """Feasible potentials (K,B), mean zero over the active neighbors, zero elsewhere.
 
     The lowest (mean column of D), the highest (minus the mean row), or the canonical one in the
@@ -99,11 +99,11 @@ def potentials(longest: Tensor, active: Tensor, rule: str) -> Tensor:
 
 
 def greatest_flatness(constraints: Constraints) -> Tensor:
-    """The largest 1/M (B,) without a positive cycle: +inf if any M > 0 does, <= 0 if none does.
+    """The largest 1/M (B,) without a positive cycle: +inf if every M > 0 will do, <= 0 if none.
 
     Newton's method from above. A closed walk of value s(C) + t(C)/M > 0 proves that 1/M must not
-    exceed -s(C)/t(C); the closure hands over the longest such walk and its t(C), so every step is
-    a valid bound, and the last is attained by the critical cycle.
+    exceed -s(C)/t(C); the closure gives the longest such walk and its t(C), so every step is a
+    valid bound, and the last is attained by the critical cycle.
     """
     bend, active = constraints.bend, constraints.active
     # Cycles of two neighbors give the first bound.
@@ -157,18 +157,13 @@ def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor
     """The least L (B,) for which potentials exist with the problem's strong convexity.
 
     An infimum: equal to the strong convexity where every L above it will do (one neighbor, equal
-    images), infinite where none does. The problem's own `smoothness` plays no part.
+    images), infinite where none will. The problem's own `smoothness` does not matter.
     """
-    with torch.no_grad():
-        precise = problem.in_double(slice(None))  # an infimum may hang on differences that cancel
-        gram = gram_of(precise, chunk, bends=problem.is_bent)
-        return _least_smoothness(gram, problem.strong_convexity)
-
-
-def _least_smoothness(gram: Gram, strong_convexity: Tensor) -> Tensor:
-    active = torch.ones_like(gram.tilt, dtype=torch.bool)
-    constraints = Constraints.of(gram, strong_convexity, active)
-    return strong_convexity + modulus(greatest_flatness(constraints))
+    with torch.no_grad():  # in float64: an infimum may depend on differences that cancel
+        precise, low = problem.in_double(), problem.strong_convexity
+        gram = products_of(precise, chunk, with_offsets=problem.has_strong_convexity).gram()
+        active = torch.ones_like(gram.tilt, dtype=torch.bool)
+        return low + modulus(greatest_flatness(Constraints.of(gram, low, active)))
 
 
 def modulus(flatness: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Neighbors streamed straight from a bank on the GPU, without ever being gathered into memory.
+"""Neighbors streamed from a bank on the GPU, without being gathered into memory.
 
 The work of a batch on one GPU is bound by reading B*K rows of two arrays. Gathering, converting
 and stacking them costs several more passes over as many bytes; these Triton kernels read each
-neighbor once for the Gram products and once more, if its multiplier is not zero, for the answer;
+neighbor once for the inner products and once more, if its multiplier is not zero, for the feature;
 the gradient costs as much again.
-They serve a float32 batch whose bank lies on the same CUDA device; everything else takes the
-plain path, which they are tested against.
+They apply to a float32 batch whose bank is on the same CUDA device; everything else takes the
+path in torch, which they are tested against.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from otad.cip.problem import BankProblem
-from otad.cip.rows import RowProblem
+from otad.cip.protocols import RowProblem
 
 _MOST_NEIGHBORS = 64  # registers hold a padded K x K block of products
 # Features one program sums over, a multiple of 128: a small batch must fill the device too. More
@@ -31,7 +31,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def streams(problem: RowProblem) -> TypeGuard[BankProblem]:
+def can_stream(problem: RowProblem) -> TypeGuard[BankProblem]:
     """Whether the kernels apply."""
     return (
         isinstance(problem, BankProblem)
@@ -44,16 +44,16 @@ def streams(problem: RowProblem) -> TypeGuard[BankProblem]:
     )
 
 
-def streamed_products(problem: BankProblem, *, bends: bool) -> tuple[Tensor, Tensor]:
+def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tensor, Tensor]:
     """Products (S,B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K, and |a_i|^2 (S,B,K).
 
-    Only the rows of z_1, c_2..c_K against all, unless `bends` asks for those of the a_i too. Each
-    of the S parts sums over one segment of the features.
+    Only the rows of z_1, c_2..c_K against all, unless `with_offsets`. Each of the S parts sums over
+    one segment of the features.
     """
     from otad.cip.kernels.gram import gram_kernel
 
     batch, count, dim = problem.shape
-    first = 0 if bends else count
+    first = 0 if with_offsets else count
     padded, width = padded_count(count), 32
     segment = _SEGMENT * padded // 16
     segments = -(-dim // segment)
@@ -73,7 +73,7 @@ def streamed_products(problem: BankProblem, *, bends: bool) -> tuple[Tensor, Ten
         dim,
         count=count,
         padded=padded,
-        bends=bends,
+        shifts=with_offsets,
         length=min(segment, -(-dim // width) * width),
         width=width,
         num_warps=2,

@@ -1,12 +1,12 @@
-"""The answer as a differentiable function of the query.
+"""The feature z' as a differentiable function of the query.
 
 The multipliers solve a linear system on their support, so with the sensitivity H (B,K,K) of the
 multipliers to the K lines <z~_i, x'> the derivatives are
 
     d lambda / dx' = H Z~,      dz'/dx' = l I + Z~^T H Z~,      dv/dx' = z'.
 
-dz'/dx' is symmetric with eigenvalues in [l, L], so the backward pass is one more solve of the same
-kind: two products with the neighbors. The potentials do not depend on the query.
+dz'/dx' is symmetric with eigenvalues in [l, L], so the backward pass is two products with the
+neighbors. The potentials do not depend on the query.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.cip.local.fused import streamed_combination, streamed_dots, streams
-from otad.cip.local.gram import for_blocks, rows_per_block
+from otad.cip.execution import problem_blocks, run_parts
+from otad.cip.local.stream_triton import can_stream, streamed_combination, streamed_dots
 from otad.cip.problem import BankProblem
-from otad.cip.rows import RowProblem, blocks
+from otad.cip.protocols import RowProblem
 
 
 def assemble(
     problem: RowProblem,
     multipliers: Tensor,
     strong_convexity: Tensor,
-    chunk: int | None,
-    bent: bool | None = None,
+    is_shifted: bool,
+    chunk: int | None = None,
 ) -> Tensor:
     """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows.
 
-    `bent`: whether some l may be other than 0; None to look.
+    `is_shifted`: whether some l of `strong_convexity` (B,) may be other than 0.
     """
     image = _combination(problem, multipliers, chunk, anchors=False)
-    if bool(strong_convexity.any()) if bent is None else bent:
+    if is_shifted:
         mean = _combination(problem, multipliers, chunk, anchors=True)
         image -= strong_convexity[:, None].to(image.dtype) * (mean - problem.query.detach())
     return image
@@ -44,12 +44,12 @@ def _combination(
     problem: RowProblem, weights: Tensor, chunk: int | None, *, anchors: bool
 ) -> Tensor:
     """sum_i lambda_i z_i, or of the x_i, (B,d)."""
-    if streams(problem):
+    if can_stream(problem):
         points = problem.inputs if anchors else problem.features
         return streamed_combination(points, problem.indices, weights)
     points_of = problem.anchors_of if anchors else problem.images_of
     total = torch.empty_like(problem.query)
-    for rows in blocks(len(total), rows_per_block(problem, chunk)):
+    for rows in problem_blocks(problem, chunk):
         points, weight, part = points_of(rows), weights[rows], total[rows]
         torch.mul(points[:, 0], weight[:, :1], out=part)
         for k in range(1, weight.shape[1]):  # faster than batched products of a single row
@@ -57,7 +57,7 @@ def _combination(
     return total
 
 
-class ImplicitMap(torch.autograd.Function):
+class DifferentiableMap(torch.autograd.Function):
     """query -> (image, value, multipliers); everything else is a constant of the map."""
 
     @staticmethod
@@ -69,12 +69,11 @@ class ImplicitMap(torch.autograd.Function):
         value: Tensor,
         sensitivity: Tensor,
         strong_convexity: Tensor,
+        is_shifted: bool,
         chunk: int | None,
-        bent: bool | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        bent = bool(strong_convexity.any()) if bent is None else bent
-        image = assemble(problem, multipliers, strong_convexity, chunk, bent)
-        ctx.problem, ctx.chunk, ctx.bent = problem, chunk, bent
+        image = assemble(problem, multipliers, strong_convexity, is_shifted, chunk)
+        ctx.problem, ctx.chunk, ctx.is_shifted = problem, chunk, is_shifted
         slope = image.masked_fill(value.isnan()[:, None], 0.0)  # a failed row's value is constant
         ctx.save_for_backward(slope, sensitivity, strong_convexity)
         # Copies: an output that shares memory with an input would confuse autograd.
@@ -86,24 +85,24 @@ class ImplicitMap(torch.autograd.Function):
         ctx: Any, image_grad: Tensor, value_grad: Tensor, multiplier_grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         slope, sensitivity, strong_convexity = ctx.saved_tensors
-        dtype = slope.dtype
+        dtype, problem = slope.dtype, ctx.problem
         low = strong_convexity.to(dtype)[:, None]
         grad = low * image_grad + value_grad[:, None] * slope
-        problem, bent = ctx.problem, ctx.bent
-        if streams(problem):
-            grad += _streamed_slope(problem, image_grad, multiplier_grad, sensitivity, low, bent)
-            return grad, None, None, None, None, None, None, None
+        shift = low if ctx.is_shifted else None
 
         def work(rows: slice) -> None:
             lines = problem.images_of(rows).to(dtype)
-            if bent:  # the part of z~_i that all neighbors share has no effect
-                lines = lines - low[rows, :, None] * problem.anchors_of(rows).to(dtype)
+            if shift is not None:  # the part of z~_i that all neighbors share has no effect
+                lines = lines - shift[rows, :, None] * problem.anchors_of(rows).to(dtype)
             pull = (lines @ image_grad[rows, :, None])[..., 0] + multiplier_grad[rows]
             push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
             grad[rows] += (push[:, None] @ lines)[:, 0]
 
-        for_blocks(problem, ctx.chunk, work)
-        return grad, None, None, None, None, None, None, None
+        if can_stream(problem):
+            grad += _streamed_slope(problem, image_grad, multiplier_grad, sensitivity, shift)
+        else:
+            run_parts(problem_blocks(problem, ctx.chunk), work, grad.device)
+        return grad, *[None] * 7
 
 
 def _streamed_slope(
@@ -111,16 +110,15 @@ def _streamed_slope(
     image_grad: Tensor,
     multiplier_grad: Tensor,
     sensitivity: Tensor,
-    low: Tensor,
-    bent: bool,
+    shift: Tensor | None,
 ) -> Tensor:
     """Z~^T H (Z~ g + h) for the gradients g (B,d) by the image and h (B,K) by the multipliers."""
     indices = problem.indices
     pull = streamed_dots(problem.features, indices, image_grad) + multiplier_grad
-    if bent:
-        pull -= low * streamed_dots(problem.inputs, indices, image_grad)
+    if shift is not None:
+        pull -= shift * streamed_dots(problem.inputs, indices, image_grad)
     push = (sensitivity @ pull[..., None])[..., 0].to(image_grad.dtype)
     slope = streamed_combination(problem.features, indices, push)
-    if bent:
-        slope -= low * streamed_combination(problem.inputs, indices, push)
+    if shift is not None:
+        slope -= shift * streamed_combination(problem.inputs, indices, push)
     return slope

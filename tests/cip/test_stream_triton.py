@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from otad.cip import BankProblem, CipProblem, ExactCip
-from otad.cip.local.fused import streams
+from otad.cip.local.stream_triton import can_stream
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHAPES = [
@@ -31,7 +31,7 @@ def bank_problem(count: int, dim: int, low: float, dtype: torch.dtype, device: s
 
 
 def test_the_kernels_stay_out_of_the_way_on_a_cpu() -> None:
-    assert not streams(bank_problem(3, 5, 0.0, torch.float16, "cpu"))
+    assert not can_stream(bank_problem(3, 5, 0.0, torch.float16, "cpu"))
 
 
 @needs_cuda
@@ -44,8 +44,8 @@ def test_streamed_answers_equal_gathered_ones(
     everyone = slice(0, 40)
     anchors, images = bank.anchors_of(everyone).float(), bank.images_of(everyone).float()
     dense = CipProblem(bank.query, anchors, images, 3.0, low)
-    assert streams(bank)
-    assert not streams(dense)
+    assert can_stream(bank)
+    assert not can_stream(dense)
     solver = ExactCip(on_failure="fallback")
     streamed, gathered = solver(bank), solver(dense)
     solved = ~streamed.failed & ~gathered.failed

@@ -1,12 +1,12 @@
-"""Concave quadratic maximization over the simplex, exact and for a whole batch at once.
+"""The quadratic program of eq. (3), as its dual: concave maximization over the simplex.
 
     maximize  c . w - w^T G w / 2     over  w >= 0, sum w = 1
 
 The optimum is known once its support S is: on S it solves a linear system. So guess S, solve, drop
-the neighbors whose weight came out negative, take in those whose gain is positive, and repeat until
+the neighbors whose weight came out negative, add those whose gain is positive, and repeat until
 nothing changes: then all optimality conditions hold. Almost every row ends within a few rounds;
-this exchange of many at a time could circle, or meet images that depend on each other: such rows go
-to `pivoting`, which ends whatever they are.
+exchanging many at a time could cycle, or meet affinely dependent images: such rows go to
+`pivoting`, which always ends.
 
 H = G + 1 1^T has the same optimum (it adds a constant on the simplex) and is regular on affinely
 independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
@@ -24,10 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.cip.local.gram import one_thread, shared_out
-from otad.cip.local.pivoting import pivot_to_optimum
-from otad.cip.local.supports import factor, reduced_inverse, solve
-from otad.cip.rows import blocks
+from otad.cip.execution import blocks, one_thread, run_parts
+from otad.cip.local.pivoting import factor, pivot_to_optimum, reduced_inverse, solve
 
 _REFINEMENTS = 3  # beyond the first
 _GUESSES = 8  # rounds of exchange before a row is left to pivoting
@@ -49,7 +47,7 @@ def maximize_on_simplex(
     """Maximize linear . w - w^T gram w / 2 over the simplex of the active neighbors, per column.
 
     `gram` (K,K,B) positive semidefinite up to the relative error `tolerance`, `linear` (K,B),
-    `active` (K,B) with at least one True in each column. `guess` (K,B): who is expected to get
+    `active` (K,B) with at least one True in each column. `guess` (K,B): which are expected to get
     weight, one active neighbor at least; by default all.
     """
     first = active if guess is None else guess
@@ -64,7 +62,7 @@ def maximize_on_simplex(
         parts = (gram[..., rows], linear[:, rows], active[:, rows], first[:, rows])
         return _maximize(*parts, tolerance)
 
-    found = shared_out(list(blocks(batch, width)), work, linear.device)
+    found = run_parts(list(blocks(batch, width)), work, linear.device)
     return SimplexOptimum(
         torch.cat([part.weights for part in found], dim=-1),
         torch.cat([part.sensitivity for part in found], dim=-1),
@@ -117,7 +115,7 @@ def _by_exchange(
         value = torch.addcmul(weight, allowed - support, gain[..., 0])
         done = regular & (torch.sub(value, weight, alpha=2).amax(1) <= floor)
         left = (regular & ~done).nonzero()[:, 0]
-        if 2 * len(left) <= len(place) or number == _GUESSES:  # put finished rows away
+        if 2 * len(left) <= len(place) or number == _GUESSES:  # store finished rows
             best = done.nonzero()[:, 0]
             rows = place[best]
             weights[:, rows] = weight[best].mT
@@ -135,7 +133,7 @@ def _by_exchange(
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """Iterative refinement removes what the factors have gathered in rounding.
+    """Iterative refinement removes the rounding errors of the factors.
 
     Each step makes the error many times smaller; few rows (nearly dependent images) need a second.
     """

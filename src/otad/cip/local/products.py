@@ -1,0 +1,206 @@
+"""All that the solver needs of a batch: the inner products of its neighbors.
+
+Only here (and in `feature`) is anything of size d touched. The small arrays that follow have the
+batch axis LAST, (K,K,B), so that elementwise work runs over long contiguous rows, and are float64
+whatever the data is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otad.cip.execution import problem_blocks, run_parts
+from otad.cip.local.stream_triton import can_stream, streamed_products
+from otad.cip.protocols import RowProblem
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Inner products of offsets a_i = x_i - x' and centered images c_i = z_i - z_1.
+
+    `cross` (K,K,B) <c_i, a_j>, `images` (K,K,B) <c_i, c_j>, `tilt` (K,B) <z_1, a_i>,
+    `squared_distance` (K,B) |a_i|^2, `center` (B,) |z_1|, and `offsets` (K,K,B) <a_i, a_j>, None
+    where every strong convexity is 0; `noise` is the relative rounding error of all of them.
+    """
+
+    cross: Tensor
+    images: Tensor
+    tilt: Tensor
+    squared_distance: Tensor
+    center: Tensor
+    offsets: Tensor | None
+    noise: float
+
+    @property
+    def count(self) -> int:
+        return self.tilt.shape[0]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Gram:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {k: change(v) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether no product overflowed (B,)."""
+        sums = self.cross.sum((0, 1)) + self.images.sum((0, 1)) + self.tilt.sum(0) + self.center
+        return (sums + self.squared_distance.sum(0)).isfinite()
+
+    def zeroed(self, rows: Tensor) -> Gram:
+        """The same with all products of the rows marked (B,) set to zero."""
+        return self._map(lambda part: part.masked_fill(rows, 0.0))
+
+    def columns(self, rows: Tensor) -> Gram:
+        """The products of some rows of the batch."""
+        return self._map(lambda part: part[..., rows])
+
+    def sizes(self, strong_convexity: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest |a_i| and |c_i| + |l a_i| (B,): the terms that the shift may cancel."""
+        squares = torch.stack((self.squared_distance, _diagonal(self.images)))
+        offset, image = (squares * active).amax(1).sqrt()
+        return offset, image + strong_convexity.abs() * offset
+
+    def potential_shift(self, strong_convexity: Tensor) -> Tensor:
+        """u_i - u~_i (K,B): the change of h(x_i) by the shift by l and the centering of images."""
+        return strong_convexity / 2 * self.squared_distance + self.tilt
+
+    def shifted(self, strong_convexity: Tensor) -> ShiftedGram:
+        """The products after the shift z~_i = z_i - l a_i that makes l = 0."""
+        if self.offsets is None:
+            return ShiftedGram(self.cross, self.images)
+        low = strong_convexity
+        cross = self.cross - low * self.offsets
+        images = self.images - low * (self.cross + self.cross.transpose(0, 1))
+        return ShiftedGram(cross, images + low.square() * self.offsets)
+
+
+@dataclass(frozen=True)
+class ShiftedGram:
+    """`cross` (K,K,B) <c~_i, a_j> and `images` (K,K,B) <c~_i, c~_j> of the shifted images."""
+
+    cross: Tensor
+    images: Tensor
+
+    @property
+    def self_cross(self) -> Tensor:
+        """<c~_i, a_i> (K,B)."""
+        return _diagonal(self.cross)
+
+    @property
+    def image_square(self) -> Tensor:
+        """|c~_i|^2 (K,B)."""
+        return _diagonal(self.images)
+
+    def difference_bounds(self) -> tuple[Tensor, Tensor]:
+        """(s, t), each (K,K,B), such that eq. (2) reads u~_i - u~_j >= s_ij + t_ij / M."""
+        rise = self.cross.transpose(0, 1) - self.self_cross[None]
+        square = self.image_square
+        bend = (square[:, None] + square[None]) / 2 - self.images
+        return rise, bend.clamp_min(0.0)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The inner products of a batch as they are computed, batch before neighbors.
+
+    `values` (S,B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K and `squares` (S,B,K) |a_i|^2,
+    each to be summed over its S parts. The K rows of the a_i are computed only `with_offsets`.
+    """
+
+    values: Tensor
+    squares: Tensor
+    with_offsets: bool
+
+    @property
+    def count(self) -> int:
+        return self.squares.shape[2]
+
+    @property
+    def noise(self) -> float:
+        """Relative rounding error."""
+        return 2e-7 if self.values.dtype == torch.float32 else 1e-13
+
+    def rows(self, rows: Tensor) -> Products:
+        """The products of some rows of the batch."""
+        return Products(self.values[:, rows], self.squares[:, rows], self.with_offsets)
+
+    def gram(self) -> Gram:
+        count = self.count
+        products = _sum_in_double(self.values).permute(1, 2, 0).contiguous()
+        squares = _sum_in_double(self.squares).mT.contiguous()
+        # The last K rows belong to z_1, c_2..c_K: z_1 is stored in place of c_1, which is 0.
+        lower = products[-count:]
+        tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
+        lower[0] = 0.0
+        lower[:, count] = 0.0
+        return Gram(
+            cross=lower[:, :count],
+            images=lower[:, count:],
+            tilt=tilt,
+            squared_distance=squares,
+            center=center,
+            offsets=products[:count, :count] if self.with_offsets else None,
+            noise=self.noise,
+        )
+
+
+def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -> Products:
+    """One pass over the neighbors: by the kernels where they apply, else in blocks of rows.
+
+    `with_offsets`: whether some strong convexity is, or may become, other than 0.
+    """
+    if can_stream(problem):
+        return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
+    batch, count, _ = problem.shape
+    first = 0 if with_offsets else count
+    values = problem.query.new_empty((batch, 2 * count - first, 2 * count))
+    squares = problem.query.new_empty((batch, count))
+    free: list[Tensor] = []  # stacks to be used again: fresh memory costs as much as filling it
+
+    def work(rows: slice) -> None:
+        whole = free.pop() if free else _empty_stack(problem, rows)
+        stack = _fill_stack(whole[: rows.stop - rows.start], problem, rows)
+        torch.bmm(stack[:, first:], stack.mT, out=values[rows])
+        squares[rows] = torch.linalg.vector_norm(stack[:, :count], dim=2).square()
+        free.append(whole)
+
+    run_parts(problem_blocks(problem, chunk), work, problem.query.device)
+    return Products(values[None], squares[None], with_offsets)
+
+
+def worst_noise(dim: int) -> float:
+    """Relative rounding error that a sum of `dim` products in float32 cannot exceed.
+
+    It is usually near `Products.noise`, but nearly equal terms are all rounded the same way.
+    """
+    return (dim + 2) * torch.finfo(torch.float32).eps / 2
+
+
+def _sum_in_double(parts: Tensor) -> Tensor:
+    return parts[0].double() if len(parts) == 1 else parts.sum(0, dtype=torch.float64)
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    """(K,K,B) -> (K,B)."""
+    return matrix.diagonal(dim1=0, dim2=1).mT
+
+
+def _empty_stack(problem: RowProblem, rows: slice) -> Tensor:
+    _, count, dim = problem.shape
+    return problem.query.new_empty((rows.stop - rows.start, 2 * count, dim))
+
+
+def _fill_stack(stack: Tensor, problem: RowProblem, rows: slice) -> Tensor:
+    """Rows a_1..a_K, z_1, c_2..c_K of every query: (B,2K,d), in the query's dtype."""
+    query, images = problem.query.detach()[rows], problem.images_of(rows)
+    count = images.shape[1]
+    center = stack[:, count]
+    center.copy_(images[:, 0])
+    torch.sub(problem.anchors_of(rows), query[:, None], out=stack[:, :count])
+    torch.sub(images[:, 1:], center[:, None], out=stack[:, count + 1 :])
+    return stack
