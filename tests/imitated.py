@@ -55,4 +55,4 @@ def estimated(kind: str = "vit", readout: str = "free") -> OTAD:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.with_solver(net)
+    return model.replace(solver=net)

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice
-from otad.cip import ExactCip
 from otad.data import Standardizer, Task, holdout
 from otad.errors import InputError
 from otad.explain import Explanation, explain
-from otad.model.answerers import check_settings
+from otad.model.answerers import check_settings, solver_for
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 from otad.nets import FCResNet, fc_resnet
@@ -156,16 +155,9 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     def _settings(self) -> dict[str, Any]:
         """Those of the defense."""
         check_choice(self.on_failure, "on_failure", ("fallback", "raise"))
-        solver = ExactCip(**self._given("mode", "climb", "max_smoothness", "on_failure"))
         asked = self._given("n_neighbors", "scope", "smoothness", "strong_convexity")
-        if self.scope != "global":
-            return asked | {"solver": solver}
-        if solver != ExactCip(on_failure=solver.on_failure):
-            raise InputError(
-                "scope: expected 'local' where mode, climb or max_smoothness is set: they are "
-                f"about the problems of single rows, got 'global' and {solver}"
-            )
-        return asked
+        solving = self._given("mode", "climb", "max_smoothness", "on_failure")
+        return asked | {"solver": solver_for(asked["scope"], **solving)}
 
     def _train(self, x: Tensor, y: Tensor, n_outputs: int) -> tuple[FCResNet, Tensor]:
         """The trained network, and the rows (indices) it was trained on."""

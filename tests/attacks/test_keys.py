@@ -37,7 +37,7 @@ def test_beats_the_attacks_that_do_not_know_the_classes_or_the_neighbors(
     model, _ = keyed_model()
     x, y = right_rows(model, 60, 1)
     found = QUICK(model, x, y, ball, generator=generator)
-    others = (Pgd(steps=15), MetricAttack(model.locate, steps=15))
+    others = (Pgd(steps=15), MetricAttack(model.query_keys, steps=15))
     weaker = [attack(model, x, y, ball, generator=generator) for attack in others]
     assert found.accuracy < min(result.accuracy for result in weaker) - 0.1
     assert float(found.distance.max()) <= ball.eps
@@ -76,7 +76,7 @@ def test_rank_is_the_lead_of_the_wrong_points_and_its_gradient() -> None:
     ask = _by_rank(Target(model, y), bank, aims, 0)
     rows = torch.arange(6)
     found = ask(x, rows)
-    squares = torch.cdist(model.locate(x), model.bank_keys).square()
+    squares = torch.cdist(model.query_keys(x), model.bank_keys).square()
     for row in range(6):
         own = squares[row, bank.votes == y[row]].sort().values[:2].mean()
         other = squares[row, bank.votes == aims[row]].sort().values[:4].mean()
@@ -138,7 +138,7 @@ def test_lines_to_given_inputs_with_the_nearest_keys(generator: torch.Generator)
     bank = Neighborhood.of(model, x, train_x)
     wrong = bank.is_wrong(y)
     near = bank.nearest(x, wrong, 1)[:, 0]
-    keys = torch.cdist(model.locate(x), model.bank_keys).masked_fill(~wrong, torch.inf)
+    keys = torch.cdist(model.query_keys(x), model.bank_keys).masked_fill(~wrong, torch.inf)
     assert torch.equal(near, keys.argmin(1))
     assert torch.equal(bank.training_inputs(near, x), train_x[near])
 

@@ -22,7 +22,7 @@ def slow_radius(model: OTAD, x: torch.Tensor) -> np.ndarray:
     features = model.bank_features.double().numpy()
     weight = model.backbone.head.weight.detach().double().numpy()
     bias = model.backbone.head.bias.detach().double().numpy()
-    low, sought = model.strong_convexity, model.n_sought
+    low, sought = model.strong_convexity, model.n_searched
     std = model.backbone.std.double().numpy()
     chosen = model(x).argmax(1).numpy()
     result = []

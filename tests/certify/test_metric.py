@@ -63,7 +63,7 @@ def test_the_radius_is_that_of_keys_over_the_constant() -> None:
     model = keyed_plane(4, points=40, n_neighbors=1, noise=0.2)
     x = queries(model, 15, 4)[2:]
     found = certify(model, x)
-    keys, places = model.bank_keys.double(), model.locate(x).detach().double()
+    keys, places = model.bank_keys.double(), model.query_keys(x).detach().double()
     votes = model.backbone.head(model.bank_features).argmax(1)
     constant = model.metric.lipschitz
     for row in range(len(x)):
@@ -151,7 +151,7 @@ def test_attacks_never_succeed_within_the_radius_of_a_vision_transformer() -> No
         SoftKnn(temperatures=(0.1, 0.01), steps=8, polish=5),
         Keys(steps=8, targets=1, temperatures=(0.1,), restarts=1, polish=5),
         Pgd(steps=8),
-        MetricAttack(model.locate, steps=8),
+        MetricAttack(model.query_keys, steps=8),
         RandomNoise(draws=10),
     )
     fell = 0

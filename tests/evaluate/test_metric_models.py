@@ -112,7 +112,7 @@ def test_planted_training_inputs_are_those_of_the_planted_bank() -> None:
     assert isinstance(planted.model, OTAD)
     assert planted.train_x is not None
     assert len(planted.train_x) == len(planted.model.bank_labels) > 90
-    torch.testing.assert_close(planted.model.locate(planted.train_x), planted.model.bank_keys)
+    torch.testing.assert_close(planted.model.query_keys(planted.train_x), planted.model.bank_keys)
     embedded = planted.model.backbone.embed(planted.train_x)
     torch.testing.assert_close(embedded, planted.model.bank_inputs)
 

@@ -167,7 +167,7 @@ def test_banks_in_other_dtypes_have_potentials_of_their_own(tmp_path: Path) -> N
     study_of(wide, tmp_path / "shared").model("whole")
     shared, alone = (study_of(narrow, tmp_path / work) for work in ("shared", "alone"))
     first, second = (study.defended("whole") for study in (shared, alone))
-    assert_close(first.bank_levels, second.bank_levels, rtol=0, atol=0, equal_nan=True)
+    assert_close(first.answerer.levels, second.answerer.levels, rtol=0, atol=0, equal_nan=True)
     assert len(list((tmp_path / "shared" / "potentials").iterdir())) == 2
 
 
@@ -188,7 +188,7 @@ def test_two_who_ask_for_a_potential_at_once_find_it_once(
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda study: study.defended("whole"), studies)
     assert found == [1]
-    assert_close(one.bank_levels, other.bank_levels, rtol=0, atol=0, equal_nan=True)
+    assert_close(one.answerer.levels, other.answerer.levels, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_bank_on_disk_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

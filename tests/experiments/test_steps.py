@@ -57,7 +57,7 @@ def test_a_network_and_a_whole_map_are_one_step() -> None:
 
 
 WATCHED: dict[str, list[tuple[Any, str]]] = {
-    "search": [(OTAD, "locate"), (OTAD, "neighbors")],
+    "search": [(OTAD, "query_keys"), (OTAD, "neighbors")],
     "rows": [(BankProblem, "fetched")],
     "products": [(ExactCip, "products")],
     "feasibility": [(solve_torch, "find_potentials")],

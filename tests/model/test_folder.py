@@ -306,11 +306,11 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, seal: bool
         ),
         (
             lambda f: edit(f, lambda c: c["settings"].update(magic=1), seal=True),
-            "expected the settings of a model, got",
+            "expected a whole model card, got",
         ),
         (
             lambda f: edit(f, lambda c: c["settings"].pop("solver"), seal=True),
-            "expected the settings of a model, got",
+            "expected a whole model card, got",
         ),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_net_learns_to_answer_like_the_solver() -> None:
     found = imitate(model, config, net=small_net(model, "hull", width=32), held_out=50)
     with torch.no_grad():
         truth, guess = (one.trace(unseen).solution.image for one in (model, found.model))
-        nearest = model.neighbors(model.locate(unseen)).indices
+        nearest = model.neighbors(model.query_keys(unseen)).indices
         mean = model.bank_features[nearest].mean(1)
     missed, baseline = ((image - truth).square().sum(1).mean() for image in (guess, mean))
     assert missed < 0.6 * baseline
@@ -180,10 +180,10 @@ def test_rarely_saved_runs_go_on_from_what_was_saved(tmp_path: Path) -> None:
 def test_the_net_is_a_part_of_the_model() -> None:
     model = estimated()
     state = model.state_dict()
-    assert {name for name in state if name.startswith("solver.")} == {
-        f"solver.{name}" for name in model.solver.state_dict()
+    assert {name for name in state if name.startswith("answerer.solver.")} == {
+        f"answerer.solver.{name}" for name in model.solver.state_dict()
     }
-    other = exact().with_solver(small_net(exact()))
+    other = exact().replace(solver=small_net(exact()))
     with torch.no_grad():
         assert not torch.equal(other(X), model(X))
         other.load_state_dict(state)
@@ -201,7 +201,7 @@ def test_the_answer_is_the_nets_and_its_account_claims_nothing(readout: str) -> 
     with torch.no_grad():
         trace = model.trace(X)
         embedded = model.backbone.embed(X)
-        neighbors = exact().solve(embedded, model.locate(X)).neighbors
+        neighbors = exact().solve(embedded, model.query_keys(X)).neighbors
         by_hand = model.solver(problem_of(model, embedded, neighbors.indices))
     assert torch.equal(trace.neighbors.indices, neighbors.indices)
     assert torch.equal(trace.solution.image, by_hand.image)
@@ -240,7 +240,7 @@ def test_measures_leave_out_what_a_net_does_not_have() -> None:
     assert chooses_potential(exact("fc"))
     assert not chooses_potential(model)
     assert not chooses_potential(exact("fc", scope="global"))
-    with pytest.raises(InputError, match="expected ExactCip, which chooses among potentials, got"):
+    with pytest.raises(InputError, match=r"answerer: .* SurrogateAnswerer"):
         changed_by_potential(model, embedded, trace.neighbors)
     assert residual_of(model, embedded, trace).tolist() == [float("inf")] * len(X)
     assert bool(relative_error(model, X).isfinite().all())
@@ -280,7 +280,10 @@ def test_sizes_and_recipe_follow_the_model() -> None:
     ("act", "message"),
     [
         (lambda: imitate(exact("fc", scope="global")), "local scope and ExactCip, .* global scope"),
-        (lambda: imitate(estimated("fc")), "local scope and ExactCip, .* got CipNet"),
+        (
+            lambda: imitate(estimated("fc")),
+            "ExactCip, .* local scope and CipNet",
+        ),
         (
             lambda: imitate(exact("fc", solver=ExactCip(spares=1, on_failure="fallback"))),
             "spares: expected a model without",
@@ -296,7 +299,7 @@ def test_sizes_and_recipe_follow_the_model() -> None:
         ),
         (lambda: imitate(exact("fc", n_neighbors=36)), "expected at most 35|n_neighbors|k"),
         (
-            lambda: exact("fc").with_solver(CipNet(9, K, width=16, blocks=1)),
+            lambda: exact("fc").replace(solver=CipNet(9, K, width=16, blocks=1)),
             "solver: expected 3 neighbors in dimension 9, .* got 3 in dimension 64",
         ),
         (
@@ -308,7 +311,7 @@ def test_sizes_and_recipe_follow_the_model() -> None:
             "solver: expected none in global scope, .* got CipNet",
         ),
         (
-            lambda: exact("fc", scope="global").with_solver(ExactCip()),
+            lambda: exact("fc", scope="global").replace(solver=ExactCip()),
             "solver: expected none in global scope",
         ),
     ],

@@ -67,7 +67,7 @@ def test_k_nn_and_measures_use_the_same_neighbors() -> None:
     model, *_ = make(FirstFeatures())
     rule = MajorityKnn(model)
     assert torch.equal(
-        rule.neighbors(queries()).indices, model.neighbors(model.locate(queries())).indices
+        rule.neighbors(queries()).indices, model.neighbors(model.query_keys(queries())).indices
     )
     assert bool((neighborhood_smoothness(model, queries()) > 0).all())
     with pytest.raises(InputError, match="expected neighbors by embedded inputs"):
@@ -159,7 +159,7 @@ def test_a_metric_that_could_not_be_read_again_is_not_saved(
 
 def test_keys_and_metric_belong_together() -> None:
     model, net, *_ = make(FirstFeatures())
-    with pytest.raises(InputError, match="expected together with the keys"):
+    with pytest.raises(InputError, match=r"metric: .* keys"):
         OTAD(net, model.bank, metric=FirstFeatures())
     with pytest.raises(InputError, match=r"keys: expected shape \(60, 2\) with one key per bank"):
         OTAD(net, model.bank, metric=FirstFeatures(), keys=torch.zeros(59, 2))

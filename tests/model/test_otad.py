@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from otad.cip import CipProblem, ExactCip, Status
 from otad.errors import InputError
+from otad.model import bank_module
 from otad.model import otad as defense
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
@@ -175,7 +176,7 @@ def test_the_search_is_built_once_and_again_for_other_points(monkeypatch) -> Non
             built["searches"] += 1
             super().__init__(points)
 
-    monkeypatch.setitem(defense.SEARCHES, "torch", Counting)
+    monkeypatch.setitem(bank_module.SEARCHES, "torch", Counting)
     ours = model()
     for _ in range(3):
         ours(QUERIES)
@@ -193,7 +194,7 @@ def test_a_bank_that_comes_without_its_name_is_searched_anew() -> None:
     state = theirs.state_dict()
     del state["_extra_state"]
     ours.load_state_dict(state, strict=False)
-    assert ours._found is None
+    assert ours._searched is None
     assert torch.equal(ours(QUERIES), theirs(QUERIES))
 
 
@@ -201,7 +202,7 @@ def test_a_copy_is_whole_but_for_the_search() -> None:
     ours = model()
     expected = ours(QUERIES)
     twin = copy.deepcopy(ours)
-    assert twin._found is None
+    assert twin._searched is None
     assert torch.equal(twin(QUERIES), expected)
     assert twin.bank_inputs is not ours.bank_inputs
 

@@ -59,7 +59,7 @@ def test_round_trip_is_exact(tmp_path: Path, kind: str, readout: str) -> None:
     mapped = otad.load(tmp_path, resident=False, verify=False)
     with torch.no_grad():
         assert torch.equal(mapped(X), ours(X))
-    assert any(name.startswith("solver.") for name in mapped.state_dict())
+    assert any(name.startswith("answerer.solver.") for name in mapped.state_dict())
 
 
 def test_the_solver_of_a_folder_can_change(folder: Path) -> None:
@@ -107,7 +107,7 @@ def swap(folder: Path) -> None:
         (lambda f: edit(f, lambda c: c["surrogate"].update(file="x")), "the card was edited"),
         (
             lambda f: edit(f, lambda c: c.pop("surrogate"), seal=True),
-            "expected the settings of a model, got",
+            "expected a whole model card, got",
         ),
     ],
 )

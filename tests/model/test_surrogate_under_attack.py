@@ -114,7 +114,7 @@ def test_neighbors_that_say_the_same_leave_the_net_no_choice(model: OTAD) -> Non
     """So weaknesses can be planted in its bank, as an evaluation does."""
     bank, place = model.bank, X[:1]
     with torch.no_grad():
-        embedded, key = model.backbone.embed(place), model.locate(place)
+        embedded, key = model.backbone.embed(place), model.query_keys(place)
     rows = torch.tensor([4] * K)
     copied = FeatureBank(
         torch.cat([bank.inputs, embedded.expand(K, -1)]),

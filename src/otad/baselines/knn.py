@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from otad.checks import check_count
 from otad.errors import InputError
-from otad.model.otad import OTAD, SEARCHES
-from otad.search.neighbors import Neighbors, NeighborSearch
+from otad.model.otad import OTAD
+from otad.search.neighbors import Neighbors
 
 
 class Knn(nn.Module, ABC):
@@ -29,17 +29,12 @@ class Knn(nn.Module, ABC):
             )
         self.model = model
         self.n_neighbors = count
-        self._search: NeighborSearch | None = None
-        self._searched: Tensor | None = None
 
     def neighbors(self, x: Tensor) -> Neighbors:
         """The bank points nearest to inputs, nearest first; equal distances by bank order."""
-        points = self.model.bank_points
-        if self._search is None or self._searched is not points:
-            self._search, self._searched = SEARCHES[self.model.search](points), points
         with torch.no_grad():
-            located = self.model.locate(self.model.backbone.check_inputs(x))
-            return self._search(located, self.n_neighbors)
+            keys = self.model.query_keys(self.model.backbone.check_inputs(x))
+            return self.model.neighbors(keys, self.n_neighbors)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.answer(self.neighbors(x))

@@ -62,7 +62,7 @@ def steady_map(model: OTAD, trace: Trace, embedded: Tensor, votes: Votes) -> Ste
         model.strong_convexity,
     )
     steady, drift = _steadiness(problem)
-    steady &= (trace.solution.status == int(Status.SOLVED)) & (model.solver.spares == 0)
+    steady &= (trace.solution.status == int(Status.SOLVED)) & (model.answerer.spares == 0)
     reach = torch.where(steady, farthest / votes.longest, 0.0)
     # |x_i - e'| <= 2 * farthest, and the model forms both terms of l (x_i - e') by themselves
     size = votes.sizes[trace.neighbors.indices].amax(1)

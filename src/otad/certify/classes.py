@@ -85,7 +85,7 @@ def _neighbors(model: OTAD, travel: Travel) -> Rule:
     def best_radius(query: Query, trace: Trace) -> tuple[Tensor, Tensor]:
         neighbors, prediction = trace.neighbors, trace.outputs.argmax(1)
         surroundings = Surroundings(query.located.double(), points, stretch)
-        entrance = Entrance.of(surroundings, model.n_sought)
+        entrance = Entrance.of(surroundings, model.n_searched)
         turning = votes.turning(query.embedded.double(), prediction)
         hull = hull_radius(entrance, turning, neighbors.distances[:, -1])
         if travel.embedded is None:
@@ -118,10 +118,10 @@ def batch_rows(model: OTAD, batch_size: int | None) -> int:
     if model.scope == "global":
         return rows_at_once(model.bank_inputs.shape[1])
     points, dim = model.bank_points.shape
-    rows = queries_at_once(points, rivals_of(model.n_sought, points), dim)
+    rows = queries_at_once(points, rivals_of(model.n_searched, points), dim)
     if model.metric is None:
         return rows
-    return min(rows, queries_at_once(points, model.n_sought, model.bank_inputs.shape[1]))
+    return min(rows, queries_at_once(points, model.n_searched, model.bank_inputs.shape[1]))
 
 
 def answered(trace: Trace) -> Tensor:

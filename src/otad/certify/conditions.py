@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from otad.cip import ExactCip
 from otad.cip.whole_bank.map import GAP
 from otad.errors import InputError
 from otad.model.otad import OTAD
@@ -36,23 +35,12 @@ def check_certifiable(model: OTAD, task: str) -> tuple[str, ...]:
     head = backbone.head
     if not isinstance(head, LinearHead) or type(head).forward not in LINEAR:
         raise InputError(f"head: expected a LinearHead, got {type(head).__name__}")
-    return _of_local(model.solver) if model.scope == "local" else _of_global(model)
-
-
-def _of_local(solver: object) -> tuple[str, ...]:
-    if not isinstance(solver, ExactCip):
-        raise InputError(f"solver: expected ExactCip, got {type(solver).__name__}, an estimate")
-    if solver.on_failure == "abstain":
-        raise InputError(
-            "on_failure: expected 'fallback' or 'raise', got 'abstain': that the model always "
-            "answers cannot be proved"
-        )
-    if solver.mode == "consistent" and solver.climb is not None and solver.climb[1] > 0:
-        raise InputError(
-            "climb: expected None or (delta1, 0) in mode 'consistent', as the proof needs a known "
-            f"strong convexity, got {solver.climb!r}"
-        )
-    return (*HULL, UNANSWERED) if solver.on_failure == "raise" else HULL
+    answerer = model.answerer
+    if answerer.refusal is not None:
+        raise InputError(answerer.refusal)
+    if not answerer.rests_on_neighbors:
+        return _of_global(model)
+    return HULL if answerer.always_answers else (*HULL, UNANSWERED)
 
 
 def _of_global(model: OTAD) -> tuple[str, ...]:

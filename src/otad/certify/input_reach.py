@@ -53,7 +53,7 @@ class Travel:
     @torch.no_grad()
     def query(self, x: Tensor) -> Query:
         embedded = self.model.backbone.embed(x)
-        located = embedded if self.model.metric is None else self.model.locate(x)
+        located = embedded if self.model.metric is None else self.model.query_keys(x)
         return Query(x, embedded, located)
 
     def to_input(self, radius: Tensor, query: Query) -> Tensor:

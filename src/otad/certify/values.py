@@ -79,7 +79,7 @@ def _neighbors(model: OTAD, travel: Travel) -> Rule:
     def interval(query: Query, trace: Trace, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value = trace.outputs.double()
         surroundings = Surroundings(query.located.double(), points, stretch)
-        entrance = Entrance.of(surroundings, model.n_sought)
+        entrance = Entrance.of(surroundings, model.n_searched)
         ranges = votes.range_of_values(query.embedded.double(), reached)
         low, high = _hull_interval(entrance, ranges, reached, trace.neighbors.distances[:, -1])
         if travel.embedded is None:

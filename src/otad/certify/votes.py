@@ -36,7 +36,7 @@ class Votes:
             raise InputError("reach: expected that of the embedding, as l is not 0, got None")
         self.stretch = self.weight.new_zeros(()) if reach is None else reach.stretch
         self.longest = float(self.stretch.max())
-        terms = self.weight.shape[1] + 4 * model.n_sought + 32
+        terms = self.weight.shape[1] + 4 * model.n_searched + 32
         self.roundoff = terms * torch.finfo(head.weight.dtype).eps / 2
         self.lengths = torch.linalg.vector_norm(self.weight, dim=1)
         self.offsets = bias.abs()

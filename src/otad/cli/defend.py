@@ -9,7 +9,6 @@ import torch
 import typer
 
 from otad.checks import check_choice
-from otad.cip import ExactCip
 from otad.cli.console import progress_bar, remark, show
 from otad.cli.data_choice import DataChoice, bank_part, describe_data
 from otad.cli.net_files import TrainedNet, read_net
@@ -18,6 +17,7 @@ from otad.cli.outputs import refuse_overwriting
 from otad.data import Dataset
 from otad.errors import InputError
 from otad.model import defend as building
+from otad.model.answerers import solver_for
 from otad.model.folder import refuse_foreign_card
 from otad.model.otad import OTAD
 from otad.progress import bars
@@ -93,20 +93,13 @@ def defend(
 
     Example: otad defend net wine.csv --out model --neighbors 15 --smoothness 1.5
     """
-    solver: ExactCip | None = ExactCip(
+    solver = solver_for(
+        scope,
         mode=mode,
         climb=None if climb is None else _steps(climb),
         max_smoothness=max_smoothness,
         spares=spares,
-        on_failure="fallback",
     )
-    if scope == "global":
-        if solver != ExactCip(on_failure="fallback"):
-            raise InputError(
-                "scope: expected local with --mode, --climb, --max-smoothness or --spares, which "
-                "are about the neighbors of single rows, got global"
-            )
-        solver = None
     trained = read_net(net_dir)
     before = DataChoice.from_json(trained.about["data"]["choice"])
     choice = DataChoice(data or before.data, before.seed, before.options)
@@ -182,30 +175,19 @@ def build_model(
 
 def scope_record(model: OTAD) -> dict[str, Any]:
     """How answers are found, in plain JSON: in global scope with the account of the potential."""
-    if (potential := model.potential) is None:
-        return {"scope": model.scope}
-    return {
-        "scope": model.scope,
-        "potential": {
-            "smoothness": potential.smoothness,
-            "strong_convexity": potential.strong_convexity,
-            "sweeps": potential.sweeps,
-            "violation": potential.violation,
-            "left_out": potential.left_out.tolist(),
-        },
-    }
+    described = model.answerer.describe()
+    return {name: described[name] for name in ("scope", "potential") if name in described}
 
 
 def scope_facts(model: OTAD) -> dict[str, str]:
     """The same in words."""
-    if (potential := model.potential) is None:
-        return {"scope": f"local: the {model.n_neighbors} nearest training points of each input"}
-    left_out = potential.left_out.tolist()
-    rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
-    return {
-        "scope": f"global: one map, L = {potential.smoothness:.4g}, {potential.sweeps} sweeps",
-        "left out": f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none",
-    }
+    facts = {"scope": model.answerer.summary(model.n_neighbors)}
+    if (potential := model.potential) is not None:
+        left_out = potential.left_out.tolist()
+        rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+        told = f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none"
+        facts["left out"] = told
+    return facts
 
 
 def model_notes(about: dict[str, Any], dataset: Dataset, assessment: Assessment) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def class_names_of(model: OTAD) -> tuple[str, ...]:
 @torch.no_grad()
 def _training_points(model: OTAD, x: Tensor) -> int:
     """How many inputs are in the bank as they are."""
-    nearest = (model.neighbors(model.locate(part)).distances[:, 0] for part in x.split(1000))
+    nearest = (model.neighbors(model.query_keys(part)).distances[:, 0] for part in x.split(1000))
     return sum(int((distances == 0).sum()) for distances in nearest)
 
 

@@ -22,7 +22,6 @@ from otad.baselines.knn import Knn
 from otad.errors import InputError
 from otad.evaluate.code_prints import class_print, function_print, is_known
 from otad.io.codec import digest_of, to_plain
-from otad.model.answerers import describe_solver
 from otad.model.bank import fingerprint_of
 from otad.model.otad import OTAD
 from otad.nets import Backbone
@@ -99,27 +98,12 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, OTAD):
         return {}
     return _settings(model.backbone) | {
-        "scope": model.scope,
         "n_neighbors": model.n_neighbors,
         "smoothness": model.smoothness,
         "strong_convexity": model.strong_convexity,
         "search": model.search,
         "bank": {"points": len(model.bank_inputs), "fingerprint": model.bank_fingerprint},
-        **_way_of_answering(model),
-    }
-
-
-def _way_of_answering(model: OTAD) -> dict[str, Any]:
-    """The solver of small problems, or the one potential of the whole bank."""
-    if (potential := model.potential) is None:
-        return {"solver": to_plain(describe_solver(model.solver))}
-    return {
-        "potential": {
-            "sweeps": potential.sweeps,
-            "violation": potential.violation,
-            "left_out": potential.left_out.tolist(),
-            "levels": fingerprint({"levels": potential.levels}),
-        }
+        **model.answerer.describe(),
     }
 
 

@@ -207,7 +207,7 @@ def _same_neighbors(model: nn.Module, first: Tensor, second: Tensor) -> Tensor:
             width = max(one.shape[1] for one in sets)
             sets = [functional.pad(one, (0, width - one.shape[1]), value=-1) for one in sets]
         else:
-            located = (defended.locate(x) for x in (first, second))
+            located = (defended.query_keys(x) for x in (first, second))
             sets = [defended.neighbors(points).indices for points in located]
     return (sets[0].sort(1).values == sets[1].sort(1).values).all(1)
 

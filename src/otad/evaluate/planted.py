@@ -78,7 +78,7 @@ def plant(scene: Scene, defended: OTAD, x: Tensor, y: Tensor) -> Iterator[Plante
     aims = half.surface(x, generator)
     chosen = torch.randperm(len(defended.bank_inputs), generator=generator)[:BANK].sort().values
     chosen = chosen.to(defended.bank_inputs.device)
-    if isinstance(scene.model, OTAD) and defended.scope == "global":
+    if scene.model is defended and not defended.answerer.rests_on_neighbors:
         # which has to choose its own aims
         yield from plant_in_map(defended, chosen, x, y, half, scene.train_x)
     else:
@@ -102,7 +102,7 @@ def plant_neighbors(
     inputs, features = defended.bank_inputs[chosen], defended.bank_features[chosen]
     keys = None if defended.bank_keys is None else defended.bank_keys[chosen]
     answers = backbone.head(features.to(backbone.head.weight)).argmax(1).to(labels.device)
-    copies = max(defended.n_sought, getattr(model, "n_neighbors", 0))
+    copies = max(defended.n_searched, getattr(model, "n_neighbors", 0))
     agreed = answers == labels  # points whose feature and label say the same
     raw = None if train_x is None else [train_x[chosen.to(train_x.device)].to(x)]
     for example, aim, label in zip(x, aims, y.tolist(), strict=True):
@@ -115,19 +115,11 @@ def plant_neighbors(
             point = backbone.embed(place[None]).to(inputs).expand(copies, -1)
             inputs = torch.cat([inputs, point])
             if keys is not None:
-                keys = torch.cat([keys, defended.locate(place[None]).to(keys).expand(copies, -1)])
+                key = defended.query_keys(place[None]).to(keys)
+                keys = torch.cat([keys, key.expand(copies, -1)])
             features = torch.cat([features, features[source].expand(copies, -1)])
             labels = torch.cat([labels, labels[source].expand(copies)])
-    planted = OTAD(
-        backbone,
-        planted_bank(inputs, features, labels),
-        n_neighbors=defended.n_neighbors,
-        smoothness=defended.smoothness,
-        strong_convexity=defended.strong_convexity,
-        solver=defended.solver,
-        search=defended.search,
-        metric=defended.metric,
-        keys=keys,
-    )
+    bank = planted_bank(inputs, features, labels)
+    planted = defended.replace(bank=bank, keys=keys, scope="local", resident=True)
     seen = type(model)(planted, model.n_neighbors) if isinstance(model, Knn) else planted
     return Planted(ready(seen, x), x, y, aims, None if raw is None else torch.cat(raw))

@@ -89,13 +89,12 @@ def _plant_one(
     )
     levels = _raised(planted, defended.whole_bank.potential.levels[kept], bend, modulus)
     nobody = kept.new_empty(0)
-    model = OTAD(
-        backbone,
-        planted,
+    model = defended.replace(
+        bank=planted,
         n_neighbors=min(defended.n_neighbors, len(planted)),
-        scope="global",
-        strong_convexity=bend,
         potential=BankPotential(levels, bend + modulus, bend, nobody, 0, 0.0),
+        search="torch",
+        resident=True,
     )
     return ready(model, x), aim
 

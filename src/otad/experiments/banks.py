@@ -86,10 +86,7 @@ def searched(base: OTAD, keyed: Keyed | None, rows: Tensor | None) -> OTAD:
     if rows is not None:
         bank = _part(bank, rows.to(bank.inputs.device))
         keys = None if keys is None else keys[rows.to(keys.device)]
-    resident = base.resident
-    return OTAD(
-        base.backbone, bank, n_neighbors=1, resident=resident, metric=metric, keys=keys
-    ).eval()
+    return base.replace(bank=bank, metric=metric, keys=keys)
 
 
 def bank_rows(

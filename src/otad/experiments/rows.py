@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.cip import ExactCip, Status
+from otad.cip import Status
 from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank.potential import BankPotential
 from otad.data import Dataset
@@ -18,6 +18,7 @@ from otad.experiments.config import LipschitzSpec, RowSpec
 from otad.experiments.potentials import PotentialFound
 from otad.experiments.records import Account, Regularity, RowRecord
 from otad.io.codec import to_plain
+from otad.model.answerers import solver_for
 from otad.model.diagnostics import (
     Distribution,
     changed_by_potential,
@@ -50,27 +51,14 @@ def defended(
     In global scope with the potential given, or one that is found here; in local scope by the
     exact solver, or a surrogate.
     """
-    if row.scope == "global":
-        return OTAD(
-            base.backbone,
-            base.bank,
-            scope="global",
-            n_neighbors=row.n_neighbors,
-            smoothness=row.smoothness,
-            strong_convexity=row.strong_convexity,
-            potential=potential,
-        ).eval()
-    return OTAD(
-        base.backbone,
-        base.bank,
+    return base.replace(
+        scope=row.scope,
         n_neighbors=row.n_neighbors,
         smoothness=row.smoothness,
         strong_convexity=row.strong_convexity,
-        solver=surrogate or ExactCip(mode=row.mode, climb=row.climb, on_failure="fallback"),
-        resident=base.resident,
-        metric=base.metric,
-        keys=base.bank_keys,
-    ).eval()
+        potential=potential,
+        solver=surrogate or solver_for(row.scope, mode=row.mode, climb=row.climb),
+    )
 
 
 def predictor(
@@ -192,8 +180,8 @@ def _account(model: OTAD, x: Tensor, report: Report) -> tuple[Tensor, Account]:
     for batch in _batches(x, backbone.mean.device, report):
         embedded = backbone.embed(backbone.check_inputs(batch))
         learned = backbone.transport(embedded)[0]
-        located = None if model.metric is None else model.locate(batch)
-        answer = model.solve(embedded, located)
+        keys = None if model.metric is None else model.query_keys(batch)
+        answer = model.solve(embedded, keys)
         neighbors, solution = answer.neighbors, answer.solution
         outputs.append(backbone.head(solution.image).cpu())
         error = (learned - solution.image).square().sum(1) / learned.square().sum(1)

@@ -81,4 +81,4 @@ def _few_points(base: OTAD) -> OTAD:
         part[:_FEW].clone() for part in (bank.inputs, bank.features, bank.labels)
     )
     few = FeatureBank(inputs, features, labels, bank.fingerprint)
-    return OTAD(base.backbone, few, n_neighbors=1).eval()
+    return base.replace(bank=few, n_neighbors=1, resident=True)

@@ -36,17 +36,18 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     "network", after the search, and a map of the whole bank is one step, "one map".
     """
     clock = _Clock(model.backbone.mean.device)
-    if model.scope == "global":
+    if not model.answerer.rests_on_neighbors:
         clock("one map", lambda: model(x))
         return clock.seconds
 
     def sought() -> BankProblem:
         inputs = model.backbone.check_inputs(x)
         embedded = model.backbone.embed(inputs)
-        located = embedded if model.metric is None else model.locate(inputs)
+        located = embedded if model.metric is None else model.query_keys(inputs)
         return problem_of(model, embedded, model.neighbors(located).indices)
 
     problem, solver = clock("search", sought), model.solver
+    assert solver is not None
     if not isinstance(solver, ExactCip):
         clock("network", lambda: model.backbone.head(solver(problem).image))
         return clock.seconds

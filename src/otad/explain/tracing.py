@@ -64,7 +64,7 @@ def explain(
                 inputs,
             )
             for *(index, weight, label, distance), inputs in zip(*answer, raw[row], strict=True)
-            if model.scope == "local" or weight > 0  # a narrower support was padded
+            if model.answerer.rests_on_neighbors or weight > 0  # others pad a narrow support
         )
         prediction, probabilities = _answer(outputs[row], labels)
         found.append(

@@ -1,22 +1,28 @@
-"""How an answer is found: from each input's own neighbors, or by one map for the whole bank.
+"""Answerers: how a model finds the feature of an embedded query.
 
-"local": the K nearest training points of an input are integrated by a potential of their own,
-exactly or by a network that imitates the exact solver.
-"global": all N points by one potential, once; its gradient is a single map, L-Lipschitz everywhere,
-which every input is sent through. The few points that get weight are its support.
+- `NeighborAnswerer`: the K nearest training points of each query are integrated by a potential of
+  their own, with an exact solver.
+- `SurrogateAnswerer`: the same problems, answered by a network that was trained on their solutions.
+- `WholeBankAnswerer`: one potential for all training points. Its gradient is the global map, which
+  is L-Lipschitz everywhere; the few points that get weight at a query are its support.
+
+Each one solves, describes, saves and loads itself, and declares what applies to it.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otad.checks import check_choice, check_count
-from otad.cip import CipSolution, ExactCip
+from otad.cip import CipSolution, ExactCip, Status
 from otad.cip.protocols import Solver
 from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank.lifted_potential import lifted_potential
@@ -28,22 +34,451 @@ from otad.cip.whole_bank.potential import (
     least_bank_smoothness,
 )
 from otad.errors import InputError, SolverError
+from otad.io.codec import to_plain
 from otad.io.mapped_rows import gathered
 from otad.model.bank import FeatureBank
+from otad.model.bank_module import BankModule
+from otad.model.folder import Block
 from otad.search.neighbors import Neighbors
+from otad.training.checkpoint import fingerprint
 
 SCOPES = ("local", "global")
-LOCAL_SMOOTHNESS = 2.0  # where none is asked for
+LOCAL_SMOOTHNESS = 2.0  # by default
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The training points (B,K) an answer rests on, the convex integration answer, and in global
-    scope its duality `gap` (B,): |z' - exact|^2 <= 2 (L - l) gap."""
+    """What an answerer finds for B queries, and the training points (B,K) it rests on.
+
+    `gap` (B,): of a global map, the duality gap: |z' - exact|^2 <= 2 (L - l) gap.
+    """
 
     neighbors: Neighbors
     solution: CipSolution
     gap: Tensor | None = None
+
+
+class Answerer(nn.Module, ABC):
+    """How a model answers an embedded query, with the curvature (L, l) of its maps.
+
+    Declarations, for everything that depends on the way a model answers:
+
+    - `scope`: "local" where each query has a map of its own, "global" where one map answers all.
+    - `rules`: the certificate rules that can apply; `refusal`: the reason where none can.
+    - `rests_on_neighbors`: answers depend on the nearest neighbors of a query, and may jump where
+      these change. Otherwise `Answer.neighbors` are the points with weight, padded to equal width.
+    - `is_exact`: answers are solutions, with a residual; otherwise estimates.
+    - `knows_weights`: the answer says how much weight each training point has.
+    - `chooses_potential`: several potentials are feasible, and the answer depends on the choice.
+    - `always_answers`: no row raises an error or is left without an answer.
+    - `mode`: how the solver uses a raised L, in one word; `spares`: substitutes it may take among
+      the neighbors, which are searched in addition to the K.
+    """
+
+    scope: ClassVar[str]
+    card_entry: ClassVar[str | None] = None  # where a model card describes the saved tensors
+    card_version: ClassVar[int]
+    rules: tuple[str, ...] = ()
+    refusal: str | None = None
+    rests_on_neighbors: ClassVar[bool]
+    is_exact: bool = True
+    knows_weights: bool = True
+    chooses_potential: bool = False
+    always_answers: bool = True
+    mode: str
+    spares: int = 0
+    solver: Solver | None  # without a value here, which would hide one that is a module
+    smoothness: float
+    strong_convexity: float
+
+    @property
+    def potential(self) -> BankPotential | None:
+        """The potential of a global map; None for other answerers."""
+        return None
+
+    @abstractmethod
+    def answer(
+        self, bank: BankModule, embedded: Tensor, keys: Tensor, *, exclude: Tensor | None = None
+    ) -> Answer:
+        """Answer queries, embedded (B,d) and as keys (B,m) where neighbors are searched.
+
+        `exclude` (B,): for each query a bank row that is left out.
+        """
+
+    @abstractmethod
+    def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
+        """How far an answer is from exact (B,), in float64 and without a unit; infinite where it
+        is an estimate or there is none."""
+
+    def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
+        """The answerers that take the lowest and the highest feasible potential."""
+        raise InputError(
+            "answerer: expected one that chooses among potentials, got "
+            f"{type(self).__name__}({self.mode})"
+        )
+
+    def whole_bank(self, bank: BankModule) -> WholeBank:
+        """The global map."""
+        raise InputError(f"scope: expected 'global' for a global map, got {self.scope!r}")
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """The arguments of `OTAD` that make this answerer again."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Its settings in plain values, for records."""
+
+    @abstractmethod
+    def summary(self, n_neighbors: int) -> str:
+        """The same in a few words."""
+
+    def settings(self) -> dict[str, Any]:
+        """What a model card says of it beside L, l and the block."""
+        return {}
+
+    def block(self) -> Block | None:
+        """The tensors that a model folder stores for it."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def restore(
+        cls,
+        settings: Mapping[str, Any],
+        entry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        """The arguments of `OTAD` from what a model folder stores: reverses `settings` (with L and
+        l), and the entry and the tensors of `block`."""
+
+
+class NeighborAnswerer(Answerer):
+    """Integrates the K nearest training points of each query, with its own potential.
+
+    A query whose neighbors contradict each other is answered as the solver's settings say.
+    """
+
+    scope = "local"
+    card_version = 1
+    rests_on_neighbors = True
+
+    def __init__(
+        self,
+        solver: Solver | None = None,
+        *,
+        smoothness: float = LOCAL_SMOOTHNESS,
+        strong_convexity: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.solver = solver = solver or ExactCip(on_failure="fallback")
+        _check_curvature(smoothness, strong_convexity, solver)
+        self.smoothness, self.strong_convexity = float(smoothness), float(strong_convexity)
+        self.mode, self.spares = solver.mode, solver.spares
+        self.is_exact = self.chooses_potential = isinstance(solver, ExactCip)
+        self.always_answers = getattr(solver, "on_failure", "fallback") == "fallback"
+        self.refusal = self._refusal()
+        self.rules = ("hull", "cell") if self.refusal is None else ()
+
+    def _refusal(self) -> str | None:
+        solver = self.solver
+        if not isinstance(solver, ExactCip):
+            return f"solver: expected ExactCip, got {type(solver).__name__}, an estimate"
+        if solver.on_failure == "abstain":
+            return (
+                "on_failure: expected 'fallback' or 'raise', got 'abstain': it cannot be proved "
+                "that the model always answers"
+            )
+        if solver.mode == "consistent" and solver.climb is not None and solver.climb[1] > 0:
+            return (
+                "climb: expected None or (delta1, 0) in mode 'consistent', as the proof needs a "
+                f"known strong convexity, got {solver.climb!r}"
+            )
+        return None
+
+    def answer(
+        self, bank: BankModule, embedded: Tensor, keys: Tensor, *, exclude: Tensor | None = None
+    ) -> Answer:
+        neighbors = bank.neighbors(keys, exclude=exclude)
+        return Answer(neighbors, self.solve(bank, embedded, neighbors.indices))
+
+    def solve(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> CipSolution:
+        """The solution for embedded queries (B,d) with the bank points (B,K)."""
+        assert self.solver is not None
+        return self.solver(bank.problem(embedded, indices, self.smoothness, self.strong_convexity))
+
+    def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
+        """The KKT residual, graded from the raw data."""
+        solution = answer.solution
+        if bool((solution.status >= int(Status.ESTIMATED)).all()):  # nothing to grade
+            return torch.full_like(solution.residual, torch.inf)
+        curvature = self.smoothness, self.strong_convexity
+        return bank.problem(embedded, answer.neighbors.indices, *curvature).residual(solution)
+
+    def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
+        if not isinstance(self.solver, ExactCip):
+            return super().extremes()
+        lowest, highest = (
+            NeighborAnswerer(
+                replace(self.solver, potential=rule),
+                smoothness=self.smoothness,
+                strong_convexity=self.strong_convexity,
+            )
+            for rule in ("lowest", "highest")
+        )
+        return lowest, highest
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "scope": self.scope,
+            "solver": self.solver,
+            "smoothness": self.smoothness,
+            "strong_convexity": self.strong_convexity,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        return {"scope": self.scope, **self.settings()}
+
+    def summary(self, n_neighbors: int) -> str:
+        return f"local: the {n_neighbors} nearest training points of each input"
+
+    def settings(self) -> dict[str, Any]:
+        solver = self.solver
+        if not isinstance(solver, ExactCip):
+            raise InputError(
+                "solver: expected ExactCip or CipNet, which can describe themselves, got "
+                f"{type(solver).__name__}"
+            )
+        return {"solver": to_plain(asdict(solver))}
+
+    @classmethod
+    def restore(
+        cls,
+        settings: Mapping[str, Any],
+        entry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        solver = dict(settings["solver"])
+        if solver.get("climb") is not None:
+            solver["climb"] = tuple(solver["climb"])  # JSON has lists only
+        return {**settings, "solver": ExactCip(**solver)}
+
+
+class SurrogateAnswerer(NeighborAnswerer):
+    """The answer to the K nearest training points of each query, estimated by a `CipNet`.
+
+    Without weights (unless the net reads its answer out as a mean), residuals and certificates.
+    """
+
+    card_entry = "surrogate"
+    card_version = 4
+    solver: CipNet
+
+    def __init__(self, net: CipNet, **curvature: float) -> None:
+        super().__init__(net, **curvature)
+        self.knows_weights = net.readout == "hull"
+
+    def describe(self) -> dict[str, Any]:
+        return {"scope": self.scope, "solver": {"cip_net": self.solver.config()}}
+
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def block(self) -> Block:
+        config = {"config": self.solver.config()}
+        return Block("surrogate", self.solver.state_dict(), entry=config, header=config)
+
+    @classmethod
+    def restore(
+        cls,
+        settings: Mapping[str, Any],
+        entry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        net = CipNet.from_config(entry["config"])
+        net.load_state_dict(dict(tensors), assign=True)  # which preserves their dtype
+        return {**settings, "solver": net.eval()}
+
+
+class WholeBankAnswerer(Answerer):
+    """The global map: the gradient of one potential of the whole bank."""
+
+    scope = "global"
+    card_entry = "potential"
+    card_version = 3
+    rules = ("lipschitz",)
+    rests_on_neighbors = False
+    mode = "consistent"
+    solver = None
+    levels: Tensor
+
+    def __init__(self, potential: BankPotential) -> None:
+        super().__init__()
+        self.register_buffer("levels", potential.levels)
+        self._take_curvature(potential)
+        self._map: tuple[tuple[object, ...], WholeBank] | None = None
+
+    def _take_curvature(self, potential: BankPotential) -> None:
+        self.smoothness = float(potential.smoothness)
+        self.strong_convexity = float(potential.strong_convexity)
+        self.sweeps, self.violation = potential.sweeps, potential.violation
+
+    @property
+    def potential(self) -> BankPotential:
+        left_out = self.levels.isnan().nonzero()[:, 0]
+        return BankPotential(self.levels, left_out=left_out, **self._curvature())
+
+    def _curvature(self) -> dict[str, Any]:
+        """All of a potential but its levels."""
+        names = ("smoothness", "strong_convexity", "sweeps", "violation")
+        return {name: getattr(self, name) for name in names}
+
+    def whole_bank(self, bank: BankModule) -> WholeBank:
+        made_of = bank.bank_inputs, bank.bank_features, self.levels
+        known = self._map
+        if known is None or any(a is not b for a, b in zip(known[0], made_of, strict=True)):
+            pricing = "faiss" if bank.search == "faiss" else "exact"
+            whole = WholeBank(*made_of[:2], self.potential, pricing=pricing)
+            self._map = known = made_of, whole
+        return known[1]
+
+    def answer(
+        self, bank: BankModule, embedded: Tensor, keys: Tensor, *, exclude: Tensor | None = None
+    ) -> Answer:
+        """The neighbors are the bank points with weight (B,W), most weight first; rows with fewer
+        repeat their first, with weight 0 and not `active`."""
+        if exclude is not None:
+            raise InputError(
+                "exclude: expected None for a global map, which passes through all bank points, "
+                "got rows to leave out"
+            )
+        found = self.whole_bank(bank)(embedded)
+        distances = distances_to(embedded.detach(), bank.bank_inputs, found.indices)
+        return Answer(Neighbors(found.indices, distances), found.solution, found.gap)
+
+    def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
+        """The duality gap over all bank points, relative to the size of its terms."""
+        return answer.solution.residual
+
+    def options(self) -> dict[str, Any]:
+        return {"scope": self.scope, "potential": self.potential}
+
+    def describe(self) -> dict[str, Any]:
+        levels = fingerprint({"levels": self.levels})
+        left_out = self.potential.left_out.tolist()
+        about = self._curvature() | {"left_out": left_out, "levels": levels}
+        return {"scope": self.scope, "potential": about}
+
+    def summary(self, n_neighbors: int) -> str:
+        return f"global: one map, L = {self.smoothness:.4g}, {self.sweeps} sweeps"
+
+    def settings(self) -> dict[str, Any]:
+        return {"scope": self.scope}
+
+    def block(self) -> Block:
+        entry = self._curvature() | {"left_out": int(self.levels.isnan().sum())}
+        return Block("levels", {"levels": self.levels}, entry=entry, of_bank=True)
+
+    @classmethod
+    def restore(
+        cls,
+        settings: Mapping[str, Any],
+        entry: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        levels = tensors["levels"]
+        curvature = entry["smoothness"], entry["strong_convexity"]
+        found_by = entry["sweeps"], entry["violation"]
+        left_out = levels.isnan().nonzero()[:, 0]
+        return {**settings, "potential": BankPotential(levels, *curvature, left_out, *found_by)}
+
+    def get_extra_state(self) -> Tensor:
+        """The curvature that the levels belong to."""
+        return torch.tensor(list(json.dumps(self._curvature()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        for name, value in json.loads(bytes(state.tolist())).items():
+            setattr(self, name, value)
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        self._map = None  # the levels and the bank may have changed in place
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Levels follow the device and stay float64: they are sums along many pairs."""
+        levels = self.levels
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.levels = levels.to(self.levels.device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_map": None}  # a copy makes its own
+
+
+ANSWERERS: tuple[type[Answerer], ...] = (NeighborAnswerer, SurrogateAnswerer, WholeBankAnswerer)
+
+
+def make_answerer(
+    bank: FeatureBank,
+    *,
+    n_neighbors: int,
+    scope: str,
+    smoothness: float | None,
+    strong_convexity: float,
+    solver: Solver | None = None,
+    potential: BankPotential | None = None,
+    sweep_progress: Progress | None = None,
+    lift: int = 0,
+) -> Answerer:
+    """The answerer that these arguments of `OTAD` ask for; a potential that is not given is found
+    here, by sweeps over all pairs. `lift`: see `nets.lifted`."""
+    check_settings(
+        len(bank), n_neighbors, smoothness, strong_convexity, solver, scope, dim=bank.dim
+    )
+    if scope == "local":
+        if potential is not None:
+            raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
+        asked = {
+            "smoothness": LOCAL_SMOOTHNESS if smoothness is None else smoothness,
+            "strong_convexity": strong_convexity,
+        }
+        if isinstance(solver, CipNet):
+            return SurrogateAnswerer(solver, **asked)
+        return NeighborAnswerer(solver, **asked)
+    if potential is None:
+        potential = potential_of(bank, smoothness, strong_convexity, sweep_progress, lift=lift)
+    elif smoothness is not None and not math.isclose(smoothness, potential.smoothness):
+        raise InputError(
+            f"smoothness: expected {potential.smoothness}, that of the potential, or None, "
+            f"got {smoothness}"
+        )
+    levels = potential.levels
+    if levels.dtype != torch.float64 or tuple(levels.shape) != (len(bank),):
+        raise InputError(
+            f"potential: expected float64 levels of shape ({len(bank)},), one per bank point, got "
+            f"{levels.dtype} of shape {tuple(levels.shape)}"
+        )
+    return WholeBankAnswerer(replace(potential, levels=levels.to(bank.inputs.device)))
+
+
+def solver_for(scope: str, **settings: Any) -> ExactCip | None:
+    """The exact solver with these settings; None in global scope, where they do not apply and so
+    must have their defaults. Rows without a solution fall back to the nearest point by default."""
+    settings = {"on_failure": "fallback"} | settings
+    solver, default = ExactCip(**settings), ExactCip()
+    if check_choice(scope, "scope", SCOPES) == "local":
+        return solver
+    changed = [
+        name
+        for name, value in settings.items()
+        if name != "on_failure" and value != getattr(default, name)
+    ]
+    if changed:
+        raise InputError(
+            f"scope: expected 'local' where {', '.join(changed)} is set, which applies to the "
+            "neighbors of a row, got 'global'"
+        )
+    return None
 
 
 def check_settings(
@@ -58,12 +493,13 @@ def check_settings(
 ) -> None:
     """Refuse what cannot be asked of a bank of so many points, before any long work is done.
 
-    `dim` (d) is asked for where a network is the solver: it is made for one dimension and one K.
+    `dim` (d): where it is known, a network that was made for another dimension is refused.
     """
-    if check_choice(scope, "scope", SCOPES) == "global" and solver is not None:
+    check_choice(scope, "scope", SCOPES)
+    if scope == "global" and solver is not None:
         raise InputError(
             "solver: expected none in global scope, where no small problems are solved, "
-            f"got {type(solver).__name__ if isinstance(solver, CipNet) else solver}"
+            f"got {type(solver).__name__}"
         )
     if isinstance(solver, CipNet):
         solver.check_sizes(n_neighbors, solver.dim if dim is None else dim)
@@ -73,31 +509,24 @@ def check_settings(
             f"n_neighbors: expected at most the {points} points of the bank, got {n_neighbors} "
             f"and {spares} spares"
         )
-    if smoothness is None and scope == "global":
-        if not math.isfinite(strong_convexity):
-            raise InputError(f"strong_convexity: expected a number, got {strong_convexity}")
-        return
-    asked = LOCAL_SMOOTHNESS if smoothness is None else smoothness
-    if not -math.inf < strong_convexity < asked < math.inf or asked <= 0:
+    if scope == "local" or smoothness is not None:
+        asked = LOCAL_SMOOTHNESS if smoothness is None else smoothness
+        _check_curvature(asked, strong_convexity, solver)
+    elif not math.isfinite(strong_convexity):
+        raise InputError(f"strong_convexity: expected a number, got {strong_convexity}")
+
+
+def _check_curvature(smoothness: float, strong_convexity: float, solver: Solver | None) -> None:
+    if not -math.inf < strong_convexity < smoothness < math.inf or smoothness <= 0:
         raise InputError(
             "smoothness: expected a finite value above 0 and above strong_convexity "
-            f"({strong_convexity}), got {asked}"
+            f"({strong_convexity}), got {smoothness}"
         )
     cap = None if solver is None else solver.max_smoothness
-    if cap is not None and cap < asked:
-        raise InputError(f"max_smoothness: expected at least the smoothness {asked}, got {cap}")
-
-
-def describe_solver(solver: Solver) -> dict[str, Any]:
-    """Its settings in plain values; of a network all but its weights."""
-    if isinstance(solver, CipNet):
-        return {"cip_net": solver.config()}
-    if isinstance(solver, ExactCip):
-        return asdict(solver)
-    raise InputError(
-        "solver: expected ExactCip or CipNet, which can describe themselves, got "
-        f"{type(solver).__name__}"
-    )
+    if cap is not None and cap < smoothness:
+        raise InputError(
+            f"max_smoothness: expected at least the smoothness {smoothness}, got {cap}"
+        )
 
 
 def potential_of(
@@ -108,8 +537,8 @@ def potential_of(
     *,
     lift: int = 0,
 ) -> BankPotential:
-    """One potential for the bank: of the least L that all its points allow, or of the L given,
-    without the points that contradict the others then. `progress` is told after each sweep.
+    """One potential for the bank: of the least L that all its points allow, or of a given L,
+    without the points that then contradict others. `progress` is called after each sweep.
 
     In a lifted bank (see `cip.whole_bank.lifted_potential`) pairs alone decide, and l is 2 - L.
     """
@@ -129,8 +558,8 @@ def potential_of(
         found = least_bank_smoothness(*pairs, strong_convexity, progress=progress)
     except SolverError as error:
         raise SolverError(
-            f"{error}. With a smoothness given, points that contradict the others are left out; a "
-            "net trained with more transport energy needs fewer, or none"
+            f"{error}. With a given smoothness, points that contradict others are left out; a net "
+            "trained with more transport energy needs fewer, or none"
         ) from error
     if found.smoothness <= 0:
         raise InputError(
@@ -140,17 +569,7 @@ def potential_of(
     return found
 
 
-def answer_by(whole: WholeBank, inputs: Tensor, query: Tensor) -> Answer:
-    """The answer of the one map to queries (B,d), with the bank points it rests on (B,W).
-
-    They come most weight first; rows with fewer repeat their first, with weight 0 and not `active`.
-    """
-    found = whole(query)
-    neighbors = Neighbors(found.indices, _distances(query.detach(), inputs, found.indices))
-    return Answer(neighbors, found.solution, found.gap)
-
-
-def _distances(query: Tensor, inputs: Tensor, indices: Tensor) -> Tensor:
+def distances_to(query: Tensor, inputs: Tensor, indices: Tensor) -> Tensor:
     """|x_i - x'| (B,W) float64, one column at a time: never B*W*d numbers at once."""
     columns = (gathered(inputs, column, query.device) for column in indices.unbind(1))
     return torch.stack([(points.double() - query).norm(dim=1) for points in columns], dim=1)

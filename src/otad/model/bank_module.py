@@ -1,156 +1,109 @@
-"""A module that carries a bank: how training points travel with a model.
+"""A module that holds a bank: how training points move and are saved with a model.
 
-Inputs, features and labels are buffers, and so are, in global scope, the levels of the bank's one
-potential. They move with the module (`to`, `state_dict`) unless they are not `resident`: then they
-stay where they are, for instance mapped from a file.
+Inputs, features and labels are buffers, so they follow the module (`to`, `state_dict`), unless the
+bank is not `resident`: then it stays where it is, for instance mapped from a file.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from otad.cip.whole_bank.map import WholeBank
-from otad.cip.whole_bank.potential import BankPotential
+from otad.checks import check_choice, check_shape, check_tensor
+from otad.cip import BankProblem
 from otad.errors import InputError
 from otad.model.bank import FeatureBank
-from otad.search.neighbors import NeighborSearch
+from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
+
+SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
 
 
-class Banked(nn.Module):
-    """The part of a model that is data: a bank and the curvature (L, l) of maps through it.
+class BankModule(nn.Module):
+    """A bank with its exact neighbor search, "torch" or "faiss".
 
-    `scope` is "global" for a module with a potential; `search`: by what points are found, "torch"
-    or "faiss". What answers queries, a search or the one map, is made of the bank when it is first
-    asked for, and again once the bank is another.
+    `n_neighbors`: K; `spares`: neighbors that are searched beyond these. `keys` (N,m): the bank in
+    the space of a metric, in which neighbors are searched; without, that of the bank's inputs.
     """
 
     bank_inputs: Tensor
     bank_features: Tensor
     bank_labels: Tensor
-    bank_levels: Tensor | None
-    _found: tuple[Tensor, NeighborSearch] | None
-    _whole: tuple[tuple[Tensor, ...], WholeBank] | None
+    bank_keys: Tensor | None
 
     def __init__(
         self,
         bank: FeatureBank,
         *,
-        resident: bool,
+        n_neighbors: int,
+        spares: int,
         search: str,
-        smoothness: float,
-        strong_convexity: float,
-        potential: BankPotential | None,
+        resident: bool,
+        keys: Tensor | None,
     ) -> None:
         super().__init__()
-        self.scope = "local" if potential is None else "global"
+        if keys is not None:
+            check_tensor(keys, "keys", "N,m")
+            check_shape(keys, "keys", (len(bank), keys.shape[1]), "with one key per bank point")
+        self.n_neighbors, self.n_searched = n_neighbors, n_neighbors + spares
+        self.search = check_choice(search, "search", tuple(SEARCHES))
         self.resident = resident
-        self.search = search
-        self.smoothness, self.strong_convexity = float(smoothness), float(strong_convexity)
-        self._sweeps = 0 if potential is None else potential.sweeps
-        self._violation = 0.0 if potential is None else potential.violation
         self.bank_fingerprint = bank.fingerprint
-        levels = None if potential is None else _levels(potential, bank)
-        parts = {"inputs": bank.inputs, "features": bank.features, "labels": bank.labels}
-        for name, tensor in (parts | {"levels": levels}).items():
+        for name in ("inputs", "features", "labels"):
             if resident:
-                self.register_buffer(f"bank_{name}", tensor)
+                self.register_buffer(f"bank_{name}", getattr(bank, name))
             else:
-                setattr(self, f"bank_{name}", tensor)
-        self._found = self._whole = None
+                setattr(self, f"bank_{name}", getattr(bank, name))
+        self.register_buffer("bank_keys", keys)
+        self._searched: tuple[Tensor, NeighborSearch] | None = None
 
     @property
     def bank(self) -> FeatureBank:
-        """The bank where it is now; of a module in float64 in float32, which is all it has."""
-        pairs = (self.bank_inputs, self.bank_features)
-        inputs, features = (part.float() if part.dtype == torch.float64 else part for part in pairs)
-        labels = self.bank_labels
-        labels = labels.float() if labels.is_floating_point() else labels
+        """The bank where it is now. Banks have at most float32: that of a float64 module, too."""
+        inputs, features, labels = (
+            tensor.float() if tensor.dtype == torch.float64 else tensor
+            for tensor in (self.bank_inputs, self.bank_features, self.bank_labels)
+        )
         return FeatureBank(inputs, features, labels, self.bank_fingerprint, verify=False)
 
     @property
-    def potential(self) -> BankPotential | None:
-        """In global scope the one potential of the bank, where it is now; else None."""
-        levels = self.bank_levels
-        if levels is None:
-            return None
-        left_out = levels.isnan().nonzero()[:, 0]
-        curvature = self.smoothness, self.strong_convexity
-        return BankPotential(levels, *curvature, left_out, self._sweeps, self._violation)
+    def bank_points(self) -> Tensor:
+        """The bank (N,m) in the space in which neighbors are searched."""
+        return self.bank_inputs if self.bank_keys is None else self.bank_keys
 
-    @property
-    def whole_bank(self) -> WholeBank:
-        """The one map of global scope."""
-        parts = self.bank_inputs, self.bank_features, self.bank_levels
-        made = self._whole
-        if made is None or any(old is not new for old, new in zip(made[0], parts, strict=True)):
-            potential = self.potential
-            if potential is None:
-                raise InputError("scope: expected 'global' for one map of the bank, got 'local'")
-            inputs, features = self.bank_inputs, self.bank_features
-            pricing = "faiss" if self.search == "faiss" else "exact"
-            whole = WholeBank(inputs, features, potential, pricing=pricing)
-            self._whole = made = (inputs, features, potential.levels), whole
-        return made[1]
+    def neighbors(
+        self, keys: Tensor, count: int | None = None, *, exclude: Tensor | None = None
+    ) -> Neighbors:
+        """The bank points nearest to query keys (B,m), nearest first: `count`, or `n_searched`."""
+        points = self.bank_points
+        if self._searched is None or self._searched[0] is not points:
+            self._searched = points, SEARCHES[self.search](points)
+        return self._searched[1](keys, count or self.n_searched, exclude=exclude)
+
+    def problem(
+        self, embedded: Tensor, indices: Tensor, smoothness: float, strong_convexity: float
+    ) -> BankProblem:
+        """The convex integration problem of embedded inputs (B,d) with bank points (B,K)."""
+        pairs = self.bank_inputs, self.bank_features
+        return BankProblem(embedded, *pairs, indices, smoothness, strong_convexity)
 
     def get_extra_state(self) -> Tensor:
-        """The bank's fingerprint, and in global scope the curvature of its levels: a state dict
-        tells what it belongs to."""
-        text = self.bank_fingerprint
-        if self.scope == "global":
-            text += "\n" + json.dumps(self._curvature())
-        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+        """The bank's fingerprint, so that a state dict says which bank it belongs to."""
+        return torch.tensor(list(self.bank_fingerprint.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        fingerprint, _, rest = bytes(state.tolist()).decode().partition("\n")
-        scope = "global" if rest else "local"
-        if scope != self.scope:
+        fingerprint = bytes(state.tolist()).decode()
+        if not self.resident and fingerprint != self.bank_fingerprint:
             raise InputError(
-                f"state_dict: expected that of a model of {self.scope} scope, got one of {scope}"
-            )
-        curvature = json.loads(rest) if rest else {}
-        levels_differ = scope == "global" and curvature != self._curvature()
-        if not self.resident and (fingerprint != self.bank_fingerprint or levels_differ):
-            raise InputError(
-                f"state_dict: expected the state of a model with the bank {self.bank_fingerprint}"
-                f"{' and its levels' if levels_differ else ''}, "
+                f"state_dict: expected the state of a model with the bank {self.bank_fingerprint}, "
                 f"which is not resident and cannot be replaced, got one with {fingerprint}"
             )
         self.bank_fingerprint = fingerprint
-        for name, value in curvature.items():
-            setattr(self, name, value)
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
-        self._found = self._whole = None  # the points of the bank may be others now
-
-    def _curvature(self) -> dict[str, float]:
-        """All of a potential but its levels."""
-        names = ("smoothness", "strong_convexity", "_sweeps", "_violation")
-        return {name: getattr(self, name) for name in names}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Levels go where the bank goes and stay float64: they are sums along many pairs."""
-        levels = self.bank_levels
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if levels is not None and self.resident:
-            self.bank_levels = levels.to(self.bank_inputs.device)
-        return self
+        self._searched = None  # the points may have changed in place
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_found": None, "_whole": None}  # a copy makes its own
-
-
-def _levels(potential: BankPotential, bank: FeatureBank) -> Tensor:
-    """The levels where the bank is."""
-    levels = potential.levels
-    if levels.dtype != torch.float64 or tuple(levels.shape) != (len(bank),):
-        raise InputError(
-            f"potential: expected float64 levels of shape ({len(bank)},), one per bank point, got "
-            f"{levels.dtype} of shape {tuple(levels.shape)}"
-        )
-    return levels.to(bank.inputs.device)
+        return self.__dict__ | {"_searched": None}  # a copy makes its own

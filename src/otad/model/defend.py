@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.potential import Progress
-from otad.model.answerers import check_settings, potential_of
+from otad.model.answerers import check_settings
 from otad.model.bank import FeatureBank, fingerprint_of
-from otad.model.otad import OTAD, check_keys, keys_of
+from otad.model.otad import OTAD, keys_of, refuse_metric
 from otad.nets import adapt
 
 
@@ -53,8 +53,7 @@ def defend(
     targets = backbone.check_targets(y, len(inputs))
     asked = n_neighbors, smoothness, strong_convexity, solver, scope
     check_settings(len(inputs), *asked, dim=backbone.dim)
-    if metric is not None and scope == "global":
-        check_keys(metric, None, len(inputs), scope)
+    refuse_metric(metric, scope)
 
     def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
         embedded = backbone.embed(batch.to(backbone.mean.device))
@@ -72,11 +71,6 @@ def defend(
     )
     if resident:
         bank = bank.to(backbone.mean.device)
-    potential = None
-    if scope == "global":
-        potential = potential_of(
-            bank, smoothness, strong_convexity, sweep_progress, lift=backbone.lift
-        )
     return OTAD(
         backbone,
         bank,
@@ -84,7 +78,7 @@ def defend(
         scope=scope,
         smoothness=smoothness,
         strong_convexity=strong_convexity,
-        potential=potential,
+        sweep_progress=sweep_progress,
         solver=solver,
         search=search,
         resident=resident,

@@ -8,17 +8,17 @@ its bank are from that, and what OTAD makes of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otad.checks import check_count, check_tensor
-from otad.cip import BankProblem, CipSolution, ExactCip, Status, least_smoothness
-from otad.cip.protocols import Solver
+from otad.cip import BankProblem, least_smoothness
 from otad.errors import InputError
-from otad.model.otad import OTAD, Trace
+from otad.model.answerers import Answer
+from otad.model.otad import OTAD
 from otad.nets import Backbone
 from otad.search.neighbors import Neighbors
 
@@ -55,60 +55,29 @@ class Distribution:
 
 def problem_of(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
     """The convex integration problem of embedded inputs (B,d) with these bank points (B,K)."""
-    bank = model.bank_inputs, model.bank_features
-    return BankProblem(embedded, *bank, indices, model.smoothness, model.strong_convexity)
-
-
-def integrate(
-    model: OTAD, embedded: Tensor, neighbors: Neighbors, *, solver: Solver | None = None
-) -> CipSolution:
-    """The convex integration answer for embedded inputs (B,d), by the model's solver or another.
-
-    In global scope that of the one map, whose support the neighbors have no say in.
-    """
-    if model.scope == "global":
-        if solver is not None:
-            raise InputError("solver: expected None in global scope, which has one map, got one")
-        return model.solve(embedded).solution
-    return (solver or model.solver)(problem_of(model, embedded, neighbors.indices))
+    return model.problem(embedded, indices, model.smoothness, model.strong_convexity)
 
 
 @torch.no_grad()
-def residual_of(model: OTAD, embedded: Tensor, trace: Trace) -> Tensor:
-    """How far the answers to embedded inputs (B,d) are from exact, (B,) in float64; no unit.
-
-    In local scope the KKT residual, graded from the raw data; in global scope the duality gap,
-    which is over all bank points and not the support alone, relative to the size of its terms.
-    Infinite where an answer was estimated, or there is none.
-    """
-    if model.scope == "global":
-        return trace.solution.residual
-    if bool((trace.solution.status >= int(Status.ESTIMATED)).all()):  # nothing to grade
-        return torch.full_like(trace.solution.residual, torch.inf)
-    return problem_of(model, embedded, trace.neighbors.indices).residual(trace.solution)
+def residual_of(model: OTAD, embedded: Tensor, answer: Answer) -> Tensor:
+    """How far an answer (or trace) for embedded inputs (B,d) is from exact, (B,) in float64,
+    without a unit: see `Answerer.residual`."""
+    return model.answerer.residual(model, embedded, answer)
 
 
 def chooses_potential(model: OTAD) -> bool:
-    """Whether a class prediction may depend on which of the feasible potentials is taken: in local
-    scope, by the exact solver. A global model is its one potential, and a network has none."""
-    is_solved = model.scope == "local" and isinstance(model.solver, ExactCip)
-    return is_solved and model.backbone.task == "classification"
+    """Whether a class prediction may depend on which of the feasible potentials is taken."""
+    return model.answerer.chooses_potential and model.backbone.task == "classification"
 
 
 @torch.no_grad()
 def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) -> Tensor:
-    """Whether a class prediction (B,) differs between the two extreme potentials, in a model that
+    """Whether a class prediction (B,) differs between the two extreme potentials, for a model that
     `chooses_potential`."""
-    if model.scope == "global":
-        raise InputError("model: expected local scope, got global: there is one potential")
-    if not isinstance(model.solver, ExactCip):
-        raise InputError(
-            "solver: expected ExactCip, which chooses among potentials, got "
-            f"{type(model.solver).__name__}"
-        )
-    extremes = [replace(model.solver, potential=rule) for rule in ("lowest", "highest")]
-    images = (integrate(model, embedded, neighbors, solver=one).image for one in extremes)
-    low, high = (model.backbone.head(image).argmax(1) for image in images)
+    low, high = (
+        model.backbone.head(one.solve(model, embedded, neighbors.indices).image).argmax(1)
+        for one in model.answerer.extremes()
+    )
     changed: Tensor = low != high
     return changed
 
@@ -123,7 +92,7 @@ def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -
     found = []
     for batch in model.backbone.check_inputs(x).split(batch_size):
         embedded = model.backbone.embed(batch)
-        indices = model.neighbors(model.locate(batch)).indices[:, : model.n_neighbors]
+        indices = model.neighbors(model.query_keys(batch), model.n_neighbors).indices
         found.append(least_smoothness(problem_of(model, embedded, indices)))
     return torch.cat(found)
 
@@ -151,7 +120,7 @@ def monotonicity_violations(
     violations = pairs = 0
     for batch in rows.to(inputs.device).split(batch_size):
         points = model.bank_points[batch]
-        found = model.neighbors(points, exclude=batch).indices[:, : model.n_neighbors]
+        found = model.neighbors(points, model.n_neighbors, exclude=batch).indices
         found = found.to(inputs.device)
         step = inputs[batch].double()[:, None] - inputs[found].double()
         image_step = features[batch].double()[:, None] - features[found].double()
@@ -169,15 +138,14 @@ def relative_error(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
     for batch in model.backbone.check_inputs(x).split(batch_size):
         embedded = model.backbone.embed(batch)
         learned = model.backbone.transport(embedded)[0]
-        located = None if model.metric is None else model.locate(batch)
-        defended = model.solve(embedded, located).solution.image
+        keys = None if model.metric is None else model.query_keys(batch)
+        defended = model.solve(embedded, keys).solution.image
         found.append((learned - defended).square().sum(1) / learned.square().sum(1))
     return torch.cat(found)
 
 
 def defended_map(model: OTAD) -> Map:
-    """Embedded inputs (B,d) -> features of the defense (B,d), by neighbors sought for each or by
-    the one map of global scope."""
+    """Embedded inputs (B,d) -> features of the defense (B,d)."""
     if model.metric is not None:
         raise InputError("model: expected neighbors by embedded inputs, got a metric of its own")
     return lambda embedded: model.solve(embedded).solution.image

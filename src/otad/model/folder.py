@@ -1,12 +1,11 @@
 """A model on disk: a folder of safetensors files and the JSON card that binds them.
 
-Network and bank have a file each; so have, where neighbors are sought by a metric, its network and
-the bank's keys in it, the network that imitates the solver where there is one, and in global scope
-the levels of the one potential of that bank.
+The network and the bank have a file each; so have a metric and the bank's keys in it, a network in
+the solver's place, and the levels of a global potential, where the model has them.
 
-The files carry their own fingerprints in their names and the card is replaced last, so a kill while
-saving leaves the model that was there before, whole. A card that was edited since, or that names
-other files than those it was written with, is refused. Nothing is ever unpickled.
+Files carry fingerprints in their names and the card is replaced last, so a kill while saving leaves
+the model that was there before. A card that was edited since, or that names other files than it was
+written with, is refused. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -16,122 +15,99 @@ import json
 import platform
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from otad.cip.surrogate import CipNet
-from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError
 from otad.io.files import replacing
 from otad.model.bank import FeatureBank, fingerprint_of
-from otad.nets import Backbone, Metric, build, build_metric
-from otad.training.checkpoint import Checkpoint, fingerprint, read_checkpoint, write_checkpoint
+from otad.training.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 
 CARD = "card.json"
 FORMAT = "otad-model"
-KINDS = ("backbone", "bank", "metric", "keys", "levels", "surrogate")
-_OWN_FILE = rf"(?:{'|'.join(KINDS)})-[0-9a-f]{{16}}\.safetensors"
+VERSIONS = (1, 2, 3, 4)  # plain, with a metric, global, with a surrogate
+_OWN_FILE = r"(?:backbone|bank|metric|keys|levels|surrogate)-[0-9a-f]{16}\.safetensors"
 _OWN_NAME = re.compile(rf"{_OWN_FILE}|\.{_OWN_FILE}\.[0-9a-f]{{16}}\.partial")
-# Who knows the first of these alone must not read the others.
-VERSIONS = {"plain": 1, "with a metric": 2, "global": 3, "estimated": 4}
 
 
-@dataclass(frozen=True)
-class ModelParts:
-    """What a model is made of: network, bank, settings of the defense, and the user's notes; and
-    the metric in which neighbors are sought with the bank's keys (N,m), the one potential of the
-    bank, or the network in the place of a solver, if it has one."""
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Tensors with a file of their own in a model folder, which `kind` gives its name.
 
-    backbone: Backbone
-    bank: FeatureBank
-    settings: dict[str, Any]
-    notes: dict[str, Any]
-    metric: Metric | None = None
-    keys: Tensor | None = None
-    potential: BankPotential | None = None
-    surrogate: CipNet | None = None
+    `entry`: what the card says of them; `header`: what the file says. With `of_bank` the file also
+    names the bank of the model, and is refused beside another one.
+    """
+
+    kind: str
+    tensors: Mapping[str, Tensor]
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    header: Mapping[str, Any] = field(default_factory=dict)
+    of_bank: bool = False
 
 
-def write_model(folder: str | Path, parts: ModelParts) -> Path:
-    """Write a model folder, or replace the model in it; the path of its card."""
+def write_model(
+    folder: str | Path, about: Mapping[str, Any], bank: FeatureBank, blocks: Mapping[str, Block]
+) -> Path:
+    """Write a model folder, or replace the model in it; the path of its card.
+
+    `about`: what the card says beside the files. `blocks`: by the place of their entry in the
+    card, with dots between the levels.
+    """
     folder = Path(folder)
     refuse_foreign_card(folder)
-    state, bank = parts.backbone.state_dict(), parts.bank
-    net_print = fingerprint(state)
     tensors = {"inputs": bank.inputs, "features": bank.features, "labels": bank.labels}
-    bank_print = fingerprint_of(tensors, note=bank.fingerprint)
-    names = {
-        "backbone": f"backbone-{net_print[:16]}.safetensors",
-        "bank": f"bank-{bank_print[:16]}.safetensors",
-    }
-    card: dict[str, Any] = {
+    bank_file = _file_name("bank", tensors, bank.fingerprint)
+    card = {
         "format": FORMAT,
-        "version": VERSIONS["plain"],
         "written_with": {"torch": torch.__version__, "python": platform.python_version()},
-        "backbone": {
-            "file": names["backbone"],
-            "fingerprint": net_print,
-            "config": parts.backbone.config(),
-        },
+        **about,
         "bank": {
-            "file": names["bank"],
+            "file": bank_file,
             "fingerprint": bank.fingerprint,
             "points": len(bank),
             "dim": bank.dim,
             "dtype": str(bank.dtype).removeprefix("torch."),
         },
-        "settings": parts.settings,
-        "notes": parts.notes,
     }
-    extra: dict[str, tuple[Path, dict[str, Tensor], dict[str, Any]]] = {}
-    if parts.metric is not None and parts.keys is not None:
-        card |= {"version": VERSIONS["with a metric"], "metric": {"config": parts.metric.config()}}
-        for kind, held in (("metric", parts.metric.state_dict()), ("keys", {"keys": parts.keys})):
-            mark = fingerprint(held)
-            names[kind] = f"{kind}-{mark[:16]}.safetensors"
-            extra[kind] = folder / names[kind], held, {"part": kind}
-            card["metric"][kind] = {"file": names[kind], "fingerprint": mark}
-    if parts.potential is not None:
-        held, owner = {"levels": parts.potential.levels}, _owner(card)
-        mark = fingerprint(held)
-        names["levels"] = f"levels-{fingerprint_of(held, note=owner)[:16]}.safetensors"
-        extra["levels"] = folder / names["levels"], held, {"part": "levels", "bank": owner}
-        card |= {
-            "version": VERSIONS["global"],
-            "potential": {
-                "file": names["levels"],
-                "fingerprint": mark,
-                "smoothness": parts.potential.smoothness,
-                "strong_convexity": parts.potential.strong_convexity,
-                "left_out": len(parts.potential.left_out),
-                "sweeps": parts.potential.sweeps,
-                "violation": parts.potential.violation,
-            },
-        }
-    if parts.surrogate is not None:
-        held, config = parts.surrogate.state_dict(), parts.surrogate.config()
-        mark = fingerprint(held)
-        names["surrogate"] = f"surrogate-{mark[:16]}.safetensors"
-        extra["surrogate"] = folder / names["surrogate"], held, {"config": config}
-        entry = {"file": names["surrogate"], "fingerprint": mark, "config": config}
-        card |= {"version": VERSIONS["estimated"], "surrogate": entry}
+    files = {}
+    for place, block in blocks.items():
+        header = {"part": block.kind, **block.header}
+        if block.of_bank:
+            header["bank"] = _owner(card)
+        name = _file_name(
+            block.kind, block.tensors, json.dumps(header, sort_keys=True, default=str)
+        )
+        files[name] = block.tensors, header
+        *parents, last = place.split(".")
+        entries = card
+        for parent in parents:
+            entries = entries[parent]
+        entries[last] = {**block.entry, "file": name, "fingerprint": fingerprint(block.tensors)}
     text = _sealed_text(card)
-    write_checkpoint(folder / names["backbone"], state, {"config": parts.backbone.config()})
-    bank.save(folder / names["bank"])
-    for path, held, header in extra.values():
-        write_checkpoint(path, held, header)
+    bank.save(folder / bank_file)
+    for name, (held, header) in files.items():
+        write_checkpoint(folder / name, held, header)
     with replacing(folder / CARD) as partial:
         partial.write_text(text, encoding="utf-8")
-    _clear(folder, keep=names.values())
+    _clear(folder, keep={bank_file, *files})
     return folder / CARD
 
 
+def _file_name(kind: str, tensors: Mapping[str, Tensor], note: str) -> str:
+    return f"{kind}-{fingerprint_of(tensors, note=note)[:16]}.safetensors"
+
+
+def _owner(card: Mapping[str, Any]) -> str:
+    """The bank that levels belong to: its net and data, and its file, which names the contents."""
+    return f"{card['bank']['fingerprint']} in {card['bank']['file']}"
+
+
 def refuse_foreign_card(folder: Path) -> None:
-    """Refuse a folder where the name of the card is taken by a file that is none."""
+    """Refuse a folder in which another file has the name of the card."""
     path = folder / CARD
     if not path.exists():
         return
@@ -147,7 +123,7 @@ def refuse_foreign_card(folder: Path) -> None:
 
 
 def _clear(folder: Path, keep: Collection[str]) -> None:
-    """Remove what earlier saves, killed ones too, left: only files of the very names they give."""
+    """Remove what earlier saves left, killed ones too: only files with the names they give."""
     for old in folder.iterdir():
         if _OWN_NAME.fullmatch(old.name) and old.name not in keep and old.is_file():
             old.unlink()
@@ -163,8 +139,8 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise InputError(f"{path}: expected a model card in JSON, got: {error}") from error
     found = (card.get("format"), card.get("version")) if isinstance(card, Mapping) else None
-    if found is None or found[0] != FORMAT or found[1] not in VERSIONS.values():
-        known = ", ".join(map(str, VERSIONS.values()))
+    if found is None or found[0] != FORMAT or found[1] not in VERSIONS:
+        known = ", ".join(map(str, VERSIONS))
         raise InputError(f"{path}: expected {FORMAT} of version {known}, got {found}")
     stored = card.pop("checksum", None)
     if stored != _checksum(card):
@@ -175,87 +151,34 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     return dict(card)
 
 
-def read_model(folder: str | Path, *, verify: bool = True, mmap: bool = False) -> ModelParts:
-    """Read a model folder. `verify` reads the whole bank once and refuses one changed byte."""
-    folder = Path(folder)
-    card = read_card(folder)
-    try:
-        net_card, bank_card = card["backbone"], card["bank"]
-        backbone = build(net_card["config"])
-        bank_path, bank_print = folder / bank_card["file"], bank_card["fingerprint"]
-        settings, notes = dict(card["settings"]), dict(card["notes"])
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
-    if not bank_path.exists():
-        raise InputError(f"{bank_path}: expected the file that {CARD} names, got none")
-    _give_weights(backbone, folder, net_card)
-    bank = FeatureBank.load(bank_path, expect_fingerprint=bank_print, verify=verify, mmap=mmap)
-    metric, keys = _read_metric(folder, card["metric"]) if "metric" in card else (None, None)
-    potential = _read_potential(folder, card) if "potential" in card else None
-    surrogate = _read_surrogate(folder, card["surrogate"]) if "surrogate" in card else None
-    parts = backbone.eval(), bank, settings, notes, metric, keys, potential, surrogate
-    return ModelParts(*parts)
+def read_bank(folder: Path, card: Mapping[str, Any], *, verify: bool, mmap: bool) -> FeatureBank:
+    """The bank that the card names. `verify` reads all of it and refuses one changed byte."""
+    entry = card["bank"]
+    path, expected = _existing(folder, entry), entry["fingerprint"]
+    return FeatureBank.load(path, expect_fingerprint=expected, verify=verify, mmap=mmap)
 
 
-def _read_metric(folder: Path, card: Mapping[str, Any]) -> tuple[Metric, Tensor]:
-    metric = build_metric(card["config"])
-    _give_weights(metric, folder, card["metric"])
-    return metric.eval(), _held(folder, card["keys"]).tensors["keys"]
-
-
-def _read_surrogate(folder: Path, entry: Mapping[str, Any]) -> CipNet:
-    try:
-        surrogate = CipNet.from_config(entry["config"])
-        _give_weights(surrogate, folder, entry)
-    except KeyError as error:
-        raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
-    return surrogate.eval()
-
-
-def _owner(card: Mapping[str, Any]) -> str:
-    """The bank that levels belong to: its net and data, and the file with its contents' print."""
-    return f"{card['bank']['fingerprint']} in {card['bank']['file']}"
-
-
-def _read_potential(folder: Path, card: Mapping[str, Any]) -> BankPotential:
-    entry, owner = card["potential"], _owner(card)
-    tensors, header = _held(folder, entry)
-    levels, bank = tensors["levels"], header.get("bank")
-    if bank != owner:
-        raise InputError(
-            f"{folder / entry['file']}: expected the levels of the bank {owner}, got those of "
-            f"{bank}"
-        )
-    try:
-        curvature = entry["smoothness"], entry["strong_convexity"]
-        account = entry["sweeps"], entry["violation"]
-    except KeyError as error:
-        raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
-    return BankPotential(levels, *curvature, levels.isnan().nonzero()[:, 0], *account)
-
-
-def _give_weights(net: nn.Module, folder: Path, entry: Mapping[str, Any]) -> None:
-    """The weights of a file that the card names, into the net that the card describes."""
-    state = _held(folder, entry).tensors
-    try:
-        net.load_state_dict(state, assign=True)  # which keeps their dtype
-    except RuntimeError as error:
-        path = folder / entry["file"]
-        raise InputError(f"{path}: expected weights that fit {CARD}, got: {error}") from error
-
-
-def _held(folder: Path, entry: Mapping[str, str]) -> Checkpoint:
-    """The contents of a file that the card names, if they are those it was written with."""
-    path = folder / entry["file"]
-    if not path.exists():
-        raise InputError(f"{path}: expected the file that {CARD} names, got none")
-    held = read_checkpoint(path)
-    if (found := fingerprint(held.tensors)) != entry["fingerprint"]:
+def read_tensors(
+    folder: Path, card: Mapping[str, Any], entry: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors of a block, if they are those that its entry in the card was written for."""
+    path = _existing(folder, entry)
+    tensors, header = read_checkpoint(path)
+    if (found := fingerprint(tensors)) != entry["fingerprint"]:
         raise InputError(
             f"{path}: expected the contents {entry['fingerprint']} named in {CARD}, "
             f"got {found}: a file of another model"
         )
-    return held
+    if (bank := header.get("bank", _owner(card))) != _owner(card):
+        raise InputError(f"{path}: expected a file for the bank {_owner(card)}, got one for {bank}")
+    return tensors
+
+
+def _existing(folder: Path, entry: Mapping[str, Any]) -> Path:
+    path = folder / str(entry["file"])
+    if not path.exists():
+        raise InputError(f"{path}: expected the file that {CARD} names, got none")
+    return path
 
 
 def _sealed_text(card: Mapping[str, Any]) -> str:

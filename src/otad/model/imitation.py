@@ -24,7 +24,7 @@ from otad.model.otad import OTAD
 from otad.training import TrainConfig
 
 PAPER_WIDTH = 2048  # of the tokens, for features of dimension 24,576
-_SOUGHT_ROWS = 1024
+_SEARCHED_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +59,10 @@ def imitate(
     `otad.cip.surrogate.train_cip_net`. The model given is left as it is.
     """
     solver = model.solver
-    if model.scope == "global" or not isinstance(solver, ExactCip):
-        kind = "global scope" if model.scope == "global" else type(solver).__name__
+    if not isinstance(solver, ExactCip):
         raise InputError(
-            f"model: expected local scope and ExactCip, whose answers are learned, got {kind}"
+            "model: expected local scope and ExactCip, whose answers are learned, got "
+            f"{model.scope} scope and {type(solver).__name__}"
         )
     if solver.spares:
         raise InputError(
@@ -98,7 +98,7 @@ def imitate(
         max_seconds=max_seconds,
         progress=progress,
     )
-    return Imitation(model.with_solver(net), result)
+    return Imitation(model.replace(solver=net), result)
 
 
 def recipe_for(model: OTAD) -> TrainConfig:
@@ -139,10 +139,12 @@ def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
     chosen = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(chosen, "rows", "M", dtypes=(torch.int64,))
     found = [
-        model.neighbors(gathered(points, some, like.device).to(like), exclude=some).indices
-        for some in chosen.split(_SOUGHT_ROWS)
+        model.neighbors(
+            gathered(points, some, like.device).to(like), model.n_neighbors, exclude=some
+        ).indices
+        for some in chosen.split(_SEARCHED_ROWS)
     ]
-    indices = torch.cat(found)[:, : model.n_neighbors]
+    indices = torch.cat(found)
     if rows is None and (inputs.dtype, inputs.device) == (like.dtype, like.device):
         return problem_of(model, inputs, indices)  # as it lies, be it in a file
     return problem_of(model, gathered(inputs, chosen, like.device).to(like), indices)

@@ -1,14 +1,13 @@
 """OTAD: a backbone whose features are interpolated from its training points.
 
-For an input x the backbone embeds it, the convex integration problem gives the feature of a
-Lipschitz map through pairs (x_i, z_i) of training points, and the backbone's own linear head reads
-that feature. The pairs are those of the K nearest training points, sought for each input (local
-scope), or of all of them, by one map for every input (global scope).
+The backbone embeds an input x. An answerer solves a convex integration problem, which gives the
+feature of a Lipschitz map through pairs (x_i, z_i) of training points. The backbone's own linear
+head reads that feature. The pairs are those of the K nearest training points of each input (local
+scope), or all of them, with one map for every input (global scope).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,75 +15,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice, check_evaluation, check_shape, check_tensor
-from otad.cip import BankProblem, CipSolution, ExactCip
+from otad.checks import check_evaluation
 from otad.cip.protocols import Solver
-from otad.cip.surrogate import CipNet
-from otad.cip.whole_bank.potential import BankPotential
+from otad.cip.whole_bank.map import WholeBank
+from otad.cip.whole_bank.potential import BankPotential, Progress
 from otad.errors import InputError
-from otad.model.answerers import (
-    LOCAL_SMOOTHNESS,
-    Answer,
-    answer_by,
-    check_settings,
-    describe_solver,
-    potential_of,
-)
+from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer, make_answerer
 from otad.model.bank import FeatureBank
-from otad.model.bank_module import Banked
-from otad.model.folder import ModelParts, read_model, write_model
-from otad.nets import Backbone, Metric
-from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
+from otad.model.bank_module import BankModule
+from otad.model.folder import CARD, Block, read_bank, read_card, read_tensors, write_model
+from otad.nets import Backbone, Metric, build, build_metric
 
-SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
+METRIC_VERSION = 2  # the least version of a model card with a metric
 
 
-@dataclass(frozen=True, eq=False)
-class Trace:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trace(Answer):
     """A prediction and all it rests on, one row per input.
 
     `outputs`: logits (B,C), or values (B,) in regression. `neighbors`: the training points found,
     `labels` (B,K) theirs. `solution`: the convex integration answer, with the weight of each
     neighbor, the curvature used, the residual and the status.
 
-    In global scope the neighbors are the support of the answer, most weight first, padded with
+    For a global map the neighbors are the points with weight, most weight first, padded with
     points of weight 0, and `gap` (B,) bounds how far its feature is from the exact one:
-    |z' - exact|^2 <= 2 (L - l) gap. In local scope it is None.
+    |z' - exact|^2 <= 2 (L - l) gap. Otherwise it is None.
     """
 
     outputs: Tensor
-    neighbors: Neighbors
     labels: Tensor
-    solution: CipSolution
-    gap: Tensor | None = None
 
 
-class OTAD(Banked):
+class OTAD(BankModule):
     """A classifier or regressor x (B,*input_shape) -> logits (B,C) or values (B,).
 
     Inputs are in the backbone's own domain (pixels, raw features). Differentiable in x for fixed
-    neighbors. The bank travels with the module (`to`, `state_dict`) unless `resident` is False:
-    then it stays where it is, for instance mapped from a file, and only neighbors are read.
+    neighbors. The bank moves with the module (`to`, `state_dict`) unless `resident` is False: then
+    it stays where it is, for instance mapped from a file, and only neighbors are read.
 
-    The bank is that of the nets as they were: `train()` leaves all parts in evaluation mode, while
-    gradients reach inputs, and nets that are trained further must be defended anew.
+    The bank belongs to the nets as they were when it was made. So `train()` leaves all parts in
+    evaluation mode, and nets that are trained further must be defended anew.
 
     - `n_neighbors` (K), `smoothness` (L), `strong_convexity` (l): the map asked for.
     - `scope`: "local", each input by its own K neighbors, L = 2 by default; or "global", one map
-      for the whole bank, by default of the least L that all its points allow. For a smaller L
-      points that contradict the others are left out: see `potential`, which is found here, by
-      sweeps over all pairs, unless it is given. K then is that of k-NN twins and attacks alone.
+      for every input, by default of the least L that all bank points allow. For a smaller L
+      points that contradict others are left out: see `potential`, which is found here, by
+      sweeps over all pairs, unless it is given; `sweep_progress` is called after each with (sweeps
+      done, largest raise of a level). K is then that of k-NN baselines and attacks alone.
     - `solver`: how eq. (2) and (3) are solved in local scope. The default answers every row: where
       neighbors contradict each other beyond repair, by the nearest one alone (see `trace`). A
-      trained `otad.cip.surrogate.CipNet` estimates the answers instead (the paper's OTAD-T-NN): a
-      part of this module, as differentiable in x, and without weights, residuals or proofs.
+      trained `otad.cip.surrogate.CipNet` estimates the answers instead (the paper's OTAD-T-NN):
+      as differentiable in x, but without weights, residuals or proofs.
     - `search`: "torch", or "faiss" (extra `index`), by which neighbors or the support are found.
-    - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are sought, with
-      the `keys` (N,m) of the bank; None for the embedded space itself.
-    """
+    - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are searched,
+      with the `keys` (N,m) of the bank; None for the embedded space itself.
 
-    bank_keys: Tensor | None
-    solver: Solver
+    The first four make the `answerer`, see `otad.model.answerers`.
+    """
 
     def __init__(
         self,
@@ -101,128 +88,135 @@ class OTAD(Banked):
         resident: bool = True,
         metric: nn.Module | None = None,
         keys: Tensor | None = None,
+        sweep_progress: Progress | None = None,
     ) -> None:
         if bank.dim != backbone.dim:
             raise InputError(
                 f"bank: expected features of dimension {backbone.dim} like the backbone's, "
                 f"got {bank.dim}"
             )
-        asked = n_neighbors, smoothness, strong_convexity, solver, scope
-        check_settings(len(bank), *asked, dim=bank.dim)
-        check_keys(metric, keys, len(bank), scope)
-        if scope == "local" and potential is not None:
-            raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
-        if scope == "global":
-            if potential is None:
-                potential = potential_of(bank, smoothness, strong_convexity, lift=backbone.lift)
-            elif smoothness is not None and not math.isclose(smoothness, potential.smoothness):
-                raise InputError(
-                    f"smoothness: expected {potential.smoothness}, that of the potential, or None, "
-                    f"got {smoothness}"
-                )
-            smoothness, strong_convexity = potential.smoothness, potential.strong_convexity
+        refuse_metric(metric, scope)
+        if (metric is None) != (keys is None):
+            raise InputError("metric: expected together with the bank's keys, got one of the two")
+        answerer = make_answerer(
+            bank,
+            n_neighbors=n_neighbors,
+            scope=scope,
+            smoothness=smoothness,
+            strong_convexity=strong_convexity,
+            solver=solver,
+            potential=potential,
+            sweep_progress=sweep_progress,
+            lift=backbone.lift,
+        )
         super().__init__(
             bank,
+            n_neighbors=n_neighbors,
+            spares=answerer.spares,
+            search=search,
             resident=resident,
-            search=check_choice(search, "search", tuple(SEARCHES)),
-            smoothness=LOCAL_SMOOTHNESS if smoothness is None else smoothness,
-            strong_convexity=strong_convexity,
-            potential=potential,
+            keys=keys,
         )
         self.backbone = backbone
-        self.solver = solver or ExactCip(on_failure="fallback")
-        self.n_neighbors = n_neighbors
-        self.notes: dict[str, Any] = {}
+        self.answerer = answerer
         self.metric = metric
-        self.register_buffer("bank_keys", keys)
+        self.notes: dict[str, Any] = {}
         self.eval()
 
     def train(self, mode: bool = True) -> OTAD:
-        """Evaluation mode, whatever is asked for: others would move statistics of batches, and so
-        inputs away from the bank."""
+        """Stay in evaluation mode: in training mode the nets would use or change statistics of
+        batches, and the bank would no longer fit them."""
         super().train(False)
         return self
 
     @property
-    def n_sought(self) -> int:
-        """Neighbors looked up per input: K and the solver's spares."""
-        return self.n_neighbors + self.solver.spares
+    def scope(self) -> str:
+        return self.answerer.scope
 
     @property
-    def bank_points(self) -> Tensor:
-        """The bank (N,m) in the space where neighbors are sought."""
-        return self.bank_inputs if self.bank_keys is None else self.bank_keys
+    def smoothness(self) -> float:
+        return self.answerer.smoothness
 
-    def locate(self, x: Tensor) -> Tensor:
-        """Inputs (B,*input_shape) in the space where neighbors are sought (B,m)."""
+    @property
+    def strong_convexity(self) -> float:
+        return self.answerer.strong_convexity
+
+    @property
+    def solver(self) -> Solver | None:
+        """What solves small problems; None in global scope."""
+        return self.answerer.solver
+
+    @property
+    def potential(self) -> BankPotential | None:
+        """The potential of the bank in global scope, where it is now; else None."""
+        return self.answerer.potential
+
+    @property
+    def whole_bank(self) -> WholeBank:
+        """The global map."""
+        return self.answerer.whole_bank(self)
+
+    def query_keys(self, x: Tensor) -> Tensor:
+        """Inputs (B,*input_shape) in the space in which neighbors are searched (B,m)."""
         check_evaluation(self, "model")
         return self.backbone.embed(x) if self.metric is None else keys_of(x, self.metric)
 
-    def neighbors(self, points: Tensor, *, exclude: Tensor | None = None) -> Neighbors:
-        """The training points nearest to located inputs (B,m), nearest first."""
-        bank = self.bank_points
-        if self._found is None or self._found[0] is not bank:
-            self._found = bank, SEARCHES[self.search](bank)
-        return self._found[1](points, self.n_sought, exclude=exclude)
-
     def solve(
-        self, embedded: Tensor, located: Tensor | None = None, *, exclude: Tensor | None = None
+        self, embedded: Tensor, keys: Tensor | None = None, *, exclude: Tensor | None = None
     ) -> Answer:
-        """The convex integration answer to embedded inputs (B,d): what the scopes differ in.
+        """The answer to embedded inputs (B,d).
 
-        `located` (B,m): the same inputs where neighbors are sought, if that is another space.
+        `keys` (B,m): the same inputs where neighbors are searched, if that is another space.
         """
-        if self.scope == "global":
-            if exclude is not None:
-                raise InputError(
-                    "exclude: expected None in global scope, where one map passes through all "
-                    "bank points, got rows to leave out"
-                )
-            return answer_by(self.whole_bank, self.bank_inputs, embedded)
-        if located is None and self.metric is not None:
-            raise InputError("located: expected keys, as neighbors are sought by a metric")
-        points = embedded if located is None else located
-        neighbors = self.neighbors(points, exclude=exclude)
-        problem = BankProblem(
-            embedded,
-            self.bank_inputs,
-            self.bank_features,
-            neighbors.indices,
-            self.smoothness,
-            self.strong_convexity,
-        )
-        return Answer(neighbors, self.solver(problem))
+        if keys is None and self.metric is not None:
+            raise InputError("keys: expected query keys, as neighbors are searched by a metric")
+        keys = embedded if keys is None else keys
+        return self.answerer.answer(self, embedded, keys, exclude=exclude)
 
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
-        """The prediction with its account. `exclude` (B,): bank rows that are x's own copies, for
-        local scope alone."""
+        """The prediction and what it rests on. `exclude` (B,), for local scope alone: bank rows
+        that are copies of x."""
         check_evaluation(self, "model")
         embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        located = None if self.metric is None else self.locate(x)
-        found = self.solve(embedded, located, exclude=exclude)
+        keys = None if self.metric is None else self.query_keys(x)
+        found = self.solve(embedded, keys, exclude=exclude)
         indices = found.neighbors.indices.to(self.bank_labels.device)
-        labels = self.bank_labels[indices].to(x.device)
-        outputs = self.backbone.head(found.solution.image)
-        return Trace(outputs, found.neighbors, labels, found.solution, found.gap)
+        return Trace(
+            outputs=self.backbone.head(found.solution.image),
+            labels=self.bank_labels[indices].to(x.device),
+            neighbors=found.neighbors,
+            solution=found.solution,
+            gap=found.gap,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.trace(x).outputs
 
-    def with_solver(self, solver: Solver) -> OTAD:
-        """The same net and bank, answered by another solver; in local scope."""
-        model = OTAD(
-            self.backbone,
-            self.bank,
-            n_neighbors=self.n_neighbors,
-            scope=self.scope,
-            smoothness=self.smoothness,
-            strong_convexity=self.strong_convexity,
-            solver=solver,
-            search=self.search,
-            resident=self.resident,
-            metric=self.metric,
-            keys=self.bank_keys,
-        )
+    def replace(self, **changes: Any) -> OTAD:
+        """The same model with some arguments of the constructor changed.
+
+        Another scope starts from the defaults of that scope. With another bank or curvature a
+        global potential is found anew, unless it is given. A metric needs `keys` of another bank.
+        """
+        options = self.answerer.options()
+        if changes.get("scope", self.scope) != self.scope:
+            options = {}
+        elif "potential" in changes:
+            options = {"scope": self.scope}
+        elif "potential" in options and {"bank", "smoothness", "strong_convexity"} & set(changes):
+            options = {"scope": self.scope, "smoothness": self.smoothness}
+            if not self.backbone.lift:
+                options["strong_convexity"] = self.strong_convexity
+        current: dict[str, Any] = {
+            "backbone": self.backbone,
+            "bank": self.bank,
+            "n_neighbors": self.n_neighbors,
+            "search": self.search,
+            "resident": self.resident,
+            "metric": self.metric,
+            "keys": self.bank_keys,
+        }
+        model = OTAD(**(current | options | changes))
         model.notes = dict(self.notes)
         return model
 
@@ -231,54 +225,48 @@ class OTAD(Banked):
 
         `notes` (data, classes, metrics, ... in plain JSON) are added to those the model has.
         """
-        if not (self.metric is None or isinstance(self.metric, Metric)):
-            raise InputError(
-                "metric: expected an otad.nets.Metric, which can describe itself, to save the "
-                f"model, got {type(self.metric).__name__}"
-            )
-        settings = {
-            "n_neighbors": self.n_neighbors,
-            "smoothness": self.smoothness,
-            "strong_convexity": self.strong_convexity,
-            "search": self.search,
+        answerer, metric, keys = self.answerer, self.metric, self.bank_keys
+        about: dict[str, Any] = {
+            "version": answerer.card_version,
+            "settings": {
+                "n_neighbors": self.n_neighbors,
+                "smoothness": self.smoothness,
+                "strong_convexity": self.strong_convexity,
+                "search": self.search,
+                **answerer.settings(),
+            },
+            "notes": self.notes | notes,
         }
-        surrogate = self.solver if isinstance(self.solver, CipNet) else None
-        if self.scope == "global":
-            settings["scope"] = self.scope
-        elif surrogate is None:
-            settings["solver"] = describe_solver(self.solver)
-        parts = ModelParts(
-            self.backbone,
-            self.bank,
-            settings,
-            self.notes | notes,
-            self.metric,
-            self.bank_keys,
-            self.potential,
-            surrogate,
-        )
-        return write_model(folder, parts)
+        config = {"config": self.backbone.config()}
+        blocks = {"backbone": Block("backbone", self.backbone.state_dict(), config, config)}
+        if metric is not None and keys is not None:
+            if not isinstance(metric, Metric):
+                raise InputError(
+                    "metric: expected an otad.nets.Metric, which can describe itself, to save the "
+                    f"model, got {type(metric).__name__}"
+                )
+            about["version"] = max(METRIC_VERSION, answerer.card_version)
+            about["metric"] = {"config": metric.config()}
+            blocks["metric.metric"] = Block("metric", metric.state_dict())
+            blocks["metric.keys"] = Block("keys", {"keys": keys})
+        if answerer.card_entry is not None and (block := answerer.block()) is not None:
+            blocks[answerer.card_entry] = block
+        return write_model(folder, about, self.bank, blocks)
 
     def extra_repr(self) -> str:
         curvature = f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
         bank = f"bank={len(self.bank_inputs)} points, "
-        if self.bank_levels is not None:
-            left_out = int(self.bank_levels.isnan().sum())
-            return f"{bank}scope=global, {curvature}left_out={left_out}"
-        return f"{bank}n_neighbors={self.n_neighbors}, {curvature}mode={self.solver.mode}"
+        if (potential := self.potential) is not None:
+            return f"{bank}scope=global, {curvature}left_out={len(potential.left_out)}"
+        return f"{bank}n_neighbors={self.n_neighbors}, {curvature}mode={self.answerer.mode}"
 
 
-def check_keys(metric: nn.Module | None, keys: Tensor | None, points: int, scope: str) -> None:
+def refuse_metric(metric: nn.Module | None, scope: str) -> None:
     if metric is not None and scope == "global":
         raise InputError(
-            "metric: expected none in global scope, where no neighbors are sought, got "
+            "metric: expected none in global scope, where no neighbors are searched, got "
             f"{type(metric).__name__}"
         )
-    if (metric is None) != (keys is None):
-        raise InputError("metric: expected together with the keys of the bank, got one of the two")
-    if keys is not None:
-        check_tensor(keys, "keys", "N,m")
-        check_shape(keys, "keys", (points, keys.shape[1]), "with one key per bank point")
 
 
 def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
@@ -296,26 +284,31 @@ def load(
     With `resident=False` the bank stays mapped from its file. `verify=False` skips reading the
     whole bank for its checksum.
     """
-    parts = read_model(folder, verify=verify, mmap=not resident)
-    settings = dict(parts.settings)
+    folder = Path(folder)
+    card = read_card(folder)
     try:
-        if parts.surrogate is not None:
-            settings["solver"] = parts.surrogate
-        elif parts.potential is None:
-            solver = dict(settings.pop("solver"))
-            if solver.get("climb") is not None:
-                solver["climb"] = tuple(solver["climb"])  # JSON knows lists only
-            settings["solver"] = ExactCip(**solver)
+        backbone = build(card["backbone"]["config"])
+        bank = read_bank(folder, card, verify=verify, mmap=not resident)
+        backbone.load_state_dict(read_tensors(folder, card, card["backbone"]), assign=True)
+        metric, keys = None, None
+        if "metric" in card:
+            metric, stored = build_metric(card["metric"]["config"]).eval(), card["metric"]
+            metric.load_state_dict(read_tensors(folder, card, stored["metric"]), assign=True)
+            keys = read_tensors(folder, card, stored["keys"])["keys"]
+        kind = next((kind for kind in ANSWERERS if kind.card_entry in card), NeighborAnswerer)
+        entry = card[kind.card_entry] if kind.card_entry else {}
+        tensors = read_tensors(folder, card, entry) if entry else {}
         model = OTAD(
-            parts.backbone,
-            parts.bank,
-            potential=parts.potential,
+            backbone.eval(),
+            bank,
             resident=resident,
-            metric=parts.metric,
-            keys=parts.keys,
-            **settings,
+            metric=metric,
+            keys=keys,
+            **kind.restore(card["settings"], entry, tensors),
         )
+        model.notes = dict(card["notes"])
     except (KeyError, TypeError) as error:
-        raise InputError(f"{folder}: expected the settings of a model, got: {error}") from error
-    model.notes = parts.notes
+        raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
+    except RuntimeError as error:
+        raise InputError(f"{folder}: expected weights that fit {CARD}, got: {error}") from error
     return model.to(device)

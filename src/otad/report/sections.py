@@ -66,7 +66,7 @@ def scientific(value: float) -> str:
 
 def model_section(dataset: Dataset, model: OTAD, config: TrainConfig) -> Section:
     """The data and the model card."""
-    backbone, solver = model.backbone, model.solver
+    backbone = model.backbone
     what = f"{len(dataset.classes)} classes" if dataset.classes else "a value to predict"
     parameters = sum(weight.numel() for weight in backbone.parameters())
     facts = {
@@ -79,7 +79,7 @@ def model_section(dataset: Dataset, model: OTAD, config: TrainConfig) -> Section
         "bank": f"{len(model.bank_inputs):,} pairs (input, feature)",
         "neighbors": f"K = {model.n_neighbors}",
         "curvature": f"L = {model.smoothness:g}, l = {model.strong_convexity:g}, "
-        f"{solver.mode} mode",
+        f"{model.answerer.mode} mode",
         "data fingerprint": dataset.fingerprint()[:16],
         "bank fingerprint": model.bank_fingerprint[:16],
     }

@@ -145,7 +145,7 @@ class Neighborhood:
         return _views_of_one_map(neighbors)
 
     def embed(self, x: Tensor) -> Tensor:
-        located = self.owner.locate(x)
+        located = self.owner.query_keys(x)
         return located[:, : located.shape[1] - _lift_of(self.owner)] - self.center
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
