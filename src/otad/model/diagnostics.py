@@ -42,6 +42,11 @@ class Distribution:
     quantile_99: float
     most: float
 
+    @property
+    def marks(self) -> tuple[float, ...]:
+        """Least, median, 90 %, 99 %, most."""
+        return self.least, self.median, self.quantile_90, self.quantile_99, self.most
+
     @staticmethod
     def of(values: Tensor) -> Distribution | None:
         """The distribution of values (B,); None where not one of them is a number."""
