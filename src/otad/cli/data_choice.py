@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from otad import data
-from otad.cli.npz import load_npz
 from otad.data import Dataset
-from otad.data.files import find_first
+from otad.data.npz import load_npz
+from otad.data.registry import find_first
 from otad.errors import InputError
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from otad.cli.console import remark
 from otad.cli.inputs import InputRows, open_inputs
-from otad.cli.npz import read_npz
 from otad.cli.options import READING
 from otad.data import read_h5ad, read_table
-from otad.data.labels import encode_labels
+from otad.data.npz import read_npz
+from otad.data.preprocess import encode_labels
 from otad.data.table import Table
 from otad.errors import InputError
 from otad.model.otad import OTAD

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
 from otad.cli.data_choice import DataChoice, bank_part
-from otad.cli.npz import as_inputs, read_npz
 from otad.data import (
     CellPreparation,
     list_images,
@@ -21,7 +20,8 @@ from otad.data import (
     read_table,
 )
 from otad.data.dataset import refuse_repeats
-from otad.data.files import find_first
+from otad.data.npz import as_inputs, read_npz
+from otad.data.registry import find_first
 from otad.errors import InputError
 from otad.model.otad import OTAD
 

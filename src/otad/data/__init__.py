@@ -1,14 +1,21 @@
-"""Data sets: one registry, one frozen type, loaders that say what they miss. Downloads nothing."""
+"""Data sets: one registry, one frozen type, loaders for files. Nothing is downloaded."""
 
 from __future__ import annotations
 
-from otad.data.cells import CellPreparation, CellTable
+from otad.data import named  # noqa: F401, it registers the data sets
+from otad.data.cells import CellPreparation, CellTable, load_h5ad, read_h5ad
 from otad.data.dataset import Dataset, Task
-from otad.data.files import MissingDataError
-from otad.data.h5ad import load_h5ad, read_h5ad
 from otad.data.image_folder import list_images, load_image_folder, read_images
+from otad.data.npz import load_npz, read_npz
 from otad.data.preprocess import Standardizer
-from otad.data.registry import DatasetInfo, describe, load, names
+from otad.data.registry import (
+    DatasetInfo,
+    MissingDataError,
+    describe,
+    load,
+    names,
+    register_dataset,
+)
 from otad.data.splits import TrainValidation, holdout, most_central, split, subset_per_class
 from otad.data.table import Table, load_csv, read_table
 
@@ -29,11 +36,14 @@ __all__ = [
     "load_csv",
     "load_h5ad",
     "load_image_folder",
+    "load_npz",
     "most_central",
     "names",
     "read_h5ad",
     "read_images",
+    "read_npz",
     "read_table",
+    "register_dataset",
     "split",
     "subset_per_class",
 ]

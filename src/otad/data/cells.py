@@ -1,9 +1,11 @@
-"""Single cells: log-normalization, choice of genes, scaling; fitted on train cells only."""
+"""Single cells: AnnData files (extra `singlecell`), log-normalization, choice of genes, scaling."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,19 @@ from scipy import sparse
 from torch import Tensor
 
 from otad.checks import check_count
-from otad.data.preprocess import Standardizer
-from otad.errors import InputError
+from otad.data.dataset import Dataset, refuse_repeats
+from otad.data.preprocess import Standardizer, class_names, encode_labels
+from otad.data.registry import find_first
+from otad.data.splits import holdout
+from otad.errors import InputError, MissingExtraError
+
+CLIP = 10.0  # of scaled values
+_CARD = {"genes", "target_sum", "mean", "std", "clip"}
 
 
 @dataclass(frozen=True, eq=False)
 class CellTable:
-    """Cells by genes: values (N, G) in a sparse row format, gene names (G), one label a cell."""
+    """Cells by genes: values (N, G) in a sparse row format, gene names (G), one label per cell."""
 
     values: sparse.csr_matrix
     genes: tuple[str, ...]
@@ -27,9 +35,7 @@ class CellTable:
     def __post_init__(self) -> None:
         if self.values.shape[1] != len(self.genes):
             raise InputError(f"genes: expected {self.values.shape[1]} names, got {len(self.genes)}")
-        if len(set(self.genes)) != len(self.genes):
-            twice = next(gene for gene in self.genes if self.genes.count(gene) > 1)
-            raise InputError(f"genes: expected distinct names, got {twice!r} more than once")
+        refuse_repeats(self.genes, "genes")
         if not np.isfinite(self.values.data).all():
             raise InputError("cells: expected finite values, got NaN or infinity")
 
@@ -42,77 +48,62 @@ class CellTable:
 class CellPreparation:
     """What was done to the cells of a data set, to be repeated on new cells.
 
-    1. each cell divided by its total over ALL genes, times `target_sum`, then log(1 + x)
-       (left out when `target_sum` is None; a cell without counts stays zero);
-    2. the columns `genes`;
-    3. `scaling`, then clipping to [-clip, clip] (left out when None).
+    1. Each cell is divided by its total over ALL genes, times `target_sum`, then log(1 + x). With
+       `target_sum` None this is skipped; a cell without counts stays zero.
+    2. The columns `genes` are selected.
+    3. `scaling`, then clipping to [-clip, clip].
     """
 
     genes: tuple[str, ...]
     target_sum: float | None
-    scaling: Standardizer | None
-    clip: float | None
+    scaling: Standardizer
+    clip: float = CLIP
 
     @classmethod
     def fit(
-        cls,
-        cells: CellTable,
-        *,
-        genes: int | None = None,
-        normalize: bool = True,
-        scale: bool = True,
-        clip: float | None = 10.0,
+        cls, cells: CellTable, *, genes: int | None = None, normalize: bool = True
     ) -> CellPreparation:
         """From train cells: the median total, the `genes` of largest variance, mean and std."""
         target_sum = float(np.median(_totals(cells.values))) if normalize else None
         if target_sum is not None and target_sum <= 0:
             raise InputError("cells: expected counts, got a median total of zero")
-        values = _log_normalize(cells.values, target_sum)
-        chosen = cells.genes
+        values, chosen = _log_normalize(cells.values, target_sum), cells.genes
         if genes is not None:
             if check_count(genes, "genes") > len(cells.genes):
                 raise InputError(f"genes: expected at most {len(cells.genes)}, got {genes}")
             columns = np.sort(np.argsort(-_variance(values), kind="stable")[:genes])
             chosen = tuple(cells.genes[column] for column in columns)
             values = values[:, columns]
-        scaling = Standardizer.fit(_dense(values)) if scale else None
-        return cls(chosen, target_sum, scaling, clip if scale else None)
+        return cls(chosen, target_sum, Standardizer.fit(_dense(values)))
 
     def __call__(self, cells: CellTable) -> Tensor:
-        """float32 (N, genes); genes are found by name, so their order in `cells` is free."""
+        """float32 (N, genes); genes are found by name, so `cells` may have them in any order."""
         position = {gene: column for column, gene in enumerate(cells.genes)}
         missing = [gene for gene in self.genes if gene not in position]
         if missing:
-            shown = ", ".join(missing[:5])
             raise InputError(
                 f"cells: expected the {len(self.genes)} genes of the preparation, "
-                f"{len(missing)} are missing: {shown}"
+                f"{len(missing)} are missing: {', '.join(missing[:5])}"
             )
         values = _log_normalize(cells.values, self.target_sum)
         x = _dense(values[:, [position[gene] for gene in self.genes]])
-        if self.scaling is not None:
-            x = self.scaling(x)
-        return x if self.clip is None else x.clamp(-self.clip, self.clip)
+        return self.scaling(x).clamp(-self.clip, self.clip)
 
     def to_json(self) -> dict[str, Any]:
-        scaling = self.scaling
         return {
             "genes": list(self.genes),
             "target_sum": self.target_sum,
-            "mean": None if scaling is None else scaling.mean.tolist(),
-            "std": None if scaling is None else scaling.std.tolist(),
+            "mean": self.scaling.mean.tolist(),
+            "std": self.scaling.std.tolist(),
             "clip": self.clip,
         }
 
     @classmethod
     def from_json(cls, card: dict[str, Any]) -> CellPreparation:
-        expected = {"genes", "target_sum", "mean", "std", "clip"}
-        if set(card) != expected:
-            raise InputError(f"preparation: expected {sorted(expected)}, got {sorted(card)}")
-        scaling = None
-        if card["mean"] is not None:
-            mean, std = (torch.tensor(card[key], dtype=torch.float32) for key in ("mean", "std"))
-            scaling = Standardizer(mean, std)
+        if set(card) != _CARD:
+            raise InputError(f"preparation: expected {sorted(_CARD)}, got {sorted(card)}")
+        mean, std = (torch.tensor(card[key], dtype=torch.float32) for key in ("mean", "std"))
+        scaling = Standardizer(mean, std)
         return cls(tuple(card["genes"]), card["target_sum"], scaling, card["clip"])
 
 
@@ -120,7 +111,7 @@ def _totals(values: sparse.csr_matrix) -> np.ndarray:
     if values.data.size and values.data.min() < 0:
         raise InputError(
             f"cells: expected counts, which are not negative, got {values.data.min()}; "
-            "for values that are scaled already pass normalize=False (--no-normalize)"
+            "for values that are already scaled pass normalize=False (--no-normalize)"
         )
     return np.asarray(values.sum(axis=1), dtype=np.float64).ravel()
 
@@ -134,7 +125,7 @@ def _log_normalize(values: sparse.csr_matrix, target_sum: float | None) -> spars
 
 
 def _variance(values: sparse.csr_matrix) -> np.ndarray:
-    """Two passes, so that a large mean does not eat the digits of a small variance."""
+    """In two passes, so that a large mean does not cancel the digits of a small variance."""
     count = values.shape[0]
     mean = np.asarray(values.mean(axis=0, dtype=np.float64)).ravel()
     columns = values.tocsc().astype(np.float64)
@@ -146,3 +137,82 @@ def _variance(values: sparse.csr_matrix) -> np.ndarray:
 
 def _dense(values: sparse.csr_matrix) -> Tensor:
     return torch.from_numpy(values.toarray().astype(np.float32))
+
+
+def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -> CellTable:
+    """The matrix X, the gene names and, if given, the `obs` column `label`. A file without that
+    column is refused, unless it `may_miss` it: new cells have no labels."""
+    try:
+        from anndata import read_h5ad as read
+    except ImportError as error:
+        raise MissingExtraError("anndata", "singlecell") from error
+    find_first([path], "AnnData file")
+    try:
+        with warnings.catch_warnings():  # anndata warns about files of its older layouts
+            warnings.simplefilter("ignore")
+            content = read(path)
+        values = None
+        if content.X is not None:
+            values = sparse.csr_matrix(content.X, dtype=np.float32)
+            values.check_format(full_check=True)  # a place beyond the end would be read from there
+    except Exception as error:  # a damaged file may raise anything within h5py and anndata
+        raise InputError(f"{path}: not a readable .h5ad file ({error})") from error
+    if values is None:
+        raise InputError(f"{path}: expected values in X, got none")
+    cells, labels = content.obs, None
+    if label is not None and (label in cells or not may_miss):
+        if label not in cells:
+            raise InputError(
+                f"{path}: no obs column {label!r}, expected one of {', '.join(cells.columns)}"
+            )
+        if cells[label].isna().any():
+            raise InputError(f"{path}: obs column {label!r} has cells without a value")
+        labels = tuple(str(value) for value in cells[label])
+    return CellTable(values, tuple(str(gene) for gene in content.var_names), labels)
+
+
+def load_h5ad(
+    path: Path,
+    label: str,
+    *,
+    drop: str | Sequence[str] = (),
+    genes: int | None = None,
+    normalize: bool = True,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    name: str | None = None,
+    source: str = "the user's AnnData file",
+) -> Dataset:
+    """Cells labeled by the obs column `label`, prepared by a `CellPreparation`.
+
+    Cells with a label in `drop`, such as 'Ambiguous', are left out.
+    """
+    cells = read_h5ad(path, label)
+    labels = cells.labels or ()
+    dropped = (drop,) if isinstance(drop, str) else tuple(drop)
+    for unwanted in dropped:
+        if unwanted not in labels:
+            known = ", ".join(class_names(labels))
+            raise InputError(f"drop: unknown label {unwanted!r}, expected one of {known}")
+    wanted = [row for row, value in enumerate(labels) if value not in dropped]
+    if not wanted:
+        raise InputError(f"drop: no cell is left of {len(labels)}")
+    cells = cells.rows(wanted)
+    labels = cells.labels or ()
+    classes = class_names(labels)
+    y = encode_labels(labels, classes, str(path))
+    kept, held = holdout(y, test_fraction, seed, task="classification")
+    train, test = cells.rows(kept.tolist()), cells.rows(held.tolist())
+    prepare = CellPreparation.fit(train, genes=genes, normalize=normalize)
+    return Dataset(
+        name=name or path.stem,
+        train_x=prepare(train),
+        train_y=y[kept],
+        test_x=prepare(test),
+        test_y=y[held],
+        task="classification",
+        source=source,
+        classes=classes,
+        feature_names=prepare.genes,
+        preparation=prepare,
+    )

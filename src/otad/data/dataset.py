@@ -1,4 +1,4 @@
-"""The one shape in which data reaches the rest of the library."""
+"""The frozen `Dataset`: the form in which data reaches the rest of the library."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_shape, check_tensor
-from otad.data.cells import CellPreparation
 from otad.errors import InputError
 
 Task = Literal["classification", "regression"]
 
 
 def refuse_repeats(names: Iterable[str], where: str) -> None:
-    """Where one thing is found by its name, such as a column, another of that name is not."""
+    """Refuses a name that occurs twice where things, such as columns, are found by name."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise InputError(
@@ -28,14 +27,20 @@ def refuse_repeats(names: Iterable[str], where: str) -> None:
         )
 
 
+class Preparation(Protocol):
+    """What was done to the inputs of a data set, such as `CellPreparation`."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Train and test parts of one data set, checked once, on the CPU.
 
     Inputs are float32: vectors (N, d), or images (N, C, H, W) within `bounds`. Targets are (N,):
-    int64 indices into `classes`, or float32 values with no classes for regression. Inputs carry
-    no normalization: that belongs inside the model, so that a distance here is one in the
-    user's own units. (Cells are the exception, and `preparation` repeats what was done to them.)
+    int64 indices into `classes`, or float32 values with no classes for regression. Inputs are not
+    normalized: that belongs inside the model, so that distances are in the user's own units. (Cells
+    are the exception, and `preparation` repeats what was done to them.)
     """
 
     name: str
@@ -48,7 +53,7 @@ class Dataset:
     classes: tuple[str, ...] = ()
     bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
-    preparation: CellPreparation | None = field(default=None, repr=False)
+    preparation: Preparation | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_choice(self.task, "task", ("classification", "regression"))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from otad.checks import check_count
 from otad.data.dataset import Dataset
-from otad.data.files import MissingDataError, find_first
-from otad.data.labels import encode_labels
+from otad.data.preprocess import encode_labels
+from otad.data.registry import MissingDataError, find_first
 from otad.data.splits import holdout
 from otad.errors import InputError
 

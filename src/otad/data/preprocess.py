@@ -1,7 +1,8 @@
-"""Standardization, fitted on the train part only."""
+"""Standardization, fitted on the train part only, and the integer codes of classes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,3 +58,23 @@ class Standardizer:
 
     def inverse(self, x: Tensor) -> Tensor:
         return x * self.std + self.mean
+
+
+def class_names(values: Sequence[str]) -> tuple[str, ...]:
+    """The distinct values: in numeric order if all are whole numbers, else alphabetical."""
+    distinct = set(values)
+    if all(value.removeprefix("-").isdecimal() for value in distinct):
+        return tuple(sorted(distinct, key=lambda value: (int(value), value)))
+    return tuple(sorted(distinct))
+
+
+def encode_labels(values: Sequence[str], classes: Sequence[str], where: str) -> Tensor:
+    """int64 (N,) positions in `classes`; a value that is not there is refused."""
+    codes = {name: code for code, name in enumerate(classes)}
+    for row, value in enumerate(values):
+        if value not in codes:
+            raise InputError(
+                f"{where}: unknown label {value!r} in row {row}, "
+                f"expected one of {', '.join(classes)}"
+            )
+    return torch.tensor([codes[value] for value in values], dtype=torch.int64)

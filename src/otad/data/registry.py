@@ -1,24 +1,29 @@
-"""The data sets known by name: one table, one way to load."""
+"""The data sets known by name, and the folder that holds their files."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from otad.data import bundled, cifar, named, synthetic
 from otad.data.dataset import Dataset
-from otad.data.files import data_root
 from otad.errors import InputError
 
-_BUILT_IN = "nothing to get: it comes with the installation"
+FOLDER_VARIABLE = "OTAD_DATA"
+BUILT_IN = "nothing to get: it comes with the installation"
+Build = Callable[..., Dataset]
+
+
+class MissingDataError(InputError, FileNotFoundError):
+    """A data file was not found; the message lists the paths tried and where to get it."""
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What `describe` tells about a data set without loading it."""
+    """What is known about a data set without loading it."""
 
     name: str
     summary: str
@@ -26,120 +31,49 @@ class DatasetInfo:
     where: str
     options: tuple[str, ...]
     needs_folder: bool
+    build: Build = field(repr=False)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    build: Callable[..., Dataset]
-    summary: str
-    source: str
-    where: str = _BUILT_IN
+_INFOS: dict[str, DatasetInfo] = {}
 
 
-def _cells(
+def register_dataset(
     name: str,
-    file: str,
     summary: str,
-    source: str,
     *,
-    label: str = "cell_type",
-    counts: bool = True,
-) -> _Entry:
-    build = named.cell_set(name, file, label, source, counts=counts)
-    return _Entry(build, summary, source, named.cell_hint(file, label, source))
+    source: str,
+    where: str = BUILT_IN,
+    options_of: Callable[..., object] | None = None,
+) -> Callable[[Build], Build]:
+    """Makes a loader known to `load` and `describe`.
 
+    It is called with the data folder (unless the data set is built in), the options that were given
+    and the `name` and `source` of the data set. Its options are its keyword-only arguments, or
+    those of `options_of`. `where` says where to get the files.
+    """
 
-_ENTRIES: dict[str, _Entry] = {
-    "mnist": _Entry(
-        named.mnist,
-        "70,000 digits, 1 x 28 x 28, official split 60,000 / 10,000",
-        named.MNIST_SOURCE,
-        named.MNIST_HINT,
-    ),
-    "fashion_mnist": _Entry(
-        named.fashion_mnist,
-        "70,000 garments, 1 x 28 x 28, official split 60,000 / 10,000",
-        named.FASHION_SOURCE,
-        named.FASHION_HINT,
-    ),
-    "cifar10": _Entry(
-        cifar.load_cifar10,
-        "60,000 photographs, 3 x 32 x 32, official split 50,000 / 10,000",
-        cifar.SOURCE,
-        cifar.HINT,
-    ),
-    "imagenette": _Entry(
-        named.imagenette,
-        "photographs of 10 ImageNet classes, 3 x 224 x 224, split into train and val",
-        named.IMAGENETTE_SOURCE,
-        named.IMAGENETTE_HINT,
-    ),
-    "red_wine": _Entry(
-        named.red_wine,
-        "1,599 red wines, 11 measurements, a quality score (regression unless asked otherwise)",
-        named.RED_WINE_SOURCE,
-        named.RED_WINE_HINT,
-    ),
-    "merfish_mousePOA": _cells(
-        "merfish_mousePOA",
-        "merfish_mousePOA.h5ad",
-        "6,509 cells of the mouse preoptic area, 155 genes, 16 types of which one is 'Ambiguous'",
-        "MERFISH, Moffitt et al. 2018, by way of https://github.com/JEFworks-Lab/SEraster",
-    ),
-    "human_kidney": _cells(
-        "human_kidney",
-        "human_kidney_top2000.h5ad",
-        "5,685 cells of the human kidney, 2,000 genes, 11 types",
-        "https://github.com/ttgump/scDCC, the 2,000 most variable genes",
-    ),
-    "starmap_mpfc": _cells(
-        "starmap_mpfc",
-        "starmap_mpfc.h5ad",
-        "3,704 cells of the mouse prefrontal cortex, 158 genes, 16 types of which one is 'NA'",
-        "STARmap, Wang et al. 2018, by way of https://github.com/YosefLab/scVI-data",
-    ),
-    "pbmc68k": _cells(
-        "pbmc68k",
-        "10x_pbmc68k_reduced.h5ad",
-        "700 blood cells, 765 genes already log-normalized and scaled, 10 types",
-        "10x Genomics PBMC 68k, the reduced file bundled with scanpy",
-        label="bulk_labels",
-        counts=False,
-    ),
-    "synthetic": _Entry(
-        synthetic.synthetic_gaussians,
-        "Gaussian classes around points of the unit sphere in R^128, 50,000 / 10,000",
-        synthetic.SOURCE,
-    ),
-    "digits": _Entry(bundled.digits, "1,797 digits, 1 x 8 x 8", bundled.DIGITS_SOURCE),
-    "breast_cancer": _Entry(
-        bundled.breast_cancer, "569 tumors, 30 measurements, 2 classes", bundled.CANCER_SOURCE
-    ),
-    "diabetes": _Entry(
-        bundled.diabetes, "442 patients, 10 measurements, regression", bundled.DIABETES_SOURCE
-    ),
-    "wine": _Entry(bundled.wine, "178 wines, 13 measurements, 3 cultivars", bundled.WINE_SOURCE),
-}
-_BY_KEY = {name.lower(): name for name in _ENTRIES}
+    def register(build: Build) -> Build:
+        parameters = inspect.signature(options_of or build).parameters.values()
+        keywords = (p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        options = tuple(option for option in keywords if option not in ("name", "source"))
+        _INFOS[name] = DatasetInfo(name, summary, source, where, options, where != BUILT_IN, build)
+        return build
+
+    return register
 
 
 def names() -> tuple[str, ...]:
-    """The names `load` knows."""
-    return tuple(_ENTRIES)
+    """The names that `load` knows."""
+    return tuple(_INFOS)
 
 
 def describe(name: str) -> DatasetInfo:
-    """Summary, source and licence, where to get the files, and the options of `load`."""
-    known = _canonical(name)
-    entry = _ENTRIES[known]
-    return DatasetInfo(
-        name=known,
-        summary=entry.summary,
-        source=entry.source,
-        where=entry.where,
-        options=tuple(option for option in _keywords(entry) if option != "seed"),
-        needs_folder=entry.where != _BUILT_IN,
-    )
+    """Summary, source and license, where to get the files, and the options of `load`."""
+    by_key = {known.lower(): info for known, info in _INFOS.items()}
+    key = name.lower().replace("-", "_")
+    if key not in by_key:
+        raise InputError(f"unknown data set {name!r}, expected one of {', '.join(names())}")
+    return by_key[key]
 
 
 def load(
@@ -147,29 +81,42 @@ def load(
 ) -> Dataset:
     """A data set by name (upper or lower case, hyphen or underscore).
 
-    Files are looked for in `data_dir`, else in the folder named by OTAD_DATA; nothing is
-    downloaded. `seed` fixes the split (or the draw) of a set that has no official split.
+    Its files are read from `data_dir`, or else from the folder named by OTAD_DATA; nothing is
+    downloaded. `seed` determines the split (or the draw) of a set without an official split.
     """
-    known = _canonical(name)
-    entry = _ENTRIES[known]
-    allowed = _keywords(entry)
+    info = describe(name)
+    usable = [option for option in info.options if option != "seed"]
     for option in options:
-        if option not in allowed:
-            usable = ", ".join(key for key in allowed if key != "seed") or "no options"
-            raise InputError(f"{known}: unknown option {option!r}, expected {usable}")
-    if "seed" in allowed:
+        if option not in usable:
+            expected = ", ".join(usable) or "no options"
+            raise InputError(f"{info.name}: unknown option {option!r}, expected {expected}")
+    if "seed" in info.options:
         options["seed"] = seed
-    folder = () if entry.where == _BUILT_IN else (data_root(data_dir),)
-    return entry.build(*folder, **options)
+    folder = (_data_root(data_dir),) if info.needs_folder else ()
+    try:
+        return info.build(*folder, **options, name=info.name, source=info.source)
+    except MissingDataError as error:
+        raise MissingDataError(f"{error}\nWhere to get it: {info.where}") from error
 
 
-def _canonical(name: str) -> str:
-    key = name.lower().replace("-", "_")
-    if key not in _BY_KEY:
-        raise InputError(f"unknown data set {name!r}, expected one of {', '.join(names())}")
-    return _BY_KEY[key]
+def find_first(candidates: Sequence[Path], what: str, hint: str = "") -> Path:
+    """The first candidate that exists, or else an error with every path tried and the hint."""
+    for path in candidates:
+        if path.exists():
+            return path
+    tried = "".join(f"\n  {path.absolute()}" for path in candidates)
+    raise MissingDataError(f"{what} not found. Looked for:{tried}" + (f"\n{hint}" if hint else ""))
 
 
-def _keywords(entry: _Entry) -> tuple[str, ...]:
-    parameters = inspect.signature(entry.build).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+def _data_root(data_dir: str | Path | None) -> Path:
+    chosen = data_dir if data_dir is not None else os.environ.get(FOLDER_VARIABLE)
+    if not chosen:
+        raise MissingDataError(
+            f"no data folder: pass data_dir (--data-dir) or set {FOLDER_VARIABLE} to the folder "
+            "that holds the data sets"
+        )
+    root = Path(chosen).expanduser()
+    if not root.is_dir():
+        setting = "data_dir" if data_dir is not None else FOLDER_VARIABLE
+        raise MissingDataError(f"{setting}: expected a folder, got {str(root.absolute())!r}")
+    return root

@@ -1,10 +1,10 @@
-"""Seeded splits and subsets. The same seed gives the same rows on every machine."""
+"""Seeded splits and subsets: the same seed gives the same rows on every machine."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,28 @@ class TrainValidation(NamedTuple):
 
 
 def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainValidation:
-    """Hold a share of the TRAIN part out, stratified by class; the test part is not touched."""
+    """Holds out a share of the train part, stratified by class. The test part is not touched."""
     x, y = dataset.train_x, dataset.train_y
     kept, held = holdout(y, validation, seed, task=dataset.task)
     return TrainValidation(x[kept], y[kept], x[held], y[held])
+
+
+def split_rows(
+    x: Tensor, y: Tensor, test_fraction: float, seed: int, *, classes: tuple[str, ...], **about: Any
+) -> Dataset:
+    """A data set of x (N, ...) and y (N,) with a share held out as its test part.
+
+    It is a regression if there are no `classes`; `about` holds the other fields.
+    """
+    task: Task = "classification" if classes else "regression"
+    kept, held = holdout(y, test_fraction, seed, task=task)
+    parts: dict[str, Any] = {
+        "train_x": x[kept],
+        "train_y": y[kept],
+        "test_x": x[held],
+        "test_y": y[held],
+    }
+    return Dataset(**parts, task=task, classes=classes, **about)
 
 
 def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
@@ -82,7 +100,7 @@ def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
 
 
 def _rows_by_class(labels: Tensor, least: int) -> Iterator[Tensor]:
-    """The rows of each class, which must be `least` ones."""
+    """The rows of each class, at least `least`."""
     for label in labels.unique().tolist():
         rows = (labels == label).nonzero().flatten()
         if len(rows) < least:

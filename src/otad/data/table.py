@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from otad.data.dataset import Dataset, Task
-from otad.data.files import find_first
-from otad.data.labels import class_names, encode_labels
-from otad.data.splits import holdout
+from otad.data.preprocess import class_names, encode_labels
+from otad.data.registry import find_first
+from otad.data.splits import split_rows
 from otad.errors import InputError
 
 _SEPARATORS = (";", "\t", ",")
@@ -114,17 +114,14 @@ def load_csv(
         labels = table.texts(target)
         classes = class_names(labels)
         y = encode_labels(labels, classes, str(path))
-    x = table.numbers(features)
-    kept, held = holdout(y, test_fraction, seed, task=task)
-    return Dataset(
-        name=name or path.stem,
-        train_x=x[kept],
-        train_y=y[kept],
-        test_x=x[held],
-        test_y=y[held],
-        task=task,
-        source=source,
+    return split_rows(
+        table.numbers(features),
+        y,
+        test_fraction,
+        seed,
         classes=classes,
+        name=name or path.stem,
+        source=source,
         feature_names=tuple(features),
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from otad.cli.npz import as_inputs, load_npz, read_npz
+from otad.data.npz import as_inputs, load_npz, read_npz
 from otad.errors import InputError
 
 X = np.arange(40, dtype=np.float64).reshape(10, 4)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.data import Dataset, Task, holdout
-from otad.data.files import find_first
-from otad.data.labels import class_names, encode_labels
+from otad.data.dataset import Dataset, Task
+from otad.data.preprocess import class_names, encode_labels
+from otad.data.registry import find_first
+from otad.data.splits import split_rows
 from otad.errors import InputError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -41,24 +42,23 @@ def load_npz(
     targets = _as_targets(y, path, "y", classes)
     if len(x) != len(targets):
         raise InputError(f"{path}: expected as many y as the {len(x)} x, got {len(targets)}")
-    if "test_x" in arrays:
-        test_x = as_inputs(arrays["test_x"], path, "test_x")
-        test_y = _as_targets(arrays["test_y"], path, "test_y", classes)
-    else:
-        kept, held = holdout(targets, test_fraction, seed, task=task)
-        x, test_x, targets, test_y = x[kept], x[held], targets[kept], targets[held]
     named = arrays.get("feature_names")
+    about: dict[str, Any] = {
+        "name": path.stem,
+        "source": "the user's NPZ file",
+        "classes": classes,
+        "bounds": (0.0, 1.0) if x.dim() == 4 else None,
+        "feature_names": None if named is None else tuple(map(str, named.ravel())),
+    }
+    if "test_x" not in arrays:
+        return split_rows(x, targets, test_fraction, seed, **about)
     return Dataset(
-        name=path.stem,
         train_x=x,
         train_y=targets,
-        test_x=test_x,
-        test_y=test_y,
+        test_x=as_inputs(arrays["test_x"], path, "test_x"),
+        test_y=_as_targets(arrays["test_y"], path, "test_y", classes),
         task=task,
-        source="the user's NPZ file",
-        classes=classes,
-        bounds=(0.0, 1.0) if x.dim() == 4 else None,
-        feature_names=None if named is None else tuple(map(str, named.ravel())),
+        **about,
     )
 
 

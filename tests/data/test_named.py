@@ -1,14 +1,15 @@
-"""The registry: names, descriptions, the data folder, and the sets that need no file."""
+"""The registered data sets: descriptions, the data folder, and the sets that need no file."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from sklearn import datasets as bundled
 
-from otad.data import MissingDataError, describe, load, names
+from otad.data import Dataset, MissingDataError, describe, load, names, register_dataset
 from otad.errors import InputError
 
 FILE_SETS = [name for name in names() if describe(name).needs_folder]
@@ -19,11 +20,25 @@ def test_every_set_is_described() -> None:
     for name in names():
         info = describe(name)
         assert info.name == name
-        assert info.summary
-        assert info.source
-        assert info.where
-    assert describe("RED-WINE").options == ("task", "test_fraction")
+        assert all((info.summary, info.source, info.where))
+    assert describe("RED-WINE").options == ("task", "test_fraction", "seed")
     assert describe("mnist").options == ()
+
+
+def test_a_new_set_is_one_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otad.data.registry._INFOS", {})
+
+    @register_dataset("line", "two points", source="a test")
+    def line(*, length: float = 1.0, seed: int = 0, **about: Any) -> Dataset:
+        x = length * torch.tensor([[0.0], [1.0]])
+        y = torch.tensor([seed, 1.0])
+        return Dataset(train_x=x, train_y=y, test_x=x, test_y=y, task="regression", **about)
+
+    assert names() == ("line",)
+    assert describe("Line").options == ("length", "seed")
+    made = load("line", seed=3, length=2.0)
+    assert (made.name, made.source) == ("line", "a test")
+    assert (made.train_x[1].item(), made.train_y[0].item()) == (2.0, 3.0)
 
 
 def test_unknown_names_list_the_known() -> None:
@@ -97,3 +112,51 @@ def test_bundled_sets(
 def test_the_seed_moves_the_split_of_a_bundled_set() -> None:
     assert load("wine", seed=0).fingerprint() == load("wine").fingerprint()
     assert load("wine", seed=1).fingerprint() != load("wine").fingerprint()
+
+
+def draw(**options: Any) -> Dataset:
+    return load("synthetic", **{"train_size": 20_000, "test_size": 1_000, "dim": 16} | options)
+
+
+def test_centers_lie_on_the_sphere_and_the_noise_has_the_std() -> None:
+    dataset = draw(std=0.3, classes=5, radius=2.0)
+    assert torch.bincount(dataset.train_y).tolist() == [4_000] * 5
+    for label in range(5):
+        rows = dataset.train_x[dataset.train_y == label]
+        # 4,000 draws fix a mean to 0.3 / sqrt(4000) = 0.005 an axis, a std to one part in 90.
+        assert abs(float(rows.mean(dim=0).norm()) - 2.0) < 0.03
+        assert bool(((rows.std(dim=0) - 0.3).abs() < 0.02).all())
+
+
+def test_train_and_test_share_the_centers() -> None:
+    dataset = draw(std=0.05)
+    centers = torch.stack([dataset.train_x[dataset.train_y == k].mean(dim=0) for k in range(10)])
+    nearest = torch.cdist(dataset.test_x, centers).argmin(dim=1)
+    assert torch.equal(nearest, dataset.test_y)
+
+
+def test_only_the_noise_scale_changes_with_std() -> None:
+    one, two, three = (draw(std=std, train_size=100) for std in (0.1, 0.2, 0.3))
+    assert torch.equal(one.train_y, two.train_y)
+    torch.testing.assert_close(two.train_x - one.train_x, three.train_x - two.train_x)
+
+
+def test_the_seed_decides_the_draw() -> None:
+    assert draw(seed=1).fingerprint() == draw(seed=1).fingerprint()
+    assert draw(seed=1).fingerprint() != draw(seed=2).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"std": 0.0}, "std: expected a positive number"),
+        ({"std": float("nan")}, "std: expected a positive number"),
+        ({"radius": -1.0}, "radius: expected a positive number"),
+        ({"classes": 1}, "classes: expected an integer of at least 2"),
+        ({"train_size": 5}, "train_size: expected an integer of at least 10"),
+        ({"dim": 1.5}, "dim: expected an integer"),
+    ],
+)
+def test_refusals_of_synthetic(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        draw(**options)
