@@ -24,7 +24,7 @@ from otad.certify import certify, certify_values
 from otad.certify.embedding import Reach
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.cip import Status
-from otad.cip.whole_bank.column_generation import Search
+from otad.cip.whole_bank.column_generation import ColumnGeneration
 from otad.cip.whole_bank.lifted_potential import lifted_potential
 from otad.cip.whole_bank.map import GAP
 from otad.cip.whole_bank.pairs import Pairs
@@ -270,7 +270,7 @@ def test_the_gap_that_is_taken_off_is_the_one_the_solver_allows() -> None:
     pairs = Pairs(model.bank_inputs, model.bank_features, potential.strong_convexity)
     lines = potential_lines(pairs, potential)
     points = embedded.double() - pairs.center
-    scale = Search(pairs, lines, potential.modulus, points, Prices(pairs)).scale
+    scale = ColumnGeneration(pairs, lines, potential.modulus, points, Prices(pairs)).scale
     allowed = (potential.modulus * GAP * scale).sqrt()
     assert bool((drift >= allowed).all())
     assert bool((drift <= 1.1 * allowed).all())

@@ -17,7 +17,7 @@ from scipy import sparse
 from torch import Tensor
 
 from otad.cip import Status
-from otad.cip.whole_bank import index_prices, pricing
+from otad.cip.whole_bank import pricing
 from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import (
     BankPotential,
@@ -236,10 +236,10 @@ def test_an_index_only_helps_to_find_the_points(
 ) -> None:
     """With one cell, and with so many that most of the bank is not looked at."""
     pytest.importorskip("faiss", reason="needs the extra `index`")
-    monkeypatch.setattr(index_prices, "FEWEST_CELLED", cells)
-    monkeypatch.setattr(index_prices, "POINTS_PER_CELL", 20)
-    monkeypatch.setattr(index_prices, "PROBED", 1)
-    monkeypatch.setattr(index_prices, "TRAINING_ROWS", 40)
+    monkeypatch.setattr(pricing, "FEWEST_FOR_CELLS", cells)
+    monkeypatch.setattr(pricing, "POINTS_PER_CELL", 20)
+    monkeypatch.setattr(pricing, "PROBED_CELLS", 1)
+    monkeypatch.setattr(pricing, "TRAINING_ROWS", 40)
     x, z = smooth_bank(900, 5, 18)
     z[100] += 4.0
     potential = integrate_most(x, z, 6.0)

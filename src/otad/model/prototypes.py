@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.checks import check_count
-from otad.cip.whole_bank.lifted_map import lifted_answer
+from otad.cip.whole_bank.lifted_map import lifted_map
 from otad.errors import InputError
 from otad.model.bank import FeatureBank, fingerprint_of
 from otad.model.labeled_bank import (
@@ -73,7 +73,7 @@ class PrototypeNet(LiftedNet):
         with torch.autocast(e.device.type, enabled=False):
             heights = self._heights()
             answers = functional.one_hot(self.labels, self.lift) * heights[:, None]
-            found = lifted_answer(inputs.to(self.points.dtype), self.points, answers)
+            found = lifted_map(inputs.to(self.points.dtype), self.points, answers)
         return torch.cat([inputs, found.to(e.dtype)], dim=1), squared_lengths(found)
 
     def bank(self) -> FeatureBank:

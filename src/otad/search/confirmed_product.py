@@ -24,10 +24,12 @@ SECTION = 1024  # columns summed in one product: short sums keep the error bound
 @dataclass(frozen=True, eq=False)
 class Shortlist:
     """`indices` (b,T) of the rows with the largest upper bounds, and these `bounds` (b,T), largest
-    first; `ceiling` (b,): no other row scores more, -inf where there is no other."""
+    first; `floor` (b,): the first row scores at least that; `ceiling` (b,): no row outside the
+    shortlist scores more, -inf where all are in it."""
 
     indices: Tensor
     bounds: Tensor
+    floor: Tensor
     ceiling: Tensor
 
 
@@ -52,8 +54,8 @@ def shortlist(
     error = product_error(min(SECTION, dim) + dim // SECTION + 2, dtype, device)
     lengths = row_norms(queries)
     left, reach = queries.to(dtype), (lengths * error).to(dtype)[:, None]
-    base = offsets + error * offsets.abs().nan_to_num(posinf=0.0)
-    norms, base = (part.to(device, dtype) for part in (norms, base))
+    offset_errors = error * offsets.abs().nan_to_num(posinf=0.0)
+    sizes, base = (part.to(device, dtype) for part in (norms, offsets + offset_errors))
     best = left.new_full((len(queries), size), -math.inf)
     names = torch.zeros(len(queries), size, dtype=torch.int64, device=device)
     for start, block in blocks:
@@ -61,16 +63,19 @@ def shortlist(
         at_once = max(1, products_at_once // len(block))
         for first in range(0, len(queries), at_once):
             some = slice(first, first + at_once)
-            bounds = torch.addcmul(base[rows], reach[some], norms[rows])
-            top, places = add_product(bounds, left[some], right).topk(min(size, len(right)), dim=1)
+            bounds = torch.addcmul(base[rows], reach[some], sizes[rows])
+            found = add_product(bounds, left[some], right).topk(min(size, len(right)), dim=1)
+            values, places = found.values, found.indices
             if start == 0 and len(right) >= size:
-                best[some], names[some] = top, places
+                best[some], names[some] = values, places
                 continue
-            merged = torch.cat([best[some], top], dim=1).topk(size, dim=1)
+            merged = torch.cat([best[some], values], dim=1).topk(size, dim=1)
             listed = torch.cat([names[some], places + start], dim=1)
             best[some], names[some] = merged.values, listed.gather(1, merged.indices)
-    ceiling = best[:, -1].double() if size < count else torch.full_like(lengths, -math.inf)
-    return Shortlist(names, best.double(), ceiling)
+    best, top = best.double(), names[:, 0].to(norms.device)
+    errors = error * lengths * norms[top].to(device) + offset_errors[top].to(device)
+    ceiling = best[:, -1] if size < count else torch.full_like(lengths, -math.inf)
+    return Shortlist(names, best, best[:, 0] - 2 * errors, ceiling)
 
 
 def product_error(terms: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""The rounds of column generation for a batch of queries: see `whole_bank` for what they do."""
+"""The rounds of column generation for a batch of queries: see `otad.cip.whole_bank.map`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from otad.cip.local.simplex_qp import maximize_on_simplex
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import GATHERED_AT_ONCE, Prices
 
-ENTRANTS = 16  # points that come in at a time
+ENTRANTS = 16  # points that are added at a time
 MAX_ROUNDS = 200
 GAP = 1e-12  # relative to the size of the terms
 NOISE = 1e-14  # relative error of products in float64
 
 
 class Pricing(Protocol):
-    """Who names the entrants, (b,count) bank points and which of them matter."""
+    """Finds the entrants: (b,count) bank points, and which of them may have the largest price."""
 
-    def best(self, asked: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
+    def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
 
 
-class Search:
+class ColumnGeneration:
     """The weights of centered queries (B,d) in float64, from single points to the optimum.
 
     `indices` (B,W) have `weights`, those that are `active`; `images` (B,d) are z~', `sensitivity`
-    (B,W,W) is d weights / d lines; `gap` is that of the last round over all points, infinite
+    (B,W,W) is d weights / d lines; `gap` (B,) is that of the last round over all points, infinite
     before it, `scale` (B,) the size of its terms.
     """
 
@@ -42,7 +42,7 @@ class Search:
         count = len(points)
         longest = pairs.image_squares.max().sqrt()
         reach = points.norm(dim=1) + pairs.squares.max().sqrt() + longest / modulus
-        self.scale = longest * reach + lines[pairs.kept].abs().max()
+        self.scale = longest * reach + lines[pairs.included].abs().max()
         self.gap = points.new_full((count,), torch.inf)
         self.mean = torch.zeros_like(self.gap)
         self.rounds = torch.zeros(count, dtype=torch.int64, device=points.device)
@@ -53,7 +53,7 @@ class Search:
         self.weights = points.new_ones(count, 1)
         self.sensitivity = points.new_zeros(count, 1, 1)
         self.images = pairs.images(self.indices[:, 0])
-        self._take_in(torch.arange(count, device=points.device), entrants)
+        self._add(torch.arange(count, device=points.device), entrants)
 
     @property
     def closed(self) -> Tensor:
@@ -69,20 +69,20 @@ class Search:
         """Rounds until no row gets better any more."""
         todo = torch.arange(len(self.points), device=self.points.device)
         for _ in range(MAX_ROUNDS):
-            asked = self.points[todo] - self.images[todo] / self.modulus
-            entrants, _ = pricing.best(asked, self.lines, ENTRANTS)
+            at = self.points[todo] - self.images[todo] / self.modulus
+            entrants, _ = pricing.best(at, self.lines, ENTRANTS)
             self.rounds[todo] += isinstance(pricing, Prices)
-            improved = self._take_in(todo, entrants)
+            improved = self._add(todo, entrants)
             stuck = (~improved & ~self.closed[todo]).nonzero()[:, 0]
-            if len(stuck):  # where many images depend on each other, those of a few do not
-                improved[stuck] = self._take_in(todo[stuck], entrants[stuck], alone=True)
+            if len(stuck):  # many images may be affinely dependent where those of a few are not
+                improved[stuck] = self._add(todo[stuck], entrants[stuck], alone=True)
             todo = todo[improved]
             if not len(todo):
                 return
 
-    def _take_in(self, rows: Tensor, entrants: Tensor, *, alone: bool = False) -> Tensor:
-        """The maximum over held points and entrants, or the best entrant `alone`; which rows are
-        better off (b,)."""
+    def _add(self, rows: Tensor, entrants: Tensor, *, alone: bool = False) -> Tensor:
+        """The maximum over current points and entrants, or the best entrant `alone`; which rows
+        have improved (b,)."""
         width = self.indices.shape[1] + entrants.shape[1]
         kind = "cuda" if self.points.is_cuda else "cpu"
         at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
@@ -100,19 +100,19 @@ class Search:
     def _solve(
         self, part: tuple[Tensor, Tensor], *, alone: bool
     ) -> tuple[Tensor, Tensor, _Better | None]:
-        """Gap and mean slope (b,) of the weights held, and the better ones there are."""
+        """Gap and mean slope (b,) of the current weights, and better weights if there are any."""
         rows, entrants = part
-        held = self.indices[rows]
-        indices = torch.cat([held, entrants], dim=1)
-        active = torch.cat([self.active[rows], self._fresh(held, entrants)], dim=1)
+        current = self.indices[rows]
+        indices = torch.cat([current, entrants], dim=1)
+        active = torch.cat([self.active[rows], self._fresh(current, entrants)], dim=1)
         images = self.pairs.images(indices.flatten()).view(*indices.shape, -1)
-        asked = self.points[rows] - self.images[rows] / self.modulus
-        slopes = self.lines[indices] + (images @ asked[:, :, None])[:, :, 0]
-        mean = (self.weights[rows] * slopes[:, : held.shape[1]]).sum(1)
+        at = self.points[rows] - self.images[rows] / self.modulus
+        slopes = self.lines[indices] + (images @ at[:, :, None])[:, :, 0]
+        mean = (self.weights[rows] * slopes[:, : current.shape[1]]).sum(1)
         gains = slopes - mean[:, None]
         gap = gains.masked_fill(~active, -torch.inf).amax(1)
         if alone:
-            active[:, held.shape[1] :] &= gains[:, held.shape[1] :] == gap[:, None]
+            active[:, current.shape[1] :] &= gains[:, current.shape[1] :] == gap[:, None]
         gains = gains.masked_fill(~active, 0.0)  # of a point left out it is -inf
         left = (gap > GAP * self.scale[rows]).nonzero()[:, 0]
         if len(left) == 0:
@@ -121,7 +121,7 @@ class Search:
             indices, active, images = indices[left], active[left], images[left]
             gains = gains[left]
         guess = active & (gains > 0)  # and those that have weight
-        guess[:, : held.shape[1]] |= self.active[rows[left]]
+        guess[:, : current.shape[1]] |= self.active[rows[left]]
         offsets = images.sub_(self.images[rows[left], None])
         best = maximize_on_simplex(
             (offsets @ offsets.mT).permute(1, 2, 0).contiguous(),
@@ -133,8 +133,8 @@ class Search:
         weights = best.weights.mT
         step = (weights[:, None] @ offsets)[:, 0]
         rise = (weights * gains).sum(1) - step.square().sum(1) / (2 * self.modulus)
-        # The last gaps to close are worth less than a rounding error of the value: so it is the gap
-        # among these points that tells whether the weights are better.
+        # The last gaps are smaller than a rounding error of the value: so it is the gap among these
+        # points that decides whether the weights are better.
         gains = gains - (offsets @ step[:, :, None])[:, :, 0] / self.modulus
         rest = gains.masked_fill(~active, -torch.inf).amax(1) - (weights * gains).sum(1)
         keep = ((rest < gap[left] / 2) & best.solved).nonzero()[:, 0]
@@ -142,14 +142,14 @@ class Search:
         found = (left, indices, weights, sensitivity, step, rise)
         return gap, mean, _Better(*(each[keep] for each in found))
 
-    def _fresh(self, held: Tensor, entrants: Tensor) -> Tensor:
-        """Entrants (b,n) that are not in yet, were not left out, and are named once."""
-        inside = (entrants[:, :, None] == held[:, None]).any(2)
+    def _fresh(self, current: Tensor, entrants: Tensor) -> Tensor:
+        """Entrants (b,n) that are not current points, are included, and not repeated."""
+        inside = (entrants[:, :, None] == current[:, None]).any(2)
         again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
-        return self.pairs.kept[entrants] & ~inside & ~again
+        return self.pairs.included[entrants] & ~inside & ~again
 
     def _store(self, rows: Tensor, better: _Better) -> None:
-        """Keep the points with weight, most of it first."""
+        """The points with weight, most of it first, are the current ones now."""
         if not len(rows):
             return
         old = self.images[rows]
@@ -178,8 +178,8 @@ class Search:
 
 @dataclass(frozen=True)
 class _Better:
-    """Weights better than those held, for some rows (n,) of a part: the z~' they `step` by (n,d),
-    the `rise` (n,) of their value."""
+    """Better weights for some rows (n,) of a part: the `step` (n,d) of their z~', the `rise` (n,)
+    of their value."""
 
     rows: Tensor
     indices: Tensor

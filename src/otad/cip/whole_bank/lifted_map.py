@@ -1,12 +1,12 @@
 """The Lipschitz map of a lifted bank, differentiable in the bank itself.
 
 For points x_i with answers g_i, i = 1..N, and k the map of
-`otad.cip.whole_bank.lifted_potential` gives a query x' the answer sum_i lambda_i g_i, where lambda
+`otad.cip.whole_bank.lifted_potential` gives a query x' the value sum_i lambda_i g_i, where lambda
 minimizes over the simplex, with y_i = k (x_i - x'),
 
     |sum_i lambda_i y_i|^2 + |sum_i lambda_i g_i|^2 + sum_i lambda_i (|y_i|^2 - |g_i|^2).
 
-It is the dual problem of the whole bank, with the terms that are the same for all i taken off.
+It is the dual problem of the global map, without the terms that are the same for all i.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from otad.errors import InputError
 STEADY = 1e-10  # of the largest entry, added to the diagonal of a nearly singular system
 
 
-def lifted_answer(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float = 1.0) -> Tensor:
-    """Answers (B,C) to queries (B,p) by the k-Lipschitz map of points (N,p) and answers (N,C).
+def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float = 1.0) -> Tensor:
+    """Values (B,C) at queries (B,p) of the k-Lipschitz map of points (N,p) and answers (N,C).
 
     It passes through the pairs where `least_lipschitz` is at most k, and is k-Lipschitz either way.
     Gradients reach the query, the points and the answers: lambda solves the linear system of its

@@ -1,4 +1,4 @@
-"""The map of one potential through a whole bank, by column generation.
+"""The global map: that of one potential through a whole bank, by column generation.
 
 With the levels of a `BankPotential`, s_i = u~_i - <z~_i, x_i> + |z~_i|^2 / (2M), the potential's
 gradient at a query x' is z' = sum_i lambda_i z~_i + l x', where lambda maximizes over the simplex
@@ -7,12 +7,13 @@ of all N points
     f(lambda) = sum_i lambda_i (s_i + <z~_i, x'>) - |sum_i lambda_i z~_i|^2 / (2M).
 
 Few points have weight. So the maximum is taken over a few, each of all N is priced by its slope
-there, g_i = s_i + <z~_i, x' - z~'/M>, those of the largest slope come in, those without weight go,
-until no slope exceeds that of the weights: max_i g_i - sum_i lambda_i g_i bounds how far the value
-is from the maximum. The value rises each time and there are finitely many sets, so it ends.
+there, g_i = s_i + <z~_i, x' - z~'/M>, those of the largest slope are added, those without weight
+are dropped, until no slope exceeds that of the weights: max_i g_i - sum_i lambda_i g_i bounds how
+far the value is from the maximum. The value rises each time and there are finitely many sets, so
+this ends.
 
 About the z~' of given weights, f(lambda) = |z~'|^2 / (2M) + sum_i lambda_i g_i - |sum_i lambda_i
-(z~_i - z~')|^2 / (2M): the numbers of a round are as small as what it has still to gain.
+(z~_i - z~')|^2 / (2M): the numbers of a round are as small as what is left to gain.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from otad.checks import check_choice, check_shape, check_tensor
 from otad.cip.local.feature import DifferentiableMap, assemble
 from otad.cip.problem import BankProblem
 from otad.cip.solution import CipSolution, Status
-from otad.cip.whole_bank.column_generation import GAP, Search
-from otad.cip.whole_bank.index_prices import IndexPrices
+from otad.cip.whole_bank.column_generation import GAP, ColumnGeneration
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
-from otad.cip.whole_bank.pricing import Prices
+from otad.cip.whole_bank.pricing import IndexPrices, Prices
 from otad.errors import InputError
 
 __all__ = ["GAP", "WholeBank", "WholeBankSolution"]
@@ -40,10 +40,10 @@ PRICING = ("exact", "faiss")
 
 @dataclass(frozen=True, eq=False)
 class WholeBankSolution:
-    """`solution` as of a local solver, for the bank points `indices` (B,W) that have weight.
+    """`solution` like that of a local solver, for the bank points `indices` (B,W) with weight.
 
-    They come most weight first, and rows with fewer than W repeat their first, with weight 0 and
-    not `active`. `gap` (B,): how far the value may be from the maximum over all bank points, in
+    Most weight first; rows with fewer than W points repeat their first, with weight 0 and not
+    `active`. `gap` (B,): how far the value may be from the maximum over all bank points, in
     float64, so |z' - exact|^2 <= M gap. `rounds` (B,): how often all points were priced.
     """
 
@@ -59,9 +59,9 @@ class WholeBank:
     The map is the gradient of an l-strongly convex, L-smooth function on all of R^d: continuous,
     and equal to z_i at every bank point that was not left out. Differentiable in the query.
 
-    The bank may lie on another device than the queries: it is read block by block where they are.
-    `pricing`: how the points of the largest slope are sought, by all products ("exact") or first
-    by an index of FAISS; the last word, and the gap, are exact either way.
+    The bank may be on another device than the queries: it is read block by block where they are.
+    `pricing`: how the points of the largest slope are found, by all products ("exact") or first by
+    an index of FAISS ("faiss"); the last round, and the gap, are exact either way.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class WholeBank:
         with torch.no_grad():
             points = query.detach().double() - here.pairs.center
             first = here.prices if here.index is None else here.index
-            search = Search(here.pairs, here.lines, self.potential.modulus, points, first)
+            search = ColumnGeneration(here.pairs, here.lines, self.potential.modulus, points, first)
             if here.index is not None:
                 search.run(here.index)
             search.run(here.prices)
@@ -96,14 +96,14 @@ class WholeBank:
         potential = self.potential
         pairs = Pairs(self.inputs, self.features, potential.strong_convexity, device)
         check_shape(potential.levels, "levels", (len(pairs),), "with one level per bank point")
-        pairs.kept[potential.left_out.to(device)] = False
+        pairs.included[potential.left_out.to(device)] = False
         lines = potential_lines(pairs, potential)
         if bool(lines.isnan().any()):
             raise InputError("levels: expected a number for every point not left out, got NaN")
         index = IndexPrices(pairs, lines) if self.pricing == "faiss" else None
         return _Placed(pairs, lines, Prices(pairs), index)
 
-    def _solution(self, query: Tensor, pairs: Pairs, search: Search) -> WholeBankSolution:
+    def _solution(self, query: Tensor, pairs: Pairs, search: ColumnGeneration) -> WholeBankSolution:
         potential, indices = self.potential, search.indices
         high, low = potential.smoothness, potential.strong_convexity
         problem = BankProblem(query, self.inputs, self.features, indices, high, low)
@@ -134,7 +134,7 @@ class WholeBank:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """What a bank takes to be searched on one device; `lines` (N,): s_i, -inf where left out."""
+    """What queries on one device need of a bank; `lines` (N,): s_i, -inf where left out."""
 
     pairs: Pairs
     lines: Tensor
@@ -142,6 +142,6 @@ class _Placed:
     index: IndexPrices | None
 
 
-def _value(query: Tensor, pairs: Pairs, search: Search) -> Tensor:
+def _value(query: Tensor, pairs: Pairs, search: ColumnGeneration) -> Tensor:
     """h(x') on the scale of the levels."""
     return search.value + pairs.offsets_at(query.detach().double() - pairs.center)

@@ -1,4 +1,4 @@
-"""A bank of pairs (x_i, z_i) in the coordinates that one potential for all of it is found in."""
+"""A bank of pairs (x_i, z_i) in the coordinates of the global map's potential."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor
 from otad.io.mapped_rows import gathered
 
 BLOCK_BYTES = 2**28
-SAMPLE = 65  # points of a bank that tell where its middle is
+SAMPLE = 65  # points from which the middle of a bank is estimated
 
 
 class Pairs:
-    """Centered x and z~ = z - l x in float64, read by blocks; `kept` (N,) take part.
+    """Centered x and z~ = z - l x in float64, read by blocks; `included` (N,): not left out.
 
-    The bank may be stored in any precision and anywhere; what is read, and all of size N that is
-    kept here, lies on `device` (default: that of the bank).
+    The bank may be stored in any precision and on any device; everything that is read, and all of
+    size N that is stored here, is on `device` (default: that of the bank).
     """
 
     def __init__(
@@ -33,11 +33,14 @@ class Pairs:
         check_tensor(features, "features", "N,d", dtypes=STORAGE_DTYPES)
         check_shape(features, "features", tuple(inputs.shape), "like the inputs")
         check_alike(features, "features", inputs, "inputs")
-        self.inputs, self.features, self.bend = inputs, features, strong_convexity
+        self.inputs, self.features = inputs, features
+        self.strong_convexity = strong_convexity
         self.device = inputs.device if device is None else device
-        self.center = _mean(inputs).to(self.device)
-        self.image_center = _mean(features).to(self.device) - strong_convexity * self.center
-        self.kept = torch.ones(len(inputs), dtype=torch.bool, device=self.device)
+        self.center, image_center = (
+            part.mean(0, dtype=torch.float64).to(self.device) for part in (inputs, features)
+        )
+        self.image_center = image_center - strong_convexity * self.center
+        self.included = torch.ones(len(inputs), dtype=torch.bool, device=self.device)
         sizes = [
             (points.square().sum(1), images.square().sum(1), (points * images).sum(1))
             for points, images in (self.read(rows) for rows in self.blocks())
@@ -56,12 +59,12 @@ class Pairs:
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Centered x and z~ (n,d) of some points."""
         points = self._stored(self.inputs, rows)
-        images = self._stored(self.features, rows) - self.bend * points
+        images = self._stored(self.features, rows) - self.strong_convexity * points
         return points - self.center, images - self.image_center
 
     def images(self, rows: Tensor | slice) -> Tensor:
         """Centered z~ (n,d) alone."""
-        if self.bend == 0:
+        if self.strong_convexity == 0:
             return self._stored(self.features, rows) - self.image_center
         return self.read(rows)[1]
 
@@ -78,9 +81,10 @@ class Pairs:
         return torch.cat([self.offsets_at(self.read(rows)[0]) for rows in self.blocks()])
 
     def offsets_at(self, points: Tensor) -> Tensor:
-        """The same at centered points (n,d): the tilt that centering z~ took away, and (l/2) |x|^2
+        """The same at centered points (n,d): the tilt that centering z~ removed, and (l/2) |x|^2
         less that of the center."""
-        return points @ self.image_center + self.bend * half_squares(points, self.center)
+        curved = self.strong_convexity * half_squares(points, self.center)
+        return points @ self.image_center + curved
 
     def _stored(self, part: Tensor, rows: Tensor | slice) -> Tensor:
         if isinstance(rows, Tensor):
@@ -90,17 +94,13 @@ class Pairs:
 
 def half_squares(points: Tensor, center: Tensor) -> Tensor:
     """|x|^2 / 2 - |center|^2 / 2 (n,) of points x - center (n,d): far from the origin the square of
-    the center would drown all else."""
+    the center would cost all digits."""
     return (points * (points + 2 * center)).sum(1) / 2
 
 
 def middle_of(points: Tensor, device: torch.device | None = None) -> Tensor:
-    """(d,) the median of some points of a bank (N,d), wherever that is kept, coordinate by
-    coordinate: unlike the mean, no single point that is far off moves it."""
+    """(d,) the coordinate-wise median of some points of a bank (N,d), wherever it is stored: unlike
+    the mean, it is not moved by a single point far away."""
     count = len(points)
     chosen = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
     return gathered(points, chosen, device).median(0).values
-
-
-def _mean(points: Tensor) -> Tensor:
-    return points.mean(0, dtype=torch.float64)

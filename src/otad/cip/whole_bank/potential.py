@@ -1,4 +1,4 @@
-"""One potential for a whole bank: values u_i at all N points, found by sweeps over all pairs.
+"""The potential of the global map: values u_i at all N bank points, found by sweeps over all pairs.
 
 With z~ = z - l x and u~ = u - (l/2) |x|^2 the pairs (x_i, z_i) are those of an l-strongly convex,
 L-smooth function iff, with M = L - l,
@@ -7,10 +7,10 @@ L-smooth function iff, with M = L - l,
 
 A sweep raises every u~_i to the largest right side. Written with q_i = x_i - z~_i / M and
 s_j = u~_j - <z~_j, x_j> + |z~_j|^2 / (2M), that is max_j (s_j + <z~_j, q_i>) + |z~_i|^2 / (2M): one
-matrix product. Sweeps are Bellman and Ford's relaxation of a longest path: they end, at the least
-solution above where they started, iff no cycle of pairs has positive weight; and the points that
-last raised each other tell such a cycle as soon as it is closed. After a sweep over all pairs only
-the points it raised can raise others, so the next ones look at those, and the last at all again.
+matrix product. Sweeps are the Bellman-Ford relaxation of a longest path: they end, at the least
+solution above the start, iff no cycle of pairs has positive weight; and the points that last raised
+each other reveal such a cycle as soon as it is closed. After a sweep over all pairs only the points
+it raised can raise others, so the next sweeps use those alone, and the last one uses all again.
 """
 
 from __future__ import annotations
@@ -22,22 +22,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.checks import check_count, check_shape, check_tensor
-from otad.cip.whole_bank.cycles import (
-    contradicting_points,
-    cycle_bound,
-    cycles_of,
-    pair_bound,
-    weightiest,
-)
+from otad.cip.whole_bank.cycles import PairCurvatures, cycle_bound, cycles_of, heaviest_point
+from otad.cip.whole_bank.pair_ratios import vertex_cover
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError, SolverError
 
 ROUNDING = 1e-13  # of a raise, against the size of the numbers it is the difference of
-FLATTEST = 1e-6  # L - l where nothing asks for more
+FLATTEST = 1e-6  # L - l where nothing requires more
+STEEPEST = 1e6  # no larger L - l is tried
+MOST_LEFT_OUT = 0.5  # share of the points of a bank
 Progress = Callable[[int, float], None]
-"""Told after each sweep: how many were done, and by how much the last raised a value at most."""
+"""Called after each sweep with their number and the largest rise of a value in the last one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +41,8 @@ class BankPotential:
     """`levels` (N,) float64: u_i, mean zero, NaN at points that were left out.
 
     `smoothness` L and `strong_convexity` l of the function; `left_out` (n,): the bank points that
-    it does not pass through; `sweeps`: how many it took; `violation`: the most any pair of the
-    others violates its inequality by, measured by one more sweep.
+    it does not pass through; `sweeps`: how many it took; `violation`: the most by which any pair of
+    included points violates its inequality, measured by one more sweep.
     """
 
     levels: Tensor
@@ -72,22 +68,10 @@ class Contradiction:
 
 @torch.no_grad()
 def integrate_bank(
-    inputs: Tensor,
-    features: Tensor,
-    smoothness: float,
-    strong_convexity: float = 0.0,
-    *,
-    start: Tensor | None = None,
-    max_sweeps: int | None = None,
-    progress: Progress | None = None,
+    inputs: Tensor, features: Tensor, smoothness: float, strong_convexity: float = 0.0
 ) -> BankPotential | Contradiction:
-    """A potential through all pairs of inputs and features (N,d), or why there is none.
-
-    `start` (N,): levels to begin from, such as those for a slightly larger L; by default the
-    linear guess <x_i, z_i> / 2. `max_sweeps`: by default 2 N + 2, which are always enough.
-    """
-    prices = _prices(inputs, features, smoothness, strong_convexity)
-    return _sweep(prices, smoothness, start, max_sweeps, progress)
+    """A potential through all pairs of inputs and features (N,d), or why there is none."""
+    return _sweep(_prices(inputs, features, smoothness, strong_convexity), smoothness)
 
 
 @torch.no_grad()
@@ -97,32 +81,30 @@ def integrate_most(
     smoothness: float,
     strong_convexity: float = 0.0,
     *,
-    start: Tensor | None = None,
-    max_left_out: int | None = None,
     progress: Progress | None = None,
 ) -> BankPotential:
-    """A potential through as many pairs as can be kept: of every contradiction one point goes.
+    """A potential through as many pairs as possible: of every contradiction one point is left out.
 
-    First pairs that contradict each other, then longer cycles; it is the one in most such pairs, or
-    that contributes most to its cycle. More than `max_left_out` (default: half of them) is a
+    First of pairs that contradict each other, then of longer cycles; it is the point in most such
+    pairs, or the one that contributes most to its cycle. More than half of all points is a
     `SolverError`.
     """
     prices = _prices(inputs, features, smoothness, strong_convexity)
-    pairs = prices.pairs
-    limit = len(pairs) // 2 if max_left_out is None else max_left_out
-    modulus = smoothness - strong_convexity
+    pairs, modulus = prices.pairs, smoothness - strong_convexity
+    limit = int(MOST_LEFT_OUT * len(pairs))
 
     def leave_out(points: Tensor) -> None:
-        pairs.kept[points] = False
-        if (gone := int((~pairs.kept).sum())) > limit:
+        pairs.included[points] = False
+        if (gone := int((~pairs.included).sum())) > limit:
             raise SolverError(
                 f"smoothness: expected one for which at most {limit} of {len(pairs)} bank points "
                 f"contradict the others, got {smoothness}, for which {gone} do so far"
             )
 
-    leave_out(contradicting_points(pairs, modulus))
-    found = _sweep(prices, smoothness, start, None, progress, leave_out)
-    assert isinstance(found, BankPotential)  # what contradicts has been left out
+    steep = PairCurvatures(pairs).above(modulus, "smoothness", smoothness)
+    leave_out(vertex_cover(steep, len(pairs)))
+    found = _sweep(prices, smoothness, progress=progress, leave_out=leave_out)
+    assert isinstance(found, BankPotential)  # every contradiction has been resolved
     return found
 
 
@@ -133,25 +115,24 @@ def least_bank_smoothness(
     strong_convexity: float = 0.0,
     *,
     tolerance: float = 1e-4,
-    highest: float = 1e6,
     progress: Progress | None = None,
 ) -> BankPotential:
     """The potential of least L, to a relative `tolerance`.
 
-    No L below the bounds of `cycles` will do. So a trial is made a hair above the largest bound of
-    all pairs, most often the least L itself. Where it fails, the cycle it fails by gives a larger
-    bound, for the next trial; it lies farther above where such bounds grow too slowly.
+    No L below the bounds of `cycles` will do. So the first trial is slightly above the largest
+    bound of all pairs, most often the least L itself. Where a trial fails, the cycle it fails by
+    gives a larger bound for the next, which is farther above where such bounds grow too slowly.
     """
     prices = _prices(inputs, features, strong_convexity + 1.0, strong_convexity)
     pairs, reach = prices.pairs, tolerance / 2
     best: BankPotential | None = None
-    low = pair_bound(pairs)
-    # What L = l + M can tell from l; and any number where the features leave it open.
+    low = PairCurvatures(pairs).largest()
+    # The smallest M that L = l + M can express; any number where the features leave it open.
     flattest = FLATTEST * max(abs(strong_convexity), float(low == 0))
     while best is None or best.modulus - low > tolerance * best.modulus:
-        if best is None and low > highest:
+        if best is None and low > STEEPEST:
             raise SolverError(
-                f"features: expected some that a smoothness below {highest} can follow, got none; "
+                f"features: expected some that a smoothness below {STEEPEST} can follow, got none; "
                 "equal inputs with different features have no map, nor have features that move "
                 f"apart by less than strong_convexity ({strong_convexity}) times their inputs"
             )
@@ -159,7 +140,7 @@ def least_bank_smoothness(
         if best is not None:
             trial = min(trial, (low + best.modulus) / 2)
         start = None if best is None else best.levels
-        found = _sweep(prices, strong_convexity + trial, start, None, progress)
+        found = _sweep(prices, strong_convexity + trial, start, progress)
         if isinstance(found, BankPotential):
             if trial == flattest:
                 return found
@@ -184,21 +165,22 @@ def _prices(inputs: Tensor, features: Tensor, smoothness: float, strong_convexit
 def _sweep(
     prices: Prices,
     smoothness: float,
-    start: Tensor | None,
-    max_sweeps: int | None,
-    progress: Progress | None,
+    start: Tensor | None = None,
+    progress: Progress | None = None,
     leave_out: Callable[[Tensor], None] | None = None,
 ) -> BankPotential | Contradiction:
-    """With `leave_out`, points on cycles are given to it and the sweeps go on without them."""
+    """Sweeps from the levels `start` (N,), by default from the linear guess <x_i, z_i> / 2.
+
+    With `leave_out`, points on cycles are given to it and the sweeps continue without them.
+    """
     pairs = prices.pairs
-    modulus = smoothness - pairs.bend
-    levels = pairs.products / 2 if start is None else _shifted(pairs, start)
-    limit = 2 * len(pairs) + 2 if max_sweeps is None else check_count(max_sweeps, "max_sweeps")
-    parents = torch.arange(len(pairs), device=levels.device)
-    risen: Tensor | None = None  # only these can ask more of others than before
-    for sweep in range(1, limit + 1):
+    modulus = smoothness - pairs.strong_convexity
+    levels = pairs.products / 2 if start is None else start - pairs.offsets()
+    itself = torch.arange(len(pairs), device=levels.device)
+    parents, risen = itself, None  # only points that have risen can raise others
+    for sweep in range(1, 2 * len(pairs) + 3):  # which are always enough
         target, source = _raised(prices, levels, modulus, risen)
-        gain = (target - levels).masked_fill(~pairs.kept, 0.0)
+        gain = (target - levels).masked_fill(~pairs.included, 0.0)
         most = max(0.0, float(gain.max()))
         moved = gain > _roundoff(pairs, levels, modulus)
         if progress is not None:
@@ -209,19 +191,20 @@ def _sweep(
             if cycles := cycles_of(parents):
                 if leave_out is None:
                     return Contradiction(cycles, sweep)
-                gone = [weightiest(pairs, cycle, modulus) for cycle in cycles]
+                gone = [heaviest_point(pairs, cycle, modulus) for cycle in cycles]
                 leave_out(torch.tensor(gone, device=levels.device))
-                roots = ~pairs.kept | ~pairs.kept[parents]  # nobody is raised by who is gone
-                parents = torch.where(roots, torch.arange(len(pairs)).to(parents), parents)
-            moved &= pairs.kept
+                # No point has a parent that is left out.
+                roots = ~pairs.included | ~pairs.included[parents]
+                parents = torch.where(roots, itself, parents)
+            moved &= pairs.included
             risen = moved.nonzero()[:, 0] if bool(moved.any()) else None
         elif risen is None:
             return _finished(pairs, levels, smoothness, sweep, most)
         else:
-            risen = None  # settled: all pairs have the last word
+            risen = None  # settled: check all pairs once more
     raise SolverError(
-        f"max_sweeps: expected enough to settle {len(pairs)} points, got {limit}, after which "
-        f"values still rise by {most:.3g}"
+        f"features: expected values that settle within {sweep} sweeps, got {len(pairs)} points "
+        f"whose values still rise by {most:.3g}"
     )
 
 
@@ -234,24 +217,24 @@ def _raised(
     """
     pairs = prices.pairs
     lines = levels - pairs.products + pairs.image_squares / (2 * modulus)
-    lines = lines.masked_fill(~pairs.kept, -math.inf)
+    lines = lines.masked_fill(~pairs.included, -math.inf)
     found = []
     for rows in pairs.blocks():
         points, images = pairs.read(rows)
-        asked = points - images / modulus
+        queries = points - images / modulus
         if by is None or 4 * len(by) > len(pairs):
-            found.append(prices.largest(asked, lines))
+            found.append(prices.largest(queries, lines))
         else:
-            found.append(prices.largest_of(by, asked, lines))
+            found.append(prices.largest_of(by, queries, lines))
     best, source = (torch.cat(parts) for parts in zip(*found, strict=True))
     return best + pairs.image_squares / (2 * modulus), source
 
 
 def _roundoff(pairs: Pairs, levels: Tensor, modulus: float) -> float:
-    """What a raise may owe to rounding."""
+    """The largest rise that may be due to rounding."""
     longest = float(pairs.image_squares.max().sqrt())
-    asked = float(pairs.squares.max().sqrt()) + longest / modulus
-    terms = longest * asked + float(levels.abs().max())
+    reach = float(pairs.squares.max().sqrt()) + longest / modulus
+    terms = longest * reach + float(levels.abs().max())
     return ROUNDING * math.sqrt(pairs.dim) * terms
 
 
@@ -259,21 +242,13 @@ def potential_lines(pairs: Pairs, potential: BankPotential) -> Tensor:
     """s_i (N,) in centered coordinates; -inf at points left out."""
     lines = potential.levels.to(pairs.device) - pairs.offsets() - pairs.products
     lines = lines + pairs.image_squares / (2 * potential.modulus)
-    return lines.masked_fill(~pairs.kept, -math.inf)
-
-
-def _shifted(pairs: Pairs, levels: Tensor) -> Tensor:
-    """u~ in centered coordinates, from u; the reverse of what `_finished` does."""
-    check_tensor(levels, "start", "N", dtypes=(torch.float64,), finite=False)
-    check_shape(levels, "start", (len(pairs),), "with one level per bank point")
-    guess = levels - pairs.offsets()
-    return torch.where(guess.isfinite(), guess, pairs.products / 2)
+    return lines.masked_fill(~pairs.included, -math.inf)
 
 
 def _finished(
     pairs: Pairs, levels: Tensor, smoothness: float, sweeps: int, violation: float
 ) -> BankPotential:
     whole = levels + pairs.offsets()
-    whole = (whole - whole[pairs.kept].mean()).masked_fill(~pairs.kept, math.nan)
-    left_out = (~pairs.kept).nonzero()[:, 0]
-    return BankPotential(whole, smoothness, pairs.bend, left_out, sweeps, violation)
+    whole = (whole - whole[pairs.included].mean()).masked_fill(~pairs.included, math.nan)
+    left_out = (~pairs.included).nonzero()[:, 0]
+    return BankPotential(whole, smoothness, pairs.strong_convexity, left_out, sweeps, violation)
