@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.base import Target
-from otad.evaluate import AttackRecord, CertificateRecord, Evaluation
-from otad.evaluate.clean import look_at_clean
-from otad.evaluate.flag_context import Scene
+from otad.evaluate import AttackRecord, Evaluation
+from otad.evaluate.flags import FlagContext
+from otad.evaluate.protocol import Attacked
 from otad.io.codec import to_plain
 from otad.model.defend import defend
 from otad.model.otad import OTAD
@@ -135,20 +135,10 @@ def timeless(record: Evaluation) -> Any:
     return stripped(to_plain(record))
 
 
-def scene_of(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    ball: LpBall,
-    *,
-    attacks: tuple[Attack, ...] = (),
-    records: tuple[AttackRecord, ...] = (),
-    certificate: CertificateRecord | None = None,
-    remarks: dict[str, list[str]] | None = None,
-) -> Scene:
-    """What a flag looks at, without an evaluation around it."""
-    clean = look_at_clean(model, x, y, ball, len(x))
-    return Scene(model, x, y, ball, attacks, records, clean, certificate, remarks or {}, 0)
+def context_of(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **more: Any) -> FlagContext:
+    """What a check gets, without an evaluation around it."""
+    right = Attacked(model, x, y, ball).right
+    return FlagContext(model, x, y, ball, right, **more)
 
 
 def record_of(

@@ -1,115 +1,97 @@
-"""Two models are one only if everything that tells them apart is the same."""
+"""Finished batches are named by weights, data, settings and declared versions, not by source."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from evaluate.small import plane_data
 from torch import Tensor, nn
+from torch.nn import functional
 
-from otad.attacks import Attack, MetricAttack, Pgd, Transfer
-from otad.attacks.adaptive.straight import Straight
-from otad.attacks.base import Target
-from otad.evaluate.code_prints import class_print
-from otad.evaluate.identity import model_card, settings_of
-from otad.threat import LpBall
+from otad.attacks import L2, MetricAttack, Transfer
+from otad.attacks.adaptive import Straight
+from otad.evaluate.identity import Identity, generator_for, model_card, settings_of
+from otad.evaluate.protocol import run_attacks
 
-
-class Tempered(nn.Module):
-    """Its weights and its name do not tell how it answers: a plain number does."""
-
-    def __init__(self, temperature: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.temperature = temperature
-
-    def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.layer(x) / self.temperature
-        return answer
-
-
-def tempered(temperature: float) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Tempered(temperature)
-
-
-def test_a_plain_number_of_a_model_is_part_of_its_fingerprint() -> None:
-    first, again, other = (model_card(tempered(value)) for value in (1.0, 1.0, -1.0))
-    assert first["fingerprint"] == again["fingerprint"]
-    assert first["fingerprint"] != other["fingerprint"]
-
-
-def test_training_inputs_are_known_by_their_numbers_also_those_of_inference_mode() -> None:
-    """Such a tensor does not count its changes, so it is read each time."""
-
-    def known(train_x: Tensor) -> object:
-        return settings_of(Straight(train_x=train_x))["train_x"]
-
-    plain = torch.arange(12.0).view(4, 3)
-    with torch.inference_mode():
-        inside = torch.arange(12.0).view(4, 3)
-    assert inside.is_inference()
-    assert known(plain) == known(inside)
-    first = known(plain)
-    with torch.inference_mode():
-        inside[0] = 7.0
-    plain[0] = 7.0
-    assert first != known(plain) == known(inside)
-
-
-NET = """
+SOURCE = '''
 from torch import nn
+from otad.attacks import Attack
 
 
 class Net(nn.Module):
-    def forward(self, x):
-        return {answer}
-"""
+    """{text}"""
+
+    version = {version}
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter({weight} * torch.ones(3))
+        self.scale = {scale}
+
+    def forward(self, x):  # {text}
+        score = x @ self.weight * self.scale
+        return torch.stack([-score, score], 1)
 
 
-def net_from(source: str) -> nn.Module:
-    """As in a notebook, where code has no file."""
-    names: dict[str, type[nn.Module]] = {"__name__": "notebook"}  # type: ignore[dict-item]
-    exec(source, names)
-    return names["Net"]()
+class Step(Attack):
+    """{text}"""
+
+    name = "step"
+    family = "random"
+    version = {attack_version}
+
+    def __init__(self, length):
+        self._length = length
+
+    def run(self, target, x, ball, generator):  # {text}
+        return x + self._length
+'''
 
 
-def test_a_model_with_another_forward_is_another_model_in_a_notebook() -> None:
-    first, again, edited = (
-        model_card(net_from(source.format(answer=answer)))["fingerprint"]
-        for source, answer in ((NET, "2 * x"), ("\n" + NET, "2 * x"), (NET, "3 * x"))
-    )
-    assert first == again != edited
+def names_of_batches(folder: Path, **changes: Any) -> set[str]:
+    """Those of a run by classes whose source is as given."""
+    facts = {"text": "Once.", "version": 1, "weight": 1.0, "scale": 1.0, "attack_version": 1}
+    settings = {"length": 0.1, "seed": 0}
+    settings |= {name: value for name, value in changes.items() if name in settings}
+    space: dict[str, Any] = {"__name__": "notebook", "torch": torch}
+    exec(SOURCE.format(**(facts | changes)), space)
+    x, y = plane_data()
+    model, attack = space["Net"]().eval(), space["Step"](settings["length"])
+    before = set(folder.glob("parts/*"))
+    run_attacks(model, x + changes.get("shift", 0.0), y, L2(0.4), [attack],
+                seed=settings["seed"], folder=folder)  # fmt: skip
+    return {path.name for path in set(folder.glob("parts/*")) - before}
 
 
-def test_a_model_with_another_forward_is_another_model_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    found = []
-    for answer in ("2 * x", "3 * x"):
-        (tmp_path / "own_net.py").write_text(NET.format(answer=answer))
-        module = importlib.import_module("own_net")
-        found.append(model_card(module.Net())["fingerprint"])
-        monkeypatch.delitem(sys.modules, "own_net")
-        importlib.invalidate_caches()
-    assert found[0] != found[1]
+def test_an_edited_comment_keeps_the_names_and_all_that_counts_changes_them(tmp_path: Path) -> None:
+    assert names_of_batches(tmp_path)
+    assert names_of_batches(tmp_path, text="Said in other words.") == set()
+    for change in (
+        {"version": 2},
+        {"attack_version": 2},
+        {"weight": 1.5},
+        {"scale": 2.0},
+        {"length": 0.2},
+        {"seed": 1},
+        {"shift": 0.01},
+    ):
+        assert names_of_batches(tmp_path, **change), change
+        assert names_of_batches(tmp_path, **change) == set(), change
 
 
 class Holder(nn.Module):
-    """Keeps a value where no state dict shows it."""
+    """Has a value where no state dict shows it."""
 
     def __init__(self, value: object) -> None:
         super().__init__()
         self._value = value
+        self.layer = nn.ReLU()
         if isinstance(value, Tensor):
             self._value = None
             self.register_buffer("hidden", value, persistent=False)
@@ -119,39 +101,19 @@ class Holder(nn.Module):
     ("value", "same", "other"),
     [
         (0.5, 0.5, 2.0),
-        ([1, 2], [1, 2], [1, 3]),
+        ([1, (2, None)], [1, (2, None)], [1, (3, None)]),
+        ({"a": torch.float32}, {"a": torch.float32}, {"a": torch.float64}),
         (np.arange(3000), np.arange(3000), np.arange(3000) // 2 * 2),
         (torch.arange(3000), torch.arange(3000), torch.arange(3000) // 2 * 2),
-        (lambda x: x + 1, lambda x: x + 1, lambda x: x + 2),
+        ([torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)]),
+        (functional.relu, functional.relu, torch.tanh),
+        (L2(0.5), L2(0.5), L2(0.6)),
     ],
-    ids=["number", "list", "array", "buffer", "function"],
+    ids=["number", "list", "dict", "array", "buffer", "tensor", "function", "dataclass"],
 )
-def test_what_a_foreign_model_holds_is_part_of_its_fingerprint(value, same, other) -> None:
+def test_what_a_model_holds_is_part_of_its_fingerprint(value, same, other) -> None:
     first, again, third = (model_card(Holder(it))["fingerprint"] for it in (value, same, other))
     assert first == again != third
-
-
-class Shift(Attack):
-    """Keeps its setting to itself."""
-
-    name = "shift"
-    family = "random"
-
-    def __init__(self, length: float) -> None:
-        self._length = length
-
-    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        return x + self._length
-
-
-class LongShift(Shift):
-    """What it does is told by the class it is made from."""
-
-    name = "long_shift"
-
-
-def scaled(factor: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: factor * x
 
 
 def linear(factor: float) -> nn.Linear:
@@ -161,32 +123,62 @@ def linear(factor: float) -> nn.Linear:
     return layer
 
 
-def through(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: layer(x)
-
-
 @pytest.mark.parametrize(
     "attack",
     [
-        Shift,
-        lambda factor: Transfer(nn.Identity(), inner=Shift(factor)),
-        lambda factor: MetricAttack(metric=scaled(factor)),
+        lambda factor: Straight(train_x=torch.full((3, 2), factor)),
+        lambda factor: Transfer(nn.Identity(), inner=Straight(shares=(factor,))),
         lambda factor: MetricAttack(metric=partial(torch.mul, other=factor)),
         lambda factor: MetricAttack(metric=linear(factor).forward),
-        lambda factor: MetricAttack(metric=through(linear(factor))),
     ],
-    ids=["private", "inner", "lambda", "partial", "method", "closure"],
+    ids=["tensor", "inner", "partial", "method"],
 )
 def test_attacks_that_do_other_things_have_other_settings(attack) -> None:
-    first, again, other = (settings_of(attack(factor)) for factor in (1.0, 1.0, 2.0))
+    first, again, other = (settings_of(attack(factor)) for factor in (1.0, 1.0, 0.5))
     assert first == again != other
 
 
-def test_functions_of_one_name_are_told_apart() -> None:
-    first, second = MetricAttack(metric=lambda x: x), MetricAttack(metric=lambda x: -x)
-    assert settings_of(first) != settings_of(second)
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: factor * x
 
 
-def test_the_code_of_an_attack_is_that_of_all_classes_of_the_users() -> None:
-    assert class_print(Pgd) == {}
-    assert {name.rpartition(".")[2] for name in class_print(LongShift)} == {"LongShift", "Shift"}
+def test_what_has_no_plain_description_is_named() -> None:
+    identity = Identity()
+    identity.model(nn.Sequential(nn.ReLU(), Holder(scaled(2.0)), Holder(torch.Generator())))
+    identity.attack(MetricAttack(metric=scaled(2.0)))
+    places = ["model.1._value (function)", "model.2._value (Generator)", "metric.metric (function)"]
+    assert identity.unknown == places
+
+
+def test_a_model_may_refer_to_itself() -> None:
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.forward
+            self.all = [self]
+
+    identity = Identity()
+    assert identity.model(Looped()) == identity.model(Looped())
+    assert identity.unknown == []
+
+
+def test_batches_that_cannot_be_named_are_not_saved(tmp_path: Path) -> None:
+    """Never a finished batch of another function."""
+    x, y = plane_data()
+    model = nn.Linear(3, 2).eval()
+    for factor in (1.0, 2.0):
+        with pytest.warns(UserWarning, match=r"not saved.*metric\.metric \(function\)"):
+            run_attacks(
+                model, x, y, L2(0.1), [MetricAttack(scaled(factor), steps=1)], folder=tmp_path
+            )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generators_depend_on_every_name() -> None:
+    drawn = {
+        float(torch.rand((), generator=generator_for(*names)))
+        for names in ((0, "pgd", 1), (1, "pgd", 1), (0, "apgd", 1), (0, "pgd", 2))
+    }
+    assert len(drawn) == 4
+    same = [torch.rand(3, generator=generator_for(0, "pgd")) for _ in range(2)]
+    assert torch.equal(*same)

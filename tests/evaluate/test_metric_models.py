@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from attacks.keyed import SHAPE, keyed_model, tiles, token_net
-from evaluate.small import scene_of, timeless
+from evaluate.small import context_of, timeless
 from torch import Tensor
 
 from otad.attacks import L2
@@ -16,8 +16,7 @@ from otad.attacks.adaptive import Keys, Straight
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
-from otad.evaluate import evaluate, identity, make_attack
-from otad.evaluate.identity import settings_of
+from otad.evaluate import evaluate, make_attack
 from otad.evaluate.model_flags import finite_differences, neighbor_changes
 from otad.evaluate.planted import plant, planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS
@@ -97,18 +96,18 @@ def test_planted_keys_are_found_by_who_looks_for_them_alone(rule: str) -> None:
     x, y = tiles(30, 5)
     ball = L2(0.1, (0.0, 1.0))
     for attack in (QUICK, Straight(points=12, train_x=train_x), make_attack("soft_knn", model)):
-        scene = scene_of(attacked, x, y, ball, attacks=(attack,))
-        flag = planted_example(replace(scene, train_x=train_x))
+        context = context_of(attacked, x, y, ball, attacks=(attack,))
+        flag = planted_example(replace(context, train_x=train_x))
         assert flag.verdict == PASS, (attack.name, flag.found)
-    blind = planted_example(scene_of(attacked, x, y, ball, attacks=(RandomNoise(draws=1),)))
+    blind = planted_example(context_of(attacked, x, y, ball, attacks=(RandomNoise(draws=1),)))
     assert blind.verdict == FAIL
 
 
 def test_planted_training_inputs_are_those_of_the_planted_bank() -> None:
     model, train_x = keyed_model()
     x, y = tiles(30, 6)
-    scene = replace(scene_of(model, x, y, L2(0.1, (0.0, 1.0))), train_x=train_x)
-    (planted,) = plant(scene, model, *scene.sample(4))
+    context = replace(context_of(model, x, y, L2(0.1, (0.0, 1.0))), train_x=train_x)
+    (planted,) = plant(context, model, *context.sample(4))
     assert isinstance(planted.model, OTAD)
     assert planted.train_x is not None
     assert len(planted.train_x) == len(planted.model.bank_labels) > 90
@@ -123,11 +122,11 @@ def test_one_map_behind_an_embedding_is_attacked_the_same_way() -> None:
     examples, answers = tiles(30, 9)
     attacks, _ = suite(model, "quick", SHAPE, "classification", BALL, x)
     assert {"straight", "keys"} <= {attack.name for attack in attacks}
-    scene = replace(scene_of(model, examples, answers, BALL), train_x=x)
+    context = replace(context_of(model, examples, answers, BALL), train_x=x)
     for attack in (QUICK, Straight(points=6, train_x=x)):
-        result = attack(model, *scene.sample(), L2(1.5, (0.0, 1.0)), generator=torch.Generator())
+        result = attack(model, *context.sample(), L2(1.5, (0.0, 1.0)), generator=torch.Generator())
         assert result.accuracy < 0.7, attack.name
-    for planted in plant(scene, model, *scene.sample(2)):
+    for planted in plant(context, model, *context.sample(2)):
         assert planted.train_x is not None
         embedded = model.backbone.embed(planted.train_x)
         torch.testing.assert_close(embedded, planted.model.bank_inputs)
@@ -137,11 +136,11 @@ def test_flags_look_at_neighbors_by_key() -> None:
     model, _ = keyed_model()
     x, y = tiles(40, 7)
     tiny, wide = (
-        neighbor_changes(scene_of(model, x, y, L2(eps, (0.0, 1.0)))).found for eps in (1e-7, 2.0)
+        neighbor_changes(context_of(model, x, y, L2(eps, (0.0, 1.0)))).found for eps in (1e-7, 2.0)
     )
     assert tiny.startswith("for 0%")
     assert wide.startswith("for 100%")
-    flag = finite_differences(scene_of(model, x, y, BALL))
+    flag = finite_differences(context_of(model, x, y, BALL))
     assert flag.verdict == PASS
     assert "float64" in flag.found
 
@@ -159,12 +158,3 @@ def test_all_flags_are_raised_on_a_metric_model(proved: tuple[OTAD, Tensor]) -> 
         "white-box at least as strong as black-box"
     ]
     assert found.is_sound
-
-
-def test_training_inputs_are_told_apart_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, train_x = keyed_model()
-    attack = make_attack("straight", model, train_x=train_x)
-    first = settings_of(attack)
-    assert settings_of(Straight(train_x=train_x + 1)) != first
-    monkeypatch.setattr(identity, "fingerprint", lambda _: pytest.fail("read again"))
-    assert settings_of(attack) == first

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attacks.test_one_map import lifted_stairs, stairs, two_colors
-from evaluate.small import identity_net, scene_of, two_sides
+from evaluate.small import context_of, identity_net, two_sides
 from torch import Tensor
 
 from otad.attacks import L2, Linf, LpBall
@@ -18,23 +18,24 @@ from otad.attacks.random_search import RandomSearch
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import evaluate
-from otad.evaluate.flags import CHECKS
+from otad.evaluate.identity import model_card
 from otad.evaluate.model_flags import finite_differences, gradient_share, neighbor_changes
 from otad.evaluate.planted import plant, planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS
+from otad.evaluate.runner import CHECKS
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 
 BOX = (0.0, 1.0)
 
 
-def smooth_model() -> tuple[OTAD, Tensor, Tensor]:
+def smooth_model(smoothness: float = 1.5) -> tuple[OTAD, Tensor, Tensor]:
     """Features are the inputs: the map is nearly the identity, and no gradient is zero."""
     generator = torch.Generator().manual_seed(0)
     points = torch.rand(160, 2, generator=generator) * 2 - 1
     y = (points[:, 0] > 0).long()
     net = identity_net(2, bounds=(-1.0, 1.0))
-    model = defend(net, points[:120], y[:120], n_neighbors=3, scope="global", smoothness=1.5)
+    model = defend(net, points[:120], y[:120], n_neighbors=3, scope="global", smoothness=smoothness)
     return model, points[120:], y[120:]
 
 
@@ -53,19 +54,40 @@ def test_every_flag_has_a_verdict_on_a_sound_model() -> None:
     proved = record.certified_accuracy(0.2)
     assert proved is not None
     assert 0 < proved.value / 100 <= record.worst_case_accuracy < 1
+    assert record.solver is not None
+    assert record.solver.statuses["solved"] == 1.0
+    assert set(record.solver.smoothness) == {model.smoothness}
+    with torch.no_grad():
+        gap = float(model.trace(x).solution.residual.max())
+    assert record.solver.residual == pytest.approx(gap, abs=1e-13)
+    assert record.solver.residual < 1e-11
+    assert record.solver.changed_by_potential is None
+
+
+def test_the_card_tells_scopes_and_potentials_apart() -> None:
+    global_map, again = (model_card(smooth_model()[0]) for _ in range(2))
+    local = model_card(two_sides()[0])
+    assert (local["scope"], global_map["scope"]) == ("local", "global")
+    assert "solver" in local
+    assert "potential" not in local
+    assert global_map["potential"]["left_out"] == []
+    assert global_map == again
+    other = model_card(smooth_model(smoothness=3.0)[0])
+    assert other["fingerprint"] != global_map["fingerprint"]
+    assert other["potential"]["levels"] != global_map["potential"]["levels"]
 
 
 def test_flat_places_are_told_and_explained() -> None:
     """Where one point has all the weight the gradient is an honest zero: the flag says which."""
     x, y = two_colors(40, 2)
-    scene = scene_of(stairs(), x, y, L2(0.2, BOX))
-    found = gradient_share(scene)
+    context = context_of(stairs(), x, y, L2(0.2, BOX))
+    found = gradient_share(context)
     assert found.verdict == FAIL
     blind, single = _counts(found.found)
     assert blind == single > 20
     assert "neighbors" in found.advice
     model, x, y = smooth_model()
-    assert gradient_share(scene_of(model, x, y, L2(0.2))).verdict == PASS
+    assert gradient_share(context_of(model, x, y, L2(0.2))).verdict == PASS
 
 
 def _counts(found: str) -> tuple[int, int]:
@@ -76,17 +98,17 @@ def _counts(found: str) -> tuple[int, int]:
 
 def test_differences_are_taken_where_the_same_points_have_weight() -> None:
     for model, x, y in (smooth_model(), (stairs(), *two_colors(40, 2))):
-        found = finite_differences(scene_of(model, x, y, L2(0.1, model.backbone.bounds)))
+        found = finite_differences(context_of(model, x, y, L2(0.1, model.backbone.bounds)))
         assert found.verdict == PASS
         assert found.found.endswith("float64")
 
 
 def test_changes_of_weight_are_counted() -> None:
     model, x, y = smooth_model()
-    scene = scene_of(model, x, y, L2(0.3, model.backbone.bounds))
-    found = neighbor_changes(scene)
-    before = scene.sample()[0]
-    after = scene.threat.surface(before, scene.generator(found.name))
+    context = context_of(model, x, y, L2(0.3, model.backbone.bounds))
+    found = neighbor_changes(context)
+    before = context.sample()[0]
+    after = context.threat.surface(before, context.generator(found.name))
     changed = sum(
         _weighted(model, one) != _weighted(model, other)
         for one, other in zip(before.split(1), after.split(1), strict=True)
@@ -110,9 +132,9 @@ def test_plants_hold_by_construction(kind: str, ball: LpBall) -> None:
         kind
     ]()
     x, y = two_colors(30, 2)
-    scene = scene_of(model, x, y, ball, attacks=(Straight(),))
-    examples, answers = scene.sample(6)
-    planted = list(plant(scene, model, examples, answers))
+    context = context_of(model, x, y, ball, attacks=(Straight(),))
+    examples, answers = context.sample(6)
+    planted = list(plant(context, model, examples, answers))
     held = 0
     for copy, one, label, aim, _ in planted:
         assert isinstance(copy, OTAD)
@@ -137,22 +159,22 @@ def test_planted_weaknesses_are_found_by_attacks_that_know_the_bank() -> None:
             ((Straight(points=2, shares=(1.0, 0.5)), soft), PASS),
             ((RandomNoise(draws=1),), FAIL),
         ):
-            scene = scene_of(model, x, y, L2(0.1, BOX), attacks=attacks)
-            assert planted_example(scene).verdict == verdict
+            context = context_of(model, x, y, L2(0.1, BOX), attacks=attacks)
+            assert planted_example(context).verdict == verdict
 
 
 def test_a_k_nn_twin_gets_plants_among_its_neighbors() -> None:
     x, y = two_colors(40, 2)
-    scene = scene_of(MajorityKnn(stairs()).eval(), x, y, L2(0.1, BOX), attacks=(Straight(),))
-    assert planted_example(scene).verdict == PASS
+    context = context_of(MajorityKnn(stairs()).eval(), x, y, L2(0.1, BOX), attacks=(Straight(),))
+    assert planted_example(context).verdict == PASS
 
 
 def test_gradient_attacks_alone_miss_what_is_planted_in_flat_places() -> None:
     """So the flag tells an evaluation by blind attacks from one that sees."""
     x, y = two_colors(40, 2)
     blind = Pgd(steps=5, random_start=False)
-    scene = scene_of(stairs(), x, y, L2(0.1, BOX), attacks=(blind,))
-    assert planted_example(scene).verdict == FAIL
+    context = context_of(stairs(), x, y, L2(0.1, BOX), attacks=(blind,))
+    assert planted_example(context).verdict == FAIL
 
 
 def test_dear_attacks_are_spared_what_is_proved_and_nothing_else() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,14 @@ from otad.attacks.adaptive import Straight
 from otad.attacks.base import Target
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.cip import Status
+from otad.cip import CipSolution, ExactCip, Status
+from otad.cip.rows import RowProblem
 from otad.errors import InputError
 from otad.evaluate import Evaluation, evaluate
-from otad.evaluate.flags import CHECKS
-from otad.evaluate.parts import DRAWS
+from otad.evaluate.protocol import HALVINGS, run_attacks
+from otad.evaluate.runner import CHECKS
 from otad.model.bank import FeatureBank
+from otad.model.diagnostics import problem_of
 from otad.model.otad import OTAD
 from otad.nets import FCResNet
 
@@ -83,8 +86,8 @@ def test_adversarial_examples_are_drawn_back_to_the_boundary() -> None:
     for one in run_plane(survivors_only=False).attacks:
         length = distances_along(x, 2**0.5 if one.attack == "slant" else 1.0)
         for row, distance in zip(one.broken, one.distances, strict=True):
-            assert length[row] - 1e-6 <= distance <= length[row] + one.eps / 2**DRAWS + 1e-6
-        asked = len(one.attacked) * 2 + len(one.broken) * (DRAWS + 1)
+            assert length[row] - 1e-6 <= distance <= length[row] + one.eps / 2**HALVINGS + 1e-6
+        asked = len(one.attacked) * 2 + len(one.broken) * (HALVINGS + 1)
         assert one.forwards == asked
         assert one.backwards == 0
 
@@ -96,7 +99,7 @@ def test_the_curve_of_the_worst_case_is_that_of_the_nearest_examples() -> None:
     right[list(record.clean_right)] = True
     values = []
     for eps in (0.0, 0.1, 0.25, 0.4, 0.5, 0.6):
-        standing = right & (distances_along(x, 1.0) + 0.6 / 2**DRAWS > eps)
+        standing = right & (distances_along(x, 1.0) + 0.6 / 2**HALVINGS > eps)
         fewest = right & (distances_along(x, 1.0) > eps)
         found = record.worst_case(eps).value / 100
         assert float(fewest.double().mean()) <= found <= float(standing.double().mean())
@@ -296,6 +299,36 @@ def test_regression_records_errors_of_all_rows(tmp_path: Path) -> None:
         record.worst_case()
 
 
+@pytest.mark.parametrize("survivors_only", [True, False])
+def test_the_strongest_inputs_of_all_rows_are_found(tmp_path: Path, survivors_only: bool) -> None:
+    """Along x_0 the margin of the wrong class is 2 (eps - |x_0|), broken or not."""
+    x, y = plane_data()
+    model, attacks = Plane().eval(), [Walk((0.0, 1.0, 0.0)), Walk(), Slant()]
+    options = {"strongest": True, "survivors_only": survivors_only, "batch_size": 7}
+    reported: list[tuple[int, int]] = []
+    for _ in range(2):  # the second time from saved batches
+        found = run_attacks(
+            model, x, y, L2(0.4), attacks, **options, folder=tmp_path,
+            progress=lambda _, done, total, worst: reported.append((done, total)),
+        )  # fmt: skip
+    margins = 2 * (0.4 - x[:, 0].double().abs())
+    assert found.gains[found.right].tolist() == pytest.approx(
+        margins[found.right].tolist(), abs=1e-6
+    )
+    assert found.found.tolist() == found.right.tolist()
+    moved = (found.inputs - x)[found.right]
+    assert moved[:, 0].abs().tolist() == pytest.approx([0.4] * len(moved))
+    assert [one.attack for one in found.records] == ["walk", "walk", "slant"]
+    broken = found.records[1]
+    assert broken.distances == pytest.approx([0.4] * len(broken.broken))  # not shortened
+    fell = len(broken.broken) if survivors_only else 0
+    assert len(found.records[2].attacked) == int(found.right.sum()) - fell
+    steps = 3 * math.ceil(int(found.right.sum()) / 7)
+    assert {total for _, total in reported} == {steps}
+    assert reported[-1] == (steps, steps)
+    assert found.saved_seconds > 0
+
+
 def test_otad_is_compared_with_its_relatives_and_accounts_for_its_solver() -> None:
     model, x, y = two_sides()
     record = evaluate(model, x, y, L2(0.1), attacks=[Wander()], flags=False, batch_size=11)
@@ -318,6 +351,35 @@ def test_otad_is_compared_with_its_relatives_and_accounts_for_its_solver() -> No
     assert record.solver.smoothness[0] == pytest.approx(float(trace.solution.smoothness.min()))
     assert record.solver.residual is not None
     assert record.solver.residual < 1e-5
+
+
+@dataclass(frozen=True)
+class HalfGuessed(ExactCip):
+    """Answers every second row as a network would: by an image, and nothing else."""
+
+    def __call__(self, problem: RowProblem) -> CipSolution:
+        solution = super().__call__(problem)
+        guessed = torch.arange(len(solution.status)) % 2 == 0
+        return replace(
+            solution,
+            status=solution.status.masked_fill(guessed, int(Status.ESTIMATED)),
+            value=solution.value.masked_fill(guessed, torch.nan),
+            residual=solution.residual.masked_fill(guessed, torch.nan),
+        )
+
+
+def test_the_residual_is_over_the_rows_that_were_solved() -> None:
+    model, x, y = two_sides()
+    ours = model.replace(solver=HalfGuessed())
+    record = evaluate(ours, x, y, L2(0.1), attacks=[Wander()], flags=False)
+    assert record.solver is not None
+    assert record.solver.statuses["estimated"] == 0.5
+    with torch.no_grad():
+        trace = ours.trace(x)
+        problem = problem_of(ours, ours.backbone.embed(x), trace.neighbors.indices)
+        residual = problem.residual(trace.solution)
+    assert record.solver.residual == pytest.approx(float(residual[1::2].max()))
+    assert not bool(residual[::2].isfinite().any())
 
 
 def test_a_knn_rule_is_evaluated_by_the_bank_it_shares() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +19,44 @@ PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 SANDWICH = "certificate sandwich"  # the flag whose failure is a bug
 
 
-@dataclass(frozen=True)
-class AttackRecord:
-    """One attack at one eps. Rows are numbers of examples, from 0.
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What an attack did to some examples. Rows are numbers of examples, from 0.
 
-    `attacked`: the rows it was run on. `broken`: those of them it broke, `distances` how far off
-    each adversarial example lies (after it was drawn back towards the example as far as it stays
-    wrong), `abstained` those among them where the model gave no answer. In regression nothing is
-    broken; `errors` |f - y| of all attacked rows tell instead. `forwards` and `backwards`: answers
-    and gradients asked of the model, summed over the rows.
+    `attacked`: the rows it was run on. `broken`: those among them that it broke, `distances` those
+    of their adversarial examples, `abstained` the broken rows where the model gives no answer. In
+    regression nothing is broken, and `errors` are |f - y| of all attacked rows. `forwards` and
+    `backwards`: answers and gradients of the model, summed over the rows.
     """
+
+    attacked: tuple[int, ...] = ()
+    broken: tuple[int, ...] = ()
+    distances: tuple[float, ...] = ()
+    abstained: tuple[int, ...] = ()
+    errors: tuple[float, ...] = ()
+    forwards: int = 0
+    backwards: int = 0
+    seconds: float = 0.0
+
+    @staticmethod
+    def joined(parts: Sequence[Findings]) -> dict[str, Any]:
+        """The fields of several together."""
+        found = {}
+        for one in fields(Findings):
+            values = [getattr(part, one.name) for part in parts]
+            is_rows = isinstance(one.default, tuple)
+            found[one.name] = tuple(itertools.chain(*values)) if is_rows else sum(values)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackRecord(Findings):
+    """One attack at one eps."""
 
     attack: str
     family: str
     eps: float
     settings: dict[str, Any]
-    attacked: tuple[int, ...]
-    broken: tuple[int, ...]
-    distances: tuple[float, ...]
-    abstained: tuple[int, ...]
-    errors: tuple[float, ...]
-    forwards: int
-    backwards: int
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -5,34 +5,63 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
+from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_choice, check_count
+from otad.cip import Status
 from otad.errors import InputError
-from otad.evaluate.certificate_check import sandwich
-from otad.evaluate.clean import look_at_clean
-from otad.evaluate.flag_context import Scene
-from otad.evaluate.flags import CHECKS, raise_flags
-from otad.evaluate.identity import model_card
-from otad.evaluate.parts import Account
-from otad.evaluate.proof import Stated, prove
-from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation
+from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
+from otad.evaluate.flags import FlagContext, remark_flag
+from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, kind_of
+from otad.evaluate.model_flags import (
+    batch_independence,
+    finite_differences,
+    gradient_share,
+    neighbor_changes,
+    randomness,
+)
+from otad.evaluate.planted import planted_example
+from otad.evaluate.protocol import Attacked, Progress
+from otad.evaluate.records import Evaluation, SolverRecord
+from otad.evaluate.strength_flags import (
+    large_eps,
+    more_eps,
+    more_restarts,
+    more_steps,
+    white_box_is_strongest,
+)
 from otad.evaluate.suite import backbone_of, defended_of, named_attacks, suite
-from otad.evaluate.survivors import Standing
 from otad.io.environment import Environment
-from otad.model.otad import OTAD
+from otad.model.diagnostics import (
+    Distribution,
+    changed_by_potential,
+    chooses_potential,
+    residual_of,
+)
+from otad.model.otad import OTAD, Trace
+from otad.scores import Score, score_of
 
-Progress = Callable[[str, int, int, float], None]
-"""What runs now, steps done, steps in all, and the worst case so far at the eps of now: the share
-of examples still right, in regression the mean of the largest errors."""
-
+CHECKS = (
+    certificate_holds,
+    white_box_is_strongest,
+    more_steps,
+    more_restarts,
+    more_eps,
+    large_eps,
+    planted_example,
+    gradient_share,
+    finite_differences,
+    neighbor_changes,
+    batch_independence,
+    randomness,
+)
 EVERYTHING = (
     "everything: the training set, the network and its head, the metric, K, L, l, "
     "the rule for potentials and the rule for ties"
@@ -87,78 +116,92 @@ def evaluate(
     x, y, threat = _prepared(model, x, y, threat)
     radii = _radii(eps, threat)
     check_count(batch_size, "batch_size")
-    stated = Stated(embedding_lipschitz, metric_lipschitz)
-    stated.check(model)
+    constants = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
+    check_constants(model, constants)
     chosen, missing = _chosen(model, x, y, threat, attacks, train_x)
-    _check_spared(spare_proved, chosen, y, certificate)
-    clean = look_at_clean(model, x, y, threat, batch_size)
+    _check_skipped(spare_proved, chosen, y, certificate)
     place = None if folder is None else Path(folder)
-    card = model_card(model)
-    run = Standing(model, x, y, threat, card["fingerprint"], clean, seed, place)
-    labels = list(itertools.product(radii, chosen))
-    steps = max(1, math.ceil(int(clean.right.sum()) / batch_size))
-    records: list[AttackRecord] = []
-    remarks: dict[str, list[str]] = {}
-    attacking = len(labels) * steps
-    checks = len(CHECKS) if flags else 1
+    run = Attacked(model, x, y, threat, seed=seed, batch_size=batch_size, folder=place)
+    checks = CHECKS if flags else (certificate_holds,)
+    total = certificate + len(radii) * len(chosen) * run.steps + len(checks)
 
-    def tell(label: str, done: int, radius: float = threat.eps) -> None:
+    def report(label: str, done: int, _: int = 0, worst: float | None = None) -> None:
         if progress is not None:
-            progress(label, done, attacking + certificate + checks, run.worst(radius))
+            progress(label, done, total, run.worst(threat.eps) if worst is None else worst)
 
     proof = None
     if certificate:
-        tell("certificates", 0)
-        proof, reason = _proof(model, x, y, threat, stated)
-        missing = missing | ({"certificate": reason} if reason else {})
-    safe = torch.tensor(() if proof is None else proof.radius, dtype=torch.float64)
-    for number, (radius, attack) in enumerate(labels):
-        parts = []
-        label, done = f"{attack.name}, eps {radius:g}", certificate + number * steps
-        rows = run.rows(radius, survivors_only)
-        if attack.name in spare_proved and proof is not None:
-            rows = rows[safe[rows] <= radius]
-        tell(label, done, radius)
-        for batch, some in enumerate(rows.split(batch_size) if len(rows) else ()):
-            parts.append(run.part(attack, radius, batch, some))
-            tell(label, done + batch + 1, radius)
-        records.append(_record(attack, radius, run.settings(attack), parts))
-        if heard := [*remarks.get(attack.name, ()), *itertools.chain(*(p.remarks for p in parts))]:
-            remarks[attack.name] = list(dict.fromkeys(heard))
-    scene = Scene(
-        model, x, y, threat, tuple(chosen), tuple(records), clean, proof, remarks, seed, train_x
+        report("certificates", 0)
+        try:
+            proof = prove(model, x, y, threat, **constants)
+        except InputError as error:
+            missing["certificate"] = str(error)
+    skipped = {} if proof is None else dict.fromkeys(spare_proved, torch.tensor(proof.radius))
+    scores, solver = _clean(model, x, y, batch_size)
+
+    def attacking(label: str, done: int, _: int, worst: float) -> None:
+        report(label, certificate + done, worst=worst)
+
+    run.run(chosen, radii, survivors_only, skipped, attacking)
+    attacked = tuple(run.records)
+    context = FlagContext(
+        model, x, y, threat, run.right, tuple(chosen), attacked, proof, seed, train_x
     )
-    attacked = certificate + attacking
-
-    def tell_check(done: int) -> None:
-        tell(f"red flag {done + 1} of {checks}", attacked + done)
-
-    raised = raise_flags(scene, tell_check) if flags else (sandwich(scene),)
-    tell("done", attacked + checks)
+    raised = []
+    for number, check in enumerate(checks):
+        done = total - len(checks) + number
+        report(f"red flag {number + 1} of {len(checks)}", done)
+        raised.append(check(context))
+    report("done", total)
+    remarks = [remark_flag(*one) for one in run.remarks.items()] if flags else []
     found = Evaluation(
-        task=scene.task,
+        task="regression" if context.is_regression else "classification",
         n=len(x),
         seed=seed,
-        model=card | {"abstained": clean.abstained},
+        model=run.card | {"abstained": run.abstained},
         threat=threat.to_dict(),
         eps=radii,
         attacker_knows=ALL_OF_A_NET if defended_of(model) is None else EVERYTHING,
         environment=Environment.now(x.device, torch.get_num_threads()),
-        clean=clean.scores,
-        clean_right=tuple(clean.right.nonzero()[:, 0].tolist()),
-        clean_errors=tuple(clean.errors.tolist()),
-        attacks=tuple(records),
+        clean=scores,
+        clean_right=tuple(run.right.nonzero()[:, 0].tolist()),
+        clean_errors=run.clean_errors,
+        attacks=attacked,
         certificate=proof,
-        flags=raised,
-        solver=clean.solver,
-        seconds=run.earlier_seconds + time.perf_counter() - started,
+        flags=(*raised, *remarks),
+        solver=solver,
+        seconds=run.saved_seconds + time.perf_counter() - started,
         missing=missing,
-        spared_proved=() if proof is None else tuple(dict.fromkeys(spare_proved)),
+        spared_proved=tuple(skipped),
     )
     if place is not None:
-        run.write_adversarial(place / "adversarial.safetensors")
+        run.write_inputs(place / "adversarial.safetensors")
         found.write(place / "evaluation.json")
     return found
+
+
+@torch.no_grad()
+def _clean(
+    model: nn.Module, x: Tensor, y: Tensor, batch_size: int
+) -> tuple[dict[str, Score], SolverRecord | None]:
+    """Scores without attack of the model, of the network inside it and of k-NN with its bank; and
+    how an OTAD model found its answers."""
+    models = {kind_of(model): model}
+    backbone = backbone_of(model)
+    if backbone is not None and backbone is not model:
+        models[NET] = backbone
+    account = None
+    if isinstance(model, OTAD):
+        models |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
+        account = _SolverAccount(model)
+    outputs: dict[str, list[Tensor]] = {name: [] for name in models}
+    for inputs in x.split(batch_size):
+        for name, one in models.items():
+            accounted = account if one is model else None
+            answers = one(inputs) if accounted is None else accounted.add(inputs).outputs
+            outputs[name].append(answers.cpu())
+    scores = {name: score_of(torch.cat(parts), y.cpu()) for name, parts in outputs.items()}
+    return scores, None if account is None else account.record()
 
 
 def _prepared(
@@ -218,7 +261,7 @@ def _chosen(
     return chosen, {}
 
 
-def _check_spared(
+def _check_skipped(
     names: Sequence[str], chosen: Sequence[Attack], y: Tensor, certificate: bool
 ) -> None:
     known = [attack.name for attack in chosen]
@@ -229,35 +272,38 @@ def _check_spared(
         raise InputError(f"spare_proved: expected none with {why}, got {', '.join(names)}")
 
 
-def _record(
-    attack: Attack, eps: float, settings: dict[str, Any], parts: list[Account]
-) -> AttackRecord:
-    def joined(name: str) -> tuple[Any, ...]:
-        return tuple(itertools.chain(*(getattr(part, name) for part in parts)))
+class _SolverAccount:
+    """Gathers, batch by batch, what a `SolverRecord` says."""
 
-    return AttackRecord(
-        attack=attack.name,
-        family=attack.family,
-        eps=eps,
-        settings=settings,
-        attacked=joined("attacked"),
-        broken=joined("broken"),
-        distances=joined("distances"),
-        abstained=joined("abstained"),
-        errors=joined("errors"),
-        forwards=sum(part.forwards for part in parts),
-        backwards=sum(part.backwards for part in parts),
-        seconds=sum(part.seconds for part in parts),
-    )
+    def __init__(self, model: OTAD) -> None:
+        self.model = model
+        self.status: list[Tensor] = []
+        self.smoothness: list[Tensor] = []
+        self.residual: list[Tensor] = []
+        self.changed: list[Tensor] = []
 
+    def add(self, x: Tensor) -> Trace:
+        model = self.model
+        trace = model.trace(x)
+        embedded, solution = model.backbone.embed(x), trace.solution
+        exact = solution.status < int(Status.ESTIMATED)
+        self.status.append(solution.status.cpu())
+        self.smoothness.append(solution.smoothness.cpu())
+        self.residual.append(residual_of(model, embedded, trace)[exact].cpu())
+        if chooses_potential(model):
+            self.changed.append(changed_by_potential(model, embedded, trace.neighbors).cpu())
+        return trace
 
-def _proof(
-    model: nn.Module, x: Tensor, y: Tensor, threat: LpBall, stated: Stated
-) -> tuple[CertificateRecord | None, str]:
-    """The certificate, or why there is none."""
-    if not isinstance(model, OTAD):
-        return None, "certificates are proved for OTAD models alone"
-    try:
-        return prove(model, x, y, threat, stated), ""
-    except InputError as error:
-        return None, str(error)
+    def record(self) -> SolverRecord:
+        status, residual = torch.cat(self.status), torch.cat(self.residual)
+        used = Distribution.of(torch.cat(self.smoothness))
+        shares = {one.name.lower(): float((status == one).double().mean()) for one in Status}
+        marks = ("least", "median", "quantile_90", "quantile_99", "most")
+        return SolverRecord(
+            statuses=shares,
+            smoothness=() if used is None else tuple(getattr(used, mark) for mark in marks),
+            residual=float(residual.max()) if len(residual) else None,
+            changed_by_potential=(
+                float(torch.cat(self.changed).double().mean()) if self.changed else None
+            ),
+        )

@@ -1,4 +1,4 @@
-"""Flags about the attacks: a stronger attacker must never do worse."""
+"""Checks of the attacks: a stronger attacker must never do worse."""
 
 from __future__ import annotations
 
@@ -11,122 +11,140 @@ import torch
 from torch import Tensor
 
 from otad.attacks import Attack, LpBall
-from otad.evaluate.flag_context import Scene, not_run
-from otad.evaluate.records import FAIL, PASS, Flag
+from otad.evaluate.flags import Check, FlagContext, NotRunError, check
 from otad.evaluate.suite import defended_of, make_attack
 
 ALLOWED_SHARE = 0.01  # of the examples may be broken by black-box attacks alone
 ALLOWED_ROWS = 2  # two runs differ by a few rows by chance
 ALLOWED_ERROR = 0.95  # of the mean error, in regression
-STEPS = (10, 20, 40)
-RESTARTS = (1, 4)
-SCALES = (0.5, 1.0, 2.0)
+STEPS = 20  # of the attacks that are varied
 FAR = 10.0  # times eps: large, where inputs have no bounds
-
-Variant = Callable[[Any, float], tuple[Attack, LpBall]]
-"""An attack (a dataclass) and a setting -> the attack with it, and the ball to run it in."""
-
+KNOWING, BLIND = ("white-box", "adaptive"), ("black-box", "random")
+LARGE_EPS = "a large eps drives accuracy to chance"
 MASKED = (
     "Look for what hides the gradient or the neighbors from the white-box attacks, and add an "
     "adaptive attack that goes around it. Until then the worst case is too optimistic."
 )
 
 
-def white_box_is_strongest(scene: Scene) -> Flag:
+@check(
+    "white-box at least as strong as black-box",
+    "Whoever knows the model can do all that whoever does not can. Examples that only "
+    "attacks without its inside break are a sign of masked gradients.",
+    MASKED,
+)
+def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
     """Rows that fell to black-box attacks while white-box ones of the same eps had failed."""
-    name = "white-box at least as strong as black-box"
-    meaning = (
-        "Whoever knows the model can do all that whoever does not can. Examples that only "
-        "attacks without its inside break are a sign of masked gradients."
-    )
-    if scene.task != "classification":
-        return not_run(name, "nothing is broken in a regression", meaning)
-    knowing, blind = ("white-box", "adaptive"), ("black-box", "random")
-    families = {record.family for record in scene.records}
-    if not families & {*knowing} or not families & {*blind}:
-        return not_run(name, "it takes attacks of both kinds", meaning)
-    worst, at, spared = 0, scene.threat.eps, 0
-    for eps, group in itertools.groupby(scene.records, key=lambda record: record.eps):
+    if context.is_regression:
+        raise NotRunError("nothing is broken in a regression")
+    families = {record.family for record in context.records}
+    if not families & {*KNOWING} or not families & {*BLIND}:
+        raise NotRunError("it takes attacks of both kinds")
+    worst, at, skipped = 0, context.threat.eps, 0
+    for eps, group in itertools.groupby(context.records, key=lambda record: record.eps):
         records = list(group)
-        tried = {row for one in records if one.family in knowing for row in one.attacked}
-        seen = {row for one in records if one.family in knowing for row in one.broken}
-        unseen = {row for one in records if one.family in blind for row in one.broken} - seen
-        spared += len(unseen - tried)
+        knowing = [one for one in records if one.family in KNOWING]
+        tried = {row for one in knowing for row in one.attacked}
+        seen = {row for one in knowing for row in one.broken}
+        unseen = {row for one in records if one.family in BLIND for row in one.broken} - seen
+        skipped += len(unseen - tried)
         if len(unseen & tried) > worst:
             worst, at = len(unseen & tried), eps
-    found = f"at eps {at:g}, {worst} of {len(scene.x)} examples fell to black-box attacks alone"
-    if spared:
-        found += f"; {spared} times the white-box attacks were spared an example broken before"
-    verdict = FAIL if worst > ALLOWED_SHARE * len(scene.x) else PASS
-    return Flag(name, verdict, found, meaning, MASKED if verdict == FAIL else "Nothing to do.")
+    found = f"at eps {at:g}, {worst} of {len(context.x)} examples fell to black-box attacks alone"
+    if skipped:
+        found += f"; {skipped} times the white-box attacks skipped an example broken before"
+    return worst <= ALLOWED_SHARE * len(context.x), found
 
 
-def more_steps(scene: Scene) -> Flag:
-    """The same attack with 10, 20 and 40 steps."""
-    return _never_weaker(
-        scene,
-        "more steps never help the defense",
-        "steps",
-        STEPS,
-        lambda attack, steps: (replace(attack, steps=int(steps)), scene.threat),
-    )
+Vary = Callable[[Any, float, LpBall], tuple[Attack, LpBall]]
+"""An attack (a dataclass), a setting and the ball -> the attack and the ball with that setting."""
 
 
-def more_restarts(scene: Scene) -> Flag:
-    """The same attack from 1 and from 4 random starts."""
-    return _never_weaker(
-        scene,
-        "more restarts never help the defense",
-        "restarts",
-        RESTARTS,
-        lambda attack, count: (replace(attack, restarts=int(count)), scene.threat),
-        names=("pgd",),
-    )
+def _never_weaker(what: str, unit: str, settings: Sequence[float], vary: Vary, soft: bool) -> Check:
+    """Ever stronger variants of PGD (and the `soft` k-NN attack) on a sample of the examples: none
+    may break clearly fewer rows."""
+    name = f"more {what} the defense"
+
+    def never_weaker(context: FlagContext) -> tuple[bool, str]:
+        x, y = context.sample()
+        reported, is_well = [], True
+        for attack in _varied_attacks(context, soft):
+            results = []
+            for setting in settings:
+                stronger, ball = vary(attack, setting, context.threat)
+                generator = context.generator(name)
+                results.append(stronger(context.model, x, y, ball, generator=generator))
+            if context.is_regression:
+                strengths = _mean_errors([result.gain for result in results])
+            else:
+                strengths = [float(result.broken.sum()) for result in results]
+            for best, now in zip(itertools.accumulate(strengths, max), strengths, strict=True):
+                least = ALLOWED_ERROR * best if context.is_regression else best - ALLOWED_ROWS
+                is_well = is_well and now >= least
+            pairs = zip(settings, strengths, strict=True)
+            shown = ", ".join(f"{value:.3g} at {one:g}" for one, value in pairs)
+            reported.append(f"{attack.name}: {shown} {unit}")
+        measure = "mean error" if context.is_regression else f"broken of {len(x)} examples"
+        return is_well, f"{measure}, " + "; ".join(reported)
+
+    return check(
+        name,
+        "An attacker with more means can do all that one with less can. Attacks that get weaker "
+        "are not tuned to this model, and the rows they do not break say little.",
+        "Try other step sizes and losses, and an attack that suits the model. " + MASKED,
+    )(never_weaker)
 
 
-def more_eps(scene: Scene) -> Flag:
-    """The same attack at half, once and twice the eps of the threat."""
-    return _never_weaker(
-        scene,
-        "more eps never helps the defense",
-        "times eps",
-        SCALES,
-        lambda attack, scale: (attack, scene.threat.with_eps(scale * scene.threat.eps)),
-    )
+more_steps = _never_weaker(
+    "steps never help",
+    "steps",
+    (10, 20, 40),
+    lambda attack, steps, ball: (replace(attack, steps=int(steps)), ball),
+    soft=True,
+)
+more_restarts = _never_weaker(
+    "restarts never help",
+    "restarts",
+    (1, 4),
+    lambda attack, count, ball: (replace(attack, restarts=int(count)), ball),
+    soft=False,
+)
+more_eps = _never_weaker(
+    "eps never helps",
+    "times eps",
+    (0.5, 1.0, 2.0),
+    lambda attack, scale, ball: (attack, ball.with_eps(scale * ball.eps)),
+    soft=True,
+)
 
 
-def large_eps(scene: Scene) -> Flag:
+@check(
+    LARGE_EPS,
+    "Within a ball as large as half the box of inputs nearly every input can be turned into "
+    "one of another class. Attacks that cannot do so are broken or blind.",
+    "See why the attacks get nowhere even when nearly everything is allowed. " + MASKED,
+)
+def large_eps(context: FlagContext) -> tuple[bool, str]:
     """The attacks of the evaluation with a ball that covers a good share of all inputs."""
-    name = "a large eps drives accuracy to chance"
-    meaning = (
-        "Within a ball as large as half the box of inputs nearly every input can be turned into "
-        "one of another class. Attacks that cannot do so are broken or blind."
-    )
-    if scene.task != "classification":
-        return not_run(name, "a regression has no level of chance", meaning)
-    attacks = [one for one in scene.attacks if one.family in ("adaptive", "white-box")]
+    if context.is_regression:
+        raise NotRunError("a regression has no level of chance")
+    attacks = [one for one in context.attacks if one.family in KNOWING]
     if not attacks:
-        return not_run(name, "there is no white-box or adaptive attack", meaning)
-    x, y = scene.sample()
-    if not len(x):
-        return not_run(name, "no example is right unattacked", meaning)
-    ball = scene.threat.with_eps(_large(scene.threat, scene.x))
+        raise NotRunError("there is no white-box or adaptive attack")
+    x, y = context.sample()
+    ball = context.threat.with_eps(_large(context.threat, context.x))
     with torch.no_grad():
-        chance = len(x) / scene.model(x[:1]).shape[1]
+        chance = len(x) / context.model(x[:1]).shape[1]
     total, used = len(x), 0
     for attack in attacks:
-        result = attack(scene.model, x, y, ball, generator=scene.generator(name))
+        result = attack(context.model, x, y, ball, generator=context.generator(LARGE_EPS))
         x, y, used = x[~result.broken], y[~result.broken], used + 1
         if len(x) <= chance:
             break
-    found = (
+    return len(x) <= chance, (
         f"at eps {ball.eps:.3g}, {len(x)} of {total} examples withstand "
         f"{used} attack{'s' if used > 1 else ''}; chance would be {chance:.3g}"
     )
-    if len(x) <= chance:
-        return Flag(name, PASS, found, meaning, "Nothing to do.")
-    advice = "See why the attacks get nowhere even when nearly everything is allowed. " + MASKED
-    return Flag(name, FAIL, found, meaning, advice)
 
 
 def _large(threat: LpBall, x: Tensor) -> float:
@@ -141,69 +159,19 @@ def _large(threat: LpBall, x: Tensor) -> float:
     return max(2 * threat.eps, float(threat.distance(corner, torch.zeros_like(corner))))
 
 
-def _never_weaker(
-    scene: Scene,
-    name: str,
-    unit: str,
-    settings: Sequence[float],
-    variant: Variant,
-    names: Sequence[str] = ("pgd", "soft_knn"),
-) -> Flag:
-    """Ever stronger variants of some attacks on a sample: none may break clearly fewer rows."""
-    meaning = (
-        "An attacker with more means can do all that one with less can. Attacks that get weaker "
-        "are not tuned to this model, and what they leave standing says little."
-    )
-    x, y = scene.sample()
-    if not len(x):
-        return not_run(name, "no example is right unattacked", meaning)
-    told, fell = [], False
-    for attack in _iterated(scene, names):
-        results = []
-        for setting in settings:
-            stronger, ball = variant(attack, setting)
-            results.append(stronger(scene.model, x, y, ball, generator=scene.generator(name)))
-        if scene.task == "regression":
-            strengths = _mean_errors([result.gain for result in results])
-        else:
-            strengths = [float(result.broken.sum()) for result in results]
-        fell = fell or _falls(strengths, scene.task)
-        shown = ", ".join(
-            f"{value:.3g} at {one:g}" for one, value in zip(settings, strengths, strict=True)
-        )
-        told.append(f"{attack.name}: {shown} {unit}")
-    what = "mean error" if scene.task == "regression" else f"broken of {len(x)} examples"
-    found = f"{what}, " + "; ".join(told)
-    if not fell:
-        return Flag(name, PASS, found, meaning, "Nothing to do.")
-    advice = "Try other step sizes and losses, and an attack that suits the model. " + MASKED
-    return Flag(name, FAIL, found, meaning, advice)
-
-
 def _mean_errors(errors: Sequence[Tensor]) -> list[float]:
     """Of each variant, with an abstention as bad as the largest error of all: an infinite mean
     would hide the other rows."""
     every = torch.cat(list(errors)).double()
-    told = every[every.isfinite()]
-    largest = float(told.max()) if len(told) else 1.0
+    finite = every[every.isfinite()]
+    largest = float(finite.max()) if len(finite) else 1.0
     return [float(one.double().clamp_max(largest).mean()) for one in errors]
 
 
-def _iterated(scene: Scene, names: Sequence[str]) -> list[Attack]:
-    """Attacks with steps, cheap ones of their kind."""
-    made = [make_attack("pgd", scene.model, steps=STEPS[1])]
-    if "soft_knn" in names and defended_of(scene.model) is not None:
-        options: dict[str, Any] = {"temperatures": (0.1,), "targets": 1, "steps": STEPS[1]}
-        made.append(make_attack("soft_knn", scene.model, **options))
+def _varied_attacks(context: FlagContext, soft: bool) -> list[Attack]:
+    """Cheap attacks with steps."""
+    made = [make_attack("pgd", context.model, steps=STEPS)]
+    if soft and defended_of(context.model) is not None:
+        options: dict[str, Any] = {"temperatures": (0.1,), "targets": 1, "steps": STEPS}
+        made.append(make_attack("soft_knn", context.model, **options))
     return made
-
-
-def _falls(strengths: Sequence[float], task: str) -> bool:
-    """Whether a later one is weaker than an earlier one by more than chance."""
-    pairs = itertools.pairwise(itertools.accumulate(strengths, max))
-    reached = [before for before, _ in pairs]
-    if task == "regression":
-        return any(
-            now < ALLOWED_ERROR * best for best, now in zip(reached, strengths[1:], strict=True)
-        )
-    return any(now < best - ALLOWED_ROWS for best, now in zip(reached, strengths[1:], strict=True))

@@ -1,0 +1,328 @@
+"""The attack protocol: each attack in turn on the examples that are still answered right.
+
+Each finished batch is saved under a name made of all it depends on (see `identity`), so that a run
+that was killed resumes after its last batch and ends with the same result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from otad.attacks import Attack, LpBall
+from otad.attacks.base import Target
+from otad.errors import InputError
+from otad.evaluate.identity import Identity, generator_for, version_of
+from otad.evaluate.records import AttackRecord, Findings
+from otad.io.codec import digest_of, from_plain, to_plain
+from otad.training.checkpoint import fingerprint, read_checkpoint, write_checkpoint
+
+VERSION = 1  # raise it when the same attack on the same batch would be reported differently
+HALVINGS = 8  # of the way back to the example: distances are exact to 1/256
+
+Progress = Callable[[str, int, int, float], None]
+"""What is running, steps done, steps in all, and the worst case so far at this eps: the share of
+examples still answered right, in regression the mean of the largest errors."""
+
+
+@torch.inference_mode(False)  # gradients, whatever mode the caller is in
+def run_attacks(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    threat: LpBall,
+    attacks: Sequence[Attack],
+    *,
+    eps: Sequence[float] | None = None,
+    survivors_only: bool = True,
+    strongest: bool = False,
+    certified: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+    batch_size: int = 250,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Attacked:
+    """Run attacks on examples x (n,*) with right answers y (n,), on the model's device.
+
+    - `eps`: the radii, ascending; that of the threat by default.
+    - `survivors_only`: leave out rows known to be wrong at a distance of at most eps.
+    - `strongest`: report, for every row, the input with the largest margin of a wrong class (in
+      regression, always, the largest error); otherwise the nearest adversarial example of the rows
+      that were broken, found by bisection of the way back to the example.
+    - `certified`: attacks by name that leave out rows with a certified radius (n,) above eps.
+    - `folder`: where finished batches are saved, and found again.
+    """
+    found = Attacked(model, x, y, threat, strongest, seed, batch_size, folder)
+    radii = (threat.eps,) if eps is None else eps
+    found.run(attacks, radii, survivors_only, certified, progress)
+    return found
+
+
+class Attacked:
+    """What attacks have found on n examples; tensors are on the CPU.
+
+    `right` (n,): answered right unattacked (regression: all). `abstained`: how many get no answer.
+    `distances` (n,): where a row is known to be wrong, 0 for those that are so unattacked, infinite
+    if nothing broke it. `gains` (n,): the largest margin of a wrong class, or |f - y|, within the
+    eps of the threat. `inputs` (n,*): the nearest (or strongest) input of the rows that are
+    `found` (n,). `records`: one for each attack and eps. `remarks`: those of attacks, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        threat: LpBall,
+        strongest: bool = False,
+        seed: int = 0,
+        batch_size: int = 250,
+        folder: Path | None = None,
+    ) -> None:
+        self.model, self.x, self.y, self.threat = model, x, y, threat
+        self.seed, self.batch_size = seed, batch_size
+        self.is_value = y.is_floating_point()
+        self.strongest = strongest or self.is_value
+        broken, abstained, gains = self._unattacked()
+        self.right = torch.ones_like(broken) if self.is_value else ~broken
+        self.abstained = int(abstained.sum())
+        self.gains = gains
+        self.clean_errors = tuple(gains.tolist()) if self.is_value else ()
+        self.distances = torch.zeros(len(x), dtype=torch.float64)
+        self.distances[self.right] = math.inf
+        self.inputs, self.found = x.cpu().clone(), torch.zeros(len(x), dtype=torch.bool)
+        self.records: list[AttackRecord] = []
+        self.remarks: dict[str, list[str]] = {}
+        self.saved_seconds = 0.0  # spent on batches that an earlier run had finished
+        identity = Identity()
+        self.card = identity.model(model)
+        self._folder = None if folder is None else folder / "parts"
+        self._unknown = identity.unknown
+        self.data = fingerprint({"x": x, "y": y})
+        self._common = {
+            "protocol": VERSION,
+            "device": x.device.type,
+            "model": self.card["fingerprint"],
+            "data": self.data,
+            "seed": seed,
+            "strongest": self.strongest,
+        }
+
+    @property
+    def steps(self) -> int:
+        """Batches of an attack on all rows that are answered right."""
+        return max(1, math.ceil(int(self.right.sum()) / self.batch_size))
+
+    def rows(self, eps: float, survivors_only: bool) -> Tensor:
+        """The rows to attack."""
+        chosen = self.right
+        if survivors_only and not self.is_value:
+            chosen = chosen & (self.distances > eps)
+        return chosen.nonzero()[:, 0]
+
+    def worst(self, eps: float) -> float:
+        if self.is_value:
+            return float(self.gains.mean())
+        return float((self.distances > eps).double().mean())
+
+    def run(
+        self,
+        attacks: Sequence[Attack],
+        eps: Sequence[float],
+        survivors_only: bool = True,
+        certified: Mapping[str, Tensor] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Every attack at every eps; arguments as in `run_attacks`."""
+        described = [self._described(attack) for attack in attacks]
+        runs = list(itertools.product(eps, zip(attacks, described, strict=True)))
+        for number, (radius, (attack, settings)) in enumerate(runs):
+            rows = self.rows(radius, survivors_only)
+            if certified is not None and attack.name in certified:
+                rows = rows[certified[attack.name].cpu()[rows] <= radius]
+            label = f"{attack.name}, eps {radius:g}"
+            batches_done = self._batches(attack, settings, radius, rows)
+            for batches in itertools.chain(batches_done, (self.steps,)):
+                if progress is not None:
+                    done = number * self.steps + batches
+                    progress(label, done, len(runs) * self.steps, self.worst(radius))
+
+    def _described(self, attack: Attack) -> _Settings:
+        """Before it runs, whatever it may note about itself. Nothing is saved where this model and
+        this attack cannot be told from others."""
+        identity = Identity()
+        settings, unknown = identity.attack(attack), [*self._unknown, *identity.unknown]
+        if self._folder is not None and unknown:
+            warnings.warn(
+                "finished batches are not saved, as these values have no plain description: "
+                f"{', '.join(unknown)}",
+                stacklevel=4,
+            )
+        return _Settings(settings, None if unknown else self._folder)
+
+    def _batches(
+        self, attack: Attack, described: _Settings, eps: float, rows: Tensor
+    ) -> Iterator[int]:
+        """One attack at one eps: yields, at first and after each batch, how many are done."""
+        ball, (settings, folder) = self.threat.with_eps(eps), described
+        key = self._common | {
+            "attack": [attack.name, version_of(attack), settings],
+            "threat": ball.to_dict(),
+        }
+        parts = []
+        yield 0
+        for number, some in enumerate(rows.split(self.batch_size) if len(rows) else ()):
+            name = digest_of(key | {"batch": number, "rows": some.tolist()})
+            path = None if folder is None else folder / f"{name}.safetensors"
+            part = None if path is None else Part.read(path)
+            if part is None:
+                generator = generator_for(self.seed, attack.name, repr(eps), number)
+                part = self._attack(attack, ball, some, generator)
+                if path is not None:
+                    part.write(path)
+            else:
+                self.saved_seconds += part.findings.seconds
+            parts.append(part)
+            self._learn(part, eps)
+            yield number + 1
+        joined = Findings.joined([part.findings for part in parts])
+        self.records.append(
+            AttackRecord(
+                attack=attack.name, family=attack.family, eps=eps, settings=settings, **joined
+            )
+        )
+        remarks = itertools.chain(
+            self.remarks.get(attack.name, ()), *(part.remarks for part in parts)
+        )
+        if heard := list(dict.fromkeys(remarks)):
+            self.remarks[attack.name] = heard
+
+    def _unattacked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether answers are wrong (n,), missing (n,), and by how much (n,)."""
+        parts = zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True)
+        results = [
+            Unattacked()(self.model, x, y, self.threat, generator=torch.Generator())
+            for x, y in parts
+        ]
+        return (
+            torch.cat([one.broken for one in results]).cpu(),
+            torch.cat([one.abstained for one in results]).cpu(),
+            torch.cat([one.gain for one in results]).double().cpu(),
+        )
+
+    def _attack(
+        self, attack: Attack, ball: LpBall, rows: Tensor, generator: torch.Generator
+    ) -> Part:
+        started = time.perf_counter()
+        x, y = (part[rows.to(part.device)] for part in (self.x, self.y))
+        result = attack(self.model, x, y, ball, generator=generator)
+        broken = torch.zeros_like(result.broken) if self.is_value else result.broken
+        inputs, abstained = result.inputs.clone(), result.abstained.clone()
+        distance, forwards = result.distance.clone(), int(result.forwards.sum())
+        if not self.strongest and bool(broken.any()):
+            target = Target(self.model, y[broken])
+            inputs[broken], abstained[broken] = shorten(target, x[broken], inputs[broken], ball)
+            distance[broken] = ball.distance(inputs[broken], x[broken])
+            forwards += int(target.forwards.sum())
+        gains = result.gain.double().cpu()
+        findings = Findings(
+            attacked=tuple(rows.tolist()),
+            broken=tuple(rows[broken.cpu()].tolist()),
+            distances=tuple(distance[broken].tolist()),
+            abstained=tuple(rows[(broken & abstained).cpu()].tolist()),
+            errors=tuple(gains.tolist()) if self.is_value else (),
+            forwards=forwards,
+            backwards=int(result.backwards.sum()),
+            seconds=time.perf_counter() - started,
+        )
+        remarks = tuple(str(remark) for remark in getattr(attack, "remarks", ()))
+        shown = torch.ones_like(broken) if self.strongest else broken
+        return Part(findings, remarks, gains[shown.cpu()], inputs[shown].cpu())
+
+    def _learn(self, part: Part, eps: float) -> None:
+        rows = torch.tensor(part.findings.broken, dtype=torch.int64)
+        distances = torch.tensor(part.findings.distances, dtype=torch.float64)
+        better = distances < self.distances[rows]
+        self.distances[rows[better]] = distances[better]
+        if self.strongest:
+            rows = torch.tensor(part.findings.attacked, dtype=torch.int64)
+            better = (part.gains > self.gains[rows]) & (eps <= self.threat.eps)
+            self.gains[rows[better]] = part.gains[better]
+        self.inputs[rows[better]] = part.inputs[better]
+        self.found[rows[better]] = True
+
+    def write_inputs(self, path: Path) -> None:
+        """`inputs` of the rows that are `found`, and their numbers "rows"."""
+        rows = self.found.nonzero()[:, 0]
+        write_checkpoint(path, {"rows": rows, "inputs": self.inputs[rows]}, {"data": self.data})
+
+
+class _Settings(NamedTuple):
+    """Those of an attack, and where its finished batches are saved."""
+
+    settings: dict[str, Any]
+    folder: Path | None
+
+
+class Unattacked(Attack):
+    """Leaves every example as it is: the checks and the verdict of an attack, and nothing else."""
+
+    name = "unattacked"
+    family = "random"
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One finished batch: `gains` (m,) and `inputs` (m,*) of its broken rows, or of all."""
+
+    findings: Findings
+    remarks: tuple[str, ...]
+    gains: Tensor
+    inputs: Tensor
+
+    def write(self, path: Path) -> None:
+        header = {"findings": to_plain(self.findings), "remarks": list(self.remarks)}
+        write_checkpoint(path, {"gains": self.gains, "inputs": self.inputs}, header)
+
+    @staticmethod
+    def read(path: Path) -> Part | None:
+        """None where there is no such file, or a damaged one: then the batch is computed again."""
+        try:
+            tensors, header = read_checkpoint(path)
+            findings = from_plain(Findings, header["findings"], path.name)
+            return Part(findings, tuple(header["remarks"]), tensors["gains"], tensors["inputs"])
+        except (InputError, KeyError):
+            return None
+
+
+@torch.no_grad()
+def shorten(target: Target, x: Tensor, found: Tensor, ball: LpBall) -> tuple[Tensor, Tensor]:
+    """The nearest wrong input met by bisection between x (B,*) and `found` (B,*), which is wrong;
+    and whether the model abstains there (B,)."""
+    best, length = found.clone(), ball.distance(found, x)
+    silent = target(found).isnan().any(1)
+    low = x.new_zeros(len(x), *[1] * (x.dim() - 1))
+    high = torch.ones_like(low)
+    for _ in range(HALVINGS):
+        share = (low + high) / 2
+        moved = ball.project(x + share * (found - x), x)
+        answers = target(moved)
+        wrong, distance = target.is_broken(answers), ball.distance(moved, x)
+        shorter = wrong & (distance < length)
+        best[shorter], length[shorter] = moved[shorter], distance[shorter]
+        silent[shorter] = answers[shorter].isnan().any(1)
+        is_high = wrong.view_as(high)
+        high, low = torch.where(is_high, share, high), torch.where(is_high, low, share)
+    return best, silent
