@@ -28,7 +28,7 @@ from otad.attacks.base import Target
 from otad.attacks.noise import RandomNoise
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import CipSolution, ExactCip, Status
-from otad.cip.rows import RowProblem
+from otad.cip.protocols import RowProblem
 from otad.errors import InputError
 from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.protocol import HALVINGS, run_attacks
