@@ -31,7 +31,7 @@ from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError
-from otad.evaluate import evaluate, proof
+from otad.evaluate import certificate_check, evaluate
 from otad.model.otad import OTAD
 from otad.nets import LinearHead, fc_resnet, lifted_net
 
@@ -300,7 +300,9 @@ def test_linf_radii_are_those_of_l2_over_the_root_of_the_dimension() -> None:
     model = one_map_model(1)
     x = some_inputs(model, 20, 1)
     y = model(x).argmax(1)
-    l2, linf = (torch.tensor(proof.prove(model, x, y, ball).radius) for ball in (L2(1), Linf(1)))
+    l2, linf = (
+        torch.tensor(certificate_check.prove(model, x, y, ball).radius) for ball in (L2(1), Linf(1))
+    )
     torch.testing.assert_close(linf, l2 / 2**0.5)
 
 
