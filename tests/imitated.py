@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.cip.surrogate import CipNet
+from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.model.defend import defend
 from otad.model.imitation import fresh_net
 from otad.model.otad import OTAD
 from otad.nets import CNNMetric, fc_resnet, vision_transformer
-from otad.training import TrainConfig
 
 SHAPE, K = (1, 8, 8), 3
-BRIEF = TrainConfig(
+BRIEF = CipNetConfig(
     epochs=3, batch_size=16, learning_rate=2e-3, optimizer="adamw", weight_decay=0.01, warmup=0.5,
     gradient_clip=1.0,
 )  # fmt: skip

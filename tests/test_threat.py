@@ -75,6 +75,19 @@ def test_random_points_are_within(case) -> None:
     assert_within(ball, ball.surface(x, generator), x)
 
 
+@given(balls_and_inputs(), st.sampled_from([0.3, 10.0, 1e8]))
+def test_clip_is_the_projection_where_bounds_cut_nothing(case, distance) -> None:
+    ball, x, generator = case
+    moved = x + distance * torch.randn(x.shape, generator=generator).to(x)
+    found = ball.clip(moved, x).double()
+    free = type(ball)(ball.eps, scale=ball.scale, mutable=ball.mutable)
+    expected = free.project(moved.double(), x.double())
+    if ball.bounds is not None:
+        expected = expected.clamp(*ball.bounds)
+    slack = 16 * torch.finfo(x.dtype).eps * (x.abs().max() + ball.eps)
+    assert (found - expected).abs().max() <= slack
+
+
 @BOTH
 def test_projection_leaves_what_is_inside(kind, generator) -> None:
     x = torch.rand(50, 6, generator=generator, dtype=torch.float64)

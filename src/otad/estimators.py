@@ -23,14 +23,14 @@ from torch import Tensor
 
 from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice
-from otad.data import Standardizer, Task, holdout
+from otad.data import Task, holdout
 from otad.errors import InputError
 from otad.explain import Explanation, explain
 from otad.model.answerers import check_settings, solver_for
 from otad.model.defend import defend
 from otad.model.otad import OTAD
-from otad.nets import FCResNet, fc_resnet
-from otad.training import EpochRecord, TrainConfig, train
+from otad.nets import Backbone
+from otad.training import EpochRecord, TrainConfig, fit_backbone
 
 LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
 ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
@@ -159,7 +159,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         solving = self._given("mode", "climb", "max_smoothness", "on_failure")
         return asked | {"solver": solver_for(asked["scope"], **solving)}
 
-    def _train(self, x: Tensor, y: Tensor, n_outputs: int) -> tuple[FCResNet, Tensor]:
+    def _train(self, x: Tensor, y: Tensor, n_outputs: int) -> tuple[Backbone, Tensor]:
         """The trained network, and the rows (indices) it was trained on."""
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         recipe = ("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer", "device")
@@ -170,25 +170,23 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
             rows, held = holdout(y, self.validation_fraction, seed, task=self._task)
             parts = (x[rows], y[rows], x[held], y[held])
         check_settings(len(rows), **self._settings())
-        moments = Standardizer.fit(parts[0], per="channel" if x.dim() == 4 else "feature")
         sizes = self._given("n_blocks", "hidden", "bounds")
         width = max(LEAST_WIDTH, math.prod(x.shape[1:]))
-        net = fc_resnet(
-            x.shape[1:],
-            n_outputs,
-            blocks=sizes["n_blocks"],
-            hidden=width if sizes["hidden"] is None else sizes["hidden"],
-            bounds=sizes["bounds"],
+        hidden = width if sizes["hidden"] is None else sizes["hidden"]
+        net, result = fit_backbone(
+            parts,
+            config,
             task=self._task,
-            mean=moments.mean,
-            std=moments.std,
-            seed=seed,
-        ).float()
-        self.history_ = train(net, parts, config, progress=self.verbose > 0).history
+            n_outputs=n_outputs,
+            bounds=sizes["bounds"],
+            options={"blocks": sizes["n_blocks"], "hidden": hidden},
+            progress=self.verbose > 0,
+        )
+        self.history_ = result.history
         self.n_iter_ = len(self.history_)
         return net, rows
 
-    def _defend(self, net: FCResNet, x: Tensor, y: Tensor, **notes: Any) -> None:
+    def _defend(self, net: Backbone, x: Tensor, y: Tensor, **notes: Any) -> None:
         self.module_ = defend(net, x, y, **self._settings())
         if hasattr(self, "feature_names_in_"):
             notes["feature_names"] = self.feature_names_in_.tolist()
@@ -291,10 +289,8 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
     def _fit(self, X: Any, y: Any) -> None:
         inputs, values = self._check_training_data(X, y)
         values = values.astype(np.float64)
-        shift, scale = float(values.mean()), float(values.std()) or 1.0
         targets = torch.tensor(values)
-        net, rows = self._train(inputs, ((targets - shift) / scale).float(), 1)
-        net.head.take_units(shift, scale)
+        net, rows = self._train(inputs, targets, 1)
         self._defend(net, inputs[rows], targets[rows].float())
 
     def predict(self, X: Any) -> Array:

@@ -107,9 +107,26 @@ class LpBall(ABC):
             result = self._reached(x, step)
         return result
 
+    def clip(self, moved: Tensor, x: Tensor) -> Tensor:
+        """`moved` (B,*) shortened to the ball and then clipped to the bounds.
+
+        For training: a CUDA graph can capture it, as it reads nothing back from the GPU. It is not
+        the nearest point where bounds cut the step, and may exceed eps by rounding.
+        """
+        step = self._masked(moved - x) / self._scale(x)
+        moved = x + self._shorten(step.flatten(1), None).view_as(x) * self._scale(x)
+        return moved if self.bounds is None else moved.clamp(*self.bounds)
+
     def inside(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Uniformly random points of the ball (B,*), as far as the bounds let them be."""
-        return self.project(x + self._masked(self._random(x, generator)) * self._scale(x), x)
+        return self.project(x + self.random_step(x, generator), x)
+
+    def random_step(
+        self, x: Tensor, generator: torch.Generator, *, dtype: torch.dtype = torch.float64
+    ) -> Tensor:
+        """Uniformly random steps (B,*) of the ball, bounds aside, drawn on the device of the
+        generator; `dtype` is that of the random lengths."""
+        return self._masked(self._random(x, generator, dtype)) * self._scale(x)
 
     def surface(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Random steps of full length eps (B,*), as far as the bounds let them be."""
@@ -181,7 +198,7 @@ class LpBall(ABC):
         """The step (B,n) of length 1 with the largest product with each gradient; 0 for 0."""
 
     @abstractmethod
-    def _random(self, x: Tensor, generator: torch.Generator) -> Tensor:
+    def _random(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """Uniformly random steps (B,*) of the ball in units of `scale`, before masking."""
 
 
@@ -215,10 +232,10 @@ class L2(LpBall):
         scaled = gradient / largest.masked_fill(largest == 0, 1.0)
         return scaled / _euclidean(scaled).clamp_min(0.5)[:, None]
 
-    def _random(self, x: Tensor, generator: torch.Generator) -> Tensor:
+    def _random(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         drawn = self._masked(_normal(x, generator))
         direction = self._unit(drawn.flatten(1)).view_as(x)
-        share = torch.rand(len(x), generator=generator, dtype=torch.float64)
+        share = torch.rand(len(x), generator=generator, device=generator.device, dtype=dtype)
         radius = self.eps * share.pow(1 / max(1, self.degrees_of_freedom(x)))
         return direction * radius.to(x).view(-1, *[1] * (x.dim() - 1))
 
@@ -237,8 +254,8 @@ class Linf(LpBall):
     def _unit(self, gradient: Tensor) -> Tensor:
         return gradient.sign()
 
-    def _random(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        drawn = torch.rand(x.shape, generator=generator).to(x)
+    def _random(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        drawn = torch.rand(x.shape, generator=generator, device=generator.device).to(x)
         return self.eps * (2 * drawn - 1)
 
 
@@ -246,8 +263,8 @@ NORMS: dict[str, type[LpBall]] = {ball.norm: ball for ball in (L2, Linf)}
 
 
 def _normal(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers like x, the same on every device."""
-    return torch.randn(x.shape, generator=generator).to(x)
+    """Standard normal numbers like x, drawn on the device of the generator."""
+    return torch.randn(x.shape, generator=generator, device=generator.device).to(x)
 
 
 def _euclidean(rows: Tensor) -> Tensor:

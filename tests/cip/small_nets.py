@@ -7,11 +7,10 @@ from cip.instances import converted, normal, random_problem
 from torch import Tensor
 
 from otad.cip import CipProblem, ExactCip
-from otad.cip.surrogate import CipNet
-from otad.training import TrainConfig
+from otad.cip.surrogate import CipNet, CipNetConfig
 
 B, K, DIM = 7, 4, 5
-TINY = TrainConfig(
+TINY = CipNetConfig(
     epochs=3, batch_size=16, learning_rate=1e-3, optimizer="adamw", weight_decay=0.01, warmup=0.5
 )
 TEACHER = ExactCip(on_failure="fallback")

@@ -164,7 +164,7 @@ def test_a_run_that_was_stopped_ends_like_an_uninterrupted_one(tmp_path: Path) -
         {"own_features": own + 1},
         {"held_out": family(1, 8)},
     ):
-        with pytest.raises(InputError, match="checkpoint of this very run"):
+        with pytest.raises(InputError, match="checkpoint of this run"):
             train_cip_net(
                 make_net(), problems, config, checkpoint_dir=tmp_path / "cut", **options | change
             )
@@ -220,11 +220,6 @@ def test_leaving_one_out_names_the_nearest_others(generator: torch.Generator) ->
         ({"own_features": torch.full((8, DIM), torch.nan)}, "own_features: expected finite"),
         ({"save_seconds": -1.0}, "save_seconds: expected a number from 0"),
         ({"max_seconds": 1.0}, "max_seconds: expected with a checkpoint_dir"),
-        ({"config": replace(TINY, energy_weight=0.1)}, "energy_weight: expected 0.0, as CIP-net"),
-        ({"config": replace(TINY, ema=0.9)}, "ema: expected 0.0, as the training"),
-        ({"config": replace(TINY, mixing=0.5)}, "mixing: expected 0.0, as CIP-net learns"),
-        ({"config": replace(TINY, augment="light")}, "augment: expected 'none', as CIP-net"),
-        ({"config": replace(TINY, compiled=True)}, "compiled: expected False, as the training"),
         ({"config": replace(TINY, device="cuda")}, "device: expected 'cpu' like the problems"),
         ({"config": replace(TINY, optimizer="sgd", learning_rate=1e30)}, "learning_rate: expected"),
     ],

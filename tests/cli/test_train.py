@@ -17,7 +17,7 @@ from otad import data
 from otad.cli.data_choice import DataChoice
 from otad.cli.net_files import read_net
 from otad.cli.train import train_net
-from otad.training import TrainConfig, session, training
+from otad.training import TrainConfig, loop
 from otad.training.checkpoint import fingerprint, read_checkpoint
 
 
@@ -99,15 +99,15 @@ def test_an_interrupted_training_goes_on_to_the_same_net(
             raise KeyboardInterrupt
         saved.append(save(*arguments))  # type: ignore[arg-type]
 
-    save = session.save
+    save = loop.save_run
     with monkeypatch.context() as patch:
-        patch.setattr(session, "save", die_at_the_third)
+        patch.setattr(loop, "save_run", die_at_the_third)
         assert terminal.run(*command, "broken").exit_code != 0
     assert not Path("broken/net.safetensors").exists()
     epochs = []
-    run_epoch = training._run_epoch
+    run_epoch = loop.Training.run_epoch
     monkeypatch.setattr(
-        training, "_run_epoch", lambda *args: epochs.append(args[-1]) or run_epoch(*args)
+        loop.Training, "run_epoch", lambda *args: epochs.append(args[-1]) or run_epoch(*args)
     )
     terminal.succeed(*command, "broken")
     assert epochs == [3, 4]
@@ -206,7 +206,7 @@ def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> Non
     assert done["net_config"]["kind"] == "vit"
     assert read_net(Path("net")).net.width == 8
     message = terminal.refuse("train", "digits.npz", "--out", "other", "--patch", 2)
-    assert "patch: expected only for a net that has it, got it for fc_resnet" in message
+    assert "options: expected those of 'fc_resnet'" in message
     message = terminal.refuse("train", "digits.npz", "--out", "other", "--recipe", "soup")
     assert "recipe: expected one of fc, vit_cifar10, got 'soup'" in message
 

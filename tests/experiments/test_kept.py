@@ -170,7 +170,7 @@ def test_prototypes_drawn_in_another_way_are_not_taken_for_others(tmp_path: Path
         ("steps = 1", "step = 1", "metric", "settings of MetricConfig"),
         ("key_dim = 4", "keys = 4", "metric", "options: expected those of 'cnn'"),
         ("key_dim = 4", "mean = 0.5", "metric", "options: .* multiple values for .* 'mean'"),
-        ("epochs = 2, warmup", "epoch = 2, warmup", "surrogate", "settings of TrainConfig"),
+        ("epochs = 2, warmup", "epoch = 2, warmup", "surrogate", "settings of CipNetConfig"),
         ("heads = 2, blocks", "head = 2, blocks", "surrogate", "options: expected those of CipNet"),
     ],
 )

@@ -37,7 +37,7 @@ from otad.attacks import (
 )
 from otad.attacks.adaptive import Bisector, Keys, Region, SoftKnn, Straight
 from otad.cip import ExactCip
-from otad.cip.surrogate import CipNet
+from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.cli.main import main as commands
 from otad.cli.net_files import read_net
 from otad.evaluate import Evaluation
@@ -171,8 +171,16 @@ def imitated(readout: str) -> OTAD:
     return imitate(teacher, cip_net_config(3), net=net).model
 
 
-def cip_net_config(epochs: int) -> TrainConfig:
-    return TrainConfig(epochs=epochs, batch_size=16, learning_rate=0.05, decay_on="matrices")
+def cip_net_config(epochs: int) -> CipNetConfig:
+    return CipNetConfig(
+        epochs=epochs,
+        batch_size=16,
+        learning_rate=0.05,
+        optimizer="sgd",
+        weight_decay=5e-4,
+        warmup=0.0,
+        gradient_clip=0.0,
+    )
 
 
 def lifted(**options: Any) -> OTAD:

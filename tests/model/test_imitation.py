@@ -293,10 +293,6 @@ def test_sizes_and_recipe_follow_the_model() -> None:
             lambda: imitate(exact("fc"), net=CipNet(64, K + 1, width=16, blocks=1)),
             "net: expected 4 neighbors in dimension 64, .* got 3 in dimension 64",
         ),
-        (
-            lambda: imitate(exact("fc"), replace(BRIEF, ema=0.9), net=small_net(exact("fc"))),
-            "ema: expected 0.0",
-        ),
         (lambda: imitate(exact("fc", n_neighbors=36)), "expected at most 35|n_neighbors|k"),
         (
             lambda: exact("fc").replace(solver=CipNet(9, K, width=16, blocks=1)),

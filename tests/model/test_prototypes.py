@@ -17,7 +17,7 @@ from otad.model.otad import OTAD, load
 from otad.model.prototypes import PrototypeNet, prototype_net
 from otad.nets import build, lifted_net
 from otad.training import TrainConfig, train
-from otad.training.margin import scaled_margins
+from otad.training.losses import scaled_margins
 
 
 def prototypes(x: Tensor, y: Tensor, **options: int) -> PrototypeNet:

@@ -67,7 +67,7 @@ def tell(pid: int, folder: Path) -> None:
 
 
 def main(base: Path) -> None:
-    TrainConfig().make_optimizer([torch.nn.Parameter(torch.zeros(1))])  # torch's lazy imports
+    TrainConfig().make_optimizer(torch.nn.Linear(1, 1))  # torch's lazy imports
     whole, cut = base / "whole", base / "cut"
     tell(fork_run(whole), whole)
     tell(fork_run(cut, die_at_rename=3), cut)  # the new file is written, not yet in its place

@@ -11,15 +11,15 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from otad.errors import InputError
-from otad.training.augment import (
+from otad.training.augmentation import (
     TRIVIAL_OPS,
     Compose,
     Cutout,
     RandomCrop,
     RandomFlip,
     TrivialAugment,
+    host_rng,
 )
-from otad.training.host_rng import dice
 from otad.training.image_ops import IMAGE_OPS
 
 LEVEL = 1 / 255
@@ -223,10 +223,10 @@ def test_in_small_batches_too_every_op_has_the_same_chance() -> None:
 
 def test_the_host_s_numbers_follow_the_generator_and_move_it_on() -> None:
     first, again = (torch.Generator().manual_seed(4) for _ in range(2))
-    drawn = [dice(first).random() for _ in range(3)]
-    assert drawn == [dice(again).random() for _ in range(3)]
+    drawn = [host_rng(first).random() for _ in range(3)]
+    assert drawn == [host_rng(again).random() for _ in range(3)]
     assert len(set(drawn)) == 3
-    assert dice(torch.Generator().manual_seed(5)).random() != drawn[0]
+    assert host_rng(torch.Generator().manual_seed(5)).random() != drawn[0]
 
 
 def test_at_strength_zero_the_policy_is_the_identity() -> None:

@@ -33,8 +33,8 @@ WHOLE = recipe(
     [{"optimizer": "sgd"}, {"whole_batches": False}],
 )
 def test_what_cannot_be_recorded_is_refused(changes: dict) -> None:
-    with pytest.raises(InputError, match="replayed: expected with optimizer 'adamw'"):
-        replace(WHOLE, replayed=True, **changes)
+    with pytest.raises(InputError, match="cuda_graph: expected only with optimizer 'adamw'"):
+        replace(WHOLE, cuda_graph=True, **changes)
 
 
 METRIC = MetricConfig(epochs=4, batch_size=16, warmup=1, ema=0.8, device="cuda")
@@ -42,14 +42,14 @@ METRIC = MetricConfig(epochs=4, batch_size=16, warmup=1, ema=0.8, device="cuda")
 
 @pytest.mark.parametrize("changes", [{"loss": "triplet"}, {"references": "bank"}])
 def test_metric_steps_that_ask_back_are_refused(changes: dict) -> None:
-    with pytest.raises(InputError, match="replayed: expected with a loss of neighborhood, means"):
-        replace(METRIC, replayed=True, **changes)
+    with pytest.raises(InputError, match="cuda_graph: expected with a loss of neighborhood, means"):
+        replace(METRIC, cuda_graph=True, **changes)
 
 
 def test_a_metric_that_solves_systems_is_refused() -> None:
     metric = LipschitzMetric((3, 8, 8), widths=(4, 8), key_dim=4)
-    config = replace(METRIC, replayed=True, device="cpu")
-    with pytest.raises(InputError, match="replayed: expected False for a LipschitzMetric"):
+    config = replace(METRIC, cuda_graph=True, device="cpu")
+    with pytest.raises(InputError, match="cuda_graph: expected False for a LipschitzMetric"):
         train_metric(metric, images(50), config)
 
 
@@ -70,7 +70,7 @@ def test_a_recorded_training_of_a_metric_is_the_same(
     settings = {"adversary": adversary, "loss": loss, "mixed_precision": mixed_precision}
     config = replace(METRIC, augment="light", channels_last=True, **settings)
     expected = train_metric(plain, images(200), config)
-    result = train_metric(recorded, images(200), replace(config, replayed=True))
+    result = train_metric(recorded, images(200), replace(config, cuda_graph=True))
     # Rounding turns steps of the adversary, and those the training.
     tolerance = 5e-2 if mixed_precision or adversary else 1e-3
     for one, two in zip(result.history, expected.history, strict=True):
@@ -83,18 +83,18 @@ def test_on_the_cpu_steps_are_taken_as_they_come() -> None:
     config = replace(WHOLE, device="cpu")
     plain, asked = small_vit(), small_vit()
     expected = train(plain, images(50), config)
-    assert train(asked, images(50), replace(config, replayed=True)) == expected
+    assert train(asked, images(50), replace(config, cuda_graph=True)) == expected
     for one, two in zip(asked.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, two)
 
 
 @needs_gpu
 def test_the_rate_lies_where_a_record_reads_it() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2, device="cuda"))
-    config = replace(WHOLE, replayed=True, learning_rate=0.5)
-    (group,) = config.make_optimizer([weight]).param_groups
+    net = torch.nn.Linear(2, 2, device="cuda")
+    config = replace(WHOLE, cuda_graph=True, learning_rate=0.5)
+    (group,) = config.make_optimizer(net).param_groups
     assert (group["lr"].device.type, float(group["lr"])) == ("cuda", 0.5)
-    (group,) = replace(config, replayed=False).make_optimizer([weight]).param_groups
+    (group,) = replace(config, cuda_graph=False).make_optimizer(net).param_groups
     assert group["lr"] == 0.5
 
 
@@ -104,7 +104,7 @@ def test_a_recorded_training_is_the_same(mixed_precision: bool) -> None:
     plain, recorded = small_vit(), small_vit()
     config = replace(WHOLE, mixed_precision=mixed_precision)
     expected = train(plain, images(200), config)
-    result = train(recorded, images(200), replace(config, replayed=True))
+    result = train(recorded, images(200), replace(config, cuda_graph=True))
     for one, two in zip(result.history, expected.history, strict=True):
         assert one.loss == pytest.approx(two.loss, rel=1e-2 if mixed_precision else 1e-4)
         assert one.energy == pytest.approx(two.energy, rel=1e-2 if mixed_precision else 1e-4)
@@ -115,7 +115,7 @@ def test_a_recorded_training_is_the_same(mixed_precision: bool) -> None:
 
 @needs_gpu
 def test_a_recorded_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    config = replace(WHOLE, replayed=True)
+    config = replace(WHOLE, cuda_graph=True)
     whole, parted = small_vit(), small_vit()
     train(whole, images(200), config)
     first = train(parted, images(200), config, checkpoint_dir=tmp_path, max_seconds=1e-6)

@@ -9,9 +9,8 @@ from torch import Tensor
 from otad.cip.whole_bank.lifted_potential import least_lipschitz
 from otad.errors import InputError
 from otad.nets import Backbone, fc_resnet, lifted_net
-from otad.training import MetricConfig, TrainConfig, train
-from otad.training.margin import margin_shortfall, scaled_margins
-from otad.training.pair_penalty import pair_excess
+from otad.training import TrainConfig, train
+from otad.training.losses import margin_loss, pair_excess, scaled_margins
 
 
 def moons(count: int = 200) -> tuple[Tensor, Tensor]:
@@ -36,7 +35,9 @@ def test_margins_are_the_least_over_rivals() -> None:
             for other in rivals
         )
         assert float(margins[row]) == pytest.approx(expected, rel=1e-5)
-    shortfall = margin_shortfall(outputs, labels, net.head, 0.7)
+    shortfall = margin_loss("classification", TrainConfig(target_margin=0.7))(
+        outputs, labels, net.head
+    )
     assert shortfall.item() == pytest.approx(float((0.7 - margins).clamp_min(0).mean()))
     shortfall.backward()
     assert bool(net.head.weight.grad.isfinite().all())
@@ -151,5 +152,3 @@ def test_refusals() -> None:
             TrainConfig(**{name: 0.0})
     with pytest.raises(InputError, match="pair_weight: expected a number of at least 0"):
         TrainConfig(pair_weight=-1.0)
-    with pytest.raises(InputError, match=r"pair_weight: expected 0\.0, as a metric"):
-        MetricConfig(pair_weight=1.0)

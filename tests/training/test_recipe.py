@@ -8,8 +8,7 @@ import torch
 
 from otad.errors import InputError
 from otad.nets import vision_transformer
-from otad.training import RECIPES, MetricConfig, TrainConfig, recipe
-from otad.training.weight_decay import decay_groups
+from otad.training import RECIPES, TrainConfig, recipe
 
 
 def test_the_cosine_rate_rises_through_the_warmup_and_falls_to_zero() -> None:
@@ -30,7 +29,7 @@ def test_the_other_schedules() -> None:
 
 
 def test_the_optimizers_get_the_settings() -> None:
-    weight = [torch.nn.Parameter(torch.zeros(2))]
+    weight = torch.nn.Linear(2, 2)
     sgd = TrainConfig(momentum=0.7, weight_decay=0.1).make_optimizer(weight)
     assert isinstance(sgd, torch.optim.SGD)
     assert (sgd.defaults["momentum"], sgd.defaults["weight_decay"]) == (0.7, 0.1)
@@ -42,7 +41,7 @@ def test_the_optimizers_get_the_settings() -> None:
 def test_matrices_alone_are_decayed() -> None:
     net = vision_transformer((3, 8, 8), 3, width=8, blocks=1, heads=2, class_token=True)
     config = TrainConfig(decay_on="matrices", weight_decay=0.3)
-    decayed, spared = config.make_optimizer(decay_groups(net, config)).param_groups
+    decayed, spared = config.make_optimizer(net).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.0)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     block = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
@@ -52,7 +51,7 @@ def test_matrices_alone_are_decayed() -> None:
     }
     assert {id(parameter) for parameter in spared["params"]} == set(names)
     assert {"pos_embed", "cls_token", "blocks.0.norm1.weight"} < set(names.values())
-    (everything,) = decay_groups(net, TrainConfig())
+    (everything,) = TrainConfig().parameter_groups(net)
     assert len(everything["params"]) == len(decayed["params"]) + len(spared["params"])
 
 
@@ -65,12 +64,6 @@ def test_recipes_can_be_changed_but_only_by_settings_that_exist() -> None:
         recipe("fc", rate=0.1)
     with pytest.raises(InputError, match="recipe: expected one of fc, vit_cifar10, got 'vit'"):
         recipe("vit")
-
-
-@pytest.mark.parametrize("name", ["label_smoothing", "mixing", "compiled"])
-def test_what_a_metric_has_no_use_for_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=f"{name}: expected .*, as .*, got"):
-        MetricConfig(**{name: 0.5})
 
 
 @pytest.mark.parametrize(

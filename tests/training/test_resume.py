@@ -20,7 +20,7 @@ from otad.errors import InputError
 from otad.nets import SequentialBackbone, fc_resnet
 from otad.nets.metric_nets import CNNMetric
 from otad.training import EpochRecord, MetricConfig, TrainConfig, train, train_metric
-from otad.training.augment import Compose, RandomFlip
+from otad.training.augmentation import Compose, RandomFlip
 from otad.training.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 
 CONFIG = TrainConfig(epochs=5, batch_size=16, learning_rate=0.05, energy_weight=0.01, warmup=1)

@@ -9,9 +9,9 @@ import pytest
 from training.small_vision import images, small_vit, weights_print
 
 from otad.nets.metric_nets import CNNMetric
-from otad.training import MetricConfig, TrainConfig, epochs, recipe, session, train
+from otad.training import MetricConfig, TrainConfig, loop, recipe, train
 from otad.training.checkpoint import read_checkpoint
-from otad.training.metric_training import train_metric
+from otad.training.metric import train_metric
 
 # A CPU without bfloat16 says so once, and computes it all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
@@ -35,7 +35,7 @@ class _Clock:
 def test_a_run_out_of_time_goes_on_in_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "monotonic", _Clock())
+    monkeypatch.setattr(loop, "monotonic", _Clock())
     data, config = images(), replace(WHOLE, epochs=7)
     whole, net = small_vit(), small_vit()
     expected = train(whole, data, config)
@@ -59,15 +59,15 @@ def test_a_run_out_of_time_goes_on_in_the_next_one(
 def test_checkpoints_may_be_rarer_than_epochs_but_the_last_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "monotonic", _Clock())
+    monkeypatch.setattr(loop, "monotonic", _Clock())
     saved: list[int] = []
-    save = session.save
+    save = loop.save_run
 
     def note(*args) -> None:
         saved.append(len(args[-1]))
         save(*args)
 
-    monkeypatch.setattr(session, "save", note)
+    monkeypatch.setattr(loop, "save_run", note)
     config = replace(PLAIN, epochs=8)
     train(small_vit(), images(), config, checkpoint_dir=tmp_path / "rare", save_seconds=2.5)
     assert saved == [3, 6, 8]

@@ -240,5 +240,5 @@ def test_a_diverging_run_is_stopped_and_says_so() -> None:
 
 def test_an_absent_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="device: expected one that is present, got 'cuda'"):
+    with pytest.raises(InputError, match="device: expected an available one, got 'cuda'"):
         train(_net(), _two_moons(64), TrainConfig(device="cuda"))

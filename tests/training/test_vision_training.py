@@ -17,10 +17,9 @@ from training.small_vision import images, small_vit, weights_print
 from otad.errors import InputError
 from otad.nets import VisionTransformer, fc_resnet, vision_transformer
 from otad.nets.metric_nets import CNNMetric
-from otad.training import EpochRecord, TrainConfig, recipe, train, training
-from otad.training.average import Averaged
-from otad.training.mixing import mix_some
-from otad.training.randomness import epoch_batches
+from otad.training import EpochRecord, TrainConfig, backbone, recipe, train
+from otad.training.augmentation import mix_some
+from otad.training.loop import Averaged, epoch_batches
 
 # A CPU without bfloat16 says so once, and computes it all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
@@ -120,7 +119,7 @@ def test_one_step_follows_the_smoothed_labels_and_the_energy(
         seen.append(mix_some(*args, **options))
         return seen[-1]
 
-    monkeypatch.setattr(training, "mix_some", mix_and_note)
+    monkeypatch.setattr(backbone, "mix_some", mix_and_note)
     record = train(net, (x, y), config).final
     inputs, shares = seen[0] if mixing else (x, nn.functional.one_hot(y, 3).float())
     z, energy = reference.transport(reference.embed(inputs))
@@ -195,7 +194,7 @@ def test_bytes_are_trained_on_like_the_floats_they_stand_for() -> None:
 def test_several_batches_are_augmented_at_once_and_all_rows_met(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(training, "_AUGMENTED_ROWS", 40)
+    monkeypatch.setattr(backbone, "_AUGMENTED_ROWS", 40)
     x, y = images()
     met: list[Tensor] = []
 

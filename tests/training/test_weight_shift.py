@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from otad.errors import InputError
 from otad.nets.metric_nets import CNNMetric
-from otad.training.adversary import Adversary
-from otad.training.metric_config import MetricConfig
+from otad.training.adversary import Adversary, perturbed_weights, steepest_perturbation
+from otad.training.metric import MetricConfig, train_metric
 from otad.training.metric_losses import neighborhood_loss
-from otad.training.metric_training import train_metric
-from otad.training.weight_shift import shifted, steepest_shifts
 
 SHARE = 0.1
 ONE_STEP = MetricConfig(
@@ -40,7 +38,7 @@ def test_each_matrix_moves_by_its_share_along_its_gradient() -> None:
     net.append(nn.Linear(2, 2).double().requires_grad_(False))
     net.register_parameter("unused", nn.Parameter(torch.ones(2, 2).double()))
     x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pairs = steepest_shifts(net(x).square().sum(), net, SHARE)
+    pairs = steepest_perturbation(net(x).square().sum(), net, SHARE)
     net(x).square().sum().backward()
     assert [id(weight) for weight, _ in pairs] == [
         id(net.unused), id(net[0].weight), id(net[1].weight)
@@ -66,7 +64,7 @@ def test_weights_come_back_to_the_last_bit_even_from_an_error() -> None:
     seen: list[list[list[float]]] = []
 
     def fail_within() -> None:
-        with shifted([(weight, torch.tensor([[1e8, 1.0]]))]):
+        with perturbed_weights([(weight, torch.tensor([[1e8, 1.0]]))]):
             seen.append(weight.tolist())
             raise KeyError
 

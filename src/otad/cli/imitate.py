@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
+from otad.cip.surrogate import CipNetConfig
 from otad.cli.console import progress_bar, remark, show
 from otad.cli.inputs import data_card, open_inputs
 from otad.cli.options import AsJson, DataDir, Device, ModelDir, check_device, seed_option
@@ -20,7 +21,6 @@ from otad.model.imitation import Imitation, fresh_net, recipe_for
 from otad.model.imitation import imitate as imitate_model
 from otad.model.otad import OTAD
 from otad.report.assessment import DEFENDED, NET, Assessment, assess
-from otad.training import TrainConfig
 
 
 def _training(help: str) -> Any:
@@ -140,7 +140,7 @@ def imitate(
     )
 
 
-def imitation_record(imitation: Imitation, config: TrainConfig, alpha: float) -> dict[str, Any]:
+def imitation_record(imitation: Imitation, config: CipNetConfig, alpha: float) -> dict[str, Any]:
     """All about the training, in plain JSON."""
     history = imitation.result.history
     return {

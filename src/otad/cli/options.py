@@ -9,7 +9,7 @@ import torch
 import typer
 
 from otad.errors import InputError
-from otad.training.recipe import check_seed
+from otad.training.config import check_seed
 
 READING = "Reading the data"
 

@@ -23,7 +23,7 @@ from otad.io.files import replacing
 from otad.model import otad as defense
 from otad.model.otad import OTAD, Trace
 from otad.scores import abstained, is_right, squared_errors
-from otad.training.history import METRICS
+from otad.training.supervised import METRICS
 
 COLUMNS = ("row", "prediction", "probability", "nearest", "distance", "smoothness", "status")
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from otad import training
-from otad.checks import check_choice
 from otad.cli.console import show
 from otad.cli.data_choice import DataChoice, describe_data
 from otad.cli.net_files import NET_FILE, RECORD_FILE, TrainedNet, write_net
 from otad.cli.options import READING, AsJson, DataDir, Device, check_device, seed_option
 from otad.cli.outputs import refuse_overwriting
 from otad.data import Dataset, Standardizer, split
-from otad.errors import InputError
-from otad.nets import Backbone, fc_resnet, vision_transformer
-from otad.training import RECIPES, TrainConfig, TrainResult
-from otad.training.history import EpochRecord, reporting
-
-_SHAPES = {
-    "fc_resnet": {"blocks", "hidden"},
-    "vit": {"blocks", "hidden", "patch", "width", "heads"},
-}
+from otad.nets import Backbone
+from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 
 
 def _reading(help: str) -> Any:
@@ -198,59 +190,26 @@ def train_net(
 ) -> tuple[Backbone, TrainResult]:
     """A net for the data set, in its own units inside and out, and the history of its training.
 
-    `shape` holds options of `fc_resnet` or `vision_transformer`, which `kind` names. Inputs are
-    standardized by the train part, tables per feature and images as a whole. Targets of a
-    regression are standardized for the training, then its head takes over their units.
+    `shape` holds options of the net, which `kind` names. Inputs are standardized by the train
+    part, tables per feature and images as a whole.
     """
     images = len(dataset.input_shape) > 1
-    inputs = Standardizer.fit(dataset.train_x, "all" if images else "feature")
-    unknown = sorted(shape.keys() - _SHAPES[check_choice(kind, "net", tuple(_SHAPES))])
-    if unknown:
-        raise InputError(f"{unknown[0]}: expected only for a net that has it, got it for {kind}")
-    make = fc_resnet if kind == "fc_resnet" else vision_transformer
-    net = make(
-        dataset.input_shape,
-        len(dataset.classes) or 1,
-        seed=config.seed,
-        task=dataset.task,
-        bounds=dataset.bounds,
-        mean=inputs.mean,
-        std=inputs.std,
-        **shape,
-    )
     if validation == 0.0:
         parts = [dataset.train_x, dataset.train_y]
     else:
         parts = list(split(dataset, validation, config.seed))
-    targets = Standardizer.fit(parts[1]) if dataset.task == "regression" else None
-    if targets is not None:
-        parts[1::2] = [targets(values) for values in parts[1::2]]
-
-    def in_units(epoch: EpochRecord) -> EpochRecord:
-        return epoch if targets is None else _with_errors_times(float(targets.std) ** 2, epoch)
-
-    with reporting(progress, config.epochs, 0) as report:
-        result = training.train(
-            net,
-            parts,
-            config,
-            checkpoint_dir=checkpoint_dir,
-            max_seconds=max_seconds,
-            progress=lambda epoch: report(in_units(epoch)),
-        )
-        result = replace(result, history=tuple(map(in_units, result.history)))
-        report(result.final)
-    if targets is not None:
-        net.head.take_units(float(targets.mean), float(targets.std))
-    return net, result
-
-
-def _with_errors_times(factor: float, epoch: EpochRecord) -> EpochRecord:
-    return replace(
-        epoch,
-        loss=factor * epoch.loss,
-        train_score=factor * epoch.train_score,
-        val_score=None if epoch.val_score is None else factor * epoch.val_score,
+    return fit_backbone(
+        parts,
+        config,
+        kind=kind,
+        task=dataset.task,
+        n_outputs=len(dataset.classes) or 1,
+        bounds=dataset.bounds,
+        inputs=Standardizer.fit(dataset.train_x, "all" if images else "feature"),
+        options=shape,
+        checkpoint_dir=checkpoint_dir,
+        max_seconds=max_seconds,
+        progress=progress,
     )
 
 

@@ -30,7 +30,7 @@ from otad.model.answerers import Answerer
 from otad.model.bank import fingerprint_of
 from otad.model.otad import OTAD
 from otad.nets import Backbone
-from otad.training.checkpoint import fingerprint, nameless
+from otad.training.checkpoint import fingerprint, stable_repr
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 OTHER = "model"
@@ -138,7 +138,7 @@ class Identity:
             return {"method": value.__qualname__, "of": self._plain(value.__self__, where)}
         if isinstance(value, functools.partial):
             return [self._plain(part, where) for part in (value.func, value.args, value.keywords)]
-        name = getattr(value, "__qualname__", "<nameless>")
+        name = getattr(value, "__qualname__", "<stable_repr>")
         owner = getattr(value, "__self__", None)  # that of a built-in function: its module or class
         if (
             callable(value)
@@ -147,7 +147,7 @@ class Identity:
         ):
             return f"{value.__module__}.{name}"
         self.unknown.append(f"{where} ({type(value).__name__})")
-        return nameless(value)
+        return stable_repr(value)
 
 
 def version_of(thing: object) -> int:

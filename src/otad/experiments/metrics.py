@@ -14,7 +14,7 @@ from otad.data import Dataset
 from otad.errors import InputError
 from otad.experiments.features import FEATURES
 from otad.experiments.kept import Deadline
-from otad.experiments.nets import FOREVER, Source, identity_of, learn_by, statistics
+from otad.experiments.nets import FOREVER, Source, identity_of, input_units, learn_by
 from otad.experiments.part_specs import UNLEARNED, MetricSpec
 from otad.io.codec import digest_of
 from otad.nets import (
@@ -101,7 +101,10 @@ def fresh_metric(spec: MetricSpec, data: Dataset, seed: int) -> Metric:
             units: dict[str, Any] = {"mean": found.mean, "std": found.std, "builder": spec.features}
             return PretrainedMetric(found.build(), input_shape=shape, **units, **common)
         generator = torch.Generator().manual_seed(seed)
-        units = statistics(data.train_x, spec.normalize)
+        fitted = input_units(data.train_x, spec.normalize)
+        units = {"mean": 0.0, "std": 1.0}
+        if fitted is not None:
+            units = {"mean": fitted.mean, "std": fitted.std}
         return _NETS[spec.kind](shape, generator=generator, **units, **common)
     except TypeError as error:
         raise InputError(f"options: expected those of {spec.kind!r}, got: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,10 @@ from otad.experiments.part_specs import NetSpec
 from otad.experiments.records import Candidate
 from otad.io.codec import digest_of
 from otad.model.prototypes import prototype_net
-from otad.nets import Backbone, Metric, fc_resnet, lifted_net, vision_transformer
-from otad.training import TrainConfig, TrainResult, train
+from otad.nets import Backbone, LiftedNet, Metric
+from otad.training import TrainConfig, TrainResult, make_backbone, train
 from otad.training.checkpoint import fingerprint
+from otad.training.config import LoopConfig
 
 Report = Callable[[int, int], None]
 FOREVER = Deadline(None)
@@ -108,7 +109,7 @@ def learn_by(
     trainer: Callable[..., TrainResult],
     net: nn.Module,
     data: Dataset,
-    config: TrainConfig,
+    config: LoopConfig,
     place: Path,
     deadline: Deadline,
     report: Report,
@@ -133,13 +134,13 @@ def learn_by(
     return learned
 
 
-def told(epoch: int, seconds: float, tick: Tick, report: Report, config: TrainConfig) -> None:
+def told(epoch: int, seconds: float, tick: Tick, report: Report, config: LoopConfig) -> None:
     """An epoch is done: keep its time, move the bar."""
     tick(epoch, seconds)
     report(epoch, config.epochs)
 
 
-def refuse_unfinished(epochs: int, config: TrainConfig) -> None:
+def refuse_unfinished(epochs: int, config: LoopConfig) -> None:
     if epochs < config.epochs:
         raise UnfinishedError(
             f"out of time after epoch {epochs} of {config.epochs}; the same command goes on there"
@@ -152,29 +153,25 @@ def identity_of(net: Backbone | Metric | CipNet, source: Source | None = None) -
     return named if source is None else named | {"data": source.fingerprint}
 
 
-def statistics(x: Tensor, normalize: str) -> dict[str, Tensor]:
-    """The `mean` and `std` a net normalizes by, of the train part x (N,...)."""
-    if normalize == "none":
-        return {"mean": torch.tensor(0.0), "std": torch.tensor(1.0)}
-    fitted = Standardizer.fit(x, normalize)  # type: ignore[arg-type]
-    return {"mean": fitted.mean, "std": fitted.std}
+def input_units(x: Tensor, normalize: str) -> Standardizer | None:
+    """What a net standardizes its inputs by, of the train part x (N,...); None for nothing."""
+    return None if normalize == "none" else Standardizer.fit(x, normalize)  # type: ignore[arg-type]
 
 
 def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> Backbone:
-    """The net of a spec for a data set, normalizing by the statistics of its train part."""
+    """The net of a spec for a data set, standardizing by the statistics of its train part."""
+    options: dict[str, Any] = {"task": data.task, "bounds": data.bounds}
+    options["inputs"] = input_units(data.train_x, spec.normalize)
     shape, outputs = data.input_shape, len(data.classes) or 1
-    common: dict[str, Any] = {"task": data.task, "bounds": data.bounds}
-    common |= statistics(data.train_x, spec.normalize)
-    own = {"blocks": spec.blocks} | spec.options
-    try:
+    if spec.kind != "prototypes":
+        options |= {"seed": seed, "blocks": spec.blocks} | spec.options
         if spec.kind == "fc":
-            return fc_resnet(shape, outputs, seed=seed, residual=spec.residual, **common, **own)
-        if spec.kind == "lifted":
-            return lifted_net(shape, outputs, seed=seed, **common, **own)
-        if spec.kind == "vit":
-            return vision_transformer(shape, outputs, seed=seed, **common, **own)
-        frame = lifted_net(shape, outputs, blocks=0, **common).to(device)
-        generator = torch.Generator().manual_seed(seed)
+            options["residual"] = spec.residual
+        kind = "fc_resnet" if spec.kind == "fc" else spec.kind
+        return make_backbone(kind, shape, outputs, **options)
+    frame = cast(LiftedNet, make_backbone("lifted", shape, outputs, blocks=0, **options)).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    try:
         return prototype_net(frame, data.train_x, data.train_y, generator=generator, **spec.options)
     except TypeError as error:
         raise InputError(f"options: expected those of {spec.kind!r}, got: {error}") from error

@@ -25,7 +25,7 @@ from otad.experiments.speed import measure_speeds
 from otad.experiments.study import Study
 from otad.experiments.suites import run_suites
 from otad.io.environment import Environment
-from otad.training.recipe import check_seed
+from otad.training.config import check_seed
 
 WORK = ".work"
 

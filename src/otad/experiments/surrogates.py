@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from otad.cip.surrogate import CIP_NET_RECIPE, CipNet
+from otad.cip.surrogate import CIP_NET_RECIPE, CipNet, CipNetConfig
 from otad.errors import InputError
 from otad.experiments.kept import SAVE_SECONDS, Deadline, Tick, learned_once
 from otad.experiments.nets import FOREVER, identity_of, refuse_unfinished, told
@@ -17,7 +17,6 @@ from otad.experiments.part_specs import SurrogateSpec
 from otad.io.codec import digest_of
 from otad.model.imitation import imitate
 from otad.model.otad import OTAD
-from otad.training import TrainConfig
 
 Report = Callable[[int, int], None]
 
@@ -28,7 +27,7 @@ class TrainedSurrogate:
     in units of the spread of features among neighbors (see `CipNetResult`)."""
 
     net: CipNet
-    config: TrainConfig
+    config: CipNetConfig
     identity: dict[str, str]
     error: float | None
     held_out_error: float | None
@@ -82,12 +81,12 @@ def trained_surrogate(
 
 def surrogate_config(
     settings: dict[str, Any], *, seed: int = 0, device: str = "cpu"
-) -> TrainConfig:
+) -> CipNetConfig:
     """The recipe of CIP-net with settings as a TOML file has them."""
     try:
         return replace(CIP_NET_RECIPE, **settings, seed=seed, device=device)
     except TypeError as error:
-        raise InputError(f"train: expected settings of TrainConfig, got: {error}") from error
+        raise InputError(f"train: expected settings of CipNetConfig, got: {error}") from error
 
 
 def fresh_surrogate(spec: SurrogateSpec, model: OTAD, seed: int) -> CipNet:

@@ -15,13 +15,18 @@ from torch import Tensor
 
 from otad.checks import check_count, check_tensor
 from otad.cip import BankProblem, ExactCip
-from otad.cip.surrogate import CIP_NET_RECIPE, CipNet, CipNetResult, train_cip_net
+from otad.cip.surrogate import (
+    CIP_NET_RECIPE,
+    CipNet,
+    CipNetConfig,
+    CipNetResult,
+    train_cip_net,
+)
 from otad.cip.surrogate.training import Report
 from otad.errors import InputError
 from otad.io.mapped_rows import gathered
 from otad.model.diagnostics import problem_of
 from otad.model.otad import OTAD
-from otad.training import TrainConfig
 
 PAPER_WIDTH = 2048  # of the tokens, for features of dimension 24,576
 _SEARCHED_ROWS = 1024
@@ -39,7 +44,7 @@ class Imitation:
 @torch.inference_mode(False)  # weights made in that mode could not be trained
 def imitate(
     model: OTAD,
-    config: TrainConfig | None = None,
+    config: CipNetConfig | None = None,
     *,
     net: CipNet | None = None,
     alpha: float = 1.0,
@@ -101,7 +106,7 @@ def imitate(
     return Imitation(model.replace(solver=net), result)
 
 
-def recipe_for(model: OTAD) -> TrainConfig:
+def recipe_for(model: OTAD) -> CipNetConfig:
     """The recipe where the model is: on a GPU in mixed precision."""
     device = model.backbone.mean.device
     return replace(CIP_NET_RECIPE, device=str(device), mixed_precision=device.type == "cuda")

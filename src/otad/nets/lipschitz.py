@@ -33,7 +33,7 @@ class LipschitzMetric(Metric):
     bits unless told otherwise.
     """
 
-    is_recordable = False  # solving for orthogonal matrices asks the GPU back
+    is_capturable = False  # solving for orthogonal matrices synchronizes with the GPU
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ class Metric(InputNet, ABC):
 
     kind: ClassVar[str]
     projection: nn.Module
-    is_recordable: ClassVar[bool] = True
-    """Whether a GPU can record a step of its training (`TrainConfig.replayed`)."""
+    is_capturable: ClassVar[bool] = True
+    """Whether a CUDA graph can capture a training step (`MetricConfig.cuda_graph`)."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from otad.cip import Status, least_smoothness
 from otad.model.diagnostics import Distribution, problem_of, residual_of
 from otad.model.otad import OTAD
 from otad.scores import abstained, squared_errors
-from otad.training.history import METRICS
+from otad.training.supervised import METRICS
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 

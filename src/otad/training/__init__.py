@@ -1,12 +1,9 @@
-"""Learning the map from inputs to features, and keeping it."""
+"""Training of backbones and metrics, with checkpoints."""
 
-from otad.training.history import EpochRecord, TrainResult
-from otad.training.metric_config import MetricConfig
-from otad.training.metric_training import train_metric
-from otad.training.recipe import TrainConfig
-from otad.training.recipes import RECIPES, recipe
-from otad.training.train_split import Split
-from otad.training.training import train
+from otad.training.backbone import TrainConfig, train
+from otad.training.metric import MetricConfig, train_metric
+from otad.training.recipes import RECIPES, fit_backbone, make_backbone, recipe
+from otad.training.supervised import EpochRecord, Split, TrainResult
 
 __all__ = [
     "RECIPES",
@@ -15,6 +12,8 @@ __all__ = [
     "Split",
     "TrainConfig",
     "TrainResult",
+    "fit_backbone",
+    "make_backbone",
     "recipe",
     "train",
     "train_metric",

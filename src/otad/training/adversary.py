@@ -1,27 +1,34 @@
-"""The inner maximization of adversarial training: ascent on a loss of keys within an l2 ball."""
+"""Adversarial training: perturbed inputs, and perturbed weights for one step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from otad.checks import check_count
+from otad.checks import check_choice, check_count
+from otad.errors import InputError
 from otad.nets.metric import Metric
 from otad.nets.probe import evaluating
-from otad.training.recipe import check_range
+from otad.threat import NORMS, LpBall
+from otad.training.config import check_range
+
+Perturbation = list[tuple[Tensor, Tensor]]
+"""Weights, each with what is added to it."""
 
 
 @dataclass(frozen=True)
 class Adversary:
-    """`steps` of normalized gradient ascent within |delta| <= eps and the declared bounds, from a
-    random point of the ball; `step_size` is 2.5 eps / steps unless given.
+    """`steps` of steepest ascent within the ball of radius `eps` in `norm` ("l2" or "linf") and the
+    bounds of the net, from a random point of the ball; `step_size` is 2.5 eps / steps by default.
 
-    `weight_share`: the gradient of a training step is then taken at weights that are moved to the
-    same end, each matrix by this share of its length; 0 for none.
+    `weight_share`: the gradient of a training step is taken at weights that are perturbed to
+    raise the loss too, each matrix by this share of its norm; 0 for none (adversarial weight
+    perturbation, arXiv:2004.05884).
     """
 
     eps: float
@@ -29,54 +36,73 @@ class Adversary:
     step_size: float | None = None
     random_start: bool = True
     weight_share: float = 0.0
+    norm: str = "l2"
 
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")
+        check_choice(self.norm, "norm", tuple(NORMS))
         for name in ("eps", "step_size"):
             value = getattr(self, name)
             if value is not None:
                 check_range(value, name, 1e-12, math.inf)
         check_range(self.weight_share, "weight_share", 0.0, 1.0)
 
+    def ball(self, bounds: tuple[float, float] | None) -> LpBall:
+        return NORMS[self.norm](self.eps, bounds)
+
     def attack(
         self, metric: Metric, x: Tensor, loss: Callable[[Tensor], Tensor], start: Tensor
     ) -> Tensor:
-        """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,), sought from a
-        `start` (B,*input_shape), such as `self.start` draws.
+        """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,), found from
+        `start` (B,*input_shape).
 
-        The metric answers in evaluation mode, so that its statistics do not move.
+        The metric is in evaluation mode meanwhile, so batch statistics do not change.
         """
-        stride = self.step_size or 2.5 * self.eps / self.steps
-        moved = self._project(metric, start, x)
+        ball = self.ball(metric.bounds)
+        step_size = self.step_size or 2.5 * self.eps / self.steps
+        perturbed = ball.clip(start, x)
         with evaluating(metric):
             for _ in range(self.steps):
-                moved.requires_grad_()
+                perturbed.requires_grad_()
                 with torch.enable_grad():
-                    total = loss(metric(moved).float()).sum()
-                (gradient,) = torch.autograd.grad(total, moved)
-                step = stride * gradient / _lengths(gradient).clamp_min(1e-20)
-                moved = self._project(metric, moved.detach() + step, x)
-        return moved
+                    total = loss(metric(perturbed).float()).sum()
+                (gradient,) = torch.autograd.grad(total, perturbed)
+                step = step_size * ball.steepest(gradient)
+                perturbed = ball.clip(perturbed.detach() + step, x)
+        return perturbed
 
     def start(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniform in the ball about x, drawn where the generator lives; or x itself."""
+        """Uniform in the ball around x, drawn on the device of the generator; or x itself."""
         if not self.random_start:
             return x
-        at = generator.device
-        direction = torch.randn(x.shape, generator=generator, device=at, dtype=x.dtype)
-        share = torch.rand(len(x), generator=generator, device=at, dtype=x.dtype)
-        reach = self.eps * share ** (1 / x[0].numel())
-        scale = reach.view(-1, *[1] * (x.dim() - 1)) / _lengths(direction).clamp_min(1e-20)
-        return x + (scale * direction).to(x.device)
-
-    def _project(self, metric: Metric, moved: Tensor, x: Tensor) -> Tensor:
-        delta = moved - x
-        moved = x + delta * (self.eps / _lengths(delta).clamp_min(self.eps))
-        return moved if metric.bounds is None else moved.clamp(*metric.bounds)
+        return x + self.ball(None).random_step(x, generator, dtype=x.dtype)
 
 
-def _lengths(rows: Tensor) -> Tensor:
-    """l2 norm of each row, with axes to divide by."""
-    axes = tuple(range(1, rows.dim()))
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=axes, keepdim=True)
-    return lengths
+def steepest_perturbation(loss: Tensor, net: nn.Module, share: float) -> Perturbation:
+    """Each trained matrix or kernel with a step along its gradient of `loss` of this share of its
+    norm; biases and scales of normalization are left alone."""
+    weights = [one for one in net.parameters() if one.requires_grad and one.dim() > 1]
+    if not weights:
+        raise InputError(
+            f"weight_share: expected 0 for a net that trains no matrix or kernel, got {share}"
+        )
+    gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
+    return [
+        (weight, share * (weight.detach().norm() / gradient.norm().clamp_min(1e-20)) * gradient)
+        for weight, gradient in zip(weights, gradients, strict=True)
+    ]
+
+
+@contextmanager
+def perturbed_weights(perturbation: Perturbation) -> Iterator[None]:
+    """Perturb the weights for a while; then restore them bit for bit."""
+    before = [(weight, weight.detach().clone()) for weight, _ in perturbation]
+    with torch.no_grad():
+        for weight, step in perturbation:
+            weight.add_(step)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in before:
+                weight.copy_(original)

@@ -1,7 +1,7 @@
-"""Training state in one safetensors file: atomically replaced, checksummed, never pickle.
+"""Training state in one safetensors file: atomically replaced, checksummed, without pickle.
 
-Tensors and a JSON header travel in the same file, so one rename makes a whole epoch valid: a
-kill at any moment leaves the previous epoch's file or the new one, never a mixture.
+Tensors and a JSON header are in the same file, so one rename makes a whole epoch valid: a kill at
+any moment leaves the file of the previous epoch or the new one, never a mixture.
 """
 
 from __future__ import annotations
@@ -9,18 +9,37 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from otad.errors import InputError
 from otad.io.files import as_bytes, replacing
+from otad.training.config import LoopConfig
 
 _FORMAT = "otad-checkpoint-1"
+_RENAMED = {"config.replayed": "config.cuda_graph"}
+# What a setting means that only one of two descriptions of a run has: files of version 1 have all
+# settings of a backbone in every config.
+_ABSENT = {
+    "config.adversary.norm": "l2",
+    "config.augment": "none",
+    "config.compiled": False,
+    "config.cuda_graph": False,
+    "config.energy_weight": 0.0,
+    "config.label_smoothing": 0.0,
+    "config.loss": "fit",
+    "config.mixing": 0.0,
+    "config.pair_smoothness": 2.0,
+    "config.pair_weight": 0.0,
+    "config.target_margin": 1.0,
+}
 
 
 class Checkpoint(NamedTuple):
@@ -29,7 +48,7 @@ class Checkpoint(NamedTuple):
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, whatever the device and the order."""
+    """SHA-256 of names, dtypes, shapes and bytes, for any device and order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].cpu()
@@ -39,20 +58,20 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Put the whole file in place of the one before, or leave that as it is."""
-    # Copies: shared weights have no place in the format.
+    """Replace the whole file, or leave the previous one as it is."""
+    # Copies: the format has no shared weights.
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     text = json.dumps(header, sort_keys=True)
-    # One entry: the order of several is left to chance, and equal contents shall be equal files.
+    # One entry: several would be written in random order, and equal contents must be equal files.
     metadata = {_FORMAT: _checksum(copies, text) + text}
     with replacing(path) as partial:
-        # Not `save_file`: it writes under a name of its own first, which a kill would leave behind.
+        # Not `save_file`, whose own temporary file would be left behind by a kill.
         content = save({name: copy.contiguous() for name, copy in copies.items()}, metadata)
         partial.write_bytes(content)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Tensors on the CPU and the header, or an `InputError` if any byte is not as written."""
+    """Tensors on the CPU and the header, or an `InputError` if any byte was changed."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -64,50 +83,105 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise InputError(f"{path}: expected format {_FORMAT!r}, got {sorted(metadata)}")
     checksum, text = metadata[_FORMAT][:64], metadata[_FORMAT][64:]
     if checksum != _checksum(tensors, text):
+        # Of a training run the header begins with its records, even where it is damaged too.
+        advice = "; delete it to train from the start" if text.startswith('{"history"') else ""
         raise InputError(
-            f"{path}: expected contents that match their checksum, got a damaged file"
-            f"{_advice(text)}"
+            f"{path}: expected contents that match their checksum, got a damaged file{advice}"
         )
     return Checkpoint(tensors, json.loads(text))
 
 
-def _advice(text: str) -> str:
-    """What to do about a damaged file with this header, if it is that of a training run."""
-    try:
-        of_a_run = "run" in json.loads(text)
-    except (TypeError, ValueError):  # the header is damaged too
-        return ""
-    return "; delete it to train from the start" if of_a_run else ""
+def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
+    return hashlib.sha256((fingerprint(tensors) + text).encode()).hexdigest()
 
 
-def nameless(value: object) -> str:
-    """In words, without places in memory, which are others in every process."""
+def stable_repr(value: object) -> str:
+    """`repr` without memory addresses, which differ in every process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
-def refuse_foreign(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def describe_run(net: nn.Module, config: LoopConfig) -> dict[str, Any]:
+    """The settings and the initial net, which a checkpoint must share to be resumed."""
+    settings = asdict(config) | {"device": torch.device(config.device).type}
+    del settings["log_every"]
+    try:
+        structure = net.config()  # type: ignore[operator]
+    except InputError:  # modules of the user's own
+        structure = {"structure": stable_repr(net)}
+    if frozen := [name for name, weight in net.named_parameters() if not weight.requires_grad]:
+        structure["frozen"] = frozen
+    return {
+        "config": settings,
+        "net": structure | {"initial_weights": fingerprint(net.state_dict())},
+    }
+
+
+def save_run(
+    path: Path,
+    identity: Mapping[str, Any],
+    weights: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    history: Sequence[Any],
+) -> None:
+    """Write the weights, the state of the optimizer and the records of a run."""
+    tensors = {f"net/{name}": tensor for name, tensor in weights.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
+    # Without the time, so that a run that was killed ends with the same file.
+    records = [{**asdict(record), "seconds": 0.0} for record in history]
+    write_checkpoint(path, tensors, {"run": identity, "history": records})
+
+
+def load_run(
+    path: Path,
+    identity: Mapping[str, Any],
+    weights: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> list[dict[str, Any]]:
+    """Load weights and optimizer state of the run `identity`; return its records."""
+    tensors, header = read_checkpoint(path)
+    _refuse_other_run(path, header["run"], identity)
+    state: dict[str, Tensor] = {}
+    moments: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        owner, name = full_name.split("/", 1)
+        if owner == "net":
+            state[name] = tensor
+        else:
+            index, moment = name.split("/")
+            moments.setdefault(int(index), {})[moment] = tensor
+    if not any(name.startswith("net.") for name in state):  # a surrogate saved by version 1
+        state = {f"net.{name}": tensor for name, tensor in state.items()}
+    weights.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    # A fused optimizer walks over weights and moments by address: both need one memory layout.
+    for weight, of_weight in optimizer.state.items():
+        for name, moment in of_weight.items():
+            if moment.dim() > 1:
+                of_weight[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
+    records: list[dict[str, Any]] = header["history"]
+    return records
+
+
+def _refuse_other_run(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise, naming every difference, unless two (nested) descriptions of a run agree."""
     there, here = _flatten(saved), _flatten(current)
     differences = [
         f"{name} ({here.get(name, 'nothing')!r} here, {there.get(name, 'nothing')!r} there)"
         for name in sorted({*there, *here})
-        if there.get(name) != here.get(name)
+        if there.get(name, _ABSENT.get(name)) != here.get(name, _ABSENT.get(name))
     ]
     if differences:
         raise InputError(
-            f"{path}: expected a checkpoint of this very run, got one that differs in "
-            f"{'; '.join(differences)}; take another folder, or start from the same net and data"
+            f"{path}: expected a checkpoint of this run, got one that differs in "
+            f"{'; '.join(differences)}; use another folder, or start from the same net and data"
         )
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
-        return {prefix: tree}
+        return {_RENAMED.get(prefix, prefix): tree}
     leaves: dict[str, Any] = {}
     for name, branch in tree.items():
         leaves |= _flatten(branch, f"{prefix}.{name}" if prefix else name)
     return leaves
-
-
-def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
-    return hashlib.sha256((fingerprint(tensors) + text).encode()).hexdigest()

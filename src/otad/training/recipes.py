@@ -1,18 +1,34 @@
-"""Settings that are known to work, by name."""
+"""From plain settings to a trained backbone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from otad.checks import check_choice
+from otad.data import Standardizer
 from otad.errors import InputError
-from otad.training.recipe import TrainConfig
+from otad.nets import Backbone, fc_resnet, lifted_net, vision_transformer
+from otad.training.backbone import TrainConfig, train
+from otad.training.loop import reporting
+from otad.training.supervised import EpochRecord, Report, TrainResult
+
+BACKBONES: dict[str, Callable[..., Backbone]] = {
+    "fc_resnet": fc_resnet,
+    "lifted": lifted_net,
+    "vit": vision_transformer,
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     # The paper's, for fully connected nets.
     "fc": {"energy_weight": 0.01},
     # The paper's ViT (7 blocks, 12 heads, width 384, 64 patches) on CIFAR-10 from scratch: a
-    # transformer knows nothing of images at first, so augmentation decides. See docs/vision.md.
+    # transformer starts without knowledge of images, so augmentation decides. See docs/vision.md.
     "vit_cifar10": {
         "epochs": 200,
         "batch_size": 128,
@@ -39,3 +55,90 @@ def recipe(name: str, **changes: Any) -> TrainConfig:
         return TrainConfig(**known | changes)
     except TypeError as error:
         raise InputError(f"changes: expected settings of TrainConfig, got: {error}") from error
+
+
+def make_backbone(
+    kind: str,
+    input_shape: Sequence[int],
+    n_outputs: int,
+    *,
+    inputs: Standardizer | None = None,
+    **options: Any,
+) -> Backbone:
+    """A fresh net of a kind of `BACKBONES` that standardizes its inputs by `inputs`, if any.
+
+    `options` are those of the kind, such as `seed`, `task`, `bounds`, `blocks`.
+    """
+    make = BACKBONES[check_choice(kind, "kind", tuple(BACKBONES))]
+    statistics = {} if inputs is None else {"mean": inputs.mean, "std": inputs.std}
+    try:
+        return make(input_shape, n_outputs, **statistics, **options)
+    except TypeError as error:
+        raise InputError(f"options: expected those of {kind!r}, got: {error}") from error
+
+
+@torch.inference_mode(False)  # weights made in that mode could not be trained
+def fit_backbone(
+    data: Sequence[Tensor],
+    config: TrainConfig,
+    *,
+    kind: str = "fc_resnet",
+    task: str = "classification",
+    n_outputs: int = 1,
+    bounds: Sequence[float] | None = None,
+    inputs: Standardizer | None = None,
+    options: Mapping[str, Any] | None = None,
+    checkpoint_dir: str | Path | None = None,
+    max_seconds: float | None = None,
+    progress: Report | bool = False,
+) -> tuple[Backbone, TrainResult]:
+    """Make a net for the data (train_x, train_y) or (train_x, train_y, val_x, val_y) and train it.
+
+    Inputs are standardized inside the net, by default by the statistics of each feature, or of each
+    channel of images, in train_x. Targets of a regression are standardized for the training; then
+    the head takes over their units, in which the records are too. `options` give the size of the
+    net; the rest is as in `make_backbone` and `train`.
+    """
+    train_x, train_y = data[0], data[1]
+    if inputs is None:
+        inputs = Standardizer.fit(train_x, "channel" if train_x.dim() == 4 else "feature")
+    net = make_backbone(
+        kind,
+        train_x.shape[1:],
+        n_outputs,
+        inputs=inputs,
+        seed=config.seed,
+        task=task,
+        bounds=bounds,
+        **options or {},
+    ).to(train_x.dtype)
+    parts = list(data)
+    units = Standardizer.fit(train_y) if task == "regression" else None
+    if units is not None:
+        parts[1::2] = [units(targets).to(train_x.dtype) for targets in parts[1::2]]
+
+    def in_units(record: EpochRecord) -> EpochRecord:
+        if units is None:
+            return record
+        square, score = float(units.std) ** 2, record.val_score
+        return replace(
+            record,
+            loss=square * record.loss,
+            train_score=square * record.train_score,
+            val_score=None if score is None else square * score,
+        )
+
+    with reporting(progress, config.epochs, 0) as report:
+        result = train(
+            net,
+            parts,
+            config,
+            checkpoint_dir=checkpoint_dir,
+            max_seconds=max_seconds,
+            progress=lambda record: report(in_units(record)),
+        )
+        result = replace(result, history=tuple(map(in_units, result.history)))
+        report(result.final)  # also where all epochs are from a checkpoint
+    if units is not None:
+        net.head.take_units(float(units.mean), float(units.std))
+    return net, result

@@ -7,12 +7,18 @@ net(problem).image
 
 from otad.cip.surrogate.lessons import leave_one_out
 from otad.cip.surrogate.net import CipNet
-from otad.cip.surrogate.resume import CipNetEpoch
-from otad.cip.surrogate.training import CIP_NET_RECIPE, CipNetResult, train_cip_net
+from otad.cip.surrogate.training import (
+    CIP_NET_RECIPE,
+    CipNetConfig,
+    CipNetEpoch,
+    CipNetResult,
+    train_cip_net,
+)
 
 __all__ = [
     "CIP_NET_RECIPE",
     "CipNet",
+    "CipNetConfig",
     "CipNetEpoch",
     "CipNetResult",
     "leave_one_out",

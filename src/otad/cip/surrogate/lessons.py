@@ -17,7 +17,7 @@ from otad.cip.surrogate.net import CipNet
 from otad.errors import InputError
 from otad.io.mapped_rows import gathered
 from otad.search.neighbors import TorchSearch
-from otad.training.precision import precision
+from otad.training.acceleration import precision
 
 Problem = CipProblem | BankProblem
 Teacher = Callable[[Problem], CipSolution]

@@ -1,0 +1,106 @@
+"""What makes training steps faster: mixed precision, torch.compile, CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from otad.errors import InputError
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+Step = Callable[..., Tensor]
+"""A training step on the tensors of a batch, with the keyword `first`; it returns one tensor."""
+
+_WARMUP_STEPS = 3  # before the capture, so that libraries have chosen their kernels
+
+
+@contextmanager
+def precision(device: torch.device | str, *, mixed: bool) -> Iterator[None]:
+    """Layers compute in bfloat16 where autocast allows it, or without autocast.
+
+    The cache of cast weights is cleared at both ends. torch itself keeps it inside an outer
+    autocast, where every step would see the weights of the first one.
+    """
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def compiled(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """The function under torch.compile, or an `InputError` where that fails."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
+    try:
+        fused = torch.compile(function, dynamic=False)
+    except RuntimeError as error:  # this Python or system is not supported
+        raise _compile_error(error) from error
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+        try:
+            return fused(*args, **kwargs)
+        except TorchDynamoException as error:
+            raise _compile_error(error) from error
+
+    return call
+
+
+def _compile_error(error: Exception) -> InputError:
+    reason = str(error).strip().partition("\n")[0]
+    return InputError(
+        "compiled: expected a net and a machine on which torch.compile works, got "
+        f"{type(error).__name__}: {reason}"
+    )
+
+
+class CapturedStep:
+    """A training step as a CUDA graph, for batches that all have one shape.
+
+    The first steps run normally on a side stream. Then one is captured, which runs nothing; from
+    there on each call copies its batch to the captured tensors and replays the graph. So the step
+    must not read values back from the GPU, and what changes between steps, such as the learning
+    rate, must be in tensors.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._warmed_up = 0
+        self._captured: tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None = None
+
+    def __call__(self, *batch: Tensor, first: bool) -> Tensor:
+        if self._captured is None and self._warmed_up < _WARMUP_STEPS:
+            self._warmed_up += 1
+            return self._run(batch, first=first)
+        if self._captured is None:
+            self._captured = self._capture(batch)
+        graph, inputs, output = self._captured
+        for static, tensor in zip(inputs, batch, strict=True):
+            static.copy_(tensor)
+        graph.replay()
+        return output.clone()
+
+    def _run(self, batch: tuple[Tensor, ...], *, first: bool) -> Tensor:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side), warnings.catch_warnings():
+            # A capturable optimizer warns when it is not being captured.
+            warnings.filterwarnings("ignore", message=".*capturable.*")
+            output = self._step(*batch, first=first)
+        current.wait_stream(side)
+        return output
+
+    def _capture(
+        self, batch: tuple[Tensor, ...]
+    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
+        graph, inputs = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in batch]
+        with torch.cuda.graph(graph):
+            output = self._step(*inputs, first=False)
+        return graph, inputs, output

@@ -1,0 +1,150 @@
+"""Settings that every training has: epochs, learning rate, optimizer, device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_choice, check_count
+from otad.errors import InputError
+
+MAX_SEED = 2**64 - 1  # of a torch.Generator
+_STEP_AT = (0.5, 0.75)  # shares of the training after which "step" divides the rate by ten
+_UNDECAYED = ("pos_embed", "cls_token")
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Settings of the training loop; each trainer has its own config with more of them.
+
+    - `optimizer`: "sgd" or "adamw"; `momentum` is AdamW's first beta.
+    - `schedule`: `warmup` epochs raise the learning rate linearly from zero; then "cosine" lowers
+      it to zero, "step" divides it by ten after 1/2 and 3/4, "constant" leaves it.
+    - `decay_on`: weight decay on "all" parameters, or only on the "matrices" of layers.
+    - `gradient_clip`: largest norm of the gradient of all parameters together; 0 for no limit.
+    - `ema`: decay of the running average of all weights, which is the result; 0 for none.
+    - `mixed_precision`: the net computes in bfloat16 where autocast allows it.
+    - `whole_batches`: skip the rows that do not fill a batch; other epochs use them.
+    - `log_every`: epochs between two lines to the `otad` logger.
+    """
+
+    epochs: int = 30
+    batch_size: int = 128
+    learning_rate: float = 0.05
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    decay_on: str = "all"
+    schedule: str = "cosine"
+    warmup: float = 0.0
+    gradient_clip: float = 0.0
+    ema: float = 0.0
+    mixed_precision: bool = False
+    whole_batches: bool = False
+    seed: int = 0
+    device: str = "cpu"
+    log_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "log_every"):
+            check_count(getattr(self, name), name)
+        check_seed(self.seed)
+        check_choice(self.optimizer, "optimizer", ("sgd", "adamw"))
+        check_choice(self.decay_on, "decay_on", ("all", "matrices"))
+        check_choice(self.schedule, "schedule", ("cosine", "constant", "step"))
+        self.check_ranges(0.0, math.inf, "weight_decay", "gradient_clip")
+        self.check_ranges(1e-12, math.inf, "learning_rate")
+        self.check_ranges(0.0, 1.0, "momentum", "ema")
+        self.check_ranges(0.0, self.epochs, "warmup")
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise InputError(
+                f"device: expected a device such as 'cpu', got {self.device!r}"
+            ) from error
+
+    def check_ranges(self, least: float, bound: float, *names: str) -> None:
+        for name in names:
+            check_range(getattr(self, name), name, least, bound)
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether training steps are captured as a CUDA graph."""
+        return False
+
+    def rate_at(self, epoch: float) -> float:
+        """Learning rate after `epoch` epochs, fractions included."""
+        if epoch < self.warmup:
+            return self.learning_rate * epoch / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        share = (epoch - self.warmup) / (self.epochs - self.warmup)
+        if self.schedule == "cosine":
+            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * share))
+        return self.learning_rate * 0.1 ** sum(share >= drop for drop in _STEP_AT)
+
+    def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        """For all parameters of the net, trained or not."""
+        groups = self.parameter_groups(net)
+        # A fused kernel walks over memory: it would change what is between the numbers of a
+        # parameter that is a view, such as columns of a matrix.
+        dense = all(
+            weight.stride() == torch.empty_like(weight, device="meta").stride()
+            for weight in net.parameters()
+        )
+        fused = dense and torch.device(self.device).type in ("cpu", "cuda")
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(
+                groups,
+                lr=self.learning_rate,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+                fused=fused,
+            )
+        rate: float | Tensor = self.learning_rate
+        if self.captures_steps:  # a CUDA graph reads the rate from a tensor
+            rate = torch.tensor(rate, device=self.device)
+        return torch.optim.AdamW(
+            groups,
+            lr=rate,
+            betas=(self.momentum, 0.999),
+            weight_decay=self.weight_decay,
+            capturable=self.captures_steps,
+            fused=fused,
+        )
+
+    def parameter_groups(self, net: nn.Module) -> list[dict[str, Any]]:
+        """One group, or for `decay_on` "matrices" two: biases, scales of normalization, position
+        embeddings and class tokens are not decayed."""
+        if self.decay_on == "all":
+            return [{"params": list(net.parameters())}]
+        decayed: list[nn.Parameter] = []
+        undecayed: list[nn.Parameter] = []
+        for name, parameter in net.named_parameters():
+            is_matrix = parameter.dim() > 1 and name.rpartition(".")[2] not in _UNDECAYED
+            (decayed if is_matrix else undecayed).append(parameter)
+        return [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
+
+
+def check_seed(seed: int) -> int:
+    if check_count(seed, "seed", least=0) > MAX_SEED:
+        raise InputError(f"seed: expected an integer of at most {MAX_SEED}, got {seed}")
+    return seed
+
+
+def check_range(value: object, name: str, least: float, bound: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < bound:
+        raise InputError(
+            f"{name}: expected a number of at least {least:g} and below {bound:g}, got {value!r}"
+        )
+
+
+def available_device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device: expected an available one, got {name!r} without CUDA")
+    return device

@@ -1,0 +1,293 @@
+"""The training loop of backbones, metrics and the surrogate of the solver."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from otad.errors import InputError
+from otad.progress import bars
+from otad.training.acceleration import CapturedStep, precision
+from otad.training.checkpoint import describe_run, load_run, save_run
+from otad.training.config import LoopConfig
+
+AnyNet = TypeVar("AnyNet", bound=nn.Module)
+AnyRecord = TypeVar("AnyRecord")
+_log = logging.getLogger("otad")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where and how often a run is saved and when it stops, which does not change what it learns.
+
+    The run is saved in `folder` after an epoch if the last save is `save_seconds` ago, and at the
+    end. It stops early, after at least one epoch, if another epoch of the same length would end
+    more than `max_seconds` after the start.
+    """
+
+    folder: str | Path | None = None
+    save_seconds: float = 0.0
+    max_seconds: float | None = None
+    started: float = field(default_factory=lambda: monotonic(), init=False)
+
+    def __post_init__(self) -> None:
+        if not self.save_seconds >= 0:
+            raise InputError(f"save_seconds: expected a number from 0, got {self.save_seconds!r}")
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise InputError(f"max_seconds: expected a positive number, got {self.max_seconds!r}")
+        if self.folder is None and self.max_seconds is not None:
+            raise InputError(
+                "max_seconds: expected with a checkpoint_dir to resume from, got "
+                f"{self.max_seconds} without"
+            )
+
+    def is_out_of_time(self, now: float, lap: float) -> bool:
+        """Whether another epoch of `lap` seconds would end too late."""
+        return self.max_seconds is not None and now + lap > self.started + self.max_seconds
+
+
+class Training(ABC, Generic[AnyNet, AnyRecord]):
+    """One training run: a trainer subclasses it to say what a batch, a step and a record are.
+
+    Everything random in an epoch follows from the seed and the epoch, so a run resumed from a
+    checkpoint ends with the same weights bit for bit.
+    """
+
+    record_type: ClassVar[type]
+    checkpoint_name: ClassVar[str] = "checkpoint.safetensors"
+    label: ClassVar[str] = "training"
+    rows_on_device: ClassVar[bool] = True
+    """Whether `batches` indexes tensors on the device of the net."""
+
+    def __init__(
+        self,
+        net: AnyNet,
+        config: LoopConfig,
+        saving: Saving,
+        device: torch.device,
+        identity: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Move the net to the device and load the checkpoint if there is one; `identity` describes
+        the data and the settings beside the config that a checkpoint must share."""
+        if not any(weight.requires_grad for weight in net.parameters()):
+            raise InputError("net: expected weights to train, got none that requires a gradient")
+        self.config, self.saving, self.device = config, saving, device
+        self.path = None if saving.folder is None else Path(saving.folder) / self.checkpoint_name
+        self.identity = {} if self.path is None else describe_run(net, config) | identity()
+        self.weights = Averaged(net, config.ema).to(device)
+        self.optimizer = config.make_optimizer(net)
+        self.history: list[AnyRecord] = []
+        if self.path is not None and self.path.exists():
+            records = load_run(self.path, self.identity, self.weights, self.optimizer)
+            self.history = [self.record_type(**record) for record in records]
+        self.resumed_after = len(self.history)
+        self._step = CapturedStep(self.step) if config.captures_steps else self.step
+
+    @property
+    @abstractmethod
+    def n_rows(self) -> int:
+        """Number of training examples."""
+
+    @abstractmethod
+    def batches(
+        self, row_batches: Sequence[Tensor], generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of each batch of rows (b,), with everything random already drawn."""
+
+    @abstractmethod
+    def step(self, *batch: Tensor, first: bool) -> Tensor:
+        """One gradient step; means over the batch of the loss and of other finite values (m,)."""
+
+    @abstractmethod
+    def record(
+        self, epoch: int, means: Sequence[float], score: float | None, seconds: float
+    ) -> AnyRecord:
+        """What is reported of an epoch, from the means of its steps and the validation score."""
+
+    def prepare(self) -> None:
+        """Work before the first epoch of this process, if any epoch remains."""
+
+    def validate(self) -> float | None:
+        """The score on held-out data after an epoch."""
+        return None
+
+    def run(self, progress: Callable[[AnyRecord], None] | bool) -> None:
+        """Train for all epochs that remain, as far as the time allows, and leave the net with the
+        resulting weights in evaluation mode."""
+        now = saved_at = monotonic()
+        config, done = self.config, len(self.history)
+        with (
+            precision(self.device, mixed=False),  # whatever the caller uses
+            reporting(progress, config.epochs, done, self.label) as report,
+        ):
+            if done < config.epochs:
+                self.prepare()
+            for epoch in range(done + 1, config.epochs + 1):
+                began = now
+                record = self.run_epoch(epoch)
+                self.history.append(record)
+                now = monotonic()
+                is_last = epoch == config.epochs or self.saving.is_out_of_time(now, now - began)
+                if is_last or now - saved_at >= self.saving.save_seconds:
+                    self.save()
+                    saved_at = now = monotonic()
+                if is_last or epoch % config.log_every == 0:
+                    _log.info("%s", record)
+                report(record)
+                if is_last:
+                    break
+        self.weights.net.load_state_dict(self.weights.best.state_dict())
+        self.weights.net.eval()
+
+    def run_epoch(self, epoch: int) -> AnyRecord:
+        started, seed = perf_counter(), epoch_seed(self.config.seed, epoch)
+        indexed_on = self.device if self.rows_on_device else "cpu"
+        row_batches = epoch_batches(self.n_rows, self.config, epoch, indexed_on)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        self.weights.net.train()
+        means: list[Tensor] = []  # on the device: reading a value in every step would stall a GPU
+        with seeded(self.device, seed):
+            for number, batch in enumerate(self.batches(row_batches, generator)):
+                self.set_rate(epoch - 1 + (number + 0.5) / len(row_batches))
+                means.append(self._step(*batch, first=epoch == 1 and number == 0))
+        sizes = torch.tensor([len(rows) for rows in row_batches], dtype=torch.float64)
+        values = (sizes @ torch.stack(means).cpu().double() / sizes.sum()).tolist()
+        self._refuse_divergence(sum(values), epoch)
+        score = self.validate()
+        return self.record(epoch, values, score, perf_counter() - started)
+
+    def save(self) -> None:
+        if self.path is not None:
+            save_run(self.path, self.identity, self.weights, self.optimizer, self.history)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradient of the loss in place of the last one."""
+        self.optimizer.zero_grad()
+        loss.backward()
+
+    def update(self, *, first: bool) -> None:
+        """Follow the gradient of the weights; `first` for the first step of all."""
+        if self.config.gradient_clip > 0:
+            parameters = self.weights.net.parameters()
+            torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip)
+        self.optimizer.step()
+        self.weights.update(first=first)
+
+    def set_rate(self, epoch: float) -> None:
+        """Set the learning rate to that after `epoch` epochs, fractions included."""
+        rate = self.config.rate_at(epoch)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _refuse_divergence(self, value: float, epoch: int) -> None:
+        weights = self.weights.net.parameters()
+        total = torch.stack([weight.detach().sum() for weight in weights]).sum()
+        if not math.isfinite(value + float(total)):
+            raise InputError(
+                "learning_rate: expected one at which training converges, got "
+                f"{self.config.learning_rate}, which made loss or weights infinite in epoch {epoch}"
+            )
+
+
+class Averaged(nn.Module, Generic[AnyNet]):
+    """A net and, for a decay above 0, the running average of its weights. After step t it is
+
+        a_1 = w_1,    a_t = decay a_(t-1) + (1 - decay) w_t,
+
+    for the statistics of batch normalization too; integers are copied. torch's own
+    `AveragedModel` reads its counter from the GPU once for every weight and step.
+    """
+
+    def __init__(self, net: AnyNet, decay: float) -> None:
+        super().__init__()
+        self.net = net
+        self.average: AnyNet | None = None
+        if decay > 0:
+            self.average = copy.deepcopy(net)
+            self.average.requires_grad_(False)
+        self._average_into = get_ema_multi_avg_fn(decay)
+
+    @property
+    def best(self) -> AnyNet:
+        """The result of training: the average if there is one."""
+        return self.net if self.average is None else self.average
+
+    @torch.no_grad()
+    def update(self, *, first: bool) -> None:
+        """After a step; `first` for the first step of all."""
+        if self.average is None:
+            return
+        pairs = list(zip(_state(self.average), _state(self.net), strict=True))
+        floats = [] if first else [pair for pair in pairs if pair[0].is_floating_point()]
+        for averaged, current in pairs:
+            if first or not averaged.is_floating_point():
+                averaged.copy_(current)
+        if floats:
+            averages, weights = zip(*floats, strict=True)
+            self._average_into(averages, weights, 0)
+
+
+def _state(net: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for tensor in itertools.chain(net.parameters(), net.buffers())]
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def epoch_batches(
+    n_rows: int, config: LoopConfig, epoch: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, ...]:
+    """All rows in a random order, in batches; with `whole_batches` without a shorter last one,
+    unless it is the only one."""
+    generator = torch.Generator().manual_seed(epoch_seed(config.seed, epoch))
+    order = torch.randperm(n_rows, generator=generator).to(device)  # the same for all devices
+    batches: tuple[Tensor, ...] = order.split(config.batch_size)
+    if config.whole_batches and len(batches) > 1 and len(batches[-1]) < config.batch_size:
+        batches = batches[:-1]
+    return batches
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the global generators, which dropout uses; restore their state at the end."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def reporting(
+    progress: Callable[[Any], None] | bool, epochs: int, done: int, label: str = "training"
+) -> Iterator[Callable[[Any], None]]:
+    """The caller's function of a record, a progress bar on stderr for True, nothing for False."""
+    if callable(progress):
+        yield progress
+    elif progress:
+        with bars() as bar:
+            task = bar.add_task(label, total=epochs, completed=done)
+            yield lambda record: bar.update(task, description=str(record), completed=record.epoch)
+    else:
+        yield lambda record: None

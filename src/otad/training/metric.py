@@ -1,0 +1,262 @@
+"""Training a metric, so that the nearest keys of an input are those of its class; optionally
+against an adversary that perturbs the input, as attacks on a defense by neighbors do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from otad.checks import check_choice, check_count, check_shape, check_tensor
+from otad.errors import InputError
+from otad.nets.metric import Metric
+from otad.nets.probe import evaluating
+from otad.training.acceleration import precision
+from otad.training.adversary import (
+    Adversary,
+    Perturbation,
+    perturbed_weights,
+    steepest_perturbation,
+)
+from otad.training.augmentation import Augmentation
+from otad.training.config import check_range
+from otad.training.loop import Saving
+from otad.training.metric_losses import (
+    LOSSES,
+    OWN_LOSSES,
+    make_loss,
+    neighborhood_loss,
+    squared_distances,
+)
+from otad.training.supervised import (
+    InputConfig,
+    Report,
+    Split,
+    SupervisedTraining,
+    TrainResult,
+    parts_of,
+    refuse_one_class,
+)
+
+_ENCODED_ROWS = 1024  # at a time
+
+
+@dataclass(frozen=True)
+class MetricConfig(InputConfig):
+    """Settings of one run of `train_metric` beside those of `LoopConfig` and `InputConfig`.
+
+    - `loss`: "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive" (the
+      last two by the extra `metric`), with its `margin`; `temperature` is for the first two.
+    - `adversary`: perturbs each input by ascent on the neighborhood loss; None for plain training.
+    - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
+      training inputs, computed before every epoch and updated row by row within it.
+    - `channels_last`: memory layout of images that is faster on GPUs.
+    - `n_neighbors`: number of votes for the score on validation data.
+    """
+
+    epochs: int = 40
+    batch_size: int = 512
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    whole_batches: bool = True
+    loss: str = "neighborhood"
+    margin: float | None = None
+    temperature: float = 0.1
+    adversary: Adversary | None = None
+    references: str = "batch"
+    channels_last: bool = False
+    n_neighbors: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.loss, "loss", tuple(LOSSES))
+        check_choice(self.references, "references", ("batch", "bank"))
+        check_count(self.n_neighbors, "n_neighbors")
+        check_count(self.batch_size, "batch_size", least=2)
+        if self.cuda_graph and (self.loss not in OWN_LOSSES or self.references == "bank"):
+            raise InputError(
+                f"cuda_graph: expected with a loss of {', '.join(OWN_LOSSES)} within the batch, as "
+                f"other steps synchronize with the GPU, got {self.loss!r} with references "
+                f"{self.references!r}"
+            )
+        if self.references == "bank" and self.loss != "neighborhood":
+            raise InputError(
+                f"references: expected 'batch' for the loss {self.loss}, which has too many pairs "
+                "with a whole bank, got 'bank'"
+            )
+        check_range(self.temperature, "temperature", 1e-12, math.inf)
+        check_range(self.margin_used, "margin", 0.0, math.inf)
+
+    @property
+    def margin_used(self) -> float:
+        """The margin, or the usual one of the loss."""
+        return LOSSES[self.loss] if self.margin is None else self.margin
+
+
+@torch.inference_mode(False)  # gradients, whatever mode the caller is in
+def train_metric(
+    metric: Metric,
+    data: Split | Sequence[Tensor],
+    config: MetricConfig,
+    *,
+    augment: Augmentation | None = None,
+    checkpoint_dir: str | Path | None = None,
+    save_seconds: float = 0.0,
+    max_seconds: float | None = None,
+    progress: Report | bool = False,
+) -> TrainResult:
+    """Train `metric` in place, leaving it on `config.device` in evaluation mode.
+
+    Arguments are those of `train`, with class labels and inputs as floats. The train score of a
+    record is the share of inputs whose nearest reference is of their class; score and loss are
+    those of the perturbed inputs and weights if there is an adversary. The validation score is the
+    accuracy of a vote among the nearest training keys. The energy is 0.
+    """
+    tensors = _check_data(metric, data)
+    if config.cuda_graph and not metric.is_capturable:
+        kind = type(metric).__name__
+        raise InputError(f"cuda_graph: expected False for a {kind}, which synchronizes with a GPU")
+    saving = Saving(checkpoint_dir, save_seconds, max_seconds)
+    return MetricTraining(metric, tensors, config, saving, augment).fit(progress)
+
+
+@torch.no_grad()
+def encode(metric: Metric, x: Tensor) -> Tensor:
+    """Keys (N,m) of inputs (N,*input_shape) in evaluation mode, in batches."""
+    with evaluating(metric):
+        return torch.cat([metric(batch) for batch in x.split(_ENCODED_ROWS)])
+
+
+@torch.no_grad()
+def neighbor_accuracy(
+    keys: Tensor, labels: Tensor, references: Tensor, reference_labels: Tensor, *, n_neighbors: int
+) -> float:
+    """Share of keys (B,m) whose nearest references (R,m) vote for their label."""
+    hits = []
+    classes, codes = reference_labels.unique(return_inverse=True)
+    for some, right in zip(keys.split(_ENCODED_ROWS), labels.split(_ENCODED_ROWS), strict=True):
+        lengths = squared_distances(some, references)
+        voters = codes[lengths.topk(min(n_neighbors, len(references)), largest=False).indices]
+        votes = voters.new_zeros(len(some), len(classes))
+        votes.scatter_add_(1, voters, torch.ones_like(voters))
+        hits.append(classes[votes.argmax(1)] == right)
+    return float(torch.cat(hits).double().mean())
+
+
+class MetricTraining(SupervisedTraining[Metric]):
+    config: MetricConfig
+
+    def __init__(
+        self,
+        metric: Metric,
+        data: Mapping[str, Tensor],
+        config: MetricConfig,
+        saving: Saving,
+        augment: Augmentation | None,
+    ) -> None:
+        self.loss = make_loss(config.loss, config.margin_used, config.temperature)
+        self.bank: Tensor | None = None
+        super().__init__(metric, data, config, saving, augment)
+
+    def batches(
+        self, row_batches: Sequence[Tensor], generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Inputs, labels, rows, and where the adversary starts."""
+        adversary = self.config.adversary
+        if self.config.references == "bank":
+            self.bank = encode(self.weights.net, self.data["train_x"]).float()  # as in a step
+        for rows in row_batches:
+            x, y = self.data["train_x"][rows], self.data["train_y"][rows]
+            if self.augment is not None:
+                x = self.augment(x, generator)
+            if self.config.channels_last and x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last)
+            yield x, y, rows, x if adversary is None else adversary.start(x, generator)
+
+    def step(self, *batch: Tensor, first: bool) -> Tensor:
+        """One gradient step; the batch means of loss, energy (0) and score (3,)."""
+        x, y, rows, start = batch
+        perturbed, adversary, on_weights = x, self.config.adversary, Perturbation()
+        if adversary is not None:
+            perturbed = self._attack(adversary, x, y, rows, start)
+            if adversary.weight_share > 0:
+                value, _ = self._compare(perturbed, x, y, rows)
+                share = adversary.weight_share
+                on_weights = steepest_perturbation(value, self.weights.net, share)
+        with perturbed_weights(on_weights):
+            value, (keys, clean) = self._compare(perturbed, x, y, rows)
+            self.backward(value)
+        self.update(first=first)
+        with torch.no_grad():
+            references, labels, own = self._references(clean, y, rows)
+            lengths = squared_distances(keys, references)
+            lengths.scatter_(1, own[:, None], math.inf)
+            nearest = lengths.min(1)
+            right = (labels[nearest.indices] == y) & nearest.values.isfinite()
+            if self.bank is not None:
+                self.bank[rows] = clean
+        score = right.float().mean()
+        return torch.stack([value.detach(), torch.zeros_like(score), score])
+
+    def _compare(
+        self, perturbed: Tensor, x: Tensor, y: Tensor, rows: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The loss of perturbed inputs among the clean ones, and the keys of both."""
+        metric = self.weights.net
+        with precision(self.device, mixed=self.config.mixed_precision):
+            if perturbed is x:
+                keys = clean = metric(x).float()
+            else:
+                # In one pass, so that batch statistics are those of both.
+                keys, clean = metric(torch.cat([perturbed, x])).float().chunk(2)
+        return self.loss(keys, y, *self._references(clean, y, rows)), (keys, clean)
+
+    def _attack(
+        self, adversary: Adversary, x: Tensor, y: Tensor, rows: Tensor, start: Tensor
+    ) -> Tensor:
+        """Inputs perturbed until their neighbors by the current metric are wrong."""
+        metric, temperature = self.weights.net, self.config.temperature
+        with precision(self.device, mixed=self.config.mixed_precision):
+            with evaluating(metric):
+                clean = metric(x).float().detach()  # with `no_grad` autocast would cache its casts
+            references, labels, own = self._references(clean, y, rows)
+
+            def wrongness(keys: Tensor) -> Tensor:
+                return neighborhood_loss(
+                    keys, y, references, labels, temperature=temperature, own=own
+                )
+
+            return adversary.attack(metric, x, wrongness, start)
+
+    def _references(self, clean: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys to search neighbors in, their labels, and each row's own place among them."""
+        if self.bank is None:
+            return clean, y, torch.arange(len(y), device=y.device)
+        # The keys of the batch replace those of the bank, which have no gradients.
+        return self.bank.index_copy(0, rows, clean), self.data["train_y"], rows
+
+    def validate(self) -> float | None:
+        data, metric = self.data, self.weights.best
+        if "val_x" not in data:
+            return None
+        keys, references = encode(metric, data["val_x"]), encode(metric, data["train_x"])
+        voters = self.config.n_neighbors
+        return neighbor_accuracy(
+            keys, data["val_y"], references, data["train_y"], n_neighbors=voters
+        )
+
+
+def _check_data(metric: Metric, data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
+    parts = parts_of(data)
+    for kind in ("train", "val")[: len(parts) // 2]:
+        inputs = metric.check_inputs(parts[f"{kind}_x"], f"{kind}_x")
+        labels = check_tensor(parts[f"{kind}_y"], f"{kind}_y", "B", dtypes=(torch.int64,))
+        check_shape(labels, f"{kind}_y", (len(inputs),), "with one label per input")
+        if int(labels.min()) < 0:
+            raise InputError(f"{kind}_y: expected labels from 0, got {int(labels.min())}")
+    refuse_one_class(parts["train_y"])
+    return parts
