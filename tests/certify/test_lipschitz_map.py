@@ -24,9 +24,8 @@ from otad.certify import certify, certify_values
 from otad.certify.embedding import Reach
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.cip import Status
-from otad.cip.whole_bank.column_generation import ColumnGeneration
 from otad.cip.whole_bank.lifted_potential import lifted_potential
-from otad.cip.whole_bank.map import GAP
+from otad.cip.whole_bank.map import GAP, ColumnGeneration
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.cip.whole_bank.pricing import Prices

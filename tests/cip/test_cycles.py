@@ -8,9 +8,8 @@ import pytest
 import torch
 from cip.test_bank_potential import BENDS, smooth_bank
 
-from otad.cip.whole_bank import pair_ratios
-from otad.cip.whole_bank.cycles import PairCurvatures, cycle_bound, cycles_of
-from otad.cip.whole_bank.pair_ratios import vertex_cover
+from otad.cip.whole_bank import contradictions
+from otad.cip.whole_bank.contradictions import PairCurvatures, cycle_bound, cycles_of, vertex_cover
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import integrate_most, least_bank_smoothness
 from otad.errors import SolverError
@@ -25,7 +24,7 @@ def test_all_cycles_of_a_map_are_found_once() -> None:
 
 @pytest.mark.parametrize("bend", BENDS)
 def test_the_pair_bound_is_the_steepest_pair(bend: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pair_ratios.BLOCK, "cpu", 16)
+    monkeypatch.setitem(contradictions.BLOCK, "cpu", 16)
     x, z = smooth_bank(60, 4, 1)
     images = z - bend * x
     steps, turns = x[:, None] - x[None], images[:, None] - images[None]
@@ -60,7 +59,7 @@ def test_without_the_contradicting_points_no_pair_contradicts() -> None:
 
 
 def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_ratios, "MOST_PAIRS", 20)
+    monkeypatch.setattr(contradictions, "MOST_PAIRS", 20)
     x, z = smooth_bank(30, 3, 5)
     with pytest.raises(SolverError, match=r"smoothness: .*0.1.* 20 pairs"):
         integrate_most(x, z, 0.1)

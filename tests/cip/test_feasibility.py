@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status, least_smoothness
 from otad.cip.local.potentials import closure
-from otad.cip.reference_potentials import (
+from otad.cip.reference import (
     canonical_potentials,
     difference_bounds,
     least_smoothness_by_lp,

@@ -9,7 +9,7 @@ import torch
 from cip.instances import random_problem, rows_of
 
 from otad.cip import CipProblem, ExactCip, Status, least_smoothness
-from otad.cip.reference_potentials import difference_bounds
+from otad.cip.reference import difference_bounds
 
 CAP = 1.7
 

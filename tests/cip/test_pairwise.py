@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otad.cip.whole_bank import pair_ratios
+from otad.cip.whole_bank import contradictions
+from otad.cip.whole_bank.contradictions import vertex_cover
 from otad.cip.whole_bank.lifted_potential import least_lipschitz, lifted_potential, steep_pairs
 from otad.cip.whole_bank.map import WholeBank
-from otad.cip.whole_bank.pair_ratios import vertex_cover
 from otad.cip.whole_bank.potential import BankPotential, Contradiction, integrate_bank
 from otad.errors import InputError, SolverError
 
@@ -47,7 +47,7 @@ def ratios(points: Tensor, answers: Tensor) -> Tensor:
 def test_the_least_constant_is_that_of_brute_force(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(pair_ratios.BLOCK, "cpu", 50)
+    monkeypatch.setitem(contradictions.BLOCK, "cpu", 50)
     for seed in range(4):
         points, answers = parts(size, 1 + seed, 3, seed, dtype)
         expected = float(ratios(points, answers).max())
@@ -194,7 +194,7 @@ def test_refusals() -> None:
 
 
 def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_ratios, "MOST_PAIRS", 20)
+    monkeypatch.setattr(contradictions, "MOST_PAIRS", 20)
     points, answers = parts(30, 3, 2, 0)
     with pytest.raises(SolverError, match=r"lipschitz: .*1e-06.* 20 pairs"):
         steep_pairs(points, answers, 1e-6)

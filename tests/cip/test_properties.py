@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from otad.cip import CipProblem, ExactCip
 from otad.cip.judge import map_curvature
-from otad.cip.reference_potentials import difference_bounds
+from otad.cip.reference import difference_bounds
 
 MODES = st.sampled_from(["consistent", "paper"])
 PROBLEMS = st.builds(

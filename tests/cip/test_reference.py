@@ -10,8 +10,8 @@ import torch
 from cip.instances import normal, random_problem, rows_of
 
 from otad.cip import BankProblem, CipProblem, Status
-from otad.cip.reference import CvxpyCip
-from otad.cip.reference_potentials import (
+from otad.cip.reference import (
+    CvxpyCip,
     canonical_potentials,
     difference_bounds,
     least_smoothness_by_lp,

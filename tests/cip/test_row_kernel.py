@@ -16,10 +16,9 @@ if not HAS_CUDA:
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status  # noqa: E402
-from otad.cip.local.dual_solution import DualSolution  # noqa: E402
 from otad.cip.local.products import Products, products_of  # noqa: E402
 from otad.cip.local.relax import Relaxation  # noqa: E402
-from otad.cip.local.solve_torch import solve_torch  # noqa: E402
+from otad.cip.local.solve_torch import DualSolution, solve_torch  # noqa: E402
 from otad.cip.local.solve_triton import solve_triton  # noqa: E402
 from otad.cip.local.stream_triton import (  # noqa: E402
     streamed_combination,

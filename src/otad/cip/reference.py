@@ -1,8 +1,9 @@
-"""The slow twin: eqs. (2) and (3) as the paper prints them, one conic program per row.
+"""An independent reference: eqs. (2) and (3) as the paper prints them, one conic program per row.
 
-It shares nothing with the exact solver but the contract: no shift, no Gram matrix, no dual.
-Potentials come from a plain closure, the least smoothness from a linear program (HiGHS), the
-answer from K quadratic constraints in R^d (CVXPY and Clarabel). Made to be compared with.
+It shares nothing with the exact solver but the interface: no shift, no Gram matrix, no dual.
+Potentials come from a plain longest-path closure in the paper's own (L, l) form, the least
+smoothness from a linear program (HiGHS), the feature from K quadratic constraints in R^d (CVXPY
+and Clarabel).
 """
 
 from __future__ import annotations
@@ -13,26 +14,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from otad.checks import check_choice
 from otad.cip.judge import kkt_residual
 from otad.cip.protocols import RowProblem
-from otad.cip.reference_potentials import Array, bend, find_potentials, squares
 from otad.cip.solution import CipSolution, Status
 from otad.errors import MissingExtraError, SolverError
 
-Answer = tuple[Array, float, Array]  # image (d,), value, multipliers (K,)
+Array = NDArray[np.float64]
+Optimum = tuple[Array, float, Array]  # image (d,), value, multipliers (K,)
 
 _ACCURACIES = (1e-10, 1e-8)  # the second where Clarabel gets stuck before the first
-_SUPPORTS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)  # multipliers it may mean by zero
+_SUPPORTS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)  # multipliers up to these may be zero
+_ROUNDING = 1e-11  # cycles and 1/(L - l) up to this, beside their largest term, count as zero
 
 
 @dataclass(frozen=True)
 class CvxpyCip:
-    """Solves a `CipProblem` or `BankProblem` row by row; contract and options as in `ExactCip`.
+    """Solves a `CipProblem` or `BankProblem` row by row; interface and options as in `ExactCip`.
 
-    The answer carries no gradient. `potentials` (B,K) may be given, with the `smoothness` and
+    The solution carries no gradient. `potentials` (B,K) may be given, with the `smoothness` and
     `strong_convexity` (B,) they are feasible for; otherwise the canonical ones are found, for the
     least smoothness where the one asked for is too small.
     """
@@ -138,7 +141,7 @@ class _Quadratics:
         plane = self.levels - (self.images * self.offsets).sum(1)
         return plane + bend(square_z, inner, squares(self.offsets), self.high, self.low)
 
-    def solve(self) -> Answer | None:
+    def solve(self) -> Optimum | None:
         """z' (d,), v and the multipliers (K,), or None where Clarabel gets stuck."""
         try:
             import cvxpy as cp
@@ -162,7 +165,7 @@ class _Quadratics:
                 return self._polish(point.value[0], np.asarray(constraint.dual_value))
         return None
 
-    def _polish(self, point: Array, multipliers: Array) -> Answer:
+    def _polish(self, point: Array, multipliers: Array) -> Optimum:
         """The answer with the smallest duality gap on any likely support of the multipliers.
 
         An interior point method that ends with a gap of 1e-10 is still 1e-5 from z'. All K bounds
@@ -180,9 +183,84 @@ class _Quadratics:
             candidates[-1][keep] = newton[:-1]
         return min(map(self._imply, candidates), key=lambda graded: graded[0])[1]
 
-    def _imply(self, multipliers: Array) -> tuple[float, Answer]:
+    def _imply(self, multipliers: Array) -> tuple[float, Optimum]:
         """The duality gap of some multipliers, and the answer that goes with them."""
         weights = multipliers.clip(0.0) / multipliers.clip(0.0).sum()
         image = weights @ (self.images - self.low * self.offsets)
         height = self.at(image)
         return float(height.max() - weights @ height), (image, float(height.max()), weights)
+
+
+def bend(square_z: Any, inner: Any, square_x: Array, high: float, low: float) -> Any:
+    """The last term of eqs. (2) and (3), of two differences z and x."""
+    return (square_z / high + low * square_x - 2 * low / high * inner) / (2 * (1 - low / high))
+
+
+def squares(vectors: Array) -> Array:
+    return np.asarray(np.square(vectors).sum(-1))
+
+
+def find_potentials(
+    anchors: Array, images: Array, high: float, low: float
+) -> tuple[Array, float, Status]:
+    """Canonical potentials (K,), mean zero, with the smoothness and the status they come with."""
+    levels, cycle = canonical_potentials(difference_bounds(anchors, images, high, low))
+    if cycle <= _ROUNDING:
+        return levels, high, Status.SOLVED
+    high = least_smoothness_by_lp(anchors, images, low)
+    if high == np.inf:
+        return levels, high, Status.INFEASIBLE
+    levels, _ = canonical_potentials(difference_bounds(anchors, images, high, low))
+    return levels, high, Status.RAISED
+
+
+def difference_bounds(anchors: Array, images: Array, high: float, low: float) -> Array:
+    """w (K,K) of eq. (2): u_i - u_j >= w_ij."""
+    dx, dz = anchors[:, None] - anchors, images[:, None] - images
+    curved = bend(squares(dz), (dz * dx).sum(-1), squares(dx), high, low)
+    return np.asarray((images * dx).sum(-1) + curved)
+
+
+def canonical_potentials(bounds: Array) -> tuple[Array, float]:
+    """Potentials (K,), mean zero, and the worst cycle beside the largest bound.
+
+    They are the mean of the columns less the mean of the rows, halved, of the longest paths; and
+    feasible unless the cycle is positive.
+    """
+    longest = bounds.copy()
+    for k in range(len(longest)):
+        longest = np.maximum(longest, longest[:, [k]] + longest[[k]])
+    cycle = longest.diagonal().max() / max(np.abs(bounds).max(), np.finfo(float).tiny)
+    levels = (longest.mean(1) - longest.mean(0)) / 2
+    return levels - levels.mean(), float(cycle)
+
+
+def least_smoothness_by_lp(anchors: Array, images: Array, low: float) -> float:
+    """The least L by HiGHS: maximize 1/(L - l) over eq. (2), which is linear in it and in u:
+
+    u_i - u_j >= <z_j, dx> + l/2 |dx|^2 + |dz - l dx|^2 / (2 (L - l)).
+    """
+    from scipy.optimize import linprog  # slow to import
+
+    count = len(anchors)
+    i, j = np.nonzero(~np.eye(count, dtype=bool))
+    dx, dz = anchors[i] - anchors[j], images[i] - images[j]
+    rise = (images[j] * dx).sum(1) + low / 2 * squares(dx)
+    curve = squares(dz - low * dx) / 2
+    if not curve.any():
+        return low
+    unit_rise, unit_curve = max(np.abs(rise).max(), np.finfo(float).tiny), curve.max()
+    unknowns = np.eye(count + 1)  # u, and 1/(L - l) last
+    answer = linprog(
+        -unknowns[count],
+        A_ub=unknowns[j] - unknowns[i] + curve[:, None] / unit_curve * unknowns[count],
+        b_ub=-rise / unit_rise,
+        bounds=[(0, 0)] + [(None, None)] * (count - 1) + [(0, None)],
+        method="highs",
+        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+    )
+    if answer.status == 2 or (answer.status == 0 and answer.x[count] <= _ROUNDING):
+        return np.inf
+    if answer.status != 0:
+        raise SolverError(f"HiGHS: {answer.message}")
+    return float(low + unit_curve / (answer.x[count] * unit_rise))

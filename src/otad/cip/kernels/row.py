@@ -12,9 +12,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from otad.cip.kernels.relax import climbed, constraints, greatest_flatness, longest_paths, shifted
+from otad.cip.kernels.relax import (
+    climbed,
+    constraints,
+    diagonal_of,
+    greatest_flatness,
+    largest,
+    longest_paths,
+    pairs_of,
+    shifted,
+)
 from otad.cip.kernels.simplex import maximize_on_simplex
-from otad.cip.kernels.tile import diagonal_of, largest, pairs_of
 from otad.cip.solution import Status
 
 _MOST_CLIMB = tl.constexpr(1048576.0)  # as in `otad.cip.local.relax`

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from otad.cip.kernels.tile import diagonal_of, entry_of, first_at, row_of, with_cross
+from otad.cip.kernels.relax import diagonal_of, entry_of, first_at, row_of, with_cross
 
 _MOST_ROUNDS = tl.constexpr(100)  # a row beyond this is left to the general path
 _REFINEMENTS = tl.constexpr(3)  # beyond the first

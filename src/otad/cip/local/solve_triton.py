@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from otad.cip.local.dual_solution import DualSolution
 from otad.cip.local.products import Products
 from otad.cip.local.relax import Relaxation
+from otad.cip.local.solve_torch import DualSolution
 from otad.cip.local.stream_triton import has_triton, launch, padded_count
 
 _MOST_NEIGHBORS = 32  # registers hold several padded K x K tiles of float64

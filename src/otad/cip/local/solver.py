@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count
-from otad.cip.local.dual_solution import DualSolution
 from otad.cip.local.feature import DifferentiableMap, assemble
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of, worst_noise
 from otad.cip.local.relax import Relaxation
-from otad.cip.local.solve_torch import solve_torch
+from otad.cip.local.solve_torch import DualSolution, solve_torch
 from otad.cip.local.solve_triton import can_solve, solve_triton
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_alike, check_count, check_shape, check_tensor
-from otad.cip.whole_bank.pair_ratios import PairRatios, vertex_cover
+from otad.cip.whole_bank.contradictions import PairRatios, vertex_cover
 from otad.cip.whole_bank.pairs import half_squares
 from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError, SolverError

@@ -22,8 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.cip.whole_bank.cycles import PairCurvatures, cycle_bound, cycles_of, heaviest_point
-from otad.cip.whole_bank.pair_ratios import vertex_cover
+from otad.cip.whole_bank.contradictions import (
+    PairCurvatures,
+    cycle_bound,
+    cycles_of,
+    heaviest_point,
+    vertex_cover,
+)
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError, SolverError
