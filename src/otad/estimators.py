@@ -26,7 +26,7 @@ from otad.checks import check_choice
 from otad.data import Task, holdout
 from otad.errors import InputError
 from otad.explain import Explanation, explain
-from otad.model.answerers import check_settings, solver_for
+from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 from otad.nets import Backbone

@@ -17,9 +17,9 @@ from otad.certify import certify
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
 from otad.cip.surrogate import CipNet, leave_one_out, train_cip_net
 from otad.errors import InputError
+from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 from otad.model.defend import defend
 from otad.nets import fc_resnet
-from otad.training.checkpoint import fingerprint, read_checkpoint, write_checkpoint
 
 
 def test_an_estimate_claims_nothing_it_does_not_know(generator: torch.Generator) -> None:
@@ -192,8 +192,8 @@ def test_a_net_is_made_again_from_its_config_and_state(tmp_path: Path, readout: 
     net = make_net(readout, hidden=24)
     train_cip_net(net, problem, replace(TINY, epochs=1))
     path = tmp_path / "net.safetensors"
-    write_checkpoint(path, net.state_dict(), {"config": net.config()})
-    state, header = read_checkpoint(path)
+    write_tensors(path, net.state_dict(), {"config": net.config()})
+    state, header = read_tensors(path)
     config = json.loads(json.dumps(header["config"]))
     again = CipNet.from_config(config)
     again.load_state_dict(state)

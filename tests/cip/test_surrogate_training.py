@@ -16,7 +16,7 @@ from otad.cip import CipProblem, CipSolution, ExactCip
 from otad.cip.surrogate import CIP_NET_RECIPE, CipNetEpoch, leave_one_out, train_cip_net
 from otad.cip.surrogate.lessons import Answers
 from otad.errors import InputError
-from otad.training.checkpoint import fingerprint
+from otad.io.tensor_files import fingerprint
 
 
 def test_training_imitates_the_teacher_on_problems_it_has_not_seen() -> None:

@@ -146,9 +146,9 @@ def test_a_folder_without_a_whole_net_is_refused(terminal: Terminal, workshop: P
     shutil.copytree(workshop / "digits-net", "cut")
     content = Path("cut/net.safetensors").read_bytes()
     Path("cut/net.safetensors").write_bytes(content[:-100])
-    assert "expected a safetensors checkpoint" in terminal.refuse("defend", "cut", "--out", "model")
+    assert "expected a whole safetensors file" in terminal.refuse("defend", "cut", "--out", "model")
     Path("cut/net.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "got a damaged file" in terminal.refuse("defend", "cut", "--out", "model")
+    assert "the file is damaged" in terminal.refuse("defend", "cut", "--out", "model")
     Path("cut/net.safetensors").write_bytes(Path("cut/checkpoint.safetensors").read_bytes())
     message = terminal.refuse("defend", "cut", "--out", "model")
     assert "expected a net with its config" in message

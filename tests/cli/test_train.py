@@ -17,8 +17,8 @@ from otad import data
 from otad.cli.data_choice import DataChoice
 from otad.cli.net_files import read_net
 from otad.cli.train import train_net
+from otad.io.tensor_files import fingerprint, read_tensors
 from otad.training import TrainConfig, loop
-from otad.training.checkpoint import fingerprint, read_checkpoint
 
 
 def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(workshop: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_interrupted_training_goes_on_to_the_same_net(
     )
     terminal.succeed(*command, "broken")
     assert epochs == [3, 4]
-    broken, whole = (read_checkpoint(Path(name, "net.safetensors")) for name in ("broken", "whole"))
+    broken, whole = (read_tensors(Path(name, "net.safetensors")) for name in ("broken", "whole"))
     assert fingerprint(broken.tensors) == fingerprint(whole.tensors)
     assert broken.header == whole.header
 

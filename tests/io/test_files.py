@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,18 +12,80 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from otad.errors import OtadError
-from otad.io.files import SealedWriter, replacing
+from otad.errors import InputError, OtadError
+from otad.io.files import replacing
+from otad.io.tensor_files import read_tensors, write_sealed, write_tensors
 
 
-def test_writer_that_got_too_little(tmp_path: Path) -> None:
+def test_too_few_rows_are_refused(tmp_path: Path) -> None:
     layout = {"a": (torch.float32, (2, 2))}
-    with (
-        pytest.raises(OtadError, match="expected rows up to"),
-        SealedWriter(tmp_path / "file", layout, {}) as writer,
-    ):
-        writer.append("a", torch.zeros(1, 2))
+    with pytest.raises(OtadError, match="expected rows up to"):
+        write_sealed(tmp_path / "file", layout, {}, [("a", torch.zeros(1, 2))])
+    assert not list(tmp_path.iterdir())
+
+
+TENSORS = {
+    "flags": torch.tensor([True, False, True]),
+    "levels": torch.arange(5, dtype=torch.float64).view(1, 5).T,
+    "state": torch.arange(7, dtype=torch.uint8),
+    "none": torch.zeros(0, 3),
+    "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+}
+
+
+def test_tensors_and_header_come_back_and_equal_contents_are_equal_files(tmp_path: Path) -> None:
+    header = {"b": [1, None], "a": {"text": "\u00e9", "x": 0.1}}
+    write_tensors(tmp_path / "one", TENSORS, header)
+    write_tensors(tmp_path / "two", dict(reversed(TENSORS.items())), dict(reversed(header.items())))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    found = read_tensors(tmp_path / "one")
+    assert found.header == header
+    assert found.tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
+
+
+def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_tensors(path, TENSORS, {"name": "x"})
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(InputError, match="file: expected"):
+            read_tensors(path)
+
+
+def test_files_of_the_first_format_are_read_and_checked(tmp_path: Path) -> None:
+    """Whose one entry of metadata is a checksum of tensors and header, and the header."""
+    path, text = tmp_path / "file", json.dumps({"epoch": 3})
+    digest = hashlib.sha256()
+    for name in sorted(TENSORS):
+        tensor = TENSORS[name].contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    checksum = hashlib.sha256((digest.hexdigest() + text).encode()).hexdigest()
+    stored = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
+    save_file(stored, path, {"otad-checkpoint-1": checksum + text})
+    assert read_tensors(path).header == {"epoch": 3}
+    save_file(stored, path, {"otad-checkpoint-1": checksum + text.replace("3", "4")})
+    with pytest.raises(InputError, match="damaged"):
+        read_tensors(path)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pickle", "other"])
+def test_other_files_are_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pickle":
+        torch.save(TENSORS, path)
+    elif kind == "other":
+        save_file({"a": torch.zeros(2)}, path, {"format": "pt"})
+    with pytest.raises(InputError, match="file: expected"):
+        read_tensors(path)
 
 
 def test_failed_writer_leaves_the_old_file(tmp_path: Path) -> None:

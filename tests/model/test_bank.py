@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from otad.errors import InputError
-from otad.model.bank import FeatureBank, fingerprint_of
+from otad.io.tensor_files import fingerprint_of
+from otad.model.bank import FeatureBank
 
 N, D = 57, 5
 WIDTH = torch.linspace(-1, 1, 3 * D).view(3, D)

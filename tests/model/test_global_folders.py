@@ -96,8 +96,8 @@ def swap(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: flip(f, "levels", -1), "got a damaged file"),
-        (lambda f: put_pickle(f, "levels"), "expected a safetensors checkpoint, got"),
+        (lambda f: flip(f, "levels", -1), "the file is damaged"),
+        (lambda f: put_pickle(f, "levels"), "expected a whole safetensors file, got"),
         (lambda f: part(f, "levels").unlink(), "expected the file that card.json names, got none"),
         (swap, "expected the contents .* a file of another model"),
         (foreign_levels, "expected a file for the bank .* got one for"),

@@ -17,6 +17,7 @@ from otad.certify import certify
 from otad.cip import ExactCip, Status
 from otad.cip.surrogate import CipNet, CipNetEpoch, leave_one_out, train_cip_net
 from otad.errors import InputError
+from otad.io.tensor_files import fingerprint
 from otad.model.defend import defend
 from otad.model.diagnostics import (
     changed_by_potential,
@@ -31,7 +32,6 @@ from otad.model.imitation import fresh_net, imitate, lessons, recipe_for
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 from otad.report.assessment import assess
-from otad.training.checkpoint import fingerprint
 
 X, Y = images(12, seed=5)
 

@@ -21,12 +21,12 @@ from otad.certify.lipschitz_map import LipschitzMap
 from otad.certify.votes import Votes
 from otad.cip.surrogate import leave_one_out
 from otad.io.mapped_rows import in_file, remember
+from otad.io.tensor_files import fingerprint
 from otad.model.answerers import distances_to
 from otad.model.defend import defend
 from otad.model.imitation import imitate, lessons
 from otad.model.otad import OTAD, load
 from otad.nets import LipschitzMetric, fc_resnet
-from otad.training.checkpoint import fingerprint
 
 X, _ = images(8, seed=5)
 HALF = {"bank_dtype": torch.float16}

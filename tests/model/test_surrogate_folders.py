@@ -80,8 +80,8 @@ def swap(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: flip(f, "surrogate", -1), "got a damaged file"),
-        (lambda f: put_pickle(f, "surrogate"), "expected a safetensors checkpoint, got"),
+        (lambda f: flip(f, "surrogate", -1), "the file is damaged"),
+        (lambda f: put_pickle(f, "surrogate"), "expected a whole safetensors file, got"),
         (lambda f: part(f, "surrogate").unlink(), "expected the file that card.json names"),
         (swap, "expected the contents .* a file of another model"),
         (

@@ -18,6 +18,7 @@ from torch import nn
 
 from otad.errors import InputError
 from otad.evaluate.records import Evaluation
+from otad.io.tensor_files import write_tensors
 from otad.model.defend import defend
 from otad.nets import fc_resnet
 from otad.report.adversarial import Adversarial, finder_of, spread
@@ -31,7 +32,6 @@ from otad.report.pictures import pixels_uri
 from otad.report.robustness import evaluation_report
 from otad.report.sections import scientific
 from otad.scores import wilson_interval
-from otad.training.checkpoint import write_checkpoint
 
 SLUGS = (
     "threat", "curves", "flags", "attacks", "clean", "certificate", "solver", "attack-cost",
@@ -300,11 +300,11 @@ def test_other_examples_than_those_of_the_record_are_refused(small: Small) -> No
 
 def test_adversarial_examples_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "adversarial.safetensors"
-    write_checkpoint(path, {"rows": torch.tensor([4, 2]), "inputs": torch.rand(2, 3)}, {})
+    write_tensors(path, {"rows": torch.tensor([4, 2]), "inputs": torch.rand(2, 3)}, {})
     read = Adversarial.read(path)
     assert read.rows.tolist() == [4, 2]
     assert read.inputs.shape == (2, 3)
-    write_checkpoint(path, {"rows": torch.tensor([4, 2])}, {})
+    write_tensors(path, {"rows": torch.tensor([4, 2])}, {})
     with pytest.raises(InputError, match="got no inputs"):
         Adversarial.read(path)
 

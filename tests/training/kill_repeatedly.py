@@ -56,7 +56,7 @@ def fork_run(folder: Path, *, die_at_rename: int = 0) -> int:
 
 def tell(pid: int, folder: Path) -> None:
     _, status = os.waitpid(pid, 0)
-    epochs = len(checkpoint.read_checkpoint(folder / FILE).header["history"])
+    epochs = len(checkpoint.read_tensors(folder / FILE).header["history"])
     report = {
         "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
         "epochs": epochs,

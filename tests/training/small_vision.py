@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from otad.io.tensor_files import fingerprint
 from otad.nets import VisionTransformer, vision_transformer
-from otad.training.checkpoint import fingerprint
 
 
 def images(rows: int = 60) -> tuple[Tensor, Tensor]:

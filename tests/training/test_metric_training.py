@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.errors import InputError, MissingExtraError
+from otad.io.tensor_files import fingerprint
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric import Metric
 from otad.nets.metric_nets import CNNMetric
@@ -22,7 +23,6 @@ from otad.nets.pretrained import PretrainedMetric
 from otad.training import EpochRecord
 from otad.training.adversary import Adversary
 from otad.training.augmentation import RandomFlip
-from otad.training.checkpoint import fingerprint
 from otad.training.metric import MetricConfig, encode, neighbor_accuracy, train_metric
 from otad.training.metric_losses import (
     make_loss,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from training.small_vision import images, small_vit, weights_print
 
+from otad.io.tensor_files import read_tensors
 from otad.nets.metric_nets import CNNMetric
 from otad.training import MetricConfig, TrainConfig, loop, recipe, train
-from otad.training.checkpoint import read_checkpoint
 from otad.training.metric import train_metric
 
 # A CPU without bfloat16 says so once, and computes it all the same.
@@ -47,7 +47,7 @@ def test_a_run_out_of_time_goes_on_in_the_next_one(
         if result.finished:
             break
         assert not net.training
-        assert len(read_checkpoint(tmp_path / FILE).header["history"]) == len(result.history)
+        assert len(read_tensors(tmp_path / FILE).header["history"]) == len(result.history)
     assert [start for start, _, _ in reached[1:]] == [end for _, end, _ in reached[:-1]]
     assert 2 <= len(reached) <= 4
     assert result == expected

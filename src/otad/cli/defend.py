@@ -17,7 +17,7 @@ from otad.cli.outputs import refuse_overwriting
 from otad.data import Dataset
 from otad.errors import InputError
 from otad.model import defend as building
-from otad.model.answerers import solver_for
+from otad.model.answerer_options import solver_for
 from otad.model.folder import refuse_foreign_card
 from otad.model.otad import OTAD
 from otad.progress import bars

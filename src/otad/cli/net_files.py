@@ -10,8 +10,8 @@ from typing import Any
 
 from otad.errors import InputError
 from otad.io.files import replacing
+from otad.io.tensor_files import read_tensors, write_tensors
 from otad.nets import Backbone, build
-from otad.training.checkpoint import read_checkpoint, write_checkpoint
 
 NET_FILE = "net.safetensors"
 RECORD_FILE = "training.json"
@@ -28,7 +28,7 @@ class TrainedNet:
 def write_net(folder: Path, trained: TrainedNet, record: Mapping[str, Any]) -> None:
     """The net with its config, and the record of its training beside it."""
     header = {"config": trained.net.config(), "about": trained.about}
-    write_checkpoint(folder / NET_FILE, trained.net.state_dict(), header)
+    write_tensors(folder / NET_FILE, trained.net.state_dict(), header)
     with replacing(folder / RECORD_FILE) as partial:
         partial.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -37,7 +37,7 @@ def read_net(folder: Path) -> TrainedNet:
     path = folder / NET_FILE
     if not path.is_file():
         raise InputError(f"{folder}: expected a folder written by `otad train`, got no {NET_FILE}")
-    tensors, header = read_checkpoint(path)
+    tensors, header = read_tensors(path)
     try:
         net, about = build(header["config"]), dict(header["about"])
         net.load_state_dict(tensors)

@@ -26,11 +26,11 @@ from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.baselines.knn import Knn
 from otad.errors import InputError
 from otad.io.codec import digest_of, to_plain
+from otad.io.tensor_files import fingerprint, fingerprint_of
 from otad.model.answerers import Answerer
-from otad.model.bank import fingerprint_of
 from otad.model.otad import OTAD
 from otad.nets import Backbone
-from otad.training.checkpoint import fingerprint, stable_repr
+from otad.training.checkpoint import stable_repr
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 OTHER = "model"

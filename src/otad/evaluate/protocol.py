@@ -24,7 +24,7 @@ from otad.errors import InputError
 from otad.evaluate.identity import Identity, generator_for, version_of
 from otad.evaluate.records import AttackRecord, Findings
 from otad.io.codec import digest_of, from_plain, to_plain
-from otad.training.checkpoint import fingerprint, read_checkpoint, write_checkpoint
+from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 
 VERSION = 1  # raise it when the same attack on the same batch would be reported differently
 HALVINGS = 8  # of the way back to the example: distances are exact to 1/256
@@ -263,7 +263,7 @@ class Attacked:
     def write_inputs(self, path: Path) -> None:
         """`inputs` of the rows that are `found`, and their numbers "rows"."""
         rows = self.found.nonzero()[:, 0]
-        write_checkpoint(path, {"rows": rows, "inputs": self.inputs[rows]}, {"data": self.data})
+        write_tensors(path, {"rows": rows, "inputs": self.inputs[rows]}, {"data": self.data})
 
 
 class _Settings(NamedTuple):
@@ -294,13 +294,13 @@ class Part:
 
     def write(self, path: Path) -> None:
         header = {"findings": to_plain(self.findings), "remarks": list(self.remarks)}
-        write_checkpoint(path, {"gains": self.gains, "inputs": self.inputs}, header)
+        write_tensors(path, {"gains": self.gains, "inputs": self.inputs}, header)
 
     @staticmethod
     def read(path: Path) -> Part | None:
         """None where there is no such file, or a damaged one: then the batch is computed again."""
         try:
-            tensors, header = read_checkpoint(path)
+            tensors, header = read_tensors(path)
             findings = from_plain(Findings, header["findings"], path.name)
             return Part(findings, tuple(header["remarks"]), tensors["gains"], tensors["inputs"])
         except (InputError, KeyError):

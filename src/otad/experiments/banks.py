@@ -17,7 +17,8 @@ from otad.experiments.kept import alone
 from otad.experiments.nets import Trained
 from otad.experiments.part_specs import NetSpec
 from otad.io.codec import digest_of
-from otad.model.bank import FeatureBank, fingerprint_of
+from otad.io.tensor_files import fingerprint_of
+from otad.model.bank import FeatureBank
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 from otad.model.prototypes import PrototypeNet

@@ -21,7 +21,7 @@ from torch import nn
 
 from otad.errors import OtadError
 from otad.io.codec import read_json, write_json
-from otad.training.checkpoint import read_checkpoint, write_checkpoint
+from otad.io.tensor_files import read_tensors, write_tensors
 
 SAVE_SECONDS = 60.0
 
@@ -72,7 +72,7 @@ def learned_once(folder: Path, net: nn.Module, learn: Callable[[Tick], dict[str,
     with alone(folder):
         seconds: dict[str, float] = read_json(times) if times.exists() else {}
         if weights.exists():
-            tensors, facts = read_checkpoint(weights)
+            tensors, facts = read_tensors(weights)
             net.load_state_dict(tensors)
             return Learned(sum(seconds.values()), facts)
 
@@ -81,7 +81,7 @@ def learned_once(folder: Path, net: nn.Module, learn: Callable[[Tick], dict[str,
             write_json(times, seconds)
 
         facts = learn(tick)
-        write_checkpoint(weights, net.state_dict(), facts)
+        write_tensors(weights, net.state_dict(), facts)
         for checkpoint in folder.glob("*.safetensors"):
             if checkpoint != weights:
                 checkpoint.unlink()

@@ -24,10 +24,10 @@ from otad.experiments.kept import (
 from otad.experiments.part_specs import NetSpec
 from otad.experiments.records import Candidate
 from otad.io.codec import digest_of
+from otad.io.tensor_files import fingerprint
 from otad.model.prototypes import prototype_net
 from otad.nets import Backbone, LiftedNet, Metric
 from otad.training import TrainConfig, TrainResult, make_backbone, train
-from otad.training.checkpoint import fingerprint
 from otad.training.config import LoopConfig
 
 Report = Callable[[int, int], None]

@@ -12,9 +12,9 @@ import torch
 from otad.cip.whole_bank.potential import BankPotential
 from otad.experiments.records import PotentialRecord
 from otad.io.codec import from_plain, to_plain
-from otad.model.answerers import potential_of
+from otad.io.tensor_files import read_tensors, write_tensors
+from otad.model.answerer_options import potential_of
 from otad.model.bank import FeatureBank
-from otad.training.checkpoint import read_checkpoint, write_checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ class PotentialFound:
         return PotentialFound(found, record)
 
     def write(self, path: Path) -> None:
-        write_checkpoint(path, {"levels": self.potential.levels.cpu()}, to_plain(self.record))
+        write_tensors(path, {"levels": self.potential.levels.cpu()}, to_plain(self.record))
 
     @staticmethod
     def read(path: Path) -> PotentialFound:
-        tensors, header = read_checkpoint(path)
+        tensors, header = read_tensors(path)
         record: PotentialRecord = from_plain(PotentialRecord, header, path.name)
         potential = BankPotential(
             tensors["levels"],

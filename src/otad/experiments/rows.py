@@ -18,7 +18,7 @@ from otad.experiments.config import LipschitzSpec, RowSpec
 from otad.experiments.potentials import PotentialFound
 from otad.experiments.records import Account, Regularity, RowRecord
 from otad.io.codec import to_plain
-from otad.model.answerers import solver_for
+from otad.model.answerer_options import solver_for
 from otad.model.diagnostics import (
     Distribution,
     changed_by_potential,

@@ -93,7 +93,7 @@ def write_json(path: Path, content: Any) -> None:
         partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def digest_of(content: Any) -> str:
-    """A short name for plain values: equal values, equal names."""
+def digest_of(content: Any, length: int = 24) -> str:
+    """A name for plain values, of so many hexadecimal digits: equal values, equal names."""
     text = json.dumps(to_plain(content), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return hashlib.sha256(text.encode()).hexdigest()[:length]

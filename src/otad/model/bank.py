@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from otad.checks import check_alike, check_count, check_finite, check_shape, check_tensor
 from otad.errors import InputError
-from otad.io.files import BLOCK_BYTES, SealedWriter, check_seal, read_sealed, replacing
 from otad.io.mapped_rows import block_of, gathered, remember
-from otad.training.checkpoint import fingerprint as tensor_fingerprint
+from otad.io.tensor_files import BLOCK_BYTES, check_seal, map_sealed, write_sealed
+from otad.io.tensor_files import fingerprint as tensor_fingerprint
 
 BANK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FORMAT = "otad-feature-bank"
@@ -179,7 +179,7 @@ class FeatureBank:
         finite. `expect_fingerprint` refuses the bank of another net or of other data.
         """
         path = Path(path)
-        tensors, metadata = read_sealed(path)
+        tensors, metadata = map_sealed(path)
         kind, version = metadata.get("format"), metadata.get("version")
         if kind != FORMAT or set(tensors) != {"inputs", "features", "labels"}:
             raise InputError(f"{path}: expected a feature bank, got {kind or 'other tensors'}")
@@ -204,23 +204,6 @@ class FeatureBank:
         for start in range(0, len(self), rows):
             stop = start + rows
             yield block_of(self.inputs, start, stop), block_of(self.features, start, stop)
-
-
-def fingerprint_of(
-    net: nn.Module | Mapping[str, Tensor], data: Mapping[str, Tensor] | None = None, note: str = ""
-) -> str:
-    """SHA-256 of the weights (a module or its state), the data by name, and a note.
-
-    Names, dtypes, shapes and bytes count; devices and the order of names do not. The note may say
-    what the weights do not show, such as the settings of the net.
-    """
-    state = net.state_dict() if isinstance(net, nn.Module) else net
-    tensors = {f"net/{name}": tensor for name, tensor in state.items()}
-    tensors |= {f"data/{name}": tensor for name, tensor in (data or {}).items()}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    return hashlib.sha256((tensor_fingerprint(tensors) + note).encode()).hexdigest()
 
 
 def _transported(
@@ -262,11 +245,9 @@ def _write(
         "features": (dtype, shape),
     }
     metadata = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint}
-    with replacing(path) as partial, SealedWriter(partial, layout, metadata) as writer:
-        writer.append("labels", labels)
-        for inputs, features in blocks:
-            writer.append("inputs", inputs.cpu())
-            writer.append("features", features.cpu())
+    pairs = (zip(("inputs", "features"), block, strict=True) for block in blocks)
+    rows = chain([("labels", labels)], chain.from_iterable(pairs))
+    write_sealed(path, layout, metadata, rows)
 
 
 def _check_labels(labels: Tensor, count: int) -> None:

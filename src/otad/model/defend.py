@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.potential import Progress
-from otad.model.answerers import check_settings
-from otad.model.bank import FeatureBank, fingerprint_of
+from otad.io.tensor_files import fingerprint_of
+from otad.model.answerer_options import check_settings
+from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD, keys_of, refuse_metric
 from otad.nets import adapt
 

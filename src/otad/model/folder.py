@@ -10,7 +10,6 @@ written with, is refused. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import re
@@ -23,9 +22,11 @@ import torch
 from torch import Tensor
 
 from otad.errors import InputError
+from otad.io import tensor_files
+from otad.io.codec import digest_of
 from otad.io.files import replacing
-from otad.model.bank import FeatureBank, fingerprint_of
-from otad.training.checkpoint import fingerprint, read_checkpoint, write_checkpoint
+from otad.io.tensor_files import fingerprint, fingerprint_of, write_tensors
+from otad.model.bank import FeatureBank
 
 CARD = "card.json"
 FORMAT = "otad-model"
@@ -90,7 +91,7 @@ def write_model(
     text = _sealed_text(card)
     bank.save(folder / bank_file)
     for name, (held, header) in files.items():
-        write_checkpoint(folder / name, held, header)
+        write_tensors(folder / name, held, header)
     with replacing(folder / CARD) as partial:
         partial.write_text(text, encoding="utf-8")
     _clear(folder, keep={bank_file, *files})
@@ -158,12 +159,12 @@ def read_bank(folder: Path, card: Mapping[str, Any], *, verify: bool, mmap: bool
     return FeatureBank.load(path, expect_fingerprint=expected, verify=verify, mmap=mmap)
 
 
-def read_tensors(
+def read_block(
     folder: Path, card: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The tensors of a block, if they are those that its entry in the card was written for."""
     path = _existing(folder, entry)
-    tensors, header = read_checkpoint(path)
+    tensors, header = tensor_files.read_tensors(path)
     if (found := fingerprint(tensors)) != entry["fingerprint"]:
         raise InputError(
             f"{path}: expected the contents {entry['fingerprint']} named in {CARD}, "
@@ -193,4 +194,4 @@ def _sealed_text(card: Mapping[str, Any]) -> str:
 
 
 def _checksum(card: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
+    return digest_of(card, length=64)

@@ -20,10 +20,11 @@ from otad.cip.protocols import Solver
 from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import BankPotential, Progress
 from otad.errors import InputError
-from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer, make_answerer
+from otad.model.answerer_options import make_answerer
+from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer
 from otad.model.bank import FeatureBank
 from otad.model.bank_module import BankModule
-from otad.model.folder import CARD, Block, read_bank, read_card, read_tensors, write_model
+from otad.model.folder import CARD, Block, read_bank, read_block, read_card, write_model
 from otad.nets import Backbone, Metric, build, build_metric
 
 METRIC_VERSION = 2  # the least version of a model card with a metric
@@ -289,15 +290,15 @@ def load(
     try:
         backbone = build(card["backbone"]["config"])
         bank = read_bank(folder, card, verify=verify, mmap=not resident)
-        backbone.load_state_dict(read_tensors(folder, card, card["backbone"]), assign=True)
+        backbone.load_state_dict(read_block(folder, card, card["backbone"]), assign=True)
         metric, keys = None, None
         if "metric" in card:
             metric, stored = build_metric(card["metric"]["config"]).eval(), card["metric"]
-            metric.load_state_dict(read_tensors(folder, card, stored["metric"]), assign=True)
-            keys = read_tensors(folder, card, stored["keys"])["keys"]
+            metric.load_state_dict(read_block(folder, card, stored["metric"]), assign=True)
+            keys = read_block(folder, card, stored["keys"])["keys"]
         kind = next((kind for kind in ANSWERERS if kind.card_entry in card), NeighborAnswerer)
         entry = card[kind.card_entry] if kind.card_entry else {}
-        tensors = read_tensors(folder, card, entry) if entry else {}
+        tensors = read_block(folder, card, entry) if entry else {}
         model = OTAD(
             backbone.eval(),
             bank,

@@ -18,7 +18,8 @@ from torch.nn import functional
 from otad.checks import check_count
 from otad.cip.whole_bank.lifted_map import lifted_map
 from otad.errors import InputError
-from otad.model.bank import FeatureBank, fingerprint_of
+from otad.io.tensor_files import fingerprint_of
+from otad.model.bank import FeatureBank
 from otad.model.labeled_bank import (
     bank_of_labels,
     class_means,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from otad.errors import InputError
 from otad.evaluate.records import Evaluation
+from otad.io.tensor_files import read_tensors
 from otad.threat import NORMS, LpBall
-from otad.training.checkpoint import read_checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Adversarial:
     @staticmethod
     def read(path: Path) -> Adversarial:
         """The safetensors file an evaluation leaves beside its record."""
-        tensors, _ = read_checkpoint(path)
+        tensors, _ = read_tensors(path)
         if missing := {"rows", "inputs"} - set(tensors):
             raise InputError(f"{path}: expected rows and inputs, got no {' and no '.join(missing)}")
         return Adversarial(tensors["rows"], tensors["inputs"])

@@ -6,24 +6,19 @@ any moment leaves the file of the previous epoch or the new one, never a mixture
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from otad.errors import InputError
-from otad.io.files import as_bytes, replacing
+from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 from otad.training.config import LoopConfig
 
-_FORMAT = "otad-checkpoint-1"
 _RENAMED = {"config.replayed": "config.cuda_graph"}
 # What a setting means that only one of two descriptions of a run has: files of version 1 have all
 # settings of a backbone in every config.
@@ -40,59 +35,6 @@ _ABSENT = {
     "config.pair_weight": 0.0,
     "config.target_margin": 1.0,
 }
-
-
-class Checkpoint(NamedTuple):
-    tensors: dict[str, Tensor]
-    header: dict[str, Any]
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes, for any device and order."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].cpu()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(as_bytes(tensor))
-    return digest.hexdigest()
-
-
-def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Replace the whole file, or leave the previous one as it is."""
-    # Copies: the format has no shared weights.
-    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    text = json.dumps(header, sort_keys=True)
-    # One entry: several would be written in random order, and equal contents must be equal files.
-    metadata = {_FORMAT: _checksum(copies, text) + text}
-    with replacing(path) as partial:
-        # Not `save_file`, whose own temporary file would be left behind by a kill.
-        content = save({name: copy.contiguous() for name, copy in copies.items()}, metadata)
-        partial.write_bytes(content)
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Tensors on the CPU and the header, or an `InputError` if any byte was changed."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        found = "a folder" if path.is_dir() else error
-        raise InputError(f"{path}: expected a safetensors checkpoint, got: {found}") from error
-    if list(metadata) != [_FORMAT]:
-        raise InputError(f"{path}: expected format {_FORMAT!r}, got {sorted(metadata)}")
-    checksum, text = metadata[_FORMAT][:64], metadata[_FORMAT][64:]
-    if checksum != _checksum(tensors, text):
-        # Of a training run the header begins with its records, even where it is damaged too.
-        advice = "; delete it to train from the start" if text.startswith('{"history"') else ""
-        raise InputError(
-            f"{path}: expected contents that match their checksum, got a damaged file{advice}"
-        )
-    return Checkpoint(tensors, json.loads(text))
-
-
-def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
-    return hashlib.sha256((fingerprint(tensors) + text).encode()).hexdigest()
 
 
 def stable_repr(value: object) -> str:
@@ -129,7 +71,7 @@ def save_run(
         tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
     # Without the time, so that a run that was killed ends with the same file.
     records = [{**asdict(record), "seconds": 0.0} for record in history]
-    write_checkpoint(path, tensors, {"run": identity, "history": records})
+    write_tensors(path, tensors, {"run": identity, "history": records})
 
 
 def load_run(
@@ -139,7 +81,7 @@ def load_run(
     optimizer: torch.optim.Optimizer,
 ) -> list[dict[str, Any]]:
     """Load weights and optimizer state of the run `identity`; return its records."""
-    tensors, header = read_checkpoint(path)
+    tensors, header = read_tensors(path)
     _refuse_other_run(path, header["run"], identity)
     state: dict[str, Tensor] = {}
     moments: dict[int, dict[str, Tensor]] = {}

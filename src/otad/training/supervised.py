@@ -11,9 +11,10 @@ from torch import Tensor
 
 from otad.checks import check_choice, check_shape, check_tensor
 from otad.errors import InputError
+from otad.io.tensor_files import fingerprint
 from otad.nets.inputs import InputNet
 from otad.training.augmentation import AUGMENTATIONS, Augmentation, choose_augmentation
-from otad.training.checkpoint import fingerprint, stable_repr
+from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig, available_device
 from otad.training.loop import Saving, Training
 

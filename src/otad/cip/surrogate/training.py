@@ -19,7 +19,8 @@ from otad.cip.local.solver import ExactCip
 from otad.cip.surrogate.lessons import Answers, Lesson, Problem, Teacher, rows_of
 from otad.cip.surrogate.net import CipNet
 from otad.errors import InputError
-from otad.training.checkpoint import fingerprint, stable_repr
+from otad.io.tensor_files import fingerprint
+from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig
 from otad.training.loop import Saving, Training
 

@@ -1,0 +1,183 @@
+"""Sealed safetensors files: the one file format of banks, checkpoints and models.
+
+A sealed file is an ordinary safetensors file (8 bytes of header length, a JSON header, the bytes of
+the tensors) whose metadata has a `checksum`: the SHA-256 of the file itself with these 64
+characters all "0". So a change of any byte is noticed, also in the header, and tensors can be
+written block by block: their sizes go first, the checksum last. Files are replaced atomically, and
+equal contents give equal files. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from otad.errors import InputError, OtadError
+from otad.io.files import replacing
+
+FORMAT = "otad-tensors"
+OLD_FORMAT = "otad-checkpoint-1"  # with a checksum of the tensors and the header in its one entry
+BLOCK_BYTES = 16 * 2**20
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_UNSEALED = "0" * 64
+_SEAL = b'"checksum": "'
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""The dtype and shape of each tensor, in file order."""
+
+
+class TensorFile(NamedTuple):
+    tensors: dict[str, Tensor]
+    header: dict[str, Any]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors and a header of plain JSON values, as one whole file."""
+    widest_first = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    layout = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in widest_first}
+    metadata = {"format": FORMAT, "header": json.dumps(header, sort_keys=True)}
+    write_sealed(path, layout, metadata, ((name, tensors[name]) for name in layout))
+
+
+def read_tensors(path: Path) -> TensorFile:
+    """Tensors on the CPU and the header, or an `InputError` if any byte was changed."""
+    try:
+        mapped, metadata = map_sealed(path)
+    except OSError as error:
+        raise InputError(f"{path}: expected a safetensors file, got: {error}") from error
+    if list(metadata) == [OLD_FORMAT]:
+        checksum, text = metadata[OLD_FORMAT][:64], metadata[OLD_FORMAT][64:]
+        found = hashlib.sha256((fingerprint(mapped) + text).encode()).hexdigest()
+        _compare(path, checksum, found)
+    elif metadata.get("format") == FORMAT:
+        check_seal(path)
+        text = metadata["header"]
+    else:
+        raise InputError(f"{path}: expected format {FORMAT!r}, got {sorted(metadata)}")
+    return TensorFile({name: tensor.clone() for name, tensor in mapped.items()}, json.loads(text))
+
+
+def write_sealed(
+    path: Path, layout: Layout, metadata: Mapping[str, str], rows: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write a sealed file from the next `rows` of a tensor, again and again, in its own dtype.
+
+    Tensors of wider dtypes have to come first in the layout, so that all are aligned.
+    """
+    header: dict[str, object] = {"__metadata__": {**metadata, "checksum": _UNSEALED}}
+    starts, stops, stop = {}, {}, 0
+    for name, (dtype, shape) in layout.items():
+        start, stop = stop, stop + dtype.itemsize * math.prod(shape)
+        starts[name], stops[name] = start, stop
+        entry = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape)}
+        header[name] = entry | {"data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors
+    with replacing(path) as partial:
+        with partial.open("xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name, some in rows:
+                file.seek(8 + len(text) + starts[name])
+                starts[name] += file.write(_bytes_of(some.cpu()))
+        if starts != stops:
+            raise OtadError(f"{path}: expected rows up to {stops}, got {starts}")
+        place, _, checksum = _read_seal(partial)
+        with partial.open("rb+") as file:
+            file.seek(place)
+            file.write(checksum.encode())
+
+
+def map_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Memory-mapped tensors and the metadata. Changes made in memory never reach the file."""
+    try:
+        # Never inference tensors: torch counts the changes of others, for `mapped_rows`.
+        with torch.inference_mode(False), safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except SafetensorError as error:
+        raise InputError(
+            f"{path}: expected a whole safetensors file, got {path.stat().st_size} bytes that are "
+            f"not one ({error}): truncated, damaged, or of another kind (pickles are never read)"
+        ) from error
+    except FileNotFoundError:
+        raise  # it names the path
+    except OSError as error:
+        found = "a folder" if path.is_dir() else error
+        raise InputError(f"{path}: expected a safetensors file, got: {found}") from error
+
+
+def check_seal(path: Path) -> None:
+    """Refuse a sealed file in which any byte was changed; it is read in blocks."""
+    _, stored, found = _read_seal(path)
+    _compare(path, stored, found)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes, for any device and order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(_bytes_of(tensor.cpu()))
+    return digest.hexdigest()
+
+
+def fingerprint_of(
+    net: nn.Module | Mapping[str, Tensor], data: Mapping[str, Tensor] | None = None, note: str = ""
+) -> str:
+    """SHA-256 of the weights (a module or its state), the data by name, and a note, which may say
+    what the weights do not show, such as the settings of the net."""
+    state = net.state_dict() if isinstance(net, nn.Module) else net
+    tensors = {f"net/{name}": tensor for name, tensor in state.items()}
+    tensors |= {f"data/{name}": tensor for name, tensor in (data or {}).items()}
+    return hashlib.sha256((fingerprint(tensors) + note).encode()).hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, row by row, without a copy where it is contiguous."""
+    whole = tensor.detach().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # an axis of one may have any stride
+    held: memoryview = flat.view(torch.uint8).numpy().data
+    return held
+
+
+def _read_seal(path: Path) -> tuple[int, str, str]:
+    """The place of the checksum in the file, its value, and the value it should have."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        header = file.read(int.from_bytes(prefix, "little"))
+        start = header.find(_SEAL) + len(_SEAL)
+        stop = start + len(_UNSEALED)
+        digest = hashlib.sha256(prefix + header[:start] + _UNSEALED.encode() + header[stop:])
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return 8 + start, header[start:stop].decode(errors="replace"), digest.hexdigest()
+
+
+def _compare(path: Path, stored: str, found: str) -> None:
+    if stored != found:
+        raise InputError(
+            f"{path}: expected contents with checksum {stored}, got {found}: the file is damaged; "
+            "delete it, or take it from a copy"
+        )
