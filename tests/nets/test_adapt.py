@@ -173,7 +173,7 @@ def test_layers_with_other_weights_than_their_kind_cannot_be_written_as_json() -
     net = adapt(nn.Sequential(layer, nn.Linear(6, 2)))
     config = net.config()
     spectral_norm(layer)
-    with pytest.raises(InputError, match=r"expected a Linear of weights .*, got one of .*_orig"):
+    with pytest.raises(InputError, match=r"Linear with weights .*, got .*_orig"):
         net.config()
     remove_spectral_norm(layer)
     assert net.config() == config
@@ -181,7 +181,7 @@ def test_layers_with_other_weights_than_their_kind_cannot_be_written_as_json() -
 
 def test_a_head_whose_weight_is_made_of_others_is_refused() -> None:
     head = spectral_norm(nn.Linear(6, 2))
-    with pytest.raises(InputError, match=r"head: .* a parameter, got one made of others; take off"):
+    with pytest.raises(InputError, match=r"head: .*parametrized"):
         adapt(nn.Sequential(nn.Linear(6, 6), head))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import Tensor
 
 from otad.errors import InputError
-from otad.nets import LiftedNet, build, lifted_net
+from otad.nets import lifted_net
 from otad.training import TrainConfig, train
 
 
@@ -67,19 +65,10 @@ def test_regression_lifts_one_coordinate_and_takes_the_units_of_targets() -> Non
     assert (net.lift, net.dim, plain.shape) == (1, 7, (4,))
 
 
-def test_a_config_in_json_makes_it_again() -> None:
-    net = lifted_net((2, 3), 4, blocks=2, hidden=(7,), bounds=(0, 1), mean=0.4, seed=3)
-    again = build(json.loads(json.dumps(net.config())))
-    assert isinstance(again, LiftedNet)
-    again.load_state_dict(net.state_dict())
-    x = _inputs(3, 2, 3)
-    torch.testing.assert_close(again(x), net(x), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hidden": ()}, "hidden: expected the width of one layer at least, got none"),
+        ({"hidden": ()}, "hidden.*none"),
         ({"hidden": (0,)}, "hidden: expected an integer of at least 1, got 0"),
         ({"blocks": -1}, "blocks: expected an integer of at least 0, got -1"),
         ({"task": "regression"}, "n_outputs: expected 1 for regression"),

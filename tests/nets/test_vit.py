@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,15 +9,7 @@ from torch import Tensor, nn
 from otad.cip import ExactCip
 from otad.errors import InputError
 from otad.model.defend import defend
-from otad.nets import build
-from otad.nets.vit import (
-    DEIT_S,
-    VIT_B16,
-    TokenHead,
-    VisionTransformer,
-    load_timm,
-    vision_transformer,
-)
+from otad.nets.vit import TokenHead, VisionTransformer, vision_transformer
 
 TINY = {"patch": 2, "width": 12, "blocks": 2, "heads": 3, "hidden": 20}
 
@@ -100,10 +90,10 @@ def test_sizes_are_those_of_the_paper_and_of_timm() -> None:
     paper = vision_transformer((3, 32, 32), 10)
     assert (paper.tokens, paper.dim) == (64, 64 * 384)
     assert 6.2e6 < count(paper) < 6.4e6
+    deit = {"patch": 16, "width": 384, "blocks": 12, "heads": 6, "hidden": 1536}
     options = {"class_token": True, "final_norm": True}
-    # timm: deit_small_patch16_224 has 22,050,664 parameters, vit_base_patch16_224 86,567,656
-    assert count(vision_transformer((3, 224, 224), 1000, **DEIT_S, **options)) == 22_050_664
-    assert count(vision_transformer((3, 224, 224), 1000, **VIT_B16, **options)) == 86_567_656
+    # the number of parameters of timm's deit_small_patch16_224
+    assert count(vision_transformer((3, 224, 224), 1000, **deit, **options)) == 22_050_664
 
 
 def timm_state(seed: int) -> dict[str, Tensor]:
@@ -132,43 +122,13 @@ def timm_state(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def test_weights_in_the_layout_of_timm_are_taken_and_others_refused() -> None:
-    net = vision_transformer(
-        (3, 4, 4), 5, class_token=True, final_norm=True, mean=0.5, **TINY
-    ).eval()
+def test_weights_in_the_layout_of_timm_are_loaded() -> None:
+    net = vision_transformer((3, 4, 4), 5, class_token=True, final_norm=True, mean=0.5, **TINY)
     state = timm_state(0)
-    load_timm(net, state)
+    found = net.load_state_dict(state, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["mean", "std"], [])
     for name, tensor in state.items():
         assert torch.equal(net.state_dict()[name], tensor)
-    assert float(net.mean.flatten()[0]) == 0.5  # the normalization is not part of timm's weights
-    with pytest.raises(InputError, match=r"got none for \['norm.bias', 'norm.weight'\]"):
-        load_timm(net, {name: value for name, value in state.items() if "norm." not in name})
-    with pytest.raises(InputError, match=r"unknown ones \['fc_norm.weight'\]"):
-        load_timm(net, state | {"fc_norm.weight": torch.zeros(12)})
-    with pytest.raises(InputError, match=r"expected shape \(1, 5, 12\), got \(1, 9, 12\)"):
-        load_timm(net, state | {"pos_embed": torch.zeros(1, 9, 12)})
-
-
-def test_a_config_makes_the_same_net_again() -> None:
-    net = vision_transformer(
-        (3, 4, 4), 5, class_token=True, final_norm=True, bounds=(0, 1), std=0.2, **TINY
-    )
-    again = build(json.loads(json.dumps(net.config())))
-    again.load_state_dict(net.state_dict())
-    x = images(4)
-    assert torch.equal(net.eval()(x), again.eval()(x))
-
-
-def test_equal_seeds_give_equal_weights_and_others_do_not() -> None:
-    first, second, other = (
-        vision_transformer((3, 4, 4), 5, seed=seed, **TINY) for seed in (4, 4, 5)
-    )
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name])
-    assert not torch.equal(first.pos_embed, other.pos_embed)
-    before = torch.random.get_rng_state()
-    vision_transformer((3, 4, 4), 5, **TINY)
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_defends_like_any_other_backbone() -> None:
@@ -183,7 +143,7 @@ def test_defends_like_any_other_backbone() -> None:
 @pytest.mark.parametrize(
     ("shape", "changes", "message"),
     [
-        ((3, 5, 4), {}, r"patches of 2 x 2 pixels tile, got \(3, 5, 4\)"),
+        ((3, 5, 4), {}, r"input_shape.* 2 .*\(3, 5, 4\)"),
         ((12,), {}, r"expected images \(C,H,W\)"),
         ((3, 4, 4), {"heads": 5}, "expected a divisor of the width 12, got 5"),
         ((3, 4, 4), {"blocks": 0}, "blocks: expected an integer of at least 1"),

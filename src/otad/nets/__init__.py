@@ -1,4 +1,4 @@
-"""Networks: embed an input, transport it to a feature of the same dimension, read it linearly."""
+"""Backbones and metrics, and adapters for the user's own modules."""
 
 from otad.nets.adapt import SequentialBackbone, adapt, only_normalizes
 from otad.nets.base import Backbone, LinearHead, build, register

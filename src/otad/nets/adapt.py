@@ -1,4 +1,4 @@
-"""A user's own trained modules as a `Backbone`."""
+"""The user's own trained modules as a `Backbone`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from otad.errors import InputError
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
-from otad.nets.layers import describe, restore
+from otad.nets.inputs import evaluating
 from otad.nets.lifted import LiftedNet
-from otad.nets.probe import evaluating, run
+from otad.nets.user_modules import describe, restore, run
 
 EQUAL_DIMENSIONS = (
-    "the pairs (embedded input, feature) must live in one space R^d; widen the last layer before "
-    "the head to that size, or move the layers that change the size into `embed`"
+    "embedded inputs and features must be in one space R^d; widen the last layer before the head "
+    "to that size, or move the layers that change the size into `embed`"
 )
 
 
@@ -35,30 +35,20 @@ class SequentialBackbone(Backbone):
         head: nn.Linear,
         *,
         input_shape: Sequence[int],
-        task: str = "classification",
-        bounds: Sequence[float] | None = None,
-        mean: float | Sequence[float] | Tensor = 0.0,
-        std: float | Sequence[float] | Tensor = 1.0,
+        **options: Any,
     ) -> None:
+        """`options` (task, bounds, mean, std) are those of `Backbone`."""
         if not isinstance(head, nn.Linear):
             raise InputError(f"head: expected an nn.Linear, got {type(head).__name__}")
         if not isinstance(head.weight, nn.Parameter):
             raise InputError(
-                "head: expected an nn.Linear whose weight is a parameter, got one made of others; "
-                "take off what was put on it (weight_norm, spectral_norm, pruning)"
+                "head: expected an nn.Linear whose weight is a parameter, got a parametrized one; "
+                "remove its parametrization (weight_norm, spectral_norm, pruning)"
             )
-        super().__init__(
-            input_shape,
-            head.out_features,
-            task=task,
-            dim=head.in_features,
-            bounds=bounds,
-            mean=mean,
-            std=std,
-        )
+        super().__init__(input_shape, head.out_features, dim=head.in_features, **options)
         self.embedding = nn.Flatten() if embed is None else embed
         self.blocks = nn.ModuleList(blocks)
-        self.head = LinearHead(self.dim, self.n_outputs, task, bias=head.bias is not None)
+        self.head = LinearHead(self.dim, self.n_outputs, self.task, bias=head.bias is not None)
         self.head.weight, self.head.bias = head.weight, head.bias
         self.mean = self.mean.to(head.weight)
         self.std = self.std.to(head.weight)
@@ -70,13 +60,13 @@ class SequentialBackbone(Backbone):
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         x, energy = e, e.new_zeros(e.shape[0])
         for block in self.blocks:
-            moved = block(x.clone())  # a user's layers may work in place
+            moved = block(x.clone())  # the layers may work in place
             energy = energy + squared_lengths(moved - x)
             x = moved
         return x, energy
 
     def _check_dimensions(self) -> None:
-        """Send one input through and compare every size with that of the embedded input."""
+        """Compare the sizes for one input with that of the embedded input."""
         with evaluating(self), torch.no_grad():
             x = run(self.embedding, self.mean.clone().unsqueeze(0), "embed")
             dim = x.shape[1]
@@ -105,7 +95,7 @@ class SequentialBackbone(Backbone):
     def from_config(cls, options: Mapping[str, Any]) -> SequentialBackbone:
         rest = dict(options)
         head_shape = (rest.pop("dim"), rest.pop("n_outputs"), rest.pop("bias"))
-        with torch.random.fork_rng(devices=[]):  # layers draw at birth; leave the global RNG alone
+        with torch.random.fork_rng(devices=[]):  # layers draw weights when made
             embed, head = restore(rest.pop("embed")), nn.Linear(*head_shape)
             blocks = [restore(block) for block in rest.pop("blocks")]
         return cls(embed, blocks, head, **rest)
@@ -155,7 +145,7 @@ def _first_width(net: nn.Sequential) -> int:
     first = next(layer for layer in net if not isinstance(layer, nn.Flatten))
     if not isinstance(first, nn.Linear):
         raise InputError(
-            f"input_shape: expected a shape, since the first layer is {type(first).__name__} "
-            "and does not tell it, got None"
+            f"input_shape: expected a shape, since the first layer is {type(first).__name__}, "
+            "got None"
         )
     return first.in_features

@@ -1,4 +1,4 @@
-"""The contract every network of the library keeps: embed, transport, linear head."""
+"""Backbones: embed an input, transport it to a feature, read the feature linearly."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from torch.nn import functional
 
 from otad.checks import check_choice, check_count, check_shape, check_tensor
 from otad.errors import InputError
-from otad.nets.inputs import InputNet
-from otad.nets.registry import Registry
+from otad.nets.inputs import InputNet, Registry
 
 TASKS = ("classification", "regression")
-AnyLinear = TypeVar("AnyLinear", bound=nn.Linear)
 AnyBackbone = TypeVar("AnyBackbone", bound="type[Backbone]")
 
 
@@ -25,7 +23,7 @@ class LinearHead(nn.Linear):
     """w.z + b: logits (B,C), or for regression one value per row (B,)."""
 
     def __init__(self, dim: int, n_outputs: int, task: str, *, bias: bool = True) -> None:
-        # Built on the meta device: the parameters come from the owner, not from the global RNG.
+        # On the meta device: the owner sets the parameters, not the global generator.
         super().__init__(dim, n_outputs, bias=bias, device="meta")
         self.is_value = task == "regression"
 
@@ -40,7 +38,7 @@ class LinearHead(nn.Linear):
 
     @torch.no_grad()
     def take_units(self, shift: float, scale: float) -> None:
-        """Answer shift + scale * (what it answers now): the units of the targets."""
+        """Return shift + scale * (the present output): the units of the targets."""
         self.weight.mul_(scale)
         self.bias.mul_(scale).add_(shift)
 
@@ -49,13 +47,13 @@ class Backbone(InputNet, ABC):
     """x -> head(transport(embed(x))), with input and feature in one space R^d.
 
     `embed(x)` (B,d) takes inputs (B,*input_shape) within `bounds` and normalizes them itself;
-    `transport(e)` gives features z (B,d) and the energy (B,) of the way there,
+    `transport(e)` returns features z (B,d) and the energy (B,) of the path,
     sum_k |x^k - x^(k-1)|^2, which for residual blocks is sum_k |R_k(x^(k-1))|^2;
-    `head(z)` (B,C), or (B,) for regression, is linear in z. `lift`: how many coordinates, the
-    last ones, are 0 in every embedded input, and all that `transport` changes (see `LiftedNet`).
+    `head(z)` (B,C), or (B,) for regression, is linear in z. `lift`: number of coordinates, the
+    last ones, that are 0 in every embedded input and all that `transport` changes (`LiftedNet`).
     """
 
-    kind: ClassVar[str]
+    family: ClassVar[Registry[Backbone]] = Registry("backbone", "otad.nets.register")
     head: LinearHead
     lift: int = 0
 
@@ -66,12 +64,11 @@ class Backbone(InputNet, ABC):
         *,
         task: str = "classification",
         dim: int | None = None,
-        bounds: Sequence[float] | None = None,
-        mean: float | Sequence[float] | Tensor = 0.0,
-        std: float | Sequence[float] | Tensor = 1.0,
+        **options: Any,
     ) -> None:
-        """`dim` is d where `embed` changes the size; the rest is told at `InputNet`."""
-        super().__init__(input_shape, bounds=bounds, mean=mean, std=std)
+        """`dim` is d where `embed` changes the size; `options` (bounds, mean, std) are those of
+        `InputNet`."""
+        super().__init__(input_shape, **options)
         self.dim = math.prod(self.input_shape) if dim is None else check_count(dim, "dim")
         self.task = check_choice(task, "task", TASKS)
         self.n_outputs = check_count(n_outputs, "n_outputs")
@@ -93,19 +90,7 @@ class Backbone(InputNet, ABC):
         return self.head(self.transport(self.embed(x))[0])  # type: ignore[no-any-return]
 
     def config(self) -> dict[str, Any]:
-        """What `build` needs, beside the state dict, to make this net again. Plain JSON."""
-        return {
-            "kind": _KINDS.kind_of(self),
-            "input_shape": list(self.input_shape),
-            "n_outputs": self.n_outputs,
-            "task": self.task,
-            "bounds": None if self.bounds is None else list(self.bounds),
-        }
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any]) -> Backbone:
-        """The reverse of `config`, its "kind" taken off; weights are loaded afterwards."""
-        return cls(**options)
+        return super().config() | {"n_outputs": self.n_outputs, "task": self.task}
 
     def check_targets(self, y: object, rows: int, name: str = "y") -> Tensor:
         """Labels 0..C-1 (B,) in int64, or for regression finite values (B,) of the net's dtype."""
@@ -123,34 +108,16 @@ class Backbone(InputNet, ABC):
 
 
 def squared_lengths(steps: Tensor) -> Tensor:
-    """(B,...) -> (B,), in single precision at least: bfloat16 has but two digits to sum up."""
+    """(B,...) -> (B,), at least in single precision: bfloat16 has too few digits for sums."""
     wide = steps.to(torch.promote_types(steps.dtype, torch.float32))
     return wide.square().sum(tuple(range(1, steps.dim())))
 
 
-def draw_linear(
-    layer: AnyLinear, generator: torch.Generator, *, gain: float = 3**-0.5
-) -> AnyLinear:
-    """Fill a layer by `generator` alone: weights uniform with variance gain^2 / fan_in, biases
-    within 1 / sqrt(fan_in). The default gain is PyTorch's own initialization."""
-    fan_in = layer.in_features
-    layer.to_empty(device="cpu")
-    with torch.no_grad():
-        bound = gain * (3 / fan_in) ** 0.5
-        layer.weight.uniform_(-bound, bound, generator=generator)
-        if layer.bias is not None:
-            layer.bias.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
-    return layer
-
-
-_KINDS: Registry[Backbone] = Registry("backbone", "otad.nets.register")
-
-
 def register(kind: str) -> Callable[[AnyBackbone], AnyBackbone]:
     """Class decorator: lets `build` make this backbone from its `config()`."""
-    return _KINDS.register(kind)
+    return Backbone.family.register(kind)
 
 
 def build(config: Mapping[str, Any]) -> Backbone:
     """The net `config` describes, with fresh weights; load its state dict afterwards."""
-    return _KINDS.build(config)
+    return Backbone.family.build(config)

@@ -1,22 +1,27 @@
-"""What every network of the library knows about its inputs: shape, bounds and normalization."""
+"""What all networks share: input shape, bounds, normalization, and a description as JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_count, check_finite, check_shape, check_tensor
+from otad.checks import check_choice, check_count, check_finite, check_shape, check_tensor
 from otad.errors import InputError
 
-Bounds = tuple[float, float]
+AnyClass = TypeVar("AnyClass", bound=type)
+AnyLinear = TypeVar("AnyLinear", bound=nn.Linear)
 
 
 class InputNet(nn.Module):
     """A net on inputs (B,*input_shape) within `bounds`, which it normalizes itself."""
 
+    kind: ClassVar[str]
+    family: ClassVar[Registry[Any]]
     mean: Tensor
     std: Tensor
 
@@ -60,11 +65,10 @@ class InputNet(nn.Module):
         axes = ",".join(["B", *(str(size) for size in self.input_shape)])
         bounds = self.bounds
         inputs = check_tensor(x, name, axes, dtypes=(self.mean.dtype,), finite=bounds is None)
-        expected = (inputs.shape[0], *self.input_shape)
-        check_shape(inputs, name, expected, "as the net declares")
+        check_shape(inputs, name, (len(inputs), *self.input_shape), "as the net declares")
         if bounds is not None:
             low, high = torch.stack(torch.aminmax(inputs.detach())).tolist()
-            if not bounds[0] <= low <= high <= bounds[1]:  # nor where one of them is NaN
+            if not bounds[0] <= low <= high <= bounds[1]:  # also where one of them is NaN
                 check_finite(inputs, name)
                 raise InputError(
                     f"{name}: expected values within the declared bounds {bounds}, "
@@ -72,8 +76,116 @@ class InputNet(nn.Module):
                 )
         return inputs
 
+    def config(self) -> dict[str, Any]:
+        """What is needed, beside the state dict, to build this net again. Plain JSON."""
+        return {
+            "kind": self.family.kind_of(self),
+            "input_shape": list(self.input_shape),
+            "bounds": None if self.bounds is None else list(self.bounds),
+        }
 
-def _check_bounds(bounds: Sequence[float]) -> Bounds:
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any]) -> Self:
+        """The reverse of `config`, without its "kind"; weights are loaded afterwards."""
+        return cls(**options)
+
+
+AnyNet = TypeVar("AnyNet", bound=InputNet)
+
+
+class Registry(Generic[AnyNet]):
+    """The registered classes of one family of nets, by kind."""
+
+    def __init__(self, family: str, decorator: str) -> None:
+        self._family, self._decorator = family, decorator
+        self._kinds: dict[str, type[AnyNet]] = {}
+
+    def register(self, kind: str) -> Callable[[AnyClass], AnyClass]:
+        """Class decorator: lets `build` make this class from its `config()`."""
+
+        def name_class(cls: AnyClass) -> AnyClass:
+            if kind in self._kinds:
+                raise InputError(f"kind: expected a new name, got {kind!r}, which is registered")
+            cls.kind = kind  # type: ignore[attr-defined]
+            self._kinds[kind] = cls
+            return cls
+
+        return name_class
+
+    def kind_of(self, net: AnyNet) -> str:
+        if type(net) not in self._kinds.values():
+            raise InputError(
+                f"net: expected a registered kind of {self._family} to describe, got "
+                f"{type(net).__name__}; decorate the class with {self._decorator}(name)"
+            )
+        return net.kind
+
+    def build(self, config: Mapping[str, Any]) -> AnyNet:
+        """The net `config` describes, with fresh weights; load its state dict afterwards."""
+        options = dict(config)
+        kind = check_choice(str(options.pop("kind", None)), "config['kind']", tuple(self._kinds))
+        try:
+            return self._kinds[kind].from_config(options)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"config: expected the options of {kind}, got {options!r}") from error
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while, in which batch statistics do not change; then every part is in
+    its previous mode again."""
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def seeded(generator: torch.Generator | None) -> torch.Generator:
+    """The generator, or one with seed 0: nets never use the global one."""
+    return torch.Generator().manual_seed(0) if generator is None else generator
+
+
+def linear(
+    fan_in: int,
+    fan_out: int,
+    generator: torch.Generator,
+    *,
+    gain: float = 3**-0.5,
+    bias: bool = True,
+) -> nn.Linear:
+    return draw_linear(nn.Linear(fan_in, fan_out, bias=bias, device="meta"), generator, gain=gain)
+
+
+def draw_linear(
+    layer: AnyLinear, generator: torch.Generator, *, gain: float = 3**-0.5
+) -> AnyLinear:
+    """Fill a layer by `generator`: weights uniform with variance gain^2 / fan_in, biases within
+    1 / sqrt(fan_in). The default gain is PyTorch's own initialization."""
+    fan_in = layer.in_features
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        bound = gain * (3 / fan_in) ** 0.5
+        layer.weight.uniform_(-bound, bound, generator=generator)
+        if layer.bias is not None:
+            layer.bias.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+    return layer
+
+
+def check_image_shape(input_shape: Sequence[int], multiple: int) -> tuple[int, int, int]:
+    """(C,H,W) with sides that are multiples of a number."""
+    if len(input_shape) != 3 or any(side % multiple for side in input_shape[1:]):
+        raise InputError(
+            f"input_shape: expected images (C,H,W) with sides that {multiple} divides, "
+            f"got {tuple(input_shape)}"
+        )
+    channels, height, width = input_shape
+    return channels, height, width
+
+
+def _check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
     if len(bounds) != 2 or not all(math.isfinite(value) for value in bounds):
         raise InputError(f"bounds: expected two finite numbers (low, high), got {bounds!r}")
     low, high = (float(value) for value in bounds)

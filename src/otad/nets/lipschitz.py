@@ -1,4 +1,4 @@
-"""A metric that cannot stretch: no two keys are further apart than their inputs (times 1 / std)."""
+"""A metric with a proved Lipschitz constant: keys are no further apart than inputs / std."""
 
 from __future__ import annotations
 
@@ -13,24 +13,20 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from otad.checks import check_count
 from otad.errors import InputError
-from otad.nets.metric import Metric, check_image_shape, register_metric
+from otad.nets.inputs import check_image_shape, seeded
+from otad.nets.metric import Metric, register_metric
 
 
 @register_metric("lipschitz")
 class LipschitzMetric(Metric):
     """Keys with |key(x) - key(x')| <= Q |x - x'| proved, Q = 1 / std up to rounding.
 
-    Maps (B,H,W,c) go through steps that never lengthen a difference:
-    - `fold` gathers 2 x 2 places into one of 4c channels: the same numbers in another order;
-    - `shift` moves groups of channels by one place, cyclically: again a permutation;
-    - orthogonal matrices on the channels of each place, W W^T = I or W^T W = I. With shifts
-      between them they make orthogonal convolutions that overlap;
-    - `max_min` replaces pairs (a, b) by (max, min). Sorting pairs is 1-Lipschitz.
-    Each entry of `widths` is a stage: fold, mix to that many channels, then `depth` times shift and
-    mix. Keys are not scaled to unit length, which would stretch; "ball" is allowed.
+    Every step on maps (B,H,W,c) is 1-Lipschitz: `fold` and `shift` permute numbers, orthogonal
+    matrices act on the channels of each place (with shifts between them like convolutions), and
+    `max_min` sorts pairs. Each entry of `widths` is a stage: fold, mix to that many channels, then
+    `depth` times shift and mix. Keys are not scaled to unit length, which would stretch distances.
 
-    Matrices act by plain matrix products and not by convolutions, which a GPU may round to ten
-    bits unless told otherwise.
+    Plain matrix products, since a GPU may round convolutions to ten bits.
     """
 
     is_capturable = False  # solving for orthogonal matrices synchronizes with the GPU
@@ -52,14 +48,14 @@ class LipschitzMetric(Metric):
         self.depth = check_count(depth, "depth", least=0)
         side = 2 ** len(self.widths)
         channels, height, across = check_image_shape(input_shape, side)
-        drawn_by = generator or torch.Generator().manual_seed(0)
+        generator = seeded(generator)
         stages = []
         for width in self.widths:
-            stages.append(Stage(4 * channels, width, self.depth, drawn_by))
+            stages.append(Stage(4 * channels, width, self.depth, generator))
             channels = width
         self.stages = nn.Sequential(*stages)
         places = (height // side) * (across // side)
-        self.projection = OrthogonalLinear(channels * places, self.key_dim, drawn_by)
+        self.projection = OrthogonalLinear(channels * places, self.key_dim, generator)
 
     def features(self, u: Tensor) -> Tensor:
         maps: Tensor = self.stages(u.movedim(1, 3))
@@ -84,39 +80,39 @@ class OrthogonalLinear(nn.Linear):
     """x W^T + b with orthonormal rows or columns of W, whichever are fewer.
 
     W is the Cayley transform of a free skew matrix, cut to size (torch's own parametrization), so
-    it stays orthogonal whatever the optimizer does. In evaluation mode W is solved for once and
-    kept until the mode is set anew or weights are loaded; gradients reach the input alone then.
+    it stays orthogonal in training. In evaluation mode W is computed once and cached until the mode
+    is set or weights are loaded; gradients then reach only the input.
     """
 
     def __init__(self, before: int, after: int, generator: torch.Generator) -> None:
         super().__init__(before, after, device="meta")
         self.to_empty(device="cpu")
         with torch.no_grad():
-            # Angles of the transform reach far from 0 at this scale: a well mixed start.
+            # At this scale the angles of the transform are far from 0: a well mixed start.
             self.weight.normal_(0.0, 2 * max(before, after) ** -0.5, generator=generator)
             self.bias.zero_()
         orthogonal(self, orthogonal_map="cayley", use_trivialization=False)
-        self._kept: tuple[tuple[object, ...], Tensor] | None = None
+        self._cached: tuple[tuple[object, ...], Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):  # W itself in full precision
-            weight = self.weight if self.training else self._kept_weight()
+            weight = self.weight if self.training else self._cached_weight()
         return functional.linear(input, weight, self.bias)
 
     def train(self, mode: bool = True) -> OrthogonalLinear:
-        self._kept = None  # fused optimizers change weights without a trace
+        self._cached = None  # fused optimizers change weights unnoticed
         super().train(mode)
         return self
 
-    def _kept_weight(self) -> Tensor:
+    def _cached_weight(self) -> Tensor:
         free = self.get_parameter("parametrizations.weight.original")
-        if free.is_inference():  # nobody counts the changes of such a tensor
+        if free.is_inference():  # its changes are not counted
             return self.weight
         state = (free.data_ptr(), free._version, free.device, free.dtype)
-        if self._kept is None or self._kept[0] != state:
+        if self._cached is None or self._cached[0] != state:
             with torch.inference_mode(False), torch.no_grad():
-                self._kept = state, self.weight
-        return self._kept[1]
+                self._cached = state, self.weight
+        return self._cached[1]
 
     @torch.no_grad()
     def norm_bound(self) -> float:

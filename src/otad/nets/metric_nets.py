@@ -1,4 +1,4 @@
-"""The metric nets of the paper: three ResNet blocks, two convolutions, a ViT block, attention."""
+"""The metric nets of the paper: ResNet blocks, two convolutions, a ViT block, attention."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch.nn import functional
 
 from otad.checks import check_count
 from otad.errors import InputError
-from otad.nets.metric import Metric, check_image_shape, draw_projection, register_metric
-from otad.nets.vit import Attention, Block, PatchEmbedding
+from otad.nets.inputs import check_image_shape, linear, seeded
+from otad.nets.metric import Metric, register_metric
+from otad.nets.vit import Attention, Block, PatchEmbedding, check_tokens, draw_tokens
 
 
 @register_metric("resnet")
 class ResNetMetric(Metric):
-    """A ResNet without its last stage: per entry of `widths` a stage of `depth` residual blocks,
-    each stage after the first at half the resolution, then the mean over all places.
-
-    The defaults are the first three stages of a ResNet-18, about 2.8 million parameters.
+    """Per entry of `widths` a stage of `depth` residual blocks, each stage after the first at half
+    the resolution, then the mean over all places; by default the first three stages of a ResNet-18.
     """
 
     def __init__(
@@ -37,16 +36,16 @@ class ResNetMetric(Metric):
         channels, _, _ = check_image_shape(input_shape, 1)
         self.widths = _check_widths(widths)
         self.depth = check_count(depth, "depth")
-        drawn_by = generator or torch.Generator().manual_seed(0)
-        self.stem = _convolution(channels, self.widths[0], drawn_by)
+        generator = seeded(generator)
+        self.stem = _convolution(channels, self.widths[0], generator)
         blocks, before = [], self.widths[0]
         for stage, width in enumerate(self.widths):
             for place in range(self.depth):
                 stride = 2 if stage > 0 and place == 0 else 1
-                blocks.append(ResidualBlock(before, width, stride, drawn_by))
+                blocks.append(ResidualBlock(before, width, stride, generator))
                 before = width
         self.blocks = nn.Sequential(*blocks)
-        self.projection = draw_projection(before, self.key_dim, drawn_by)
+        self.projection = _projection(before, self.key_dim, generator)
 
     def features(self, u: Tensor) -> Tensor:
         maps: Tensor = self.blocks(functional.relu(self.stem(u)))
@@ -88,18 +87,18 @@ class CNNMetric(Metric):
         channels, _, _ = check_image_shape(input_shape, 4)
         self.widths = _check_widths(widths, count=2)
         first, second = self.widths
-        drawn_by = generator or torch.Generator().manual_seed(0)
+        generator = seeded(generator)
         self.layers = nn.Sequential(
-            _convolution(channels, first, drawn_by),
+            _convolution(channels, first, generator),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            _convolution(first, second, drawn_by),
+            _convolution(first, second, generator),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.AdaptiveAvgPool2d(4),
             nn.Flatten(),
         )
-        self.projection = draw_projection(16 * second, self.key_dim, drawn_by)
+        self.projection = _projection(16 * second, self.key_dim, generator)
 
     def features(self, u: Tensor) -> Tensor:
         return self.layers(u)  # type: ignore[no-any-return]
@@ -122,25 +121,20 @@ class _TokenMetric(Metric):
         **options: Any,
     ) -> None:
         super().__init__(input_shape, **options)
-        channels, height, across = check_image_shape(input_shape, check_count(patch, "patch"))
-        if check_count(width, "width") % check_count(heads, "heads"):
-            raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
+        channels, tokens = check_tokens(input_shape, patch, width, heads)
         self.patch, self.width, self.heads = patch, width, heads
-        tokens = (height // patch) * (across // patch)
-        drawn_by = generator or torch.Generator().manual_seed(0)
-        self.patch_embed = PatchEmbedding(channels, width, patch, drawn_by)
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width, generator=drawn_by))
-        self._draw_mixer(drawn_by)
+        generator = seeded(generator)
+        self.patch_embed = PatchEmbedding(channels, width, patch, generator)
+        self.pos_embed = draw_tokens(tokens, width, generator)
+        self._draw_mixer(generator)
         self.norm = nn.LayerNorm(width)
-        self.projection = draw_projection(width, self.key_dim, drawn_by)
+        self.projection = _projection(width, self.key_dim, generator)
 
     @abstractmethod
-    def _draw_mixer(self, generator: torch.Generator) -> None:
-        """Make what `mix` needs."""
+    def _draw_mixer(self, generator: torch.Generator) -> None: ...
 
     @abstractmethod
-    def mix(self, tokens: Tensor) -> Tensor:
-        """Tokens (B,T,width) -> the same shape."""
+    def mix(self, tokens: Tensor) -> Tensor: ...
 
     def features(self, u: Tensor) -> Tensor:
         mixed: Tensor = self.norm(self.mix(self.patch_embed(u) + self.pos_embed))
@@ -183,6 +177,11 @@ class AttentionMetric(_TokenMetric):
 
     def mix(self, tokens: Tensor) -> Tensor:
         return tokens + self.attn(self.attn_norm(tokens))  # type: ignore[no-any-return]
+
+
+def _projection(features: int, key_dim: int, generator: torch.Generator) -> nn.Linear:
+    """The last layer of a metric, without a bias, which would change no distance."""
+    return linear(features, key_dim, generator, gain=1.0, bias=False)
 
 
 def _convolution(

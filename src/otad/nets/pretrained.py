@@ -1,4 +1,4 @@
-"""A user's own network as a metric."""
+"""The user's own network as a metric."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from otad.checks import check_choice
 from otad.errors import InputError
-from otad.nets.layers import describe, restore, state_shapes
+from otad.nets.inputs import evaluating
 from otad.nets.metric import Metric, register_metric
-from otad.nets.probe import evaluating, run
+from otad.nets.user_modules import describe, restore, run, state_shapes
 
 AnyBuilder = TypeVar("AnyBuilder", bound=Callable[..., nn.Module])
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {}
 
 
 def register_features(name: str) -> Callable[[AnyBuilder], AnyBuilder]:
-    """Function decorator: names a builder of feature extractors, so that a `PretrainedMetric` made
-    of one is told as that name in JSON. A reader must have registered the same name."""
+    """Function decorator: names a builder of feature extractors, by which a `PretrainedMetric` is
+    written as JSON. A reader must have registered the same name."""
 
     def keep(build: AnyBuilder) -> AnyBuilder:
         if name in _BUILDERS:
@@ -34,11 +34,11 @@ def register_features(name: str) -> Callable[[AnyBuilder], AnyBuilder]:
 
 @register_metric("pretrained")
 class PretrainedMetric(Metric):
-    """Any module of the user's, normalized inputs (B,*input_shape) -> features (B,f), then an
-    nn.Linear, or None for keys that are the features. Weights are shared.
+    """Any module, normalized inputs (B,*input_shape) -> features (B,f), then an nn.Linear, or None
+    for keys that are the features. Weights are shared.
 
-    It is saved where the module is a stack of well-known layers, or where it came from a
-    registered function: `builder` and `builder_options` then say how to make it again.
+    It can be saved if the module is a stack of well-known layers, or made by a registered function,
+    which `builder` and `builder_options` name.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PretrainedMetric(Metric):
         return self.extractor(u)  # type: ignore[no-any-return]
 
     def _probe(self) -> int:
-        """Send one input through for the size of a key; batch statistics stay as they are."""
+        """The size of a key, from one input."""
         one = torch.zeros_like(self.mean).unsqueeze(0)
         with evaluating(self.extractor), torch.no_grad():
             found = run(self.extractor, one, "extractor", "features of shape (B,f)")
@@ -90,7 +90,6 @@ class PretrainedMetric(Metric):
         return super().config() | {"extractor": extractor, "projection": described}
 
     def _check_builder(self, name: str) -> None:
-        """Refuse options of another extractor: no reader could put the weights into that."""
         try:
             as_read = json.loads(json.dumps(self.builder_options, allow_nan=False))
             with torch.random.fork_rng(devices=[]):
@@ -112,13 +111,13 @@ class PretrainedMetric(Metric):
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> PretrainedMetric:
         rest = dict(options)
-        told, described = rest.pop("extractor"), rest.pop("projection")
+        saved, described = rest.pop("extractor"), rest.pop("projection")
         rest.pop("key_dim")  # read off the parts
-        with torch.random.fork_rng(devices=[]):  # layers draw at birth; leave the global RNG alone
+        with torch.random.fork_rng(devices=[]):  # layers draw weights when made
             projection = None if described is None else restore(described)
-            if "builder" not in told:
-                return cls(restore(told), projection, **rest)  # type: ignore[arg-type]
-            name = check_choice(told["builder"], "builder", tuple(_BUILDERS))
-            extractor = _BUILDERS[name](**told["options"])
-        made = {"builder": name, "builder_options": told["options"]}
+            if "builder" not in saved:
+                return cls(restore(saved), projection, **rest)  # type: ignore[arg-type]
+            name = check_choice(saved["builder"], "builder", tuple(_BUILDERS))
+            extractor = _BUILDERS[name](**saved["options"])
+        made = {"builder": name, "builder_options": saved["options"]}
         return cls(extractor, projection, **made, **rest)  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_count
-from otad.nets.base import Backbone, LinearHead, draw_linear, register, squared_lengths
+from otad.nets.base import Backbone, LinearHead, register, squared_lengths
+from otad.nets.inputs import draw_linear, linear, seeded
 
 
 @register("fc_resnet")
@@ -29,32 +30,25 @@ class FCResNet(Backbone):
         blocks: int = 5,
         hidden: int | None = None,
         residual: bool = True,
-        task: str = "classification",
-        bounds: Sequence[float] | None = None,
-        mean: float | Sequence[float] | Tensor = 0.0,
-        std: float | Sequence[float] | Tensor = 1.0,
         generator: torch.Generator | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(input_shape, n_outputs, task=task, bounds=bounds, mean=mean, std=std)
+        super().__init__(input_shape, n_outputs, **options)
         self.hidden = self.dim if hidden is None else check_count(hidden, "hidden")
         self.residual = residual
-        drawn_by = generator or torch.Generator().manual_seed(0)
-        self.blocks = nn.ModuleList(
-            self._block(drawn_by) for _ in range(check_count(blocks, "blocks"))
-        )
-        self.head = draw_linear(LinearHead(self.dim, n_outputs, task), drawn_by)
-
-    def _block(self, generator: torch.Generator) -> nn.Sequential:
+        generator = seeded(generator)
         # With a shortcut, start near the identity by small steps (PyTorch's own gain); without
         # one, the signal must keep its size through every layer.
-        gains = (3**-0.5, 3**-0.5) if self.residual else (2**0.5, 1.0)
-        first = nn.Linear(self.dim, self.hidden, device="meta")
-        second = nn.Linear(self.hidden, self.dim, device="meta")
-        return nn.Sequential(
-            draw_linear(first, generator, gain=gains[0]),
-            nn.ReLU(),
-            draw_linear(second, generator, gain=gains[1]),
+        first, second = (3**-0.5, 3**-0.5) if residual else (2**0.5, 1.0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                linear(self.dim, self.hidden, generator, gain=first),
+                nn.ReLU(),
+                linear(self.hidden, self.dim, generator, gain=second),
+            )
+            for _ in range(check_count(blocks, "blocks"))
         )
+        self.head = draw_linear(LinearHead(self.dim, n_outputs, self.task), generator)
 
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         x, energy = e, e.new_zeros(e.shape[0])
@@ -65,11 +59,8 @@ class FCResNet(Backbone):
         return x, energy
 
     def config(self) -> dict[str, Any]:
-        return super().config() | {
-            "blocks": len(self.blocks),
-            "hidden": self.hidden,
-            "residual": self.residual,
-        }
+        own = {"blocks": len(self.blocks), "hidden": self.hidden, "residual": self.residual}
+        return super().config() | own
 
 
 def fc_resnet(

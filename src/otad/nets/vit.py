@@ -1,4 +1,4 @@
-"""Vision transformers: patches and positions embed, residual blocks transport, a mean reads."""
+"""Vision transformers: patches and positions embed, residual blocks transport."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from otad.checks import check_count
 from otad.errors import InputError
-from otad.nets.base import Backbone, LinearHead, draw_linear, register, squared_lengths
+from otad.nets.base import Backbone, LinearHead, register, squared_lengths
+from otad.nets.inputs import check_image_shape, draw_linear, linear, seeded
 
 
 class TokenHead(LinearHead):
@@ -40,8 +41,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, generator: torch.Generator) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = _linear(width, 3 * width, generator)
-        self.proj = _linear(width, width, generator)
+        self.qkv = linear(width, 3 * width, generator)
+        self.proj = linear(width, width, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -56,15 +57,15 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, hidden: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.fc1 = _linear(width, hidden, generator)
-        self.fc2 = _linear(hidden, width, generator)
+        self.fc1 = linear(width, hidden, generator)
+        self.fc2 = linear(hidden, width, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(functional.gelu(self.fc1(x)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """x + Attn(norm(x)), then x + Mlp(norm(x)); beside x the squared length of both steps (B,)."""
+    """x + Attn(norm(x)), then x + Mlp(norm(x)); also the squared length of both (B,)."""
 
     def __init__(
         self, width: int, heads: int, hidden: int, norm_eps: float, generator: torch.Generator
@@ -76,10 +77,10 @@ class Block(nn.Module):
         self.mlp = Mlp(width, hidden, generator)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        looked = self.attn(self.norm1(x))
-        x = x + looked
-        worked = self.mlp(self.norm2(x))
-        return x + worked, squared_lengths(looked) + squared_lengths(worked)
+        first = self.attn(self.norm1(x))
+        x = x + first
+        second = self.mlp(self.norm2(x))
+        return x + second, squared_lengths(first) + squared_lengths(second)
 
 
 class PatchEmbedding(nn.Module):
@@ -87,9 +88,8 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, channels: int, width: int, patch: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(channels, width, patch, stride=patch, device="meta").to_empty(
-            device="cpu"
-        )
+        self.proj = nn.Conv2d(channels, width, patch, stride=patch, device="meta")
+        self.proj.to_empty(device="cpu")
         bound = (channels * patch * patch) ** -0.5
         with torch.no_grad():
             for parameter in self.proj.parameters():
@@ -106,8 +106,8 @@ class VisionTransformer(Backbone):
 
     `embed` is the linear patch embedding plus positions; `transport` the residual blocks, with the
     energy of both steps of each; the head reads the mean of the tokens (or the class token), so
-    it is linear in z. `final_norm` puts a LayerNorm behind the blocks, as part of the transport.
-    Parameters are named as timm names them.
+    it is linear in z. `final_norm` puts a LayerNorm after the blocks, as part of the transport.
+    Parameters are named as in timm, so its weights load with `strict=False`.
     """
 
     head: TokenHead
@@ -125,42 +125,26 @@ class VisionTransformer(Backbone):
         class_token: bool = False,
         final_norm: bool = False,
         norm_eps: float = 1e-6,
-        task: str = "classification",
-        bounds: Sequence[float] | None = None,
-        mean: float | Sequence[float] | Tensor = 0.0,
-        std: float | Sequence[float] | Tensor = 1.0,
         generator: torch.Generator | None = None,
+        **options: Any,
     ) -> None:
-        _check_geometry(input_shape, patch, width, heads)
-        channels, height, across = input_shape
-        tokens = (height // patch) * (across // patch) + class_token
-        super().__init__(
-            input_shape,
-            n_outputs,
-            task=task,
-            dim=tokens * width,
-            bounds=bounds,
-            mean=mean,
-            std=std,
-        )
+        channels, tokens = check_tokens(input_shape, patch, width, heads)
+        tokens += class_token
+        super().__init__(input_shape, n_outputs, dim=tokens * width, **options)
         self.patch, self.width, self.heads, self.tokens = patch, width, heads, tokens
         self.hidden = width if hidden is None else check_count(hidden, "hidden")
         self.norm_eps = norm_eps
-        drawn_by = generator or torch.Generator().manual_seed(0)
-        self.patch_embed = PatchEmbedding(channels, width, patch, drawn_by)
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width, generator=drawn_by))
-        self.cls_token = (
-            nn.Parameter(0.02 * torch.randn(1, 1, width, generator=drawn_by))
-            if class_token
-            else None
-        )
+        generator = seeded(generator)
+        self.patch_embed = PatchEmbedding(channels, width, patch, generator)
+        self.pos_embed = draw_tokens(tokens, width, generator)
+        self.cls_token = draw_tokens(1, width, generator) if class_token else None
         self.blocks = nn.ModuleList(
-            Block(width, heads, self.hidden, norm_eps, drawn_by)
+            Block(width, heads, self.hidden, norm_eps, generator)
             for _ in range(check_count(blocks, "blocks"))
         )
         self.norm = nn.LayerNorm(width, eps=norm_eps) if final_norm else nn.Identity()
         pool = "first" if class_token else "mean"
-        self.head = draw_linear(TokenHead(tokens, width, n_outputs, task, pool), drawn_by)
+        self.head = draw_linear(TokenHead(tokens, width, n_outputs, self.task, pool), generator)
 
     def embed(self, x: Tensor) -> Tensor:
         tokens = self.patch_embed(self.normalize(x))
@@ -197,41 +181,13 @@ def vision_transformer(
     return VisionTransformer(input_shape, n_outputs, generator=generator, **options)
 
 
-DEIT_S: dict[str, Any] = {"patch": 16, "width": 384, "blocks": 12, "heads": 6, "hidden": 1536}
-VIT_B16: dict[str, Any] = {"patch": 16, "width": 768, "blocks": 12, "heads": 12, "hidden": 3072}
+def draw_tokens(count: int, width: int, generator: torch.Generator) -> nn.Parameter:
+    return nn.Parameter(0.02 * torch.randn(1, count, width, generator=generator))
 
 
-def load_timm(net: VisionTransformer, state: dict[str, Tensor]) -> VisionTransformer:
-    """Weights of a timm ViT of the same shape (class token, final norm), from its state dict."""
-    own = net.state_dict()
-    kept = {name: own[name] for name in ("mean", "std")}
-    missing = sorted(own.keys() - kept.keys() - state.keys())
-    foreign = sorted(state.keys() - own.keys())
-    if missing or foreign:
-        raise InputError(
-            f"state: expected the parameters of such a ViT, got none for {missing[:3]} "
-            f"and unknown ones {foreign[:3]}"
-        )
-    for name, tensor in state.items():
-        if tensor.shape != own[name].shape:
-            raise InputError(
-                f"state[{name!r}]: expected shape {tuple(own[name].shape)}, "
-                f"got {tuple(tensor.shape)}"
-            )
-    net.load_state_dict(state | kept)
-    return net
-
-
-def _check_geometry(input_shape: Sequence[int], patch: int, width: int, heads: int) -> None:
-    check_count(patch, "patch")
-    if len(input_shape) != 3 or input_shape[1] % patch or input_shape[2] % patch:
-        raise InputError(
-            f"input_shape: expected images (C,H,W) that patches of {patch} x {patch} pixels tile, "
-            f"got {tuple(input_shape)}"
-        )
+def check_tokens(input_shape: Sequence[int], patch: int, width: int, heads: int) -> tuple[int, int]:
+    """Channels of the images and number of patches, for a width that the heads share."""
+    channels, height, across = check_image_shape(input_shape, check_count(patch, "patch"))
     if check_count(width, "width") % check_count(heads, "heads"):
         raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
-
-
-def _linear(fan_in: int, fan_out: int, generator: torch.Generator) -> nn.Linear:
-    return draw_linear(nn.Linear(fan_in, fan_out, device="meta"), generator)
+    return channels, (height // patch) * (across // patch)

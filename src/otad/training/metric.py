@@ -13,8 +13,8 @@ from torch import Tensor
 
 from otad.checks import check_choice, check_count, check_shape, check_tensor
 from otad.errors import InputError
+from otad.nets.inputs import evaluating
 from otad.nets.metric import Metric
-from otad.nets.probe import evaluating
 from otad.training.acceleration import precision
 from otad.training.adversary import (
     Adversary,

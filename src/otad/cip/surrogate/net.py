@@ -14,7 +14,7 @@ from otad.cip.execution import blocks
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 from otad.errors import InputError
-from otad.nets.base import draw_linear
+from otad.nets.inputs import draw_linear
 from otad.nets.vit import Block
 
 READOUTS = ("free", "hull")
