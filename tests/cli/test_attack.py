@@ -13,7 +13,7 @@ from cli.small import Terminal
 import otad
 from otad.attacks import L2
 from otad.cli.attack import read_options
-from otad.cli.data_choice import DataChoice
+from otad.cli.sources import DataChoice
 from otad.errors import InputError
 from otad.evaluate import make_attack
 from otad.scores import wilson_interval

@@ -14,7 +14,7 @@ from cli.small import Terminal
 
 import otad
 from otad.certify import certify, certify_values
-from otad.cli.data_choice import DataChoice
+from otad.cli.sources import DataChoice
 from otad.nets import LipschitzMetric
 
 
@@ -153,7 +153,7 @@ def test_one_map_for_the_whole_bank_is_certified_by_its_constant(
     assert [float(line["radius"]) for line in read_csv("radii.csv")] == found.radius.tolist()
     assert record["certified"]["0.01"]["value"] > record["certified"]["0.1"]["value"]
     shown = " ".join(terminal.succeed("certify", "whole", "test").stdout.split())
-    assert "one map for the whole bank (rule lipschitz)" in shown
+    assert "global: one map, L = 12" in shown
     assert "duality gap" in shown
 
 
@@ -172,7 +172,7 @@ def test_a_metric_of_known_constant_is_named(terminal: Terminal, workshop: Path)
     found = certify(otad.load("keyed"), dataset.test_x)
     assert [float(line["radius"]) for line in read_csv("radii.csv")] == found.radius.tolist()
     shown = " ".join(terminal.succeed("certify", "keyed", "test").stdout.replace("│", " ").split())
-    assert "neighbors among the keys of LipschitzMetric (rule hull" in shown
+    assert "searched by the keys of LipschitzMetric" in shown
     message = terminal.refuse("certify", "keyed", "test", "--metric-lipschitz", 2)
     assert "knows its own constant" in message
 

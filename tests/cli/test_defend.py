@@ -12,8 +12,7 @@ import torch
 from cli.small import Terminal, write_digits
 
 import otad
-from otad.cli.data_choice import DataChoice
-from otad.cli.net_files import read_net
+from otad.cli.sources import DataChoice, TrainedNet
 
 
 def test_the_card_tells_data_reading_and_metrics(workshop: Path) -> None:
@@ -30,7 +29,7 @@ def test_the_card_tells_data_reading_and_metrics(workshop: Path) -> None:
 
 def test_the_metrics_are_those_of_the_saved_model(workshop: Path) -> None:
     dataset = DataChoice(str(workshop / "digits.npz")).load()
-    net = read_net(workshop / "digits-net").net
+    net = TrainedNet.read(workshop / "digits-net").net
     model = otad.load(workshop / "digits-model")
     metrics = model.notes["metrics"]
     with torch.no_grad():

@@ -13,7 +13,7 @@ from cli.small import Terminal
 from PIL import Image
 
 import otad
-from otad.cli.data_choice import DataChoice
+from otad.cli.sources import DataChoice
 from otad.evaluate import PRESETS, Evaluation, runner
 from otad.evaluate.presets import Choice
 from otad.evaluate.records import SANDWICH

@@ -10,7 +10,7 @@ import torch
 from cli.small import Terminal
 
 import otad
-from otad.cli.data_choice import DataChoice, bank_part
+from otad.cli.sources import DataChoice, bank_part
 from otad.nets import vision_transformer
 
 

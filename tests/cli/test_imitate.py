@@ -99,7 +99,7 @@ def test_the_model_itself_is_not_overwritten(terminal: Terminal, model_copy: Pat
     message = terminal.refuse("imitate", model_copy, "--out", model_copy, *TINY)
     assert "out: expected another place than that of an input" in message
     terminal.succeed("imitate", model_copy, "--out", "nn", *TINY)
-    assert "got CipNet" in terminal.refuse("imitate", "nn", "--out", "twice", *TINY)
+    assert "CipNet" in terminal.refuse("imitate", "nn", "--out", "twice", *TINY)
 
 
 def test_help_shows_an_example_to_type(terminal: Terminal) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 
 import otad
 from otad.cip import ExactCip
-from otad.cli.data_choice import DataChoice
+from otad.cli.sources import DataChoice
 from otad.model.bank import FeatureBank
 
 

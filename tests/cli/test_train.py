@@ -14,15 +14,14 @@ from PIL import Image
 
 import otad
 from otad import data
-from otad.cli.data_choice import DataChoice
-from otad.cli.net_files import read_net
+from otad.cli.sources import DataChoice, TrainedNet
 from otad.cli.train import train_net
 from otad.io.tensor_files import fingerprint, read_tensors
 from otad.training import TrainConfig, loop
 
 
 def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(workshop: Path) -> None:
-    trained = read_net(workshop / "digits-net")
+    trained = TrainedNet.read(workshop / "digits-net")
     record = json.loads((workshop / "digits-net" / "training.json").read_text())
     dataset = DataChoice(str(workshop / "digits.npz")).load()
     assert trained.about["data"]["fingerprint"] == dataset.fingerprint()
@@ -39,7 +38,7 @@ def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(workshop:
 
 
 def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop: Path) -> None:
-    trained = read_net(workshop / "body-net")
+    trained = TrainedNet.read(workshop / "body-net")
     choice = DataChoice.from_json(trained.about["data"]["choice"])
     dataset = choice.load()
     assert dataset.feature_names == BODY
@@ -134,8 +133,8 @@ def test_an_image_folder(terminal: Terminal) -> None:
         for k in range(10):
             Image.new("L", (6, 5), level + k).save(Path("images", name, f"{k}.png"))
     terminal.succeed("train", "images", "--size", 4, "--out", "net", *QUICK)
-    assert read_net(Path("net")).net.input_shape == (3, 4, 4)
-    assert read_net(Path("net")).about["classes"] == ["dark", "light"]
+    assert TrainedNet.read(Path("net")).net.input_shape == (3, 4, 4)
+    assert TrainedNet.read(Path("net")).about["classes"] == ["dark", "light"]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> Non
     assert (settings["energy_weight"], settings["epochs"], settings["ema"]) == (0.001, 4, 0.999)
     assert settings["warmup"] == 2  # not the recipe's 10 epochs of 200
     assert done["net_config"]["kind"] == "vit"
-    assert read_net(Path("net")).net.width == 8
+    assert TrainedNet.read(Path("net")).net.width == 8
     message = terminal.refuse("train", "digits.npz", "--out", "other", "--patch", 2)
     assert "options: expected those of 'fc_resnet'" in message
     message = terminal.refuse("train", "digits.npz", "--out", "other", "--recipe", "soup")

@@ -111,6 +111,8 @@ def test_the_target_is_no_feature(tmp_path: Path) -> None:
         load_csv(path, "quality", features=["sugar", "quality"])
     with pytest.raises(InputError, match="no column 'salt'"):
         load_csv(path, "quality", features=["salt"])
+    with pytest.raises(InputError, match=r"task: .* 'ranking'"):
+        load_csv(path, "quality", task="ranking")  # type: ignore[arg-type]
 
 
 def test_bytes_that_are_no_text_and_missing_files(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from otad.attacks.adaptive import Bisector, Keys, Region, SoftKnn, Straight
 from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.cli.main import main as commands
-from otad.cli.net_files import read_net
+from otad.cli.sources import TrainedNet
 from otad.evaluate import Evaluation
 from otad.explain import explain
 from otad.model.bank import FeatureBank
@@ -69,7 +69,7 @@ def metric_part(model: OTAD) -> Callable[[Tensor], Tensor]:
 
 def net_of_command(folder: Path) -> nn.Module:
     """The net in a folder of `otad train`."""
-    return read_net(folder).net
+    return TrainedNet.read(folder).net
 
 
 def evaluation_of_file(path: Path) -> Evaluation:

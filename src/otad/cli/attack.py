@@ -1,9 +1,8 @@
-"""`otad attack`: one attack, what it breaks, and the inputs that do."""
+"""`otad attack`: one attack, what it breaks, and the inputs it found."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,37 +13,43 @@ import typer
 from torch import Tensor
 
 from otad.attacks.base import Attack, AttackResult, Target, gain_of
-from otad.cli.console import progress_bar, show
-from otad.cli.examples import Examples, Rows, Targets, class_names_of, open_examples
-from otad.cli.inputs import training_inputs
+from otad.cli.console import describe_score, progress_bar, show
+from otad.cli.inputs import Examples, class_names_of, open_examples
 from otad.cli.options import (
     AsJson,
+    BatchSize,
     DataDir,
     Device,
+    Immutable,
     Input,
     ModelDir,
+    Norm,
+    Rows,
+    Scale,
+    Targets,
+    Unit,
     check_device,
     seed_option,
+    threat_to,
 )
-from otad.cli.outputs import files_of, refuse_overwriting
-from otad.cli.threat import Immutable, Norm, Scale, Unit, threat_to
+from otad.cli.sources import files_of, refuse_overwriting, training_inputs
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, make_attack
 from otad.io.codec import to_plain
 from otad.io.files import replacing
-from otad.model import otad as defense
+from otad.model import otad as models
 from otad.model.otad import OTAD
 from otad.scores import Score, score_of, share_score
 from otad.threat import LpBall
 
-PARTS = ("name", "model", "train_x", "network", "source", "substitute", "metric")
-"""What attacks are made of beside their options, which no text can give."""
+NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "metric")
+"""Arguments of attacks that no text can give."""
 
 
 def attack(
     model_dir: ModelDir,
     input: Input,
-    eps: Annotated[float, typer.Option(help="How far an input may be moved.")],
+    eps: Annotated[float, typer.Option(help="How far an input may be changed.")],
     name: Annotated[str, typer.Option("--attack", help=f"One of {', '.join(ATTACKS)}.")] = "pgd",
     option: Annotated[
         list[str] | None,
@@ -56,21 +61,21 @@ def attack(
     scale: Scale = None,
     targets: Targets = None,
     rows: Rows = None,
-    seed: Annotated[int, seed_option("Of the attack, and of the rows --rows draws.")] = 0,
+    seed: Annotated[int, seed_option("Seed of the attack, and of the rows --rows draws.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="Also write the inputs it found, as an NPZ file.", dir_okay=False),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows at a time.", min=1)] = 500,
+    batch_size: BatchSize = 500,
     data_dir: DataDir = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Attack a model once, and tell how many of its answers stand.
+    """Run one attack on a model, and report how many of its predictions remain right.
 
     One attack can show that a model is weak, never that it is strong: see `otad
-    evaluate` and `otad certify`. The file of --out holds x, y, adversarial,
-    broken (the answer there is wrong), distance and row.
+    evaluate` and `otad certify`. The file of --out contains x, y, adversarial,
+    broken (the prediction there is wrong), distance and row.
 
     Example: otad attack digits-model test --attack pgd --norm l2 --eps 0.5
 
@@ -79,13 +84,14 @@ def attack(
     if out is not None and out.suffix.lower() != ".npz":
         raise InputError(f"out: expected a name that ends in .npz, got {out.name}")
     options = read_options(option or ())
-    model = defense.load(model_dir, device=str(check_device(device)))
+    model = models.load(model_dir, device=str(check_device(device)))
     refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
     ball = threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
     chosen = make_attack(name, model, train_x=training_inputs(model, data_dir), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
-    y = examples.answers
+    clean = _clean_score(model, examples, batch_size)
     found = _run(chosen, model, examples, ball, seed=seed, batch_size=batch_size)
+    attacked = _score(found.broken, found.gain, examples.targets)
     if out is not None:
         _write(out, model, examples, found)
     record = {
@@ -94,19 +100,24 @@ def attack(
         "threat": ball.to_dict(),
         "rows": len(examples),
         "seed": seed,
-        "clean": _clean_score(model, examples, batch_size),
-        "attacked": _score(found.broken, found.gain, y),
+        "clean": clean,
+        "attacked": attacked,
         "forwards": int(found.forwards.sum()),
         "backwards": int(found.backwards.sum()),
         "seconds": found.seconds,
         "adversarial": None if out is None else str(out),
     }
-    show(
-        to_plain(record),
-        as_json,
-        title=f"Attacked {len(examples)} rows by {name}",
-        facts=_facts(record, ball.describe()),
-    )
+    facts = {
+        "threat": ball.describe(),
+        f"{clean.metric} unattacked": describe_score(clean),
+        f"{clean.metric} under {name}": describe_score(attacked),
+        "queries": f"{record['forwards']:,} predictions, {record['backwards']:,} gradients",
+        "time": f"{found.seconds:.1f} s",
+    }
+    if out is not None:
+        facts["inputs found"] = str(out)
+    title = f"Attacked {len(examples)} rows by {name}"
+    show(to_plain(record), as_json, title=title, facts=facts)
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
@@ -118,7 +129,7 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
             raise InputError(f"option: expected name=value such as steps=100, got {text!r}")
         if name in options:
             raise InputError(f"option: expected each name once, got {name} more than once")
-        if name in PARTS:
+        if name in NOT_OPTIONS:
             raise InputError(f"option: expected none that is part of the model, got {name}")
         try:
             options[name] = json.loads(value)
@@ -127,26 +138,17 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def describe_score(score: Score) -> str:
-    """The value with the 95% interval that its number of rows allows."""
-    if score.metric == "accuracy":
-        return f"{score.value:.1f}% [{score.low:.1f}, {score.high:.1f}], n = {score.n:,}"
-    if math.isinf(score.high):  # one error alone does not tell how much errors differ
-        return f"{score.value:.4g}, n = {score.n:,}"
-    return f"{score.value:.4g} [{score.low:.4g}, {score.high:.4g}], n = {score.n:,}"
-
-
 def _run(
     attack: Attack, model: OTAD, examples: Examples, ball: LpBall, *, seed: int, batch_size: int
 ) -> AttackResult:
     """One result for all rows, a batch at a time."""
-    x, y = examples.x, examples.answers
+    x, y = examples.x, examples.targets
     generator = torch.Generator().manual_seed(seed)
-    parts = []
+    parts: list[AttackResult] = []
     with progress_bar(f"attacking by {attack.name}") as advance:
-        for some in _batches(len(x), batch_size):
-            parts.append(attack(model, x[some], y[some], ball, generator=generator))
-            advance(some.stop, len(x))
+        for some in zip(x.split(batch_size), y.split(batch_size), strict=True):
+            parts.append(attack(model, *some, ball, generator=generator))
+            advance(sum(len(part.inputs) for part in parts), len(x))
     tensors = {
         name: torch.cat([getattr(part, name) for part in parts])
         for name, value in vars(parts[0]).items()
@@ -155,45 +157,27 @@ def _run(
     return AttackResult(**tensors, seconds=sum(part.seconds for part in parts))
 
 
-def _batches(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
 def _clean_score(model: OTAD, examples: Examples, batch_size: int) -> Score:
-    x, y = examples.x, examples.answers
     broken, gain = [], []
-    for some in _batches(len(x), batch_size):
-        target = Target(model, y[some])
-        outputs = target(x[some])
+    parts = (examples.x.split(batch_size), examples.targets.split(batch_size))
+    for x, y in zip(*parts, strict=True):
+        target = Target(model, y)
+        outputs = target(x)
         broken.append(target.is_broken(outputs))
-        gain.append(gain_of(outputs, y[some]))
-    return _score(torch.cat(broken), torch.cat(gain), y)
+        gain.append(gain_of(outputs, y))
+    return _score(torch.cat(broken), torch.cat(gain), examples.targets)
 
 
 def _score(broken: Tensor, gain: Tensor, y: Tensor) -> Score:
-    """The share of right answers; in regression, where the gain is |f - y|, its mean square."""
+    """The share of right labels; in regression, where the gain is |f - y|, the mean square."""
     if y.is_floating_point():
         return score_of(gain, torch.zeros_like(gain))
     return share_score(int((~broken).sum()), len(y))
 
 
-def _facts(record: dict[str, Any], threat: str) -> dict[str, str]:
-    metric = record["clean"].metric
-    facts = {
-        "threat": threat,
-        f"{metric} unattacked": describe_score(record["clean"]),
-        f"{metric} under {record['attack']}": describe_score(record["attacked"]),
-        "queries": f"{record['forwards']:,} answers, {record['backwards']:,} gradients",
-        "time": f"{record['seconds']:.1f} s",
-    }
-    if record["adversarial"] is not None:
-        facts["inputs found"] = record["adversarial"]
-    return facts
-
-
 def _write(out: Path, model: OTAD, examples: Examples, found: AttackResult) -> None:
-    """Labels are in the user's own words, so that the file can be an input of commands."""
-    y, classes = examples.answers.cpu(), class_names_of(model)
+    """Labels are written as class names, so that the file can be an input of commands."""
+    y, classes = examples.targets.cpu(), class_names_of(model)
     arrays: dict[str, Any] = {
         "x": examples.x.cpu().numpy(),
         "y": np.array([classes[label] for label in y.tolist()]) if classes else y.numpy(),

@@ -1,10 +1,13 @@
-"""How commands speak: results on stdout, progress and remarks on stderr."""
+"""How commands report: results on stdout, progress and notes on stderr, tables as CSV files."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,18 +15,34 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from otad.io.files import replacing
 from otad.progress import bars
+from otad.scores import Score
 
 Advance = Callable[[int, int], None]
-"""Called after every step with the steps done and all steps."""
+"""Called after every step with the number of steps done and of all steps."""
 
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Advance]:
-    """A bar on stderr that leaves nothing behind; none where stderr is no terminal."""
+    """A bar on stderr that vanishes at the end; none where stderr is not a terminal."""
     with bars(passing=True) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def attack_bar(*, of_values: bool = False) -> Iterator[Callable[[str, int, int, float], None]]:
+    """The bar of an evaluation: the running attack and the worst case so far, which is an error
+    for a regression (`of_values`) and a share otherwise."""
+    with bars(passing=True) as bar:
+        task = bar.add_task("attacking", total=None)
+
+        def advance(label: str, done: int, total: int, worst: float) -> None:
+            so_far = f"mean error {worst:.4g}" if of_values else f"worst case {worst:.1%}"
+            bar.update(task, description=f"{label}: {so_far}", completed=done, total=total)
+
+        yield advance
 
 
 def remark(message: str) -> None:
@@ -31,12 +50,41 @@ def remark(message: str) -> None:
 
 
 def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping[str, str]) -> None:
-    """The result of a command on stdout: the whole record in JSON, or the facts in a table."""
+    """The result of a command on stdout: the whole record as JSON, or the facts as a table."""
     if as_json:
         typer.echo(json.dumps(record, allow_nan=False))
         return
-    # Names of files and classes may hold brackets, which are no markup.
+    # Names of files and classes may contain brackets, which are not markup.
     table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
     for name, value in facts.items():
         table.add_row(escape(name), escape(value))
     Console().print(table)
+
+
+def write_csv(out: Path, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """The whole file, or none where writing fails."""
+    with replacing(out) as partial, partial.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(columns)
+        writer.writerows(lines)
+
+
+def describe_score(score: Score) -> str:
+    """The value with its 95% interval."""
+    if score.metric == "accuracy":
+        return f"{score.value:.1f}% [{score.low:.1f}, {score.high:.1f}], n = {score.n:,}"
+    if math.isinf(score.high):  # a single error has no interval
+        return f"{score.value:.4g}, n = {score.n:,}"
+    return f"{score.value:.4g} [{score.low:.4g}, {score.high:.4g}], n = {score.n:,}"
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def describe_quantiles(quantiles: Mapping[str, float | None], digits: int = 4) -> str:
+    """None and infinity are infinite."""
+    return ", ".join(
+        f"{name} " + ("infinite" if value in (None, math.inf) else f"{value:.{digits}g}")
+        for name, value in quantiles.items()
+    )

@@ -1,4 +1,4 @@
-"""`otad defend`: from a trained net to a model that answers by its training points."""
+"""`otad defend`: from a trained net to a model that answers from its training points."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 import typer
 
 from otad.checks import check_choice
-from otad.cli.console import progress_bar, remark, show
-from otad.cli.data_choice import DataChoice, bank_part, describe_data
-from otad.cli.net_files import TrainedNet, read_net
-from otad.cli.options import AsJson, DataDir, Device, Scope, check_device, seed_option
-from otad.cli.outputs import refuse_overwriting
+from otad.cli.console import describe_counts, describe_quantiles, progress_bar, remark, show
+from otad.cli.options import AsJson, DataDir, Device, check_device, seed_option
+from otad.cli.sources import DataChoice, TrainedNet, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
 from otad.errors import InputError
 from otad.model import defend as building
@@ -35,19 +33,25 @@ def defend(
         str | None,
         typer.Argument(
             metavar="[DATA]",
-            help="The training data, if it has moved; it is read as for the training.",
+            help="The training data, if it is elsewhere now; it is read as for the training.",
         ),
     ] = None,
     data_dir: DataDir = None,
-    scope: Scope = "local",
+    scope: Annotated[
+        str,
+        typer.Option(
+            help="local: each input by its nearest training points; global: one map through all "
+            "training points, continuous and certified everywhere."
+        ),
+    ] = "local",
     neighbors: Annotated[
-        int, typer.Option(help="K, the training points an answer rests on; local scope.")
+        int, typer.Option(help="K, the number of training points per prediction; local scope.")
     ] = 10,
     smoothness: Annotated[
         float | None,
         typer.Option(
-            help="L, by which the map may stretch; by default 2, in global scope the least that "
-            "all training points allow."
+            help="L, the Lipschitz constant of the map; by default 2, in global scope the least "
+            "that all training points allow."
         ),
     ] = None,
     strong_convexity: Annotated[float, typer.Option(help="l, may be negative.")] = 0.0,
@@ -65,31 +69,29 @@ def defend(
         ),
     ] = None,
     max_smoothness: Annotated[
-        float | None, typer.Option(help="No L above this; contradicting neighbors are left out.")
+        float | None, typer.Option(help="Largest L; contradicting neighbors are left out.")
     ] = None,
-    spares: Annotated[
-        int, typer.Option(help="Further neighbors that stand in for those left out.")
-    ] = 0,
+    spares: Annotated[int, typer.Option(help="Further neighbors that replace those left out.")] = 0,
     bank_dtype: Annotated[
         str, typer.Option(help="float32, or float16 or bfloat16 for half the size.")
     ] = "float32",
     per_class: Annotated[
-        int | None, typer.Option(help="Keep so many random training points of each class only.")
+        int | None, typer.Option(help="Use only this many random training points of each class.")
     ] = None,
-    seed: Annotated[int, seed_option("Of the points --per-class keeps.")] = 0,
+    seed: Annotated[int, seed_option("Seed of the points that --per-class draws.")] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Build the bank of training points, test the model, and save it.
 
-    Answers are interpolated from the nearest training points, by a map that
-    stretches by L at most. Where neighbors contradict that, L is raised for
-    that row alone, and told. In global scope one map through all training
-    points answers every input; those that contradict L are left out, and told.
+    Predictions are interpolated from the nearest training points by a map with
+    Lipschitz constant L. Where neighbors contradict that, L is raised for that row
+    alone and reported. In global scope one map through all training points answers
+    every input; points that contradict L are left out and reported.
 
     Example: otad defend digits-net --out digits-model
 
-    Example: otad defend digits-net --out one-map --scope global
+    Example: otad defend digits-net --out global-model --scope global
 
     Example: otad defend net wine.csv --out model --neighbors 15 --smoothness 1.5
     """
@@ -100,7 +102,7 @@ def defend(
         max_smoothness=max_smoothness,
         spares=spares,
     )
-    trained = read_net(net_dir)
+    trained = TrainedNet.read(net_dir)
     before = DataChoice.from_json(trained.about["data"]["choice"])
     choice = DataChoice(data or before.data, before.seed, before.options)
     refuse_overwriting(out, choice.path_from(data_dir))
@@ -159,35 +161,22 @@ def build_model(
     net = trained.net.to(check_device(device))
     with bars(passing=True) as shown:
         bank = shown.add_task("building the bank", total=None)
-        sweeps = shown.add_task(
-            "integrating it, sweeps", total=None, visible=options.get("scope") == "global"
-        )
+        sweeps = shown.add_task("integrating it, sweeps", total=None, visible=False)
         return building.defend(
             net,
             x,
             y,
             bank_dtype=dtype,
             progress=lambda done, total: shown.update(bank, completed=done, total=total),
-            sweep_progress=lambda sweep, rise: shown.advance(sweeps),
+            sweep_progress=lambda sweep, rise: shown.update(sweeps, advance=1, visible=True),
             **options,
         )
 
 
 def scope_record(model: OTAD) -> dict[str, Any]:
-    """How answers are found, in plain JSON: in global scope with the account of the potential."""
+    """The scope, and the potential of a global map, in plain JSON."""
     described = model.answerer.describe()
     return {name: described[name] for name in ("scope", "potential") if name in described}
-
-
-def scope_facts(model: OTAD) -> dict[str, str]:
-    """The same in words."""
-    facts = {"scope": model.answerer.summary(model.n_neighbors)}
-    if (potential := model.potential) is not None:
-        left_out = potential.left_out.tolist()
-        rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
-        told = f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none"
-        facts["left out"] = told
-    return facts
 
 
 def model_notes(about: dict[str, Any], dataset: Dataset, assessment: Assessment) -> dict[str, Any]:
@@ -202,15 +191,17 @@ def model_notes(about: dict[str, Any], dataset: Dataset, assessment: Assessment)
 
 def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
     record = assessment.to_dict()
-    status = ", ".join(f"{count} {name}" for name, count in record["status"].items())
     facts = {
         f"{assessment.metric} of the net": f"{assessment.scores[NET]:.4f}",
         f"{assessment.metric} of OTAD": f"{assessment.scores[DEFENDED]:.4f}",
-        **scope_facts(model),
-        "test rows": status,
+        "scope": model.answerer.summary(model.n_neighbors),
+        "test rows": describe_counts(record["status"]),
     }
-    if model.scope == "global":
-        return facts
+    if (potential := model.potential) is not None:
+        left_out = potential.left_out.tolist()
+        rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
+        reported = f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none"
+        return facts | {"left out": reported}
     return facts | {
         "L raised": f"{assessment.share_raised:.1%} of the test rows",
         "L used": _spread(record["smoothness"]),
@@ -222,15 +213,11 @@ def _spread(distribution: dict[str, float | None] | None) -> str:
     if distribution is None:
         return "none"
     marks = {"median": "median", "quantile_90": "90%", "most": "most"}
-    values = {mark: distribution[name] for name, mark in marks.items()}
-    return ", ".join(
-        f"{mark} {'infinite' if value is None else format(value, '.3g')}"
-        for mark, value in values.items()
-    )
+    return describe_quantiles({mark: distribution[name] for name, mark in marks.items()}, digits=3)
 
 
 def _check_fit(net: dict[str, Any], data: dict[str, Any]) -> None:
-    """The net must mean by its inputs and outputs what the data does."""
+    """Inputs and outputs of the net must mean the same as in the data."""
     for name in ("task", "input_shape", "classes", "feature_names"):
         if net[name] != data[name]:
             raise InputError(

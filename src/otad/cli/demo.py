@@ -12,15 +12,13 @@ import torch
 import typer
 
 from otad.attacks import L2
-from otad.cli.attack_bar import attack_bar
-from otad.cli.console import remark, show
-from otad.cli.data_choice import DataChoice, describe_data
+from otad.cli.console import attack_bar, remark, show
 from otad.cli.defend import build_model, model_notes, scope_record
 from otad.cli.demo_scopes import defend_globally, map_of_points
 from otad.cli.inputs import open_inputs
-from otad.cli.net_files import TrainedNet, write_net
 from otad.cli.options import AsJson, seed_option
 from otad.cli.predict import write_predictions
+from otad.cli.sources import DataChoice, TrainedNet, describe_data
 from otad.cli.train import train_net, training_record
 from otad.data import Dataset
 from otad.evaluate import Evaluation, evaluate
@@ -74,7 +72,7 @@ def demo(
     remark(f"training on {len(dataset.train_x)} digits, with and without the energy term")
     net, result = train_net(dataset, config, blocks=BLOCKS, progress=True)
     trained = TrainedNet(net, about)
-    write_net(out / "net", trained, training_record(net, result, config, about))
+    trained.write(out / "net", training_record(net, result, config, about))
     rough, _ = train_net(dataset, replace(config, energy_weight=0.0), blocks=BLOCKS, progress=True)
 
     remark("building the bank of training points and testing")
@@ -89,7 +87,8 @@ def demo(
 
     remark("predicting and explaining")
     model = defense.load(out / "model")  # what was saved is what is shown
-    predictions = write_predictions(model, open_inputs(model, "test"), out / "predictions.csv")
+    rows = open_inputs(model, "test")
+    predictions = write_predictions(model, rows, dataset.test_y, out / "predictions.csv", 1000)
     explanations = explain(model, dataset.test_x, classes=dataset.classes)
     truths = [dataset.classes[label] for label in dataset.test_y.tolist()]
     cost = measure_cost(model, dataset.test_x, card.parent)

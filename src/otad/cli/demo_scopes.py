@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from otad.attacks import L2, Attack
-from otad.cli.attack_bar import attack_bar
+from otad.cli.console import attack_bar
 from otad.cli.defend import build_model, model_notes
-from otad.cli.net_files import TrainedNet
+from otad.cli.sources import TrainedNet
 from otad.data import Dataset
 from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.suite import suite

@@ -1,4 +1,4 @@
-"""`otad evaluate`: the worst case over many attacks, proofs beneath it, flags beside it."""
+"""`otad evaluate`: the worst case over many attacks, certificates, and checks of the attacks."""
 
 from __future__ import annotations
 
@@ -9,45 +9,43 @@ from typing import Annotated
 import typer
 
 from otad.checks import check_choice
-from otad.cli.attack import describe_score
-from otad.cli.attack_bar import attack_bar
-from otad.cli.certify import MetricLipschitz
-from otad.cli.console import show
-from otad.cli.examples import Rows, Targets, class_names_of, open_examples
-from otad.cli.inputs import training_inputs
+from otad.cli.console import attack_bar, describe_score, show
+from otad.cli.inputs import class_names_of, open_examples
 from otad.cli.options import (
     AsJson,
+    BatchSize,
     DataDir,
     Device,
     EmbeddingLipschitz,
-    Input,
-    ModelDir,
-    check_device,
-    seed_option,
-)
-from otad.cli.outputs import files_of, refuse_overwriting
-from otad.cli.threat import (
     Immutable,
+    Input,
+    MetricLipschitz,
+    ModelDir,
     Norm,
+    Rows,
     Scale,
+    Targets,
     Unit,
+    check_device,
     radius_text,
     read_radii,
+    seed_option,
     threat_to,
 )
+from otad.cli.sources import files_of, refuse_overwriting, training_inputs
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
 from otad.io.codec import to_plain
-from otad.model import otad as defense
+from otad.model import otad as models
 
 
 def evaluate(
     model_dir: ModelDir,
     input: Input,
     eps: Annotated[
-        str, typer.Option(help="How far an input may be moved: one radius, or several: 0.5,1,2.")
+        str, typer.Option(help="How far an input may be changed: one radius, or several: 0.5,1,2.")
     ],
     headline: Annotated[
         float | None,
@@ -68,43 +66,43 @@ def evaluate(
         bool,
         typer.Option(
             "--all-rows",
-            help="Every attack on every row, also those broken already: dearer, but the attacks "
-            "can be compared.",
+            help="Run every attack on every row, even on those already broken: more expensive, but "
+            "the attacks can be compared.",
         ),
     ] = False,
     spare_proved: Annotated[
         list[str] | None,
         typer.Option(
-            help="Do not run this attack on rows whose certificate reaches as far as the radius: "
-            "nothing can break those. Repeatable."
+            help="Skip this attack on rows whose certificate covers the radius: no attack can "
+            "break those. Repeatable."
         ),
     ] = None,
     no_flags: Annotated[
         bool,
         typer.Option(
             "--no-flags",
-            help="Leave out the checks whether the attacks were too weak. That no attack refutes "
-            "a certificate is always checked.",
+            help="Skip the checks for attacks that are too weak. Whether an attack refutes a "
+            "certificate is always checked.",
         ),
     ] = False,
     embedding_lipschitz: EmbeddingLipschitz = None,
     metric_lipschitz: MetricLipschitz = None,
     targets: Targets = None,
     rows: Rows = None,
-    seed: Annotated[int, seed_option("Of the attacks, and of the rows --rows draws.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for what it finds.", file_okay=False)] = Path(
+    seed: Annotated[int, seed_option("Seed of the attacks, and of the rows --rows draws.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)] = Path(
         "evaluation"
     ),
-    batch_size: Annotated[int, typer.Option(help="Rows at a time.", min=1)] = 250,
+    batch_size: BatchSize = 250,
     data_dir: DataDir = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Attack a model by all means, prove what can be proved, and write a report.
+    """Attack a model by a suite of attacks, certify it, and write a report.
 
     The headline is the share of rows that are right and that no attack breaks.
-    Finished batches are kept in --out: after an interruption, the same command
-    goes on. Leaves evaluation.json, report.html and report.md.
+    Finished batches are stored in --out: after an interruption, the same command
+    resumes. Writes evaluation.json, report.html and report.md.
 
     Exit code 1 means that an attack refuted a certificate, which is a bug.
 
@@ -119,7 +117,7 @@ def evaluate(
     if headline is not None and headline not in radii:
         raise InputError(f"headline: expected one of --eps {eps}, got {headline:g}")
     check_choice(suite, "suite", tuple(PRESETS))
-    model = defense.load(model_dir, device=str(check_device(device)))
+    model = models.load(model_dir, device=str(check_device(device)))
     refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
     threat = threat_to(
         model,
@@ -130,7 +128,7 @@ def evaluate(
         scale=scale,
     )
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
-    x, y, train_x = examples.x, examples.answers, training_inputs(model, data_dir)
+    x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir)
     with attack_bar(of_values=y.is_floating_point()) as progress:
         evaluation = evaluate_model(
             model,
@@ -177,7 +175,7 @@ def evaluate(
 
 
 def _record(evaluation: Evaluation) -> dict[str, object]:
-    """The gist of the record, which is written whole to its own file."""
+    """A summary of the record, which is written to its own file."""
     found: dict[str, object] = {
         "task": evaluation.task,
         "rows": evaluation.n,
@@ -219,10 +217,10 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
         mark = " (headline)" if eps == evaluation.headline_eps else ""
         if evaluation.task == "regression":
             worst = statistics.fmean(evaluation.worst_errors(eps))
-            facts[f"worst |f - y| at {radius}{mark}"] = f"{worst:.4g} in the mean"
+            facts[f"worst |f - y| at {radius}{mark}"] = f"{worst:.4g} on average"
             if mark and evaluation.certificate is not None:
                 bound = statistics.fmean(evaluation.certificate.worst_errors)
-                facts[f"certified |f - y| at {radius}"] = f"at most {bound:.4g} in the mean"
+                facts[f"certified |f - y| at {radius}"] = f"at most {bound:.4g} on average"
             continue
         facts[f"worst case at {radius}{mark}"] = describe_score(evaluation.worst_case(eps))
         if (proved := evaluation.certified_accuracy(eps)) is not None:

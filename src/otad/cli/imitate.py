@@ -1,4 +1,4 @@
-"""`otad imitate`: from a model to one whose solver is a network (OTAD-T-NN)."""
+"""`otad imitate`: replace the solver of a model by a network (OTAD-T-NN)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from torch import Tensor
 
 from otad.cip.surrogate import CipNetConfig
 from otad.cli.console import progress_bar, remark, show
-from otad.cli.inputs import data_card, open_inputs
-from otad.cli.options import AsJson, DataDir, Device, ModelDir, check_device, seed_option
-from otad.cli.outputs import refuse_overwriting
+from otad.cli.inputs import open_inputs
+from otad.cli.options import (
+    TRAINING,
+    AsJson,
+    DataDir,
+    Device,
+    ModelDir,
+    check_device,
+    given,
+    panel_option,
+    seed_option,
+)
+from otad.cli.sources import data_card, refuse_overwriting
 from otad.errors import InputError
-from otad.model import otad as defense
+from otad.model import otad as models
 from otad.model.folder import refuse_foreign_card
 from otad.model.imitation import Imitation, fresh_net, recipe_for
 from otad.model.imitation import imitate as imitate_model
@@ -23,8 +33,8 @@ from otad.model.otad import OTAD
 from otad.report.assessment import DEFENDED, NET, Assessment, assess
 
 
-def _training(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel="Network and training")
+def _training(help: str, *names: str) -> Any:
+    return panel_option(TRAINING, help, *names)
 
 
 def imitate(
@@ -34,7 +44,7 @@ def imitate(
         typer.Option(help="Folder for the new model and its checkpoints.", file_okay=False),
     ],
     data_dir: DataDir = None,
-    seed: Annotated[int, seed_option("Of weights and order of the lessons.")] = 0,
+    seed: Annotated[int, seed_option("Seed of the weights and of the order of the points.")] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
     width: Annotated[
@@ -56,36 +66,34 @@ def imitate(
     ] = None,
     mixed_precision: Annotated[
         bool | None,
-        typer.Option(
+        _training(
+            "Compute layers in bfloat16.  [default: on a GPU]",
             "--mixed-precision/--full-precision",
-            help="Compute layers in bfloat16.  [default: on a GPU]",
-            rich_help_panel="Network and training",
         ),
     ] = None,
     held_out: Annotated[
-        int, _training("Random points of the bank to measure the error on instead.")
+        int, _training("Random points of the bank on which to measure the error instead.")
     ] = 0,
     cached: Annotated[
         bool,
-        typer.Option(
+        _training(
+            "Solve each problem once and store its weights, or every time it comes up.",
             "--solve-once/--solve-anew",
-            help="Solve each lesson once and keep its weights, or whenever it comes up.",
-            rich_help_panel="Network and training",
         ),
     ] = True,
     save_seconds: Annotated[
-        float, _training("Save at most that often; a checkpoint is three times the network.")
+        float, _training("Seconds between checkpoints, each three times the size of the network.")
     ] = 60.0,
     max_seconds: Annotated[
-        float | None, _training("Stop in time; the same command goes on from there.")
+        float | None, _training("Stop in time; the same command resumes the training.")
     ] = None,
 ) -> None:
-    """Train a network in the place of a model's solver, test both, and save the new model.
+    """Train a network to replace a model's solver, test both, and save the new model.
 
     The network (CIP-net) learns the exact answers to the model's own training
     points, each among its neighbors other than itself. It proves nothing, gives
     no weights and no certificates, and is not always the faster of the two. After
-    an interruption, the same command goes on.
+    an interruption, the same command resumes.
 
     Example: otad imitate digits-model --out digits-nn
 
@@ -93,20 +101,19 @@ def imitate(
     """
     refuse_overwriting(out, model_dir)
     refuse_foreign_card(out)
-    model = defense.load(model_dir, device=str(check_device(device)))
-    changes = {
+    model = models.load(model_dir, device=str(check_device(device)))
+    changes: dict[str, Any] = {
         "epochs": epochs,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "mixed_precision": mixed_precision,
         "seed": seed,
     }
-    given: dict[str, Any] = {k: value for k, value in changes.items() if value is not None}
     if epochs is not None:
-        given["warmup"] = min(recipe_for(model).warmup, epochs / 2)
-    config = replace(recipe_for(model), **given)
+        changes["warmup"] = min(recipe_for(model).warmup, epochs / 2)
+    config = replace(recipe_for(model), **given(changes))
     net = fresh_net(model, width=width, blocks=blocks, heads=heads, readout=readout, seed=seed)
-    test_part = _test_part(model, data_dir)  # what is missing is told before the training
+    test_part = _test_part(model, data_dir)  # reports what is missing before the training
     imitation = imitate_model(
         model,
         config,
@@ -123,7 +130,7 @@ def imitate(
     if not imitation.result.finished:
         done = len(imitation.result.history)
         title = f"Out of time after epoch {done} of {config.epochs}"
-        show(record, as_json, title=title, facts={"next": "the same command goes on"})
+        show(record, as_json, title=title, facts={"next": "the same command resumes"})
         return
     tested = None if test_part is None else _test(model, imitation.model, *test_part)
     notes = {"imitation": record}
@@ -141,7 +148,7 @@ def imitate(
 
 
 def imitation_record(imitation: Imitation, config: CipNetConfig, alpha: float) -> dict[str, Any]:
-    """All about the training, in plain JSON."""
+    """The training, in plain JSON."""
     history = imitation.result.history
     return {
         "alpha": alpha,
@@ -153,8 +160,8 @@ def imitation_record(imitation: Imitation, config: CipNetConfig, alpha: float) -
 
 
 def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | None:
-    """Inputs and targets of the test part of a model's data. The training does without, so where
-    they are not at hand, the new model is not tested, and that is told."""
+    """Inputs and targets of the test part of a model's data. The training does not need them; where
+    they are not available, the new model is not tested, and a note says so."""
     if not data_card(model):
         remark("note: the model names no data, so it is not tested")
         return None
@@ -163,7 +170,8 @@ def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | No
     except InputError as error:
         remark(f"note: the new model will not be tested: {error}")
         return None
-    return None if rows.targets is None else (rows.read(slice(0, len(rows))), rows.targets)
+    targets = rows.targets(None)
+    return None if targets is None else (rows.read(slice(0, len(rows))), targets)
 
 
 def _test(exact: OTAD, estimated: OTAD, x: Tensor, y: Tensor) -> tuple[Assessment, Assessment]:
@@ -189,4 +197,4 @@ def _facts(imitation: Imitation, tested: tuple[Assessment, Assessment] | None) -
         agreed = (exact.predictions == estimated.predictions).double().mean()
         facts["same answers"] = f"{float(agreed):.1%} of {len(exact)} test rows"
     each = (f"{1000 * one.seconds / len(one):.3g} ms" for one in tested)
-    return facts | {"time a row": "{} by the solver, {} by CIP-net".format(*each)}
+    return facts | {"time per row": "{} by the solver, {} by CIP-net".format(*each)}

@@ -1,4 +1,4 @@
-"""The command `otad`. Each command is the function of its own name in its own module."""
+"""The command `otad`. Each command is a function in a module of its own name."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from otad.errors import OtadError
 # takes seconds, so a module is imported only when its command runs.
 COMMANDS = {
     "demo": "Train, defend, attack and certify on handwritten digits, and write a report.",
-    "train": "Train a residual network whose blocks move the data as little as they must.",
+    "train": "Train a residual network whose blocks move the data as little as possible.",
     "defend": "Build the bank of training points, test the model, and save it.",
-    "imitate": "Train a network in the place of a model's solver, test both, and save the new "
-    "model.",
-    "predict": "Predict every row of an input, and tell what each prediction rests on.",
+    "imitate": "Train a network to replace a model's solver, test both, and save the new model.",
+    "predict": "Predict every row of an input, and report what each prediction rests on.",
     "explain": "Show the training points a prediction rests on, with weight, label and distance.",
-    "attack": "Attack a model once, and tell how many of its answers stand.",
-    "certify": "Prove how far each input can be moved in l2 without changing its answer.",
-    "evaluate": "Attack a model by all means, prove what can be proved, and write a report.",
-    "reproduce": "Repeat published tables, with the published figure beside ours.",
+    "attack": "Run one attack on a model, and report how many of its predictions remain right.",
+    "certify": "Prove how far each input can change in l2 without changing its prediction.",
+    "evaluate": "Attack a model by a suite of attacks, certify it, and write a report.",
+    "reproduce": "Reproduce published tables, with the published figures beside ours.",
 }
 
 
@@ -50,8 +49,9 @@ class _Commands(TyperGroup):
 
 def load_command(name: str) -> Any:
     """The command itself, from its module."""
+    module = import_module(f"otad.cli.{'predict' if name == 'explain' else name}")
     alone = typer.Typer(add_completion=False)
-    alone.command(name)(getattr(import_module(f"otad.cli.{name}"), name))
+    alone.command(name)(getattr(module, name))
     return typer.main.get_command(alone)
 
 

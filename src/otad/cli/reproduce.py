@@ -1,4 +1,4 @@
-"""`otad reproduce`: recorded experiments, repeated by one command."""
+"""`otad reproduce`: recorded experiments, run again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="NAME...",
-            help=f"Experiments, {ALL!r}, or paths of your own .toml; none lists them.",
+            help=f"Experiments, {ALL!r}, or paths of your own .toml; without any, lists them.",
         ),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; else OTAD_DATA.")
+        Path | None, typer.Option(help="Folder of the data sets, by default the one in OTAD_DATA.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for records.", file_okay=False)] = Path(
@@ -36,15 +36,15 @@ def reproduce(
         typer.Option(help="Folder for nets and finished parts; by default --out/.work."),
     ] = None,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Processes at once; what measures speed still runs alone.")
+        int, typer.Option(min=1, help="Processes at once; measurements of speed still run alone.")
     ] = 1,
     max_seconds: Annotated[
         float | None,
-        typer.Option(help="Stop a training that would last longer; the same command goes on."),
+        typer.Option(help="Stop a training that takes longer; the same command resumes it."),
     ] = None,
     seed: Annotated[int, seed_option("Seed of training and draws.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small data: tries the machinery, gives no result.")
+        bool, typer.Option("--quick", help="Small data: a test run without meaningful results.")
     ] = False,
     page: Annotated[
         Path | None, typer.Option(help="Then render all records of --out to this Markdown page.")
@@ -53,10 +53,10 @@ def reproduce(
         bool, typer.Option("--json", help="Print the record as JSON, several as a list.")
     ] = False,
 ) -> None:
-    """Repeat published tables, with the published figure beside ours.
+    """Reproduce published tables, with the published figures beside ours.
 
-    Trained nets and finished parts are kept: a killed run goes on where it stopped, and experiments
-    share what they have in common.
+    Trained nets and finished parts are stored: a killed run resumes, and experiments share the
+    parts they have in common.
 
     Example: otad reproduce mnist --data-dir data --device cuda --page docs/results.md
     """

@@ -10,21 +10,36 @@ import typer
 
 from otad import training
 from otad.cli.console import show
-from otad.cli.data_choice import DataChoice, describe_data
-from otad.cli.net_files import NET_FILE, RECORD_FILE, TrainedNet, write_net
-from otad.cli.options import READING, AsJson, DataDir, Device, check_device, seed_option
-from otad.cli.outputs import refuse_overwriting
+from otad.cli.options import (
+    READING,
+    TRAINING,
+    AsJson,
+    DataDir,
+    Device,
+    check_device,
+    given,
+    panel_option,
+    seed_option,
+)
+from otad.cli.sources import (
+    NET_FILE,
+    RECORD_FILE,
+    DataChoice,
+    TrainedNet,
+    describe_data,
+    refuse_overwriting,
+)
 from otad.data import Dataset, Standardizer, split
 from otad.nets import Backbone
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 
 
-def _reading(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel=READING)
+def _reading(help: str, *names: str, **more: Any) -> Any:
+    return panel_option(READING, help, *names, **more)
 
 
 def _training(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel="Network and training")
+    return panel_option(TRAINING, help)
 
 
 def train(
@@ -33,19 +48,21 @@ def train(
         typer.Argument(
             metavar="DATA",
             help="A registered name (digits, mnist, red_wine, ...), or the path of a CSV, NPZ or "
-            ".h5ad file or of an image folder with one subfolder a class.",
+            ".h5ad file or of an image folder with one subfolder per class.",
         ),
     ],
     out: Annotated[
         Path, typer.Option(help="Folder for the net and its checkpoints.", file_okay=False)
     ],
-    seed: Annotated[int, seed_option("Of split, weights and order of the rows.")] = 0,
+    seed: Annotated[
+        int, seed_option("Seed of the split, the weights and the order of the rows.")
+    ] = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
     data_dir: DataDir = None,
     target: Annotated[str | None, _reading("CSV: the column to predict.")] = None,
     task: Annotated[
-        str | None, _reading("CSV: classification or regression. NPZ: overrules the type of y.")
+        str | None, _reading("CSV: classification or regression. NPZ: overrides the type of y.")
     ] = None,
     features: Annotated[
         list[str] | None, _reading("CSV: a column to learn from. Repeatable.  [default: all]")
@@ -55,16 +72,15 @@ def train(
         list[str] | None, _reading(".h5ad: leave out cells with this label. Repeatable.")
     ] = None,
     genes: Annotated[
-        int | None, _reading(".h5ad: keep this many genes, those that vary most.")
+        int | None, _reading(".h5ad: use this many genes, those of largest variance.")
     ] = None,
     normalize: Annotated[
         bool | None,
-        typer.Option(
+        _reading(
+            ".h5ad: divide counts by the total of their cell and take logarithms; not for values "
+            "that are already normalized.  [default: --normalize]",
             "--normalize/--no-normalize",
-            help=".h5ad: divide counts by their cell's total and take logarithms; not for values "
-            "that are normalized already.  [default: --normalize]",
             show_default=False,
-            rich_help_panel=READING,
         ),
     ] = None,
     size: Annotated[int | None, _reading("Images: side length to resize and crop to.")] = None,
@@ -97,23 +113,23 @@ def train(
         float | None, _training("As the optimizer defines it.  [fc: 0.0005]")
     ] = None,
     max_seconds: Annotated[
-        float | None, _training("Stop in time; the same command goes on from there.")
+        float | None, _training("Stop in time; the same command resumes the training.")
     ] = None,
     validation: Annotated[
-        float, _training("Share of the train part to watch the training by.")
+        float, _training("Share of the train part held out for validation.")
     ] = 0.0,
 ) -> None:
-    """Train a residual network whose blocks move the data as little as they must.
+    """Train a residual network whose blocks move the data as little as possible.
 
     Minimizes loss + alpha * transport energy; inputs are standardized inside the
-    net. Every epoch is saved: after an interruption, the same command goes on.
-    A vision transformer wants --net vit --recipe vit_cifar10, and a GPU.
+    net. Every epoch is saved: after an interruption, the same command resumes.
+    A vision transformer needs --net vit --recipe vit_cifar10, and a GPU.
 
     Example: otad train digits --out digits-net
 
     Example: otad train wine.csv --target quality --task regression --out net
     """
-    given = {
+    reading = {
         "target": target,
         "task": task,
         "features": features,
@@ -125,7 +141,7 @@ def train(
         "resize": resize,
         "test_fraction": test_fraction,
     }
-    choice = DataChoice(data, seed, _given(given))
+    choice = DataChoice(data, seed, given(reading))
     refuse_overwriting(out, choice.path_from(data_dir))
     changes: dict[str, Any] = {
         "epochs": epochs,
@@ -137,7 +153,7 @@ def train(
     }
     if epochs is not None:  # a short training is not all warm-up
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
-    config = training.recipe(recipe, **_given(changes), seed=seed, device=device)
+    config = training.recipe(recipe, **given(changes), seed=seed, device=device)
     check_device(device)
     shape = {"blocks": blocks, "hidden": hidden, "patch": patch, "width": width, "heads": heads}
     dataset = choice.load(data_dir)
@@ -145,7 +161,7 @@ def train(
         dataset,
         config,
         kind=net,
-        **_given(shape),
+        **given(shape),
         validation=validation,
         checkpoint_dir=out,
         max_seconds=max_seconds,
@@ -156,9 +172,9 @@ def train(
     if not result.finished:
         done = {"epochs_done": len(result.history), "epochs": config.epochs}
         title = f"Out of time after epoch {len(result.history)} of {config.epochs}"
-        show(record | done, as_json, title=title, facts={"next": "the same command goes on"})
+        show(record | done, as_json, title=title, facts={"next": "the same command resumes"})
         return
-    write_net(out, TrainedNet(trained, about), record)
+    TrainedNet(trained, about).write(out, record)
     show(
         record | {"net": str(out / NET_FILE)},
         as_json,
@@ -171,10 +187,6 @@ def train(
             "next": f"otad defend {out} --out MODEL_DIR",
         },
     )
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value not in (None, [])}
 
 
 def train_net(
@@ -220,7 +232,7 @@ def training_record(
     about: dict[str, Any],
     validation: float = 0.0,
 ) -> dict[str, Any]:
-    """All about a training, in plain JSON."""
+    """A training, in plain JSON."""
     last = result.final
     final = {"loss": last.loss, "energy": last.energy, f"train_{result.metric}": last.train_score}
     if last.val_score is not None:

@@ -16,6 +16,7 @@ from otad.checks import check_choice, check_shape, check_tensor
 from otad.errors import InputError
 
 Task = Literal["classification", "regression"]
+TASKS = ("classification", "regression")
 
 
 def refuse_repeats(names: Iterable[str], where: str) -> None:
@@ -56,7 +57,7 @@ class Dataset:
     preparation: Preparation | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_choice(self.task, "task", ("classification", "regression"))
+        check_choice(self.task, "task", TASKS)
         if self.task == "classification" and len(self.classes) < 2:
             raise InputError(f"{self.name}: expected two classes or more, got {self.classes}")
         if self.task == "regression" and self.classes:

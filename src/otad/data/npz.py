@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.data.dataset import Dataset, Task
+from otad.checks import check_choice
+from otad.data.dataset import TASKS, Dataset, Task
 from otad.data.preprocess import class_names, encode_labels
 from otad.data.registry import find_first
 from otad.data.splits import split_rows
@@ -38,6 +39,7 @@ def load_npz(
     x, y = as_inputs(arrays["x"], path, "x"), arrays["y"]
     if task is None:
         task = "regression" if y.dtype.kind == "f" else "classification"
+    check_choice(task, "task", TASKS)
     classes = () if task == "regression" else class_names(_texts(y, path, "y"))
     targets = _as_targets(y, path, "y", classes)
     if len(x) != len(targets):

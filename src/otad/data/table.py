@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from otad.data.dataset import Dataset, Task
+from otad.checks import check_choice
+from otad.data.dataset import TASKS, Dataset, Task
 from otad.data.preprocess import class_names, encode_labels
 from otad.data.registry import find_first
 from otad.data.splits import split_rows
@@ -108,7 +109,7 @@ def load_csv(
     if not features or target in features:
         raise InputError(f"{path}: expected feature columns besides the target {target!r}")
     classes: tuple[str, ...] = ()
-    if task == "regression":
+    if check_choice(task, "task", TASKS) == "regression":
         y = table.numbers([target]).flatten()
     else:
         labels = table.texts(target)

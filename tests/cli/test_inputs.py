@@ -12,7 +12,7 @@ from cli.small import BODY, Terminal
 from PIL import Image
 
 import otad
-from otad.cli.examples import open_examples
+from otad.cli.inputs import open_examples
 from otad.errors import InputError
 
 
@@ -48,17 +48,17 @@ def test_a_table_has_its_answers_in_the_column_trained_on(workshop: Path, body: 
     rows = read_body(workshop, 6)
     expected = torch.tensor([float(row["progression"]) for row in rows])
     write_csv("whole.csv", rows, ["progression", *BODY])
-    assert torch.equal(open_examples(body, "whole.csv").answers, expected)
+    assert torch.equal(open_examples(body, "whole.csv").targets, expected)
     for row in rows:
         row["later"] = str(2 * float(row["progression"]))
     write_csv("later.csv", rows, [*BODY, "later"])
     assert open_examples(body, "later.csv").y is None
     found = open_examples(body, "later.csv", targets="later")
-    assert torch.equal(found.answers, 2 * expected)
+    assert torch.equal(found.targets, 2 * expected)
     with pytest.raises(InputError, match="no column 'never'"):
         open_examples(body, "later.csv", targets="never")
     write_csv("answers.csv", rows, ["progression"])
-    assert torch.equal(open_examples(body, "later.csv", targets="answers.csv").answers, expected)
+    assert torch.equal(open_examples(body, "later.csv", targets="answers.csv").targets, expected)
     write_csv("short.csv", rows[:5], ["progression"])
     with pytest.raises(InputError, match="one for each of the 6 rows, got 5"):
         open_examples(body, "later.csv", targets="short.csv")
@@ -81,7 +81,7 @@ def test_an_archive_has_its_answers_in_y(workshop: Path, digits: otad.OTAD) -> N
         ("other.npz", "label"),
         ("alone.npz", "numbers.npz"),
     ):
-        assert open_examples(digits, source, targets=targets).answers.tolist() == y.tolist()
+        assert open_examples(digits, source, targets=targets).targets.tolist() == y.tolist()
     assert open_examples(digits, "alone.npz").y is None
     np.savez("strange.npz", x=x, y=y + 7)
     with pytest.raises(InputError, match=r"unknown label '1[0-9]' in row \d, expected one of 0, 1"):
@@ -101,13 +101,13 @@ def test_an_image_has_its_answer_in_its_folder(workshop: Path, digits: otad.OTAD
             image.save(folder / f"{number}.png")
     found = open_examples(digits, "sorted")
     assert [name.partition("/")[0] for name in found.names] == list(
-        map(str, found.answers.tolist())
+        map(str, found.targets.tolist())
     )
     assert open_examples(digits, "flat").y is None
     assert open_examples(digits, "named").y is None
     np.savez("answers.npz", y=whole["y"][:6])
     found = open_examples(digits, "flat", targets="answers.npz")
-    assert found.answers.tolist() == whole["y"][:6].tolist()
+    assert found.targets.tolist() == whole["y"][:6].tolist()
     with pytest.raises(InputError, match="expected a CSV or NPZ file for images, got 'y'"):
         open_examples(digits, "flat", targets="y")
 
@@ -118,13 +118,13 @@ def test_rows_keep_their_names_inputs_and_answers(digits: otad.OTAD) -> None:
     places = [int(name) for name in some.names]
     assert len(some) == 9
     assert torch.equal(some.x, whole.x[places])
-    assert torch.equal(some.answers, whole.answers[places])
+    assert torch.equal(some.targets, whole.targets[places])
 
 
 def test_a_command_that_needs_answers_says_so(terminal: Terminal, workshop: Path) -> None:
     write_csv("new.csv", read_body(workshop, 3), list(BODY))
     message = terminal.refuse("attack", workshop / "body-model", "new.csv", "--eps", 1)
-    assert "new.csv: expected inputs with their right answers, got inputs only" in message
+    assert "new.csv: expected inputs with targets, got inputs only" in message
     assert "--targets" in message
 
 
@@ -141,16 +141,16 @@ def test_cells_have_their_answers_in_the_obs_column(terminal: Terminal) -> None:
     terminal.succeed("train", "cells.h5ad", "--label", "kind", "--out", "net", "--epochs", 2)
     terminal.succeed("defend", "net", "--out", "model")
     model = otad.load("model")
-    assert open_examples(model, "cells.h5ad").answers.tolist() == kinds.tolist()
+    assert open_examples(model, "cells.h5ad").targets.tolist() == kinds.tolist()
     found = open_examples(model, "cells.h5ad", targets="again", rows=7)
     reverse = kinds[::-1][[int(name) for name in found.names]]
-    assert found.answers.tolist() == reverse.tolist()
+    assert found.targets.tolist() == reverse.tolist()
     del cells.obs["kind"]
     cells.write_h5ad("unknown.h5ad")
     assert open_examples(model, "unknown.h5ad").y is None
     terminal.succeed("certify", "model", "unknown.h5ad")
     message = terminal.refuse("attack", "model", "unknown.h5ad", "--eps", 1)
-    assert "expected inputs with their right answers, got inputs only" in message
+    assert "expected inputs with targets, got inputs only" in message
     with pytest.raises(InputError, match="no obs column 'kind', expected one of again"):
         open_examples(model, "unknown.h5ad", targets="kind")
 

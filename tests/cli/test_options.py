@@ -9,7 +9,7 @@ import torch
 
 import otad
 from otad.attacks import L2, Linf
-from otad.cli.threat import read_radii, threat_to
+from otad.cli.options import read_radii, threat_to
 from otad.errors import InputError
 
 

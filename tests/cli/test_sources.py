@@ -13,7 +13,7 @@ from cli.small import BODY, Terminal, write_body
 from PIL import Image
 
 import otad
-from otad.cli.outputs import refuse_overwriting
+from otad.cli.sources import refuse_overwriting
 from otad.errors import InputError
 
 REFUSED = "out: expected another place than that of an input, got "

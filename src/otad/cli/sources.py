@@ -1,0 +1,224 @@
+"""What commands work on: data as the user names it, trained nets; and that none is overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otad import data
+from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
+from otad.data import Dataset
+from otad.data.registry import find_first
+from otad.errors import InputError
+from otad.io.files import replacing
+from otad.io.tensor_files import read_tensors, write_tensors
+from otad.model.folder import CARD
+from otad.model.otad import OTAD
+from otad.nets import Backbone, build
+
+NET_FILE = "net.safetensors"
+RECORD_FILE = "training.json"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of data on disk: its reader, and the options that the reader needs and accepts."""
+
+    title: str
+    read: Callable[..., Dataset]
+    needs: tuple[str, ...] = ()
+    accepts: tuple[str, ...] = ()
+
+
+_CSV = _Kind("a CSV file", data.load_csv, ("target", "task"), ("features",))
+_FOLDER = _Kind("an image folder", data.load_image_folder, ("size",), ("resize",))
+_KINDS = {
+    ".csv": _CSV,
+    ".tsv": _CSV,
+    ".h5ad": _Kind("an AnnData file", data.load_h5ad, ("label",), ("drop", "genes", "normalize")),
+    ".npz": _Kind("an NPZ file", data.load_npz, (), ("task",)),
+}
+_RELATIVE = (
+    "relative paths start from the current folder or from --data-dir, and those that a net or a "
+    "model notes from the folder it was made in"
+)
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """A data set as the user named it, and the options for reading it.
+
+    `data` is a registered name or a path. `options` are those given: target, task, features, label,
+    drop, genes, normalize, size, resize, test_fraction. An option that has no meaning for the data
+    is refused.
+    """
+
+    data: str
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def path_from(self, data_dir: Path | None) -> Path | None:
+        """Its path, or None for a registered name. A relative path that does not exist here is
+        taken relative to `data_dir`."""
+        places = self._places(data_dir)
+        return next((path for path in places if path.exists()), places[0] if places else None)
+
+    def _places(self, data_dir: Path | None) -> list[Path]:
+        if self.data.lower().replace("-", "_") in (name.lower() for name in data.names()):
+            return []
+        path = Path(self.data)
+        return list(dict.fromkeys((path, path if data_dir is None else data_dir / path)))
+
+    def load(self, data_dir: Path | None = None) -> Dataset:
+        """Read it. `data_dir` is the folder of the registered sets (None: that in OTAD_DATA) and of
+        relative paths."""
+        path = self.path_from(data_dir)
+        if path is None:
+            return data.load(self.data, data_dir, seed=self.seed, **self.options)
+        kind = _FOLDER if path.is_dir() else _KINDS.get(path.suffix.lower())
+        if kind is None:
+            raise InputError(
+                f"data: expected a registered name ({', '.join(data.names())}) or the path of an "
+                f"image folder or of a file that ends in {', '.join(_KINDS)}, got {self.data!r}"
+                f"{'' if path.exists() else f', which does not exist: {_RELATIVE}'}"
+            )
+        for name in kind.needs:
+            if name not in self.options:
+                raise InputError(f"{path}: {_flag(name)} is needed to read {kind.title}")
+        for name in self.options:
+            if name not in (*kind.needs, *kind.accepts, "test_fraction"):
+                raise InputError(f"{path}: {_flag(name)} has no meaning for {kind.title}")
+        find_first(self._places(data_dir), kind.title.partition(" ")[2], _RELATIVE)
+        return kind.read(path, seed=self.seed, **self.options)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"data": self.data, "seed": self.seed, "options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> DataChoice:
+        return cls(record["data"], record["seed"], record["options"])
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
+    """What a net or a model stores about its data, in plain JSON."""
+    return {
+        "data": {
+            "name": dataset.name,
+            "source": dataset.source,
+            "fingerprint": dataset.fingerprint(),
+            "train_rows": len(dataset.train_x),
+            "test_rows": len(dataset.test_x),
+            "choice": choice.to_json(),
+        },
+        "task": dataset.task,
+        "input_shape": list(dataset.input_shape),
+        "bounds": None if dataset.bounds is None else list(dataset.bounds),
+        "classes": list(dataset.classes),
+        "feature_names": None if dataset.feature_names is None else list(dataset.feature_names),
+    }
+
+
+def data_card(model: OTAD) -> dict[str, Any]:
+    """What `otad defend` stored about the data; empty for a model saved from Python."""
+    card = model.notes.get("data")
+    return card if isinstance(card, dict) and "choice" in card else {}
+
+
+def bank_part(
+    dataset: Dataset, per_class: int | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the train part that the bank is made of: all of them, or `per_class`
+    random ones of each class."""
+    x, y = dataset.train_x, dataset.train_y
+    if per_class is None:
+        return x, y
+    if dataset.task == "regression":
+        raise InputError("per_class: expected only for data with classes, got a regression")
+    rows = data.subset_per_class(y, per_class, torch.Generator().manual_seed(seed))
+    return x[rows], y[rows]
+
+
+def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
+    """The inputs of the bank where the bank itself does not have them, from the data the model was
+    made of. None where that data is not available."""
+    card = data_card(model)
+    if knows_inputs(model, None) or not card:
+        return None
+    try:
+        dataset = DataChoice.from_json(card["choice"]).load(data_dir)
+        return check_training_inputs(model, bank_part(dataset, **card.get("kept", {}))[0])
+    except InputError:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedNet:
+    """A net and what it stores about its data (see `describe_data`)."""
+
+    net: Backbone
+    about: dict[str, Any]
+
+    def write(self, folder: Path, record: Mapping[str, Any]) -> None:
+        """The net with its config, and the record of its training."""
+        header = {"config": self.net.config(), "about": self.about}
+        write_tensors(folder / NET_FILE, self.net.state_dict(), header)
+        with replacing(folder / RECORD_FILE) as partial:
+            text = json.dumps(record, indent=2, allow_nan=False)
+            partial.write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def read(folder: Path) -> TrainedNet:
+        path = folder / NET_FILE
+        if not path.is_file():
+            raise InputError(
+                f"{folder}: expected a folder written by `otad train`, got no {NET_FILE}"
+            )
+        tensors, header = read_tensors(path)
+        try:
+            net, about = build(header["config"]), dict(header["about"])
+            net.load_state_dict(tensors)
+        except (KeyError, RuntimeError) as error:
+            raise InputError(f"{path}: expected a net with its config, got: {error}") from error
+        return TrainedNet(net.eval(), about)
+
+
+def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
+    """Refuses an `out` that is one of the inputs, or is in an input folder of images, which would
+    be read differently afterwards. The word test, None and names of columns are not files."""
+    if out is None:
+        return
+    for given in inputs:
+        if given in (None, "test") or not os.path.exists(given):
+            continue
+        if out.exists() and out.samefile(given):
+            raise InputError(
+                f"out: expected another place than that of an input, got {out}, "
+                f"which would overwrite {given}"
+            )
+        is_model = (Path(given) / CARD).is_file()  # its folder may contain other files
+        if not is_model and Path(given).resolve() in out.resolve().parents:
+            raise InputError(
+                f"out: expected another place than the folder of an input, got {out}, "
+                f"which would be read as part of {given}"
+            )
+
+
+def files_of(model: OTAD, model_dir: Path, data_dir: Path | None) -> Iterator[Path]:
+    """The files of a model, and the user's own files that it was made from."""
+    yield model_dir / CARD
+    yield from model_dir.glob("*.safetensors")
+    if card := data_card(model):
+        path = DataChoice.from_json(card["choice"]).path_from(data_dir)
+        if path is not None:
+            yield path
