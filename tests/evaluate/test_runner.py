@@ -348,7 +348,7 @@ def test_otad_is_compared_with_its_relatives_and_accounts_for_its_solver() -> No
     assert record.solver is not None
     solved = float((trace.solution.status == Status.SOLVED).double().mean())
     assert record.solver.statuses["solved"] == pytest.approx(solved)
-    assert record.solver.smoothness[0] == pytest.approx(float(trace.solution.smoothness.min()))
+    assert record.solver.smoothness.least == pytest.approx(float(trace.solution.smoothness.min()))
     assert record.solver.residual is not None
     assert record.solver.residual < 1e-5
 
@@ -467,6 +467,24 @@ def test_wrong_examples_are_refused() -> None:
     otad, points, labels = two_sides()
     with pytest.raises(InputError, match="threat: expected bounds within"):
         evaluate(otad, points, labels, L2(0.1, bounds=(-2.0, 1.0)), attacks=["pgd"])
+
+
+def test_a_record_with_quantiles_of_the_curvature_alone_is_read(tmp_path: Path) -> None:
+    model, x, y = two_sides()
+    record = evaluate(model, x, y, L2(0.1), attacks=[Wander()], flags=False, folder=tmp_path)
+    path = tmp_path / "evaluation.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    whole = content["solver"].pop("smoothness")
+    for used in ([1.5, 1.5, 1.6, 2.0, 2.5], []):
+        content["solver"]["smoothness"] = used
+        path.write_text(json.dumps(content), encoding="utf-8")
+        solver = Evaluation.read(path).solver
+        assert solver is not None
+        found = solver.smoothness
+        assert (found is None) == (not used)
+        if found is not None:
+            assert [found.least, found.median, found.most] == [1.5, 1.5, 2.5]
+            assert found.count == record.n == whole["count"]
 
 
 def test_a_record_of_another_kind_is_refused(tmp_path: Path) -> None:

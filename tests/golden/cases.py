@@ -72,6 +72,14 @@ def net_of_command(folder: Path) -> nn.Module:
     return TrainedNet.read(folder).net
 
 
+def smoothness_of(record: Evaluation) -> tuple[float, ...]:
+    """Quantiles of the L that was used."""
+    used = record.solver.smoothness
+    if used is None:
+        return ()
+    return (used.least, used.median, used.quantile_90, used.quantile_99, used.most)
+
+
 def evaluation_of_file(path: Path) -> Evaluation:
     return Evaluation.read(path)
 
@@ -612,7 +620,7 @@ def evaluation_answers(record: Evaluation) -> Arrays:
     if record.solver is not None:
         found["solver/statuses"] = list(record.solver.statuses)
         found["solver/shares"] = list(record.solver.statuses.values())
-        found["solver/smoothness"] = record.solver.smoothness
+        found["solver/smoothness"] = smoothness_of(record)
     return {f"evaluation/{name}": as_array(value) for name, value in found.items()}
 
 

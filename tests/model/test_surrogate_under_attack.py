@@ -90,7 +90,7 @@ def test_an_evaluation_says_what_a_net_has(model: OTAD, tmp_path) -> None:
     )  # fmt: skip
     assert found.solver is not None
     assert found.solver.statuses["estimated"] == 1.0
-    assert (found.solver.smoothness, found.solver.residual) == ((), None)
+    assert (found.solver.smoothness, found.solver.residual) == (None, None)
     assert found.solver.changed_by_potential is None
     assert found.certificate is None
     assert "certificate" in found.missing

@@ -21,6 +21,7 @@ from otad.evaluate.records import (
     SolverRecord,
 )
 from otad.io.environment import Environment
+from otad.model.diagnostics import Distribution
 from otad.report.adversarial import Adversarial
 from otad.report.page import Report
 from otad.report.robustness import evaluation_report
@@ -108,7 +109,7 @@ def by_hand() -> Evaluation:
         flags=FLAGS,
         solver=SolverRecord(
             statuses={"solved": 0.9, "raised": 0.1},
-            smoothness=(2.0, 2.0, 2.4, 3.1, 3.3),
+            smoothness=Distribution(10, 2.2, 2.0, 2.0, 2.4, 3.1, 3.3),
             residual=4e-8,
             changed_by_potential=0.1,
         ),

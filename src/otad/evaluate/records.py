@@ -12,6 +12,7 @@ from typing import Any
 from otad.errors import InputError
 from otad.io.codec import from_plain, read_json, to_plain, write_json
 from otad.io.environment import Environment
+from otad.model.account import SolverAccount
 from otad.scores import Score, share_score
 
 FORMAT = "otad-evaluation-1"
@@ -82,19 +83,8 @@ class Flag:
     advice: str
 
 
-@dataclass(frozen=True)
-class SolverRecord:
-    """How the defended model came to its clean answers.
-
-    `statuses`: share of rows by status; `smoothness`: least, median, 90 %, 99 % and largest L used;
-    `residual`: the largest, graded in float64; `changed_by_potential`: share of predictions that
-    differ between the two extreme potentials (None in regression).
-    """
-
-    statuses: dict[str, float]
-    smoothness: tuple[float, ...]
-    residual: float | None
-    changed_by_potential: float | None
+SolverRecord = SolverAccount
+QUANTILES = ("least", "median", "quantile_90", "quantile_99", "most")
 
 
 @dataclass(frozen=True)
@@ -124,7 +114,7 @@ class Evaluation:
     attacks: tuple[AttackRecord, ...]
     certificate: CertificateRecord | None
     flags: tuple[Flag, ...]
-    solver: SolverRecord | None
+    solver: SolverAccount | None
     seconds: float
     missing: dict[str, str] = field(default_factory=dict)
     spared_proved: tuple[str, ...] = ()
@@ -206,5 +196,11 @@ class Evaluation:
         kind = content.get("format") if isinstance(content, dict) else None
         if kind != FORMAT:
             raise InputError(f"{path}: expected an evaluation of format {FORMAT}, got {kind}")
+        solver = content.get("solver") or {}
+        if isinstance(used := solver.get("smoothness"), list):  # quantiles alone, in older files
+            whole = {"count": content["n"], "mean": "nan"} | dict(
+                zip(QUANTILES, used, strict=False)
+            )
+            solver["smoothness"] = whole if used else None
         record: Evaluation = from_plain(Evaluation, content, path.name)
         return record

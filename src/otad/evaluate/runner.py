@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from otad.attacks import Attack, LpBall
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_choice, check_count
-from otad.cip import Status
 from otad.errors import InputError
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
 from otad.evaluate.flags import FlagContext, remark_flag
-from otad.evaluate.identity import MAJORITY, MEAN_FEATURE, NET, kind_of
+from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
 from otad.evaluate.model_flags import (
     batch_independence,
     finite_differences,
@@ -29,7 +28,7 @@ from otad.evaluate.model_flags import (
 )
 from otad.evaluate.planted import planted_example
 from otad.evaluate.protocol import Attacked, Progress
-from otad.evaluate.records import Evaluation, SolverRecord
+from otad.evaluate.records import Evaluation
 from otad.evaluate.strength_flags import (
     large_eps,
     more_eps,
@@ -39,13 +38,8 @@ from otad.evaluate.strength_flags import (
 )
 from otad.evaluate.suite import backbone_of, defended_of, named_attacks, suite
 from otad.io.environment import Environment
-from otad.model.diagnostics import (
-    Distribution,
-    changed_by_potential,
-    chooses_potential,
-    residual_of,
-)
-from otad.model.otad import OTAD, Trace
+from otad.model.account import AccountBuilder, SolverAccount
+from otad.model.otad import OTAD
 from otad.scores import Score, score_of
 
 CHECKS = (
@@ -183,25 +177,23 @@ def evaluate(
 @torch.no_grad()
 def _clean(
     model: nn.Module, x: Tensor, y: Tensor, batch_size: int
-) -> tuple[dict[str, Score], SolverRecord | None]:
+) -> tuple[dict[str, Score], SolverAccount | None]:
     """Scores without attack of the model, of the network inside it and of k-NN with its bank; and
     how an OTAD model found its answers."""
-    models = {kind_of(model): model}
+    models: dict[str, Callable[[Tensor], Tensor]] = {kind_of(model): model}
     backbone = backbone_of(model)
     if backbone is not None and backbone is not model:
         models[NET] = backbone
     account = None
     if isinstance(model, OTAD):
+        account = AccountBuilder(model, potentials=True)
         models |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
-        account = _SolverAccount(model)
-    outputs: dict[str, list[Tensor]] = {name: [] for name in models}
-    for inputs in x.split(batch_size):
-        for name, one in models.items():
-            accounted = account if one is model else None
-            answers = one(inputs) if accounted is None else accounted.add(inputs).outputs
-            outputs[name].append(answers.cpu())
-    scores = {name: score_of(torch.cat(parts), y.cpu()) for name, parts in outputs.items()}
-    return scores, None if account is None else account.record()
+        models[DEFENDED] = lambda batch: account.add(batch).outputs
+    scores = {}
+    for name, answer in models.items():
+        outputs = torch.cat([answer(batch).cpu() for batch in x.split(batch_size)])
+        scores[name] = score_of(outputs, y.cpu())
+    return scores, None if account is None else account.account()
 
 
 def _prepared(
@@ -270,40 +262,3 @@ def _check_skipped(
     if names and (y.is_floating_point() or not certificate):
         why = "a regression, where nothing is broken" if certificate else "certificate=False"
         raise InputError(f"spare_proved: expected none with {why}, got {', '.join(names)}")
-
-
-class _SolverAccount:
-    """Gathers, batch by batch, what a `SolverRecord` says."""
-
-    def __init__(self, model: OTAD) -> None:
-        self.model = model
-        self.status: list[Tensor] = []
-        self.smoothness: list[Tensor] = []
-        self.residual: list[Tensor] = []
-        self.changed: list[Tensor] = []
-
-    def add(self, x: Tensor) -> Trace:
-        model = self.model
-        trace = model.trace(x)
-        embedded, solution = model.backbone.embed(x), trace.solution
-        exact = solution.status < int(Status.ESTIMATED)
-        self.status.append(solution.status.cpu())
-        self.smoothness.append(solution.smoothness.cpu())
-        self.residual.append(residual_of(model, embedded, trace)[exact].cpu())
-        if chooses_potential(model):
-            self.changed.append(changed_by_potential(model, embedded, trace.neighbors).cpu())
-        return trace
-
-    def record(self) -> SolverRecord:
-        status, residual = torch.cat(self.status), torch.cat(self.residual)
-        used = Distribution.of(torch.cat(self.smoothness))
-        shares = {one.name.lower(): float((status == one).double().mean()) for one in Status}
-        marks = ("least", "median", "quantile_90", "quantile_99", "most")
-        return SolverRecord(
-            statuses=shares,
-            smoothness=() if used is None else tuple(getattr(used, mark) for mark in marks),
-            residual=float(residual.max()) if len(residual) else None,
-            changed_by_potential=(
-                float(torch.cat(self.changed).double().mean()) if self.changed else None
-            ),
-        )

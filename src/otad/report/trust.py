@@ -39,9 +39,10 @@ def solver_section(evaluation: Evaluation) -> Section | None:
         if share > 0
     ]
     tables: list[Block] = [Table(("status", "share"), rows)]
-    if solver.smoothness:  # none where a network estimates the answers
-        used = ("L used", *(f"{value:.3g}" for value in solver.smoothness))
-        tables.append(Table(("", *QUANTILES), [used]))
+    if (used := solver.smoothness) is not None:  # none where a network estimates the answers
+        marks = used.least, used.median, used.quantile_90, used.quantile_99, used.most
+        row = ("L used", *(f"{value:.3g}" for value in marks))
+        tables.append(Table(("", *QUANTILES), [row]))
     graded = "No row has a solution to grade"
     if solver.residual is not None:
         graded = (
