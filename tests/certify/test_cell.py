@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from certify.small import plane_model, queries
 
-from otad.certify.bisectors import Surroundings
+from otad.certify.bisectors import BankBisectors
 from otad.certify.cell import cell_radius, steady_map
-from otad.certify.embedding import reach_of
+from otad.certify.input_reach import reach_of
 from otad.certify.votes import Votes
 from otad.cip import CipProblem, ExactCip, Status
 from otad.model.otad import OTAD
@@ -49,12 +49,12 @@ def test_who_is_left_out_does_depend_on_the_query() -> None:
     assert differing > 0
 
 
-def parts(model: OTAD, x: torch.Tensor) -> tuple[Surroundings, torch.Tensor, torch.Tensor]:
-    """Surroundings, neighbors, and up to where the map is known to be steady."""
+def parts(model: OTAD, x: torch.Tensor) -> tuple[BankBisectors, torch.Tensor, torch.Tensor]:
+    """Bisectors, neighbors, and up to where the map is known to be steady."""
     reach = reach_of(model.backbone, None, None)
     embedded, trace = model.backbone.embed(x), model.trace(x)
     steady = steady_map(model, trace, embedded, Votes(model, reach))
-    around = Surroundings(embedded.double(), model.bank_inputs, reach.stretch)
+    around = BankBisectors(embedded.double(), model.bank_inputs, reach.stretch)
     return around, trace.neighbors.indices, steady.reach
 
 

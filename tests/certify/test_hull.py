@@ -7,11 +7,9 @@ import pytest
 import torch
 from certify.small import distance_to, plane_model, queries
 
-from otad.certify import bisectors as surroundings
-from otad.certify import certify, hull, search
-from otad.certify.bisectors import Surroundings
-from otad.certify.halfspaces import joint_distance
-from otad.certify.hull import Entrance
+from otad.certify import bisectors, certify, hull
+from otad.certify.bisectors import BankBisectors
+from otad.certify.hull import Entrance, joint_distance
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
 
@@ -85,9 +83,9 @@ def test_small_blocks_and_little_memory_change_nothing(monkeypatch: pytest.Monke
     x = queries(model, 25, 6)
     whole = certify(model, x)
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(search, "FIRST_BLOCK", 2)
-    monkeypatch.setattr(search, "LARGEST_BLOCK", 5)
-    monkeypatch.setattr(surroundings, "BYTES", 2**10)
+    monkeypatch.setattr(bisectors, "FIRST_BLOCK", 2)
+    monkeypatch.setattr(bisectors, "LARGEST_BLOCK", 5)
+    monkeypatch.setattr(bisectors, "BYTES", 2**10)
     parts = certify(model, x, batch_size=7, progress=lambda done, total: told.append((done, total)))
     assert torch.allclose(parts.radius, whole.radius, rtol=1e-9)
     assert parts.rules == whole.rules
@@ -100,10 +98,10 @@ def test_pruning_leaves_nothing_out() -> None:
     x = queries(model, 20, 8)
     found = certify(model, x)
     embedded = model.backbone.embed(x).double()
-    around = Surroundings(embedded, model.bank_inputs, torch.ones(2, dtype=torch.float64))
+    around = BankBisectors(embedded, model.bank_inputs, torch.ones(2, dtype=torch.float64))
     every = torch.arange(150).expand(20, 150)
     limit = torch.full((20,), torch.inf, dtype=torch.float64)
-    entry = Entrance.of(around, 2)(torch.arange(20), every, limit)
+    entry = Entrance(around, 2)(torch.arange(20), every, limit)
     head = model.backbone.head
     votes = (model.bank_features @ head.weight.T + head.bias).argmax(1)
     entry[votes == found.prediction[:, None]] = torch.inf
@@ -122,8 +120,8 @@ def test_far_from_the_origin_the_nearest_are_still_the_rivals() -> None:
     for away in (0.0, 2.0**20):
         points = (bank.double() * 2**20).round() / 2**20 + away
         queries = (place.double() * 2**20).round() / 2**20 + away
-        around = Surroundings(queries, points, stretch)
-        found.append(Entrance.of(around, 3)(torch.arange(20), every, limit))
+        around = BankBisectors(queries, points, stretch)
+        found.append(Entrance(around, 3)(torch.arange(20), every, limit))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
 
 

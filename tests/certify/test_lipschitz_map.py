@@ -21,7 +21,7 @@ from otad.attacks import L2, Linf
 from otad.attacks.adaptive import Straight
 from otad.attacks.pgd import Pgd
 from otad.certify import certify, certify_values
-from otad.certify.embedding import Reach
+from otad.certify.input_reach import Reach
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.cip import Status
 from otad.cip.whole_bank.lifted_potential import lifted_potential

@@ -227,11 +227,9 @@ def test_what_is_not_known_is_refused_or_stated() -> None:
     )
     assert torch.allclose(certify(model, x, metric_lipschitz=100.0).radius, stated.radius / 2)
     known = image_model()
-    with pytest.raises(InputError, match="LipschitzMetric knows its own constant"):
+    with pytest.raises(InputError, match=r"metric_lipschitz.*LipschitzMetric.*1\.0"):
         certify(known, x, metric_lipschitz=1.0)
-    with pytest.raises(
-        InputError, match="metric_lipschitz: expected None, as neighbors are sought"
-    ):
+    with pytest.raises(InputError, match=r"metric_lipschitz: expected None.*1\.0"):
         certify(plane_model(0), torch.zeros(1, 2), metric_lipschitz=1.0)
     known.metric.train()
     with pytest.raises(InputError, match="expected evaluation mode"):

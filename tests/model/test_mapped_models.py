@@ -16,7 +16,7 @@ from torch import Tensor
 
 from otad.certify import certify, certify_values
 from otad.certify.cell import steady_map
-from otad.certify.embedding import reach_of
+from otad.certify.input_reach import reach_of
 from otad.certify.lipschitz_map import LipschitzMap
 from otad.certify.votes import Votes
 from otad.cip.surrogate import leave_one_out

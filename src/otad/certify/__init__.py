@@ -9,8 +9,7 @@ from otad.certify.attention import (
     vit_block_lipschitz,
 )
 from otad.certify.certificate import Certificate, Interval
-from otad.certify.classes import certify
-from otad.certify.values import certify_values
+from otad.certify.certification import certify, certify_values
 
 __all__ = [
     "Certificate",

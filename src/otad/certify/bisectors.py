@@ -1,4 +1,4 @@
-"""Queries among the points of the bank: who can come before whom, and from where on.
+"""Bisectors between bank points: from where on one is closer to the query than another.
 
 For a query e, bank points i and j at distances d_i and d_j, and a move of the query by stretch * u,
 
@@ -10,18 +10,24 @@ distance of their bisector.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from otad.certify.halfspaces import TINY
 from otad.cip.whole_bank.pairs import middle_of
 from otad.io.mapped_rows import block_of, gathered
 
 ROUNDING = 1e-9
 """Relative error allowed for float64 sums; those of a million terms stay below it."""
 BYTES = 2**29  # of working memory
+TINY = 1e-300  # makes 0 / 0 a 0
+FIRST_BLOCK, LARGEST_BLOCK = 32, 1024  # bank points of a query measured at once
+
+Measure = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rows (r,) of a batch, bank points (r,T) of each, the least found for each row (r,) -> a quantity
+(r,T) for each of these points, which need not be exact where it exceeds the least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +43,9 @@ class Rivals:
 
 @dataclass(frozen=True, eq=False)
 class Bisectors:
-    """Bank points i (r,T) against their queries' rivals j, rounded so that leads are too small.
-
-    `distances` (r,T,J) b_ij, -inf for j = i; `leads` (r,T,J) d_i^2 - d_j^2; `products` (r,T,J)
-    <a_i, a_j> and `squares` (r,T) |a_i|^2 with a = stretch (x - e).
-    """
+    """Bank points i (r,T) against the rivals j of their queries, rounded so that leads are too
+    small: `distances` (r,T,J) b_ij, -inf for j = i; `leads` (r,T,J) d_i^2 - d_j^2; `products`
+    (r,T,J) <a_i, a_j> and `squares` (r,T) |a_i|^2 with a = stretch (x - e)."""
 
     distances: Tensor
     leads: Tensor
@@ -49,14 +53,13 @@ class Bisectors:
     squares: Tensor
 
 
-class Surroundings:
-    """A batch of queries (B,d) in float64 before the bank (N,d), wherever that is kept: embedded,
-    or keys of a metric. `distance_floor` (B,N): no bank point is closer than this.
-    """
+class BankBisectors:
+    """Those of queries (B,m) in float64 and a bank (N,m), in memory or mapped: keys of a metric, or
+    embedded inputs. `distance_floor` (B,N): no bank point is closer than this."""
 
-    def __init__(self, embedded: Tensor, inputs: Tensor, stretch: Tensor) -> None:
-        self.embedded = embedded
-        self.inputs = inputs
+    def __init__(self, queries: Tensor, points: Tensor, stretch: Tensor) -> None:
+        self.queries = queries
+        self.points = points
         self.stretch = stretch
         self.distance_floor = self._distance_floor()
 
@@ -79,11 +82,7 @@ class Surroundings:
         offsets.mul_(self.stretch)
         return Rivals(indices, offsets, offsets @ offsets.mT, squares)
 
-    def rows_at_once(self, width: int) -> int:
-        """How many rows of `width` bank points `bisectors` can take."""
-        return max(1, BYTES // (24 * width * self.embedded.shape[1]))
-
-    def bisectors(self, rows: Tensor, indices: Tensor, rivals: Rivals) -> Bisectors:
+    def against(self, rivals: Rivals, rows: Tensor, indices: Tensor) -> Bisectors:
         """For the queries `rows` (r,) and bank points `indices` (r,T) of each."""
         offsets = self._offsets(rows, indices)
         own = _squares(offsets)[:, :, None]
@@ -99,23 +98,45 @@ class Surroundings:
         distances = (leads / (2 * gaps).clamp_min_(TINY)).masked_fill_(same, -torch.inf)
         return Bisectors(distances, leads, products, squares)
 
+    def least(self, floor: Tensor, start: Tensor, measure: Measure) -> Tensor:
+        """min(start, min over i of measure_i) (B,), for quantities that are at least floor_i (B,N).
+
+        Bank points are measured in the order of their floor, in growing blocks, until no floor is
+        below the least found. `floor` is overwritten.
+        """
+        best = start.clone()
+        rows = torch.arange(len(floor), device=floor.device)
+        block = FIRST_BLOCK
+        while len(rows):
+            width = min(block, floor.shape[1])
+            lowest, indices = floor[rows].topk(width, largest=False)
+            unsettled = lowest[:, 0] < best[rows]
+            rows, indices = rows[unsettled], indices[unsettled]
+            at_once = max(1, BYTES // (24 * width * self.queries.shape[1]))
+            for part, points in zip(rows.split(at_once), indices.split(at_once), strict=True):
+                least = measure(part, points, best[part]).amin(1)
+                best[part] = torch.minimum(best[part], least)
+            floor[rows[:, None], indices] = torch.inf
+            block = min(2 * block, LARGEST_BLOCK)
+        return best
+
     def _offsets(self, rows: Tensor | slice, indices: Tensor) -> Tensor:
-        """x_i - e (r,T,d)."""
-        points = gathered(self.inputs, indices, self.embedded.device).to(self.embedded)
-        return points.sub_(self.embedded[rows][:, None])
+        """x_i - e (r,T,m)."""
+        points = gathered(self.points, indices, self.queries.device).to(self.queries)
+        return points.sub_(self.queries[rows][:, None])
 
     def _distance_floor(self) -> Tensor:
-        """From one matrix product, lowered by what rounding may have added: about the middle of the
-        bank, as far from there that would be more than the distances."""
-        center = middle_of(self.inputs, self.embedded.device).to(self.embedded)
-        embedded = self.embedded - center
-        own = _squares(embedded)[:, None]
-        floor = embedded.new_empty(len(embedded), len(self.inputs))
-        step = max(1, BYTES // (64 * embedded.shape[1]))
-        for start in range(0, len(self.inputs), step):
-            points = block_of(self.inputs, start, start + step).to(embedded) - center
+        """From one matrix product, lowered by what rounding may have added. Taken from the middle
+        of the bank, as far from there rounding would exceed the distances."""
+        center = middle_of(self.points, self.queries.device).to(self.queries)
+        queries = self.queries - center
+        own = _squares(queries)[:, None]
+        floor = queries.new_empty(len(queries), len(self.points))
+        step = max(1, BYTES // (64 * queries.shape[1]))
+        for start in range(0, len(self.points), step):
+            points = block_of(self.points, start, start + step).to(queries) - center
             sizes = own + _squares(points)
-            product = torch.addmm(sizes, embedded, points.mT, alpha=-2)
+            product = torch.addmm(sizes, queries, points.mT, alpha=-2)
             floor[:, start : start + step] = product.sub_(sizes, alpha=ROUNDING)
         return floor.clamp_min_(0).sqrt_()
 

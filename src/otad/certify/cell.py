@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from otad.certify.bisectors import Surroundings
-from otad.certify.search import least_over_bank
+from otad.certify.bisectors import BankBisectors, queries_at_once
+from otad.certify.input_reach import InputReach
+from otad.certify.rules import Batch, Rule, register
 from otad.certify.votes import Votes
 from otad.cip import BankProblem, Status
 from otad.cip.local.potentials import Constraints, closure, has_positive_cycle
@@ -27,6 +28,54 @@ from otad.model.otad import OTAD, Trace
 # A query as far again from its neighbors has offsets and shifted images at most twice as long, so
 # products with 4 times the rounding error; both queries' errors and room for more make 8.
 TIGHTER = 8.0
+
+
+@register
+class Cell(Rule):
+    name = "cell"
+    if_used = (
+        "rule 'cell': the same neighbors give one Lipschitz map, as long as no rounding moves "
+        "their potentials by more than the solver's own error bound",
+    )
+
+    @classmethod
+    def applies(cls, reach: InputReach) -> bool:
+        return reach.embedded is not None
+
+    @staticmethod
+    def rows_at_once(model: OTAD) -> int:
+        dim = model.bank_inputs.shape[1]
+        return queries_at_once(len(model.bank_points), model.n_searched, dim)
+
+    def radius(self, batch: Batch, known: Tensor) -> Tensor:
+        """margin / (Lipschitz constant * |w_c - w_j| * Q) over all classes j, after what rounding
+        may take; no further than the neighbors stay the same."""
+        votes, steady = self.subject.votes, self._steady(batch)
+
+        def bound(rows: Tensor, lengths: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+            length = torch.linalg.vector_norm(rows, dim=1)
+            spread = steady.spread(length, votes, lengths, offsets)
+            return spread, steady.lipschitz * length * votes.longest
+
+        radius = votes.head.radius(batch.trace.outputs, batch.prediction, bound)
+        radius = torch.minimum(steady.reach, radius)
+        radius = torch.where(radius > known, radius, 0.0)  # elsewhere the cell is not searched
+        return cell_radius(batch.bisectors, batch.trace.neighbors.indices, radius)
+
+    def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
+        votes, steady = self.subject.votes, self._steady(batch)
+        limit = torch.minimum(steady.reach, 1.001 * reached)  # no need to search any further
+        same = cell_radius(batch.bisectors, batch.trace.neighbors.indices, limit) > reached
+        length, offset = votes.head.lengths[0], votes.head.offsets[0]
+        change = steady.lipschitz * length * votes.longest * reached
+        change += steady.spread(length, votes, length, offset)
+        change = torch.where(same, change, torch.inf)
+        value = batch.trace.outputs.double()
+        return value - change, value + change
+
+    def _steady(self, batch: Batch) -> SteadyMap:
+        subject = self.subject
+        return steady_map(subject.model, batch.trace, batch.query.embedded, subject.votes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +91,10 @@ class SteadyMap:
     drift: Tensor
     size: Tensor
 
-    def spread(self, length: Tensor, votes: Votes, weights: Tensor, offsets: Tensor) -> Tensor:
+    def spread(self, length: Tensor, votes: Votes, lengths: Tensor, offsets: Tensor) -> Tensor:
         """What rounding may add to the change of an output w.z + b with |w| = `length`, made of
-        outputs with lengths and offsets that sum to `weights` and `offsets`."""
-        rounding = 2 * votes.roundoff * (weights * self.size + offsets)
+        outputs with lengths and offsets that sum to `lengths` and `offsets`."""
+        rounding = 2 * votes.roundoff * (lengths * self.size + offsets)
         return length * self.drift + rounding
 
 
@@ -82,39 +131,19 @@ def _farthest(model: OTAD, trace: Trace, embedded: Tensor) -> Tensor:
     return farthest
 
 
-def cell_radius(surroundings: Surroundings, neighbors: Tensor, at_most: Tensor) -> Tensor:
+def cell_radius(bisectors: BankBisectors, neighbors: Tensor, at_most: Tensor) -> Tensor:
     """|u| (B,), no more than `at_most` (B,), within which the neighbors (B,K) stay the same set:
     the least b_ij over i outside it and j inside."""
     if not bool((at_most > 0).any()):
         return at_most
-    rivals = surroundings.rivals(neighbors)
-    floor = surroundings.entry_floor(rivals.squares.amax(1).sqrt())
+    rivals = bisectors.rivals(neighbors)
+    floor = bisectors.entry_floor(rivals.squares.amax(1).sqrt())
     floor.scatter_(1, neighbors, torch.inf)
 
     def passing(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
-        return surroundings.bisectors(rows, indices, rivals).distances.amin(2).clamp_min_(0)
+        return bisectors.against(rivals, rows, indices).distances.amin(2).clamp_min_(0)
 
-    return least_over_bank(floor, at_most, passing, surroundings.rows_at_once)
-
-
-def cell_rule(steady: SteadyMap, votes: Votes, outputs: Tensor, prediction: Tensor) -> Tensor:
-    """|u| (B,) within which a map that is steady keeps its prediction (B,): for every class j,
-    margin / (Lipschitz constant * |w_c - w_j| * Q) after what rounding may take."""
-    outputs = outputs.double()
-    radius = steady.reach
-    for rival in range(len(votes.weight)):
-        length = torch.linalg.vector_norm(votes.weight[prediction] - votes.weight[rival], dim=1)
-        margin = outputs.gather(1, prediction[:, None])[:, 0] - outputs[:, rival]
-        margin = margin - steady.spread(
-            length,
-            votes,
-            votes.lengths[prediction] + votes.lengths[rival],
-            votes.offsets[prediction] + votes.offsets[rival],
-        )
-        allowed = margin / (steady.lipschitz * length * votes.longest)
-        allowed = torch.where(margin > 0, allowed, 0.0)
-        radius = torch.where(prediction == rival, radius, torch.minimum(radius, allowed))
-    return radius
+    return bisectors.least(floor, at_most, passing)
 
 
 def _steadiness(problem: BankProblem) -> tuple[Tensor, Tensor]:

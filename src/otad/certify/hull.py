@@ -5,95 +5,148 @@ class. The radius is the least of these over the bank.
 
 Point i is one of the K neighbors only if fewer than K rivals are closer. Of K disjoint groups of
 rivals, one then has no member closer than i, so the query is in all half-spaces of that group:
-enter_i is at least the distance of the nearest of these K intersections. With one rival a group it
-would be the K-th largest b_ij; with more it is larger.
+enter_i is at least the distance of the nearest of these K intersections. With one rival per group
+it would be the K-th largest b_ij; with more it is larger.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from otad.certify.bisectors import ROUNDING, Bisectors, Rivals, Surroundings
-from otad.certify.halfspaces import joint_distance
-from otad.certify.search import least_over_bank
+from otad.certify.bisectors import ROUNDING, TINY, BankBisectors, Bisectors, queries_at_once
+from otad.certify.rules import PRECISION, Batch, Rule, register
+from otad.model.otad import OTAD
 
 GROUP = 4
 """Rivals in a group: 2 make radii about 4 % larger on MNIST, 4 about 5 %, more hardly anything."""
 SPARE = 30
 """Rivals to choose the groups from, beyond those they need."""
+SWEEPS = 8  # of coordinate ascent
 
 
-def rivals_of(sought: int, points: int) -> int:
-    """How many of the nearest bank points are held against each i."""
-    return min(points, GROUP * sought + SPARE)
-
-
-@dataclass(frozen=True, eq=False)
-class Entrance:
-    """When bank points become one of the `sought` neighbors, found by holding `rivals` against
-    them. Any rivals give a bound; the nearest give a good one."""
-
-    surroundings: Surroundings
-    rivals: Rivals
-    sought: int
+@register
+class Hull(Rule):
+    name = "hull"
 
     @staticmethod
-    def of(surroundings: Surroundings, sought: int) -> Entrance:
-        count = rivals_of(sought, len(surroundings.inputs))
-        return Entrance(surroundings, surroundings.nearest(count), sought)
+    def rows_at_once(model: OTAD) -> int:
+        points, dim = model.bank_points.shape
+        return queries_at_once(points, _count_rivals(model.n_searched, points), dim)
+
+    def assumptions(self) -> tuple[str, ...]:
+        found = (
+            "the answer is read by a linear head from a convex combination of the votes of the "
+            "neighbors found",
+            "neighbors are searched exactly, by l2 distance of embedded inputs or keys",
+            PRECISION,
+        )
+        if self.subject.model.answerer.always_answers:
+            return found
+        return (*found, "where the solver finds no solution it raises an error, without an answer")
+
+    def radius(self, batch: Batch, known: Tensor) -> Tensor:
+        bisectors, entrance = batch.bisectors, self._entrance(batch)
+        turning = self.subject.votes.turning(batch.query.embedded.double(), batch.prediction)
+        floor = torch.maximum(bisectors.entry_floor(_farthest(batch)), turning)
+
+        def harmful_from(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
+            return torch.maximum(entrance(rows, indices, below), turning[rows[:, None], indices])
+
+        return bisectors.least(floor, torch.full_like(known, torch.inf), harmful_from)
+
+    def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the largest vote of the bank points that can be neighbors. Taken in the
+        order of their votes, the first that can be one decides."""
+        bisectors, entrance = batch.bisectors, self._entrance(batch)
+        excluded = bisectors.entry_floor(_farthest(batch)) > reached[:, None]
+        low, high = self.subject.votes.range_of_values(batch.query.embedded.double(), reached)
+
+        def least(bound: Tensor) -> Tensor:
+            def bound_if_reached(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
+                outside = entrance(rows, indices, reached[rows]) > reached[rows][:, None]
+                return bound[rows[:, None], indices].masked_fill(outside, torch.inf)
+
+            floor = bound.masked_fill(excluded, torch.inf)
+            return bisectors.least(floor, torch.full_like(reached, torch.inf), bound_if_reached)
+
+        return least(low), -least(-high)
+
+    def _entrance(self, batch: Batch) -> Entrance:
+        return Entrance(batch.bisectors, self.subject.model.n_searched)
+
+
+def _farthest(batch: Batch) -> Tensor:
+    """The distance (B,) of the last of the neighbors found."""
+    return batch.trace.neighbors.distances[:, -1]
+
+
+def _count_rivals(searched: int, points: int) -> int:
+    """How many of the nearest bank points are compared with each i."""
+    return min(points, GROUP * searched + SPARE)
+
+
+class Entrance:
+    """When bank points become one of the `searched` neighbors, by comparison with rivals. Any
+    rivals give a bound; the nearest give a good one."""
+
+    def __init__(self, bisectors: BankBisectors, searched: int) -> None:
+        self.bisectors, self.searched = bisectors, searched
+        self.rivals = bisectors.nearest(_count_rivals(searched, len(bisectors.points)))
 
     def __call__(self, rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
         """|u| (r,T) before which bank points `indices` (r,T) are no neighbors of the queries `rows`
         (r,); 0 if they may be from the start. Where the K-th largest b_ij is not less than
         `below` (r,), that is enough."""
-        if self.sought >= self.rivals.indices.shape[1]:  # every point of the bank is a neighbor
+        if self.searched >= self.rivals.indices.shape[1]:  # every point of the bank is a neighbor
             return torch.zeros_like(indices, dtype=torch.float64)
-        bisectors = self.surroundings.bisectors(rows, indices, self.rivals)
-        entry = bisectors.distances.topk(self.sought, dim=2).values[:, :, -1]
+        found = self.bisectors.against(self.rivals, rows, indices)
+        entry = found.distances.topk(self.searched, dim=2).values[:, :, -1]
         place, point = (entry < below[:, None]).nonzero(as_tuple=True)
         if len(place):
-            joint = self._joint(bisectors, self.rivals.products[rows[place]], place, point)
+            joint = self._joint(found, self.rivals.products[rows[place]], place, point)
             entry[place, point] = torch.maximum(entry[place, point], joint)
         return entry.clamp_min_(0)
 
-    def _joint(
-        self, bisectors: Bisectors, products: Tensor, place: Tensor, point: Tensor
-    ) -> Tensor:
+    def _joint(self, found: Bisectors, products: Tensor, place: Tensor, point: Tensor) -> Tensor:
         """The nearest of the intersections (P,), for some of the pairs (query, bank point)."""
-        distances, cross = bisectors.distances[place, point], bisectors.products[place, point]
-        groups = _dealt(distances, self.sought)  # (P,K,m)
+        distances, cross = found.distances[place, point], found.products[place, point]
+        groups = _dealt(distances, self.searched)  # (P,K,m)
         first = distances.gather(1, groups[:, :, 0])
         pairs = torch.arange(len(groups), device=groups.device)[:, None, None]
-        own, cross = bisectors.squares[place, point], cross[pairs, groups]
+        own, cross = found.squares[place, point], cross[pairs, groups]
         others = products[pairs[..., None], groups[..., None], groups[:, :, None]]
         # <a_i - a_j, a_i - a_k>
         gram = own[:, None, None, None] - cross[..., None] - cross[:, :, None] + others
         sizes = own[:, None, None] + others.diagonal(dim1=2, dim2=3)
-        heights = bisectors.leads[place, point][pairs, groups] / 2
+        heights = found.leads[place, point][pairs, groups] / 2
         joint = joint_distance(gram, heights, sizes, ROUNDING)
         return torch.where(joint > first, joint, first).amin(1)
 
 
-def hull_radius(entrance: Entrance, turning: Tensor, farthest: Tensor) -> Tensor:
-    """|u| (B,) within which predictions cannot change. `turning` (B,N): from where on bank points
-    vote for another class; `farthest` (B,): the distance of the last of the neighbors found."""
-    surroundings = entrance.surroundings
-    floor = torch.maximum(surroundings.entry_floor(farthest), turning)
-
-    def harmful_from(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
-        return torch.maximum(entrance(rows, indices, below), turning[rows[:, None], indices])
-
-    start = torch.full_like(farthest, torch.inf)
-    return least_over_bank(floor, start, harmful_from, surroundings.rows_at_once)
-
-
 def _dealt(distances: Tensor, count: int) -> Tensor:
-    """The rivals (P,J) with the farthest bisectors dealt into `count` groups (P,count,m): the first
-    round in falling order, the next in rising order and so on, so that groups are alike."""
+    """The rivals (P,J) with the farthest bisectors in `count` groups (P,count,m): the first round
+    in falling order, the next in rising order and so on, so that groups are alike."""
     rounds = min(GROUP, distances.shape[1] // count)
     order = distances.topk(rounds * count, dim=1).indices.view(-1, rounds, count)
     order[:, 1::2] = order[:, 1::2].flip(2)
     return order.mT
+
+
+def joint_distance(gram: Tensor, heights: Tensor, sizes: Tensor, rounding: float) -> Tensor:
+    """A lower bound (...) of |u| over all u with <g_k, u> >= heights_k (...,m) for every k.
+
+    Any weights w >= 0 give one, as sum_k w_k heights_k <= |sum_k w_k g_k| |u|. They are found by a
+    few sweeps of coordinate ascent on w.heights - |sum_k w_k g_k|^2 / 2, whose optimum gives the
+    distance itself. `gram` (...,m,m) holds <g_j, g_k> up to the relative error `rounding` of
+    sqrt(sizes_j sizes_k), sizes (...,m).
+    """
+    gram = gram + torch.diag_embed(rounding * sizes + TINY)
+    weights = torch.zeros_like(heights)
+    for _ in range(SWEEPS):
+        for k in range(heights.shape[-1]):
+            miss = heights[..., k] - (gram[..., k, :] * weights).sum(-1)
+            weights[..., k] = (weights[..., k] + miss / gram[..., k, k]).clamp_min(0)
+    square = (weights * (gram @ weights[..., None])[..., 0]).sum(-1)
+    square += rounding * (weights * sizes.sqrt()).sum(-1).square()
+    return (weights * heights).sum(-1) / square.clamp_min(TINY).sqrt()

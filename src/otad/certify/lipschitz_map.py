@@ -1,4 +1,4 @@
-"""The Lipschitz rule: one map for the whole bank moves no feature further than its curvature lets.
+"""The Lipschitz rule: a global map moves no feature further than its curvature allows.
 
 With z~_i = z_i - l x_i and any numbers s_i, the map of a whole bank is T(e) = T~(e) + l e, with T~
 the gradient of
@@ -39,14 +39,16 @@ is (margin - a) / (slope(v) + b).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otad.certify.bisectors import ROUNDING
-from otad.certify.embedding import Reach
-from otad.certify.halfspaces import TINY
+from otad.certify.bisectors import ROUNDING, TINY
+from otad.certify.input_reach import Reach
+from otad.certify.rules import PRECISION, Batch, Rule, Subject, register
+from otad.certify.votes import Head
 from otad.cip import Status
 from otad.cip.whole_bank.map import GAP
 from otad.cip.whole_bank.pairs import Pairs
@@ -57,7 +59,43 @@ from otad.model.otad import OTAD, Trace
 
 UNIT = torch.finfo(torch.float64).eps / 2
 BYTES = 2**29  # of working memory
-PLACES = 16  # bank points a query holds at a time, about
+PLACES = 16  # bank points that a query uses at a time, about
+
+
+@register
+class Lipschitz(Rule):
+    name = "lipschitz"
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self.map = LipschitzMap(subject.model, subject.reach.keys)
+
+    @staticmethod
+    def rows_at_once(model: OTAD) -> int:
+        return max(1, BYTES // (8 * PLACES * model.bank_inputs.shape[1]))
+
+    def assumptions(self) -> tuple[str, ...]:
+        potential = self.subject.model.whole_bank.potential
+        high, low = potential.smoothness, potential.strong_convexity
+        off = math.sqrt(potential.modulus * potential.violation)
+        return (
+            "rule 'lipschitz': a linear head reads the gradient of one potential for the whole "
+            f"bank, whose curvature is in [{low:g}, {high:g}] whatever its levels are",
+            f"the levels violate the inequality of a pair by {potential.violation:.3g} at most: "
+            f"the map may be {off:.3g} off a bank point's feature, which the proof does not need",
+            f"each answer within the radius is found with a duality gap of at most {GAP:g} of its "
+            "terms, as its status 'solved' says; one without is not covered",
+            PRECISION,
+        )
+
+    def radius(self, batch: Batch, known: Tensor) -> Tensor:
+        radius: Tensor = self.map.radius(batch.trace, batch.query.embedded)
+        return radius
+
+    def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
+        value = batch.trace.outputs.double()
+        change = self.map.change(batch.trace, batch.query.embedded, reached)
+        return value - change, value + change
 
 
 class Spread(NamedTuple):
@@ -68,31 +106,25 @@ class Spread(NamedTuple):
 
 
 class LipschitzMap:
-    """The one map of a model of global scope, seen through its linear head. All in float64."""
+    """The global map of a model, read by its linear head. All in float64."""
 
     @torch.no_grad()
     def __init__(self, model: OTAD, reach: Reach) -> None:
-        potential, head = model.whole_bank.potential, model.backbone.head
+        potential, dtype = model.whole_bank.potential, model.backbone.head.weight.dtype
+        self.head = Head(model.backbone.head)
         bank = model.bank_inputs, model.bank_features
-        pairs = Pairs(*bank, potential.strong_convexity, head.weight.device)
+        pairs = Pairs(*bank, potential.strong_convexity, self.head.weight.device)
         lines = potential_lines(pairs, potential)
         self.reach = reach
         self.modulus = potential.modulus
         self.bend = potential.strong_convexity
         self.middle = abs(potential.smoothness + potential.strong_convexity) / 2
-        self.weight = head.matrix.double()
-        bias = self.weight.new_zeros(len(self.weight)) if head.bias is None else head.bias.double()
-        self.offsets = bias.abs()
-        self.lengths = torch.linalg.vector_norm(self.weight, dim=1)
-        self.read = (self.weight != 0).any(0)
+        self.read = (self.head.weight != 0).any(0)
         dim = pairs.dim
         width = min(len(pairs), 2 * (dim + 1))
-        terms = (dim + width + 32) * torch.finfo(head.weight.dtype).eps / 2
+        terms = (dim + width + 32) * torch.finfo(dtype).eps / 2
         if terms >= 1:
-            raise InputError(
-                f"model: expected one whose sums of {dim} terms keep a digit, "
-                f"got {head.weight.dtype}"
-            )
+            raise InputError(f"model: expected sums of {dim} terms to keep a digit, got {dtype}")
         self.roundoff = terms / (1 - terms)
         self.gap = GAP + 4 * (dim + width + 8) * UNIT
         self.center = pairs.center
@@ -123,28 +155,20 @@ class LipschitzMap:
 
     def radius(self, trace: Trace, embedded: Tensor) -> Tensor:
         """|u| (B,) within which a prediction stays, 0 for rows that were not solved."""
-        outputs, prediction = trace.outputs.double(), trace.outputs.argmax(1)
-        radius = torch.full_like(outputs[:, 0], torch.inf)
-        for rival in range(len(self.weight)):
-            between = self.weight[prediction] - self.weight[rival]
-            spread = self.spread(
-                embedded,
-                torch.linalg.vector_norm(between, dim=1),
-                self.lengths[prediction] + self.lengths[rival],
-                self.offsets[prediction] + self.offsets[rival],
-            )
-            margin = outputs.gather(1, prediction[:, None])[:, 0] - outputs[:, rival]
-            margin = margin - spread.fixed
-            allowed = (1 - ROUNDING) * margin / (self.slope(between) + spread.growth)
-            allowed = torch.where(margin > 0, allowed, 0.0)
-            radius = torch.where(prediction == rival, radius, torch.minimum(radius, allowed))
+
+        def bound(rows: Tensor, lengths: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+            spread = self.spread(embedded, torch.linalg.vector_norm(rows, dim=1), lengths, offsets)
+            return spread.fixed, (self.slope(rows) + spread.growth) / (1 - ROUNDING)
+
+        radius = self.head.radius(trace.outputs, trace.outputs.argmax(1), bound)
         return torch.where(solved(trace), radius, 0.0)
 
     def change(self, trace: Trace, embedded: Tensor, reached: Tensor) -> Tensor:
         """Regression: the most an answer changes (B,) while |u| <= `reached` (B,); infinite for
         rows that were not solved."""
-        spread = self.spread(embedded, self.lengths[0], self.lengths[0], self.offsets[0])
-        change = spread.fixed + (self.slope(self.weight)[0] + spread.growth) * reached
+        length = self.head.lengths[0]
+        spread = self.spread(embedded, length, length, self.head.offsets[0])
+        change = spread.fixed + (self.slope(self.head.weight)[0] + spread.growth) * reached
         return torch.where(solved(trace), change, torch.inf)
 
     def _drift(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +187,7 @@ class LipschitzMap:
         """The greatest length of a row (N,d) in the coordinates that the head reads."""
         rows = max(1, BYTES // (16 * points.shape[1]))
         lengths = [
-            torch.linalg.vector_norm(part.to(self.weight) * self.read, dim=1).max()
+            torch.linalg.vector_norm(part.to(self.head.weight) * self.read, dim=1).max()
             for part in (block_of(points, at, at + rows) for at in range(0, len(points), rows))
         ]
         return float(torch.stack(lengths).max())
@@ -172,8 +196,3 @@ class LipschitzMap:
 def solved(trace: Trace) -> Tensor:
     """Rows (B,) that the map was really solved for."""
     return trace.solution.status == int(Status.SOLVED)
-
-
-def rows_at_once(dim: int) -> int:
-    """Queries in a batch: the points each of them holds."""
-    return max(1, BYTES // (8 * PLACES * dim))

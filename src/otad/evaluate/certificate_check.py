@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from otad.attacks import LpBall
 from otad.certify import certify, certify_values
-from otad.certify.input_reach import travel_of
+from otad.certify.input_reach import input_reach
 from otad.errors import InputError
 from otad.evaluate.flags import FlagContext, NotRunError, check
 from otad.evaluate.records import SANDWICH, CertificateRecord
@@ -32,7 +32,7 @@ def check_constants(model: nn.Module, constants: dict[str, float | None]) -> Non
             f"{name}: expected None, as only OTAD models are certified, "
             f"got {value!r} for {type(model).__name__}"
         )
-    travel_of(model, None, **constants)
+    input_reach(model, None, **constants)
 
 
 def prove(
