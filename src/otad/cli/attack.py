@@ -13,25 +13,9 @@ import typer
 from torch import Tensor
 
 from otad.attacks.base import Attack, AttackResult, Target, gain_of
+from otad.cli import options as opt
 from otad.cli.console import describe_score, progress_bar, show
 from otad.cli.inputs import Examples, class_names_of, open_examples
-from otad.cli.options import (
-    AsJson,
-    BatchSize,
-    DataDir,
-    Device,
-    Immutable,
-    Input,
-    ModelDir,
-    Norm,
-    Rows,
-    Scale,
-    Targets,
-    Unit,
-    check_device,
-    seed_option,
-    threat_to,
-)
 from otad.cli.sources import files_of, refuse_overwriting, training_inputs
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, make_attack
@@ -47,29 +31,29 @@ NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "m
 
 
 def attack(
-    model_dir: ModelDir,
-    input: Input,
+    model_dir: opt.ModelDir,
+    input: opt.Input,
     eps: Annotated[float, typer.Option(help="How far an input may be changed.")],
     name: Annotated[str, typer.Option("--attack", help=f"One of {', '.join(ATTACKS)}.")] = "pgd",
     option: Annotated[
         list[str] | None,
         typer.Option(help="An option of the attack, such as steps=100. Repeatable."),
     ] = None,
-    norm: Norm = "l2",
-    immutable: Immutable = None,
-    unit: Unit = None,
-    scale: Scale = None,
-    targets: Targets = None,
-    rows: Rows = None,
-    seed: Annotated[int, seed_option("Seed of the attack, and of the rows --rows draws.")] = 0,
+    norm: opt.Norm = "l2",
+    immutable: opt.Immutable = None,
+    unit: opt.Unit = None,
+    scale: opt.Scale = None,
+    targets: opt.Targets = None,
+    rows: opt.Rows = None,
+    seed: Annotated[int, opt.seed_option("Seed of the attack, and of the rows --rows draws.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="Also write the inputs it found, as an NPZ file.", dir_okay=False),
     ] = None,
-    batch_size: BatchSize = 500,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    batch_size: opt.BatchSize = 500,
+    data_dir: opt.DataDir = None,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Run one attack on a model, and report how many of its predictions remain right.
 
@@ -84,9 +68,9 @@ def attack(
     if out is not None and out.suffix.lower() != ".npz":
         raise InputError(f"out: expected a name that ends in .npz, got {out.name}")
     options = read_options(option or ())
-    model = models.load(model_dir, device=str(check_device(device)))
+    model = models.load(model_dir, device=str(opt.check_device(device)))
     refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
-    ball = threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
+    ball = opt.threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
     chosen = make_attack(name, model, train_x=training_inputs(model, data_dir), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     clean = _clean_score(model, examples, batch_size)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otad.certify import certify as certify_inputs
 from otad.certify import certify_values
+from otad.cli import options as opt
 from otad.cli.console import (
     describe_counts,
     describe_quantiles,
@@ -23,24 +24,6 @@ from otad.cli.console import (
     write_csv,
 )
 from otad.cli.inputs import Examples, class_names_of, open_examples
-from otad.cli.options import (
-    AsJson,
-    DataDir,
-    Device,
-    EmbeddingLipschitz,
-    Input,
-    MetricLipschitz,
-    ModelDir,
-    Rows,
-    Scale,
-    Targets,
-    Unit,
-    check_device,
-    radius_text,
-    read_radii,
-    seed_option,
-    threat_to,
-)
 from otad.cli.sources import files_of, refuse_overwriting
 from otad.io.codec import to_plain
 from otad.model import otad as models
@@ -63,24 +46,24 @@ class _Proved:
 
 
 def certify(
-    model_dir: ModelDir,
-    input: Input,
+    model_dir: opt.ModelDir,
+    input: opt.Input,
     eps: Annotated[
         str, typer.Option(help="Distances to certify at, separated by commas.")
     ] = "0.25,0.5,1",
-    embedding_lipschitz: EmbeddingLipschitz = None,
-    metric_lipschitz: MetricLipschitz = None,
-    unit: Unit = None,
-    scale: Scale = None,
+    embedding_lipschitz: opt.EmbeddingLipschitz = None,
+    metric_lipschitz: opt.MetricLipschitz = None,
+    unit: opt.Unit = None,
+    scale: opt.Scale = None,
     out: Annotated[
         Path | None, typer.Option(help="CSV file to write, with every row.", dir_okay=False)
     ] = None,
-    targets: Targets = None,
-    rows: Rows = None,
-    seed: Annotated[int, seed_option("Seed of the rows --rows draws.")] = 0,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    targets: opt.Targets = None,
+    rows: opt.Rows = None,
+    seed: Annotated[int, opt.seed_option("Seed of the rows --rows draws.")] = 0,
+    data_dir: opt.DataDir = None,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Prove how far each input can change in l2 without changing its prediction.
 
@@ -92,12 +75,12 @@ def certify(
 
     Example: otad certify digits-model test --eps 0.5,1 --out radii.csv
     """
-    radii = sorted(read_radii(eps))
-    model = models.load(model_dir, device=str(check_device(device)))
+    radii = sorted(opt.read_radii(eps))
+    model = models.load(model_dir, device=str(opt.check_device(device)))
     refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     options = {
-        "unit": threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale,
+        "unit": opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale,
         "embedding_lipschitz": embedding_lipschitz,
         "metric_lipschitz": metric_lipschitz,
     }
@@ -132,7 +115,7 @@ def _prove_classes(
     if examples.y is not None:
         for eps in radii:
             right = int(found.holds(examples.y, eps).sum())
-            certified[radius_text(eps)] = share_score(right, len(examples))
+            certified[opt.radius_text(eps)] = share_score(right, len(examples))
     quantiles, rules = _quantiles(found.radius), dict(Counter(found.rules))
     record = {"certified": certified, "radius": quantiles, "rules": rules}
     facts = {f"certified at {eps}": describe_score(score) for eps, score in certified.items()}
@@ -155,7 +138,7 @@ def _prove_values(
         for done, eps in enumerate(radii, 1):
             found = certify_values(model, examples.x, eps, **options)
             assumptions |= dict.fromkeys(found.assumptions)
-            radius, width = radius_text(eps), _quantiles(found.high - found.low)
+            radius, width = opt.radius_text(eps), _quantiles(found.high - found.low)
             record["intervals"][radius] = {"width": width}
             facts[f"width at {radius}"] = describe_quantiles(width)
             if examples.y is not None:

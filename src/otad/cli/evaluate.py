@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
 
 from otad.checks import check_choice
+from otad.cli import options as opt
 from otad.cli.console import attack_bar, describe_score, show
 from otad.cli.inputs import class_names_of, open_examples
-from otad.cli.options import (
-    AsJson,
-    BatchSize,
-    DataDir,
-    Device,
-    EmbeddingLipschitz,
-    Immutable,
-    Input,
-    MetricLipschitz,
-    ModelDir,
-    Norm,
-    Rows,
-    Scale,
-    Targets,
-    Unit,
-    check_device,
-    radius_text,
-    read_radii,
-    seed_option,
-    threat_to,
-)
 from otad.cli.sources import files_of, refuse_overwriting, training_inputs
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS
@@ -42,8 +23,8 @@ from otad.model import otad as models
 
 
 def evaluate(
-    model_dir: ModelDir,
-    input: Input,
+    model_dir: opt.ModelDir,
+    input: opt.Input,
     eps: Annotated[
         str, typer.Option(help="How far an input may be changed: one radius, or several: 0.5,1,2.")
     ],
@@ -58,10 +39,10 @@ def evaluate(
         list[str] | None,
         typer.Option(help=f"Run this attack instead of a suite. Repeatable: {', '.join(ATTACKS)}."),
     ] = None,
-    norm: Norm = "l2",
-    immutable: Immutable = None,
-    unit: Unit = None,
-    scale: Scale = None,
+    norm: opt.Norm = "l2",
+    immutable: opt.Immutable = None,
+    unit: opt.Unit = None,
+    scale: opt.Scale = None,
     all_rows: Annotated[
         bool,
         typer.Option(
@@ -85,18 +66,18 @@ def evaluate(
             "certificate is always checked.",
         ),
     ] = False,
-    embedding_lipschitz: EmbeddingLipschitz = None,
-    metric_lipschitz: MetricLipschitz = None,
-    targets: Targets = None,
-    rows: Rows = None,
-    seed: Annotated[int, seed_option("Seed of the attacks, and of the rows --rows draws.")] = 0,
+    embedding_lipschitz: opt.EmbeddingLipschitz = None,
+    metric_lipschitz: opt.MetricLipschitz = None,
+    targets: opt.Targets = None,
+    rows: opt.Rows = None,
+    seed: Annotated[int, opt.seed_option("Seed of the attacks, and of the rows --rows draws.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)] = Path(
         "evaluation"
     ),
-    batch_size: BatchSize = 250,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    batch_size: opt.BatchSize = 250,
+    data_dir: opt.DataDir = None,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Attack a model by a suite of attacks, certify it, and write a report.
 
@@ -113,13 +94,13 @@ def evaluate(
     from otad.report.adversarial import Adversarial
     from otad.report.robustness import evaluation_report
 
-    radii = read_radii(eps)
+    radii = opt.read_radii(eps)
     if headline is not None and headline not in radii:
         raise InputError(f"headline: expected one of --eps {eps}, got {headline:g}")
     check_choice(suite, "suite", tuple(PRESETS))
-    model = models.load(model_dir, device=str(check_device(device)))
+    model = models.load(model_dir, device=str(opt.check_device(device)))
     refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
-    threat = threat_to(
+    threat = opt.threat_to(
         model,
         norm,
         radii[0] if headline is None else headline,
@@ -176,33 +157,22 @@ def evaluate(
 
 def _record(evaluation: Evaluation) -> dict[str, object]:
     """A summary of the record, which is written to its own file."""
-    found: dict[str, object] = {
-        "task": evaluation.task,
-        "rows": evaluation.n,
-        "seed": evaluation.seed,
-        "threat": evaluation.threat,
-        "eps": evaluation.eps,
-        "clean": evaluation.clean,
-        "flags": {flag.name: flag.verdict for flag in evaluation.flags},
-        "missing": evaluation.missing,
-        "is_sound": evaluation.is_sound,
-        "seconds": evaluation.seconds,
-    }
+    names = ("task", "seed", "threat", "eps", "clean", "missing", "is_sound", "seconds")
+    found: dict[str, object] = {name: getattr(evaluation, name) for name in names}
+    found["rows"] = evaluation.n
+    found["flags"] = {flag.name: flag.verdict for flag in evaluation.flags}
+
+    def at_each(value: Callable[[float], object]) -> dict[str, object]:
+        return {opt.radius_text(eps): value(eps) for eps in evaluation.eps}
+
     if evaluation.task == "classification":
-        found |= {
-            "worst_case": {radius_text(eps): evaluation.worst_case(eps) for eps in evaluation.eps},
-            "certified": {
-                radius_text(eps): evaluation.certified_accuracy(eps) for eps in evaluation.eps
-            },
-            "per_attack": evaluation.per_attack,
-        }
+        found["worst_case"] = at_each(evaluation.worst_case)
+        found["certified"] = at_each(evaluation.certified_accuracy)
+        found["per_attack"] = evaluation.per_attack
     else:
-        found["mean_worst_error"] = {
-            radius_text(eps): statistics.fmean(evaluation.worst_errors(eps))
-            for eps in evaluation.eps
-        }
+        found["mean_worst_error"] = at_each(lambda eps: fmean(evaluation.worst_errors(eps)))
         if evaluation.certificate is not None:
-            found["mean_certified_error"] = statistics.fmean(evaluation.certificate.worst_errors)
+            found["mean_certified_error"] = fmean(evaluation.certificate.worst_errors)
     plain: dict[str, object] = to_plain(found)
     return plain
 
@@ -213,13 +183,13 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
         for name, score in evaluation.clean.items()
     }
     for eps in evaluation.eps:
-        radius = radius_text(eps)
+        radius = opt.radius_text(eps)
         mark = " (headline)" if eps == evaluation.headline_eps else ""
         if evaluation.task == "regression":
-            worst = statistics.fmean(evaluation.worst_errors(eps))
+            worst = fmean(evaluation.worst_errors(eps))
             facts[f"worst |f - y| at {radius}{mark}"] = f"{worst:.4g} on average"
             if mark and evaluation.certificate is not None:
-                bound = statistics.fmean(evaluation.certificate.worst_errors)
+                bound = fmean(evaluation.certificate.worst_errors)
                 facts[f"certified |f - y| at {radius}"] = f"at most {bound:.4g} on average"
             continue
         facts[f"worst case at {radius}{mark}"] = describe_score(evaluation.worst_case(eps))

@@ -10,19 +10,9 @@ import typer
 from torch import Tensor
 
 from otad.cip.surrogate import CipNetConfig
+from otad.cli import options as opt
 from otad.cli.console import progress_bar, remark, show
 from otad.cli.inputs import open_inputs
-from otad.cli.options import (
-    TRAINING,
-    AsJson,
-    DataDir,
-    Device,
-    ModelDir,
-    check_device,
-    given,
-    panel_option,
-    seed_option,
-)
 from otad.cli.sources import data_card, refuse_overwriting
 from otad.errors import InputError
 from otad.model import otad as models
@@ -34,19 +24,21 @@ from otad.report.assessment import DEFENDED, NET, Assessment, assess
 
 
 def _training(help: str, *names: str) -> Any:
-    return panel_option(TRAINING, help, *names)
+    return opt.panel_option(opt.TRAINING, help, *names)
 
 
 def imitate(
-    model_dir: ModelDir,
+    model_dir: opt.ModelDir,
     out: Annotated[
         Path,
         typer.Option(help="Folder for the new model and its checkpoints.", file_okay=False),
     ],
-    data_dir: DataDir = None,
-    seed: Annotated[int, seed_option("Seed of the weights and of the order of the points.")] = 0,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    data_dir: opt.DataDir = None,
+    seed: Annotated[
+        int, opt.seed_option("Seed of the weights and of the order of the points.")
+    ] = 0,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
     width: Annotated[
         int | None,
         _training("Of each token.  [default: twice the features, at most the paper's 2048]"),
@@ -101,7 +93,7 @@ def imitate(
     """
     refuse_overwriting(out, model_dir)
     refuse_foreign_card(out)
-    model = models.load(model_dir, device=str(check_device(device)))
+    model = models.load(model_dir, device=str(opt.check_device(device)))
     changes: dict[str, Any] = {
         "epochs": epochs,
         "batch_size": batch_size,
@@ -111,7 +103,7 @@ def imitate(
     }
     if epochs is not None:
         changes["warmup"] = min(recipe_for(model).warmup, epochs / 2)
-    config = replace(recipe_for(model), **given(changes))
+    config = replace(recipe_for(model), **opt.given(changes))
     net = fresh_net(model, width=width, blocks=blocks, heads=heads, readout=readout, seed=seed)
     test_part = _test_part(model, data_dir)  # reports what is missing before the training
     imitation = imitate_model(

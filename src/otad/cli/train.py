@@ -9,18 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from otad import training
+from otad.cli import options as opt
 from otad.cli.console import show
-from otad.cli.options import (
-    READING,
-    TRAINING,
-    AsJson,
-    DataDir,
-    Device,
-    check_device,
-    given,
-    panel_option,
-    seed_option,
-)
 from otad.cli.sources import (
     NET_FILE,
     RECORD_FILE,
@@ -35,11 +25,11 @@ from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 
 
 def _reading(help: str, *names: str, **more: Any) -> Any:
-    return panel_option(READING, help, *names, **more)
+    return opt.panel_option(opt.READING, help, *names, **more)
 
 
 def _training(help: str) -> Any:
-    return panel_option(TRAINING, help)
+    return opt.panel_option(opt.TRAINING, help)
 
 
 def train(
@@ -55,11 +45,11 @@ def train(
         Path, typer.Option(help="Folder for the net and its checkpoints.", file_okay=False)
     ],
     seed: Annotated[
-        int, seed_option("Seed of the split, the weights and the order of the rows.")
+        int, opt.seed_option("Seed of the split, the weights and the order of the rows.")
     ] = 0,
-    device: Device = "cpu",
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
+    data_dir: opt.DataDir = None,
     target: Annotated[str | None, _reading("CSV: the column to predict.")] = None,
     task: Annotated[
         str | None, _reading("CSV: classification or regression. NPZ: overrides the type of y.")
@@ -141,7 +131,7 @@ def train(
         "resize": resize,
         "test_fraction": test_fraction,
     }
-    choice = DataChoice(data, seed, given(reading))
+    choice = DataChoice(data, seed, opt.given(reading))
     refuse_overwriting(out, choice.path_from(data_dir))
     changes: dict[str, Any] = {
         "epochs": epochs,
@@ -153,15 +143,15 @@ def train(
     }
     if epochs is not None:  # a short training is not all warm-up
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
-    config = training.recipe(recipe, **given(changes), seed=seed, device=device)
-    check_device(device)
+    config = training.recipe(recipe, **opt.given(changes), seed=seed, device=device)
+    opt.check_device(device)
     shape = {"blocks": blocks, "hidden": hidden, "patch": patch, "width": width, "heads": heads}
     dataset = choice.load(data_dir)
     trained, result = train_net(
         dataset,
         config,
         kind=net,
-        **given(shape),
+        **opt.given(shape),
         validation=validation,
         checkpoint_dir=out,
         max_seconds=max_seconds,

@@ -69,8 +69,8 @@ register_dataset(
     "cifar10",
     "60,000 photographs, 3 x 32 x 32, official split 50,000 / 10,000",
     source="CIFAR-10, Krizhevsky 2009 (free for research, no formal license)",
-    where="cifar-10-binary.tar.gz (or cifar-10-python.tar.gz) from "
-    "https://www.cs.toronto.edu/~kriz/cifar.html, unpacked in the data folder",
+    where="cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, unpacked in "
+    "the data folder",
 )(load_cifar10)
 
 
