@@ -125,7 +125,7 @@ def test_inside_is_uniform_in_l2(masked, generator) -> None:
     x = torch.zeros(20000, 4, dtype=torch.float64)
     steps = (ball.inside(x, generator) - x) / ball.scale
     n = 3 if masked else 4
-    assert ball.degrees_of_freedom(x) == n
+    assert len(ball.free_features(x)) == n
     share = (steps.norm(dim=1) / 0.7).pow(n).sort().values
     expected = torch.linspace(0, 1, len(share), dtype=torch.float64)
     assert float((share - expected).abs().max()) < UNIFORM

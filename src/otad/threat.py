@@ -102,8 +102,7 @@ class LpBall(ABC):
         result = self._reached(x, step)
         while bool((outside := self.distance(result, x) > self.eps).any()):
             shrink *= 2
-            rows = outside.view(-1, *[1] * (x.dim() - 1))
-            step = torch.where(rows, step * max(0.0, 1 - shrink), step)
+            step = torch.where(per_row(outside, x), step * max(0.0, 1 - shrink), step)
             result = self._reached(x, step)
         return result
 
@@ -139,9 +138,11 @@ class LpBall(ABC):
         scaled = self._masked(gradient) * scale
         return self._unit(scaled.flatten(1)).view_as(gradient) * scale
 
-    def degrees_of_freedom(self, x: Tensor) -> int:
-        """How many numbers of an input can change."""
-        return x[0].numel() if self.mutable is None else int(self.mutable.sum())
+    def free_features(self, x: Tensor) -> Tensor:
+        """The numbers (int64) of the features of a flat input that can change."""
+        if self.mutable is None:
+            return torch.arange(x[0].numel(), device=x.device)
+        return self.mutable.to(x.device).flatten().nonzero()[:, 0]
 
     def describe(self) -> str:
         """The threat model in words."""
@@ -236,8 +237,8 @@ class L2(LpBall):
         drawn = self._masked(_normal(x, generator))
         direction = self._unit(drawn.flatten(1)).view_as(x)
         share = torch.rand(len(x), generator=generator, device=generator.device, dtype=dtype)
-        radius = self.eps * share.pow(1 / max(1, self.degrees_of_freedom(x)))
-        return direction * radius.to(x).view(-1, *[1] * (x.dim() - 1))
+        count = x[0].numel() if self.mutable is None else int(self.mutable.sum())
+        return direction * per_row((self.eps * share.pow(1 / max(1, count))).to(x), x)
 
 
 class Linf(LpBall):
@@ -260,6 +261,11 @@ class Linf(LpBall):
 
 
 NORMS: dict[str, type[LpBall]] = {ball.norm: ball for ball in (L2, Linf)}
+
+
+def per_row(values: Tensor, like: Tensor) -> Tensor:
+    """Values (n,) in the shape (n,1,...) that broadcasts over `like` (n,*)."""
+    return values.view(-1, *[1] * (like.dim() - 1))
 
 
 def _normal(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from otad.attacks import L2, Linf, LpBall
 from otad.attacks.autoattack import AutoAttackSuite
-from otad.errors import InputError, MissingExtraError
+from otad.errors import InputError
 
 pytest.importorskip("pyautoattack", reason="needs the extra attacks")
 SHAPE = (1, 6, 6)
@@ -185,49 +185,7 @@ def test_nothing_is_left_behind() -> None:
     assert torch.equal(attacked(3), first)
 
 
-@pytest.mark.parametrize(
-    ("shape", "attack", "ball", "message"),
-    [
-        ((5,), FAST, L2(0.1, UNIT), r"autoattack.*images.*\(5,\)"),
-        (SHAPE, FAST, L2(0.1), "autoattack.*bounds"),
-        (SHAPE, FAST, L2(0.1, UNIT, scale=torch.ones(SHAPE)), "autoattack.*scale"),
-        (SHAPE, FAST, L2(0.1, UNIT, mutable=torch.ones(SHAPE) > 0), "autoattack.*mutable"),
-        ((1, 4, 4), AutoAttackSuite(), L2(0.1, UNIT), "got 4 x 4"),
-    ],
-)
-def test_refusals(
-    shape: tuple[int, ...],
-    attack: AutoAttackSuite,
-    ball: LpBall,
-    message: str,
-    generator: torch.Generator,
-) -> None:
-    model, x = Linear(shape), inner_points(2, shape)
-    with pytest.raises(InputError, match=message):
-        attack(model, x, model(x).argmax(1), ball, generator=generator)
-
-
 def test_regressions_are_refused(generator: torch.Generator) -> None:
     model, x = Linear(SHAPE, outputs=1), inner_points(2, SHAPE)
     with pytest.raises(InputError, match=r"autoattack.*regression"):
         FAST(model, x, model(x).detach(), L2(0.1, UNIT), generator=generator)
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(InputError, match=r"variant.*best"):
-        AutoAttackSuite("best")
-    with pytest.raises(InputError, match=r"attacks.*custom"):
-        AutoAttackSuite("custom")
-    with pytest.raises(InputError, match="none otherwise"):
-        AutoAttackSuite(attacks=("square",))
-    with pytest.raises(InputError, match="expected one of apgd-ce"):
-        AutoAttackSuite("custom", ("pgd",))
-
-
-def test_without_the_library_the_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyautoattack", None)
-    model, x = Linear(SHAPE), inner_points(2, SHAPE)
-    with pytest.raises(MissingExtraError, match=r"otad\[attacks\]"):
-        FAST(model, x, model(x).argmax(1), L2(0.1, UNIT), generator=generator)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, AttackResult, Best, Target, gain_of
+from otad.attacks.base import Attack, AttackResult, Survivors, Target, gain_of
 from otad.errors import InputError
 from otad.threat import L2, Linf, LpBall
 
@@ -161,9 +161,9 @@ def test_every_question_is_counted() -> None:
     def script(target: Target, x: Tensor, ball: LpBall) -> Tensor:
         rows = torch.tensor([1])
         target(x)
-        target.gain(x[rows], rows)
-        target.gradient(x, lambda outputs, y: outputs.sum(1))
-        target.gradient(x[rows], lambda outputs, y: outputs.sum(1), rows)
+        target(x[rows], rows)
+        target.evaluate(x, lambda outputs, y: outputs.sum(1))
+        target.evaluate(x[rows], lambda outputs, y: outputs.sum(1), rows)
         return x
 
     result = attack(script, X, torch.tensor([1, 1, 1]), L2(1.0))
@@ -174,13 +174,14 @@ def test_every_question_is_counted() -> None:
 def test_gradient_of_a_loss_and_its_absence() -> None:
     target = Target(Sign(), torch.tensor([1, 0]))
     x = torch.tensor([[0.5, 1.0], [-2.0, 1.0]])
-    outputs, gradient = target.gradient(x, lambda outputs, y: outputs[:, 1].square())
+    outputs, value, gradient = target.evaluate(x, lambda outputs, y: outputs[:, 1].square())
     assert torch.equal(outputs, Sign()(x))
+    assert value.tolist() == [0.25, 4.0]
     assert gradient.tolist() == [[1.0, 0.0], [-4.0, 0.0]]
     assert not x.requires_grad
-    _, missing = target.gradient(x, lambda outputs, y: outputs.detach().sum(1))
+    *_, missing = target.evaluate(x, lambda outputs, y: outputs.detach().sum(1))
     assert not missing.any()
-    _, broken = target.gradient(x, lambda outputs, y: (outputs - outputs).sqrt().sum(1))
+    *_, broken = target.evaluate(x, lambda outputs, y: (outputs - outputs).sqrt().sum(1))
     assert not broken.any()  # 0 / 0 is no direction
 
 
@@ -191,15 +192,40 @@ def test_gain_of() -> None:
     assert gain_of(values, torch.tensor([2.0, 1.0, 0.0])).tolist() == [1.0, 4.0, math.inf]
 
 
-def test_best_keeps_the_first_of_the_best() -> None:
-    best = Best(torch.zeros(3, 1))
-    better = best.offer(torch.ones(3, 1), torch.tensor([1.0, -math.inf, -5.0]))
-    assert better.tolist() == [True, False, True]
-    rows = torch.tensor([2, 0])
-    better = best.offer(torch.full((2, 1), 7.0), torch.tensor([-4.0, 1.0]), rows)
-    assert better.tolist() == [True, False]
-    assert best.inputs.flatten().tolist() == [1.0, 0.0, 7.0]
-    assert best.gain.tolist() == [1.0, -math.inf, -4.0]
+def test_judged_by_the_model_remembered_by_gain() -> None:
+    survivors = Survivors(
+        Target(nn.Identity(), torch.tensor([0, 0, 1])), torch.zeros(3, 1), L2(9.0)
+    )
+    assert survivors.rows.tolist() == [0, 1, 2]
+    first = torch.tensor([[2.0, 1.0], [1.0, 3.0], [0.0, 9.0]])
+    alive = survivors.judge(torch.full((3, 1), 1.0), first, torch.arange(3))
+    assert alive.tolist() == [True, False, True]
+    assert survivors.rows.tolist() == [0, 2]
+    second = torch.tensor([[0.0, 10.0], [2.0, 1.5]])  # a smaller gain, then a larger one
+    survivors.judge(torch.full((2, 1), 2.0), second, torch.tensor([2, 0]))
+    assert survivors.inputs.flatten().tolist() == [2.0, 1.0, 1.0]
+
+
+def test_a_tie_that_breaks_is_better_than_one_that_does_not() -> None:
+    """Equal logits have gain 0 both times; the first of the classes is the answer."""
+    survivors = Survivors(Target(nn.Identity(), torch.tensor([1])), torch.zeros(1, 1), L2(9.0))
+    row = torch.tensor([0])
+    survivors.judge(torch.full((1, 1), 1.0), torch.tensor([[0.0, 2.0, 2.0]]), row)
+    assert survivors.rows.tolist() == [0]
+    survivors.judge(torch.full((1, 1), 2.0), torch.tensor([[2.0, 2.0, 0.0]]), row)
+    assert survivors.rows.tolist() == []
+    assert float(survivors.inputs) == 2.0
+
+
+def test_offered_inputs_keep_the_first_of_the_best() -> None:
+    """The gain of the identity with labels 0 is the second logit less the first."""
+    target = Target(nn.Identity(), torch.zeros(3, dtype=torch.int64))
+    survivors = Survivors(target, torch.zeros(3, 2), L2(9.0))
+    survivors.offer(torch.tensor([[0.0, 1.0], [5.0, 0.0], [0.0, 0.0]]), torch.arange(3))
+    assert survivors.rows.tolist() == [1, 2]
+    survivors.offer(torch.tensor([[4.0, 0.0], [7.0, 8.0]]), torch.tensor([1, 0]))
+    assert survivors.gain.tolist() == [1.0, -4.0, 0.0]
+    assert survivors.inputs.tolist() == [[0.0, 1.0], [4.0, 0.0], [0.0, 0.0]]
 
 
 def harmless(target: Target, x: Tensor, ball: LpBall) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from otad.attacks.apgd import Apgd
 from otad.attacks.base import Attack
-from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
+from otad.attacks.random_search import RandomNoise
 from otad.attacks.transfer import Transfer
 from otad.errors import InputError
 from otad.threat import L2, Linf, LpBall

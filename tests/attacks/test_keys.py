@@ -11,11 +11,14 @@ from torch import Tensor
 
 from otad.attacks import L2, Linf, MetricAttack, Pgd
 from otad.attacks.adaptive import Keys, Straight
-from otad.attacks.adaptive.bank_votes import head_outputs
-from otad.attacks.adaptive.keys import _by_rank, _vote_gradient
-from otad.attacks.adaptive.neighborhood import Neighborhood, check_training_inputs
-from otad.attacks.base import Target
-from otad.attacks.losses import margin
+from otad.attacks.adaptive.blocks import Block
+from otad.attacks.adaptive.keys import _by_rank, _by_vote
+from otad.attacks.adaptive.neighborhood import (
+    Neighborhood,
+    check_training_inputs,
+    head_outputs,
+)
+from otad.attacks.base import Survivors, Target, margin
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 
@@ -73,8 +76,8 @@ def test_rank_is_the_lead_of_the_wrong_points_and_its_gradient() -> None:
     bank = Neighborhood.of(model, x)
     aims = bank.nearest_classes(bank.ranks(bank.embed(x)), y)[:, 0]
     assert bool((aims != y).all())
-    ask = _by_rank(Target(model, y), bank, aims, 0)
     rows = torch.arange(6)
+    ask = _by_rank(Block(Survivors(Target(model, y), x, L2(1.0)), bank, rows), aims)
     found = ask(x, rows)
     squares = torch.cdist(model.query_keys(x), model.bank_keys).square()
     for row in range(6):
@@ -91,10 +94,11 @@ def test_the_soft_vote_is_the_mean_answer_of_the_bank_for_a_wide_temperature() -
     model, _ = keyed_model()
     x, y = tiles(5, 5)
     bank = Neighborhood.of(model, x)
-    value, gradient = _vote_gradient(bank, margin, 1e6, x, y)
+    block = Block(Survivors(Target(model, y), x, L2(1.0)), bank, torch.arange(5))
+    _, value, gradient = _by_vote(block, 1e6, jointly=False)(x, block.rows)
     mean = bank.outputs.mean(0).expand(5, -1)
     torch.testing.assert_close(value, margin(mean, y), rtol=1e-3, atol=1e-3)
-    near, _ = _vote_gradient(bank, margin, 1e-2, x, y)
+    near = _by_vote(block, 1e-2, jointly=False)(x, block.rows).value
     assert bool((near < value).all())  # right answers are clearer near by
     assert gradient.shape == x.shape
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from otad.attacks.base import gain_of
-from otad.attacks.losses import LOSSES, cross_entropy, dlr, loss_for, margin, squared_error
+from otad.attacks.base import gain_of, margin
+from otad.attacks.objectives import LOSSES, cross_entropy, dlr, loss_for, squared_error
 from otad.errors import InputError
 
 LOGITS = torch.tensor([[3.0, 1.0, 2.5, 0.0], [0.0, 5.0, 4.0, 1.0]], dtype=torch.float64)

@@ -94,7 +94,7 @@ def test_the_first_tangent_is_the_highest_and_touches_the_potential(name: str) -
     torch.testing.assert_close(ranks, 2 * (lines.amax(1, keepdim=True) - lines), rtol=0, atol=1e-3)
     value = model.solve(e.float()).solution.value.double() - bend / 2 * e.square().sum(1)
     assert bool((lines.amax(1) <= value + 1e-4).all()), "the potential lies above its tangents"
-    shown = views[1].behind(views[1].embed(two_colors(20, 3)[0]), torch.arange(5).expand(20, 5))
+    shown = views[1].ranks_of(views[1].embed(two_colors(20, 3)[0]), torch.arange(5).expand(20, 5))
     differences = (shown[:, 1:] - shown[:, :1]).double()
     torch.testing.assert_close(differences, 2 * (lines[:, :1] - lines[:, 1:5]), rtol=0, atol=1e-3)
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from otad.attacks.apgd import Apgd
 from otad.attacks.base import Attack, Target
-from otad.attacks.gradients import straight_through
-from otad.attacks.losses import cross_entropy, squared_error
+from otad.attacks.objectives import cross_entropy, squared_error, substitute_gradient
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.errors import InputError
 from otad.threat import L2, Linf
@@ -166,7 +165,9 @@ def test_bpda_is_the_networks_jacobian_at_the_defended_answer(regression, genera
     else:
         y, loss = torch.tensor([0, 1, 2, 0, 1]), cross_entropy
     rows = torch.tensor([3, 1, 4])
-    answer = straight_through(Target(defended, y), loss, network)(x[rows], rows)
+    answer = substitute_gradient(Target(defended, y), loss, network, straight_through=True)(
+        x[rows], rows
+    )
     assert torch.equal(answer.outputs, defended(x[rows]))
     torch.testing.assert_close(answer.value, loss(defended(x[rows]), y[rows]))
     for place, row in enumerate(rows.tolist()):

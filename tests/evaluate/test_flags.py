@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from otad.attacks import L2, Attack, Linf, LpBall
 from otad.attacks.adaptive import SoftKnn, Straight
 from otad.attacks.base import Target
-from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Pgd
+from otad.attacks.random_search import RandomNoise
 from otad.baselines import MajorityKnn
 from otad.certify import Certificate
 from otad.evaluate import Evaluation, Flag, certificate_check, evaluate, strength_flags

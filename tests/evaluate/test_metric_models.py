@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otad.attacks import L2
 from otad.attacks.adaptive import Keys, Straight
-from otad.attacks.noise import RandomNoise
+from otad.attacks.random_search import RandomNoise
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import evaluate, make_attack

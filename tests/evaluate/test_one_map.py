@@ -12,9 +12,8 @@ from torch import Tensor
 
 from otad.attacks import L2, Linf, LpBall
 from otad.attacks.adaptive import SoftKnn, Straight
-from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Pgd
-from otad.attacks.random_search import RandomSearch
+from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import evaluate

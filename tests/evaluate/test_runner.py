@@ -25,7 +25,7 @@ from torch import Tensor
 from otad.attacks import L2, Attack, Linf, LpBall
 from otad.attacks.adaptive import Straight
 from otad.attacks.base import Target
-from otad.attacks.noise import RandomNoise
+from otad.attacks.random_search import RandomNoise
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import CipSolution, ExactCip, Status
 from otad.cip.protocols import RowProblem

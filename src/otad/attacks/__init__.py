@@ -5,10 +5,9 @@ from otad.attacks.autoattack import AutoAttackSuite
 from otad.attacks.base import ATTACKS, Attack, AttackResult, register_attack
 from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.ngopt import NgOpt
-from otad.attacks.noise import RandomNoise
 from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.attacks.pixle import Pixle
-from otad.attacks.random_search import RandomSearch
+from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.attacks.square import Square
 from otad.attacks.transfer import Transfer
 from otad.threat import L2, Linf, LpBall

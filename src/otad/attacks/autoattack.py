@@ -1,25 +1,29 @@
-"""AutoAttack (Croce and Hein 2020) by its own library, with what it has to say of a model."""
+"""AutoAttack (Croce and Hein 2020) by its own library, with its warnings about a model."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from otad.attacks.base import Attack, Target, register_attack
-from otad.attacks.library_adapters import LIBRARY_NORMS, UnitBox, own_randomness
-from otad.attacks.needs import Knowledge, Needs
-from otad.attacks.square import windows_misfit
+from otad.attacks.base import Target, register_attack
+from otad.attacks.library_adapters import (
+    LIBRARY_NORMS,
+    SquareWindows,
+    UnitBox,
+    own_randomness,
+    require,
+)
+from otad.attacks.needs import Needs
 from otad.checks import check_choice
-from otad.errors import InputError, MissingExtraError
-from otad.threat import LpBall
+from otad.errors import InputError
+from otad.threat import LpBall, per_row
 
 VARIANTS = ("standard", "plus", "rand", "custom")
 PARTS = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
@@ -29,7 +33,7 @@ TARGETS = 9  # classes the targeted parts try, where there are so many
 
 @register_attack
 @dataclass(frozen=True, eq=False)
-class AutoAttackSuite(Attack):
+class AutoAttackSuite(SquareWindows):
     """APGD, FAB and Square in a row, on images (B,C,H,W) of a classifier.
 
     - `variant`: "standard", "plus", "rand" (for randomized models) or "custom", which runs the
@@ -37,7 +41,7 @@ class AutoAttackSuite(Attack):
     - `remarks`: what the library warned of in the last call (a randomized model, zero gradients,
       Square stronger than the gradient attacks, ...), and what had to be changed to run it.
 
-    The library does not tell which example a query is for: the counts of answers and gradients
+    The library does not say which example a query is for: the counts of answers and gradients
     are right in total and spread evenly over the examples.
     """
 
@@ -54,19 +58,6 @@ class AutoAttackSuite(Attack):
         tasks=("classification",),
     )
 
-    @classmethod
-    def misfit(
-        cls,
-        known: Knowledge,
-        input_shape: Sequence[int] | None = None,
-        task: str = "classification",
-        threat: LpBall | None = None,
-    ) -> str | None:
-        reason = super().misfit(known, input_shape, task, threat)
-        if reason is None and input_shape is not None:
-            reason = windows_misfit(input_shape, threat)  # of Square, the last of its attacks
-        return reason
-
     def __post_init__(self) -> None:
         check_choice(self.variant, "variant", VARIANTS)
         if (self.variant == "custom") != bool(self.attacks):
@@ -80,9 +71,10 @@ class AutoAttackSuite(Attack):
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         self.remarks.clear()
         box = UnitBox.of(ball)
-        library, checks = _library()
+        library, checks = require("pyautoattack"), require("pyautoattack.checks")
         model = _Counted(target, box, x.dtype)
-        with own_randomness(generator) as seed, _frozen(target.model):
+        units = box.to_unit(x).float()
+        with own_randomness(generator) as seed:
             suite = library.AutoAttack(
                 model,
                 norm=LIBRARY_NORMS[ball.norm],
@@ -92,20 +84,17 @@ class AutoAttackSuite(Attack):
                 seed=seed,
                 device=x.device,
             )
-            self._fit_to_classes(suite, int(model(box.to_unit(x[:1])).shape[1]))
-            if "square" in suite.attacks_to_run and (reason := windows_misfit(x.shape[1:], ball)):
-                raise InputError(f"{self.name}: {reason}")
-            with _listening(suite.logger, self.remarks), _untraced(checks):
-                found, _ = suite.run_standard_evaluation(
-                    box.to_unit(x).float(), target.y, batch_size=len(x)
-                )
+            with _contained(target, suite.logger, checks, self.remarks):
+                self._fit_to_classes(suite, int(model(box.to_unit(x[:1])).shape[1]))
+                if "square" in suite.attacks_to_run:
+                    self.check_windows(x, ball)
+                found, _ = suite.run_standard_evaluation(units, target.y, batch_size=len(x))
         self.remarks.extend(model.remarks())
         target.forwards += _spread(model.forwards, target.forwards)
         target.backwards += _spread(model.backwards, target.backwards)
-        # The library holds x in single precision: what it left alone is exactly x.
-        kept = (found == box.to_unit(x).float()).flatten(1).all(1)
-        kept = kept.view(-1, *[1] * (x.dim() - 1))
-        return torch.where(kept, x, box.from_unit(found.to(x.dtype)))
+        # The library holds x in single precision: where it changed nothing, return exactly x.
+        unchanged = per_row((found == units).flatten(1).all(1), x)
+        return torch.where(unchanged, x, box.from_unit(found.to(x.dtype)))
 
     def _fit_to_classes(self, suite: Any, classes: int) -> None:
         """The library warns of too few classes and then fails: leave out what cannot be run."""
@@ -179,9 +168,25 @@ def _spread(total: int, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """FAB calls `backward`, which would leave gradients in the model's own weights."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
+def _contained(
+    target: Target, logger: logging.Logger, checks: Any, remarks: list[str]
+) -> Iterator[None]:
+    """Undo what the library does to its surroundings, and add its warnings to `remarks`.
+
+    FAB calls `backward`, which would leave gradients in the model's own weights. The check for
+    dynamic models counts calls over all models ever checked, and removes a debugger's trace
+    function.
+    """
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (message := record.getMessage()) not in remarks:
+                remarks.append(message)
+
+    weights = [weight for weight in target.model.parameters() if weight.requires_grad]
+    listener, tracer = Listener(level=logging.WARNING), sys.gettrace()
+    logger.addHandler(listener)
+    checks.funcs.update(dict.fromkeys(checks.funcs, 0))
     for weight in weights:
         weight.requires_grad_(False)
     try:
@@ -189,40 +194,5 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for weight in weights:
             weight.requires_grad_(True)
-
-
-@contextmanager
-def _listening(logger: logging.Logger, remarks: list[str]) -> Iterator[None]:
-    """Adds to `remarks` each different warning of the logger."""
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if (message := record.getMessage()) not in remarks:
-                remarks.append(message)
-
-    listener = Listener(level=logging.WARNING)
-    logger.addHandler(listener)
-    try:
-        yield
-    finally:
         logger.removeHandler(listener)
-
-
-@contextmanager
-def _untraced(checks: Any) -> Iterator[None]:
-    """The library's check for dynamic models counts calls over all models ever checked, and takes
-    away the trace function of debuggers."""
-    checks.funcs.update(dict.fromkeys(checks.funcs, 0))
-    tracer = sys.gettrace()
-    try:
-        yield
-    finally:
         sys.settrace(tracer)
-
-
-def _library() -> tuple[Any, Any]:
-    try:
-        library = importlib.import_module("pyautoattack")
-        return library, importlib.import_module("pyautoattack.checks")
-    except ImportError as error:
-        raise MissingExtraError("pyautoattack", "attacks") from error

@@ -8,44 +8,61 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar, final
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks.needs import Knowledge, Needs
-from otad.checks import (
-    WORKING_DTYPES,
-    check_evaluation,
-    check_finite,
-    check_shape,
-    check_tensor,
-)
+from otad.checks import WORKING_DTYPES, check_evaluation, check_finite, check_shape, check_tensor
 from otad.errors import InputError
 from otad.threat import LpBall
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Outputs (B,C) or (B,) and targets (B,) -> what an attacker wants large (B,), differentiable."""
+"""Outputs (n,C) or (n,) and targets (n,) -> what an attacker wants large (n,), differentiable."""
+
+
+def margin(logits: Tensor, y: Tensor) -> Tensor:
+    """max_{c != y} logits_c - logits_y (B,), the loss of Carlini and Wagner. Never flat."""
+    own = logits.gather(1, y[:, None])[:, 0]
+    return logits.scatter(1, y[:, None], -math.inf).amax(1) - own
 
 
 def gain_of(outputs: Tensor, y: Tensor) -> Tensor:
-    """How far an attack has got (B,): the best wrong logit above the right one, or |f - y|.
+    """How far an attack has come (B,): the margin, in regression |f - y|.
 
-    A model that abstains (NaN) no longer answers right: infinite.
+    A model that abstains (NaN) does not answer correctly: infinite.
     """
-    if y.is_floating_point():
-        found = (outputs - y).abs()
-    else:
-        own = outputs.gather(1, y[:, None])[:, 0]
-        found = outputs.scatter(1, y[:, None], -math.inf).amax(1) - own
+    found = (outputs - y).abs() if y.is_floating_point() else margin(outputs, y)
     return found.masked_fill(found.isnan(), math.inf)
 
 
+class Evaluated(NamedTuple):
+    """At inputs (n,*): the `outputs` of the attacked model, the `value` (n,) of what an attack
+    maximizes there, and its `gradient` (n,*)."""
+
+    outputs: Tensor
+    value: Tensor
+    gradient: Tensor
+
+
+def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (n,) of a function of each row, and its gradient (n,*), 0 where it has none."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value = function(x)
+        total = value.sum()
+    if not total.requires_grad:
+        return value, torch.zeros_like(x)
+    (gradient,) = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=True)
+    return value.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
+
+
 class Target:
-    """The model under attack with the right answers: what a run may ask, and a count of it.
+    """The model under attack with the right answers; counts how often it is asked.
 
     `y` (B,): labels (int64) or, in regression, values. `tolerance`: a regression is broken once
-    its error exceeds it. `rows` select some of the B examples, as everywhere below.
+    its error exceeds it. `rows` (int64) select some of the B examples, all by default.
     """
 
     def __init__(self, model: nn.Module, y: Tensor, tolerance: float = math.inf) -> None:
@@ -59,46 +76,94 @@ class Target:
         return self.y if rows is None else self.y[rows]
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Outputs for inputs x, one for each of `rows` (int64, all by default), without gradient"""
-        self._count(self.forwards, rows)
+        """Outputs for inputs x (n,*), one for each of `rows`, without gradient."""
+        _count(self.forwards, rows)
         with torch.no_grad():
             outputs: Tensor = self.model(x)
         return outputs
 
-    def gain(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """See `gain_of`."""
-        return gain_of(self(x, rows), self.targets(rows))
+    def evaluate(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> Evaluated:
+        """Outputs, and the loss with its gradient in x (zero where the model has none)."""
+        _count(self.forwards, rows)
+        _count(self.backwards, rows)
+        outputs = x
 
-    def gradient(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs, and the gradient of the loss in x (zero where the model has none)."""
-        self._count(self.forwards, rows)
-        self._count(self.backwards, rows)
-        moved = x.detach().requires_grad_()
-        with torch.enable_grad():
-            outputs: Tensor = self.model(moved)
-            value = loss(outputs, self.targets(rows)).sum()
-        if not value.requires_grad:
-            return outputs.detach(), torch.zeros_like(x)
-        (gradient,) = torch.autograd.grad(value, moved, allow_unused=True, materialize_grads=True)
-        return outputs.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
+        def value_of(inputs: Tensor) -> Tensor:
+            nonlocal outputs
+            outputs = self.model(inputs)
+            return loss(outputs, self.targets(rows))
+
+        value, gradient = value_and_gradient(value_of, x)
+        return Evaluated(outputs.detach(), value.detach(), gradient)
 
     def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Whether answers (B,) are wrong: another class, an abstention, an error too large."""
+        """Whether answers (n,) are wrong: another class, an abstention, an error too large."""
         y = self.targets(rows)
         if y.is_floating_point():
             return ~((outputs - y).abs() <= self.tolerance)
         return (outputs.argmax(1) != y) | outputs.isnan().any(1)
 
     def is_done(self, gain: Tensor) -> Tensor:
-        """Whether more work on examples with this gain is useless: a wrong class is wrong, but an
-        error may always grow."""
-        return gain > (math.inf if self.y.is_floating_point() else 0.0)
+        """Whether more work on examples with this gain (n,) is useless: a wrong class is wrong, but
+        an error may always grow."""
+        return gain == math.inf if self.y.is_floating_point() else gain > 0
 
-    def _count(self, counter: Tensor, rows: Tensor | None) -> None:
-        if rows is None:
-            counter += 1
-        else:
-            counter.index_add_(0, rows, torch.ones_like(rows))
+
+def _count(counter: Tensor, rows: Tensor | None) -> None:
+    if rows is None:
+        counter += 1
+    else:
+        counter.index_add_(0, rows, torch.ones_like(rows))
+
+
+class Survivors:
+    """Which examples x (B,*) are not broken yet, and the best input in the ball found for each.
+
+    `inputs` (B,*), `gain` (B,): see `gain_of`; infinite once nothing can be better.
+    """
+
+    def __init__(self, target: Target, x: Tensor, ball: LpBall) -> None:
+        self.target, self.x, self.ball = target, x, ball
+        self.inputs = x.clone()
+        self.gain = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
+
+    @property
+    def rows(self) -> Tensor:
+        """The examples (int64) that are not broken."""
+        return self.among(torch.arange(len(self.gain), device=self.gain.device))
+
+    def among(self, rows: Tensor) -> Tensor:
+        """Those of `rows` (int64) that are not broken."""
+        return rows[~self.target.is_done(self.gain[rows])]
+
+    def project(self, moved: Tensor, rows: Tensor) -> Tensor:
+        """Inputs (n,*), one for each of `rows`, moved into the ball."""
+        return self.ball.project(moved, self.x[rows])
+
+    def offer(self, moved: Tensor, rows: Tensor) -> None:
+        """Ask the model about inputs (n,*) of the ball; keep those with more gain, also where the
+        example is broken already."""
+        self._keep(moved, gain_of(self.target(moved, rows), self.target.targets(rows)), rows)
+
+    def ask(self, moved: Tensor, rows: Tensor) -> Tensor:
+        """Ask the model about inputs (n,*) of the ball, one for each of `rows`; see `judge`."""
+        return self.judge(moved, self.target(moved, rows), rows)
+
+    def judge(self, moved: Tensor, outputs: Tensor, rows: Tensor) -> Tensor:
+        """Record the model's outputs at inputs (n,*); which of them (bool) are not broken.
+
+        The first broken input of an example is final.
+        """
+        broken = self.target.is_broken(outputs, rows)
+        gain = gain_of(outputs, self.target.targets(rows))
+        # Tied logits break an example at gain 0, and nothing later may count as better.
+        self._keep(moved, gain.masked_fill(broken, math.inf), rows)
+        return ~broken
+
+    def _keep(self, moved: Tensor, gain: Tensor, rows: Tensor) -> None:
+        better = gain > self.gain[rows]
+        self.inputs[rows[better]] = moved[better]
+        self.gain[rows[better]] = gain[better].to(self.gain.dtype)
 
 
 class Best:
@@ -108,14 +173,11 @@ class Best:
         self.inputs = x.clone()
         self.gain = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
 
-    def offer(self, inputs: Tensor, gain: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Keep what is better than before; which rows of `inputs` are (bool)."""
-        known = self.gain if rows is None else self.gain[rows]
-        better = gain > known
-        places = better.nonzero()[:, 0] if rows is None else rows[better]
-        self.inputs[places] = inputs[better]
-        self.gain[places] = gain[better].to(self.gain.dtype)
-        return better
+    def offer(self, inputs: Tensor, gain: Tensor, rows: Tensor | None = None) -> None:
+        places = torch.arange(len(inputs)) if rows is None else rows
+        better = gain > self.gain[places]
+        self.inputs[places[better]] = inputs[better]
+        self.gain[places[better]] = gain[better].to(self.gain.dtype)
 
 
 @dataclass(frozen=True, eq=False)

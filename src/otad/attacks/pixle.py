@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from otad.attacks.base import Attack, Target, gain_of, register_attack
+from otad.attacks.base import Attack, Survivors, Target, gain_of, register_attack
 from otad.attacks.needs import Needs
-from otad.attacks.survivors import Survivors
-from otad.checks import check_choice, check_count
+from otad.attacks.objectives import cross_entropy
+from otad.checks import check_count
 from otad.errors import InputError
 from otad.threat import LpBall
 
-MAPPINGS = ("random", "similarity")
 Share = tuple[float, float]
 
 
@@ -26,21 +24,18 @@ class Pixle(Attack):
 
     Each iteration draws a patch of the original image and a place for each of its pixels, and
     writes them over the best image of the restarts before. The arrangement with the lowest
-    probability of the right class is where the next restart goes on from; one that is answered
+    probability of the right class is where the next restart begins; one that is answered
     wrongly ends the attack. In regression the error counts instead.
 
     The original knows no ball: give one that covers the bounds. Within a smaller one each
     arrangement is projected before it is judged.
 
     - `x_dimensions`, `y_dimensions`: least and largest side of a patch, as a share of the image's.
-    - `pixel_mapping`: where pixels go, "random", or "similarity": to the pixel that differs least
-      from them without being equal.
     - `restarts`, `max_iterations`: their product is the most answers asked for each example.
     """
 
     x_dimensions: Share = (0.03, 0.06)
     y_dimensions: Share = (0.03, 0.06)
-    pixel_mapping: str = "random"
     restarts: int = 20
     max_iterations: int = 10
     name = "pixle"
@@ -55,14 +50,13 @@ class Pixle(Attack):
                     f"{name}: expected two ascending shares of the image above 0 and up to 1, "
                     f"got {(low, high)!r}"
                 )
-        check_choice(self.pixel_mapping, "pixel_mapping", MAPPINGS)
         check_count(self.restarts, "restarts")
         check_count(self.max_iterations, "max_iterations")
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors = Survivors(target, x)
+        survivors = Survivors(target, x, ball)
         pixels = x.flatten(2)
-        # origins[b, j]: the pixel of the original image b that stands at place j.
+        # origins[b, j]: the pixel of the original image b at place j.
         origins = torch.arange(pixels.shape[2]).repeat(len(x), 1)
         best = origins.clone()
         rows = survivors.rows
@@ -70,9 +64,9 @@ class Pixle(Attack):
         for _ in range(self.restarts):
             for _ in range(self.max_iterations):
                 chosen = rows.cpu()
-                tried = self._rearranged(origins[chosen], pixels[rows], x.shape[2:], generator)
+                tried = self._rearranged(origins[chosen], x.shape[2:], generator)
                 places = tried.to(x.device)[:, None].expand_as(pixels[rows])
-                moved = ball.project(pixels[rows].gather(2, places).view_as(x[rows]), x[rows])
+                moved = survivors.project(pixels[rows].gather(2, places).view_as(x[rows]), rows)
                 outputs = target(moved, rows)
                 height = _height(outputs, target.targets(rows))
                 better = height < lowest[rows]
@@ -84,23 +78,17 @@ class Pixle(Attack):
             origins = best.clone()
         return survivors.inputs
 
-    def _rearranged(
-        self, origins: Tensor, pixels: Tensor, sides: torch.Size, generator: torch.Generator
-    ) -> Tensor:
-        """Origins (B,HW) with the pixels of one patch of each image (B,C,HW) at new places."""
+    def _rearranged(self, origins: Tensor, sides: torch.Size, generator: torch.Generator) -> Tensor:
+        """Origins (B,HW) with the pixels of one patch of each image at random new places."""
         height, width = sides
         top, rows = _spans(height, self.y_dimensions, len(origins), generator)
         left, columns = _spans(width, self.x_dimensions, len(origins), generator)
-        shown = pixels.gather(2, origins.to(pixels.device)[:, None].expand_as(pixels))
         result = origins.clone()
         for down in range(int(rows.max())):
             for right in range(int(columns.max())):
                 inside = (down < rows) & (right < columns)
                 source = ((top + down) * width + left + right).masked_fill(~inside, 0)
-                if self.pixel_mapping == "random":
-                    places = torch.randint(height * width, (len(origins),), generator=generator)
-                else:
-                    places = _most_similar(shown, pixels, source.to(pixels.device)).cpu()
+                places = torch.randint(height * width, (len(origins),), generator=generator)
                 result[inside.nonzero()[:, 0], places[inside]] = source[inside]
         return result
 
@@ -115,16 +103,8 @@ def _spans(
     return starts.long(), lengths
 
 
-def _most_similar(shown: Tensor, pixels: Tensor, source: Tensor) -> Tensor:
-    """Places (B,) of the images `shown` (B,C,HW) whose pixel is nearest to that of `pixels` at
-    `source` (B,), but not equal to it."""
-    wanted = pixels.gather(2, source[:, None, None].expand(-1, pixels.shape[1], 1))
-    differences = (shown - wanted).abs().mean(1)
-    return differences.masked_fill(differences == 0, torch.inf).argmin(1)
-
-
 def _height(outputs: Tensor, y: Tensor) -> Tensor:
     """What the attack lowers (B,): the log-probability of the right class, or minus the error."""
     if y.is_floating_point():
         return -gain_of(outputs, y)
-    return -F.cross_entropy(outputs, y, reduction="none")
+    return -cross_entropy(outputs, y)

@@ -1,20 +1,45 @@
-"""Random search with an adapting step: a black-box attack on inputs of any shape."""
+"""Black-box attacks on inputs of any shape: random points, and random search from the best one."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Attack, Best, Target, gain_of, register_attack
+from otad.attacks.base import Attack, Survivors, Target, register_attack
 from otad.checks import check_count
-from otad.threat import LpBall
+from otad.threat import LpBall, per_row
 
 GROWTH = 1.5  # of the step after a success; four failures undo it (the one-fifth rule)
 LONGEST = 2.0  # step, in units of eps: across the ball
 SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # the best points of a cube are its corners
+
+
+@register_attack
+@dataclass(frozen=True, eq=False)
+class RandomNoise(Attack):
+    """The best of `draws` random points, in turn on the surface of the ball and within it.
+
+    The weakest attack: a defense that noise breaks needs no adversary.
+    """
+
+    draws: int = 100
+    name = "noise"
+    family = "random"
+
+    def __post_init__(self) -> None:
+        check_count(self.draws, "draws")
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        survivors = Survivors(target, x, ball)
+        for draw in range(self.draws):
+            rows = survivors.rows
+            if not len(rows):
+                break
+            points = ball.inside(x, generator) if draw % 2 else ball.surface(x, generator)
+            survivors.ask(points[rows], rows)
+        return survivors.inputs
 
 
 @register_attack
@@ -38,33 +63,25 @@ class RandomSearch(Attack):
         check_count(self.queries, "queries", least=2)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        free = _free_features(x, ball)
+        free = ball.free_features(x).cpu()
         if not len(free):
             return x
-        best = Best(x)
-        rows = torch.arange(len(x), device=x.device)
+        survivors = Survivors(target, x, ball)
+        rows = survivors.rows
         moved, length = x, x.new_full((len(x),), ball.eps)
         for _ in range(self.queries):
-            outputs = target(moved, rows)
-            broken = target.is_broken(outputs, rows)
-            gain = gain_of(outputs, target.targets(rows)).masked_fill(broken, math.inf)
-            better = best.offer(moved, gain, rows)
+            before = survivors.gain[rows]
+            alive = survivors.ask(moved, rows)
+            better = survivors.gain[rows] > before
             length[rows] *= torch.where(better, GROWTH, GROWTH**-0.25).to(x)
             length.clamp_(SHORTEST[ball.norm] * ball.eps, LONGEST * ball.eps)
-            rows = rows[~broken]
+            rows = rows[alive]
             if not len(rows):
                 break
             step = ball.steepest(_sparse_draw(x[rows], free, generator))
-            reach = length[rows].view(-1, *[1] * (x.dim() - 1))
-            moved = ball.project(best.inputs[rows] + reach * step, x[rows])
-        return best.inputs
-
-
-def _free_features(x: Tensor, ball: LpBall) -> Tensor:
-    """The numbers of the features of a flat input that can change, on the CPU."""
-    if ball.mutable is None:
-        return torch.arange(x[0].numel())
-    return ball.mutable.flatten().nonzero()[:, 0].cpu()
+            moved = survivors.inputs[rows] + per_row(length[rows], x) * step
+            moved = survivors.project(moved, rows)
+        return survivors.inputs
 
 
 def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attack one model, show the result to another."""
+"""Attack one model, and test the result on another."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, Target, check_outputs, register_attack
+from otad.attacks.base import Attack, Survivors, Target, check_outputs, register_attack
 from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.pgd import Pgd
-from otad.attacks.survivors import Survivors
 from otad.checks import check_count, check_evaluation
 from otad.threat import LpBall
 
@@ -24,7 +23,7 @@ class Transfer(Attack):
     The attacked model is asked for its answer to each result, and for nothing else.
 
     In regression, with `Pgd` as the inner attack, this is the OTAD paper's non-adaptive white-box
-    attack: it maximizes the error of the network, and the defense meets what that gives.
+    attack: it maximizes the error of the network, and the defense is tested on the result.
     """
 
     source: nn.Module
@@ -46,7 +45,7 @@ class Transfer(Attack):
         self.inner.check_inputs(x, target.y, ball)
         with torch.no_grad():
             check_outputs(self.source(x), target.y, "source")
-        survivors = Survivors(target, x)
+        survivors = Survivors(target, x, ball)
         for _ in range(self.starts):
             rows = survivors.rows
             if not len(rows):
@@ -55,7 +54,7 @@ class Transfer(Attack):
             examples = x[rows]
             found = self.inner.run(source, examples, ball, generator).detach()
             moved = ball.project(torch.where(found.isfinite(), found, examples), examples)
-            survivors.judge(moved, target(moved, rows), rows)
+            survivors.ask(moved, rows)
         return survivors.inputs
 
 
@@ -64,3 +63,6 @@ class Unbreakable(Target):
 
     def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
         return torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
+
+    def is_done(self, gain: Tensor) -> Tensor:
+        return torch.zeros_like(gain, dtype=torch.bool)

@@ -52,7 +52,7 @@ def prove(
     radius: tuple[float, ...] = ()
     errors: tuple[float, ...] = ()
     if ball.norm != "l2":
-        longest = math.sqrt(max(1, ball.degrees_of_freedom(x))) * SAFETY
+        longest = math.sqrt(max(1, len(ball.free_features(x)))) * SAFETY
         note = (f"a step of size 1 in {ball.norm} is at most {longest:.6g} long in l2",)
     if y.is_floating_point():
         interval = certify_values(model, x, ball.eps * longest, unit=ball.scale, **constants)

@@ -1,9 +1,9 @@
 """Attacks that know the bank: they move an input until its NEIGHBORS change.
 
 For fixed neighbors the defended map is smooth and its gradient small; the weakness is the choice of
-the neighbors, which has no gradient. These attacks go for that choice. One map for the whole bank
-chooses nobody, but where one point has all the weight it is constant as well; there they go for the
-place where others get some.
+the neighbors, which has no gradient. These attacks aim at that choice. A global map chooses none,
+but where one point has all the weight it is constant as well; there they aim at the place where
+other points get some.
 """
 
 from otad.attacks.adaptive.keys import Keys

@@ -1,25 +1,27 @@
-"""What an attacker who knows everything reads off a bank: who stands where, and votes for what."""
+"""What an attacker who knows everything reads off a bank: where its points are, how they vote."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
-from otad.attacks.adaptive.bank_votes import head_outputs, label_outputs
 from otad.attacks.needs import Knowledge
 from otad.baselines.knn import Knn
 from otad.checks import check_shape
 from otad.cip.whole_bank.pairs import Pairs, middle_of
-from otad.cip.whole_bank.potential import potential_lines
+from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import only_normalizes
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
+FEATURES_AT_ONCE = 2**25  # numbers of a block of features
 CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
-SAMPLE = 64  # training inputs looked at again
+SAMPLE = 64  # training inputs that are embedded again
 SAME = 1e-2  # of their lengths, for banks in half precision
 OFF_ORIGIN = 0.95  # |middle| / median |point| above which distances drown in the squares of lengths
 
@@ -43,14 +45,14 @@ def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
     return Knowledge(
         network=defended.backbone,
         keys=defended.backbone.embed if defended.metric is None else defended.metric,
-        affine_keys=knows_lines(defended),
+        affine_keys=has_affine_keys(defended),
         knows_inputs=knows_inputs(defended, train_x),
         train_x=train_x,
     )
 
 
-def knows_lines(model: OTAD) -> bool:
-    """Whether a straight line of inputs is one where neighbors are sought."""
+def has_affine_keys(model: OTAD) -> bool:
+    """Whether neighbors are searched among inputs that are only normalized."""
     return model.metric is None and only_normalizes(model.backbone)
 
 
@@ -78,6 +80,32 @@ def check_training_inputs(model: OTAD, train_x: object) -> Tensor:
     return train_x
 
 
+# A bank of images has gigabytes of features, and every batch of every attack asks for this.
+_HEAD_OUTPUTS: WeakKeyDictionary[OTAD, tuple[tuple[object, ...], Tensor]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def head_outputs(owner: OTAD, like: Tensor) -> Tensor:
+    """What the head reads from the feature of each bank point: (N,C), in regression (N,)."""
+    features, head = owner.bank_features, owner.backbone.head
+    tensors = [features, *head.parameters()]
+    state = (like.device, like.dtype, *((one.data_ptr(), one._version) for one in tensors))
+    cached = _HEAD_OUTPUTS.get(owner)
+    if cached is None or cached[0] != state:
+        rows = max(1, FEATURES_AT_ONCE // features.shape[1])
+        cached = state, torch.cat([head(part.to(like)) for part in features.split(rows)])
+        _HEAD_OUTPUTS[owner] = cached
+    return cached[1]
+
+
+def label_outputs(owner: OTAD, like: Tensor) -> Tensor:
+    """For k-NN: 1 for the label of each bank point (N,C), in regression its value (N,)."""
+    labels = owner.bank_labels.to(like.device)
+    if not labels.is_floating_point():
+        labels = one_hot(labels, owner.backbone.n_outputs)
+    return labels.to(like)
+
+
 @dataclass(frozen=True, eq=False)
 class Neighborhood:
     """The bank of a model as its attacker sees it: N points, of which the first in rank decide.
@@ -86,15 +114,15 @@ class Neighborhood:
     The rank of point i for an embedded input e is offsets_i - 2 <sites_i, e>, up to a number that
     is the same for all i: the lowest comes first, and i is before j beyond a plane with the normal
     sites_i - sites_j. Embedded inputs are taken about `center` (d,), which is 0 unless the bank
-    lies far off the origin. There are two such views:
+    is far off the origin. There are two such views:
 
     - neighbors: the rank is |e - x_i|^2, so sites are the bank points (N,d) and offsets |x_i|^2;
-    - tangents (`by_tangents`), for one map of the whole bank: its potential is the smoothed maximum
-      of its tangents u~_i + <z~_i, e - x_i>, and between two of them the map is half-way where
-      they meet. So sites are z~_i, and offsets 2 (<z~_i, x_i> - u~_i).
+    - tangents (`by_tangents`), for a global map: its potential is the smoothed maximum of its
+      tangents u~_i + <z~_i, e - x_i>, and between two of them the map is half-way where they meet.
+      So sites are z~_i, and offsets 2 (<z~_i, x_i> - u~_i).
 
     With a metric "embedded" means its keys, for inputs and bank alike. `votes` (N,): the class each
-    point stands for on its own, in regression its value; `outputs` (N,C) or (N,): the outputs it
+    point votes for on its own, in regression its value; `outputs` (N,C) or (N,): the outputs it
     would give. `n_neighbors`: K. `members` (N,): which points of the bank these are, None for all.
     `train_x`: the training inputs of the whole bank, where the attacker was given them.
     """
@@ -113,12 +141,11 @@ class Neighborhood:
     @staticmethod
     @torch.no_grad()
     def of(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> Neighborhood:
-        """The neighbors of an OTAD model, or of a k-NN rule on the bank of one, on the device of
-        `like`."""
+        """The neighbors of an OTAD model, or of k-NN on the bank of one, on the device of `like`"""
         owner = defended_of(model)
         if owner is None:
             raise InputError(
-                f"model: expected OTAD or k-NN on its bank, which an attack on neighbors needs, "
+                "model: expected OTAD or k-NN on its bank, which an attack on neighbors needs, "
                 f"got {type(model).__name__}"
             )
         points = owner.bank_points.to(like)
@@ -137,22 +164,22 @@ class Neighborhood:
 
     @staticmethod
     def views(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> list[Neighborhood]:
-        """Every way in which points of the bank come to decide: neighbors; for one map of the whole
-        bank, of the points it passes through, its tangents as well."""
+        """Every way in which points of the bank decide: as neighbors; for a global map, of the
+        points it passes through, by its tangents as well."""
         neighbors = Neighborhood.of(model, like, train_x)
-        if model is not neighbors.owner or neighbors.owner.scope != "global":
-            return [neighbors]
-        return _views_of_one_map(neighbors)
+        owner = neighbors.owner
+        potential = owner.answerer.potential if model is owner else None
+        return [neighbors] if potential is None else _views_of_map(neighbors, potential)
 
     def embed(self, x: Tensor) -> Tensor:
-        located = self.owner.query_keys(x)
-        return located[:, : located.shape[1] - _lift_of(self.owner)] - self.center
+        keys = self.owner.query_keys(x)
+        return keys[:, : keys.shape[1] - _lift_of(self.owner)] - self.center
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
-        if not knows_lines(self.owner):
+        if not has_affine_keys(self.owner):
             raise InputError(
-                "model: expected neighbors of inputs that are normalized alone, so that straight "
+                "model: expected neighbors of inputs that are only normalized, so that straight "
                 "lines to bank points are known, got "
                 f"{type(self.owner.metric or self.owner.backbone).__name__}"
             )
@@ -166,7 +193,7 @@ class Neighborhood:
         owner = self.owner
         if not knows_inputs(owner, None):
             raise InputError(
-                "train_x: expected the training inputs, as they cannot be told from what "
+                "train_x: expected the training inputs, as they cannot be computed from what "
                 f"{type(owner.backbone).__name__} embeds, got None"
             )
         points = owner.bank_inputs[rows.to(owner.bank_inputs.device)].to(like)
@@ -184,18 +211,18 @@ class Neighborhood:
             return ranks - ranks.detach().amin(1, keepdim=True)
         return (embedded.square().sum(1, keepdim=True) + ranks).clamp_min(0)
 
-    def width(self, ranks: Tensor, share: float) -> Tensor:
-        """A scale (B,1) above 0 for ranks (B,N): a share of the K-th of them."""
-        reach = ranks.topk(self.n_neighbors, largest=False).values[:, -1:]
-        width = share * torch.maximum(reach, CLOSEST * ranks.mean(1, keepdim=True))
-        return width.clamp_min(torch.finfo(ranks.dtype).tiny)
-
-    def behind(self, embedded: Tensor, indices: Tensor) -> Tensor:
+    def ranks_of(self, embedded: Tensor, indices: Tensor) -> Tensor:
         """Ranks (B,n) of points (B,n) alone, up to a number that is the same for a whole row."""
         if self.by_tangents:
             products = self.sites[indices] @ embedded[:, :, None]
             return self.offsets[indices] - 2 * products[:, :, 0]
         return (self.sites[indices] - embedded[:, None]).square().sum(2)
+
+    def width(self, ranks: Tensor, share: float) -> Tensor:
+        """A scale (B,1) above 0 for ranks (B,N): a share of the K-th of them."""
+        reach = ranks.topk(self.n_neighbors, largest=False).values[:, -1:]
+        width = share * torch.maximum(reach, CLOSEST * ranks.mean(1, keepdim=True))
+        return width.clamp_min(torch.finfo(ranks.dtype).tiny)
 
     def rows_at_once(self) -> int:
         """How many examples a block of ranks should have."""
@@ -223,40 +250,38 @@ class Neighborhood:
 
 
 def _lift_of(model: OTAD) -> int:
-    """The last coordinates, of those where neighbors are sought, that no input reaches."""
+    """How many of the last coordinates, where neighbors are searched, no input reaches."""
     return model.backbone.lift if model.metric is None else 0
 
 
 def _center_of(points: Tensor) -> Tensor:
-    """The middle of points (N,d) that lie far off the origin; of others 0, which serves as well."""
+    """The middle of points (N,d) far off the origin; for others 0, which serves as well."""
     middle = middle_of(points)
     far = middle.norm() > OFF_ORIGIN * points.norm(dim=1).median()
     return torch.where(far, middle, 0.0)
 
 
 @torch.no_grad()
-def _views_of_one_map(neighbors: Neighborhood) -> list[Neighborhood]:
-    """Of the points that were not left out: the others' votes are not heard."""
+def _views_of_map(neighbors: Neighborhood, potential: BankPotential) -> list[Neighborhood]:
+    """Of the points that a global map passes through: points that were left out have no vote."""
     owner, like = neighbors.owner, neighbors.sites
-    potential = owner.whole_bank.potential
-    bend = potential.strong_convexity
-    pairs = Pairs(owner.bank_inputs, owner.bank_features, bend, like.device)
+    pairs = Pairs(owner.bank_inputs, owner.bank_features, potential.strong_convexity, like.device)
     levels = potential_lines(pairs, potential) - pairs.image_squares / (2 * potential.modulus)
-    kept = levels.isfinite().nonzero()[:, 0]
-    places = neighbors.sites[kept]
+    members = levels.isfinite().nonzero()[:, 0]
+    places = neighbors.sites[members]
     shift = pairs.center.clone()
     shift[: places.shape[1]] -= neighbors.center
     common = replace(
         neighbors,
         sites=places,
-        offsets=neighbors.offsets[kept],
-        votes=neighbors.votes[kept],
-        outputs=neighbors.outputs[kept],
-        n_neighbors=min(neighbors.n_neighbors, len(kept)),
-        members=kept,
+        offsets=neighbors.offsets[members],
+        votes=neighbors.votes[members],
+        outputs=neighbors.outputs[members],
+        n_neighbors=min(neighbors.n_neighbors, len(members)),
+        members=members,
     )
     sites, offsets = [], []
-    for rows in kept.split(8192):
+    for rows in members.split(8192):
         images = pairs.images(rows)
         offsets.append(2 * (images @ shift - levels[rows]))
         sites.append(images[:, : places.shape[1]].to(like))

@@ -1,9 +1,9 @@
 """The shortest step that makes chosen bank points the neighbors.
 
 Bank point i is nearer than j to x + delta iff 2 <x_i - x_j, delta> > d_i^2 - d_j^2, in the space
-where neighbors are sought: a half-space of steps. So the shortest step after which each of some
+where neighbors are searched: a half-space of steps. So the shortest step after which each of some
 wrong points is nearer than each of some right ones is a projection on a polyhedron, found in its
-dual. Tangents of the one potential of a whole bank meet in planes just as well.
+dual. Tangents of the potential of a global map meet in planes just as well.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.adaptive.neighborhood import Neighborhood
-from otad.attacks.adaptive.polish import polish
-from otad.attacks.base import Attack, Best, Target, register_attack
+from otad.attacks.adaptive.blocks import Block, blocks_of, polish
+from otad.attacks.base import Attack, Survivors, Target, register_attack
 from otad.attacks.needs import Needs
 from otad.checks import check_count
 from otad.threat import LpBall
@@ -34,7 +33,7 @@ class Bisector(Attack):
 
     The pairs are those of the `pairs` nearest wrong and the K nearest right points. The shortest
     step across a bisector is along x_i - x_j; steps go just across it, and on to the radius.
-    `polish`: so many steps of APGD go on from the best of them.
+    `polish`: so many steps of APGD continue from the best of them.
     """
 
     pairs: int = 10
@@ -48,40 +47,29 @@ class Bisector(Attack):
         check_count(self.polish, "polish", least=0)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        best = Best(x)
-        for bank in Neighborhood.views(target.model, x):
-            for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
-                self._cross(target, x[rows], rows, bank, ball, best)
-        return polish(target, x, best.inputs, ball, self.polish)
+        survivors = Survivors(target, x, ball)
+        for block in blocks_of(survivors):
+            self._cross(block)
+        return polish(survivors, self.polish)
 
-    def _cross(
-        self,
-        target: Target,
-        x: Tensor,
-        rows: Tensor,
-        bank: Neighborhood,
-        ball: LpBall,
-        best: Best,
-    ) -> None:
-        embedded = bank.embed(x)
-        drawn, fled = _opponents(bank, x, target.targets(rows), self.pairs, bank.n_neighbors)
-        ranks = bank.behind(embedded, fled)
-        mean = bank.sites[fled].mean(1)
-        middle = ranks.mean(1) if bank.by_tangents else _square(embedded - mean)
+    def _cross(self, block: Block) -> None:
+        bank, embedded = block.bank, block.bank.embed(block.x)
+        wrong, right = _opponents(block, block.x, self.pairs, bank.n_neighbors)
+        ranks, mean = bank.ranks_of(embedded, right), bank.sites[right].mean(1)
+        of_mean = ranks.mean(1) if bank.by_tangents else _square(embedded - mean)
         others = (
-            (bank.sites[fled[:, 0]], ranks[:, 0]),
-            (bank.sites[fled[:, -1]], ranks[:, -1]),
-            (mean, middle),
+            (bank.sites[right[:, 0]], ranks[:, 0]),
+            (bank.sites[right[:, -1]], ranks[:, -1]),
+            (mean, of_mean),
         )
-        for i in drawn.unbind(1):
-            near, rank = bank.sites[i], bank.behind(embedded, i[:, None])[:, 0]
+        for i in wrong.unbind(1):
+            near, rank = bank.sites[i], bank.ranks_of(embedded, i[:, None])[:, 0]
             for other, before in others:
                 gap = near - other
                 length = ((rank - before) / (2 * _square(gap)).clamp_min(1e-12)).clamp_min(0)
                 for stretch in (OVERSHOOT, 2.0, FAR):
                     step = gap * (length[:, None] * stretch if stretch < FAR else FAR)
-                    moved = ball.project(bank.inputs(embedded + step, x), x)
-                    best.offer(moved, target.gain(moved, rows), rows)
+                    block.try_point(embedded + step)
 
 
 @register_attack
@@ -89,11 +77,11 @@ class Bisector(Attack):
 class Region(Attack):
     """Greedy search over regions: sets of wrong bank points made nearer than all right ones near.
 
-    Each of the `singles` nearest wrong points alone is to be nearer than the `opponents` nearest
+    Each of the `singles` nearest wrong points alone is made nearer than the `opponents` nearest
     right points; so are, for each of the nearest wrong classes (`classes` of them; in regression
     for higher and for lower values) and each size in `sizes`, the nearest so many points of that
-    class; then, `rounds` times, the same is asked again with the points that are nearest where this
-    has led. `polish`: so many steps of APGD go on from the best of it all.
+    class; then, `rounds` times, the same is tried with the points that are nearest at the input so
+    found. `polish`: so many steps of APGD continue from the best of them all.
     """
 
     singles: int = 8
@@ -113,69 +101,30 @@ class Region(Attack):
             check_count(getattr(self, field), field)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        best = Best(x)
+        survivors = Survivors(target, x, ball)
         places = range(2 if target.y.is_floating_point() else self.classes)
-        for bank in Neighborhood.views(target.model, x):
-            for rows in torch.arange(len(x), device=x.device).split(bank.rows_at_once()):
-                self._try_singles(target, x[rows], rows, bank, ball, best)
-                for place, size in itertools.product(places, self.sizes):
-                    rows = rows[~target.is_done(best.gain[rows])]
-                    if len(rows):
-                        self._search(target, x[rows], rows, bank, ball, place, size, best)
-        return polish(target, x, best.inputs, ball, self.polish)
-
-    def _try_singles(
-        self,
-        target: Target,
-        x: Tensor,
-        rows: Tensor,
-        bank: Neighborhood,
-        ball: LpBall,
-        best: Best,
-    ) -> None:
-        if self.singles:
-            y = target.targets(rows)
-            drawn, fled = _opponents(bank, x, y, self.singles, self.opponents)
-            for one in drawn.split(1, dim=1):
-                _step(target, x, rows, bank, ball, one, fled, best)
-
-    def _search(
-        self,
-        target: Target,
-        x: Tensor,
-        rows: Tensor,
-        bank: Neighborhood,
-        ball: LpBall,
-        place: int,
-        size: int,
-        best: Best,
-    ) -> None:
-        y, here = target.targets(rows), x
-        for _ in range(self.rounds):
-            drawn, fled = _opponents(bank, here, y, size, self.opponents, place)
-            here = _step(target, x, rows, bank, ball, drawn, fled, best)
+        for block in blocks_of(survivors):
+            if self.singles:
+                wrong, right = _opponents(block, block.x, self.singles, self.opponents)
+                for one in wrong.split(1, dim=1):
+                    _step(block, one, right)
+            for place, size in itertools.product(places, self.sizes):
+                block = block.remaining()
+                here = block.x
+                for _ in range(self.rounds if len(block) else 0):
+                    here = _step(block, *_opponents(block, here, size, self.opponents, place))
+        return polish(survivors, self.polish)
 
 
-def _step(
-    target: Target,
-    x: Tensor,
-    rows: Tensor,
-    bank: Neighborhood,
-    ball: LpBall,
-    drawn: Tensor,
-    fled: Tensor,
-    best: Best,
-) -> Tensor:
-    """Try the shortest step, and the same direction up to the radius, which is returned."""
-    embedded = bank.embed(x)
-    gaps = bank.sites[drawn][:, :, None] - bank.sites[fled][:, None]
-    need = bank.behind(embedded, drawn)[:, :, None] - bank.behind(embedded, fled)[:, None]
+def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
+    """Try the shortest step after which the wrong points (n,p) are nearer than the right ones
+    (n,q), and the same direction up to the radius; the inputs (n,*) there."""
+    bank, embedded = block.bank, block.bank.embed(block.x)
+    gaps = bank.sites[wrong][:, :, None] - bank.sites[right][:, None]
+    need = bank.ranks_of(embedded, wrong)[:, :, None] - bank.ranks_of(embedded, right)[:, None]
     step = shortest_step(gaps.flatten(1, 2), need.flatten(1))
-    short = ball.project(bank.inputs(embedded + OVERSHOOT * step, x), x)
-    far = ball.project(bank.inputs(embedded + FAR * step, x), x)
-    for moved in (short, far):
-        best.offer(moved, target.gain(moved, rows), rows)
-    return far
+    block.try_point(embedded + OVERSHOOT * step)
+    return block.try_point(embedded + FAR * step)
 
 
 def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
@@ -199,21 +148,21 @@ def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
 
 
 def _opponents(
-    bank: Neighborhood, x: Tensor, y: Tensor, drawn: int, fled: int, place: int | None = None
+    block: Block, x: Tensor, wrong_count: int, right_count: int, place: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Bank points to draw near (B,drawn) and to get away from (B,fled).
+    """Bank points near x (n,*) to move towards (n,wrong_count), and away from (n,right_count).
 
-    Wrong votes and right ones; with `place`, wrong votes of the class that comes so many-th. In
-    regression, of the nearest points those with the values furthest from y, and those nearest to
+    Wrong votes and right ones; with `place`, wrong votes of the class that is the place-th nearest.
+    In regression, of the nearest points those with the values furthest from y, and those nearest to
     it; with `place` 0 the highest and the lowest values, with 1 the other way round.
     """
-    if y.is_floating_point():
-        near = bank.nearest(x, None, 10 * (drawn + fled))
+    bank, y = block.bank, block.y
+    if block.is_regression:
+        near = bank.nearest(x, None, 10 * (wrong_count + right_count))
         beyond = bank.votes[near] - y[:, None]
         beyond = beyond.abs() if place is None else (-1) ** place * beyond
-        order = beyond.argsort(1, descending=True)
-        ranked = near.gather(1, order)
-        return ranked[:, :drawn], ranked[:, -fled:]
+        ranked = near.gather(1, beyond.argsort(1, descending=True))
+        return ranked[:, :wrong_count], ranked[:, -right_count:]
     wrong = bank.is_wrong(y)
     allowed = wrong
     if place is not None:
@@ -222,7 +171,7 @@ def _opponents(
             of_class = bank.votes[None] == first[:, None]
             chosen, allowed = allowed & of_class, allowed & ~of_class
         allowed = torch.where(chosen.any(1, keepdim=True), chosen, wrong)
-    return bank.nearest(x, allowed, drawn), bank.nearest(x, ~wrong, fled)
+    return bank.nearest(x, allowed, wrong_count), bank.nearest(x, ~wrong, right_count)
 
 
 def _square(rows: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+"""What a gradient attack climbs: a loss, and the network whose gradient it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from otad.attacks.base import Evaluated, Loss, Target, margin, value_and_gradient
+from otad.checks import check_choice, check_evaluation, check_shape
+from otad.errors import InputError
+
+Objective = Callable[[Tensor, Tensor], Evaluated]
+"""Inputs (n,*), and the examples they belong to (n,) int64 -> what is climbed there."""
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """- log softmax(logits)_y. Flat in floating point where the model is very sure."""
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def dlr(logits: Tensor, y: Tensor) -> Tensor:
+    """Difference of logits ratio (Croce and Hein 2020): the margin over the gap between the
+    largest and the third largest logit. It does not change when the logits are scaled or shifted.
+    """
+    if logits.shape[1] < 3:
+        raise InputError(f"loss: dlr expected at least 3 classes, got {logits.shape[1]}")
+    top = logits.topk(3, dim=1).values
+    return margin(logits, y) / (top[:, 0] - top[:, 2] + 1e-12)
+
+
+def squared_error(values: Tensor, y: Tensor) -> Tensor:
+    """(values - y)^2, for regression."""
+    return (values - y).square()
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "dlr": dlr, "margin": margin}
+"""Each (n,) and large where the model is wrong. In regression there is only the squared error."""
+
+
+def check_loss(name: str) -> str:
+    return check_choice(name, "loss", tuple(LOSSES))
+
+
+def loss_for(name: str, y: Tensor) -> Loss:
+    """The loss of that name for labels y, the squared error for values y."""
+    return squared_error if y.is_floating_point() else LOSSES[check_loss(name)]
+
+
+def own_gradient(target: Target, loss: Loss) -> Objective:
+    """The loss of the attacked model, along its own gradient."""
+    return lambda moved, rows: target.evaluate(moved, loss, rows)
+
+
+def substitute_gradient(
+    target: Target, loss: Loss, network: nn.Module, *, straight_through: bool = False
+) -> Objective:
+    """The gradient of a network g in place of the attacked model f, which only answers.
+
+    By default the loss of g is climbed. With `straight_through` the loss is taken at the outputs
+    o = f(x) and only the Jacobian is approximated: J_g(x)^T dl/do (BPDA, Athalye et al. 2018).
+    """
+    name = "network" if straight_through else "substitute"
+    check_evaluation(network, name)
+
+    def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
+        outputs, y = target(moved, rows), target.targets(rows)
+
+        def climbed(inputs: Tensor) -> Tensor:
+            passed = network(inputs)
+            reason = "of outputs like the attacked model's"
+            check_shape(passed, name, tuple(outputs.shape), reason)
+            return loss(outputs + (passed - passed.detach()) if straight_through else passed, y)
+
+        return Evaluated(outputs, *value_and_gradient(climbed, moved))
+
+    return evaluate
