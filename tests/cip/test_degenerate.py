@@ -86,23 +86,6 @@ def test_contradicting_images_of_one_anchor(low, dim, dtype, generator) -> None:
         assert solution.status.tolist() == [Status.INFEASIBLE] * 10
 
 
-@BOTH_DTYPES
-@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
-def test_query_on_an_anchor(low, dtype, generator) -> None:
-    for count, dim in ((1, 3), (6, 2), (10, 784)):
-        problem = random_problem(generator, count, count, dim, smoothness=1.5, strong_convexity=low)
-        rows = torch.arange(count)
-        on = CipProblem(problem.anchors[rows, rows], problem.anchors, problem.images, 1.5, low)
-        on = converted(on, dtype)
-        solution = ExactCip()(on)
-        check(on, solution)
-        size = on.images.norm(dim=-1).amax(1, keepdim=True)
-        error = (solution.image - on.images[rows, rows]) / size
-        assert float(error.abs().max()) <= (1e-9 if dtype == DOUBLE else 1e-3)
-        gap = solution.value - solution.potentials[rows, rows]
-        assert float((gap / size[:, 0] ** 2).abs().max()) <= (1e-12 if dtype == DOUBLE else 1e-5)
-
-
 @BOTH_MODES
 @BOTH_DTYPES
 @pytest.mark.parametrize("low", [-0.5, 0.0])

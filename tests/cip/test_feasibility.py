@@ -99,17 +99,6 @@ def test_some_rows_had_no_potentials(generator) -> None:
     assert 0.1 < float(share) < 0.9
 
 
-def test_asked_smoothness_plays_no_part_in_the_least(generator) -> None:
-    problem = random_problem(generator, 20, 6, 5, smoothness=9.0)
-    other = CipProblem(problem.query + 1, problem.anchors, problem.images, 0.1)
-    torch.testing.assert_close(
-        least_smoothness(problem), least_smoothness(other), rtol=1e-10, atol=0
-    )
-    torch.testing.assert_close(
-        least_smoothness(problem), least_smoothness(problem, chunk=3), rtol=1e-12, atol=0
-    )
-
-
 def test_closure_finds_the_longest_paths(generator) -> None:
     """Against the same relaxation repeated until nothing moves, for weights without a cycle."""
     heights = torch.randn(7, 1, 50, generator=generator, dtype=torch.float64)
@@ -121,22 +110,6 @@ def test_closure_finds_the_longest_paths(generator) -> None:
         through = (expected[:, :, None] + weights[None]).amax(1)
         expected = torch.maximum(expected, through)
     torch.testing.assert_close(closure(weights), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("potential", ["canonical", "lowest", "highest"])
-@pytest.mark.parametrize("strong_convexity", CONVEXITIES)
-def test_potentials_satisfy_every_inequality(potential, strong_convexity, generator) -> None:
-    for count in (2, 4, 9):
-        problem = random_problem(
-            generator, 10, count, 5, smoothness=1.5, strong_convexity=strong_convexity
-        )
-        solution = ExactCip(potential=potential)(problem)
-        assert float(solution.potentials.mean(1).abs().max()) <= 1e-13
-        for row in range(10):
-            high, low = float(solution.smoothness[row]), float(solution.strong_convexity[row])
-            bounds = difference_bounds(*arrays(problem, row), high, low)
-            levels = solution.potentials[row].numpy()
-            assert (bounds + levels - levels[:, None]).max() <= 1e-11 * np.abs(bounds).max()
 
 
 def test_extreme_potentials_enclose_the_canonical(generator) -> None:

@@ -13,13 +13,10 @@ from cip.instances import converted, normal, random_problem
 from cip.small_nets import DIM, TINY, B, K, changed, family, make_net, stirred
 from torch import Tensor
 
-from otad.certify import certify
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
-from otad.cip.surrogate import CipNet, leave_one_out, train_cip_net
+from otad.cip.surrogate import CipNet, train_cip_net
 from otad.errors import InputError
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
-from otad.model.defend import defend
-from otad.nets import fc_resnet
 
 
 def test_an_estimate_claims_nothing_it_does_not_know(generator: torch.Generator) -> None:
@@ -67,7 +64,9 @@ def test_a_fresh_net_answers_with_the_mean_feature(
     torch.testing.assert_close(image, problem.images.mean(1))
 
 
-def test_a_bank_and_blocks_of_rows_change_nothing(generator: torch.Generator) -> None:
+def test_a_bank_and_blocks_of_rows_change_nothing(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     points, features = normal(generator, 20, DIM), normal(generator, 20, DIM)
     indices = torch.randint(20, (B, K), generator=generator)
     query = normal(generator, B, DIM)
@@ -76,7 +75,7 @@ def test_a_bank_and_blocks_of_rows_change_nothing(generator: torch.Generator) ->
     net = stirred()
     expected = net(spelled).image
     torch.testing.assert_close(net(named).image, expected)
-    net.chunk = 2
+    monkeypatch.setattr("otad.cip.surrogate.net._BLOCK_BYTES", 2 * 2 * K * DIM * 8)
     torch.testing.assert_close(net(named).image, expected)
     halves = BankProblem(query, points.half(), features.half(), indices, 2.0, 0.3)
     torch.testing.assert_close(net(halves).image, expected, rtol=0, atol=0.05)
@@ -225,25 +224,6 @@ def test_weights_come_from_the_generator_alone() -> None:
     assert fingerprint(first.state_dict()) != fingerprint(other.state_dict())
 
 
-def test_a_net_takes_the_place_of_the_solver_in_a_defense(generator: torch.Generator) -> None:
-    x = torch.rand(60, DIM, generator=generator)
-    y = (x.sum(1) > DIM / 2).long()
-    exact = defend(fc_resnet((DIM,), 2, bounds=(0, 1)), x, y, n_neighbors=K)
-    problems = leave_one_out(exact.bank_inputs, exact.bank_features, K, exact.smoothness)
-    net = make_net("hull")
-    train_cip_net(net, problems, TINY)
-    model = defend(exact.backbone, x, y, n_neighbors=K, solver=net)
-    moved = x[:9].clone().requires_grad_()
-    trace = model.trace(moved)
-    assert trace.solution.status.tolist() == [Status.ESTIMATED] * 9
-    torch.testing.assert_close(trace.outputs, exact(x[:9]), rtol=0, atol=0.5)
-    (slope,) = torch.autograd.grad(trace.outputs[:, 0].sum(), moved)
-    assert slope.norm(dim=1).amin() > 0
-    assert "solver.from_input.weight" in model.state_dict()
-    with pytest.raises(InputError):
-        certify(model, x[:2])
-
-
 def wrong(**change: object) -> dict[str, object]:
     return {"dim": DIM, "n_neighbors": K, "width": 16, "heads": 2} | change
 
@@ -251,15 +231,14 @@ def wrong(**change: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (wrong(dim=0), "dim: expected an integer of at least 1"),
-        (wrong(n_neighbors=0), "n_neighbors: expected"),
-        (wrong(heads=3), "heads: expected a divisor of the width 16, got 3"),
-        (wrong(blocks=0), "blocks: expected"),
-        (wrong(hidden=0), "hidden: expected"),
-        (wrong(chunk=0), "chunk: expected"),
-        (wrong(readout="best"), "readout: expected one of free, hull, got 'best'"),
-        (wrong(precision="int8"), "precision: expected one of float32, bfloat16, got 'int8'"),
-        (wrong(depth=3), "config: expected the options of a CipNet"),
+        (wrong(dim=0), "dim: .*1.*0"),
+        (wrong(n_neighbors=0), "n_neighbors: .*1.*0"),
+        (wrong(heads=3), "heads: .*16.*3"),
+        (wrong(blocks=0), "blocks: .*1.*0"),
+        (wrong(hidden=0), "hidden: .*1.*0"),
+        (wrong(readout="best"), "readout: .*free, hull.*best"),
+        (wrong(precision="int8"), "precision: .*float32, bfloat16.*int8"),
+        (wrong(depth=3), "config: .*depth"),
     ],
 )
 def test_impossible_nets_are_refused(options: dict[str, object], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 
@@ -216,20 +215,6 @@ def test_answers_in_the_dtype_of_the_query_and_batch_by_batch(dtype: torch.dtype
     torch.testing.assert_close(whole, alone, rtol=1e-6, atol=1e-6)
 
 
-def test_local_and_global_agree_where_all_points_are_neighbors_on_a_quadratic() -> None:
-    x = queries(30, 3, 15)
-    found = integrate_bank(x, 1.5 * x, 1.5)
-    assert isinstance(found, BankPotential)
-    query = queries(10, 3, 16)
-    torch.testing.assert_close(
-        WholeBank(x, 1.5 * x, found)(x[:5] + 0.0).solution.image, 1.5 * x[:5]
-    )
-    inside = x[torch.arange(10)] / 2 + x[torch.arange(10) + 10] / 2
-    image = WholeBank(x, 1.5 * x, found)(inside).solution.image
-    torch.testing.assert_close(image, 1.5 * inside, rtol=0, atol=1e-5)
-    assert math.isfinite(float(WholeBank(x, 1.5 * x, found)(query).solution.value.sum()))
-
-
 @pytest.mark.parametrize("cells", [10**9, 40])
 def test_an_index_only_helps_to_find_the_points(
     cells: int, monkeypatch: pytest.MonkeyPatch
@@ -306,12 +291,12 @@ def test_queries_are_answered_where_they_are(bank_device: str, dtype: torch.dtyp
 def test_refuses_what_does_not_fit() -> None:
     x, z = smooth_bank(20, 3, 17)
     potential = least_bank_smoothness(x, z)
-    with pytest.raises(InputError, match=r"levels: expected shape \(19,\)"):
+    with pytest.raises(InputError, match=r"levels: .*\(19,\).*\(20,\)"):
         WholeBank(x[:19], z[:19], potential)
     bank = WholeBank(x, z, potential)
-    with pytest.raises(InputError, match=r"query: expected shape \(4, 3\) like the bank"):
+    with pytest.raises(InputError, match=r"query: .*\(4, 3\).*\(4, 2\)"):
         bank(torch.zeros(4, 2))
-    with pytest.raises(InputError, match="pricing: expected one of"):
+    with pytest.raises(InputError, match=r"pricing: .*guess"):
         WholeBank(x, z, potential, pricing="guess")
-    with pytest.raises(InputError, match="query: expected finite values, got nan"):
+    with pytest.raises(InputError, match=r"query: .*nan"):
         bank(torch.full((4, 3), torch.nan))

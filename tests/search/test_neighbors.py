@@ -183,28 +183,19 @@ def test_neither_batch_nor_memory_changes_a_bit(search_type, b, d, generator, mo
         assert torch.equal(alone.distances[0], together.distances[row])
 
 
-def test_memory_mapped_points(tmp_path: Path, search_type, generator, monkeypatch) -> None:
-    points = torch.rand(200, 12, generator=generator).half()
-    (tmp_path / "points").write_bytes(points.numpy().tobytes())
-    mapped = torch.from_file(str(tmp_path / "points"), size=2400, dtype=torch.float16).view(200, 12)
-    queries = torch.rand(10, 12, generator=generator)
-    expected = search_type(points)(queries, 5)
-    monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
-    assert_same(search_type(mapped)(queries, 5), expected)
-
-
-def test_points_of_a_file_are_read_by_their_position(
-    tmp_path: Path, generator, monkeypatch
-) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_memory_mapped_points(tmp_path: Path, search_type, known, generator, monkeypatch) -> None:
+    """Points that are `known` to be in a file are read by their position in it."""
     points = torch.rand(200, 12, generator=generator).half()
     save_file({"points": points}, tmp_path / "points")
     mapped = load_file(tmp_path / "points")["points"]
-    remember(tmp_path / "points", {"points": mapped})
+    if known:
+        remember(tmp_path / "points", {"points": mapped})
     queries = torch.rand(10, 12, generator=generator)
-    expected = TorchSearch(points)(queries, 5)
+    expected = search_type(points)(queries, 5)
     monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
-    search = TorchSearch(mapped)
-    assert in_file(search.points) is not None
+    search = search_type(mapped)
+    assert (in_file(search.points) is not None) == known
     assert_same(search(queries, 5), expected)
 
 
@@ -258,17 +249,18 @@ def test_nothing_is_differentiated(search_type) -> None:
 
 
 NAN = torch.tensor([[0.0, 1.0], [float("nan"), 0.0]])
+QUERIES = torch.zeros(4, 2)
 
 
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        (torch.zeros(3, 2, dtype=torch.int64), "points: expected dtype .*, got int64"),
-        (torch.zeros(3), r"points: expected 2 axes \(N,d\)"),
-        (torch.zeros(0, 2), "points: expected at least one entry along N"),
-        (NAN, r"points\[0:2\]: expected finite values, got nan at \(1, 0\)"),
-        (torch.tensor([[3e38], [-3e38], [-3e38], [-3e38]]), "points: expected a spread"),
-        ([[0.0]], "points: expected a torch.Tensor"),
+        (torch.zeros(3, 2).long(), "points: .*int64"),
+        (torch.zeros(3), r"points: .*N,d.*\(3,\)"),
+        (torch.zeros(0, 2), r"points: .*along N.*\(0, 2\)"),
+        (NAN, r"points\[0:2\]: .*nan at \(1, 0\)"),
+        (torch.tensor([[3e38], [-3e38], [-3e38], [-3e38]]), "points: .*float32.*inf"),
+        ([[0.0]], "points: .*list"),
     ],
 )
 def test_bad_points(points, message) -> None:
@@ -277,24 +269,24 @@ def test_bad_points(points, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "k", "options", "message"),
+    ("queries", "k", "exclude", "message"),
     [
-        (torch.zeros(4, 2), 6, {}, r"k: expected at most 5 \(points left to find\), got 6"),
-        (torch.zeros(4, 2), 5, {"exclude": torch.zeros(4).long()}, "k: expected at most 4"),
-        (torch.zeros(4, 2), 0, {}, "k: expected an integer of at least 1, got 0"),
-        (torch.zeros(4, 3), 1, {}, r"queries: expected shape \(4, 2\) like the points"),
-        (torch.zeros(4, 2).long(), 1, {}, "queries: expected dtype"),
-        (NAN, 1, {}, "queries: expected finite values, got nan"),
-        (torch.zeros(0, 2), 1, {}, "queries: expected at least one entry along B"),
-        (torch.zeros(4, 2), 1, {"exclude": torch.zeros(3).long()}, r"exclude: expected shape \(4,"),
-        (torch.zeros(4, 2), 1, {"exclude": torch.zeros(4)}, "exclude: expected dtype int64"),
-        (torch.zeros(1, 2), 1, {"exclude": torch.tensor([5])}, "exclude: expected -1 or an index"),
-        (torch.zeros(1, 2), 1, {"exclude": torch.tensor([-2])}, "exclude: expected -1 or an index"),
+        (QUERIES, 6, None, "k: .*at most 5 .*got 6"),
+        (QUERIES, 5, torch.zeros(4).long(), "k: .*at most 4 .*got 5"),
+        (QUERIES, 0, None, "k: .*at least 1.*got 0"),
+        (torch.zeros(4, 3), 1, None, r"queries: .*\(4, 2\).*\(4, 3\)"),
+        (QUERIES.long(), 1, None, "queries: .*int64"),
+        (NAN, 1, None, "queries: .*nan"),
+        (QUERIES[:0], 1, None, "queries: .*along B"),
+        (QUERIES, 1, torch.zeros(3).long(), r"exclude: .*\(4,\).*\(3,\)"),
+        (QUERIES, 1, torch.zeros(4), "exclude: .*int64.*float32"),
+        (QUERIES[:1], 1, torch.tensor([5]), "exclude: .*below 5.*5 to 5"),
+        (QUERIES[:1], 1, torch.tensor([-2]), "exclude: .*below 5.*-2 to -2"),
     ],
 )
-def test_bad_calls(queries, k, options, message) -> None:
+def test_bad_calls(queries, k, exclude, message) -> None:
     with pytest.raises(InputError, match=message):
-        TorchSearch(torch.rand(5, 2))(queries, k, **options)
+        TorchSearch(torch.rand(5, 2))(queries, k, exclude=exclude)
 
 
 def test_missing_faiss_names_the_extra(monkeypatch) -> None:

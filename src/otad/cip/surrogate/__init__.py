@@ -5,13 +5,13 @@ train_cip_net(net, problems, config, teacher=ExactCip(on_failure="fallback"))
 net(problem).image
 """
 
-from otad.cip.surrogate.lessons import leave_one_out
 from otad.cip.surrogate.net import CipNet
 from otad.cip.surrogate.training import (
     CIP_NET_RECIPE,
     CipNetConfig,
     CipNetEpoch,
     CipNetResult,
+    leave_one_out,
     train_cip_net,
 )
 

@@ -26,8 +26,8 @@ class CipNet(nn.Module):
     """Estimates the image z' (B,d) of a `CipProblem` or `BankProblem` by a transformer encoder.
 
     Its 2K + 1 tokens are the query, the K anchors and the K images, one linear map for points of
-    the input space and one for features. Each neighbor's two tokens also hear of one another, so
-    no order of the neighbors is needed to tell which belong together. From the last block
+    the input space and one for features. Each neighbor's two tokens are also mixed, so no order of
+    the neighbors is needed to match them. From the last block
 
         z' = sum_i lambda_i z~_i  +  s W t        lambda = softmax of a score of each image token,
                                                   t the query token, W (d,width),
@@ -47,7 +47,7 @@ class CipNet(nn.Module):
     of range is UNSOLVED, its image NaN.
     """
 
-    # What a defense asks of its solver, see `otad.cip.protocols`.
+    # What a model needs of its solver, see `otad.cip.protocols`.
     mode: ClassVar[str] = "estimated"
     spares: ClassVar[int] = 0
     max_smoothness: ClassVar[float | None] = None
@@ -63,12 +63,10 @@ class CipNet(nn.Module):
         hidden: int | None = None,
         readout: str = "free",
         precision: str = "float32",
-        chunk: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`hidden` units in each block's MLP, `width` of them by default; `precision`: in which its
-        matrix products are made, "bfloat16" being many times faster on a GPU; `chunk`: rows whose
-        neighbors are in working memory at a time."""
+        """`hidden` units in each block's MLP, `width` of them by default; `precision` of its matrix
+        products: "bfloat16" is many times faster on a GPU."""
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.n_neighbors = check_count(n_neighbors, "n_neighbors")
@@ -79,7 +77,6 @@ class CipNet(nn.Module):
         self.hidden = width if hidden is None else check_count(hidden, "hidden")
         self.readout = check_choice(readout, "readout", READOUTS)
         self.precision = check_choice(precision, "precision", PRECISIONS)
-        self.chunk = None if chunk is None else check_count(chunk, "chunk")
         drawn_by = generator or torch.Generator().manual_seed(0)
 
         def linear(fan_in: int, fan_out: int, gain: float) -> nn.Linear:
@@ -104,8 +101,7 @@ class CipNet(nn.Module):
         self.check_problem(problem)
         batch, count, _ = problem.shape
         query = problem.query
-        row_bytes = 2 * count * self.dim * query.element_size()
-        chunk = self.chunk or max(1, _BLOCK_BYTES // row_bytes)
+        chunk = max(1, _BLOCK_BYTES // (2 * count * self.dim * query.element_size()))
         with self._rounding(query.device):
             parts = [self._estimate(problem, rows) for rows in blocks(batch, chunk)]
         image, weights = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -148,7 +144,7 @@ class CipNet(nn.Module):
             )
 
     def _rounding(self, device: torch.device) -> AbstractContextManager[object]:
-        """Within it products are made in the net's precision, or in that of the caller."""
+        """Makes products in the net's precision, or in that of the caller."""
         if self.precision == "float32":
             return nullcontext()
         return torch.autocast(device.type, torch.bfloat16)
@@ -188,14 +184,14 @@ class CipNet(nn.Module):
         Units come after the product, which commutes with them: it makes the short tokens depend on
         the query through its reach, and not the long anchors, whose gradients cost the most.
         """
-        asked, located = (_in_units(self.from_input, part, reach) for part in (query, anchors))
-        carried = _in_units(self.from_feature, features, spread)
+        asking, places = (_in_units(self.from_input, part, reach) for part in (query, anchors))
+        values = _in_units(self.from_feature, features, spread)
         kinds = self.kinds[:, None]
         return torch.cat(
             [
-                asked + kinds[0],
-                located + self.feature_to_input(carried) + kinds[1],
-                carried + self.input_to_feature(located) + kinds[2],
+                asking + kinds[0],
+                places + self.feature_to_input(values) + kinds[1],
+                values + self.input_to_feature(places) + kinds[2],
             ],
             dim=1,
         )
@@ -211,14 +207,16 @@ class CipNet(nn.Module):
             "hidden": self.hidden,
             "readout": self.readout,
             "precision": self.precision,
-            "chunk": self.chunk,
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CipNet:
-        """The net `config` describes, with fresh weights; load its state dict afterwards."""
+        """The net that `config` describes, with fresh weights; load its state dict afterwards."""
+        options = {
+            name: value for name, value in config.items() if name != "chunk"
+        }  # of older files
         try:
-            return cls(**config)
+            return cls(**options)
         except TypeError as error:
             raise InputError(f"config: expected the options of a CipNet, got {config!r}") from error
 
@@ -227,7 +225,7 @@ class CipNet(nn.Module):
 
 
 def _in_units(layer: nn.Linear, vectors: Tensor, unit: Tensor) -> Tensor:
-    """The layer's answer to vectors (b,k,d) / unit (b,1,1)."""
+    """The layer's output for vectors (b,k,d) / unit (b,1,1)."""
     return nn.functional.linear(vectors, layer.weight) / unit + layer.bias
 
 

@@ -7,23 +7,31 @@ min over theta of  mean over x' of  alpha |CIP-net(x') - QCP(x')|^2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_shape, check_tensor
+from otad.checks import STORAGE_DTYPES, check_count, check_shape, check_tensor
+from otad.cip.judge import map_curvature
+from otad.cip.local.feature import assemble
 from otad.cip.local.solver import ExactCip
-from otad.cip.surrogate.lessons import Answers, Lesson, Problem, Teacher, rows_of
+from otad.cip.problem import BankProblem, CipProblem
+from otad.cip.solution import CipSolution
 from otad.cip.surrogate.net import CipNet
 from otad.errors import InputError
+from otad.io.mapped_rows import gathered
 from otad.io.tensor_files import fingerprint
+from otad.search.neighbors import TorchSearch
+from otad.training.acceleration import precision
 from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig
 from otad.training.loop import Saving, Training
 
+Problem = CipProblem | BankProblem
+Teacher = Callable[[Problem], CipSolution]
 _NAMED_BY_SOURCE = {"query", "anchors", "images", "inputs", "features", "own_features"}
 _UNIT_ROWS = 256
 
@@ -71,7 +79,7 @@ Report = Callable[[CipNetEpoch], None]
 @dataclass(frozen=True)
 class CipNetResult:
     """`unit`: the squared length in which errors are measured; `resumed_after`: the last epoch read
-    from a checkpoint, 0 for none; `epochs`: the number asked for, of which a run that ran out of
+    from a checkpoint, 0 for none; `epochs`: the number requested, of which a run that ran out of
     time has fewer."""
 
     history: tuple[CipNetEpoch, ...]
@@ -83,6 +91,30 @@ class CipNetResult:
     def finished(self) -> bool:
         """Whether all epochs are done; if not, the same call resumes."""
         return len(self.history) >= self.epochs
+
+
+def leave_one_out(
+    inputs: Tensor,
+    features: Tensor,
+    n_neighbors: int,
+    smoothness: float,
+    strong_convexity: float = 0.0,
+    *,
+    rows: Tensor | None = None,
+) -> BankProblem:
+    """Points of a bank (N,d) as queries, each among its nearest neighbors other than itself.
+
+    `rows` (M,) int64 chooses the points, all by default; `features[rows]` are then the network's
+    own features of the queries. For neighbors by another metric make the `BankProblem` yourself.
+    """
+    check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
+    check_count(n_neighbors, "n_neighbors")
+    if rows is None:
+        rows = torch.arange(len(inputs))
+    check_tensor(rows, "rows", "M", dtypes=(torch.int64,))
+    query = gathered(inputs, rows).to(torch.promote_types(inputs.dtype, torch.float32))
+    indices = TorchSearch(inputs)(query, n_neighbors, exclude=rows).indices
+    return BankProblem(query, inputs, features, indices, smoothness, strong_convexity)
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -117,11 +149,32 @@ def train_cip_net(
         if problem is not None:
             net.to(problems.query.device).check_problem(problem)
     teacher = teacher or ExactCip(on_failure="fallback")
-    lesson = Lesson(problems, None, own_features, alpha, _unit(problems), config.mixed_precision)
     saving = Saving(checkpoint_dir, save_seconds, max_seconds)
-    run = _CipNetTraining(net, lesson, config, saving, teacher, held_out, source, cached=cached)
+    data = _Data(problems, held_out, own_features, source)
+    run = _CipNetTraining(net, data, config, saving, teacher, alpha, cached=cached)
     run.run(progress)
-    return CipNetResult(tuple(run.history), lesson.unit, run.resumed_after, config.epochs)
+    return CipNetResult(tuple(run.history), run.unit, run.resumed_after, config.epochs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """The arguments of `train_cip_net` of these names."""
+
+    problems: Problem
+    held_out: Problem | None
+    own_features: Tensor | None
+    source: str | None
+
+    def fingerprints(self) -> dict[str, Any]:
+        own = {} if self.own_features is None else {"own_features": self.own_features}
+        kinds = {"problems": _tensors(self.problems) | own}
+        if self.held_out is not None:
+            kinds["held_out"] = _tensors(self.held_out)
+        named = set() if self.source is None else _NAMED_BY_SOURCE
+        return {
+            kind: {name: fingerprint({name: parts[name]}) for name in parts.keys() - named}
+            for kind, parts in kinds.items()
+        }
 
 
 class _CipNetTraining(Training[CipNet, CipNetEpoch]):
@@ -133,46 +186,37 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
     def __init__(
         self,
         net: CipNet,
-        lesson: Lesson,
+        data: _Data,
         config: CipNetConfig,
         saving: Saving,
         teacher: Teacher,
-        held_out: Problem | None,
-        source: str | None,
+        alpha: float,
         *,
         cached: bool,
     ) -> None:
-        self.lesson, self.teacher, self.cached = lesson, teacher, cached
-        self.held_out = held_out
-        self.exam: Answers | None = None
+        self.data, self.teacher, self.alpha, self.cached = data, teacher, alpha, cached
+        self.unit = _unit(data.problems)
+        self.targets: TeacherImages | None = None
+        self.held_out_targets: TeacherImages | None = None
 
         def identity() -> dict[str, Any]:
-            own = {} if lesson.own_features is None else {"own_features": lesson.own_features}
-            asked = {"problems": _tensors(lesson.problems) | own}
-            if held_out is not None:
-                asked["held_out"] = _tensors(held_out)
-            named = set() if source is None else _NAMED_BY_SOURCE
-            prints = {
-                kind: {name: fingerprint({name: parts[name]}) for name in parts.keys() - named}
-                for kind, parts in asked.items()
-            }
-            uses_teacher = lesson.alpha > 0 or held_out is not None
+            uses_teacher = alpha > 0 or data.held_out is not None
             by = {"teacher": stable_repr(teacher)} if uses_teacher else {}
-            return prints | {"source": source, "alpha": lesson.alpha, "cached": cached} | by
+            settings = {"source": data.source, "alpha": alpha, "cached": cached}
+            return data.fingerprints() | settings | by
 
-        super().__init__(net, config, saving, lesson.problems.query.device, identity)
+        super().__init__(net, config, saving, data.problems.query.device, identity)
 
     @property
     def n_rows(self) -> int:
-        return self.lesson.problems.shape[0]
+        return self.data.problems.shape[0]
 
     def prepare(self) -> None:
-        rows = self.config.batch_size
-        if self.lesson.alpha > 0:
-            answers = Answers(self.teacher, self.lesson.problems, rows, cached=self.cached)
-            self.lesson = replace(self.lesson, answers=answers)
-        if self.held_out is not None:
-            self.exam = Answers(self.teacher, self.held_out, rows, cached=True)
+        rows, data = self.config.batch_size, self.data
+        if self.alpha > 0:
+            self.targets = TeacherImages(self.teacher, data.problems, rows, cached=self.cached)
+        if data.held_out is not None:
+            self.held_out_targets = TeacherImages(self.teacher, data.held_out, rows, cached=True)
 
     def batches(
         self, row_batches: Sequence[Tensor], generator: torch.Generator
@@ -180,28 +224,83 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
         return ((rows,) for rows in row_batches)
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
-        loss, error = self.lesson.objective(self.weights.net, batch[0])
+        (rows,) = batch
+        with precision(self.device, mixed=self.config.mixed_precision):
+            image = self.weights.net(self.data.problems.select(rows)).image
+        loss, means = image.new_zeros(()), []
+        if self.targets is not None:
+            error = _mean_square(image - self.targets(rows)) / self.unit
+            loss, means = loss + self.alpha * error, [error.detach()]
+        if self.data.own_features is not None and self.alpha < 1:
+            own = gathered(self.data.own_features, rows, image.device).to(image)
+            loss = loss + (1 - self.alpha) * _mean_square(image - own) / self.unit
         self.backward(loss)
         self.update(first=first)
-        return torch.stack([loss.detach()] + [error] * (self.lesson.answers is not None))
+        return torch.stack([loss.detach(), *means])
 
     @torch.no_grad()
     def validate(self) -> float | None:
         """The mean of |CIP-net - QCP|^2 / unit over all held-out rows, in full precision."""
-        if self.exam is None:
+        problem, targets = self.data.held_out, self.held_out_targets
+        if problem is None or targets is None:
             return None
         net = self.weights.best.eval()
-        total, count = 0.0, self.exam.problem.shape[0]
+        total, count = 0.0, problem.shape[0]
         for rows in torch.arange(count).split(self.config.batch_size):
-            image = net(rows_of(self.exam.problem, rows)).image
-            total += float((image - self.exam(rows)).double().square().sum())
-        return total / count / self.lesson.unit
+            image = net(problem.select(rows)).image
+            total += float((image - targets(rows)).double().square().sum())
+        return total / count / self.unit
 
     def record(
         self, epoch: int, means: Sequence[float], score: float | None, seconds: float
     ) -> CipNetEpoch:
         error = means[1] if len(means) > 1 else None
         return CipNetEpoch(epoch, means[0], error, score, seconds)
+
+
+class TeacherImages:
+    """The teacher's images (b,d) of some rows of a problem.
+
+    With `cached` every row is solved once, now, and only its K multipliers are stored: the images
+    are assembled from the neighbors each time, at a small part of the cost of solving.
+    """
+
+    def __init__(
+        self, teacher: Teacher, problem: Problem, batch_size: int, *, cached: bool
+    ) -> None:
+        self.teacher, self.problem = teacher, problem
+        self._cache: tuple[Tensor, Tensor] | None = None
+        if cached:
+            every = torch.arange(problem.shape[0]).split(batch_size)
+            parts = [self._solve(problem.select(rows)) for rows in every]
+            weights, convexity = (torch.cat(column) for column in zip(*parts, strict=True))
+            self._cache = weights, convexity
+
+    @torch.no_grad()
+    def __call__(self, rows: Tensor) -> Tensor:
+        part = self.problem.select(rows)
+        if self._cache is None:
+            weights, convexity = self._solve(part)
+        else:
+            weights, convexity = (known[rows.to(known.device)] for known in self._cache)
+        return assemble(part, weights, convexity, bool(convexity.any()))
+
+    @torch.no_grad()
+    def _solve(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """Multipliers (b,K), and the strong convexity (b,) of the map they belong to."""
+        solution = self.teacher(problem)
+        if not bool(solution.multipliers.isfinite().all()):
+            raise InputError(
+                "teacher: expected one that finds multipliers for every row, for instance "
+                "ExactCip(on_failure='fallback'), got NaN"
+            )
+        convexity = map_curvature(problem, solution)[1]
+        convexity = torch.where(solution.failed, problem.strong_convexity, convexity)
+        return solution.multipliers, convexity
+
+
+def _mean_square(difference: Tensor) -> Tensor:
+    return difference.square().sum(1).mean()
 
 
 def _tensors(problem: Problem) -> dict[str, Tensor]:
