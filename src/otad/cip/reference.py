@@ -37,7 +37,7 @@ class CvxpyCip:
 
     The solution carries no gradient. `potentials` (B,K) may be given, with the `smoothness` and
     `strong_convexity` (B,) they are feasible for; otherwise the canonical ones are found, for the
-    least smoothness where the one asked for is too small.
+    least smoothness where the requested one is too small.
     """
 
     mode: str = "consistent"
@@ -55,10 +55,10 @@ class CvxpyCip:
         smoothness: Tensor | None = None,
         strong_convexity: Tensor | None = None,
     ) -> CipSolution:
-        asked = (problem.smoothness, problem.strong_convexity)
+        requested = (problem.smoothness, problem.strong_convexity)
         found = (
-            asked[0] if smoothness is None else smoothness,
-            asked[1] if strong_convexity is None else strong_convexity,
+            requested[0] if smoothness is None else smoothness,
+            requested[1] if strong_convexity is None else strong_convexity,
         )
         rows = []
         for i in range(problem.shape[0]):
@@ -66,7 +66,7 @@ class CvxpyCip:
             parts = (problem.query[at], problem.anchors_of(at), problem.images_of(at))
             query, anchors, images = (t[0].detach().double().cpu().numpy() for t in parts)
             given = None if potentials is None else potentials[i].double().cpu().numpy()
-            curvatures = ([float(t[i]) for t in pair] for pair in (asked, found))
+            curvatures = ([float(t[i]) for t in pair] for pair in (requested, found))
             rows.append(self._row(query, anchors, images, given, *curvatures))
         return self._solution(problem, rows)
 
@@ -98,7 +98,7 @@ class CvxpyCip:
         anchors: Array,
         images: Array,
         levels: Array | None,
-        asked: list[float],
+        requested: list[float],
         found: list[float],
     ) -> tuple[Any, ...]:
         """Image, value, multipliers, potentials, smoothness, strong convexity and status."""
@@ -107,7 +107,7 @@ class CvxpyCip:
         if levels is None:
             levels, high, status = find_potentials(anchors, images, high, low)
         if not status.failed:
-            used = asked if self.mode == "paper" else (high, low)
+            used = requested if self.mode == "paper" else (high, low)
             answer = _Quadratics(anchors - query, images, levels, *used).solve()
             if answer is not None:
                 return *answer, levels, high, low, int(status)
@@ -117,7 +117,7 @@ class CvxpyCip:
         multipliers = np.full(len(anchors), np.nan)
         if self.on_failure == "fallback":
             multipliers = np.eye(len(anchors))[np.square(anchors - query).sum(1).argmin()]
-        image = multipliers @ (images - asked[1] * (anchors - query))
+        image = multipliers @ (images - requested[1] * (anchors - query))
         return image, np.nan, multipliers, levels * np.nan, np.nan, np.nan, int(status)
 
 
@@ -166,7 +166,7 @@ class _Quadratics:
         return None
 
     def _polish(self, point: Array, multipliers: Array) -> Optimum:
-        """The answer with the smallest duality gap on any likely support of the multipliers.
+        """The optimum with the smallest duality gap on any likely support of the multipliers.
 
         An interior point method that ends with a gap of 1e-10 is still 1e-5 from z'. All K bounds
         have the same Hessian, so on the right support ONE Newton step from there is exact.
@@ -184,7 +184,7 @@ class _Quadratics:
         return min(map(self._imply, candidates), key=lambda graded: graded[0])[1]
 
     def _imply(self, multipliers: Array) -> tuple[float, Optimum]:
-        """The duality gap of some multipliers, and the answer that goes with them."""
+        """The duality gap of some multipliers, and the optimum they imply."""
         weights = multipliers.clip(0.0) / multipliers.clip(0.0).sum()
         image = weights @ (self.images - self.low * self.offsets)
         height = self.at(image)

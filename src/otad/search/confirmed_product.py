@@ -93,6 +93,14 @@ def product_error(terms: int, dtype: torch.dtype, device: torch.device) -> float
     return 2 * (terms + 8) * FLOAT32_ROUNDOFF + 8 * rounded
 
 
+def squared_distances(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+    """|x_i - y_j|^2 (n,m) of float32 rows by a matrix product, and its largest error (n,m)."""
+    sums = one.norm(dim=1).square()[:, None] + two.norm(dim=1).square()
+    # Sums of d terms, the rounding of the rows themselves, and lengths: all of them generously.
+    error = 4 * (one.shape[1] + 8) * FLOAT32_ROUNDOFF * sums
+    return torch.addmm(sums, one, two.mT, alpha=-2), error
+
+
 def add_product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """base (b,n), overwritten, + left (b,d) right (n,d)^T, in sections of columns."""
     for start in range(0, left.shape[1], SECTION):

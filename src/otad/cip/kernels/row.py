@@ -120,15 +120,15 @@ def row_kernel(
 
     `settings`: noise, the steps up and down, the cap. Written are `shares` (2,B,K): multipliers
     and levels; `value_at` (B,); `numbers` (4,B): L, l and the map's l, the residual; `status`
-    (B,); `takes_part` (B,K); `outcome` (B,): 1 for a row that is answered, 0 for one left to
-    others, -1 for one without an answer; `sensitivity` (B,K,K).
+    (B,); `takes_part` (B,K); `outcome` (B,): 1 for a solved row, 0 for one that is left to
+    `solve_torch`, -1 for one without a solution; `sensitivity` (B,K,K).
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     active = i < count
     noise = tl.load(settings)
     cap = tl.load(settings + 3)
-    asked_high, asked_low = tl.load(smoothness + row), tl.load(convexity + row)
+    requested_high, requested_low = tl.load(smoothness + row), tl.load(convexity + row)
     slope, mixed, images, offsets, tilt, square, center = loaded(
         products, squares, row, batch, segments, total, padded, shifts
     )
@@ -142,8 +142,8 @@ def row_kernel(
     own = diagonal_of(images, padded)
     image_size = tl.sqrt(tl.max(tl.where(active, own, 0.0), axis=0))
 
-    # Potentials, for the curvature asked for or the nearest that works.
-    high, low = asked_high, asked_low
+    # Potentials, for the requested curvature or the nearest that works.
+    high, low = requested_high, requested_low
     rise, bend, rise_error, bend_error = constraints(
         slope, mixed, images, offsets, low, offset_size, image_size, noise, shifts, padded
     )
@@ -192,7 +192,7 @@ def row_kernel(
             flatness = greatest_flatness(rise, bend, rise_error, bend_error, count, padded)
             exists = flatness > 0
             least = tl.where(exists, 1 / tl.where(exists, flatness, 1.0), float("inf"))
-            # A hair above the least, so that rounding does not leave a cycle positive.
+            # Slightly above the least, so that rounding does not leave a cycle positive.
             high = tl.maximum(low + least * (1 + 16 * noise), high)
         longest, _ = longest_paths(
             rise, bend, rise_error, bend_error, 1 / (high - low), count, padded
@@ -200,7 +200,7 @@ def row_kernel(
     exists = high < float("inf")
     found = finite & exists & (high <= cap)
     fails = finite & (exists == 0) & (cap == float("inf"))
-    high = tl.where(exists, high, asked_high)  # the answer means nothing, and costs no NaN
+    high = tl.where(exists, high, requested_high)  # the answer means nothing, and costs no NaN
     chosen, level_gap = levels_of(longest, rule, count, padded)
     level = chosen + low / 2 * square + tilt
     level = level - tl.sum(tl.where(active, level, 0.0), axis=0) / count
@@ -209,7 +209,7 @@ def row_kernel(
     if consistent:
         map_high, map_low = high, low
     else:
-        map_high, map_low = asked_high, asked_low
+        map_high, map_low = requested_high, requested_low
     modulus = map_high - map_low
     slope, images = shifted(slope, mixed, images, offsets, map_low, shifts)
     line = level - (map_low / 2 * square + tilt)

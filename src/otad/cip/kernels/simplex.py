@@ -40,7 +40,7 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: tl.constexpr, padded: 
     """Weights, the inverse N on their basis, and whether the rounds were enough.
 
     `target` is the affine optimum in the basis and the gain of entering outside it; `barrier` is
-    -inf for those that may not enter; `entering` is who enters in the next round, or -1.
+    -inf for those that may not enter; `entering` is the one that enters in the next round, or -1.
     """
     i = tl.arange(0, padded)
     active = i < count
@@ -70,7 +70,7 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: tl.constexpr, padded: 
             step = tl.min(ratio, axis=0)
             leaving = first_at(ratio, step, padded)
             blocked = (step < 1) & (due == 0)
-            # Otherwise the target is the new point, and who has the largest gain may enter.
+            # Otherwise the target is the new point, and the largest gain may enter.
             reward = target + barrier
             most = tl.max(reward, axis=0)
             best = first_at(reward, most, padded)
@@ -95,7 +95,7 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: tl.constexpr, padded: 
 
 @triton.jit
 def moved_along(column, weights, basis, best, tolerance, padded: tl.constexpr):
-    """The weights as far as `best` can enter at the cost of the basis, and who ends at zero."""
+    """The weights as far as `best` can enter, and the neighbor whose weight becomes zero."""
     closed = (column > tolerance) & (basis > 0)
     reach = tl.where(closed, weights / tl.where(closed, column, 1.0), float("inf"))
     length = tl.min(reach, axis=0)
@@ -106,7 +106,7 @@ def moved_along(column, weights, basis, best, tolerance, padded: tl.constexpr):
 
 @triton.jit
 def pivoted(tableau, target, basis, barrier, pivot, outward, done, padded: tl.constexpr):
-    """Symmetric pivot: who leaves (outward) or joins the basis. Nothing changes once done."""
+    """Symmetric pivot: a neighbor leaves (outward) or joins the basis, unless done."""
     pivot = tl.where(done, -1, pivot)
     chosen = tl.arange(0, padded) == pivot
     column = row_of(tableau, pivot, padded)
@@ -124,7 +124,7 @@ def pivoted(tableau, target, basis, barrier, pivot, outward, done, padded: tl.co
 
 @triton.jit
 def refined(quadratic, linear, weights, inverse):
-    """Iterative refinement removes what the pivots have gathered in rounding."""
+    """Iterative refinement removes the rounding errors of the pivots."""
     better = refined_once(quadratic, linear, weights, inverse)
     left = 0
     while (tl.max(tl.abs(better - weights), axis=0) > 1e-12) & (left < _REFINEMENTS):

@@ -57,6 +57,25 @@ def _combination(
     return total
 
 
+def feature(
+    problem: RowProblem,
+    multipliers: Tensor,
+    value: Tensor,
+    sensitivity: Tensor | None,
+    strong_convexity: Tensor,
+    is_shifted: bool,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z' (B,d), value and multipliers, differentiable in the query if gradients are on."""
+    how = strong_convexity, is_shifted, chunk
+    if not (problem.query.requires_grad and torch.is_grad_enabled()):
+        return assemble(problem, multipliers, *how), value, multipliers
+    image, value, multipliers = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
+        problem.query, problem, multipliers, value, sensitivity, *how
+    )
+    return image, value, multipliers
+
+
 class DifferentiableMap(torch.autograd.Function):
     """query -> (image, value, multipliers); everything else is a constant of the map."""
 

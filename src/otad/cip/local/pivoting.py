@@ -201,7 +201,8 @@ def _advance(state: _State, tolerance: float) -> Tensor:
 
 
 def _exchange(state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float) -> Tensor:
-    """In `flat` rows, move along the entering direction as far as it goes; who leaves pivots."""
+    """In `flat` rows, move as far as possible along the entering direction; then the one that
+    leaves is the pivot."""
     column = _pick(state.tableau, best[None])
     open_end = (column <= tolerance) | (state.basis == 0)
     reach, leaving = (state.weights / column).masked_fill(open_end, torch.inf).min(0)
@@ -226,8 +227,8 @@ def _pivot(state: _State, pivot: Tensor, outward: Tensor, go: Tensor) -> None:
     corner = torch.where(go, -change, column.gather(0, pivot)[0])
     _put(state.tableau, pivot, (column * factor).scatter_(0, pivot, corner[None]))
     state.target.scatter_(0, pivot, aim * factor)
-    kept = state.basis.gather(0, pivot)[0]
-    state.basis.scatter_(0, pivot, torch.where(go, (~outward).to(kept), kept)[None])
+    before = state.basis.gather(0, pivot)[0]
+    state.basis.scatter_(0, pivot, torch.where(go, (~outward).to(before), before)[None])
     shut = state.barrier.gather(0, pivot)[0]
     opened = torch.where(outward, 0.0, -torch.inf).to(shut)
     state.barrier.scatter_(0, pivot, torch.where(go, opened, shut)[None])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count
-from otad.cip.local.feature import DifferentiableMap, assemble
+from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of, worst_noise
 from otad.cip.local.relax import Relaxation
@@ -152,12 +152,7 @@ class ExactCip:
         weight, value = found.multipliers.to(query.dtype), found.value.to(query.dtype)
         lowered = self._lowers_convexity and self.mode == "consistent"
         how = found.map_convexity, problem.has_strong_convexity or lowered, self.chunk
-        if query.requires_grad and torch.is_grad_enabled():
-            image, value, weight = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
-                query, problem, weight, value, found.sensitivity, *how
-            )
-        else:
-            image = assemble(problem, weight, *how)
+        image, value, weight = feature(problem, weight, value, found.sensitivity, *how)
         return CipSolution(
             image=image,
             value=value,

@@ -24,7 +24,7 @@ from otad.cip.whole_bank.contradictions import PairRatios, vertex_cover
 from otad.cip.whole_bank.pairs import half_squares
 from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError, SolverError
-from otad.search.confirmed_product import FLOAT32_ROUNDOFF
+from otad.search.confirmed_product import squared_distances
 
 ROUNDING = 1e-14  # of a ratio in float64
 
@@ -114,16 +114,11 @@ class PairSlopes(PairRatios):
         )
 
     def bounds(self, own: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Tensor:
-        """Infinite where float32 cannot tell."""
-        squares, errors = [], []
-        for one, two in zip(own, other, strict=True):
-            sums = one.norm(dim=1).square()[:, None] + two.norm(dim=1).square()
-            squares.append(torch.addmm(sums, one, two.mT, alpha=-2))
-            # Sums of n terms, the rounding of centered values, and lengths: all of them generously.
-            errors.append(4 * (one.shape[1] + 8) * FLOAT32_ROUNDOFF * sums)
-        run = (squares[0] - errors[0]).clamp_min_(0.0)
-        ratios: Tensor = ((squares[1] + errors[1]) / run).clamp_min_(0.0).sqrt_()
-        return ratios.nan_to_num_(nan=torch.inf)
+        """Infinite where float32 cannot separate the points."""
+        run, run_error = squared_distances(own[0], other[0])
+        rise, rise_error = squared_distances(own[1], other[1])
+        squares: Tensor = (rise + rise_error) / (run - run_error).clamp_min_(0.0)
+        return squares.clamp_min_(0.0).sqrt_().nan_to_num_(nan=torch.inf)
 
     def exact(self, first: Tensor, second: Tensor) -> Tensor:
         run, rise = (

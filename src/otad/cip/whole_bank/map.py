@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from otad.checks import check_choice, check_shape, check_tensor
 from otad.cip.execution import run_parts
-from otad.cip.local.feature import DifferentiableMap, assemble
+from otad.cip.local.feature import feature
 from otad.cip.local.simplex_qp import maximize_on_simplex
 from otad.cip.problem import BankProblem
 from otad.cip.solution import CipSolution, Status
@@ -116,12 +116,8 @@ class WholeBank:
         rows = query.new_ones(len(query), dtype=torch.float64)
         weight = search.weights.to(query.dtype)
         value = _value(query, pairs, search).to(query.dtype)
-        if query.requires_grad and torch.is_grad_enabled():
-            image, value, weight = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
-                query, problem, weight, value, search.sensitivity, low * rows, low != 0, None
-            )
-        else:
-            image = assemble(problem, weight, low * rows, low != 0)
+        sensitivity, convexity = search.sensitivity, low * rows
+        image, value, weight = feature(problem, weight, value, sensitivity, convexity, low != 0)
         levels = potential.levels[indices.to(potential.levels.device)].to(query)
         solution = CipSolution(
             image=image,
