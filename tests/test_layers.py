@@ -37,7 +37,6 @@ LAYERS = {
     "otad.evaluate": 7,
     "otad.estimators": 8,
     "otad.report": 8,
-    "otad.demo": 8,
     "otad.experiments": 9,
     "otad.cli": 11,
 }

@@ -12,9 +12,9 @@ import pytest
 from cli.small import Terminal
 
 import otad
-import otad.demo
 from otad.cli import demo
 from otad.evaluate.records import Evaluation
+from otad.report import map_pictures
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "ATTACKED", 8)
     monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
     monkeypatch.setattr(demo, "SUITE", ("straight", "noise"))
-    coarse = functools.partial(otad.demo.interpolate_grid, lines=5, every=2)
-    monkeypatch.setattr(otad.demo, "interpolate_grid", coarse)
+    coarse = functools.partial(map_pictures.interpolate_grid, lines=5, every=2)
+    monkeypatch.setattr(map_pictures, "interpolate_grid", coarse)
 
 
 @pytest.mark.usefixtures("short")
@@ -72,7 +72,7 @@ def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> Non
     assert one_map.notes["metrics"]["otad"] == beside["otad"]
     assert beside["attacks"] == ["noise"]
     for content in (page, text):
-        section = content[content.index("Neighbors or one map") :]
+        section = content[content.index("Local maps or a global map") :]
         assert f"{beside['potential']['smoothness']:.3g}, through all points" in section
         assert f"{100 * beside['certified_accuracy']:.1f}%" in section
         assert f"{100 * beside['worst_case_accuracy']:.1f}%" in section

@@ -249,8 +249,8 @@ def test_measures_leave_out_what_a_net_does_not_have() -> None:
     )
     assert bool((steep > 0).all())
     found = assess(model, X, Y)
-    assert found.status_counts == {"estimated": len(X)}
-    assert (found.largest_residual, found.share_raised) == (None, 0.0)
+    assert found.account.counts == {"estimated": len(X)}
+    assert (found.account.residual, found.share_raised) == (None, 0.0)
     assert found.to_dict()["smoothness"] is None
 
 

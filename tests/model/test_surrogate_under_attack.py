@@ -19,7 +19,7 @@ from otad.evaluate.identity import model_card
 from otad.explain import explain
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
-from otad.report.robustness import evaluation_report
+from otad.report.evaluation_report import evaluation_report
 
 X, Y = images(9, seed=7)
 THREAT = L2(0.7, bounds=(0.0, 1.0))

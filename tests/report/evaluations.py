@@ -22,9 +22,9 @@ from otad.evaluate.records import (
 )
 from otad.io.environment import Environment
 from otad.model.diagnostics import Distribution
-from otad.report.adversarial import Adversarial
+from otad.report.evaluation_report import evaluation_report
+from otad.report.examples import Adversarial
 from otad.report.page import Report
-from otad.report.robustness import evaluation_report
 from otad.scores import Score, share_score
 
 EPS = (0.5, 1.0, 2.0)

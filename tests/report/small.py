@@ -11,12 +11,10 @@ from otad.explain import explain
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet
-from otad.report import sections
+from otad.report import model_report as sections
 from otad.report.assessment import Assessment, assess
-from otad.report.cases import cases_section
-from otad.report.cost import cost_number, cost_section, measure_cost
+from otad.report.examples import cases_section
 from otad.report.page import Report
-from otad.report.pictures import png_bytes
 from otad.training import TrainConfig, TrainResult, train
 
 CONFIG = TrainConfig(epochs=3, energy_weight=0.01)
@@ -40,22 +38,22 @@ def make_small() -> Small:
 
 
 def write_report(small: Small, folder: Path) -> Path:
-    dataset, model = small.dataset, small.model
+    dataset, model, assessment = small.dataset, small.model, small.assessment
     x, truths = dataset.test_x[:120], [str(label) for label in dataset.test_y[:120].tolist()]
-    card = model.save(folder / "model")
-    cost = measure_cost(model, x, card.parent)
+    cost_number, cost_section = sections.measure_cost(model, x, model.save(folder / "model").parent)
+    png = Path(__file__).parents[2] / "docs" / "images" / "map.png"
     return Report(
         "A report",
         "On <few> digits & more",
-        [*sections.headline(small.assessment), cost_number(cost)],
+        [*sections.headline(assessment), cost_number],
         [
             sections.model_section(dataset, model, CONFIG),
             sections.training_section(small.result),
-            sections.accuracy_section(small.assessment),
-            sections.honesty_section("this", {"this": small.assessment, "same": small.assessment}),
+            sections.accuracy_section(assessment),
+            sections.answers_section("this", {"this": assessment, "same": assessment}),
             cases_section(explain(model, x, classes=dataset.classes), truths),
-            sections.map_section(png_bytes(x[0])),
-            cost_section(cost),
+            sections.map_section(png.read_bytes()),
+            cost_section,
         ],
         footer="made by a test",
     ).write(folder / "report.html")

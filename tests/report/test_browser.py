@@ -11,7 +11,7 @@ from typing import Any
 from report.evaluations import Attacked, of_values
 from report.small import Small
 
-from otad.report.robustness import evaluation_report
+from otad.report.evaluation_report import evaluation_report
 
 PROBE = """
 <script>

@@ -14,9 +14,8 @@ from report.small import Small
 from report.test_page import Page
 
 from otad.report.blocks import Facts, Flags, KeyNumber, Section, Table, Text
-from otad.report.markdown import escape
-from otad.report.page import Report
-from otad.report.robustness import evaluation_report
+from otad.report.evaluation_report import evaluation_report
+from otad.report.page import Report, escape
 
 HOSTILE = '<img src=x onerror=alert(1)>|`*_[a](javascript:b)\n# "quoted" & $\\no$'
 
@@ -72,7 +71,7 @@ def test_every_table_is_a_rectangle(attacked: Attacked) -> None:
 
 
 def test_pictures_become_files_that_can_be_seen(attacked: Attacked, tmp_path: Path) -> None:
-    path = attacked.report.write_markdown(tmp_path / "my report.md")
+    path = attacked.report.write(tmp_path / "my report.md")
     links = re.findall(r"!\[[^\]]+\]\(my%20report_files/([^)]+)\)", path.read_text("utf-8"))
     files = {file.name: file.read_bytes() for file in (tmp_path / "my report_files").iterdir()}
     assert sorted(links) == sorted(files)

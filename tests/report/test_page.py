@@ -16,7 +16,7 @@ from otad.report.blocks import KeyNumber, Section, Table, Text
 from otad.report.page import Report
 from otad.report.pictures import pixels_uri
 
-SECTIONS = ("model", "training", "accuracy", "honesty", "why", "map", "cost")
+SECTIONS = ("model", "training", "accuracy", "answers", "why", "map", "cost")
 
 
 class Page(HTMLParser):
@@ -83,7 +83,7 @@ def test_the_numbers_are_those_measured(report: Path, small: Small) -> None:
     text = Page(report).text
     for score in small.assessment.scores.values():
         assert f"{score:.2%}" in text
-    for status, count in small.assessment.status_counts.items():
+    for status, count in small.assessment.account.counts.items():
         assert f"{status}: " in text
         assert f"{count / len(small.assessment):.1%}" in text
     assert f"L = {small.model.smoothness:g}" in text

@@ -55,13 +55,11 @@ def demo(
 
     Example: otad demo --out my-demo
     """
-    from otad.demo import draw_map
-    from otad.report import sections
+    from otad.report import model_report as sections
     from otad.report.blocks import chapter
-    from otad.report.cases import cases_section
-    from otad.report.cost import cost_number, cost_section, measure_cost
+    from otad.report.examples import cases_section
+    from otad.report.map_pictures import draw_map
     from otad.report.page import Report
-    from otad.report.scopes import Contender, scopes_section
 
     started = time.perf_counter()
     choice = DataChoice("digits", seed)
@@ -91,7 +89,7 @@ def demo(
     predictions = write_predictions(model, rows, dataset.test_y, out / "predictions.csv", 1000)
     explanations = explain(model, dataset.test_x, classes=dataset.classes)
     truths = [dataset.classes[label] for label in dataset.test_y.tolist()]
-    cost = measure_cost(model, dataset.test_x, card.parent)
+    cost_number, cost_section = sections.measure_cost(model, dataset.test_x, card.parent)
 
     remark(f"attacking {ATTACKED} digits, and proving what can be proved")
     evaluation, robust = _evaluate(model, dataset, out / "evaluation", seed)
@@ -101,10 +99,10 @@ def demo(
     how |= {"attacks": SUITE, "seed": seed}
     one_map = defend_globally(trained, dataset, out / "global-model", **how)
     points = map_of_points(dataset, **how)
-    local = Contender("local", model, assessment, evaluation)
-    beside = scopes_section(local, [one_map, points], radii=RADII, eps=EPS)
+    local = sections.Contender("local", model, assessment, evaluation)
+    beside = sections.scopes_section(local, [one_map, points], radii=RADII, eps=EPS)
     robust = replace(robust, sections=[*robust.sections, beside])
-    robust.write_markdown(out / "robustness.md")
+    robust.write(out / "robustness.md")
 
     remark("drawing")
     here = Environment.now(torch.device("cpu"), torch.get_num_threads())
@@ -116,7 +114,7 @@ def demo(
         "Digits, defended",
         "A residual network whose answers are interpolated from its training points by an exact, "
         "smooth map. Everything on this page was computed by one run of otad demo.",
-        [accuracy, *under_attack, *solving, cost_number(cost)],
+        [accuracy, *under_attack, *solving, cost_number],
         [
             *chapter(
                 "The model",
@@ -124,12 +122,12 @@ def demo(
                     sections.model_section(dataset, model, config),
                     sections.training_section(result),
                     sections.accuracy_section(assessment),
-                    sections.honesty_section(
+                    sections.answers_section(
                         ours, {ours: assessment, "without the energy term": other}
                     ),
                     cases_section(explanations, truths),
                     sections.map_section((out / "map.png").read_bytes()),
-                    cost_section(cost),
+                    cost_section,
                 ],
             ),
             *chapter("Its robustness", robust.sections),
@@ -193,8 +191,8 @@ def demo(
 
 def _evaluate(model: OTAD, dataset: Dataset, folder: Path, seed: int) -> tuple[Evaluation, Report]:
     """The quick suite on some test digits, and what there is to say about it."""
-    from otad.report.adversarial import Adversarial
-    from otad.report.robustness import evaluation_report
+    from otad.report.evaluation_report import evaluation_report
+    from otad.report.examples import Adversarial
 
     x, y = dataset.test_x[:ATTACKED], dataset.test_y[:ATTACKED]
     with attack_bar() as progress:

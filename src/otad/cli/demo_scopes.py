@@ -17,7 +17,7 @@ from otad.model.otad import OTAD
 from otad.model.prototypes import prototype_net
 from otad.nets import lifted_net
 from otad.report.assessment import assess
-from otad.report.scopes import Contender
+from otad.report.model_report import Contender
 
 # Much of the time of a suite, and on one smooth map nothing that the others do not find.
 LEFT_OUT = ("straight", "soft_knn", "square", "random_search")

@@ -91,8 +91,8 @@ def evaluate(
 
     Example: otad evaluate wine-model test --norm linf --eps 0.1 --unit std --immutable alcohol
     """
-    from otad.report.adversarial import Adversarial
-    from otad.report.robustness import evaluation_report
+    from otad.report.evaluation_report import evaluation_report
+    from otad.report.examples import Adversarial
 
     radii = opt.read_radii(eps)
     if headline is not None and headline not in radii:
@@ -143,7 +143,7 @@ def evaluate(
     files = {
         "evaluation": out / "evaluation.json",
         "report": report.write(out / "report.html"),
-        "markdown": report.write_markdown(out / "report.md"),
+        "markdown": report.write(out / "report.md"),
     }
     show(
         _record(evaluation) | {name: str(path) for name, path in files.items()},

@@ -19,8 +19,8 @@ from otad.experiments.certified import certified_shares
 from otad.experiments.kept import alone
 from otad.experiments.specs import EvaluateSpec, name_of
 from otad.experiments.study import Study
-from otad.report.adversarial import Adversarial
-from otad.report.robustness import evaluation_report
+from otad.report.evaluation_report import evaluation_report
+from otad.report.examples import Adversarial
 from otad.scores import Score
 
 

@@ -1,9 +1,10 @@
-"""How a model does on labeled inputs, and how its answers were found."""
+"""Test scores of a model and of its relatives, and the account of how its answers were found."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.cip import Status, least_smoothness
-from otad.model.diagnostics import Distribution, problem_of, residual_of
+from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.otad import OTAD
-from otad.scores import abstained, squared_errors
+from otad.scores import abstained, is_right, squared_errors
 from otad.training.supervised import METRICS
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
@@ -23,59 +23,50 @@ NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean
 
 @dataclass(frozen=True, eq=False)
 class Assessment:
-    """`scores`: accuracy, or mean squared error (`metric` says which), of each predictor.
+    """`scores`: accuracy, or mean squared error (see `metric`), of each predictor.
 
-    One entry a row (N,) of the defended model: `predictions` (class numbers, -1 where it gives no
-    answer, or values), `smoothness` used (NaN where there is no solution), `least_smoothness` its
-    neighbors need, `status`, and the `residual` of its answer, graded in float64 (see
-    `residual_of`). `seconds`: all its predictions.
+    Of the defended model: `predictions` (n,), classes (-1 where it abstains) or values; the
+    `account` of its answers; `least_smoothness` (n,) that its neighbors need; `smoothness`, its
+    L; `seconds` for all predictions.
     """
 
     metric: str
     scores: dict[str, float]
     predictions: Tensor
-    smoothness: Tensor
+    account: SolverAccount
     least_smoothness: Tensor
-    asked_smoothness: float
-    status: Tensor
-    residual: Tensor
+    smoothness: float
     seconds: float
 
     def __len__(self) -> int:
         return len(self.predictions)
 
     @property
-    def status_counts(self) -> dict[str, int]:
-        """How many rows have each status; only those that occur."""
-        counts = {status.name.lower(): int((self.status == status).sum()) for status in Status}
-        return {name: count for name, count in counts.items() if count}
-
-    @property
     def share_raised(self) -> float:
-        """The share of rows whose neighbors needed a larger L than was asked for."""
-        margin = 1e-9 * self.asked_smoothness
-        return float((self.smoothness > self.asked_smoothness + margin).double().mean())
-
-    @property
-    def largest_residual(self) -> float | None:
-        """Over the rows that were solved exactly; None where there are none."""
-        solved = self.residual[self.status < int(Status.ESTIMATED)]
-        return float(solved.max()) if len(solved) else None
+        """The share of rows whose neighbors needed a larger L than the model's."""
+        return self.account.share_raised or 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain JSON, for a model card."""
-        used, least = Distribution.of(self.smoothness), Distribution.of(self.least_smoothness)
-        return {
+        """Plain JSON for a model card; None where a number is infinite."""
+        account = self.account
+        record = {
             "metric": self.metric,
             "rows": len(self),
-            **{name: _finite(score) for name, score in self.scores.items()},
-            "status": self.status_counts,
+            **self.scores,
+            "status": account.counts,
             "share_raised": self.share_raised,
-            "smoothness": _plain(used),
-            "least_smoothness": _plain(least),
-            "largest_residual": self.largest_residual,
+            "smoothness": account.smoothness and asdict(account.smoothness),
+            "least_smoothness": account.least_smoothness and asdict(account.least_smoothness),
+            "largest_residual": account.residual,
             "seconds": self.seconds,
         }
+        return {name: _finite(value) for name, value in record.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(it) for name, it in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @torch.no_grad()
@@ -88,66 +79,41 @@ def assess(
     batch_size: int = 1000,
     progress: Callable[[int, int], None] | None = None,
 ) -> Assessment:
-    """The net, the defended model and, if asked for, both kinds of k-NN on inputs x and targets y.
+    """Test the network, the defended model and, with `baselines`, both kinds of k-NN.
 
-    `progress` is told (rows done, rows in all) after each batch.
+    `progress` is called with (rows done, rows in total) after each batch.
     """
-    device = model.bank_inputs.device if model.resident else model.backbone.mean.device
     others: dict[str, nn.Module] = {NET: model.backbone}
     if baselines:
         others |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
-    found: dict[str, list[Tensor]] = {name: [] for name in (DEFENDED, *others)}
-    smoothness, least, status, residual, seconds = [], [], [], [], 0.0
-    for batch in x.split(batch_size):
-        inputs = batch.to(device)
+    measure = squared_errors if y.is_floating_point() else is_right
+    builder = AccountBuilder(model, least_smoothness=True)
+    found: defaultdict[str, list[Tensor]] = defaultdict(list)
+    predictions, seconds, done = [], 0.0, 0
+    for batch, targets in zip(x.split(batch_size), y.cpu().split(batch_size), strict=True):
+        inputs = batch.to(model.backbone.mean.device)
         started = time.perf_counter()
         trace = model.trace(inputs)
-        found[DEFENDED].append(_answers(trace.outputs))  # reading the answers waits for a GPU
+        outputs = trace.outputs.cpu()  # waits for a GPU
         seconds += time.perf_counter() - started
+        builder.add(inputs, trace)
+        found[DEFENDED].append(measure(outputs, targets))
         for name, predictor in others.items():
-            found[name].append(_answers(predictor(inputs)))
-        smoothness.append(trace.solution.smoothness.cpu())
-        status.append(trace.solution.status.cpu())
-        embedded, indices = model.backbone.embed(inputs), trace.neighbors.indices
-        residual.append(residual_of(model, embedded, trace).cpu())
-        if model.scope == "global":  # those found are the support of the answer
-            indices = model.neighbors(embedded).indices
-        nearest = problem_of(model, embedded, indices[:, : model.n_neighbors])
-        least.append(least_smoothness(nearest).cpu())
+            found[name].append(measure(predictor(inputs).cpu(), targets))
+        if outputs.dim() == 2:
+            outputs = outputs.argmax(1).masked_fill(abstained(outputs), -1)
+        predictions.append(outputs)
+        done += len(batch)
         if progress is not None:
-            progress(sum(map(len, status)), len(x))
-    predictions = {name: torch.cat(parts) for name, parts in found.items()}
+            progress(done, len(x))
+    least = builder.rows("least_smoothness")
+    assert least is not None
     return Assessment(
         metric=METRICS[model.backbone.task],
-        scores={name: _score(answers, y) for name, answers in predictions.items()},
-        predictions=predictions[DEFENDED],
-        smoothness=torch.cat(smoothness),
-        least_smoothness=torch.cat(least),
-        asked_smoothness=model.smoothness,
-        status=torch.cat(status),
-        residual=torch.cat(residual),
+        scores={name: float(torch.cat(rows).double().mean()) for name, rows in found.items()},
+        predictions=torch.cat(predictions),
+        account=builder.account(),
+        least_smoothness=least,
+        smoothness=model.smoothness,
         seconds=seconds,
     )
-
-
-def _answers(outputs: Tensor) -> Tensor:
-    if outputs.dim() == 2:
-        return outputs.argmax(1).masked_fill(abstained(outputs), -1).cpu()
-    return outputs.cpu()
-
-
-def _score(answers: Tensor, targets: Tensor) -> float:
-    if targets.dtype == torch.int64:
-        return float((answers == targets).double().mean())
-    return float(squared_errors(answers, targets).mean())
-
-
-def _plain(distribution: Distribution | None) -> dict[str, float | None] | None:
-    if distribution is None:
-        return None
-    return {name: _finite(value) for name, value in asdict(distribution).items()}
-
-
-def _finite(value: float) -> float | None:
-    """JSON knows no infinity: there it is None."""
-    return value if math.isfinite(value) else None

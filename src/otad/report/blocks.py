@@ -1,61 +1,63 @@
-"""What a report is made of: sections of blocks, each a small object the page knows how to show."""
+"""What a report is made of: sections of blocks. The templates have one macro per kind of block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from otad.evaluate.records import Flag
 
 
+class Block:
+    """A part of a section; `kind` is the name of its macro in the templates."""
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__.lower()
+
+
 @dataclass(frozen=True)
-class Text:
+class Text(Block):
     """A paragraph."""
 
-    kind: ClassVar[str] = "text"
     text: str
 
 
 @dataclass(frozen=True)
-class Items:
-    """Sentences under a heading, each with a bullet."""
+class Items(Block):
+    """A bulleted list of sentences under a heading."""
 
-    kind: ClassVar[str] = "items"
     title: str
     items: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Names and values, one below the other."""
+class Facts(Block):
+    """Names and values."""
 
-    kind: ClassVar[str] = "facts"
     facts: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Table:
-    """Columns with a heading; the first holds names, the others numbers. `note` stands below.
+class Table(Block):
+    """Columns with headings; the first column holds names, the rest hold numbers.
 
-    A table with a word in `folded` is closed until a reader opens it by that word; `prose`: the
-    cells are sentences.
+    `strong_row` is highlighted and `note` is shown below. A table with a `summary` is collapsed
+    behind it in HTML. `prose`: the cells are sentences.
     """
 
-    kind: ClassVar[str] = "table"
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     strong_row: int | None = None
     note: str = ""
-    folded: str = ""
+    summary: str = ""
     prose: bool = False
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An image as a data URI, with the words for those who cannot see it and a caption."""
+class Picture(Block):
+    """An image as a data URI, with its text alternative and a caption."""
 
-    kind: ClassVar[str] = "picture"
     uri: str
     alt: str
     caption: str = ""
@@ -74,7 +76,7 @@ class Vote:
 
 @dataclass(frozen=True)
 class Case:
-    """One explained prediction."""
+    """One explained prediction; `account` says how the solver found it."""
 
     uri: str
     prediction: str
@@ -89,17 +91,16 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Gallery:
+class Gallery(Block):
     """Explained predictions side by side."""
 
-    kind: ClassVar[str] = "gallery"
     title: str
     cases: Sequence[Case]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A prediction before and after an attack; `difference` is a picture of what was changed."""
+class Comparison(Block):
+    """A prediction before and after an attack; `difference` is a picture of the change."""
 
     before: Case
     after: Case
@@ -109,29 +110,17 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Comparisons:
-    """Predictions before and after, one below the other."""
+class Flags(Block):
+    """Red-flag checks with their verdicts."""
 
-    kind: ClassVar[str] = "comparisons"
-    comparisons: Sequence[Comparison]
-
-
-@dataclass(frozen=True)
-class Flags:
-    """Red-flag checks, each with its verdict."""
-
-    kind: ClassVar[str] = "flags"
     flags: Sequence[Flag]
-
-
-Block = Text | Items | Facts | Table | Picture | Gallery | Comparisons | Flags
 
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part of a report. `slug` names it in links; `lead` is its message in a sentence.
+    """A titled part of a report. `slug` is the target of links, `lead` the message in a sentence.
 
-    Neighboring sections of the same `chapter` stand under its name.
+    Consecutive sections with the same `chapter` are shown under its name.
     """
 
     slug: str
@@ -142,13 +131,13 @@ class Section:
 
 
 def chapter(name: str, sections: Sequence[Section]) -> list[Section]:
-    """The sections, as a chapter."""
+    """The sections as a chapter."""
     return [replace(section, chapter=name) for section in sections]
 
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """A number worth a glance, its name, and a remark on it; an `alarm` calls for attention."""
+    """A number for the top of a report, with its name and a remark; an `alarm` is highlighted."""
 
     value: str
     name: str

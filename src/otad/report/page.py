@@ -1,23 +1,30 @@
-"""The page: sections to one HTML file that needs nothing else, not even a network."""
+"""A report as one HTML file that needs no network, or as Markdown with its pictures as files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import io
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 
 from otad.io.files import replacing
 from otad.report.blocks import KeyNumber, Section
-from otad.report.markdown import Markdown
+
+SMALLEST_SIDE = 96  # of a picture in a file, in pixels: Markdown cannot enlarge one
+SUFFIXES = {"image/svg+xml": "svg", "image/png": "png"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """A title, the numbers worth a glance, and sections; `footer` says how it was made."""
+    """A title, key numbers and sections; `footer` says how the report was made."""
 
     title: str
     subtitle: str
@@ -27,37 +34,82 @@ class Report:
 
     @property
     def chapters(self) -> list[tuple[str, list[Section]]]:
-        """Sections by chapter, in their order."""
+        """Consecutive sections by chapter."""
         groups = groupby(self.sections, key=lambda section: section.chapter)
         return [(chapter, list(sections)) for chapter, sections in groups]
 
-    def render(self) -> str:
-        loader = PackageLoader("otad.report", "page")
-        page = Environment(
-            loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
-        )
-        style, _, _ = loader.get_source(page, "style.css")
-        return page.get_template("page.html").render(report=self, style=Markup(style))
+    def html(self) -> str:
+        environment = _environment()
+        style = Markup(environment.get_template("style.css").render())
+        return environment.get_template("page.html").render(report=self, style=style)
+
+    def markdown(self, folder: Path | None = None) -> str:
+        """Markdown; pictures become files in `folder`, or their text alternatives without one."""
+        environment = _environment(finalize=_escaped, lstrip_blocks=True)
+        environment.globals["image"] = _PictureFiles(folder)
+        text = environment.get_template("page.md").render(report=self)
+        return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
     def write(self, path: Path) -> Path:
-        """Put the whole page in place of the one before."""
-        with replacing(path) as partial:
-            partial.write_text(self.render(), encoding="utf-8")
-        return path
-
-    def markdown(self) -> str:
-        """The same in Markdown, with the words of each picture in its place."""
-        return self._in(Markdown())
-
-    def write_markdown(self, path: Path) -> Path:
-        """The same in Markdown; the pictures become files of the folder NAME_files beside it."""
-        writer = Markdown(path.parent / f"{path.stem}_files")
-        content = self._in(writer)
+        """Replace the file at once: Markdown for the suffix .md, with pictures in the folder
+        NAME_files beside it, otherwise HTML."""
+        is_markdown = path.suffix == ".md"
+        folder = path.parent / f"{path.stem}_files"
+        content = self.markdown(folder) if is_markdown else self.html()
         with replacing(path) as partial:
             partial.write_text(content, encoding="utf-8")
         return path
 
-    def _in(self, writer: Markdown) -> str:
-        opening = writer.opening(self.title, self.subtitle, self.numbers)
-        sections = [writer.section(section) for section in self.sections]
-        return "\n\n".join([opening, *sections, writer.closing(self.footer)]).strip() + "\n"
+
+def _environment(finalize: Callable[[Any], Any] | None = None, **options: Any) -> Environment:
+    return Environment(
+        loader=PackageLoader("otad.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=finalize,
+        **options,
+    )
+
+
+def escape(text: str) -> str:
+    """Any text as one line that Markdown shows unchanged."""
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~$]|^[#+-](?=\s))", r"\\\1", plain)
+
+
+def _escaped(value: Any) -> Markup:
+    """What the Markdown template inserts: macros and images unchanged, everything else escaped."""
+    return value if isinstance(value, Markup) else Markup(escape(str(value)))
+
+
+class _PictureFiles:
+    """Writes pictures to numbered files of a folder and links to them."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.count = 0
+
+    def __call__(self, uri: str, words: str) -> Markup:
+        if self.folder is None:
+            return _escaped(f"({words})")
+        kind, _, data = uri.removeprefix("data:").partition(";base64,")
+        content = base64.b64decode(data)
+        self.count += 1
+        name = f"picture-{self.count}.{SUFFIXES[kind]}"
+        with replacing(self.folder / name) as partial:
+            partial.write_bytes(_enlarged(content) if kind == "image/png" else content)
+        return Markup(f"![{escape(words)}]({self.folder.name.replace(' ', '%20')}/{name})")
+
+
+def _enlarged(content: bytes) -> bytes:
+    """A PNG file with each pixel drawn as a square, so that its shorter side is large enough."""
+    with Image.open(io.BytesIO(content)) as image:
+        factor = -(-SMALLEST_SIDE // min(image.size))
+        if factor == 1:
+            return content
+        width, height = image.size
+        large = image.resize((factor * width, factor * height), Image.Resampling.NEAREST)
+    stream = io.BytesIO()
+    large.save(stream, format="PNG", optimize=True)
+    return stream.getvalue()

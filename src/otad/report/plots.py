@@ -1,67 +1,253 @@
-"""The plots of a report. Each returns its own figure; nothing global of matplotlib is touched."""
+"""All plots of a report. Each function returns a figure; no global state of matplotlib is used."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 from torch import Tensor
 
+from otad.evaluate.records import Evaluation
+from otad.report.formatting import unanswered
 from otad.training import EpochRecord
 
 INK, SOFT, GRID = "#1f2a30", "#66757f", "#e6eaed"
 COLORS = ("#0f766e", "#e05a33", "#7a5cc2")
+WORST, PROVED, OTHER = "#b3122b", "#0f766e", "#3f7fbf"
+FAMILIES = {
+    "random": "#8796a1",
+    "black-box": "#7a5cc2",
+    "white-box": "#dd7d1f",
+    "adaptive": "#c2379d",
+}
+CURVE_POINTS = 400
+
+Style = dict[str, Any]
+DASHED: Style = {"color": INK, "lw": 1.2, "ls": (0, (4, 3))}
+LEGEND: Style = {"frameon": False, "fontsize": 8.5, "labelcolor": INK}
+FIGURE: Style = {"layout": "constrained"}
 
 
 def training_curves(history: Sequence[EpochRecord], metric: str) -> Figure:
     """Loss, energy and score against the epoch, side by side."""
-    figure = Figure(figsize=(9.6, 2.9), layout="constrained")
-    loss, energy, score = figure.subplots(1, 3)
-    epochs = [record.epoch for record in history]
-    loss.plot(epochs, [record.loss for record in history], color=COLORS[0])
-    energy.plot(epochs, [record.energy for record in history], color=COLORS[0])
-    score.plot(epochs, [record.train_score for record in history], color=COLORS[0], label="train")
-    watched = [(r.epoch, r.val_score) for r in history if r.val_score is not None]
-    if watched:
-        score.plot(*zip(*watched, strict=True), color=COLORS[1], label="validation")
-        score.legend(frameon=False, fontsize=9, labelcolor=INK)
-    for panel, title in ((loss, "loss"), (energy, "transport energy"), (score, metric)):
-        tidy(panel, title)
-        panel.set_xlabel("epoch", color=SOFT, fontsize=9)
-    loss.set_yscale("log")
+    figure = Figure((9.6, 2.9), **FIGURE)
+    titles = {"loss": "loss", "energy": "transport energy", "train_score": metric}
+    for panel, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+        values = [(record.epoch, getattr(record, name)) for record in history]
+        panel.plot(*zip(*values, strict=True), color=COLORS[0], label="train")
+        _style(panel, title, "epoch")
+    figure.axes[0].set_yscale("log")
+    validated = [(r.epoch, r.val_score) for r in history if r.val_score is not None]
+    if validated:
+        panel.plot(*zip(*validated, strict=True), color=COLORS[1], label="validation")
+        panel.legend(**LEGEND)
     return figure
 
 
-def smoothness_histogram(least: Mapping[str, Tensor], asked: float) -> Figure:
+def smoothness_histogram(least: Mapping[str, Tensor], configured: float) -> Figure:
     """The least L that the neighbors of each input need, for one model or several."""
-    figure = Figure(figsize=(9.6, 3.1), layout="constrained")
+    figure = Figure((9.6, 3.1), **FIGURE)
     panel = figure.subplots()
     finite = {name: values[values.isfinite()].numpy() for name, values in least.items()}
-    ends = [(values.min(), values.max()) for values in finite.values() if len(values)]
-    low, high = min(end[0] for end in ends), max(end[1] for end in ends)
-    edges = np.linspace(min(low, asked) - 0.05, max(high, asked) + 0.05, 61).tolist()
+    everything = np.concatenate([*finite.values(), [configured]])
+    edges = np.linspace(everything.min() - 0.05, everything.max() + 0.05, 61).tolist()
     for (name, values), color in zip(finite.items(), COLORS, strict=False):
         panel.hist(values, edges, color=color, alpha=0.75, label=name, edgecolor="white", lw=0.4)
-    panel.axvline(asked, color=INK, lw=1.4, ls=(0, (4, 3)))
-    top = panel.get_ylim()[1]
-    panel.text(asked, top, f"  L = {asked:g} asked for", color=INK, fontsize=9, va="top")
-    tidy(panel, "test inputs")
-    panel.set_xlabel("least smoothness L of the neighbors", color=SOFT, fontsize=9)
+    _mark(panel, configured, f"L = {configured:g}")
+    _style(panel, "test inputs", "least smoothness L of the neighbors")
     if len(finite) > 1:
-        panel.legend(frameon=False, fontsize=9, labelcolor=INK)
+        panel.legend(**LEGEND)
     return figure
 
 
-def plain(label: str) -> str:
-    """A label that is not taken for mathematics, nor left out of a legend."""
+def families(evaluation: Evaluation) -> dict[str, str]:
+    """The family of each attack, in the order of their first runs."""
+    return {record.attack: record.family for record in evaluation.attacks}
+
+
+def skips_broken(evaluation: Evaluation) -> bool:
+    """Whether no attack was run on what an earlier attack had broken, at the same eps.
+
+    In regression nothing breaks, and every attack is run on every example.
+    """
+    broken: dict[float, set[int]] = {}
+    for record in evaluation.attacks:
+        seen = broken.setdefault(record.eps, set())
+        if not seen.isdisjoint(record.attacked):
+            return False
+        seen.update(record.broken)
+    return evaluation.task == "classification"
+
+
+def counted_with(evaluation: Evaluation) -> dict[str, list[str]]:
+    """The attacks that the line of each attack counts.
+
+    If attacks skip what earlier ones broke, a single attack means little, and its line counts all
+    attacks before it too. Otherwise it counts itself alone.
+    """
+    names, before = list(families(evaluation)), skips_broken(evaluation)
+    return {name: names[0 if before else k : k + 1] for k, name in enumerate(names)}
+
+
+def _attack_style(evaluation: Evaluation, name: str) -> Style:
+    """The color of the family, more opaque for its later attacks."""
+    family = families(evaluation)[name]
+    members = [it for it, own in families(evaluation).items() if own == family]
+    opacity = 0.4 + 0.6 * (members.index(name) + 1) / len(members)
+    return {
+        "color": FAMILIES.get(family, OTHER),
+        "alpha": opacity,
+        "lw": 1.1,
+        "label": _plain(name),
+    }
+
+
+def accuracy_curves(evaluation: Evaluation) -> Figure:
+    """The worst case (bold), one line per attack, certified accuracy below, the gap shaded."""
+    figure = Figure((9.6, 4.6), **FIGURE)
+    panel, furthest = figure.subplots(), max(evaluation.eps)
+    eps = np.union1d(np.linspace(0, furthest, CURVE_POINTS), evaluation.eps)
+    worst = _share_beyond(evaluation.distances(), eps)
+    panel.plot(eps, worst, color=WORST, lw=3, label="worst case", zorder=4)
+    dots: Style = {"color": WORST, "ms": 7, "mec": "white", "mew": 1.2, "zorder": 5}
+    panel.plot(evaluation.eps, np.interp(evaluation.eps, eps, worst), "o", **dots)
+    if evaluation.certificate is not None:
+        right = set(evaluation.clean_right)
+        radii = [r if row in right else 0.0 for row, r in enumerate(evaluation.certificate.radius)]
+        proved = _share_beyond(radii, eps)
+        panel.plot(eps, proved, color=PROVED, lw=2.4, label="proved", zorder=4)
+        panel.fill_between(eps, proved, worst, color=SOFT, alpha=0.13, lw=0, label="unknown")
+    for name, counted in counted_with(evaluation).items():
+        line = _share_beyond(evaluation.distances(counted), eps)
+        panel.plot(eps, line, **_attack_style(evaluation, name))
+    _mark(panel, evaluation.headline_eps, f"eps = {evaluation.headline_eps:g}")
+    _style(panel, "share of the examples still right, in percent", _eps_label(evaluation))
+    panel.set(xlim=(0, furthest * 1.02 or 1.0), ylim=(-2, 102))
+    figure.legend(loc="outside right upper", **LEGEND)
+    return figure
+
+
+def _share_beyond(distances: Sequence[float], eps: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The percentage of rows whose distance exceeds each eps."""
+    shares: NDArray[np.float64] = 100 * (np.asarray(distances)[:, None] > eps).mean(0)
+    return shares
+
+
+def error_curves(evaluation: Evaluation) -> Figure:
+    """Regression: the mean of the largest errors found, and the rows one by one."""
+    figure = Figure((9.6, 4.2), **FIGURE)
+    panel, single = figure.subplots(1, 2, width_ratios=(3, 2))
+    eps, at = [0.0, *evaluation.eps], evaluation.headline_eps
+    for name, counted in counted_with(evaluation).items():
+        records = tuple(record for record in evaluation.attacks if record.attack in counted)
+        line = _mean_errors(replace(evaluation, attacks=records), eps)
+        panel.plot(eps, line, **_attack_style(evaluation, name))
+    bold: Style = {"mec": "white", "zorder": 4}
+    worst = _mean_errors(evaluation, eps)
+    panel.plot(eps, worst, "o-", color=WORST, lw=3, ms=7, label="worst case", **bold)
+    found = np.asarray(evaluation.worst_errors())
+    order, place = np.argsort(found), np.arange(1, evaluation.n + 1)
+    if evaluation.certificate is not None:
+        bounds = np.asarray(evaluation.certificate.worst_errors)
+        panel.plot(at, bounds.mean(), "v", color=PROVED, ms=9, label="proved", **bold)
+        panel.vlines(at, found.mean(), bounds.mean(), color=SOFT, alpha=0.3, lw=7)
+        single.vlines(place, found[order], bounds[order], color=SOFT, alpha=0.25, lw=2)
+        single.plot(place, bounds[order], "v", color=PROVED, ms=3.5)
+    single.plot(place, np.asarray(evaluation.clean_errors)[order], ".", color=SOFT, ms=4)
+    single.plot(place, found[order], "o", color=WORST, ms=3.5)
+    _mark(panel, at, f"eps = {at:g}")
+    _style(panel, "mean over the examples of the largest |f - y|", _eps_label(evaluation))
+    sorted_by = f"examples, by the largest error found{unanswered(found)}"
+    _style(single, f"each example at eps = {at:g}", sorted_by)
+    panel.set_xlim(0, max(evaluation.eps) * 1.03 or 1.0)
+    single.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for each in (panel, single):
+        each.set_ylim(bottom=0)
+    panel.legend(loc="upper left", **LEGEND)
+    return figure
+
+
+def _mean_errors(evaluation: Evaluation, eps: Sequence[float]) -> list[float]:
+    return [statistics.fmean(evaluation.worst_errors(size)) for size in eps]
+
+
+def radii_plots(evaluation: Evaluation) -> Figure:
+    """A histogram of the radii, and each example between its radius and its nearest wrong input."""
+    figure = Figure((9.6, 3.4), **FIGURE)
+    bars, rows = figure.subplots(1, 2, width_ratios=(2, 3))
+    certificate, right = evaluation.certificate, np.asarray(evaluation.clean_right, dtype=int)
+    radii = np.asarray(certificate.radius if certificate else [])[right]
+    found = np.asarray(evaluation.distances())[right]
+    finite = radii[np.isfinite(radii)]  # infinite where no bank point votes for another class
+    top = max([*evaluation.eps, *finite, *found[np.isfinite(found)], 1e-9])
+
+    bars.hist(finite, np.linspace(0, max([*finite, 1e-9]), 25).tolist(), color=PROVED, ec="white")
+    bars.axvline(evaluation.headline_eps, **DASHED)
+    more = f", {len(radii) - len(finite)} more are infinite" if len(finite) < len(radii) else ""
+    _style(bars, "examples", f"certified radius{more}")
+    bars.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+    order, count = np.lexsort((radii, found)), max(len(right), 1)
+    place, found = np.arange(1, len(right) + 1), found[order]
+    radii, ends = np.minimum(radii[order], 1.05 * top), np.minimum(found, 1.05 * top)
+    size = max(1.2, min(4.0, 40 / math.sqrt(count)))  # smaller marks for more examples
+    rows.vlines(place, radii, ends, color=SOFT, alpha=0.3, lw=max(0.6, 250 / max(count, 80)))
+    rows.plot(place, radii, "_", color=PROVED, ms=size, mew=2)
+    rows.plot(place, found, "o", color=WORST, ms=size)
+    rows.axhline(evaluation.headline_eps, **DASHED)
+    _style(rows, "distance: proved, and broken", "examples, by the distance found")
+    rows.set(ylim=(-0.02 * top, 1.05 * top))
+    return figure
+
+
+def seconds_bars(evaluation: Evaluation) -> Figure:
+    """A bar for the seconds of each attack over all eps, in the color of its family."""
+    names = families(evaluation)
+    figure = Figure((9.6, 1.0 + 0.27 * len(names)), **FIGURE)
+    panel = figure.subplots()
+    for place, (name, family) in enumerate(names.items()):
+        seconds = sum(record.seconds for record in evaluation.attacks if record.attack == name)
+        look: Style = {"color": FAMILIES.get(family, OTHER), "alpha": 0.85, "height": 0.68}
+        is_first = list(names.values()).index(family) == place
+        panel.barh(place, seconds, label=_plain(family) if is_first else None, **look)
+        panel.text(seconds, place, f" {seconds:.1f} s", va="center", fontsize=8, color=INK)
+    panel.set_yticks(range(len(names)), list(map(_plain, names)), fontsize=8.5)
+    panel.invert_yaxis()
+    panel.margins(x=0.1)
+    _style(panel, "seconds")
+    panel.grid(visible=False, axis="y")
+    figure.legend(ncols=len(set(names.values())), loc="outside upper right", **LEGEND)
+    return figure
+
+
+def _mark(panel: Axes, x: float, label: str) -> None:
+    """A dashed vertical line with its label at the top."""
+    panel.axvline(x, **DASHED)
+    place = panel.get_xaxis_transform()
+    panel.text(x, 0.985, f" {label}", color=INK, fontsize=9, va="top", transform=place)
+
+
+def _eps_label(evaluation: Evaluation) -> str:
+    return f"eps ({evaluation.threat['norm']})"
+
+
+def _plain(label: str) -> str:
+    """A label that matplotlib neither reads as mathematics nor omits from a legend."""
     return label.replace("$", r"\$").lstrip("_")
 
 
-def tidy(panel: Axes, title: str) -> None:
+def _style(panel: Axes, title: str, x_label: str = "") -> None:
     """The look of every panel."""
     panel.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
+    panel.set_xlabel(x_label, color=SOFT, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color(SOFT)
     panel.tick_params(colors=SOFT, labelsize=8.5)

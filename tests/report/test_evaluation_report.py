@@ -21,16 +21,19 @@ from otad.evaluate.records import Evaluation
 from otad.io.tensor_files import write_tensors
 from otad.model.defend import defend
 from otad.nets import fc_resnet
-from otad.report.adversarial import Adversarial, finder_of, spread
-from otad.report.attack_order import counted_with
-from otad.report.blocks import Comparisons, Section, Table
-from otad.report.certificate_plots import radii_plots
-from otad.report.cost_plot import seconds_bars
-from otad.report.curve_plots import accuracy_curves, error_curves
+from otad.report.blocks import Comparison, Section, Table
+from otad.report.evaluation_report import evaluation_report
+from otad.report.examples import Adversarial, finder_of, spread
+from otad.report.formatting import scientific
 from otad.report.page import Report
 from otad.report.pictures import pixels_uri
-from otad.report.robustness import evaluation_report
-from otad.report.sections import scientific
+from otad.report.plots import (
+    accuracy_curves,
+    counted_with,
+    error_curves,
+    radii_plots,
+    seconds_bars,
+)
 from otad.scores import wilson_interval
 
 SLUGS = (
@@ -74,7 +77,7 @@ def test_tables_count_an_attack_with_those_before_it() -> None:
         ("straight", "0.5", "80.0%"), ("pgd", "0.5", "80.0%"),
         ("straight", "2", "40.0%"), ("pgd", "2", "30.0%"),
     ]  # fmt: skip
-    assert others.folded
+    assert others.summary
     assert missing.rows[0][0] == "square"
     (curve,) = tables(report, "curves")
     assert [(row[0], row[1], row[3]) for row in curve.rows] == [
@@ -114,7 +117,7 @@ def test_drawn_curves_are_the_accuracies_of_the_record() -> None:
 
 def test_flags_solver_and_certificate_are_told() -> None:
     report = hand_report()
-    text = report.render()
+    text = report.html()
     assert re.findall(r'class="verdict">([A-Z ]+)<', text) == ["FAIL", "NOT RUN", "PASS"]
     for words in (
         "71 % are zero", "Attacks are blind.", "Use BPDA.", "no model was given",
@@ -150,12 +153,12 @@ def test_an_eps_of_zero_is_drawn(make: Callable[[], Evaluation]) -> None:
     still = replace(
         evaluation, eps=(0.0,), threat=evaluation.threat | {"eps": 0.0}, attacks=records
     )
-    assert "eps = 0" in evaluation_report(still).render()  # a warning of a plot would be an error
+    assert "eps = 0" in evaluation_report(still).html()  # a warning of a plot would be an error
 
 
 def test_the_legend_of_the_cost_covers_no_bar() -> None:
     evaluation = by_hand()
-    figure = seconds_bars(evaluation, {record.attack: 1.0 for record in evaluation.attacks})
+    figure = seconds_bars(evaluation)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     below = legend.get_window_extent().y0
@@ -167,7 +170,7 @@ def test_a_wrong_proof_is_cried_out() -> None:
     assert evaluation.certificate is not None
     radius = (0.41, *evaluation.certificate.radius[1:])  # row 0 was broken at 0.4
     wrong = replace(evaluation, certificate=replace(evaluation.certificate, radius=radius))
-    assert "1 adversarial examples lie INSIDE" in evaluation_report(wrong).render()
+    assert "1 adversarial examples are INSIDE" in evaluation_report(wrong).html()
 
 
 def test_without_attacks_nothing_is_called_robust(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_regression_tells_errors_and_bounds() -> None:
     lines = {line.get_label(): line for line in error_curves(evaluation).axes[0].lines}
     np.testing.assert_allclose(np.asarray(lines["worst case"].get_ydata()), [1, 1.5, 4])
     np.testing.assert_allclose(np.asarray(lines["noise"].get_ydata()), [1, 1.375, 1.375])
-    text = report.render()
+    text = report.html()
     for words in ("1 of 2 features", "of 1 to 2", "unbounded", "largest change of any feature"):
         assert words in text
     assert evaluation_report(replace(evaluation, attacks=())).numbers[0].value == "not attacked"
@@ -216,13 +219,12 @@ def test_a_regressor_that_abstains_is_told() -> None:
     assert worst.remark.endswith("no answer to 2 of them")
     assert clean.remark.endswith("no answer to 1 of them")
     assert error_curves(silent).axes[1].get_xlabel().endswith("no answer to 2 of them")
-    assert "no answer to" not in evaluation_report(of_values()).render()
+    assert "no answer to" not in evaluation_report(of_values()).html()
 
 
 def test_examples_show_input_change_and_neighbors(small: Small, attacked: Attacked) -> None:
     evaluation, y, adversarial = attacked.evaluation, attacked.y, attacked.adversarial
-    shown = [it for block in section(attacked.report, "examples").blocks
-             if isinstance(block, Comparisons) for it in block.comparisons]  # fmt: skip
+    shown = [it for it in section(attacked.report, "examples").blocks if isinstance(it, Comparison)]
     assert len(shown) == 4
     lengths = [float(it.title.rpartition(" ")[2]) for it in shown]
     assert lengths == sorted(lengths)
@@ -239,7 +241,7 @@ def test_examples_show_input_change_and_neighbors(small: Small, attacked: Attack
             assert vote.agrees is (vote.label == it.after.truth)
         assert len(it.before.votes) == len(it.after.votes) == 5
         assert finder_of(evaluation, row) in it.title
-        assert re.search(r"\d+ times as strong", it.difference_note)
+        assert re.search(r"amplified \d+ times", it.difference_note)
     assert [it.title for it in shown] == list(dict.fromkeys(it.title for it in shown))
 
 
@@ -250,8 +252,8 @@ def test_a_foreign_model_has_examples_without_neighbors(attacked: Attacked) -> N
         attacked.evaluation, model=foreign, x=attacked.x, y=attacked.y, adversarial=found
     )
     (block, *_) = section(report, "examples").blocks
-    assert isinstance(block, Comparisons)
-    after = block.comparisons[0].after
+    assert isinstance(block, Comparison)
+    after = block.after
     assert after.votes == ()
     assert after.uri == pixels_uri(found.inputs[0], (0.0, 1.0)), "dim, as it is"
     assert "training points" not in section(report, "examples").lead

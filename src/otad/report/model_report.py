@@ -1,0 +1,266 @@
+"""Sections of a report on one model, made from measurements."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from otad.data import Dataset
+from otad.evaluate.records import Evaluation
+from otad.model.otad import OTAD
+from otad.report.assessment import DEFENDED, MAJORITY, MEAN_FEATURE, NET, Assessment
+from otad.report.blocks import Block, Facts, KeyNumber, Picture, Section, Table, Text
+from otad.report.formatting import TIMES, duration, percent, scientific, threads
+from otad.report.pictures import plot_uri, png_uri
+from otad.report.plots import smoothness_histogram, training_curves
+from otad.training import TrainConfig, TrainResult
+
+FLOAT32_ROUNDOFF = torch.finfo(torch.float32).eps / 2
+N_SINGLE = 20  # inputs that are timed one by one
+TITLES = {
+    NET: "the network alone",
+    DEFENDED: "OTAD: convex integration",
+    MAJORITY: "majority of the same neighbors",
+    MEAN_FEATURE: "mean feature of the same neighbors",
+}
+STATUS_MEANINGS = {
+    "solved": "with the configured smoothness and all neighbors",
+    "raised": "the neighbors need a larger smoothness, which was used",
+    "repaired": "a contradicting neighbor was left out",
+    "estimated": "by a network that imitates the solver",
+    "infeasible": "no map passes through the neighbors; the nearest one answers, if any",
+    "unsolved": "numbers out of range; the nearest neighbor answers, if any",
+}
+
+
+def status_name(status: str) -> str:
+    """A status with its meaning."""
+    return f"{status}: {STATUS_MEANINGS.get(status, '')}".rstrip(": ")
+
+
+def headline(assessment: Assessment) -> list[KeyNumber]:
+    """The key numbers."""
+    net, defended = (_score(assessment, name, digits=1) for name in (NET, DEFENDED))
+    name = "accuracy of OTAD" if assessment.metric == "accuracy" else "squared error of OTAD"
+    worst = assessment.account.residual
+    return [
+        KeyNumber(defended, name, f"on {len(assessment):,} test inputs; the network {net}"),
+        KeyNumber(
+            f"{assessment.share_raised:.1%}",
+            "needed a larger L",
+            f"than the configured L = {assessment.smoothness:g}",
+        ),
+        KeyNumber(
+            "none" if worst is None else scientific(worst),
+            "largest residual",
+            "how far any answer is from exact",
+        ),
+    ]
+
+
+def _score(assessment: Assessment, name: str = DEFENDED, digits: int = 2) -> str:
+    score = assessment.scores[name]
+    return f"{score:.{digits}%}" if assessment.metric == "accuracy" else f"{score:.4g}"
+
+
+def model_section(dataset: Dataset, model: OTAD, config: TrainConfig) -> Section:
+    """The data and the model card."""
+    backbone = model.backbone
+    what = f"{len(dataset.classes)} classes" if dataset.classes else "a value to predict"
+    parameters = sum(weight.numel() for weight in backbone.parameters())
+    facts = {
+        "data": f"{dataset.name}: {len(dataset.train_x):,} train, {len(dataset.test_x):,} test",
+        "source": dataset.source,
+        "input": f"{TIMES.join(map(str, dataset.input_shape))}, {what}",
+        "network": f"{backbone.kind}, {parameters:,} parameters, features in R^{backbone.dim}",
+        "training": f"{config.epochs} epochs of {config.optimizer}, alpha = "
+        f"{config.energy_weight:g}, seed {config.seed}",
+        "bank": f"{len(model.bank_inputs):,} pairs (input, feature)",
+        "neighbors": f"K = {model.n_neighbors}",
+        "curvature": f"L = {model.smoothness:g}, l = {model.strong_convexity:g}, "
+        f"{model.answerer.mode} mode",
+        "data fingerprint": dataset.fingerprint()[:16],
+        "bank fingerprint": model.bank_fingerprint[:16],
+    }
+    lead = "The data, the network that was trained on it, and how the model answers."
+    return Section("model", "Data and model", lead, [Facts(facts)])
+
+
+def training_section(result: TrainResult) -> Section:
+    """The course of the training."""
+    picture = Picture(
+        plot_uri(training_curves(result.history, result.metric)),
+        f"loss, transport energy and {result.metric} against the epoch",
+        "Means over the batches of an epoch, while the weights change.",
+    )
+    lead = (
+        "The network minimizes its loss plus alpha times the transport energy, the squared "
+        f"distance that its blocks move the data: {result.final.energy:.3g} per input at the end."
+    )
+    return Section("training", "Training", lead, [picture])
+
+
+def accuracy_section(assessment: Assessment) -> Section:
+    """All predictors on the same test inputs."""
+    names = [name for name in TITLES if name in assessment.scores]
+    rows = [[TITLES[name], _score(assessment, name)] for name in names]
+    title, columns, n = "Error", ["", "mean squared error"], len(assessment)
+    if assessment.metric == "accuracy":
+        title, columns = "Accuracy", ["", "accuracy", "errors"]
+        for row, name in zip(rows, names, strict=True):
+            row.append(f"{round((1 - assessment.scores[name]) * n):,}")
+    lead = (
+        f"On {n:,} test inputs, which are neither training inputs nor bank points. The settings "
+        "were chosen on such data, and this is one random split: try other seeds."
+    )
+    return Section("accuracy", title, lead, [Table(columns, rows, names.index(DEFENDED))])
+
+
+def answers_section(name: str, models: Mapping[str, Assessment]) -> Section:
+    """How the answers of model `name` were found: status, residual, smoothness.
+
+    It is compared with other `models` on the same inputs, with the same configured smoothness.
+    """
+    assessment = models[name]
+    n, configured = len(assessment), assessment.smoothness
+    rows = [
+        (status_name(status), f"{count:,}", f"{count / n:.1%}")
+        for status, count in assessment.account.counts.items()
+    ]
+    worst = assessment.account.residual
+    residual = "There is no solution" if worst is None else f"The largest is {scientific(worst)}"
+    least = {label: other.least_smoothness for label, other in models.items()}
+    blocks: list[Block] = [
+        Table(("status", "inputs", "share"), rows),
+        Text(
+            "Every answer was checked again in float64, from the raw numbers, by the optimality "
+            "conditions of the problem that it solves (the relative KKT residual). "
+            f"{residual}; the rounding error of float32 is {scientific(FLOAT32_ROUNDOFF)}."
+        ),
+        Picture(
+            plot_uri(smoothness_histogram(least, configured)),
+            "histogram of the least smoothness that the neighbors of each test input need",
+            "Left of the line a map of the configured smoothness exists and is used. Right of it, "
+            "the smoothness is raised so that the map passes through all neighbors of the input.",
+        ),
+    ]
+    if len(models) > 1:
+        columns = ("", f"{assessment.metric} of OTAD", "median least L", f"L above {configured:g}")
+        compared = [
+            (
+                label,
+                _score(it),
+                f"{float(it.least_smoothness.median()):.2f}",
+                f"{it.share_raised:.1%}",
+            )
+            for label, it in models.items()
+        ]
+        blocks.append(Table(columns, compared, list(models).index(name)))
+    lead = (
+        f"{assessment.share_raised:.1%} of the test inputs needed a smoothness above the "
+        f"configured L = {configured:g}."
+    )
+    return Section("answers", "How the answers were found", lead, blocks)
+
+
+def map_section(png: bytes) -> Section:
+    """The method in the plane, from the content of its picture."""
+    picture = Picture(
+        png_uri(png),
+        "a bank of points in the plane, a grid, and that grid sent through the map",
+        "Each training point (filled) has a feature (open), as a trained network would give it. "
+        "Every node of the grid is sent through the map of its nearest pairs.",
+    )
+    lead = "The same method in two dimensions, where it can be drawn."
+    return Section("map", "The map in the plane", lead, [picture])
+
+
+@torch.no_grad()
+def measure_cost(model: OTAD, x: Tensor, folder: Path) -> tuple[KeyNumber, Section]:
+    """Time predictions of x in one batch, then of a few rows alone; `folder` is the model's."""
+    model(x)  # a warm-up: the search builds its index
+    seconds = []
+    for part in (x, *x[:N_SINGLE].split(1)):
+        started = time.perf_counter()
+        model(part)
+        seconds.append(time.perf_counter() - started)
+    total, single = seconds[0], duration(statistics.median(seconds[1:]))
+    each, size = duration(total / len(x)), sum(path.stat().st_size for path in folder.iterdir())
+    rows = [(f"{len(x):,} inputs in one batch", duration(total), each)]
+    rows.append(("one input alone", single, single))
+    lead = (
+        f"Embedding, exact neighbor search, convex integration and head, on "
+        f"{threads(torch.get_num_threads())}; the model folder takes {size / 1e6:.1f} MB."
+    )
+    table = Table(("", "total", "per input"), rows)
+    number = KeyNumber(each, "per prediction", f"in a batch of {len(x):,}")
+    return number, Section("cost", "Cost of a prediction", lead, [table])
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """A model, its assessment on the whole test set, and its evaluation under attack."""
+
+    name: str
+    model: OTAD
+    assessment: Assessment
+    evaluation: Evaluation
+
+    @property
+    def curvature(self) -> str:
+        """The L of its maps, in words."""
+        potential = self.model.potential
+        if potential is None:
+            raised = self.assessment.share_raised
+            return f"{self.model.smoothness:g}, raised on {raised:.1%} of the rows"
+        n = len(potential.left_out)
+        without = f"{n} training points left out" if n else "through all points"
+        return f"{potential.smoothness:.3g}, {without}"
+
+    def certified(self, eps: float) -> str:
+        proved = self.evaluation.certified_accuracy(eps)
+        return "nothing" if proved is None else percent(proved)
+
+
+def scopes_section(
+    local: Contender, others: Sequence[Contender], *, radii: Sequence[float], eps: float
+) -> Section:
+    """Local and global maps side by side: certified accuracy at all `radii`, and accuracy under
+    the attacks at `eps`."""
+    models = local, *others
+    rows = [
+        ("clean accuracy", *(_score(one.assessment, digits=1) for one in models)),
+        ("L", *(one.curvature for one in models)),
+        *((f"certified at l2 {it:g}", *(one.certified(it) for one in models)) for it in radii),
+        (
+            f"under attack at l2 {eps:g}",
+            *(percent(one.evaluation.worst_case(eps)) for one in models),
+        ),
+    ]
+    global_attacks, local_attacks = (
+        ", ".join(one.evaluation.per_attack) for one in (others[0], local)
+    )
+    note = (
+        f"Clean: {len(local.assessment):,} test examples; certified and attacked: the first "
+        f"{local.evaluation.n:,}. Attacks on the global maps, at this radius only: "
+        f"{global_attacks}; on the local maps: {local_attacks}."
+    )
+    text = (
+        "A local answer may jump where the neighbors change, and a proof has to cover every set of "
+        "neighbors within the radius. The global map has no such jumps: its answer moves by at "
+        "most L times the change of the input, so the margin alone certifies a radius."
+    )
+    return Section(
+        "scopes",
+        "Local maps or a global map",
+        "The same network and training points, answered by a map through the nearest points of "
+        "each input (local, the model of this page) or by one Lipschitz map through all of them "
+        "(global); and such a global map without a network, through points with their labels.",
+        [Table(("", *(one.name for one in models)), rows, note=note), Text(text)],
+    )

@@ -1,0 +1,72 @@
+"""Pictures in the plane: the maps have the properties that the pictures show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from otad.cip import CipProblem, ExactCip
+from otad.model.otad import OTAD
+from otad.report import map_pictures
+from otad.report.map_pictures import both_scopes, draw_map, draw_scopes, field_of
+
+EXAMPLE = map_pictures.make_example()
+
+
+@pytest.fixture(scope="module")
+def models() -> list[OTAD]:
+    return both_scopes(size=100, epochs=20)
+
+
+def nearest(points: torch.Tensor) -> torch.Tensor:
+    apart = torch.cdist(points, EXAMPLE.inputs)
+    return apart.topk(map_pictures.MAP_NEIGHBORS, largest=False).indices
+
+
+def test_the_map_passes_through_every_pair_of_the_bank() -> None:
+    rows = nearest(EXAMPLE.inputs)
+    bank = EXAMPLE.inputs[rows], EXAMPLE.features[rows]
+    problem = CipProblem(EXAMPLE.inputs, *bank, map_pictures.MAP_SMOOTHNESS)
+    torch.testing.assert_close(ExactCip()(problem).image, EXAMPLE.features, rtol=0, atol=1e-6)
+
+
+def test_images_of_the_grid_are_means_of_the_nearest_features() -> None:
+    grid = map_pictures.interpolate_grid(EXAMPLE, lines=9, every=2)
+    assert grid.nodes.shape == grid.images.shape == (17, 17, 2)
+    assert np.all(grid.smoothness >= map_pictures.MAP_SMOOTHNESS)
+    features = EXAMPLE.features[nearest(torch.from_numpy(grid.nodes).reshape(-1, 2))]
+    images = torch.from_numpy(grid.images).reshape(-1, 2)
+    assert bool((images >= features.amin(1) - 1e-9).all())
+    assert bool((images <= features.amax(1) + 1e-9).all())
+
+
+def test_both_models_share_bank_and_curvature(models: list[OTAD]) -> None:
+    local, whole = models
+    assert (local.scope, whole.scope) == ("local", "global")
+    assert torch.equal(local.bank_features, whole.bank_features)
+    assert local.smoothness == whole.smoothness
+    for model in models:
+        right = model(model.bank_inputs[:, :2].float()).argmax(1) == model.bank_labels
+        assert float(right.double().mean()) > 0.8
+
+
+def test_the_global_map_is_lipschitz_and_local_maps_jump(models: list[OTAD]) -> None:
+    local, whole = (field_of(model.double(), nodes=120) for model in models)
+    constant = models[1].smoothness - 1
+    assert local.margin.shape == whole.margin.shape
+    assert 0.5 * constant < whole.slope.max() <= constant * (1 + 1e-9)
+    assert local.slope.max() > 2 * constant
+    finer = field_of(models[0].double(), nodes=400)
+    assert finer.slope.max() > 2 * local.slope.max(), "the slope of a jump grows with the grid"
+
+
+def test_pictures_are_drawn(models: list[OTAD], tmp_path: Path) -> None:
+    draw_map(tmp_path / "new" / "map.png", seed=3)
+    draw_scopes(tmp_path / "new" / "scopes.png", models=models, nodes=40)
+    for name in ("map", "scopes"):
+        with Image.open(tmp_path / "new" / f"{name}.png") as picture:
+            assert picture.size[0] > 1000
