@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from cli.small import BODY, QUICK, Terminal, write_body, write_digits
 
+from otad.cli.sources import DataChoice
+from otad.data import Dataset
+
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Terminal:
@@ -31,6 +34,20 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         net = folder / f"{name}-net"
         terminal.succeed("train", folder / data, "--out", net, *QUICK, *options)
         terminal.succeed("defend", net, "--out", folder / f"{name}-model")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digits(workshop: Path) -> Dataset:
+    """The data of the model of images."""
+    return DataChoice(str(workshop / "digits.npz")).load()
+
+
+@pytest.fixture(scope="session")
+def nearest(workshop: Path) -> Path:
+    """A model that answers by one neighbor: fast, and much can be proved of it."""
+    folder = workshop / "nearest-model"
+    Terminal().succeed("defend", workshop / "digits-net", "--out", folder, "--neighbors", 1)
     return folder
 
 

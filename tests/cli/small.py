@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ class Terminal:
         result = self.run(*arguments)
         assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
         return result
+
+    def json(self, *arguments: object) -> Any:
+        """The record that a command prints with --json."""
+        return json.loads(self.succeed(*arguments, "--json").stdout)
 
     def refuse(self, *arguments: object) -> str:
         """The one message of a command that must fail and print nothing else to stdout."""
@@ -52,3 +57,8 @@ def write_body(path: Path, rows: int = 120) -> None:
         writer.writerow([*BODY, "remark", "progression"])
         for values, target in zip(bunch.data[:rows, :4], bunch.target[:rows], strict=True):
             writer.writerow([*values, "none", target])
+
+
+def read_csv(path: str) -> list[dict[str, str]]:
+    with Path(path).open(newline="") as stream:
+        return list(csv.DictReader(stream))

@@ -12,36 +12,35 @@ import torch
 from cli.small import Terminal, write_digits
 
 import otad
-from otad.cli.sources import DataChoice, TrainedNet
+from otad.cli.sources import TrainedNet
+from otad.data import Dataset
 
 
-def test_the_card_tells_data_reading_and_metrics(workshop: Path) -> None:
+def test_the_card_tells_data_reading_and_metrics(workshop: Path, digits: Dataset) -> None:
     notes = otad.load(workshop / "digits-model").notes
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
     assert notes["data"]["name"] == "digits"
-    assert notes["data"]["fingerprint"] == dataset.fingerprint()
+    assert notes["data"]["fingerprint"] == digits.fingerprint()
     assert notes["classes"] == [str(digit) for digit in range(10)]
     assert notes["bounds"] == [0.0, 1.0]
     assert notes["preparation"] is None
-    assert notes["metrics"]["rows"] == len(dataset.test_x)
+    assert notes["metrics"]["rows"] == len(digits.test_x)
     assert otad.load(workshop / "body-model").notes["feature_names"] == ["age", "sex", "bmi", "bp"]
 
 
-def test_the_metrics_are_those_of_the_saved_model(workshop: Path) -> None:
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
+def test_the_metrics_are_those_of_the_saved_model(workshop: Path, digits: Dataset) -> None:
     net = TrainedNet.read(workshop / "digits-net").net
     model = otad.load(workshop / "digits-model")
     metrics = model.notes["metrics"]
     with torch.no_grad():
-        trace = model.trace(dataset.test_x)
-        by_net = (net(dataset.test_x).argmax(1) == dataset.test_y).double().mean()
-    right = (trace.outputs.argmax(1) == dataset.test_y).double().mean()
+        trace = model.trace(digits.test_x)
+        by_net = (net(digits.test_x).argmax(1) == digits.test_y).double().mean()
+    right = (trace.outputs.argmax(1) == digits.test_y).double().mean()
     assert metrics["net"] == pytest.approx(float(by_net))
     assert metrics["otad"] == pytest.approx(float(right))
     used = trace.solution.smoothness
     assert metrics["share_raised"] == pytest.approx(float((used > 2).double().mean()))
     assert metrics["smoothness"]["most"] == pytest.approx(float(used.max()))
-    assert sum(metrics["status"].values()) == len(dataset.test_x)
+    assert sum(metrics["status"].values()) == len(digits.test_x)
 
 
 def test_options_reach_the_model(terminal: Terminal, workshop: Path) -> None:
@@ -63,10 +62,10 @@ def test_options_reach_the_model(terminal: Terminal, workshop: Path) -> None:
     assert model.bank_labels.bincount().tolist() == [6] * 10
 
 
-def test_one_map_for_the_whole_bank(terminal: Terminal, workshop: Path) -> None:
+def test_one_map_for_the_whole_bank(terminal: Terminal, workshop: Path, digits: Dataset) -> None:
     """Made, shown, and then read from the model by the commands that use it."""
     arguments = ("defend", workshop / "digits-net", "--scope", "global")
-    record = json.loads(terminal.succeed(*arguments, "--out", "model", "--json").stdout)
+    record = terminal.json(*arguments, "--out", "model", "--json")
     model = otad.load("model")
     assert (record["scope"], model.scope) == ("global", "global")
     potential = record["potential"]
@@ -81,10 +80,9 @@ def test_one_map_for_the_whole_bank(terminal: Terminal, workshop: Path) -> None:
     assert f"L = {float(less):.4g}, " in shown
     assert "sweeps" in shown
     assert "L raised" not in shown
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
     terminal.succeed("predict", "model", "test", "--out", "answers.csv")
     answers = Path("answers.csv").read_text().splitlines()[1:]
-    predicted = model(dataset.test_x).argmax(1).tolist()
+    predicted = model(digits.test_x).argmax(1).tolist()
     assert [int(line.split(",")[1]) for line in answers] == predicted
     explained = terminal.succeed("explain", "model", "test", "--row", 3, "--json").stdout
     assert json.loads(explained)["scope"] == "global"

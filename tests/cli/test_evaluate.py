@@ -13,7 +13,7 @@ from cli.small import Terminal
 from PIL import Image
 
 import otad
-from otad.cli.sources import DataChoice
+from otad.data import Dataset
 from otad.evaluate import PRESETS, Evaluation, runner
 from otad.evaluate.presets import Choice
 from otad.evaluate.records import SANDWICH
@@ -21,14 +21,6 @@ from otad.nets import LipschitzMetric, vision_transformer
 
 TWO = ("--attack", "straight", "--attack", "region", "--no-flags")
 FILES = ("evaluation.json", "report.html", "report.md")
-
-
-@pytest.fixture(scope="module")
-def nearest(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers by one neighbor: fast, and much can be proved of it."""
-    folder = tmp_path_factory.mktemp("nearest") / "model"
-    Terminal().succeed("defend", workshop / "digits-net", "--out", folder, "--neighbors", 1)
-    return folder
 
 
 def test_record_report_and_figures(terminal: Terminal, nearest: Path) -> None:
@@ -54,13 +46,6 @@ def test_record_report_and_figures(terminal: Terminal, nearest: Path) -> None:
     for name in FILES[1:]:
         page = Path("evaluation", name).read_text(encoding="utf-8")
         assert f"{written.worst_case().value:.1f}%" in page
-
-
-def test_radii_are_told_to_the_last_digit(terminal: Terminal, nearest: Path) -> None:
-    radii = ["0.7142857142857143", "0.7142857142857144"]
-    options = ("--eps", ",".join(radii), "--rows", 2, "--json", *TWO)
-    printed = json.loads(terminal.succeed("evaluate", nearest, "test", *options).stdout)
-    assert list(printed["worst_case"]) == list(printed["certified"]) == radii
 
 
 def test_the_images_it_reads_stay_readable(terminal: Terminal, nearest: Path) -> None:
@@ -111,11 +96,11 @@ def test_a_refuted_certificate_is_exit_code_1(
 def test_what_is_finished_is_not_run_again(terminal: Terminal, nearest: Path) -> None:
     options = ("--eps", "1", "--rows", 10, "--batch-size", 5, "--json", *TWO)
     command = ("evaluate", nearest, "test", *options)
-    first = json.loads(terminal.succeed(*command).stdout)
+    first = terminal.json(*command)
     parts = {path: path.stat().st_mtime_ns for path in Path("evaluation/parts").iterdir()}
     assert parts
     Path("evaluation/evaluation.json").unlink()  # as if killed before the end
-    second = json.loads(terminal.succeed(*command).stdout)
+    second = terminal.json(*command)
     assert {path: path.stat().st_mtime_ns for path in Path("evaluation/parts").iterdir()} == parts
     for name in ("worst_case", "certified", "per_attack", "flags", "clean"):
         assert first[name] == second[name]
@@ -152,18 +137,17 @@ def test_a_table_with_units_and_immutable_features(
 
 
 def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
-    terminal: Terminal, workshop: Path
+    terminal: Terminal, workshop: Path, digits: Dataset
 ) -> None:
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
     net = vision_transformer((1, 8, 8), 10, patch=4, width=8, blocks=1, heads=2, bounds=(0.0, 1.0))
     metric = LipschitzMetric((1, 8, 8), widths=(16,), depth=1, key_dim=8, bounds=(0.0, 1.0))
-    model = otad.defend(net, dataset.train_x, dataset.train_y, n_neighbors=3, metric=metric)
+    model = otad.defend(net, digits.train_x, digits.train_y, n_neighbors=3, metric=metric)
     model.notes = dict(otad.load(workshop / "digits-model").notes)
     model.save("known")
     model.notes = {}
     model.save("unknown")
     options = ("--eps", "0.5", "--no-flags", "--rows", 20, "--attack", "straight", "--json")
-    printed = json.loads(terminal.succeed("evaluate", "known", "test", *options).stdout)
+    printed = terminal.json("evaluate", "known", "test", *options)
     assert list(printed["per_attack"]) == ["straight"]
     assert printed["is_sound"]
     page = Path("evaluation/report.html").read_text(encoding="utf-8")
@@ -171,7 +155,7 @@ def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
     assert votes, "examples are shown with their training points"
     assert all("<img" in each for each in votes)
     command = ("attack", "known", "test", "--attack", "straight", "--eps", 0.5, "--rows", 20)
-    record = json.loads(terminal.succeed(*command, "--json").stdout)
+    record = terminal.json(*command, "--json")
     assert record["forwards"] > 20 * 10
     archive = ("attack", "unknown", workshop / "digits.npz", *command[3:])
     assert "train_x" in terminal.refuse(*archive)

@@ -10,18 +10,20 @@ import torch
 from cli.small import Terminal
 
 import otad
-from otad.cli.sources import DataChoice, bank_part
+from otad.cli.sources import bank_part
+from otad.data import Dataset
 from otad.nets import vision_transformer
 
 
-def test_the_weights_are_those_of_the_trace(terminal: Terminal, workshop: Path) -> None:
+def test_the_weights_are_those_of_the_trace(
+    terminal: Terminal, workshop: Path, digits: Dataset
+) -> None:
     model = otad.load(workshop / "digits-model")
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
     options = ("--row", 3, "--json", "--out", "why.json")
     result = terminal.succeed("explain", workshop / "digits-model", "test", *options)
     record = json.loads(result.stdout)
     with torch.no_grad():
-        trace = model.trace(dataset.test_x[3:4])
+        trace = model.trace(digits.test_x[3:4])
     weights = {neighbor["index"]: neighbor["weight"] for neighbor in record["neighbors"]}
     expected = dict(
         zip(
@@ -38,30 +40,28 @@ def test_the_weights_are_those_of_the_trace(terminal: Terminal, workshop: Path) 
 
 
 def test_images_a_vision_transformer_hides_are_read_from_its_data(
-    terminal: Terminal, workshop: Path
+    terminal: Terminal, workshop: Path, digits: Dataset
 ) -> None:
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
     net = vision_transformer((1, 8, 8), 10, patch=4, width=8, blocks=1, heads=2, bounds=(0.0, 1.0))
-    model = otad.defend(net, dataset.train_x, dataset.train_y, n_neighbors=3)
+    model = otad.defend(net, digits.train_x, digits.train_y, n_neighbors=3)
     model.notes = dict(otad.load(workshop / "digits-model").notes)
     model.save("model")
     terminal.succeed("explain", "model", "test", "--out", "why.png")
     assert Path("why.png").read_bytes().startswith(b"\x89PNG")
     terminal.succeed("explain", "model", "test", "--out", "why.json")
     for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
-        assert torch.equal(torch.tensor(neighbor["inputs"]), dataset.train_x[neighbor["index"]])
+        assert torch.equal(torch.tensor(neighbor["inputs"]), digits.train_x[neighbor["index"]])
 
 
 def test_they_are_found_where_the_bank_has_some_of_them_only(
-    terminal: Terminal, workshop: Path
+    terminal: Terminal, workshop: Path, digits: Dataset
 ) -> None:
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
     shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
     training = ("--epochs", 1, "--optimizer", "adamw", "--learning-rate", 0.01)
     terminal.succeed("train", workshop / "digits.npz", "--out", "net", *shape, *training)
     terminal.succeed("defend", "net", "--out", "model", "--per-class", 6, "--seed", 1)
     terminal.succeed("explain", "model", "test", "--out", "why.json")
-    kept, _ = bank_part(dataset, per_class=6, seed=1)
+    kept, _ = bank_part(digits, per_class=6, seed=1)
     for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
         assert torch.equal(torch.tensor(neighbor["inputs"]), kept[neighbor["index"]])
     command = ("attack", "model", "test", "--attack", "straight", "--eps", 0.5, "--rows", 5)

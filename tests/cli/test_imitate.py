@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ TINY = ("--width", "32", "--blocks", "1", "--heads", "2", "--epochs", "2", "--ba
 def test_the_new_model_is_trained_tested_and_saved(terminal: Terminal, workshop: Path) -> None:
     source = workshop / "digits-model"
     arguments = ("imitate", source, "--out", "nn", *TINY, "--held-out", 20, "--json")
-    record = json.loads(terminal.succeed(*arguments).stdout)
+    record = terminal.json(*arguments)
     exact, model = otad.load(source), otad.load("nn")
     assert isinstance(model.solver, CipNet)
     assert (model.solver.width, model.solver.dim) == (32, 64)
@@ -30,7 +29,7 @@ def test_the_new_model_is_trained_tested_and_saved(terminal: Terminal, workshop:
     assert model.notes["metrics"] == record["estimated"]
     assert model.notes["imitation"]["alpha"] == 1.0
     assert model.notes["classes"] == exact.notes["classes"]
-    again = json.loads(terminal.succeed(*arguments).stdout)  # from the last checkpoint
+    again = terminal.json(*arguments)  # from the last checkpoint
     assert again["history"][1]["loss"] == record["history"][1]["loss"]
     shown = terminal.succeed("predict", "nn", "test", "--out", "answers.csv").stdout
     assert "40 estimated" in shown
@@ -100,8 +99,3 @@ def test_the_model_itself_is_not_overwritten(terminal: Terminal, model_copy: Pat
     assert "out: expected another place than that of an input" in message
     terminal.succeed("imitate", model_copy, "--out", "nn", *TINY)
     assert "CipNet" in terminal.refuse("imitate", "nn", "--out", "twice", *TINY)
-
-
-def test_help_shows_an_example_to_type(terminal: Terminal) -> None:
-    shown = terminal.succeed("imitate", "--help").stdout
-    assert "Example: otad imitate digits-model --out digits-nn" in shown

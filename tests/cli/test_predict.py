@@ -9,30 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.small import BODY, QUICK, Terminal, write_body, write_digits
+from cli.small import BODY, QUICK, Terminal, read_csv, write_body, write_digits
 from PIL import Image
 
 import otad
 from otad.cip import ExactCip
-from otad.cli.sources import DataChoice
+from otad.data import Dataset
 from otad.model.bank import FeatureBank
 
 
-def read_csv(path: str) -> list[dict[str, str]]:
-    with Path(path).open(newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def test_every_column_is_that_of_the_trace(terminal: Terminal, workshop: Path) -> None:
+def test_every_column_is_that_of_the_trace(
+    terminal: Terminal, workshop: Path, digits: Dataset
+) -> None:
     model = otad.load(workshop / "digits-model")
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
     options = ("--out", "p.csv", "--json", "--batch-size", 7)
     result = terminal.succeed("predict", workshop / "digits-model", "test", *options)
     with torch.no_grad():
-        trace = model.trace(dataset.test_x)
+        trace = model.trace(digits.test_x)
     lines = read_csv("p.csv")
     sure, chosen = trace.outputs.softmax(1).max(1)
-    assert [line["row"] for line in lines] == [str(row) for row in range(len(dataset.test_x))]
+    assert [line["row"] for line in lines] == [str(row) for row in range(len(digits.test_x))]
     assert [line["prediction"] for line in lines] == [str(code) for code in chosen.tolist()]
     columns = {
         "probability": sure,
@@ -48,7 +44,7 @@ def test_every_column_is_that_of_the_trace(terminal: Terminal, workshop: Path) -
     record = json.loads(result.stdout)
     assert record["rows"] == len(lines)
     assert sum(record["status"].values()) == len(lines)
-    assert record["accuracy"] == pytest.approx(float((chosen == dataset.test_y).double().mean()))
+    assert record["accuracy"] == pytest.approx(float((chosen == digits.test_y).double().mean()))
 
 
 @pytest.mark.parametrize(("name", "score"), [("digits", ("accuracy", 0)), ("body", ("mse", "inf"))])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,22 +15,24 @@ import otad
 from otad import data
 from otad.cli.sources import DataChoice, TrainedNet
 from otad.cli.train import train_net
+from otad.data import Dataset
 from otad.io.tensor_files import fingerprint, read_tensors
 from otad.training import TrainConfig, loop
 
 
-def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(workshop: Path) -> None:
+def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(
+    workshop: Path, digits: Dataset
+) -> None:
     trained = TrainedNet.read(workshop / "digits-net")
     record = json.loads((workshop / "digits-net" / "training.json").read_text())
-    dataset = DataChoice(str(workshop / "digits.npz")).load()
-    assert trained.about["data"]["fingerprint"] == dataset.fingerprint()
+    assert trained.about["data"]["fingerprint"] == digits.fingerprint()
     assert trained.about["classes"] == [str(digit) for digit in range(10)]
     assert record["data"] == trained.about["data"]
     assert [epoch["epoch"] for epoch in record["history"]] == [1, 2]
     assert record["train_config"]["energy_weight"] == 0.01
     assert record["final"]["train_accuracy"] == record["history"][-1]["train_score"]
     # One mean and one spread for all pixels, those of the train part.
-    flat = dataset.train_x.double()
+    flat = digits.train_x.double()
     assert trained.net.mean.unique().tolist() == pytest.approx([float(flat.mean())])
     assert trained.net.std.unique().tolist() == pytest.approx([float(flat.std(correction=0))])
     assert trained.net.bounds == (0.0, 1.0)
@@ -49,20 +50,6 @@ def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop
     with torch.no_grad():
         mean = float(trained.net(dataset.train_x).mean())
     assert mean == pytest.approx(float(dataset.train_y.mean()), abs=40)
-
-
-def test_the_head_takes_over_the_units_exactly() -> None:
-    dataset = data.load("diabetes")
-    net, result = train_net(dataset, TrainConfig(epochs=2), blocks=1)
-    mean, std = dataset.train_y.double().mean(), dataset.train_y.double().std(correction=0)
-    # Standardized targets have mean 0 and std 1 up to rounding, so this is the same training.
-    scaled = replace(dataset, train_y=((dataset.train_y - mean) / std).float())
-    plain, plain_result = train_net(scaled, TrainConfig(epochs=2), blocks=1)
-    with torch.no_grad():
-        expected = plain(dataset.test_x).double() * std + mean
-        torch.testing.assert_close(net(dataset.test_x).double(), expected, rtol=1e-4, atol=1e-2)
-    loss = plain_result.final.loss * float(std) ** 2
-    assert result.final.loss == pytest.approx(loss, rel=1e-3)
 
 
 def test_progress_is_told_in_units(terminal: Terminal) -> None:
@@ -159,9 +146,6 @@ def test_an_image_folder(terminal: Terminal) -> None:
         (["digits.npz", "--optimizer", "magic"], "optimizer: expected one of sgd, adamw"),
         (["digits.npz", "--learning-rate", "1e6"], "learning_rate: expected one at which"),
         (["digits.npz", "--device", "cuda:99"], "device: expected one that is present"),
-        (["digits.npz", "--device", "meta"], "device: expected one that is present, got 'meta'"),
-        (["digits.npz", "--seed", "-1"], "seed: expected an integer of at least 0, got -1"),
-        (["digits.npz", "--seed", str(2**70)], f"seed: expected an integer of at most {2**64 - 1}"),
         (
             ["body.csv", "--target", "progression", "--task", "regression"]
             + ["--features=age"] * 2,
@@ -194,10 +178,10 @@ def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> Non
     shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
     changes = ("--recipe", "vit_cifar10", "--epochs", 4, "--alpha", 0.001, "--batch-size", 64)
     command = ("train", "digits.npz", "--out", "net", *shape, *changes, "--json")
-    first = json.loads(terminal.succeed(*command, "--max-seconds", 1e-6).stdout)
+    first = terminal.json(*command, "--max-seconds", 1e-6)
     assert (first["epochs_done"], first["epochs"]) == (1, 4)
     assert not Path("net/net.safetensors").exists()
-    done = json.loads(terminal.succeed(*command).stdout)
+    done = terminal.json(*command)
     assert [epoch["epoch"] for epoch in done["history"]] == [1, 2, 3, 4]
     settings = done["train_config"]
     assert (settings["energy_weight"], settings["epochs"], settings["ema"]) == (0.001, 4, 0.999)
@@ -214,13 +198,6 @@ def test_the_first_example_of_the_help_runs(terminal: Terminal) -> None:
     result = terminal.succeed("train", "digits", "--out", "digits-net", "--epochs", 1)
     assert "otad defend digits-net --out MODEL_DIR" in result.stdout
     assert np.isfinite(json.loads(Path("digits-net/training.json").read_text())["final"]["loss"])
-
-
-def test_the_largest_seed_will_do(terminal: Terminal) -> None:
-    write_digits(Path("digits.npz"))
-    seed = 2**64 - 1
-    terminal.succeed("train", "digits.npz", "--out", "net", *QUICK, "--seed", seed)
-    assert json.loads(Path("net/training.json").read_text())["train_config"]["seed"] == seed
 
 
 def test_images_keep_their_folder_to_themselves(terminal: Terminal) -> None:
