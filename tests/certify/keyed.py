@@ -1,4 +1,4 @@
-"""Small models whose neighbors are sought by a metric of known Lipschitz constant."""
+"""Small models whose neighbors are searched by a metric of known Lipschitz constant."""
 
 from __future__ import annotations
 
@@ -49,30 +49,21 @@ class Straightened(nn.Module):
 
 
 def keyed(model: OTAD, metric: nn.Module) -> OTAD:
-    """The same model with neighbors sought by the metric."""
+    """The same model with neighbors searched by the metric."""
     raw = model.bank_inputs * model.backbone.std + model.backbone.mean
     with torch.no_grad():
         keys = metric.eval()(raw)
-    return OTAD(
-        model.backbone,
-        model.bank,
-        n_neighbors=model.n_neighbors,
-        smoothness=model.smoothness,
-        strong_convexity=model.strong_convexity,
-        solver=model.solver,
-        metric=metric,
-        keys=keys,
-    ).eval()
+    return model.replace(metric=metric, keys=keys)
 
 
 def keyed_plane(seed: int, metric: nn.Module | None = None, **settings: Any) -> OTAD:
     return keyed(plane_model(seed, **settings), metric or Folded(seed))
 
 
-def entry_distance(keys: Tensor, place: Tensor, point: int, sought: int) -> float:
+def entry_distance(keys: Tensor, place: Tensor, point: int, searched: int) -> float:
     """Key space, by definition: the K-th largest distance of a bisector of `point` and another."""
     squares = (keys - place).square().sum(1)
     gaps = (keys[point] - keys).norm(dim=1)
     away = (squares[point] - squares) / (2 * gaps)
     away[point] = -math.inf
-    return max(0.0, float(away.topk(sought).values[-1]))
+    return max(0.0, float(away.topk(searched).values[-1]))

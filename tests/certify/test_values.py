@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from certify.keyed import keyed_plane
 from certify.small import plane_model, queries, ring
 
 from otad.certify import certify_values
@@ -24,10 +25,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.1, 0.8])
+@pytest.mark.parametrize("make", [plane_model, keyed_plane], ids=["plain", "keyed"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_interval_holds_every_answer(name: str, eps: float) -> None:
+def test_interval_holds_every_answer(name: str, make: Any, eps: float) -> None:
     for seed in range(2):
-        model = plane_model(seed, task="regression", **SETTINGS[name])
+        model = make(seed, task="regression", **SETTINGS[name])
         x = queries(model, 6, seed)
         found = certify_values(model, x, eps)
         for row in range(len(x)):
@@ -37,8 +39,9 @@ def test_interval_holds_every_answer(name: str, eps: float) -> None:
             assert answers.max() <= found.high[row]
 
 
-def test_interval_grows_with_eps_and_is_narrow_for_one_neighbor() -> None:
-    model = plane_model(3, task="regression", n_neighbors=1)
+@pytest.mark.parametrize("make", [plane_model, keyed_plane], ids=["plain", "keyed"])
+def test_interval_grows_with_eps_and_is_narrow_for_one_neighbor(make: Any) -> None:
+    model = make(3, task="regression", n_neighbors=1)
     x = queries(model, 15, 3)
     widths = [certify_values(model, x, eps) for eps in (0.0, 0.1, 0.4)]
     spans = [found.high - found.low for found in widths]

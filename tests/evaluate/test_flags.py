@@ -28,7 +28,7 @@ from otad.baselines import MajorityKnn
 from otad.certify import Certificate
 from otad.evaluate import Evaluation, Flag, certificate_check, evaluate, strength_flags
 from otad.evaluate.certificate_check import certificate_holds, prove
-from otad.evaluate.flags import FlagContext, remark_flag
+from otad.evaluate.flags import CHECKS, FlagContext, remark_flag
 from otad.evaluate.model_flags import (
     batch_independence,
     finite_differences,
@@ -38,7 +38,6 @@ from otad.evaluate.model_flags import (
 )
 from otad.evaluate.planted import planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, CertificateRecord
-from otad.evaluate.runner import CHECKS
 from otad.evaluate.strength_flags import (
     large_eps,
     more_eps,

@@ -17,11 +17,11 @@ from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import evaluate
+from otad.evaluate.flags import CHECKS
 from otad.evaluate.identity import model_card
 from otad.evaluate.model_flags import finite_differences, gradient_share, neighbor_changes
 from otad.evaluate.planted import plant, planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS
-from otad.evaluate.runner import CHECKS
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 

@@ -31,8 +31,8 @@ from otad.cip import CipSolution, ExactCip, Status
 from otad.cip.protocols import RowProblem
 from otad.errors import InputError
 from otad.evaluate import Evaluation, evaluate
+from otad.evaluate.flags import CHECKS
 from otad.evaluate.protocol import HALVINGS, run_attacks
-from otad.evaluate.runner import CHECKS
 from otad.model.bank import FeatureBank
 from otad.model.diagnostics import problem_of
 from otad.model.otad import OTAD

@@ -148,7 +148,8 @@ def input_reach(
     measured = checked_unit(unit, backbone)
     longest = 1.0 if measured is None else float(measured.max())
     constant, slip, assumed = _metric_constant(metric, metric_lipschitz, longest)
-    keys = Reach(_same_stretch(model.bank_points.shape[1], constant, backbone.std), slip)
+    stretch = torch.full((model.bank_points.shape[1],), constant, dtype=torch.float64)
+    keys = Reach(stretch.to(backbone.std.device), slip)
     return InputReach(model, keys, embedded, (*assumed, *given), longest)
 
 
@@ -167,7 +168,8 @@ def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float
             )
         _check_constant(embedding_lipschitz, "embedding_lipschitz")
         check_evaluation(backbone, "model.backbone")
-        return Reach(_same_stretch(backbone.dim, embedding_lipschitz, backbone.std), 0.0)
+        constant = torch.full((backbone.dim,), embedding_lipschitz, dtype=torch.float64)
+        return Reach(constant.to(backbone.std.device), 0.0)
     if embedding_lipschitz is not None:
         raise InputError(
             "embedding_lipschitz: expected None, as this embedding only normalizes and is known "
@@ -190,36 +192,25 @@ def _metric_constant(
             f"metric_lipschitz: expected None, as {name} has its own constant {known:g}, "
             f"got {stated!r}"
         )
+    searched = f"neighbors are searched by keys of {name}, which moves"
     if known is not None:
         _check_constant(known, f"{name}.lipschitz")
         dtype = next((part.dtype for part in metric.parameters()), torch.float32)
         slip = KEY_ROUNDOFFS * torch.finfo(dtype).eps
-        return (
-            known * longest_unit,
-            slip,
-            (
-                f"neighbors are searched by keys of {name}, which moves no two of them further "
-                f"apart than {known:g} times their inputs",
-                f"rounding moves computed keys by {slip:.1g} of their terms at most (no TF32, no "
-                "autocast)",
-            ),
+        assumed = (
+            f"{searched} no two of them further apart than {known:g} times their inputs",
+            f"rounding moves computed keys by {slip:.1g} of their terms at most (no TF32, no "
+            "autocast)",
         )
+        return known * longest_unit, slip, assumed
     if stated is None:
         raise InputError(
             "model: expected neighbors by l2 distance of embedded inputs, or by a metric of known "
             f"Lipschitz constant (metric_lipschitz states one), got a metric ({name}) without"
         )
     _check_constant(stated, "metric_lipschitz")
-    assumed = (
-        f"neighbors are searched by keys of {name}, which moves them by {stated:g} times the "
-        "change of an input at most, as stated"
-    )
-    return stated, 0.0, (assumed,)
-
-
-def _same_stretch(dim: int, constant: float, like: Tensor) -> Tensor:
-    """One constant in all directions (dim,), on the device of `like`."""
-    return torch.full((dim,), float(constant), dtype=torch.float64, device=like.device)
+    moves = f"them by {stated:g} times the change of an input at most, as stated"
+    return stated, 0.0, (f"{searched} {moves}",)
 
 
 def _check_constant(constant: float, name: str) -> None:

@@ -63,12 +63,13 @@ class NotRunError(Exception):
 
 
 Check = Callable[[FlagContext], Flag]
+CHECKS: list[Check] = []
 
 
 def check(
     name: str, meaning: str, advice: str
 ) -> Callable[[Callable[[FlagContext], tuple[bool, str]]], Check]:
-    """Makes a check of a function that returns whether all is well, and what was found."""
+    """Registers a function that returns whether all is well, and what was found."""
 
     def decorated(function: Callable[[FlagContext], tuple[bool, str]]) -> Check:
         @functools.wraps(function)
@@ -82,6 +83,7 @@ def check(
                 return Flag(name, PASS, found, meaning, NOTHING_TO_DO)
             return Flag(name, FAIL, found, meaning, advice)
 
+        CHECKS.append(checked)
         return checked
 
     return decorated

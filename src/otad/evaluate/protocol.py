@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,22 +143,22 @@ class Attacked:
         progress: Progress | None = None,
     ) -> None:
         """Every attack at every eps; arguments as in `run_attacks`."""
-        described = [self._described(attack) for attack in attacks]
-        runs = list(itertools.product(eps, zip(attacks, described, strict=True)))
-        for number, (radius, (attack, settings)) in enumerate(runs):
+        described = [(attack, *self._described(attack)) for attack in attacks]
+        runs = list(itertools.product(eps, described))
+        for number, (radius, (attack, settings, folder)) in enumerate(runs):
             rows = self.rows(radius, survivors_only)
             if certified is not None and attack.name in certified:
                 rows = rows[certified[attack.name].cpu()[rows] <= radius]
             label = f"{attack.name}, eps {radius:g}"
-            batches_done = self._batches(attack, settings, radius, rows)
+            batches_done = self._batches(attack, settings, folder, radius, rows)
             for batches in itertools.chain(batches_done, (self.steps,)):
                 if progress is not None:
                     done = number * self.steps + batches
                     progress(label, done, len(runs) * self.steps, self.worst(radius))
 
-    def _described(self, attack: Attack) -> _Settings:
-        """Before it runs, whatever it may note about itself. Nothing is saved where this model and
-        this attack cannot be told from others."""
+    def _described(self, attack: Attack) -> tuple[dict[str, Any], Path | None]:
+        """Its settings, before it runs and may note something about itself; and where its batches
+        are saved: nowhere if they could be taken for those of another model or attack."""
         identity = Identity()
         settings, unknown = identity.attack(attack), [*self._unknown, *identity.unknown]
         if self._folder is not None and unknown:
@@ -167,13 +167,18 @@ class Attacked:
                 f"{', '.join(unknown)}",
                 stacklevel=4,
             )
-        return _Settings(settings, None if unknown else self._folder)
+        return settings, None if unknown else self._folder
 
     def _batches(
-        self, attack: Attack, described: _Settings, eps: float, rows: Tensor
+        self,
+        attack: Attack,
+        settings: dict[str, Any],
+        folder: Path | None,
+        eps: float,
+        rows: Tensor,
     ) -> Iterator[int]:
         """One attack at one eps: yields, at first and after each batch, how many are done."""
-        ball, (settings, folder) = self.threat.with_eps(eps), described
+        ball = self.threat.with_eps(eps)
         key = self._common | {
             "attack": [attack.name, version_of(attack), settings],
             "threat": ball.to_dict(),
@@ -264,13 +269,6 @@ class Attacked:
         """`inputs` of the rows that are `found`, and their numbers "rows"."""
         rows = self.found.nonzero()[:, 0]
         write_tensors(path, {"rows": rows, "inputs": self.inputs[rows]}, {"data": self.data})
-
-
-class _Settings(NamedTuple):
-    """Those of an attack, and where its finished batches are saved."""
-
-    settings: dict[str, Any]
-    folder: Path | None
 
 
 class Unattacked(Attack):

@@ -1,4 +1,4 @@
-"""The protocol: every attack on whoever still stands, at every eps, resumable at every batch."""
+"""`evaluate`: clean scores, certificates, attacks and red flags of a model in one record."""
 
 from __future__ import annotations
 
@@ -16,46 +16,18 @@ from otad.attacks import Attack, LpBall
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
+from otad.evaluate import model_flags, planted, strength_flags  # noqa: F401  (register checks)
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
-from otad.evaluate.flags import FlagContext, remark_flag
+from otad.evaluate.flags import CHECKS, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
-from otad.evaluate.model_flags import (
-    batch_independence,
-    finite_differences,
-    gradient_share,
-    neighbor_changes,
-    randomness,
-)
-from otad.evaluate.planted import planted_example
 from otad.evaluate.protocol import Attacked, Progress
 from otad.evaluate.records import Evaluation
-from otad.evaluate.strength_flags import (
-    large_eps,
-    more_eps,
-    more_restarts,
-    more_steps,
-    white_box_is_strongest,
-)
 from otad.evaluate.suite import backbone_of, defended_of, named_attacks, suite
 from otad.io.environment import Environment
 from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.otad import OTAD
 from otad.scores import Score, score_of
 
-CHECKS = (
-    certificate_holds,
-    white_box_is_strongest,
-    more_steps,
-    more_restarts,
-    more_eps,
-    large_eps,
-    planted_example,
-    gradient_share,
-    finite_differences,
-    neighbor_changes,
-    batch_independence,
-    randomness,
-)
 EVERYTHING = (
     "everything: the training set, the network and its head, the metric, K, L, l, "
     "the rule for potentials and the rule for ties"
@@ -90,21 +62,21 @@ def evaluate(
       the model declares.
     - `eps`: further radii to attack at, ascending; that of the threat is always among them.
     - `attacks`: a preset ("quick", "standard", "full") or attacks, by name or made, in order.
-    - `survivors_only`: spare rows known to be wrong at a distance of at most eps. Otherwise each
-      attack meets every example that is right unattacked; dearer, but attacks can be compared.
-    - `spare_proved`: names of dear attacks that are spared rows whose certificate reaches as far as
-      the radius: nothing can break those. All other attacks test the proofs.
-    - `certificate`, `flags`: also prove what can be proved; also look for signs that the attacks
-      were too weak. A proof that an attack contradicts is told in any case (`is_sound`).
-    - `embedding_lipschitz`, `metric_lipschitz`: see `certify`; needed to prove anything of a model
+    - `survivors_only`: leave out rows known to be wrong at a distance of at most eps. Otherwise
+      every attack runs on all examples that are right unattacked: slower, but comparable.
+    - `spare_proved`: names of expensive attacks that skip rows with a certified radius above eps,
+      which nothing can break. All other attacks test the certificates.
+    - `certificate`: also certify. `flags`: also check whether the attacks were too weak. An attack
+      that contradicts a certificate is reported in any case (`is_sound`).
+    - `embedding_lipschitz`, `metric_lipschitz`: see `certify`; needed for certificates of a model
       whose embedding does more than normalize, or whose metric has no constant of its own.
-    - `train_x` (N,*): the training inputs, which attacks walk to, where they cannot be told from
-      the bank because the embedding does more than normalize.
-    - `folder`: every batch is kept there once it is done, so that a run that was killed goes on
-      where it was and ends with the same record; and at the end `evaluation.json` and
-      `adversarial.safetensors` ("rows" (m,), "inputs" (m,*): for each broken row its nearest
+    - `train_x` (N,*): the training inputs, for attacks that move towards them, where they cannot
+      be computed from the bank.
+    - `folder`: finished batches are saved there, so that a run that was killed resumes and ends
+      with the same record (see `identity` for what names them); at the end also `evaluation.json`
+      and `adversarial.safetensors`: "rows" (m,) and "inputs" (m,*), for each broken row its nearest
       adversarial example; in regression, for each row that an attack made worse, its worst input
-      at the threat's eps).
+      at the threat's eps.
     """
     started = time.perf_counter()
     x, y, threat = _prepared(model, x, y, threat)
@@ -119,7 +91,7 @@ def evaluate(
     checks = CHECKS if flags else (certificate_holds,)
     total = certificate + len(radii) * len(chosen) * run.steps + len(checks)
 
-    def report(label: str, done: int, _: int = 0, worst: float | None = None) -> None:
+    def report(label: str, done: int, worst: float | None = None) -> None:
         if progress is not None:
             progress(label, done, total, run.worst(threat.eps) if worst is None else worst)
 
@@ -132,11 +104,13 @@ def evaluate(
             missing["certificate"] = str(error)
     skipped = {} if proof is None else dict.fromkeys(spare_proved, torch.tensor(proof.radius))
     scores, solver = _clean(model, x, y, batch_size)
-
-    def attacking(label: str, done: int, _: int, worst: float) -> None:
-        report(label, certificate + done, worst=worst)
-
-    run.run(chosen, radii, survivors_only, skipped, attacking)
+    run.run(
+        chosen,
+        radii,
+        survivors_only,
+        skipped,
+        lambda label, done, _, worst: report(label, certificate + done, worst),
+    )
     attacked = tuple(run.records)
     context = FlagContext(
         model, x, y, threat, run.right, tuple(chosen), attacked, proof, seed, train_x
