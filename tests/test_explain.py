@@ -239,7 +239,7 @@ def test_another_embedding_needs_the_training_inputs() -> None:
     (blind,) = explain(model, query)
     assert all(it.inputs is None for it in blind.neighbors)
     assert "inputs" not in blind.to_dict(inputs=True)["neighbors"][0]
-    with pytest.raises(InputError, match="train_x: expected the training inputs, got none"):
+    with pytest.raises(InputError, match="train_x: expected"):
         blind.figure()
     (seeing,) = explain(model, query, train_x=train_x)
     assert all(torch.equal(it.inputs, train_x[it.index]) for it in seeing.neighbors)
@@ -301,9 +301,7 @@ def test_one_map_is_explained_by_its_support(task: str) -> None:
         for it in one.neighbors:
             torch.testing.assert_close(it.inputs, train_x[it.index], rtol=1e-5, atol=1e-5)
     one = found[0]
-    assert one.account.startswith(
-        f"one map for the whole bank, smoothness {one.smoothness:.3g}, ga"
-    )
+    assert one.account.startswith(f"global map, smoothness {one.smoothness:.3g}, ga")
     assert f"{one.n_weighted} training points have weight" in str(one)
     assert one.account in " ".join(plain(one.table()).split())
     back = json.loads(json.dumps(one.to_dict(), allow_nan=False))

@@ -12,9 +12,8 @@ from training.test_margin import moons
 
 from otad.cip.whole_bank.lifted_potential import least_lipschitz, lifted_potential
 from otad.errors import InputError
-from otad.model.labeled_bank import class_means
 from otad.model.otad import OTAD, load
-from otad.model.prototypes import PrototypeNet, prototype_net
+from otad.model.prototypes import PrototypeNet, class_means, prototype_net
 from otad.nets import build, lifted_net
 from otad.training import TrainConfig, train
 from otad.training.losses import scaled_margins

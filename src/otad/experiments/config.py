@@ -39,7 +39,7 @@ from otad.experiments.specs import (
     name_of,
 )
 from otad.io.codec import from_plain
-from otad.model.answerer_options import SCOPES
+from otad.model.answerers import SCOPES
 
 METHODS = ("net", "otad", "mean_feature_knn", "majority_knn")
 _FOLDER = Path(__file__).parent / "configs"

@@ -25,8 +25,8 @@ AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
 @dataclass(frozen=True, eq=False)
 class Neighbor:
     """A training point: its row in the bank, the weight of its feature in the answer, its label,
-    its distance to the query in the embedded space (of keys, where a metric seeks neighbors), and
-    its raw inputs where they are known.
+    its distance to the query in the space in which neighbors are searched, and its raw inputs where
+    they are known.
 
     The weight is None in an answer that is no weighted mean of features: one that a network
     estimated, or none at all.
@@ -52,13 +52,13 @@ class Neighbor:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """One prediction and its account.
+    """One prediction and what it rests on.
 
     `prediction` is a label or a value (None where the solver abstained), `probabilities` those of
-    all classes (None in regression), `neighbors` the training points found, nearest first; for one
-    map of the whole bank those with weight, most weight first. `status`, `smoothness` (the L really
-    used) and `residual` tell how the convex integration problem was solved, and for one map its
-    duality `gap` (else None); `inputs` is the query itself.
+    all classes (None in regression), `neighbors` the training points found, nearest first; for a
+    global map those with weight, most weight first. `status`, `smoothness` (the L that was used),
+    `residual` and, for a global map, the duality `gap` (else None) say how the convex integration
+    problem was solved; `inputs` is the query itself.
     """
 
     prediction: Label | None
@@ -86,14 +86,11 @@ class Explanation:
 
     @property
     def account(self) -> str:
-        """How the problem was solved, in words."""
+        """How the problem was solved, as text."""
         level = f"{self.smoothness:.3g}"
         if self.gap is not None:
             exact = "" if self.status == Status.SOLVED else ", not as small as it should be"
-            return (
-                f"one map for the whole bank, smoothness {level}, "
-                f"gap {max(self.gap, 0.0):.1e}{exact}"
-            )
+            return f"global map, smoothness {level}, gap {max(self.gap, 0.0):.1e}{exact}"
         return {
             Status.SOLVED: f"solved with smoothness {level}, as asked",
             Status.RAISED: f"solved with smoothness raised to {level}: the neighbors need it",
@@ -141,10 +138,10 @@ class Explanation:
         return "\n".join(lines)
 
     def _weighing(self) -> str:
-        """How many training points have weight, in words."""
+        """How many training points have weight, as text."""
         if self.n_weighted is None:
             return f"{len(self.neighbors)} neighbors, to which the answer gives no weights"
-        if self.scope == "global":
+        if self.gap is not None:
             return f"{self.n_weighted} training points have weight"
         return f"{self.n_weighted} of {len(self.neighbors)} neighbors have weight"
 
@@ -178,8 +175,8 @@ class Explanation:
         for it in self.heaviest(top):
             if it.inputs is None:
                 raise InputError(
-                    f"train_x: expected the training inputs, got none, and the image of row "
-                    f"{it.index} cannot be told from its embedding"
+                    "train_x: expected the training inputs, as the image of row "
+                    f"{it.index} cannot be computed from its embedding, got none"
                 )
             detail = "" if it.weight is None else f"weight {it.weight:.3f}\n"
             detail += f"distance {it.distance:#.3g}"
@@ -192,7 +189,7 @@ class Explanation:
         return draw(query, panels, heading=heading, caption=self.account, bounds=self.bounds)
 
     def _certainty(self) -> str:
-        """The probability of the prediction, in words."""
+        """The probability of the prediction, as text."""
         if self.prediction is None or self.probabilities is None:
             return ""
         return f"probability {self.probabilities[self.prediction]:.3f}"
@@ -218,5 +215,5 @@ def _text(label: Label | None) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows no NaN and no infinity."""
+    """JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None

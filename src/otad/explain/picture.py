@@ -43,7 +43,7 @@ def draw(
     bounds: tuple[float, float] | None,
 ) -> Figure:
     """The query on the left, its neighbors in a row below the `heading`; gray levels as `bounds`
-    say, or else over the range of the values shown. Nothing global of matplotlib is touched."""
+    say, or else over the range of the values shown. No global state of matplotlib is changed."""
     from matplotlib.figure import Figure
 
     panels = [query, *neighbors]

@@ -30,9 +30,8 @@ def explain(
     """One explanation for each input x (B,*input_shape), by a single trace of the batch.
 
     `classes` names the C classes (else they are numbers), `feature_names` the d features of a
-    vector. The raw inputs of training points are told from the bank where the backbone does no
-    more than normalize and flatten; for another one, give the `train_x` (N,*input_shape) that the
-    bank was made of.
+    vector. The raw inputs of training points are computed from the bank where the backbone only
+    normalizes and flattens; for another one, give the `train_x` (N,*input_shape) of the bank.
     """
     backbone = model.backbone
     labels = _class_labels(backbone, classes)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from otad.checks import check_choice, check_count
+from otad.checks import check_count
 from otad.cip import ExactCip
 from otad.cip.protocols import Solver
 from otad.cip.surrogate import CipNet
@@ -27,10 +28,9 @@ from otad.model.answerers import (
     SurrogateAnswerer,
     WholeBankAnswerer,
     check_curvature,
+    is_global,
 )
 from otad.model.bank import FeatureBank
-
-SCOPES = ("local", "global")
 
 
 def make_answerer(
@@ -43,23 +43,21 @@ def make_answerer(
     solver: Solver | None = None,
     potential: BankPotential | None = None,
     sweep_progress: Progress | None = None,
+    metric: nn.Module | None = None,
     lift: int = 0,
 ) -> Answerer:
     """The answerer that these arguments of `OTAD` ask for; a potential that is not given is found
     here, by sweeps over all pairs. `lift`: see `nets.lifted`."""
-    check_settings(
-        len(bank), n_neighbors, smoothness, strong_convexity, solver, scope, dim=bank.dim
-    )
-    if scope == "local":
+    asked = n_neighbors, smoothness, strong_convexity, solver, scope
+    check_settings(len(bank), *asked, metric=metric, dim=bank.dim)
+    if not is_global(scope):
         if potential is not None:
             raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
-        asked = {
-            "smoothness": LOCAL_SMOOTHNESS if smoothness is None else smoothness,
-            "strong_convexity": strong_convexity,
-        }
+        smoothness = LOCAL_SMOOTHNESS if smoothness is None else smoothness
+        curvature = {"smoothness": smoothness, "strong_convexity": strong_convexity}
         if isinstance(solver, CipNet):
-            return SurrogateAnswerer(solver, **asked)
-        return NeighborAnswerer(solver, **asked)
+            return SurrogateAnswerer(solver, **curvature)
+        return NeighborAnswerer(solver, **curvature)
     if potential is None:
         potential = potential_of(bank, smoothness, strong_convexity, sweep_progress, lift=lift)
     elif smoothness is not None and not math.isclose(smoothness, potential.smoothness):
@@ -80,14 +78,11 @@ def solver_for(scope: str, **settings: Any) -> ExactCip | None:
     """The exact solver with these settings; None in global scope, where they do not apply and so
     must have their defaults. Rows without a solution fall back to the nearest point by default."""
     settings = {"on_failure": "fallback"} | settings
-    solver, default = ExactCip(**settings), ExactCip()
-    if check_choice(scope, "scope", SCOPES) == "local":
+    solver = ExactCip(**settings)
+    if not is_global(scope):
         return solver
-    changed = [
-        name
-        for name, value in settings.items()
-        if name != "on_failure" and value != getattr(default, name)
-    ]
+    default = ExactCip(on_failure=solver.on_failure)
+    changed = [name for name in settings if getattr(solver, name) != getattr(default, name)]
     if changed:
         raise InputError(
             f"scope: expected 'local' where {', '.join(changed)} is set, which applies to the "
@@ -104,18 +99,19 @@ def check_settings(
     solver: Solver | None = None,
     scope: str = "local",
     *,
+    metric: nn.Module | None = None,
     dim: int | None = None,
 ) -> None:
     """Refuse what cannot be asked of a bank of so many points, before any long work is done.
 
     `dim` (d): where it is known, a network that was made for another dimension is refused.
     """
-    check_choice(scope, "scope", SCOPES)
-    if scope == "global" and solver is not None:
-        raise InputError(
-            "solver: expected none in global scope, where no small problems are solved, "
-            f"got {type(solver).__name__}"
-        )
+    for name, given in (("solver", solver), ("metric", metric)):
+        if is_global(scope) and given is not None:
+            raise InputError(
+                f"{name}: expected none in global scope, where no neighbors are searched, got "
+                f"{type(given).__name__}"
+            )
     if isinstance(solver, CipNet):
         solver.check_sizes(n_neighbors, solver.dim if dim is None else dim)
     spares = 0 if solver is None else solver.spares
@@ -124,7 +120,7 @@ def check_settings(
             f"n_neighbors: expected at most the {points} points of the bank, got {n_neighbors} "
             f"and {spares} spares"
         )
-    if scope == "local" or smoothness is not None:
+    if not is_global(scope) or smoothness is not None:
         asked = LOCAL_SMOOTHNESS if smoothness is None else smoothness
         check_curvature(asked, strong_convexity, solver)
     elif not math.isfinite(strong_convexity):

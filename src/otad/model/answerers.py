@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from otad.cip import CipSolution, ExactCip, Status
+from otad.checks import check_choice
+from otad.cip import BankProblem, CipSolution, ExactCip, Status
 from otad.cip.protocols import Solver
 from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank.map import WholeBank
@@ -36,7 +37,12 @@ from otad.model.bank_module import BankModule
 from otad.model.folder import Block
 from otad.search.neighbors import Neighbors
 
+SCOPES = ("local", "global")
 LOCAL_SMOOTHNESS = 2.0  # by default
+CURVATURE = ("smoothness", "strong_convexity", "sweeps", "violation")  # of a potential
+Plain = Mapping[str, Any]
+Options = dict[str, Any]
+"""Arguments of `OTAD`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +97,7 @@ class Answerer(nn.Module, ABC):
 
     @abstractmethod
     def answer(
-        self, bank: BankModule, embedded: Tensor, keys: Tensor, *, exclude: Tensor | None = None
+        self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
         """Answer queries, embedded (B,d) and as keys (B,m) where neighbors are searched.
 
@@ -115,8 +121,8 @@ class Answerer(nn.Module, ABC):
         raise InputError(f"scope: expected 'global' for a global map, got {self.scope!r}")
 
     @abstractmethod
-    def options(self) -> dict[str, Any]:
-        """The arguments of `OTAD` that make this answerer again."""
+    def options(self) -> Options:
+        """What makes this answerer again."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -136,14 +142,9 @@ class Answerer(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def restore(
-        cls,
-        settings: Mapping[str, Any],
-        entry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> dict[str, Any]:
-        """The arguments of `OTAD` from what a model folder stores: reverses `settings` (with L and
-        l), and the entry and the tensors of `block`."""
+    def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
+        """What makes an answerer from the settings of a model card, and from the entry and the
+        tensors of its block."""
 
 
 class NeighborAnswerer(Answerer):
@@ -155,6 +156,7 @@ class NeighborAnswerer(Answerer):
     scope = "local"
     card_version = 1
     rests_on_neighbors = True
+    solver: Solver
 
     def __init__(
         self,
@@ -190,38 +192,34 @@ class NeighborAnswerer(Answerer):
         return None
 
     def answer(
-        self, bank: BankModule, embedded: Tensor, keys: Tensor, *, exclude: Tensor | None = None
+        self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
         neighbors = bank.neighbors(keys, exclude=exclude)
         return Answer(neighbors, self.solve(bank, embedded, neighbors.indices))
 
     def solve(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> CipSolution:
         """The solution for embedded queries (B,d) with the bank points (B,K)."""
-        assert self.solver is not None
-        return self.solver(bank.problem(embedded, indices, self.smoothness, self.strong_convexity))
+        return self.solver(self._problem(bank, embedded, indices))
+
+    def _problem(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> BankProblem:
+        return bank.problem(embedded, indices, self.smoothness, self.strong_convexity)
 
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
         """The KKT residual, graded from the raw data."""
         solution = answer.solution
         if bool((solution.status >= int(Status.ESTIMATED)).all()):  # nothing to grade
             return torch.full_like(solution.residual, torch.inf)
-        curvature = self.smoothness, self.strong_convexity
-        return bank.problem(embedded, answer.neighbors.indices, *curvature).residual(solution)
+        return self._problem(bank, embedded, answer.neighbors.indices).residual(solution)
 
     def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
         if not isinstance(self.solver, ExactCip):
             return super().extremes()
-        lowest, highest = (
-            NeighborAnswerer(
-                replace(self.solver, potential=rule),
-                smoothness=self.smoothness,
-                strong_convexity=self.strong_convexity,
-            )
-            for rule in ("lowest", "highest")
-        )
+        solvers = (replace(self.solver, potential=rule) for rule in ("lowest", "highest"))
+        curvature = {"smoothness": self.smoothness, "strong_convexity": self.strong_convexity}
+        lowest, highest = (NeighborAnswerer(solver, **curvature) for solver in solvers)
         return lowest, highest
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Options:
         return {
             "scope": self.scope,
             "solver": self.solver,
@@ -245,12 +243,7 @@ class NeighborAnswerer(Answerer):
         return {"solver": to_plain(asdict(solver))}
 
     @classmethod
-    def restore(
-        cls,
-        settings: Mapping[str, Any],
-        entry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> dict[str, Any]:
+    def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
         solver = dict(settings["solver"])
         if solver.get("climb") is not None:
             solver["climb"] = tuple(solver["climb"])  # JSON has lists only
@@ -282,12 +275,7 @@ class SurrogateAnswerer(NeighborAnswerer):
         return Block("surrogate", self.solver.state_dict(), entry=config, header=config)
 
     @classmethod
-    def restore(
-        cls,
-        settings: Mapping[str, Any],
-        entry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> dict[str, Any]:
+    def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
         net = CipNet.from_config(entry["config"])
         net.load_state_dict(dict(tensors), assign=True)  # which preserves their dtype
         return {**settings, "solver": net.eval()}
@@ -308,13 +296,10 @@ class WholeBankAnswerer(Answerer):
     def __init__(self, potential: BankPotential) -> None:
         super().__init__()
         self.register_buffer("levels", potential.levels)
-        self._take_curvature(potential)
-        self._map: tuple[tuple[object, ...], WholeBank] | None = None
-
-    def _take_curvature(self, potential: BankPotential) -> None:
         self.smoothness = float(potential.smoothness)
         self.strong_convexity = float(potential.strong_convexity)
         self.sweeps, self.violation = potential.sweeps, potential.violation
+        self._map: tuple[tuple[object, ...], WholeBank] | None = None
 
     @property
     def potential(self) -> BankPotential:
@@ -323,8 +308,7 @@ class WholeBankAnswerer(Answerer):
 
     def _curvature(self) -> dict[str, Any]:
         """All of a potential but its levels."""
-        names = ("smoothness", "strong_convexity", "sweeps", "violation")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in CURVATURE}
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
         made_of = bank.bank_inputs, bank.bank_features, self.levels
@@ -336,7 +320,7 @@ class WholeBankAnswerer(Answerer):
         return known[1]
 
     def answer(
-        self, bank: BankModule, embedded: Tensor, keys: Tensor, *, exclude: Tensor | None = None
+        self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
         """The neighbors are the bank points with weight (B,W), most weight first; rows with fewer
         repeat their first, with weight 0 and not `active`."""
@@ -353,7 +337,7 @@ class WholeBankAnswerer(Answerer):
         """The duality gap over all bank points, relative to the size of its terms."""
         return answer.solution.residual
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Options:
         return {"scope": self.scope, "potential": self.potential}
 
     def describe(self) -> dict[str, Any]:
@@ -373,17 +357,10 @@ class WholeBankAnswerer(Answerer):
         return Block("levels", {"levels": self.levels}, entry=entry, of_bank=True)
 
     @classmethod
-    def restore(
-        cls,
-        settings: Mapping[str, Any],
-        entry: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-    ) -> dict[str, Any]:
-        levels = tensors["levels"]
-        curvature = entry["smoothness"], entry["strong_convexity"]
-        found_by = entry["sweeps"], entry["violation"]
+    def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
+        levels, stored = tensors["levels"], {name: entry[name] for name in CURVATURE}
         left_out = levels.isnan().nonzero()[:, 0]
-        return {**settings, "potential": BankPotential(levels, *curvature, left_out, *found_by)}
+        return {**settings, "potential": BankPotential(levels, left_out=left_out, **stored)}
 
     def get_extra_state(self) -> Tensor:
         """The curvature that the levels belong to."""
@@ -406,6 +383,11 @@ class WholeBankAnswerer(Answerer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_map": None}  # a copy makes its own
+
+
+def is_global(scope: str) -> bool:
+    """Whether a scope asks for a global map; other than the known ones are refused."""
+    return check_choice(scope, "scope", SCOPES) == "global"
 
 
 ANSWERERS: tuple[type[Answerer], ...] = (NeighborAnswerer, SurrogateAnswerer, WholeBankAnswerer)

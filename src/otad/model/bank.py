@@ -1,4 +1,4 @@
-"""The feature bank: every training point, where the network carries it, and its label."""
+"""The feature bank: every training point, its feature, and its label."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Transport = Callable[[Tensor], tuple[Tensor, Tensor]]
 class FeatureBank:
     """Pairs of inputs x_i (N, d) and features z_i (N, d) in the same R^d, with labels (N,).
 
-    Labels are class numbers (int64) or targets (float32). Inputs and features are kept in float16,
-    bfloat16 or float32, in memory or mapped from a file, of which `gather` and the solvers read the
-    rows they need and keep none. `fingerprint` names the net and the data they come from (see
+    Labels are class numbers (int64) or targets (float32). Inputs and features are float16, bfloat16
+    or float32, in memory or mapped from a file, of which `gather` and the solvers read only the
+    rows they need. `fingerprint` names the net and the data they come from (see
     `fingerprint_of`). With `verify` all values are read once and must be finite.
     """
 
@@ -135,8 +135,8 @@ class FeatureBank:
     ) -> FeatureBank:
         """One pass of `transport` over x (N, ...), with labels y (N,).
 
-        With a path, batches go straight to that file and the bank comes back mapped from it, so it
-        never has to fit in memory. `progress` is told (rows done, rows in all) after each batch.
+        With a path, batches are written to that file and the bank is mapped from it, so it need not
+        fit in memory. `progress` is called with (rows done, rows in all) after each batch.
         """
         check_count(batch_size, "batch_size")
         if dtype not in BANK_DTYPES:
@@ -159,7 +159,7 @@ class FeatureBank:
         return cls(inputs, features, labels, fingerprint, verify=False)
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file, put in place only once it is whole."""
+        """Write one sealed safetensors file."""
         shape = (len(self), self.dim)
         labels = self.labels.cpu()
         _write(Path(path), labels, shape, self.dtype, self.fingerprint, self._blocks())
@@ -223,8 +223,8 @@ def _transported(
         dim = dim or inputs.shape[1]
         check_shape(inputs, "inputs", (len(batch), dim), "(rows of the batch, d)")
         check_shape(features, "features", (len(batch), dim), "like the inputs, in the same R^d")
-        inputs, features = inputs.to(dtype), features.to(dtype)  # before the way to the CPU:
-        check_finite(inputs, f"inputs from row {start} on, as {dtype}")  # a GPU has this at once
+        inputs, features = inputs.to(dtype), features.to(dtype)  # before the copy to the CPU:
+        check_finite(inputs, f"inputs from row {start} on, as {dtype}")  # a GPU does this at once
         check_finite(features, f"features from row {start} on, as {dtype}")
         yield inputs.cpu(), features.cpu()
         if progress is not None:

@@ -12,7 +12,7 @@ from otad.cip.whole_bank.potential import Progress
 from otad.io.tensor_files import fingerprint_of
 from otad.model.answerer_options import check_settings
 from otad.model.bank import FeatureBank
-from otad.model.otad import OTAD, keys_of, refuse_metric
+from otad.model.otad import OTAD, keys_of
 from otad.nets import adapt
 
 
@@ -38,13 +38,14 @@ def defend(
 ) -> OTAD:
     """Turn a trained network into an OTAD model with the bank of its training data.
 
-    `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and keeps the size of
-    its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
+    `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and preserves the size
+    of its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
     `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
     are the training data. With `bank_path` the bank is written there as it is made and mapped from
     the file. With a `metric` (see `OTAD`), which is put in evaluation mode too, neighbors are
-    sought among its keys. `progress` is told (rows done, rows in all) while the bank is made, and
-    `sweep_progress` (sweeps done, the largest raise of a level) while a global potential is found.
+    searched among its keys. `progress` is called with (rows done, rows in all) while the bank is
+    made, and `sweep_progress` with (sweeps done, largest raise of a level) while a global potential
+    is found.
     """
     shape = x.shape[1:] if isinstance(x, Tensor) else None
     is_value = isinstance(y, Tensor) and y.is_floating_point()
@@ -53,8 +54,7 @@ def defend(
     inputs = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(inputs))
     asked = n_neighbors, smoothness, strong_convexity, solver, scope
-    check_settings(len(inputs), *asked, dim=backbone.dim)
-    refuse_metric(metric, scope)
+    check_settings(len(inputs), *asked, metric=metric, dim=backbone.dim)
 
     def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
         embedded = backbone.embed(batch.to(backbone.mean.device))

@@ -1,8 +1,8 @@
 """How close a learned map x_i -> z_i is to optimal transport, and how smooth the defended one is.
 
 The gradient of a convex L-smooth potential is monotone, <z_i - z_j, x_i - x_j> >= 0, and moves
-nearby points by at most L times their distance. These functions measure how far a trained net and
-its bank are from that, and what OTAD makes of them.
+nearby points by at most L times their distance. These functions measure how far a trained net, its
+bank and the model are from that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Distribution:
-    """What `count` values look like. Infinity is the largest of values, NaN is none.
+    """A summary of `count` values. Infinity is the largest of values; NaN does not count.
 
-    A quantile is the least value that so many percent do not exceed: one that occurs, so that a
-    single infinity does not spoil the others.
+    A quantile is the least value that so many percent do not exceed: one that occurs, so that
+    infinity is not mixed into it.
     """
 
     count: int
@@ -49,7 +49,7 @@ class Distribution:
 
     @staticmethod
     def of(values: Tensor) -> Distribution | None:
-        """The distribution of values (B,); None where not one of them is a number."""
+        """The distribution of values (B,); None where all of them are NaN."""
         numbers = values.detach().double().cpu().numpy()
         numbers = numbers[~np.isnan(numbers)]
         if len(numbers) == 0:
@@ -91,8 +91,8 @@ def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) ->
 def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
     """The least L (B,) for which the K neighbors of each input are integrable, in float64.
 
-    In either scope: what the data ask for around an input, whatever map is used there. With the
-    model's strong convexity; infinite where no L will do. See `least_smoothness`.
+    It is what the data require around an input, in either scope, with the model's strong convexity;
+    infinite where no L is enough. See `least_smoothness`.
     """
     found = []
     for batch in model.backbone.check_inputs(x).split(batch_size):
@@ -104,7 +104,7 @@ def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -
 
 @torch.no_grad()
 def transport_energy(backbone: Backbone, x: Tensor, *, batch_size: int = 1024) -> Tensor:
-    """sum_k |x^k - x^(k-1)|^2 (B,): the energy of the way from each input to its feature."""
+    """sum_k |x^k - x^(k-1)|^2 (B,): the energy of the path from each input to its feature."""
     batches = backbone.check_inputs(x).split(batch_size)
     return torch.cat([backbone.transport(backbone.embed(batch))[1] for batch in batches])
 
@@ -167,8 +167,8 @@ def local_lipschitz(
 ) -> Tensor:
     """The largest |f(x + e) - f(x)| / |e| found with |e| = `radius`, for each point x (B,d).
 
-    The paper measures the local Lipschitz constant at the noise level of an attack; so this is
-    attacked too, and what it gives is a lower bound. Each step takes the gradient of
+    The paper measures the local Lipschitz constant at the noise level of an attack. This one is
+    attacked, too, and gives a lower bound. Each step takes the gradient of
     |f(x + e) - f(x)|^2 in e as the next direction, which for a linear f is the power method for
     its largest singular value. Where the gradient is zero, a random direction is tried.
     """

@@ -1,14 +1,14 @@
 """The solver of a model imitated by a network: the paper's OTAD-T-NN.
 
-A CIP-net learns the exact answers of a model to its own training points, each among its neighbors
-other than itself, and then stands in the solver's place. It proves nothing,
-and is not always the faster of the two: measure.
+A CIP-net learns the exact answers of a model to its own training points, each from its neighbors
+other than itself, and then replaces the solver. It proves nothing, and it is not always faster.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from otad.cip.surrogate import (
     CipNetResult,
     train_cip_net,
 )
-from otad.cip.surrogate.training import Report
 from otad.errors import InputError
 from otad.io.mapped_rows import gathered
 from otad.model.diagnostics import problem_of
@@ -35,7 +34,7 @@ _SEARCHED_ROWS = 1024
 @dataclass(frozen=True, eq=False)
 class Imitation:
     """`model`: the same net and bank, answered by a trained `CipNet`; `result`: its training, which
-    the same call goes on with where it is not `finished`."""
+    the same call resumes where it is not `finished`."""
 
     model: OTAD
     result: CipNetResult
@@ -49,19 +48,15 @@ def imitate(
     net: CipNet | None = None,
     alpha: float = 1.0,
     held_out: int = 0,
-    cached: bool = True,
-    checkpoint_dir: str | Path | None = None,
-    save_seconds: float = 0.0,
-    max_seconds: float | None = None,
-    progress: Report | bool = False,
+    **options: Any,
 ) -> Imitation:
-    """Train a network on the answers of a model of local scope, and put it in the solver's place.
+    """Train a network on the answers of a model of local scope, and let it replace the solver.
 
     `config` is by default that of `recipe_for` the model's device, `net` one of `fresh_net`. The
     lessons are all points of the bank but `held_out` random ones, on which the error is measured
-    after each epoch. With `alpha` below 1 the net is drawn to the backbone's own features of those
-    points as well, as in the paper; then it gives up robustness. Other arguments are those of
-    `otad.cip.surrogate.train_cip_net`. The model given is left as it is.
+    after each epoch. With `alpha` below 1 the net also learns the backbone's own features of those
+    points, as in the paper; then it gives up robustness. Other options are those of
+    `otad.cip.surrogate.train_cip_net`. The given model is not changed.
     """
     solver = model.solver
     if not isinstance(solver, ExactCip):
@@ -71,8 +66,7 @@ def imitate(
         )
     if solver.spares:
         raise InputError(
-            "spares: expected a model without, as a network has no use for substitutes among its "
-            f"{model.n_neighbors} neighbors, got {solver.spares}"
+            f"spares: expected 0, as a network does not substitute neighbors, got {solver.spares}"
         )
     config = config or recipe_for(model)
     check_count(held_out, "held_out", least=0)
@@ -96,12 +90,8 @@ def imitate(
         alpha=alpha,
         own_features=own,
         held_out=None if unseen is None else lessons(model, unseen),
-        cached=cached,
         source=f"{model.bank_fingerprint} in {features.dtype}, without {held_out} points",
-        checkpoint_dir=checkpoint_dir,
-        save_seconds=save_seconds,
-        max_seconds=max_seconds,
-        progress=progress,
+        **options,
     )
     return Imitation(model.replace(solver=net), result)
 
@@ -112,34 +102,19 @@ def recipe_for(model: OTAD) -> CipNetConfig:
     return replace(CIP_NET_RECIPE, device=str(device), mixed_precision=device.type == "cuda")
 
 
-def fresh_net(
-    model: OTAD,
-    *,
-    width: int | None = None,
-    blocks: int = 6,
-    heads: int = 16,
-    readout: str = "free",
-    seed: int = 0,
-) -> CipNet:
-    """A net for the problems of a model. `width` is by default twice the dimension of its features,
-    in whole 64s, up to the paper's 2048."""
-    if width is None:
-        width = min(PAPER_WIDTH, 64 * -(-2 * model.backbone.dim // 64))
-    return CipNet(
-        model.backbone.dim,
-        model.n_neighbors,
-        width=width,
-        blocks=blocks,
-        heads=heads,
-        readout=readout,
-        generator=torch.Generator().manual_seed(seed),
-    )
+def fresh_net(model: OTAD, *, width: int | None = None, seed: int = 0, **options: Any) -> CipNet:
+    """A net for the problems of a model, with the options of `CipNet`. `width` is by default twice
+    the dimension of its features, rounded up to a multiple of 64, at most the paper's 2048."""
+    dim = model.backbone.dim
+    width = min(PAPER_WIDTH, 64 * math.ceil(dim / 32)) if width is None else width
+    generator = torch.Generator().manual_seed(seed)
+    return CipNet(dim, model.n_neighbors, width=width, generator=generator, **options)
 
 
 @torch.no_grad()
 def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
     """Points of a model's bank as queries, all or those of `rows` (M,) int64, each among its K
-    nearest other points where the model seeks neighbors."""
+    nearest other points in the space in which the model searches."""
     inputs, points, like = model.bank_inputs, model.bank_points, model.backbone.mean
     chosen = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(chosen, "rows", "M", dtypes=(torch.int64,))
@@ -151,5 +126,5 @@ def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
     ]
     indices = torch.cat(found)
     if rows is None and (inputs.dtype, inputs.device) == (like.dtype, like.device):
-        return problem_of(model, inputs, indices)  # as it lies, be it in a file
+        return problem_of(model, inputs, indices)  # which may be mapped from a file
     return problem_of(model, gathered(inputs, chosen, like.device).to(like), indices)

@@ -96,9 +96,6 @@ class OTAD(BankModule):
                 f"bank: expected features of dimension {backbone.dim} like the backbone's, "
                 f"got {bank.dim}"
             )
-        refuse_metric(metric, scope)
-        if (metric is None) != (keys is None):
-            raise InputError("metric: expected together with the bank's keys, got one of the two")
         answerer = make_answerer(
             bank,
             n_neighbors=n_neighbors,
@@ -108,8 +105,11 @@ class OTAD(BankModule):
             solver=solver,
             potential=potential,
             sweep_progress=sweep_progress,
+            metric=metric,
             lift=backbone.lift,
         )
+        if (metric is None) != (keys is None):
+            raise InputError("metric: expected together with the bank's keys, got one of the two")
         super().__init__(
             bank,
             n_neighbors=n_neighbors,
@@ -172,7 +172,7 @@ class OTAD(BankModule):
         if keys is None and self.metric is not None:
             raise InputError("keys: expected query keys, as neighbors are searched by a metric")
         keys = embedded if keys is None else keys
-        return self.answerer.answer(self, embedded, keys, exclude=exclude)
+        return self.answerer.answer(self, embedded, keys, exclude)
 
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction and what it rests on. `exclude` (B,), for local scope alone: bank rows
@@ -260,14 +260,6 @@ class OTAD(BankModule):
         if (potential := self.potential) is not None:
             return f"{bank}scope=global, {curvature}left_out={len(potential.left_out)}"
         return f"{bank}n_neighbors={self.n_neighbors}, {curvature}mode={self.answerer.mode}"
-
-
-def refuse_metric(metric: nn.Module | None, scope: str) -> None:
-    if metric is not None and scope == "global":
-        raise InputError(
-            "metric: expected none in global scope, where no neighbors are searched, got "
-            f"{type(metric).__name__}"
-        )
 
 
 def keys_of(x: Tensor, metric: nn.Module) -> Tensor:

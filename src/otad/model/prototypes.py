@@ -1,8 +1,17 @@
-"""Prototypes: a lifted bank whose points are learned, through the map they give.
+"""Prototypes: labeled points that answer without a net, and that can be trained.
 
-The map of a lifted bank of labeled points (`otad.model.labeled_bank`) is a 1-Lipschitz
-classifier, whatever the points are, and differentiable in them. So points can be trained like the
-weights of a net: for wide margins of the very classifier that answers and is certified afterwards.
+A point x_i of class y_i gets the answer g_i = h_i e_(y_i) with the height h_i = D_i / sqrt 2, where
+D_i is the distance to the nearest point of another class. These answers are 1-Lipschitz:
+
+- points of two classes: |g_i - g_j|^2 = (D_i^2 + D_j^2) / 2 <= |x_i - x_j|^2, since neither is
+  nearer to a point of another class than to this one;
+- points of one class: |g_i - g_j| = |D_i - D_j| / sqrt 2 <= |x_i - x_j| / sqrt 2, since a distance
+  to a set is 1-Lipschitz.
+
+No 1-Lipschitz map does better: at x_i the margin h_i certifies a radius of h_i / sqrt 2 = D_i / 2,
+half of the way to a point of another class. And the map of such a lifted bank is a 1-Lipschitz
+classifier whatever the points are, and differentiable in them. So the points can be trained like
+the weights of a net, for wide margins of the very classifier that is certified afterwards.
 """
 
 from __future__ import annotations
@@ -15,21 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_count
+from otad.checks import check_count, check_shape, check_tensor
 from otad.cip.whole_bank.lifted_map import lifted_map
 from otad.errors import InputError
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
-from otad.model.labeled_bank import (
-    bank_of_labels,
-    class_means,
-    label_heights,
-    nearest_rivals,
-)
 from otad.nets.base import register, squared_lengths
 from otad.nets.lifted import LiftedNet
+from otad.search.neighbors import TorchSearch
 
-REFRESHED = 10  # steps of training after which nearest rivals are looked for again
+PAIRS_AT_ONCE = 2**24
+REFRESHED = 10  # steps of training after which nearest rivals are searched again
 
 
 @register("prototype_net")
@@ -78,13 +83,14 @@ class PrototypeNet(LiftedNet):
         return torch.cat([inputs, found.to(e.dtype)], dim=1), squared_lengths(found)
 
     def bank(self) -> FeatureBank:
-        """The points with their answers, in float32."""
+        """Inputs (x_i, 0) and features (x_i, g_i), (n,p+C), in float32."""
         points = self.points.detach().to(torch.float32, copy=True)
         heights = label_heights(points, self.labels).to(points.dtype)
-        # Never rounded up: two answers would be steeper than 1 then, and one of them left out.
+        # Never rounded up: two answers would be steeper than 1, and one of them left out.
         heights = torch.nextafter(heights, torch.zeros_like(heights))
-        fingerprint = fingerprint_of(self, note="prototypes")
-        return bank_of_labels(points, self.labels, heights, self.n_outputs, fingerprint)
+        answers = functional.one_hot(self.labels, self.n_outputs) * heights[:, None]
+        pairs = functional.pad(points, (0, self.n_outputs)), torch.cat([points, answers], 1)
+        return FeatureBank(*pairs, self.labels, fingerprint_of(self, note="prototypes"))
 
     def train(self, mode: bool = True) -> PrototypeNet:
         self._rivals = None  # fused optimizers change weights without a trace
@@ -102,7 +108,7 @@ class PrototypeNet(LiftedNet):
         trained = None if self.training else points._version
         state = (points.data_ptr(), trained, labels.data_ptr(), labels._version)
         if self._rivals is None or self._state != state or self._age >= REFRESHED:
-            with torch.inference_mode(False):  # kept for calls that ask for a gradient
+            with torch.inference_mode(False):  # cached for calls that ask for a gradient
                 self._rivals, self._state = nearest_rivals(points.detach(), labels), state
             self._age = 0
         self._age += self.training
@@ -153,3 +159,63 @@ def _chosen(labels: Tensor, per_class: int | None, generator: torch.Generator) -
     members = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
     drawn = [rows[torch.randperm(len(rows), generator=generator)[:count]] for rows in members]
     return torch.cat(drawn).sort().values
+
+
+@torch.no_grad()
+def class_means(points: Tensor, labels: Tensor, neighbors: int) -> Tensor:
+    """(N,p): for each point the mean of the `neighbors` points of its class nearest to it, itself
+    included; of all of them where a class has fewer. What separates the classes remains, and what
+    is peculiar to one example goes."""
+    _check(points, labels)
+    if check_count(neighbors, "neighbors") == 1:
+        return points
+    means, centered = torch.empty_like(points), _centered(points)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        own = centered[members]
+        count = min(neighbors, len(own))
+        for rows in members.split(max(1, PAIRS_AT_ONCE // len(own))):
+            apart = _distances(centered[rows], own)
+            nearest = apart.topk(count, dim=1, largest=False).indices
+            shares = torch.zeros_like(apart).scatter_(1, nearest, 1 / count)
+            means[rows] = shares @ points[members]
+    return means
+
+
+@torch.no_grad()
+def label_heights(points: Tensor, labels: Tensor) -> Tensor:
+    """h_i = D_i / sqrt 2 (N,) in float64."""
+    rivals = nearest_rivals(points, labels)
+    steps = points.double() - points[rivals].double()
+    apart: Tensor = torch.linalg.vector_norm(steps, dim=1)
+    return apart / math.sqrt(2)
+
+
+@torch.no_grad()
+def nearest_rivals(points: Tensor, labels: Tensor) -> Tensor:
+    """For each point (N,p) the nearest one of another class (N,)."""
+    _check(points, labels)
+    if bool((labels == labels[0]).all()):
+        raise InputError(f"labels: expected two classes at least, got only {int(labels[0])}")
+    nearest = torch.empty_like(labels)
+    for label in labels.unique():
+        own = labels == label
+        others = (~own).nonzero()[:, 0]
+        nearest[own] = others[TorchSearch(points[others])(points[own], 1).indices[:, 0]]
+    return nearest
+
+
+def _centered(points: Tensor) -> Tensor:
+    """Points (N,p) about their mean: far from the origin `_distances` are lost in rounding."""
+    return points - points.mean(0, dtype=torch.float64).to(points.dtype)
+
+
+def _distances(one: Tensor, other: Tensor) -> Tensor:
+    """|x_i - x_j|^2 of all pairs, up to rounding and up to a constant for each i."""
+    return torch.addmm(other.square().sum(1), one, other.mT, alpha=-2)
+
+
+def _check(points: Tensor, labels: Tensor) -> None:
+    check_tensor(points, "points", "N,p")
+    check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
+    check_shape(labels, "labels", (len(points),), "with one label per point")

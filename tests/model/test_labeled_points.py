@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otad.errors import InputError
-from otad.model import labeled_bank
-from otad.model.labeled_bank import (
-    bank_of_labels,
-    class_means,
-    label_heights,
-    nearest_rivals,
-)
+from otad.model import prototypes
+from otad.model.prototypes import PrototypeNet, class_means, label_heights, nearest_rivals
 
 
 def labeled(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -26,8 +21,16 @@ def labeled(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.rand(size, 5, generator=generator) + labels[:, None], labels
 
 
+def prototypes_at(points: Tensor, labels: Tensor) -> PrototypeNet:
+    net = PrototypeNet((5,), 3, n_points=len(points))
+    with torch.no_grad():
+        net.points.copy_(points)
+        net.labels.copy_(labels)
+    return net
+
+
 def test_means_are_over_the_nearest_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labeled_bank, "BLOCK", 60)  # several blocks
+    monkeypatch.setattr(prototypes, "PAIRS_AT_ONCE", 60)  # several blocks
     points, labels = labeled(40)
     means = class_means(points, labels, 4)
     for row in range(40):
@@ -39,8 +42,7 @@ def test_means_are_over_the_nearest_of_the_class(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(class_means(points, labels, 99), centers[labels])
 
 
-def test_rivals_are_the_nearest_of_other_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labeled_bank, "BLOCK", 100)
+def test_rivals_are_the_nearest_of_other_classes() -> None:
     points, labels = labeled(40)
     rivals, heights = nearest_rivals(points, labels), label_heights(points, labels)
     for row in range(40):
@@ -72,7 +74,7 @@ def test_the_answers_are_1_lipschitz_and_the_highest_that_are(
 ) -> None:
     points, labels = labeled(size, seed)
     points = class_means(points, labels, neighbors)
-    bank = bank_of_labels(points, labels, label_heights(points, labels).float(), 3, "labels")
+    bank = prototypes_at(points, labels).bank()
     answers, points = bank.features[:, 5:].double(), points.double()
     run, rise = torch.cdist(points, points), torch.cdist(answers, answers)
     assert bool((rise <= run * (1 + 1e-6) + 1e-6).all())
@@ -84,12 +86,13 @@ def test_the_answers_are_1_lipschitz_and_the_highest_that_are(
 
 def test_the_bank_is_lifted() -> None:
     points, labels = labeled(9)
-    bank = bank_of_labels(points, labels, torch.full((9,), 0.5), 3, "labels")
+    bank = prototypes_at(points, labels).bank()
     assert bank.inputs.shape == bank.features.shape == (9, 8)
-    torch.testing.assert_close(bank.inputs[:, :5], points, rtol=0, atol=0)
+    for part in (bank.inputs, bank.features):
+        torch.testing.assert_close(part[:, :5], points, rtol=0, atol=0)
     assert not bank.inputs[:, 5:].any()
-    torch.testing.assert_close(bank.features[:, :5], points, rtol=0, atol=0)
-    torch.testing.assert_close(bank.features[:, 5:], torch.eye(3)[labels] / 2)
+    heights = label_heights(points, labels).float()
+    torch.testing.assert_close(bank.features[:, 5:], torch.eye(3)[labels] * heights[:, None])
 
 
 def test_refusals() -> None:
