@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from imitated import estimated, exact, images
+from factories import estimated, exact, images
 
 from otad.cip import ExactCip, Status, least_smoothness
 from otad.model.account import AccountBuilder, SolverAccount

@@ -8,30 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from factories import D, N, points
+from factories import model as any_model
 from torch import Tensor, nn
 
 from otad.cip import ExactCip, Status
 from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import BankPotential, integrate_most, least_bank_smoothness
 from otad.errors import InputError, SolverError
-from otad.model.defend import defend
 from otad.model.otad import OTAD
-from otad.nets import fc_resnet
 
-N, D = 70, 5
 TASKS = ["classification", "regression"]
 
 
-def points(rows: int, seed: int) -> Tensor:
-    return torch.rand(rows, D, generator=torch.Generator().manual_seed(seed))
-
-
-def model(seed: int = 0, *, task: str = "classification", **options: Any) -> OTAD:
-    x = points(N, seed)
-    y = (3 * x[:, 0]).long() if task == "classification" else x.sum(1)
-    outputs = 3 if task == "classification" else 1
-    net = fc_resnet((D,), outputs, blocks=2, seed=seed, task=task, mean=0.5, std=0.3)
-    return defend(net, x, y, **({"n_neighbors": 6, "scope": "global"} | options))
+def model(seed: int = 0, **options: Any) -> OTAD:
+    return any_model(seed, **({"scope": "global"} | options))
 
 
 QUERIES = points(40, 99)

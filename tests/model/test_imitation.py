@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from imitated import BRIEF, K, estimated, exact, images, small_net
+from factories import BRIEF, K, estimated, exact, images, small_net
 from torch import Tensor
 
 from otad.certify import certify

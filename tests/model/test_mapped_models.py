@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from imitated import BRIEF, SHAPE, K, exact, images, small_net
+from factories import BRIEF, SHAPE, K, exact, images, small_net
 from torch import Tensor
 
 from otad.certify import certify, certify_values

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from factories import D, N, model, net, points
 from torch import Tensor, nn
 
 from otad.cip import CipProblem, ExactCip, Status
@@ -17,25 +18,10 @@ from otad.model import otad as defense
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
 from otad.model.otad import OTAD
-from otad.nets import Backbone, SequentialBackbone, fc_resnet
+from otad.nets import SequentialBackbone, fc_resnet
 from otad.search.neighbors import TorchSearch
 
-N, D, K = 80, 5, 6
-
-
-def points(rows: int, seed: int) -> Tensor:
-    return torch.rand(rows, D, generator=torch.Generator().manual_seed(seed))
-
-
-def net(seed: int = 0, *, task: str = "classification", **options) -> Backbone:
-    outputs = 3 if task == "classification" else 1
-    return fc_resnet((D,), outputs, blocks=2, seed=seed, task=task, mean=0.5, std=0.3, **options)
-
-
-def model(seed: int = 0, *, task: str = "classification", **options) -> OTAD:
-    x = points(N, seed)
-    y = (3 * x[:, 0]).long() if task == "classification" else x.sum(1)
-    return defend(net(seed, task=task), x, y, **({"n_neighbors": K} | options))
+K = 6
 
 
 def trained(*layers: nn.Module) -> nn.Sequential:
@@ -265,7 +251,7 @@ def test_defending_a_regression() -> None:
 
 
 def test_dimensions_must_be_equal() -> None:
-    with pytest.raises(InputError, match=r"got dimension 4: the pairs .* must live in one space"):
+    with pytest.raises(InputError, match=r"dimension 5 .* got dimension 4"):
         defend(sequential(width=4), points(N, 0), torch.arange(N) % 3)
     with pytest.raises(InputError, match=r"bank: expected features of dimension 5 .* got 2"):
         OTAD(net(), FeatureBank(*[torch.zeros(9, 2)] * 2, torch.zeros(9).long(), "two"))
@@ -308,11 +294,11 @@ def test_refused_inputs(x: object, message: str) -> None:
     [
         ({"y": Y + 1}, "y: expected labels from 0 to 2, got the unknown label 3"),
         ({"y": Y - 1}, "y: expected labels from 0 to 2, got the unknown label -1"),
-        ({"y": Y[1:]}, r"y: expected shape \(80,\) with one target per input, got \(79,\)"),
+        ({"y": Y[1:]}, r"y: expected shape \(70,\) with one target per input, got \(69,\)"),
         ({"y": Y.float()}, "y: expected dtype int64, got float32"),
         ({"y": Y.tolist()}, r"y: expected a torch.Tensor \(B\), got list"),
-        ({"n_neighbors": N + 1}, "n_neighbors: expected at most the 80 points .* got 81 and 0"),
-        ({"n_neighbors": N, "solver": ExactCip(spares=1)}, "got 80 and 1 spares"),
+        ({"n_neighbors": N + 1}, "n_neighbors: expected at most the 70 points .* got 71 and 0"),
+        ({"n_neighbors": N, "solver": ExactCip(spares=1)}, "got 70 and 1 spares"),
         ({"n_neighbors": 0}, "n_neighbors: expected an integer of at least 1, got 0"),
         ({"smoothness": 0.0}, "smoothness: expected a finite value above 0 .* got 0"),
         ({"smoothness": torch.inf}, "smoothness: expected a finite value above 0 .* got inf"),
@@ -344,7 +330,7 @@ def test_settings_are_refused_before_the_bank_is_built() -> None:
 
 def test_it_describes_itself() -> None:
     shown = repr(model(solver=ExactCip(mode="paper"), smoothness=1.5))
-    assert "bank=80 points, n_neighbors=6, smoothness=1.5, strong_convexity=0, mode=paper" in shown
+    assert "bank=70 points, n_neighbors=6, smoothness=1.5, strong_convexity=0, mode=paper" in shown
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 1)])

@@ -8,7 +8,7 @@ from io import BytesIO, StringIO
 
 import pytest
 import torch
-from imitated import K, estimated, images
+from factories import K, estimated, images
 from rich.console import Console
 
 from otad.attacks import ATTACKS, L2
