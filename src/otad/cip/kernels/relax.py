@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 _MOST_NEWTON_STEPS = tl.constexpr(100)
+_MOST_CLIMB = tl.constexpr(1048576.0)  # as in `otad.cip.local.relax`
 
 
 @triton.jit
@@ -112,8 +113,8 @@ def constraints(
     images,
     offsets,
     low,
-    offset_size,
-    image_size,
+    a_max,
+    c_max,
     noise,
     shifts: tl.constexpr,
     padded: tl.constexpr,
@@ -123,8 +124,8 @@ def constraints(
     rise = slope - diagonal_of(slope, padded)[None, :]
     square = diagonal_of(images, padded)
     bend = tl.maximum((square[:, None] + square[None, :]) / 2 - images, 0.0)
-    size = image_size + tl.abs(low) * offset_size
-    return rise, bend, 2 * noise * size * offset_size, 2 * noise * size * size
+    size = c_max + tl.abs(low) * a_max
+    return rise, bend, 2 * noise * size * a_max, 2 * noise * size * size
 
 
 @triton.jit
@@ -157,20 +158,23 @@ def climbed(
     mixed,
     images,
     offsets,
-    offset_size,
-    image_size,
-    noise,
+    a_max,
+    c_max,
     high,
     low,
-    up,
-    down,
-    cap,
-    last,
+    steps,
     shifts: tl.constexpr,
     count: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """The first step t with potentials for (L + t up, l - t down), and whether there is one."""
+    """(L + t up, l - t down) for the first step t with potentials; L is infinite if there is none.
+
+    `steps`: noise, the steps up and down, the cap.
+    """
+    noise, up = tl.load(steps), tl.load(steps + 1)
+    down, cap = tl.load(steps + 2), tl.load(steps + 3)
+    room = tl.where(up > 0, (cap - high) / tl.where(up > 0, up, 1.0), _MOST_CLIMB)
+    last = tl.minimum(tl.floor(room + 1e-9), _MOST_CLIMB)
     below = last * 0
     above = tl.minimum(last, 1.0)
     probe = above
@@ -180,16 +184,7 @@ def climbed(
         least = low - probe * down
         flatness = 1 / (tl.minimum(high + probe * up, cap) - least)
         rise, bend, rise_error, bend_error = constraints(
-            slope,
-            mixed,
-            images,
-            offsets,
-            least,
-            offset_size,
-            image_size,
-            noise,
-            shifts,
-            padded,
+            slope, mixed, images, offsets, least, a_max, c_max, noise, shifts, padded
         )
         _, cycle = longest_paths(rise, bend, rise_error, bend_error, flatness, count, padded)
         fine = cycle <= 0
@@ -200,7 +195,8 @@ def climbed(
         works = works | fine
         going = (works & (above - below > 1)) | ((works == 0) & (stuck == 0))
         probe = tl.where(works, tl.floor((below + above) / 2), above)
-    return above, works
+    raised = tl.where(works, tl.minimum(high + above * up, cap), float("inf"))
+    return raised, low - above * down
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from otad.cip.kernels.relax import (
 from otad.cip.kernels.simplex import maximize_on_simplex
 from otad.cip.solution import Status
 
-_MOST_CLIMB = tl.constexpr(1048576.0)  # as in `otad.cip.local.relax`
 _INFEASIBLE = tl.constexpr(int(Status.INFEASIBLE))
 _FAILED = tl.constexpr(-1)
 _TINY = tl.constexpr(2.2250738585072014e-308)
@@ -97,7 +96,7 @@ def row_kernel(
     squares,
     smoothness,
     convexity,
-    settings,
+    steps,
     shares,
     value_at,
     numbers,
@@ -118,16 +117,16 @@ def row_kernel(
 ):
     """One program per row, of `total` neighbors of which the first `count` take part.
 
-    `settings`: noise, the steps up and down, the cap. Written are `shares` (2,B,K): multipliers
-    and levels; `value_at` (B,); `numbers` (4,B): L, l and the map's l, the residual; `status`
-    (B,); `takes_part` (B,K); `outcome` (B,): 1 for a solved row, 0 for one that is left to
+    `steps`: noise, the steps up and down of the climb, the cap. Written are `shares` (2,B,K):
+    multipliers and levels; `value_at` (B,); `numbers` (4,B): L, l and the map's l, the residual;
+    `status` (B,); `takes_part` (B,K); `outcome` (B,): 1 for a solved row, 0 for one that is left to
     `solve_torch`, -1 for one without a solution; `sensitivity` (B,K,K).
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     active = i < count
-    noise = tl.load(settings)
-    cap = tl.load(settings + 3)
+    noise = tl.load(steps)
+    cap = tl.load(steps + 3)
     requested_high, requested_low = tl.load(smoothness + row), tl.load(convexity + row)
     slope, mixed, images, offsets, tilt, square, center = loaded(
         products, squares, row, batch, segments, total, padded, shifts
@@ -138,14 +137,15 @@ def row_kernel(
     slope, mixed = tl.where(finite, slope, 0.0), tl.where(finite, mixed, 0.0)
     images, offsets = tl.where(finite, images, 0.0), tl.where(finite, offsets, 0.0)
     tilt, square = tl.where(finite, tilt, 0.0), tl.where(finite, square, 0.0)
-    offset_size = tl.sqrt(tl.max(tl.where(active, square, 0.0), axis=0))
+    # The largest |a_i| and |c_i|.
+    a_max = tl.sqrt(tl.max(tl.where(active, square, 0.0), axis=0))
     own = diagonal_of(images, padded)
-    image_size = tl.sqrt(tl.max(tl.where(active, own, 0.0), axis=0))
+    c_max = tl.sqrt(tl.max(tl.where(active, own, 0.0), axis=0))
 
     # Potentials, for the requested curvature or the nearest that works.
     high, low = requested_high, requested_low
     rise, bend, rise_error, bend_error = constraints(
-        slope, mixed, images, offsets, low, offset_size, image_size, noise, shifts, padded
+        slope, mixed, images, offsets, low, a_max, c_max, noise, shifts, padded
     )
     longest, cycle = longest_paths(
         rise, bend, rise_error, bend_error, 1 / (high - low), count, padded
@@ -153,40 +153,11 @@ def row_kernel(
     raised = cycle > 0
     if raised:
         if climbs:
-            up, down = tl.load(settings + 1), tl.load(settings + 2)
-            room = tl.where(up > 0, (cap - high) / tl.where(up > 0, up, 1.0), _MOST_CLIMB)
-            last = tl.minimum(tl.floor(room + 1e-9), _MOST_CLIMB)
-            step, works = climbed(
-                slope,
-                mixed,
-                images,
-                offsets,
-                offset_size,
-                image_size,
-                noise,
-                high,
-                low,
-                up,
-                down,
-                cap,
-                last,
-                shifts,
-                count,
-                padded,
+            high, low = climbed(
+                slope, mixed, images, offsets, a_max, c_max, high, low, steps, shifts, count, padded
             )
-            high = tl.where(works, tl.minimum(high + step * up, cap), float("inf"))
-            low = low - step * down
             rise, bend, rise_error, bend_error = constraints(
-                slope,
-                mixed,
-                images,
-                offsets,
-                low,
-                offset_size,
-                image_size,
-                noise,
-                shifts,
-                padded,
+                slope, mixed, images, offsets, low, a_max, c_max, noise, shifts, padded
             )
         else:
             flatness = greatest_flatness(rise, bend, rise_error, bend_error, count, padded)
@@ -200,7 +171,7 @@ def row_kernel(
     exists = high < float("inf")
     found = finite & exists & (high <= cap)
     fails = finite & (exists == 0) & (cap == float("inf"))
-    high = tl.where(exists, high, requested_high)  # the answer means nothing, and costs no NaN
+    high = tl.where(exists, high, requested_high)  # meaningless, but no NaN
     chosen, level_gap = levels_of(longest, rule, count, padded)
     level = chosen + low / 2 * square + tilt
     level = level - tl.sum(tl.where(active, level, 0.0), axis=0) / count
@@ -221,8 +192,8 @@ def row_kernel(
     gap = tl.where(active, bound - value, 0.0)
 
     # The residual, as `otad.cip.judge.relative` defines it.
-    map_size = tl.sqrt(center) + image_size + tl.abs(map_low) * offset_size
-    value_size = map_size * offset_size + map_size * map_size / (2 * modulus)
+    map_size = tl.sqrt(center) + c_max + tl.abs(map_low) * a_max
+    value_size = map_size * a_max + map_size * map_size / (2 * modulus)
     value_gap = tl.maximum(tl.max(gap, axis=0), level_gap)
     value_gap = tl.maximum(value_gap, tl.sum(tl.abs(weights * gap), axis=0))
     off_simplex = tl.abs(tl.sum(weights, axis=0) - 1)

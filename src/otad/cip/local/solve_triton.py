@@ -48,7 +48,7 @@ def solve_triton(
     total, padded = products.count, padded_count(products.count)
     up, down = relaxation.climb or (0.0, 0.0)
     cap = relaxation.max_smoothness
-    settings = _settings(products.noise, up, down, cap, device=values.device)
+    steps = _settings(products.noise, up, down, cap, device=values.device)
     shares = values.new_empty((2, batch, total), dtype=dtype)
     value = values.new_empty(batch, dtype=dtype)
     numbers = values.new_empty((4, batch), dtype=torch.float64)
@@ -63,7 +63,7 @@ def solve_triton(
         products.squares,
         smoothness.contiguous(),
         strong_convexity.contiguous(),
-        settings,
+        steps,
         shares,
         value,
         numbers,
