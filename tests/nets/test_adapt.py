@@ -87,7 +87,7 @@ def test_a_stack_of_known_layers_is_rebuilt_from_json(x: Tensor) -> None:
 
 
 class _Halved(nn.Module):
-    """Works in place, and no attribute tells."""
+    """Works in place, without an attribute that says so."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(0.5)
@@ -99,13 +99,13 @@ def test_layers_that_work_in_place_leave_what_they_are_given(layer: nn.Module, x
     net = SequentialBackbone(None, [layer, layer], nn.Linear(6, 2), input_shape=(6,), mean=-0.25)
     assert torch.equal(net.mean, torch.full((6,), -0.25))  # nor did the look at the dimensions
     e = net.embed(x)
-    kept = e.clone()
+    before = e.clone()
     z, energy = net.transport(e)
-    assert torch.equal(e, kept)
-    first = layer(kept.clone())
+    assert torch.equal(e, before)
+    first = layer(before.clone())
     second = layer(first.clone())
     assert torch.equal(z, second)
-    torch.testing.assert_close(energy, ((first - kept) ** 2 + (second - first) ** 2).sum(1))
+    torch.testing.assert_close(energy, ((first - before) ** 2 + (second - first) ** 2).sum(1))
     e.requires_grad_()
     (slope,) = torch.autograd.grad(net.transport(e)[1].sum(), e)
     assert bool((slope != 0).any())
@@ -114,9 +114,9 @@ def test_layers_that_work_in_place_leave_what_they_are_given(layer: nn.Module, x
 def test_an_embedding_that_works_in_place_leaves_inputs_and_mean(x: Tensor) -> None:
     x, embed = x - 0.5, nn.Sequential(nn.ReLU(inplace=True), nn.Flatten())
     net = SequentialBackbone(embed, [], nn.Linear(6, 2), input_shape=(6,), mean=-0.25)
-    kept = x.clone()
-    assert torch.equal(net.embed(x), (kept + 0.25).relu())
-    assert torch.equal(x, kept)
+    before = x.clone()
+    assert torch.equal(net.embed(x), (before + 0.25).relu())
+    assert torch.equal(x, before)
     assert torch.equal(net.mean, torch.full((6,), -0.25))
 
 

@@ -306,7 +306,7 @@ def test_the_constant_is_that_of_the_matrices_and_the_smallest_std() -> None:
     assert all(part.norm_bound() >= norm for part, norm in zip(matrices, norms, strict=True))
 
 
-def test_kept_matrices_follow_the_weights() -> None:
+def test_cached_matrices_follow_the_weights() -> None:
     metric = _lipschitz(2)
     x = _images()
     optimizer = torch.optim.AdamW(metric.parameters(), lr=0.1, fused=True)

@@ -1,19 +1,24 @@
-"""A small vision transformer and images it can learn from."""
+"""Small nets for images and data they can learn from."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from otad.io.tensor_files import fingerprint
-from otad.nets import VisionTransformer, vision_transformer
+from otad.nets import CNNMetric, VisionTransformer, vision_transformer
+from otad.training import EpochRecord
+
+FILE = "checkpoint.safetensors"
 
 
-def images(rows: int = 60) -> tuple[Tensor, Tensor]:
-    """A bright row of pixels on noise tells the class; all values are whole levels."""
+def images(rows: int = 60, channels: int = 3) -> tuple[Tensor, Tensor]:
+    """A bright row of pixels on noise shows the class; all values are whole levels."""
     generator = torch.Generator().manual_seed(4)
     y = torch.arange(rows) % 3
-    x = torch.randint(100, (rows, 3, 8, 8), generator=generator)
+    x = torch.randint(100, (rows, channels, 8, 8), generator=generator)
     x[torch.arange(rows), :, 2 * y] += 120
     return x / 255, y
 
@@ -22,5 +27,21 @@ def small_vit() -> VisionTransformer:
     return vision_transformer((3, 8, 8), 3, width=12, blocks=2, heads=2, bounds=(0, 1))
 
 
+def small_cnn(channels: int = 3) -> CNNMetric:
+    return CNNMetric((channels, 8, 8), widths=(4, 6), key_dim=5, bounds=(0, 1))
+
+
 def weights_print(net: nn.Module) -> str:
     return fingerprint(net.state_dict())
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_after(epoch: int) -> Callable[[EpochRecord], None]:
+    def report(record: EpochRecord) -> None:
+        if record.epoch == epoch:
+            raise StopError
+
+    return report

@@ -1,4 +1,4 @@
-"""Steps recorded on a GPU. Most of it can only be tried on one."""
+"""Steps captured as CUDA graphs; most of it needs a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHOLE = recipe(
     "changes",
     [{"optimizer": "sgd"}, {"whole_batches": False}],
 )
-def test_what_cannot_be_recorded_is_refused(changes: dict) -> None:
+def test_other_optimizers_and_batches_are_refused(changes: dict) -> None:
     with pytest.raises(InputError, match="cuda_graph: expected only with optimizer 'adamw'"):
         replace(WHOLE, cuda_graph=True, **changes)
 
@@ -41,7 +41,7 @@ METRIC = MetricConfig(epochs=4, batch_size=16, warmup=1, ema=0.8, device="cuda")
 
 
 @pytest.mark.parametrize("changes", [{"loss": "triplet"}, {"references": "bank"}])
-def test_metric_steps_that_ask_back_are_refused(changes: dict) -> None:
+def test_metric_steps_that_synchronize_are_refused(changes: dict) -> None:
     with pytest.raises(InputError, match="cuda_graph: expected with a loss of neighborhood, means"):
         replace(METRIC, cuda_graph=True, **changes)
 
@@ -63,23 +63,23 @@ def small_metric() -> ResNetMetric:
 )
 @pytest.mark.parametrize("loss", ["neighborhood", "means"])
 @pytest.mark.parametrize("mixed_precision", [False, True])
-def test_a_recorded_training_of_a_metric_is_the_same(
+def test_a_captured_training_of_a_metric_is_the_same(
     adversary: Adversary | None, loss: str, mixed_precision: bool
 ) -> None:
-    plain, recorded = small_metric(), small_metric()
+    plain, captured = small_metric(), small_metric()
     settings = {"adversary": adversary, "loss": loss, "mixed_precision": mixed_precision}
     config = replace(METRIC, augment="light", channels_last=True, **settings)
     expected = train_metric(plain, images(200), config)
-    result = train_metric(recorded, images(200), replace(config, cuda_graph=True))
-    # Rounding turns steps of the adversary, and those the training.
+    result = train_metric(captured, images(200), replace(config, cuda_graph=True))
+    # Rounding changes the steps of the adversary, and these the training.
     tolerance = 5e-2 if mixed_precision or adversary else 1e-3
     for one, two in zip(result.history, expected.history, strict=True):
         assert one.loss == pytest.approx(two.loss, rel=tolerance)
-    for one, two in zip(recorded.parameters(), plain.parameters(), strict=True):
+    for one, two in zip(captured.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
 
 
-def test_on_the_cpu_steps_are_taken_as_they_come() -> None:
+def test_on_the_cpu_nothing_is_captured() -> None:
     config = replace(WHOLE, device="cpu")
     plain, asked = small_vit(), small_vit()
     expected = train(plain, images(50), config)
@@ -89,32 +89,32 @@ def test_on_the_cpu_steps_are_taken_as_they_come() -> None:
 
 
 @needs_gpu
-def test_the_rate_lies_where_a_record_reads_it() -> None:
+def test_the_learning_rate_is_a_tensor_on_the_gpu() -> None:
     net = torch.nn.Linear(2, 2, device="cuda")
     config = replace(WHOLE, cuda_graph=True, learning_rate=0.5)
-    (group,) = config.make_optimizer(net).param_groups
+    group, _ = config.make_optimizer(net).param_groups
     assert (group["lr"].device.type, float(group["lr"])) == ("cuda", 0.5)
-    (group,) = replace(config, cuda_graph=False).make_optimizer(net).param_groups
+    group, _ = replace(config, cuda_graph=False).make_optimizer(net).param_groups
     assert group["lr"] == 0.5
 
 
 @needs_gpu
 @pytest.mark.parametrize("mixed_precision", [False, True])
-def test_a_recorded_training_is_the_same(mixed_precision: bool) -> None:
-    plain, recorded = small_vit(), small_vit()
+def test_a_captured_training_is_the_same(mixed_precision: bool) -> None:
+    plain, captured = small_vit(), small_vit()
     config = replace(WHOLE, mixed_precision=mixed_precision)
     expected = train(plain, images(200), config)
-    result = train(recorded, images(200), replace(config, cuda_graph=True))
+    result = train(captured, images(200), replace(config, cuda_graph=True))
     for one, two in zip(result.history, expected.history, strict=True):
         assert one.loss == pytest.approx(two.loss, rel=1e-2 if mixed_precision else 1e-4)
         assert one.energy == pytest.approx(two.energy, rel=1e-2 if mixed_precision else 1e-4)
     tolerance = 1e-2 if mixed_precision else 1e-4
-    for one, two in zip(recorded.parameters(), plain.parameters(), strict=True):
+    for one, two in zip(captured.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
 
 
 @needs_gpu
-def test_a_recorded_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_captured_training_resumes(tmp_path: Path) -> None:
     config = replace(WHOLE, cuda_graph=True)
     whole, parted = small_vit(), small_vit()
     train(whole, images(200), config)

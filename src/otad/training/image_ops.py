@@ -1,6 +1,6 @@
-"""Changes of images in batches, each image by its own amount.
+"""Operations on batches of images (B,C,H,W) in [0, 1], with an amount (B,) for each image.
 
-Images (B,C,H,W) lie in [0, 1] and stay there. An amount (B,) of 0 changes nothing.
+An amount of 0 changes nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def saturation(x: Tensor, amount: Tensor) -> Tensor:
 
 
 def sharpness(x: Tensor, amount: Tensor) -> Tensor:
-    """Away from the image smoothed over 3 x 3 pixels; the rim stays as it is."""
+    """Away from the image smoothed over 3 x 3 pixels; the border is unchanged."""
     if min(x.shape[2:]) < 3:
-        return x  # all of it is rim
+        return x  # nothing but border
     smooth = x.clone()
     inner = smooth[:, :, 1:-1, 1:-1]
     inner.mul_(4).add_(functional.avg_pool2d(x, 3, stride=1), alpha=9).div_(13)  # 5 of 13 itself
@@ -43,10 +43,10 @@ def sharpness(x: Tensor, amount: Tensor) -> Tensor:
 
 
 def posterize(x: Tensor, amount: Tensor) -> Tensor:
-    """Keep the leading 8 - round(6 |amount|) of 8 bits."""
+    """Only the leading 8 - round(6 |amount|) of 8 bits."""
     lost = 2 ** _per_image((6 * amount.abs()).round(), x)
-    kept = ((x * (_LEVELS - 1)).round() / lost).floor() * lost / (_LEVELS - 1)
-    return torch.where(lost > 1, kept, x)
+    coarse = ((x * (_LEVELS - 1)).round() / lost).floor() * lost / (_LEVELS - 1)
+    return torch.where(lost > 1, coarse, x)
 
 
 def solarize(x: Tensor, amount: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _resample(
     down: Tensor | int = 0,
 ) -> Tensor:
     """The image at ((xx, xy), (yx, yy)) p - (across, down) for each pixel p from the center,
-    bilinear; gray beyond the rim."""
+    bilinear; gray outside the image."""
     height, width = x.shape[2:]
     rows = torch.arange(height, dtype=x.dtype, device=x.device) - (height - 1) / 2
     columns = torch.arange(width, dtype=x.dtype, device=x.device) - (width - 1) / 2
@@ -149,22 +149,8 @@ def _gray(x: Tensor) -> Tensor:
     return gray
 
 
-IMAGE_OPS: dict[str, ImageOp] = {
-    op.__name__: op
-    for op in (
-        brightness,
-        contrast,
-        saturation,
-        sharpness,
-        posterize,
-        solarize,
-        invert,
-        autocontrast,
-        equalize,
-        rotate,
-        shear_x,
-        shear_y,
-        translate_x,
-        translate_y,
-    )
-}
+_OPS = (
+    brightness, contrast, saturation, sharpness, posterize, solarize, invert, autocontrast,
+    equalize, rotate, shear_x, shear_y, translate_x, translate_y,
+)  # fmt: skip
+IMAGE_OPS: dict[str, ImageOp] = {op.__name__: op for op in _OPS}

@@ -1,4 +1,4 @@
-"""Losses that draw the keys of one class together and those of others apart."""
+"""Losses that bring keys of one class together and separate those of different classes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}
 """Every loss by name, with its usual margin."""
 
 OWN_LOSSES = ("neighborhood", "means")
-"""Those that are written here; the others are those of pytorch-metric-learning."""
+"""Those implemented here; pytorch-metric-learning has the rest."""
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """keys (B,m), labels (B,), references (R,m), their labels (R,), own place among them (B,) -> mean
-loss. But for "neighborhood" the references are the same batch, in the same order."""
+loss. Except for "neighborhood" the references are the same batch in the same order."""
 
 
 def squared_distances(keys: Tensor, references: Tensor) -> Tensor:
-    """|k_i - r_j|^2 (B,R), by a matrix product about the mean reference, in full precision: what is
-    small beside |k_i|^2 would be lost in rounding."""
+    """|k_i - r_j|^2 (B,R), by a matrix product relative to the mean reference in full precision:
+    otherwise distances that are small compared with |k_i| would be lost in rounding."""
     center = references.detach().mean(0)
     keys, references = keys - center, references - center
     ends = keys.square().sum(1, keepdim=True) + references.square().sum(1)
@@ -47,10 +47,9 @@ def neighborhood_loss(
 
         -log( sum over j of the same class of p_ij ),  p_ij ~ exp(-|k_i - r_j|^2 / temperature).
 
-    Distances within a class count as longer by `margin`: only neighbors that are nearer by so
-    much than those of other classes cost nothing. `own` (B,) are places in the references that
-    are no neighbors of a row, its own copy; -1 for none. A row without any reference of its class
-    counts as 0.
+    Distances within a class count as longer by `margin`. `own` (B,) is the place of each row's own
+    copy in the references, which is no neighbor; -1 for none. The loss is 0 for a row without a
+    reference of its class.
     """
     same = labels[:, None] == reference_labels
     lengths = squared_distances(keys, references)
@@ -62,10 +61,10 @@ def neighborhood_loss(
     if own is not None:
         others = own[:, None] != torch.arange(len(references), device=own.device)
     same = same & others
-    # Rows without their class leave out nothing: two equal finite sums, whose gradients cancel.
-    kept = same.any(1, keepdim=True)
-    scores = scores.masked_fill(~others & kept, -math.inf)
-    right = scores.masked_fill(~same & kept, -math.inf)
+    # For rows without their class nothing is masked: two equal finite sums, whose gradients cancel.
+    has_class = same.any(1, keepdim=True)
+    scores = scores.masked_fill(~others & has_class, -math.inf)
+    right = scores.masked_fill(~same & has_class, -math.inf)
     return scores.logsumexp(1) - right.logsumexp(1)
 
 
@@ -83,13 +82,12 @@ def means_loss(
 
         -log( p_iy ),  p_ic ~ exp(-(|k_i - m_c| + margin [c = y]) / temperature).
 
-    The means are those of the references (R,m); a row's own copy `own` (B,) is left out of its
-    mean. Plain distances, as a map that cannot stretch is certified by their differences. A row
-    alone in its class counts as 0.
+    Means of the references (R,m), without the row's own copy `own` (B,). Plain distances, since
+    their differences certify a Lipschitz map. The loss is 0 for a row alone in its class.
     """
     alike = (reference_labels[:, None] == reference_labels).to(keys.dtype)
     counts = alike.sum(1)
-    means = alike @ references / counts[:, None]  # one for each reference: classes are not counted
+    means = alike @ references / counts[:, None]  # one for each reference
     others = counts[own] - 1
     right_mean = (means[own] * counts[own, None] - references[own]) / others.clamp_min(1)[:, None]
     scores = -squared_distances(keys, means).clamp_min(1e-12).sqrt() / temperature - counts.log()
@@ -117,7 +115,7 @@ def make_loss(name: str, margin: float, temperature: float) -> Loss:
 def _pair_loss(name: str, margin: float) -> Loss:
     """triplet: mean of max(0, |a - p| - |a - n| + margin) over semi-hard triplets (a, p, n), those
     with 0 < |a - n| - |a - p| <= margin. contrastive: mean |a - p| over pairs of one class, plus
-    mean max(0, margin - |a - n|) over the others; means are over what is not 0."""
+    mean max(0, margin - |a - n|) over all other pairs; means are over nonzero terms."""
     losses, distances = _library("losses"), _library("distances")
     plain = distances.LpDistance(normalize_embeddings=False)  # the metric scales its keys itself
     miner: Any = None
@@ -132,7 +130,7 @@ def _pair_loss(name: str, margin: float) -> Loss:
     def mean_over_pairs(
         keys: Tensor, labels: Tensor, references: Tensor, _labels: Tensor, _own: Tensor
     ) -> Tensor:
-        # The very same labels: the library then leaves out pairs of a row with itself.
+        # The same object: the library then leaves out pairs of a row with itself.
         among = {"ref_emb": references, "ref_labels": labels}
         found = None if miner is None else miner(keys, labels, **among)
         value: Tensor = loss(keys, labels, found, **among)

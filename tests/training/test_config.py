@@ -41,18 +41,18 @@ def test_the_optimizers_get_the_settings() -> None:
 def test_matrices_alone_are_decayed() -> None:
     net = vision_transformer((3, 8, 8), 3, width=8, blocks=1, heads=2, class_token=True)
     config = TrainConfig(decay_on="matrices", weight_decay=0.3)
-    decayed, spared = config.make_optimizer(net).param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.0)
+    decayed, undecayed = config.make_optimizer(net).param_groups
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.3, 0.0)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     block = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
     layers = ("patch_embed.proj", "head", *(f"blocks.0.{name}" for name in block))
     assert {names.pop(id(weight)) for weight in decayed["params"]} == {
         f"{name}.weight" for name in layers
     }
-    assert {id(parameter) for parameter in spared["params"]} == set(names)
+    assert {id(parameter) for parameter in undecayed["params"]} == set(names)
     assert {"pos_embed", "cls_token", "blocks.0.norm1.weight"} < set(names.values())
     (everything,) = TrainConfig().parameter_groups(net)
-    assert len(everything["params"]) == len(decayed["params"]) + len(spared["params"])
+    assert len(everything["params"]) == len(decayed["params"]) + len(undecayed["params"])
 
 
 def test_recipes_can_be_changed_but_only_by_settings_that_exist() -> None:

@@ -1,6 +1,9 @@
-"""Training for certificates: wide margins, and pairs that one smooth map can have."""
+"""Losses of backbones and metrics: against loops, closed forms, and what training makes of them."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +14,12 @@ from otad.errors import InputError
 from otad.nets import Backbone, fc_resnet, lifted_net
 from otad.training import TrainConfig, train
 from otad.training.losses import margin_loss, pair_excess, scaled_margins
+from otad.training.metric_losses import (
+    make_loss,
+    means_loss,
+    neighborhood_loss,
+    squared_distances,
+)
 
 
 def moons(count: int = 200) -> tuple[Tensor, Tensor]:
@@ -152,3 +161,120 @@ def test_refusals() -> None:
             TrainConfig(**{name: 0.0})
     with pytest.raises(InputError, match="pair_weight: expected a number of at least 0"):
         TrainConfig(pair_weight=-1.0)
+
+
+KEYS = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
+LABELS = torch.tensor([0, 0, 1, 1])
+
+
+def test_the_neighborhood_loss_is_the_hand_computed_one() -> None:
+    own = torch.arange(4)
+    loss = neighborhood_loss(KEYS, LABELS, KEYS, LABELS, temperature=2.0, own=own)
+    for i in range(4):
+        weight = [
+            0.0 if i == j else torch.exp(-(KEYS[i] - KEYS[j]).square().sum() / 2) for j in range(4)
+        ]
+        right = sum(weight[j] for j in range(4) if LABELS[j] == LABELS[i])
+        torch.testing.assert_close(loss[i], -torch.log(right / sum(weight)))
+
+
+def test_the_margin_lengthens_distances_within_a_class() -> None:
+    query, label = torch.tensor([[0.0, 0.0]]), torch.tensor([0])
+    loss = neighborhood_loss(query, label, KEYS[1:3], LABELS[1:3], temperature=1.0, margin=0.5)
+    near, far = torch.exp(torch.tensor(-(1.5**2))), torch.exp(torch.tensor(-4.0))
+    torch.testing.assert_close(loss, -torch.log(near / (near + far))[None])
+
+
+def test_a_row_without_its_class_counts_nothing_and_spoils_no_gradient() -> None:
+    keys = KEYS.clone().requires_grad_()
+    labels = torch.tensor([0, 0, 1, 2])
+    own = torch.arange(4)
+    loss = neighborhood_loss(keys, labels, keys, labels, margin=0.1, own=own)
+    assert loss[2:].tolist() == [0.0, 0.0]
+    loss.sum().backward()
+    assert bool(keys.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.1])
+@pytest.mark.parametrize("loss", [neighborhood_loss, means_loss])
+def test_a_row_that_is_all_there_is_costs_nothing(
+    loss: Callable[..., Tensor], margin: float
+) -> None:
+    keys = KEYS[:1].clone().requires_grad_()
+    found = loss(keys, LABELS[:1], keys, LABELS[:1], margin=margin, own=torch.tensor([0]))
+    assert found.tolist() == [0.0]
+    found.sum().backward()
+    assert keys.grad is not None
+    assert not keys.grad.any()
+
+
+def test_the_loss_by_means_is_the_hand_computed_one() -> None:
+    generator = torch.Generator().manual_seed(6)
+    keys = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    references = keys + 0.1 * torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 0, 0, 2, 2, 5, 2])
+    settings = {"temperature": 0.3, "margin": 0.4}
+    found = means_loss(keys, labels, references, labels, torch.arange(7), **settings)
+    for i in range(7):
+        shares = {}
+        for label in (0, 2, 5):
+            others = [j for j in range(7) if labels[j] == label and j != i]
+            if others:
+                off = float((keys[i] - references[others].mean(0)).norm())
+                shares[label] = math.exp(-(off + 0.4 * (label == int(labels[i]))) / 0.3)
+        own = shares.get(int(labels[i]))
+        expected = 0.0 if own is None else -math.log(own / sum(shares.values()))
+        assert float(found[i]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_equal_keys_spoil_no_gradient_of_the_loss_by_means() -> None:
+    keys = torch.zeros(6, 2, requires_grad=True)
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    means_loss(keys, labels, keys, labels, torch.arange(6)).sum().backward()
+    assert bool(keys.grad.isfinite().all())
+
+
+def _by_hand(name: str, keys: Tensor, references: Tensor, margin: float) -> Tensor:
+    """The mean over what is not 0, by loops."""
+    distance = [[(a - b).norm() for b in references] for a in keys]
+    if name == "triplet":
+        triplets = [
+            distance[a][p] - distance[a][n] + margin
+            for a in range(len(keys))
+            for p in range(len(keys))
+            for n in range(len(keys))
+            if a != p and LABELS[a] == LABELS[p] != LABELS[n]
+            and 0 < distance[a][n] - distance[a][p] <= margin
+        ]  # fmt: skip
+        groups = [triplets]
+    else:
+        pairs = [(a, b) for a in range(len(keys)) for b in range(len(keys)) if a != b]
+        same = [distance[a][b] for a, b in pairs if LABELS[a] == LABELS[b]]
+        other = [margin - distance[a][b] for a, b in pairs if LABELS[a] != LABELS[b]]
+        groups = [same, other]
+    means = []
+    for group in groups:
+        positive = [value for value in group if value > 0]
+        means.append(torch.stack(positive).mean() if positive else torch.tensor(0.0))
+    return torch.stack(means).sum()
+
+
+@pytest.mark.parametrize(("name", "margin"), [("triplet", 1.4), ("contrastive", 2.5)])
+def test_triplets_and_pairs_are_the_hand_computed_ones(name: str, margin: float) -> None:
+    pytest.importorskip("pytorch_metric_learning", reason="needs the extra `metric`")
+    loss = make_loss(name, margin, 0.1)
+    moved = KEYS + torch.tensor([[0.1, 0.2], [-0.1, 0.0], [0.3, 0.0], [0.0, -0.2]])
+    for keys in (KEYS, moved):  # a batch among itself, and a moved one among the clean
+        value = loss(keys, LABELS, KEYS, LABELS, torch.arange(4))
+        expected = _by_hand(name, keys, KEYS, margin)
+        assert expected > 0
+        torch.testing.assert_close(value, expected)
+
+
+def test_distances_keep_their_digits_far_from_the_origin_and_in_mixed_precision() -> None:
+    keys = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    expected = torch.cdist(keys.double(), keys.double()).square().float()
+    for offset, tolerance in ((0.0, 1e-5), (3000.0, 2e-2)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = squared_distances(keys + offset, keys + offset)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-3)
