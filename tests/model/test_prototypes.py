@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from training.test_margin import moons
+from training.small_vision import moons
 
 from otad.cip.whole_bank.lifted_potential import least_lipschitz, lifted_potential
 from otad.errors import InputError

@@ -23,6 +23,15 @@ def images(rows: int = 60, channels: int = 3) -> tuple[Tensor, Tensor]:
     return x / 255, y
 
 
+def moons(count: int = 200) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(count) % 2
+    angle = torch.pi * torch.rand(count, generator=generator)
+    side = 1 - 2 * labels.float()
+    x = torch.stack([angle.cos() * side + labels, angle.sin() * side + labels / 2], dim=1)
+    return x + 0.05 * torch.randn(count, 2, generator=generator), labels
+
+
 def small_vit() -> VisionTransformer:
     return vision_transformer((3, 8, 8), 3, width=12, blocks=2, heads=2, bounds=(0, 1))
 

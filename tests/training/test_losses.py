@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from training.small_vision import moons
 
 from otad.cip.whole_bank.lifted_potential import least_lipschitz
 from otad.errors import InputError
@@ -20,15 +21,6 @@ from otad.training.metric_losses import (
     neighborhood_loss,
     squared_distances,
 )
-
-
-def moons(count: int = 200) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(count) % 2
-    angle = torch.pi * torch.rand(count, generator=generator)
-    side = 1 - 2 * labels.float()
-    x = torch.stack([angle.cos() * side + labels, angle.sin() * side + labels / 2], dim=1)
-    return x + 0.05 * torch.randn(count, 2, generator=generator), labels
 
 
 def test_margins_are_the_least_over_rivals() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -47,29 +49,26 @@ def test_a_curved_boundary_is_learned(variant, optimizer: str, rate: float) -> N
     assert not net.training
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
-    plainly, within = _net(), _net()
-    train(plainly, _two_moons(64), SHORT)
-    with mode():
-        train(within, _two_moons(64), SHORT)
-        assert not torch.is_grad_enabled()
-    assert torch.equal(_weights(plainly), _weights(within))
-
-
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
-@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        *(partial(torch.autocast, "cpu", torch.bfloat16, enabled=on) for on in (False, True)),
+    ],
+)
 @pytest.mark.parametrize("mixed_precision", [False, True])
-def test_the_precision_is_that_of_the_config_within_any_autocast(
-    enabled: bool, mixed_precision: bool
-) -> None:
+def test_the_mode_of_the_caller_does_not_matter(mode: Callable, mixed_precision: bool) -> None:
     plainly, within = _net(), _net()
     config = replace(SHORT, mixed_precision=mixed_precision)
     train(plainly, _two_moons(64), config)
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
-        within(_two_moons(64)[0])  # whose casts of the weights have no gradients
+    with mode():
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        with torch.no_grad():
+            within(_two_moons(64)[0])  # whose cached casts of the weights have no gradients
         train(within, _two_moons(64), config)
-        assert torch.is_autocast_enabled("cpu") is enabled
+        assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == modes
     assert torch.equal(_weights(plainly), _weights(within))
 
 

@@ -8,9 +8,10 @@ which brings the map x_i -> z_i close to optimal transport of the training point
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from otad.errors import InputError
 from otad.nets.base import Backbone
 from otad.training.acceleration import compiled, precision
 from otad.training.augmentation import Augmentation, mix_some
-from otad.training.loop import Saving
 from otad.training.losses import LOSSES, pair_excess
 from otad.training.supervised import (
     METRICS,
@@ -29,9 +29,6 @@ from otad.training.supervised import (
     Split,
     SupervisedTraining,
     TrainResult,
-    check_stored,
-    parts_of,
-    refuse_one_class,
     to_inputs,
 )
 
@@ -97,26 +94,34 @@ def train(
     result that is not `finished`, and resumes in the same way. `progress` is called with each
     `EpochRecord`; True draws a bar.
     """
-    tensors = _check_data(net, data, config)
-    saving = Saving(checkpoint_dir, save_seconds, max_seconds)
-    return BackboneTraining(net, tensors, config, saving, augment).fit(progress)
+    run = BackboneTraining(
+        net,
+        data,
+        config,
+        augment=augment,
+        checkpoint_dir=checkpoint_dir,
+        save_seconds=save_seconds,
+        max_seconds=max_seconds,
+    )
+    return run.fit(progress)
 
 
 class BackboneTraining(SupervisedTraining[Backbone]):
     config: TrainConfig
 
-    def __init__(
-        self,
-        net: Backbone,
-        data: Mapping[str, Tensor],
-        config: TrainConfig,
-        saving: Saving,
-        augment: Augmentation | None,
-    ) -> None:
+    def __init__(self, net: Backbone, data: Any, config: TrainConfig, **options: Any) -> None:
+        if config.mixing > 0 and (net.task != "classification" or len(net.input_shape) != 3):
+            raise InputError(
+                f"mixing: expected 0 unless images (C,H,W) are classified, got {config.mixing} for "
+                f"{net.task} of shape {net.input_shape}"
+            )
         self.metric = METRICS[net.task]
         self.loss = LOSSES[config.loss](net.task, config)
         self.forward = self._forward
-        super().__init__(net, data, config, saving, augment)
+        super().__init__(net, data, config, **options)
+
+    def check_targets(self, net: Backbone, y: Tensor, rows: int, name: str) -> None:
+        net.check_targets(y, rows, name)
 
     def prepare(self) -> None:
         if self.config.compiled:
@@ -183,20 +188,3 @@ def _scores(outputs: Tensor, targets: Tensor) -> Tensor:
         labels = targets if targets.dim() == 1 else targets.argmax(1)
         return (outputs.argmax(1) == labels).float()
     return (outputs - targets).square()
-
-
-def _check_data(
-    net: Backbone, data: Split | Sequence[Tensor], config: TrainConfig
-) -> dict[str, Tensor]:
-    parts = parts_of(data)
-    for kind in ("train", "val")[: len(parts) // 2]:
-        inputs = check_stored(net, parts[f"{kind}_x"], f"{kind}_x")
-        net.check_targets(parts[f"{kind}_y"], len(inputs), f"{kind}_y")
-    if net.task == "classification":
-        refuse_one_class(parts["train_y"])
-    if config.mixing > 0 and (net.task != "classification" or len(net.input_shape) != 3):
-        raise InputError(
-            f"mixing: expected 0 unless images (C,H,W) are classified, got {config.mixing} for "
-            f"{net.task} of shape {net.input_shape}"
-        )
-    return parts

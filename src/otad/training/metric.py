@@ -4,9 +4,10 @@ against an adversary that perturbs the input, as attacks on a defense by neighbo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from otad.training.adversary import (
 )
 from otad.training.augmentation import Augmentation
 from otad.training.config import check_range
-from otad.training.loop import Saving
 from otad.training.metric_losses import (
     LOSSES,
     OWN_LOSSES,
@@ -38,8 +38,7 @@ from otad.training.supervised import (
     Split,
     SupervisedTraining,
     TrainResult,
-    parts_of,
-    refuse_one_class,
+    to_inputs,
 )
 
 _ENCODED_ROWS = 1024  # at a time
@@ -111,24 +110,31 @@ def train_metric(
 ) -> TrainResult:
     """Train `metric` in place, leaving it on `config.device` in evaluation mode.
 
-    Arguments are those of `train`, with class labels and inputs as floats. The train score of a
+    Arguments are those of `train`, with class labels. The train score of a
     record is the share of inputs whose nearest reference is of their class; score and loss are
     those of the perturbed inputs and weights if there is an adversary. The validation score is the
     accuracy of a vote among the nearest training keys. The energy is 0.
     """
-    tensors = _check_data(metric, data)
     if config.cuda_graph and not metric.is_capturable:
         kind = type(metric).__name__
         raise InputError(f"cuda_graph: expected False for a {kind}, which synchronizes with a GPU")
-    saving = Saving(checkpoint_dir, save_seconds, max_seconds)
-    return MetricTraining(metric, tensors, config, saving, augment).fit(progress)
+    run = MetricTraining(
+        metric,
+        data,
+        config,
+        augment=augment,
+        checkpoint_dir=checkpoint_dir,
+        save_seconds=save_seconds,
+        max_seconds=max_seconds,
+    )
+    return run.fit(progress)
 
 
 @torch.no_grad()
 def encode(metric: Metric, x: Tensor) -> Tensor:
-    """Keys (N,m) of inputs (N,*input_shape) in evaluation mode, in batches."""
+    """Keys (N,m) of inputs (N,*input_shape), bytes or floats, in evaluation mode."""
     with evaluating(metric):
-        return torch.cat([metric(batch) for batch in x.split(_ENCODED_ROWS)])
+        return torch.cat([metric(to_inputs(batch, metric)) for batch in x.split(_ENCODED_ROWS)])
 
 
 @torch.no_grad()
@@ -150,17 +156,16 @@ def neighbor_accuracy(
 class MetricTraining(SupervisedTraining[Metric]):
     config: MetricConfig
 
-    def __init__(
-        self,
-        metric: Metric,
-        data: Mapping[str, Tensor],
-        config: MetricConfig,
-        saving: Saving,
-        augment: Augmentation | None,
-    ) -> None:
+    def __init__(self, metric: Metric, data: Any, config: MetricConfig, **options: Any) -> None:
         self.loss = make_loss(config.loss, config.margin_used, config.temperature)
         self.bank: Tensor | None = None
-        super().__init__(metric, data, config, saving, augment)
+        super().__init__(metric, data, config, **options)
+
+    def check_targets(self, net: Metric, y: Tensor, rows: int, name: str) -> None:
+        labels = check_tensor(y, name, "B", dtypes=(torch.int64,))
+        check_shape(labels, name, (rows,), "with one label per input")
+        if int(labels.min()) < 0:
+            raise InputError(f"{name}: expected labels from 0, got {int(labels.min())}")
 
     def batches(
         self, row_batches: Sequence[Tensor], generator: torch.Generator
@@ -170,7 +175,10 @@ class MetricTraining(SupervisedTraining[Metric]):
         if self.config.references == "bank":
             self.bank = encode(self.weights.net, self.data["train_x"]).float()  # as in a step
         for rows in row_batches:
-            x, y = self.data["train_x"][rows], self.data["train_y"][rows]
+            x, y = (
+                to_inputs(self.data["train_x"][rows], self.weights.net),
+                self.data["train_y"][rows],
+            )
             if self.augment is not None:
                 x = self.augment(x, generator)
             if self.config.channels_last and x.dim() == 4:
@@ -248,15 +256,3 @@ class MetricTraining(SupervisedTraining[Metric]):
         return neighbor_accuracy(
             keys, data["val_y"], references, data["train_y"], n_neighbors=voters
         )
-
-
-def _check_data(metric: Metric, data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
-    parts = parts_of(data)
-    for kind in ("train", "val")[: len(parts) // 2]:
-        inputs = metric.check_inputs(parts[f"{kind}_x"], f"{kind}_x")
-        labels = check_tensor(parts[f"{kind}_y"], f"{kind}_y", "B", dtypes=(torch.int64,))
-        check_shape(labels, f"{kind}_y", (len(inputs),), "with one label per input")
-        if int(labels.min()) < 0:
-            raise InputError(f"{kind}_y: expected labels from 0, got {int(labels.min())}")
-    refuse_one_class(parts["train_y"])
-    return parts

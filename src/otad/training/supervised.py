@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,28 +112,43 @@ class SupervisedTraining(Training[AnyInputNet, EpochRecord]):
     """A training on inputs with targets, whose tensors are all on the device."""
 
     record_type: ClassVar[type] = EpochRecord
-    metric: str = "accuracy"
+    metric = "accuracy"
 
     def __init__(
         self,
         net: AnyInputNet,
-        data: Mapping[str, Tensor],
+        data: Split | Sequence[Tensor],
         config: InputConfig,
-        saving: Saving,
+        *,
         augment: Augmentation | None,
+        checkpoint_dir: str | Path | None,
+        save_seconds: float,
+        max_seconds: float | None,
     ) -> None:
+        parts = parts_of(data)
+        for kind in ("train", "val")[: len(parts) // 2]:
+            inputs = check_stored(net, parts[f"{kind}_x"], f"{kind}_x")
+            self.check_targets(net, parts[f"{kind}_y"], len(inputs), f"{kind}_y")
+        labels = parts["train_y"]
+        if not labels.is_floating_point() and bool((labels == labels[0]).all()):
+            raise InputError(
+                f"train_y: expected at least two classes, got only the label {int(labels[0])}"
+            )
         self.augment = choose_augmentation(config.augment, augment, net)
-        super().__init__(
-            net,
-            config,
-            saving,
-            available_device(config.device),
-            lambda: {
+
+        def identity() -> dict[str, Any]:
+            return {
                 "augment": None if augment is None else stable_repr(augment),
-                "data": {name: fingerprint({name: tensor}) for name, tensor in data.items()},
-            },
-        )
-        self.data = {name: tensor.detach().to(self.device) for name, tensor in data.items()}
+                "data": {name: fingerprint({name: tensor}) for name, tensor in parts.items()},
+            }
+
+        saving = Saving(checkpoint_dir, save_seconds, max_seconds)
+        super().__init__(net, config, saving, available_device(config.device), identity)
+        self.data = {name: tensor.detach().to(self.device) for name, tensor in parts.items()}
+
+    @abstractmethod
+    def check_targets(self, net: AnyInputNet, y: Tensor, rows: int, name: str) -> None:
+        """Refuse targets (rows,) that the net cannot learn."""
 
     @property
     def n_rows(self) -> int:
@@ -171,14 +188,6 @@ def parts_of(data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
             f"got {', '.join(parts) or type(data).__name__}"
         )
     return parts
-
-
-def refuse_one_class(labels: Tensor) -> None:
-    """Refuse training labels (N,) that are all the same."""
-    if bool((labels == labels[0]).all()):
-        raise InputError(
-            f"train_y: expected at least two classes, got only the label {int(labels[0])}"
-        )
 
 
 def check_stored(net: InputNet, x: Tensor, name: str) -> Tensor:
