@@ -23,8 +23,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "ATTACKED", 8)
     monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
     monkeypatch.setattr(demo, "SUITE", ("straight", "noise"))
-    coarse = functools.partial(map_pictures.interpolate_grid, lines=5, every=2)
-    monkeypatch.setattr(map_pictures, "interpolate_grid", coarse)
+    monkeypatch.setattr(map_pictures, "LINES", 5)
 
 
 @pytest.mark.usefixtures("short")

@@ -10,12 +10,13 @@ from report.small import Small
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import ExactCip
+from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
 from otad.model.diagnostics import neighborhood_smoothness
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet
-from otad.report.assessment import DEFENDED, MAJORITY, MEAN_FEATURE, NET, assess
+from otad.report.assessment import assess
 
 
 def test_scores_do_not_depend_on_batches(small: Small) -> None:

@@ -1,22 +1,28 @@
-"""The page: whole by itself, every section there, numbers as measured, safe with any text."""
+"""HTML and Markdown: complete, the same numbers in both, and safe with any text."""
 
 from __future__ import annotations
 
 import base64
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
+from report.evaluations import Attacked, by_hand, hand_report, of_values
 from report.small import Small
 
-from otad.report.blocks import KeyNumber, Section, Table, Text
-from otad.report.page import Report
+from otad.evaluate.records import Evaluation
+from otad.report.blocks import Facts, Flags, KeyNumber, Section, Table, Text
+from otad.report.evaluation_report import evaluation_report
+from otad.report.page import Report, escape
 from otad.report.pictures import pixels_uri
 
 SECTIONS = ("model", "training", "accuracy", "answers", "why", "map", "cost")
+HOSTILE = '<img src=x onerror=alert(1)>|`*_[a](javascript:b)\n# "quoted" & $\\no$'
 
 
 class Page(HTMLParser):
@@ -24,12 +30,12 @@ class Page(HTMLParser):
 
     VOID = ("meta", "link", "img", "br")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, content: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self.open: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
+        self.feed(content)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -48,72 +54,179 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def test_nothing_is_loaded_from_elsewhere(report: Path) -> None:
-    page = Page(report)
+def cells(line: str) -> list[str]:
+    """The cells of a row of a Markdown table, without bold marks."""
+    return [cell.strip(" *") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> Page:
+    return Page(report.read_text(encoding="utf-8"))
+
+
+def test_a_page_needs_no_other_file(page: Page, report: Path) -> None:
     assert not page.open
     for tag, attributes in page.tags:
         assert tag not in ("script", "iframe", "object")
         for name in ("src", "href"):
             target = attributes.get(name)
             assert target is None or target.startswith(("data:", "#")), (tag, target)
-    content = report.read_text(encoding="utf-8")
-    assert not re.search(r"https?://|url\(|@import", content)
+    assert not re.search(r"https?://|url\(|@import", report.read_text(encoding="utf-8"))
     for image in page.all("img"):
-        _, data = (image["src"] or "").split(";base64,")
-        plot = base64.b64decode(data)
-        links = re.findall(rb'(?:href|src)="([^"]*)"', plot) if plot.startswith(b"<?xml") else []
+        content = base64.b64decode((image["src"] or "").split(";base64,")[1])
+        is_plot = content.startswith(b"<?xml")
+        links = re.findall(rb'(?:href|src)="([^"]*)"', content) if is_plot else []
         assert all(link.startswith(b"#") for link in links)
 
 
-def test_all_sections_are_there_and_linked(report: Path) -> None:
-    page = Page(report)
+def test_sections_are_linked_and_images_have_words(page: Page) -> None:
     assert tuple(section["id"] for section in page.all("section")) == SECTIONS
     assert tuple(link["href"] for link in page.all("a")) == tuple(f"#{name}" for name in SECTIONS)
-
-
-def test_every_image_has_words_and_a_body(report: Path) -> None:
-    images = Page(report).all("img")
+    images = page.all("img")
     assert len(images) > 20  # two plots, the map, and cards with five neighbors each
     for image in images:
         assert image["alt"]
         assert len(image["src"] or "") > 100
 
 
-def test_the_numbers_are_those_measured(report: Path, small: Small) -> None:
-    text = Page(report).text
-    for score in small.assessment.scores.values():
-        assert f"{score:.2%}" in text
-    for status, count in small.assessment.account.counts.items():
-        assert f"{status}: " in text
-        assert f"{count / len(small.assessment):.1%}" in text
-    assert f"L = {small.model.smoothness:g}" in text
-    assert small.dataset.fingerprint()[:16] in text
+def test_the_numbers_are_those_measured(page: Page, small: Small) -> None:
+    found = small.assessment
+    for score in found.scores.values():
+        assert f"{score:.2%}" in page.text
+    for status, count in found.account.counts.items():
+        assert f"{status}: " in page.text
+        assert f"{count / len(found):.1%}" in page.text
+    assert f"L = {small.model.smoothness:g}" in page.text
+    assert small.dataset.fingerprint()[:16] in page.text
+    assert "On <few> digits & more" in page.text
 
 
-def test_text_is_never_taken_for_markup(report: Path) -> None:
-    assert "On <few> digits & more" in Page(report).text
+def test_markdown_has_the_numbers_of_the_record() -> None:
+    evaluation, text = by_hand(), hand_report().markdown()
+    rows = [cells(line) for line in text.splitlines() if line.startswith("|")]
+    for eps in evaluation.eps:
+        worst, proved = evaluation.worst_case(eps), evaluation.certified_accuracy(eps)
+        assert proved is not None
+        (row,) = (found for found in rows if found[0] == f"{eps:g}")
+        interval = f"{worst.low:.1f} to {worst.high:.1f}%"
+        assert row[1:4] == [f"{worst.value:.1f}%", interval, f"{proved.value:.1f}%"]
+    for flag in evaluation.flags:
+        assert [flag.verdict, flag.name, flag.found, flag.meaning, flag.advice] in rows
+    for score in evaluation.clean.values():
+        expected = [f"{score.value:.1f}%", f"{score.low:.1f} to {score.high:.1f}%"]
+        assert expected in [row[1:] for row in rows]
+    assert "| **60.0%** |" in text
+    assert text.count("\n## ") == 9
+    assert "(accuracy against eps: " in text, "without files, pictures are words"
+    assert "![" not in text
 
 
-def test_sections_of_others_fit_in(tmp_path: Path) -> None:
-    attacks = Section(
-        "attacks",
-        "Under attack",
-        "What is left.",
-        [Text("<b>bold</b>"), Table(("eps", "accuracy"), [("0.5", "90%")], note="lower bound")],
+@pytest.mark.parametrize("evaluation", [by_hand(), of_values()], ids=["classes", "values"])
+def test_html_and_markdown_have_the_same_cells(evaluation: Evaluation) -> None:
+    report = evaluation_report(evaluation)
+    page, text = Page(report.html()).text, report.markdown()
+    blocks = [block for section in report.sections for block in section.blocks]
+    found = [cell for it in blocks if isinstance(it, Table) for row in it.rows for cell in row]
+    assert len(found) > 50
+    for cell in map(str, found):
+        assert cell in page
+        assert escape(cell) in text
+
+
+def test_every_markdown_table_is_a_rectangle(attacked: Attacked) -> None:
+    width = 0
+    for line in attacked.report.markdown().splitlines():
+        width = (width or len(cells(line))) if line.startswith("|") else 0
+        assert len(cells(line)) == width, line
+
+
+def test_pictures_of_markdown_are_files(attacked: Attacked, tmp_path: Path) -> None:
+    path = attacked.report.write(tmp_path / "my report.md")
+    links = re.findall(r"!\[[^\]]+\]\(my%20report_files/([^)]+)\)", path.read_text("utf-8"))
+    files = {file.name: file.read_bytes() for file in (tmp_path / "my report_files").iterdir()}
+    assert sorted(links) == sorted(files)
+    assert len(links) == 3 + 3 * 4  # curves, radii and cost; before, after and change
+    for name, content in files.items():
+        if name.endswith(".svg"):
+            assert content.startswith(b"<?xml")
+        else:
+            with Image.open(io.BytesIO(content)) as image:
+                assert min(image.size) == 96
+
+
+def test_hostile_names_stay_names(small: Small, attacked: Attacked) -> None:
+    known = attacked.evaluation
+    evaluation = replace(
+        known,
+        missing={HOSTILE: HOSTILE},
+        attacker_knows=HOSTILE,
+        model={HOSTILE: {HOSTILE: HOSTILE}},
+        attacks=tuple(replace(it, attack=HOSTILE + it.attack) for it in known.attacks),
+        flags=tuple(replace(it, name=HOSTILE, found=HOSTILE) for it in known.flags),
     )
-    path = Report("Title", "", [KeyNumber("1", "one")], [attacks]).write(tmp_path / "r.html")
-    page = Page(path)
-    assert [section["id"] for section in page.all("section")] == ["attacks"]
-    for text in ("<b>bold</b>", "0.5", "90%", "lower bound", "Under attack"):
-        assert text in page.text
+    classes = [f"{HOSTILE}{label}" for label in range(10)]
+    report = evaluation_report(
+        evaluation, model=small.model, x=attacked.x, y=attacked.y, classes=classes,
+        adversarial=attacked.adversarial, title=HOSTILE,
+    )  # fmt: skip
+    page = Page(report.html())
+    assert HOSTILE in page.text
+    assert not page.open
+    assert {image["src"] for image in page.all("img")}.isdisjoint({"x", None})
+    assert all("onerror" not in attributes for _, attributes in page.tags)
+    text = report.markdown()
+    assert "<" not in text
+    assert not re.search(r"(?<!\\)(\]\(|`)", text)
+    assert sum(line.startswith("# ") for line in text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a|b", r"a\|b"),
+        ("<b> & ", "&lt;b&gt; &amp;"),
+        ("two\nlines", "two lines"),
+        ("# title", r"\# title"),
+        ("- item", r"\- item"),
+        ("-1.5", "-1.5"),
+        ("x_1 * `y` \\", r"x\_1 \* \`y\` \\"),
+        ("93.0% (n = 10)", "93.0% (n = 10)"),
+    ],
+)
+def test_escape(text: str, expected: str) -> None:
+    assert escape(text) == expected
+
+
+def test_chapters_group_sections() -> None:
+    parts = [
+        Section("a", "First", "", [Text("<b>bold</b>")], "Chapter 1"),
+        Section("b", "Second", "", [Facts({"k": "v"})], "Chapter 1"),
+        Section(
+            "c",
+            "Third",
+            "",
+            [Flags([]), Table(("eps", "n"), [("1", 2000)], note="note")],
+            "Chapter 2",
+        ),
+    ]
+    report = Report("Title", "", [KeyNumber("1", "one")], parts)
+    text = report.markdown()
+    assert re.findall(r"^(#+ .*)", text, re.M) == [
+        "# Title", "# Chapter 1", "## First", "## Second", "# Chapter 2", "## Third",
+    ]  # fmt: skip
+    page = Page(report.html())
+    assert page.text.count("Chapter 1") == 2  # above its links and above its sections
+    assert "Chapter 1" not in Page(Report("Title", "", [], parts[:2]).html()).text
+    for words in ("<b>bold</b>", "2,000", "note"):
+        assert words in page.text
 
 
 def test_pixels_keep_their_levels() -> None:
-    image = torch.tensor([[[0.0, 0.2], [0.4, 1.0]]])
-    _, data = pixels_uri(image, (0.0, 1.0)).split(",")
+    _, data = pixels_uri(torch.tensor([[[0.0, 0.2], [0.4, 1.0]]]), (0.0, 1.0)).split(",")
     with Image.open(io.BytesIO(base64.b64decode(data))) as read:
-        assert list(read.tobytes()) == [0, 51, 102, 255]
-    color = torch.rand(3, 4, 5)
-    _, data = pixels_uri(color).split(",")
+        assert read.size == (96, 96)
+        corners = [(0, 0), (48, 47), (47, 48), (95, 95)]
+        assert [read.getpixel(corner) for corner in corners] == [0, 51, 102, 255]
+    _, data = pixels_uri(torch.rand(3, 200, 100)).split(",")
     with Image.open(io.BytesIO(base64.b64decode(data))) as read:
-        assert (read.mode, read.size) == ("RGB", (5, 4))
+        assert (read.mode, read.size) == ("RGB", (100, 200))

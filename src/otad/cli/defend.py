@@ -14,12 +14,13 @@ from otad.cli.options import AsJson, DataDir, Device, check_device, seed_option
 from otad.cli.sources import DataChoice, TrainedNet, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
 from otad.errors import InputError
+from otad.evaluate.identity import DEFENDED, NET
 from otad.model import defend as building
 from otad.model.answerer_options import solver_for
 from otad.model.folder import refuse_foreign_card
 from otad.model.otad import OTAD
 from otad.progress import bars
-from otad.report.assessment import DEFENDED, NET, Assessment, assess
+from otad.report.assessment import Assessment, assess
 
 BANK_DTYPES = ("float32", "float16", "bfloat16")
 

@@ -22,12 +22,13 @@ from otad.cli.sources import DataChoice, TrainedNet, describe_data
 from otad.cli.train import train_net, training_record
 from otad.data import Dataset
 from otad.evaluate import Evaluation, evaluate
+from otad.evaluate.identity import DEFENDED, NET
 from otad.evaluate.records import FAIL
 from otad.explain import explain
 from otad.io.environment import Environment
 from otad.model import otad as defense
 from otad.model.otad import OTAD
-from otad.report.assessment import DEFENDED, NET, assess
+from otad.report.assessment import assess
 from otad.scores import Score
 from otad.training import TrainConfig
 

@@ -15,12 +15,13 @@ from otad.cli.console import progress_bar, remark, show
 from otad.cli.inputs import open_inputs
 from otad.cli.sources import data_card, refuse_overwriting
 from otad.errors import InputError
+from otad.evaluate.identity import DEFENDED, NET
 from otad.model import otad as models
 from otad.model.folder import refuse_foreign_card
 from otad.model.imitation import Imitation, fresh_net, recipe_for
 from otad.model.imitation import imitate as imitate_model
 from otad.model.otad import OTAD
-from otad.report.assessment import DEFENDED, NET, Assessment, assess
+from otad.report.assessment import Assessment, assess
 
 
 def _training(help: str, *names: str) -> Any:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.otad import OTAD
 from otad.scores import abstained, is_right, squared_errors
 from otad.training.supervised import METRICS
-
-NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation
-from otad.report.blocks import Block, Items, Picture, Section, Table, Text
+from otad.report.blocks import Block, Picture, Section, Table, Text
 from otad.report.examples import Subject
-from otad.report.formatting import distance, duration, interval, percent, threads
+from otad.report.formatting import Cell, as_text, duration, interval, threads
 from otad.report.model_report import TITLES
 from otad.report.pictures import plot_uri
 from otad.report.plots import (
@@ -29,12 +29,9 @@ def clean_section(subject: Subject) -> Section:
     evaluation = subject.evaluation
     names = [name for name in TITLES if name in evaluation.clean]
     names += [name for name in evaluation.clean if name not in names]
-    rows = []
-    for name in names:
-        score = evaluation.clean[name]
-        value = percent(score) if score.metric == "accuracy" else f"{score.value:.4g}"
-        rows.append((TITLES.get(name, name), value, interval(score)))
-    metric = next((score.metric for score in evaluation.clean.values()), "score")
+    scores = [(TITLES.get(name, name), evaluation.clean[name]) for name in names]
+    rows = [(title, score, interval(score)) for title, score in scores]
+    metric = scores[0][1].metric if scores else "score"
     strong = next((names.index(name) for name in ("otad", "model") if name in names), None)
     abstained, note = evaluation.model.get("abstained"), ""
     if abstained is not None:
@@ -79,8 +76,7 @@ def _accuracy_section(evaluation: Evaluation) -> Section:
     rows = []
     for eps in evaluation.eps:
         worst, certified = evaluation.worst_case(eps), evaluation.certified_accuracy(eps)
-        bound = (percent(certified), interval(certified)) if certified else ("-", "-")
-        rows.append((f"{eps:g}", percent(worst), interval(worst), *bound))
+        rows.append((f"{eps:g}", worst, interval(worst), certified, interval(certified)))
     columns = ("eps", "worst case", "95% interval", "proved", "95% interval")
     alt = "accuracy against eps: the worst case, each attack, and certified accuracy below"
     blocks = [
@@ -91,14 +87,13 @@ def _accuracy_section(evaluation: Evaluation) -> Section:
 
 
 def _error_section(evaluation: Evaluation) -> Section:
-    bounds = None if evaluation.certificate is None else evaluation.certificate.worst_errors
+    bounds = () if evaluation.certificate is None else evaluation.certificate.worst_errors
     sizes, rows = (0.0, *evaluation.eps), []
     for eps in sizes:
         errors = evaluation.worst_errors(eps)
         found = statistics.fmean(errors), statistics.fmean(it**2 for it in errors), max(errors)
-        at_headline = bounds and eps == evaluation.headline_eps
-        proved = f"{statistics.fmean(bounds):.4g}" if bounds and at_headline else "-"
-        rows.append((f"{eps:g}", *(f"{value:.4g}" for value in found), proved))
+        is_proved = bounds and eps == evaluation.headline_eps
+        rows.append((f"{eps:g}", *found, statistics.fmean(bounds) if is_proved else None))
     picture = Picture(
         plot_uri(error_curves(evaluation)),
         "mean of the largest errors against eps, and each example at the headline eps",
@@ -148,24 +143,22 @@ def _attack_table(
     evaluation: Evaluation, records: Sequence[AttackRecord], summary: str = ""
 ) -> Table:
     """With the worst case as its last row, unless it is collapsed under a `summary`."""
-    is_classifier, rows, strong, note = evaluation.task == "classification", [], None, QUERIES
+    is_classifier, strong, note = evaluation.task == "classification", None, QUERIES
+    rows: list[tuple[Cell, ...]] = []
     for it in records:
         n = max(1, len(it.attacked))
-        queries = f"{it.forwards / n:,.0f}", f"{it.backwards / n:,.0f}", f"{it.seconds:.1f}"
-        found = "-", "-"
+        found: tuple[Cell, Cell] = None, None
         if is_classifier:
-            found = f"{len(it.broken):,}", percent(_accuracy_after(evaluation, it))
+            found = len(it.broken), _accuracy_after(evaluation, it)
         elif it.errors:
-            found = f"{statistics.fmean(it.errors):.4g}", f"{max(it.errors):.4g}"
-        rows.append(
-            (it.attack, it.family, f"{it.eps:g}", f"{len(it.attacked):,}", *found, *queries)
-        )
+            found = statistics.fmean(it.errors), max(it.errors)
+        queries = round(it.forwards / n), round(it.backwards / n), f"{it.seconds:.1f}"
+        rows.append((it.attack, it.family, f"{it.eps:g}", len(it.attacked), *found, *queries))
     if is_classifier and not summary:
         n, worst = evaluation.n, evaluation.worst_case()
-        broken = f"{n - round(worst.value * n / 100):,}"
-        seconds = f"{sum(it.seconds for it in records):.1f}"
-        total = f"{evaluation.headline_eps:g}", f"{n:,}", broken, percent(worst), "", "", seconds
-        strong, rows = len(rows), [*rows, ("worst case", "", *total)]
+        broken, seconds = n - round(worst.value * n / 100), sum(it.seconds for it in records)
+        eps, strong = f"{evaluation.headline_eps:g}", len(rows)
+        rows.append(("worst case", "", eps, n, broken, worst, "", "", f"{seconds:.1f}"))
         note += " The worst case also counts the examples that are wrong without attack."
     outcome = "broken", "accuracy left" if skips_broken(evaluation) else "accuracy"
     if not is_classifier:
@@ -193,15 +186,15 @@ def certificate_section(subject: Subject) -> Section:
     if evaluation.task == "classification":
         blocks = _radii(evaluation, certificate)
         lead = (
-            f"{'-' if proved is None else percent(proved)} of the examples are classified right, "
-            f"and stay so under every change of size up to {eps}."
+            f"{as_text(proved)} of the examples are classified right, and stay so under every "
+            f"change of size up to {eps}."
         )
     else:
         blocks = _bounds(evaluation, certificate)
         lead = f"No input within {eps} of an example has an error above its bound."
-    if certificate.assumptions:
-        blocks.append(Items("The proof assumes", certificate.assumptions))
-    blocks.append(Text(f"All certificates took {duration(certificate.seconds)}."))
+    assumed = "; ".join(certificate.assumptions)
+    text = f"The proof assumes: {assumed}. " if assumed else ""
+    blocks.append(Text(f"{text}All certificates took {duration(certificate.seconds)}."))
     return Section("certificate", title, lead, blocks)
 
 
@@ -209,10 +202,7 @@ def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block
     by_rule: dict[str, list[float]] = {}
     for rule, radius in zip(certificate.rules, certificate.radius, strict=False):
         by_rule.setdefault(rule, []).append(radius)
-    rows = [
-        (rule, f"{len(radii):,}", distance(statistics.median(radii)), distance(max(radii)))
-        for rule, radii in by_rule.items()
-    ]
+    rows = [(rule, len(it), statistics.median(it), max(it)) for rule, it in by_rule.items()]
     pairs = zip(evaluation.distances(), certificate.radius, strict=True)
     inside = sum(0 < found < radius for found, radius in pairs)
     verdict = "No adversarial example was found inside a certified radius."
@@ -231,13 +221,13 @@ def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block
 
 
 def _bounds(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block]:
+    errors = {
+        "error without attack": evaluation.clean_errors,
+        "largest error found": evaluation.worst_errors(),
+        "proved bound": certificate.worst_errors,
+    }
     rows = [
-        (name, f"{statistics.fmean(it):.4g}", f"{statistics.median(it):.4g}", f"{max(it):.4g}")
-        for name, it in (
-            ("error without attack", evaluation.clean_errors),
-            ("largest error found", evaluation.worst_errors()),
-            ("proved bound", certificate.worst_errors),
-        )
+        (name, statistics.fmean(it), statistics.median(it), max(it)) for name, it in errors.items()
     ]
     rules = ", ".join(dict.fromkeys(certificate.rules))
     note = f"Rules: {rules}." if rules else ""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from otad.evaluate.records import Flag
+from otad.report.formatting import Cell, as_text
 
 
 class Block:
@@ -24,14 +25,6 @@ class Text(Block):
 
 
 @dataclass(frozen=True)
-class Items(Block):
-    """A bulleted list of sentences under a heading."""
-
-    title: str
-    items: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Facts(Block):
     """Names and values."""
 
@@ -40,18 +33,21 @@ class Facts(Block):
 
 @dataclass(frozen=True)
 class Table(Block):
-    """Columns with headings; the first column holds names, the rest hold numbers.
+    """Columns with headings; the first column holds names, the rest hold texts or numbers.
 
     `strong_row` is highlighted and `note` is shown below. A table with a `summary` is collapsed
     behind it in HTML. `prose`: the cells are sentences.
     """
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[Cell]]
     strong_row: int | None = None
     note: str = ""
     summary: str = ""
     prose: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", [tuple(map(as_text, row)) for row in self.rows])
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,16 @@ from otad.report.attack_sections import (
     cost_section,
     curves_section,
 )
-from otad.report.blocks import Block, Facts, Flags, KeyNumber, Section, Table, Text
+from otad.report.blocks import Facts, Flags, KeyNumber, Section, Table
 from otad.report.examples import Subject, examples_section
-from otad.report.formatting import (
-    duration,
-    flat,
-    interval,
-    percent,
-    scientific,
-    threads,
-    unanswered,
-)
-from otad.report.model_report import FLOAT32_ROUNDOFF, status_name
+from otad.report.formatting import as_text, duration, flat, interval, threads, unanswered
+from otad.report.model_report import account_blocks
 from otad.report.page import Report
 
 NORMS = {
     "l2": "l2: the Euclidean length of the whole change",
     "linf": "linf: the largest change of any feature",
 }
-QUANTILES = ("least", "median", "90%", "99%", "largest")
 
 
 def evaluation_report(
@@ -71,10 +62,10 @@ def _accuracies(evaluation: Evaluation) -> list[KeyNumber]:
     at, n = f"at eps = {evaluation.headline_eps:g}", evaluation.n
     worst, proved = evaluation.worst_case(), evaluation.certified_accuracy(evaluation.headline_eps)
     remark = f"{at}, n = {n:,}; 95% interval {interval(worst)}"
-    numbers = [KeyNumber(percent(worst), "worst-case accuracy", remark)]
+    numbers = [KeyNumber(as_text(worst), "worst-case accuracy", remark)]
     if proved is not None:
         remark = f"{at}; 95% interval {interval(proved)}"
-        numbers.append(KeyNumber(percent(proved), "certified accuracy", remark))
+        numbers.append(KeyNumber(as_text(proved), "certified accuracy", remark))
     share = 100 * len(evaluation.clean_right) / n
     return [*numbers, KeyNumber(f"{share:.1f}%", "clean accuracy", f"of the same {n:,} examples")]
 
@@ -142,27 +133,12 @@ def flags_section(subject: Subject) -> Section:
 
 def solver_section(subject: Subject) -> Section | None:
     """How the solver found the clean answers; None if the model has no solver."""
-    solver = subject.evaluation.solver
-    if solver is None:
+    evaluation = subject.evaluation
+    if evaluation.solver is None:
         return None
-    rows = [
-        (status_name(name), f"{share:.1%}") for name, share in solver.statuses.items() if share > 0
-    ]
-    blocks: list[Block] = [Table(("status", "share"), rows)]
-    if solver.smoothness:  # none where a network estimates the answers
-        used = ("L used", *(f"{value:.3g}" for value in solver.smoothness.marks))
-        blocks.append(Table(("", *QUANTILES), [used]))
-    text = "There is no solution to check"
-    if solver.residual is not None:
-        text = f"The largest residual, computed in float64, is {scientific(solver.residual)}"
-    text += f"; the rounding error of float32 is {scientific(FLOAT32_ROUNDOFF)}."
-    if solver.changed_by_potential is not None:
-        text += (
-            " Several potentials pass through the neighbors and the model chooses one: "
-            f"{solver.changed_by_potential:.1%} of the predictions differ between the two extremes."
-        )
-    lead = f"On the {subject.evaluation.n:,} examples without attack."
-    return Section("solver", "How the solver found its answers", lead, [*blocks, Text(text)])
+    blocks = account_blocks(evaluation.solver, evaluation.n)
+    lead = f"On the {evaluation.n:,} examples without attack."
+    return Section("solver", "How the solver found its answers", lead, blocks)
 
 
 def repeat_section(subject: Subject) -> Section:

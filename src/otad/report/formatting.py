@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from otad.scores import Score
@@ -12,18 +13,26 @@ TIMES = " \N{MULTIPLICATION SIGN} "
 SUPERSCRIPTS = str.maketrans("-0123456789", "\N{SUPERSCRIPT MINUS}⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def percent(score: Score) -> str:
-    return f"{score.value:.1f}%"
+Cell = str | float | Score | None
 
 
-def interval(score: Score) -> str:
-    if score.metric == "accuracy":
-        return f"{score.low:.1f} to {score.high:.1f}%"
-    return f"{score.low:.4g} to {score.high:.4g}"
+def as_text(value: Cell) -> str:
+    """A cell of a table: counts in full, other numbers with four digits."""
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
+    if isinstance(value, Score):
+        return f"{value.value:.1f}%" if value.metric == "accuracy" else f"{value.value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "infinite" if math.isinf(value) else f"{value:.4g}"
 
 
-def distance(value: float) -> str:
-    return "infinite" if math.isinf(value) else f"{value:.3g}"
+def interval(score: Score | None) -> str | None:
+    """The 95 % interval."""
+    if score is None:
+        return None
+    low, high = (as_text(replace(score, value=end)) for end in (score.low, score.high))
+    return f"{low.rstrip('%')} to {high}"
 
 
 def scientific(value: float) -> str:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from scipy.stats import qmc
 from sklearn.datasets import make_moons
 from torch import Tensor
 
@@ -36,6 +37,7 @@ STEEPNESS = LinearSegmentedColormap.from_list("steepness", SHADES)
 MARGINS = LinearSegmentedColormap.from_list("margins", ("#12a594", "#f7f7f5", "#e4572e"))
 
 MAP_NEIGHBORS, MAP_SMOOTHNESS = 8, 1.0
+LINES, EVERY = 25, 6  # grid lines in each direction, nodes from one line to the next
 MAP_EXTENT = 1.5  # bank and grid fill the square [-MAP_EXTENT, MAP_EXTENT]^2
 
 MOONS, NOISE, HIDDEN, NEIGHBORS = 240, 0.12, (32, 32), 5
@@ -47,63 +49,45 @@ BATCH = 20_000
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Example:
-    """A bank in the plane: inputs and features (N,2), labels (N,)."""
-
-    inputs: Tensor
-    features: Tensor
-    labels: Tensor
+Bank = tuple[Tensor, Tensor, Tensor]
+"""Inputs and features (N,2), labels (N,)."""
 
 
-def make_example(size: int = 140, *, seed: int = 0) -> Example:
+def make_bank(size: int = 140, *, seed: int = 0) -> Bank:
     """Points that a convex potential separates into three classes.
 
     Features are the gradient of (2/5) logsumexp(5/2 <c_i, x>) + |x|^2 / 8 for three corners c_i,
     plus a little noise: similar to what a network trained with the transport energy learns.
     """
-    generator = torch.Generator().manual_seed(seed)
-    candidates = torch.rand(size, 40, 2, generator=generator, dtype=torch.float64)
-    candidates = MAP_EXTENT * (2 * candidates - 1)
-    inputs = candidates[0, :1]
-    for tries in candidates[1:]:  # the candidate farthest from all points, so that they spread out
-        farthest = torch.cdist(tries, inputs).amin(1).argmax()
-        inputs = torch.cat((inputs, tries[farthest, None]))
+    spread = qmc.Halton(2, rng=seed).random(size)
+    inputs = MAP_EXTENT * (2 * torch.from_numpy(spread) - 1)
     angles = torch.tensor([90.0, 210.0, 330.0], dtype=torch.float64).deg2rad()
     corners = torch.stack((angles.cos(), angles.sin()), 1)
     features = torch.softmax(2.5 * inputs @ corners.T, 1) @ corners + inputs / 4
+    generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(features.shape, generator=generator, dtype=torch.float64)
-    return Example(inputs, features + 0.01 * noise, (inputs @ corners.T).argmax(1))
+    return inputs, features + 0.01 * noise, (inputs @ corners.T).argmax(1)
 
 
-@dataclass(frozen=True, eq=False)
-class GridMap:
-    """The map on a square grid: nodes and images (n,n,2), smoothness used (n,n). Every
-    `every`-th row and column of nodes is drawn as a line."""
+def interpolate_grid(bank: Bank) -> tuple[Array, Array, Array]:
+    """Nodes (n,n,2) of a grid, their images (n,n,2), and the smoothness used (n,n).
 
-    nodes: Array
-    images: Array
-    smoothness: Array
-    every: int
-
-
-def interpolate_grid(example: Example, *, lines: int = 25, every: int = 6) -> GridMap:
-    """One convex integration problem per node, with the nearest bank points."""
-    axis = torch.linspace(-MAP_EXTENT, MAP_EXTENT, (lines - 1) * every + 1, dtype=torch.float64)
+    One convex integration problem per node, with the nearest bank points.
+    """
+    axis = torch.linspace(-MAP_EXTENT, MAP_EXTENT, (LINES - 1) * EVERY + 1, dtype=torch.float64)
     nodes = torch.cartesian_prod(axis, axis)
-    nearest = torch.cdist(nodes, example.inputs).topk(MAP_NEIGHBORS, largest=False).indices
-    bank = example.inputs[nearest], example.features[nearest]
-    solution = ExactCip()(CipProblem(nodes, *bank, MAP_SMOOTHNESS))
-    grid = len(axis), len(axis), -1
-    images, smoothness = solution.image.view(grid), solution.smoothness.view(grid[:2])
-    return GridMap(nodes.view(grid).numpy(), images.numpy(), smoothness.numpy(), every)
+    nearest = torch.cdist(nodes, bank[0]).topk(MAP_NEIGHBORS, largest=False).indices
+    solution = ExactCip()(CipProblem(nodes, bank[0][nearest], bank[1][nearest], MAP_SMOOTHNESS))
+    n = len(axis)
+    found = nodes.view(n, n, 2), solution.image.view(n, n, 2), solution.smoothness.view(n, n)
+    return found[0].numpy(), found[1].numpy(), found[2].numpy()
 
 
 def draw_map(path: Path, *, seed: int = 0) -> None:
     """Draw the bank, a grid over its inputs, and the same grid sent through the map."""
-    example = make_example(seed=seed)
-    grid = interpolate_grid(example)
-    norm = Normalize(grid.smoothness.min(), grid.smoothness.max())
+    inputs, features, labels = pairs = make_bank(seed=seed)
+    nodes, images, smoothness = interpolate_grid(pairs)
+    norm = Normalize(smoothness.min(), smoothness.max())
     figure = Figure(figsize=(13.2, 4.8))
     figure.subplots_adjust(left=0.01, right=0.95, top=0.85, bottom=0.02, wspace=0.06)
     bank, before, after = figure.subplots(1, 3)
@@ -115,39 +99,26 @@ def draw_map(path: Path, *, seed: int = 0) -> None:
     limits = (-MAP_EXTENT - 0.05, MAP_EXTENT + 0.05)
     for panel, title in zip((bank, before, after), titles, strict=True):
         _frame(panel, *title, limits, limits)
-    colors = _colors(example.labels)
-    pairs = torch.stack((example.inputs, example.features), 1).numpy()
-    bank.add_collection(LineCollection(list(pairs), colors=colors, linewidths=1, alpha=0.45))
-    for (x, y), face in zip(pairs.transpose(1, 2, 0), (colors, "white"), strict=True):
+    colors = _colors(labels)
+    ends = torch.stack((inputs, features), 1).numpy()
+    bank.add_collection(LineCollection(list(ends), colors=colors, linewidths=1, alpha=0.45))
+    for (x, y), face in zip(ends.transpose(1, 2, 0), (colors, "white"), strict=True):
         bank.scatter(x, y, s=19, facecolors=face, edgecolors=colors, linewidths=1.1, zorder=3)
-    for panel, nodes, points in (
-        (before, grid.nodes, example.inputs),
-        (after, grid.images, example.features),
-    ):
-        _draw_lines(panel, nodes, grid, norm)
-        _draw_points(panel, points, example.labels, size=20)
+    for panel, places, points in ((before, nodes, inputs), (after, images, features)):
+        _draw_lines(panel, places, smoothness, norm)
+        _draw_points(panel, points, labels, size=20)
     _color_bar(figure, ScalarMappable(norm, CURVATURE), (0.945, 0.2, 0.009, 0.5), "smoothness L")
     _save(figure, path, dpi=150)
 
 
-def _draw_lines(panel: Axes, places: Array, grid: GridMap, norm: Normalize) -> None:
+def _draw_lines(panel: Axes, places: Array, smoothness: Array, norm: Normalize) -> None:
     """Grid lines in both directions, each segment in the color of the smoothness there."""
     look: dict[str, Any] = {"cmap": CURVATURE, "norm": norm, "linewidths": 1.1, "capstyle": "round"}
-    transposed = places.swapaxes(0, 1), grid.smoothness.T
-    for points, smoothness in ((places, grid.smoothness), transposed):
-        for line, value in zip(points[:: grid.every], smoothness[:: grid.every], strict=True):
+    for points, values in ((places, smoothness), (places.swapaxes(0, 1), smoothness.T)):
+        for line, value in zip(points[::EVERY], values[::EVERY], strict=True):
             segments = list(np.stack((line[:-1], line[1:]), 1))
             larger = np.maximum(value[:-1], value[1:])
             panel.add_collection(LineCollection(segments, array=larger, **look))
-
-
-@dataclass(frozen=True, eq=False)
-class Field:
-    """Answers g on a grid of h x w nodes: the margin of class 1 over class 0 (h,w), and
-    |g - g'| / |x - x'| between neighboring nodes, the larger of two directions (h-1,w-1)."""
-
-    margin: Array
-    slope: Array
 
 
 def both_scopes(*, size: int = MOONS, epochs: int = TRAINING.epochs, seed: int = 0) -> list[OTAD]:
@@ -162,8 +133,12 @@ def both_scopes(*, size: int = MOONS, epochs: int = TRAINING.epochs, seed: int =
 
 
 @torch.no_grad()
-def field_of(model: OTAD, *, nodes: int = NODES) -> Field:
-    """Computed in float64, to tell jumps from rounding."""
+def field_of(model: OTAD, *, nodes: int = NODES) -> tuple[Array, Array]:
+    """Of the answers g on a grid of h x w nodes: the margin of class 1 over class 0 (h,w), and the
+    slope |g - g'| / |x - x'| between neighboring nodes, the larger of two directions (h-1,w-1).
+
+    Computed in float64, to tell jumps from rounding.
+    """
     (left, right), (low, high) = MOONS_EXTENT
     step = (right - left) / (nodes - 1)
     first = left + step * torch.arange(nodes, dtype=torch.float64)
@@ -174,7 +149,7 @@ def field_of(model: OTAD, *, nodes: int = NODES) -> Field:
     across = (answers[:, 1:] - answers[:, :-1]).norm(dim=2)[:-1]
     along = (answers[1:] - answers[:-1]).norm(dim=2)[:, :-1]
     margin = answers[..., 1] - answers[..., 0]
-    return Field(margin.numpy(), (torch.maximum(across, along) / step).numpy())
+    return margin.numpy(), (torch.maximum(across, along) / step).numpy()
 
 
 def draw_scopes(
@@ -183,8 +158,8 @@ def draw_scopes(
     """Draw margin and slope of a local and a global model side by side."""
     local, whole = both_scopes(seed=seed) if models is None else models
     fields = [field_of(model.double(), nodes=nodes) for model in (local, whole)]
-    largest = float(np.abs([field.margin for field in fields]).max())
-    steepest = max(float(field.slope.max()) for field in fields)
+    largest = max(float(np.abs(margin).max()) for margin, _ in fields)
+    steepest = max(float(slope.max()) for _, slope in fields)
     figure = Figure(figsize=(11.0, 8.4))
     figure.subplots_adjust(left=0.02, right=0.9, top=0.91, bottom=0.02, hspace=0.1, wspace=0.04)
     titles = (
@@ -193,20 +168,16 @@ def draw_scopes(
     )
     look: dict[str, Any] = {"origin": "lower", "interpolation": "nearest"}
     look["extent"] = (*MOONS_EXTENT[0], *MOONS_EXTENT[1])
-    for (top, bottom), field, title in zip(figure.subplots(2, 2).T, fields, titles, strict=True):
-        margins = top.imshow(field.margin, MARGINS, vmin=-largest, vmax=largest, **look)
-        axes = (np.linspace(*MOONS_EXTENT[k], field.margin.shape[1 - k]) for k in (0, 1))
-        top.contour(*axes, field.margin, levels=[0.0], colors=[INK], linewidths=1.3)
+    panels = figure.subplots(2, 2).T
+    for (top, bottom), (margin, slope), title in zip(panels, fields, titles, strict=True):
+        margins = top.imshow(margin, MARGINS, vmin=-largest, vmax=largest, **look)
+        axes = (np.linspace(*MOONS_EXTENT[k], margin.shape[1 - k]) for k in (0, 1))
+        top.contour(*axes, margin, levels=[0.0], colors=[INK], linewidths=1.3)
         _draw_points(top, local.bank_inputs, local.bank_labels, size=15)
         _frame(top, *title, *MOONS_EXTENT)
-        scale = LogNorm(0.05, steepest)
-        slopes = bottom.imshow(field.slope.clip(0.05), STEEPNESS, norm=scale, **look)
-        _frame(
-            bottom,
-            "",
-            f"slope of the answers: at most {field.slope.max():.3g} on the grid",
-            *MOONS_EXTENT,
-        )
+        slopes = bottom.imshow(slope.clip(0.05), STEEPNESS, norm=LogNorm(0.05, steepest), **look)
+        subtitle = f"slope of the answers: at most {slope.max():.3g} on the grid"
+        _frame(bottom, "", subtitle, *MOONS_EXTENT)
     _color_bar(figure, margins, (0.915, 0.56, 0.012, 0.3), "margin of one class over the other")
     _color_bar(figure, slopes, (0.915, 0.075, 0.012, 0.3), "|g(a) - g(b)| / |a - b|")
     _save(figure, path, dpi=120)

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from otad.data import Dataset
+from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.evaluate.records import Evaluation
+from otad.model.account import SolverAccount
 from otad.model.otad import OTAD
-from otad.report.assessment import DEFENDED, MAJORITY, MEAN_FEATURE, NET, Assessment
+from otad.report.assessment import Assessment
 from otad.report.blocks import Block, Facts, KeyNumber, Picture, Section, Table, Text
-from otad.report.formatting import TIMES, duration, percent, scientific, threads
+from otad.report.formatting import TIMES, Cell, duration, scientific, threads
 from otad.report.pictures import plot_uri, png_uri
 from otad.report.plots import smoothness_histogram, training_curves
 from otad.training import TrainConfig, TrainResult
 
 FLOAT32_ROUNDOFF = torch.finfo(torch.float32).eps / 2
+QUANTILES = ("least", "median", "90%", "99%", "largest")
 N_SINGLE = 20  # inputs that are timed one by one
 TITLES = {
     NET: "the network alone",
@@ -39,28 +42,43 @@ STATUS_MEANINGS = {
 }
 
 
-def status_name(status: str) -> str:
-    """A status with its meaning."""
-    return f"{status}: {STATUS_MEANINGS.get(status, '')}".rstrip(": ")
+def account_blocks(account: SolverAccount, n: int) -> list[Block]:
+    """How n answers were found: statuses, the L used, the residual and the choice of potential."""
+    rows = [
+        (f"{name}: {STATUS_MEANINGS.get(name, '')}".rstrip(": "), round(share * n), f"{share:.1%}")
+        for name, share in account.statuses.items()
+        if share > 0
+    ]
+    blocks: list[Block] = [Table(("status", "inputs", "share"), rows)]
+    if account.smoothness is not None:  # None where a network estimates the answers
+        blocks.append(Table(("", *QUANTILES), [("L used", *account.smoothness.marks)]))
+    text = "There is no solution to check."
+    if account.residual is not None:
+        text = (
+            "Every answer was checked again in float64, from the raw numbers, by the optimality "
+            "conditions of the problem that it solves (the relative KKT residual). The largest "
+            f"residual is {scientific(account.residual)}; the rounding error of float32 is "
+            f"{scientific(FLOAT32_ROUNDOFF)}."
+        )
+    if account.changed_by_potential is not None:
+        text += (
+            " Several potentials pass through the neighbors and the model chooses one: "
+            f"{account.changed_by_potential:.1%} of the predictions differ between the extremes."
+        )
+    return [*blocks, Text(text)]
 
 
 def headline(assessment: Assessment) -> list[KeyNumber]:
     """The key numbers."""
     net, defended = (_score(assessment, name, digits=1) for name in (NET, DEFENDED))
     name = "accuracy of OTAD" if assessment.metric == "accuracy" else "squared error of OTAD"
+    raised, asked = f"{assessment.share_raised:.1%}", f"L = {assessment.smoothness:g}"
     worst = assessment.account.residual
+    residual = "none" if worst is None else scientific(worst)
     return [
         KeyNumber(defended, name, f"on {len(assessment):,} test inputs; the network {net}"),
-        KeyNumber(
-            f"{assessment.share_raised:.1%}",
-            "needed a larger L",
-            f"than the configured L = {assessment.smoothness:g}",
-        ),
-        KeyNumber(
-            "none" if worst is None else scientific(worst),
-            "largest residual",
-            "how far any answer is from exact",
-        ),
+        KeyNumber(raised, "needed a larger L", f"than the configured {asked}"),
+        KeyNumber(residual, "largest residual", "how far any answer is from exact"),
     ]
 
 
@@ -109,12 +127,12 @@ def training_section(result: TrainResult) -> Section:
 def accuracy_section(assessment: Assessment) -> Section:
     """All predictors on the same test inputs."""
     names = [name for name in TITLES if name in assessment.scores]
-    rows = [[TITLES[name], _score(assessment, name)] for name in names]
+    rows: list[tuple[Cell, ...]] = [(TITLES[name], _score(assessment, name)) for name in names]
     title, columns, n = "Error", ["", "mean squared error"], len(assessment)
     if assessment.metric == "accuracy":
         title, columns = "Accuracy", ["", "accuracy", "errors"]
-        for row, name in zip(rows, names, strict=True):
-            row.append(f"{round((1 - assessment.scores[name]) * n):,}")
+        errors = (round((1 - assessment.scores[name]) * n) for name in names)
+        rows = [(*row, count) for row, count in zip(rows, errors, strict=True)]
     lead = (
         f"On {n:,} test inputs, which are neither training inputs nor bank points. The settings "
         "were chosen on such data, and this is one random split: try other seeds."
@@ -127,22 +145,10 @@ def answers_section(name: str, models: Mapping[str, Assessment]) -> Section:
 
     It is compared with other `models` on the same inputs, with the same configured smoothness.
     """
-    assessment = models[name]
-    n, configured = len(assessment), assessment.smoothness
-    rows = [
-        (status_name(status), f"{count:,}", f"{count / n:.1%}")
-        for status, count in assessment.account.counts.items()
-    ]
-    worst = assessment.account.residual
-    residual = "There is no solution" if worst is None else f"The largest is {scientific(worst)}"
+    assessment, configured = models[name], models[name].smoothness
     least = {label: other.least_smoothness for label, other in models.items()}
     blocks: list[Block] = [
-        Table(("status", "inputs", "share"), rows),
-        Text(
-            "Every answer was checked again in float64, from the raw numbers, by the optimality "
-            "conditions of the problem that it solves (the relative KKT residual). "
-            f"{residual}; the rounding error of float32 is {scientific(FLOAT32_ROUNDOFF)}."
-        ),
+        *account_blocks(assessment.account, len(assessment)),
         Picture(
             plot_uri(smoothness_histogram(least, configured)),
             "histogram of the least smoothness that the neighbors of each test input need",
@@ -152,16 +158,11 @@ def answers_section(name: str, models: Mapping[str, Assessment]) -> Section:
     ]
     if len(models) > 1:
         columns = ("", f"{assessment.metric} of OTAD", "median least L", f"L above {configured:g}")
-        compared = [
-            (
-                label,
-                _score(it),
-                f"{float(it.least_smoothness.median()):.2f}",
-                f"{it.share_raised:.1%}",
-            )
+        rows = [
+            (label, _score(it), float(it.least_smoothness.median()), f"{it.share_raised:.1%}")
             for label, it in models.items()
         ]
-        blocks.append(Table(columns, compared, list(models).index(name)))
+        blocks.append(Table(columns, rows, list(models).index(name)))
     lead = (
         f"{assessment.share_raised:.1%} of the test inputs needed a smoothness above the "
         f"configured L = {configured:g}."
@@ -223,10 +224,6 @@ class Contender:
         without = f"{n} training points left out" if n else "through all points"
         return f"{potential.smoothness:.3g}, {without}"
 
-    def certified(self, eps: float) -> str:
-        proved = self.evaluation.certified_accuracy(eps)
-        return "nothing" if proved is None else percent(proved)
-
 
 def scopes_section(
     local: Contender, others: Sequence[Contender], *, radii: Sequence[float], eps: float
@@ -234,18 +231,16 @@ def scopes_section(
     """Local and global maps side by side: certified accuracy at all `radii`, and accuracy under
     the attacks at `eps`."""
     models = local, *others
-    rows = [
+    evaluations = [one.evaluation for one in models]
+    rows: list[tuple[Cell, ...]] = [
         ("clean accuracy", *(_score(one.assessment, digits=1) for one in models)),
         ("L", *(one.curvature for one in models)),
-        *((f"certified at l2 {it:g}", *(one.certified(it) for one in models)) for it in radii),
-        (
-            f"under attack at l2 {eps:g}",
-            *(percent(one.evaluation.worst_case(eps)) for one in models),
-        ),
     ]
-    global_attacks, local_attacks = (
-        ", ".join(one.evaluation.per_attack) for one in (others[0], local)
-    )
+    for radius in radii:
+        proved = (it.certified_accuracy(radius) or "nothing" for it in evaluations)
+        rows.append((f"certified at l2 {radius:g}", *proved))
+    rows.append((f"under attack at l2 {eps:g}", *(it.worst_case(eps) for it in evaluations)))
+    local_attacks, global_attacks = (", ".join(it.per_attack) for it in evaluations[:2])
     note = (
         f"Clean: {len(local.assessment):,} test examples; certified and attacked: the first "
         f"{local.evaluation.n:,}. Attacks on the global maps, at this radius only: "

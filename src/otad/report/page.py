@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from PIL import Image
 
 from otad.io.files import replacing
 from otad.report.blocks import KeyNumber, Section
 
-SMALLEST_SIDE = 96  # of a picture in a file, in pixels: Markdown cannot enlarge one
 SUFFIXES = {"image/svg+xml": "svg", "image/png": "png"}
 
 
@@ -94,22 +91,8 @@ class _PictureFiles:
         if self.folder is None:
             return _escaped(f"({words})")
         kind, _, data = uri.removeprefix("data:").partition(";base64,")
-        content = base64.b64decode(data)
         self.count += 1
         name = f"picture-{self.count}.{SUFFIXES[kind]}"
         with replacing(self.folder / name) as partial:
-            partial.write_bytes(_enlarged(content) if kind == "image/png" else content)
+            partial.write_bytes(base64.b64decode(data))
         return Markup(f"![{escape(words)}]({self.folder.name.replace(' ', '%20')}/{name})")
-
-
-def _enlarged(content: bytes) -> bytes:
-    """A PNG file with each pixel drawn as a square, so that its shorter side is large enough."""
-    with Image.open(io.BytesIO(content)) as image:
-        factor = -(-SMALLEST_SIDE // min(image.size))
-        if factor == 1:
-            return content
-        width, height = image.size
-        large = image.resize((factor * width, factor * height), Image.Resampling.NEAREST)
-    stream = io.BytesIO()
-    large.save(stream, format="PNG", optimize=True)
-    return stream.getvalue()

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+SMALLEST_SIDE = 96  # in pixels: Markdown cannot enlarge a picture
 AMPLIFICATIONS = (100.0, 50.0, 20.0, 10.0, 5.0, 3.0, 2.0)
 
 
@@ -26,10 +27,13 @@ def png_uri(content: bytes) -> str:
 
 
 def pixels_uri(image: Tensor, bounds: tuple[float, float] | None = None) -> str:
-    """An image (1,H,W) or (3,H,W), with values from `bounds` or the range they have."""
+    """An image (1,H,W) or (3,H,W), with values from `bounds` or the range they have; small images
+    are enlarged, each pixel to a square."""
     low, high = bounds or (float(image.min()), float(image.max()))
     scaled = ((image - low) / max(high - low, 1e-12)).clamp(0, 1).mul(255).round()
     levels = scaled.to(torch.uint8).cpu().movedim(0, -1).squeeze(-1).numpy()
+    factor = -(-SMALLEST_SIDE // min(levels.shape[:2]))
+    levels = levels.repeat(factor, axis=0).repeat(factor, axis=1)
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, format="PNG", optimize=True)
     return png_uri(stream.getvalue())
