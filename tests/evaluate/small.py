@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from otad.attacks import Attack, LpBall
+from otad.attacks import L2, Attack, LpBall
 from otad.attacks.base import Target
-from otad.evaluate import AttackRecord, Evaluation
+from otad.evaluate import AttackRecord, Evaluation, evaluate
 from otad.evaluate.flags import FlagContext
 from otad.evaluate.protocol import Attacked
 from otad.io.codec import to_plain
@@ -94,6 +94,15 @@ def plane_data(count: int = 40) -> tuple[Tensor, Tensor]:
     y = (x[:, 0] > 0).long()
     y[::8] = 1 - y[::8]
     return x, y
+
+
+RADII = (0.2, 0.4, 0.6)
+
+
+def run_plane(**options: Any) -> Evaluation:
+    x, y = plane_data()
+    settings = {"eps": RADII, "attacks": [Slant(), Walk()], "batch_size": 7, "flags": False}
+    return evaluate(Plane().eval(), x, y, L2(0.4), **(settings | options))
 
 
 def identity_net(

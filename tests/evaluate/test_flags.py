@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,56 +60,32 @@ def verdicts(record: Evaluation) -> dict[str, str]:
     return {flag.name: flag.verdict for flag in record.flags}
 
 
-class Zeroed(Plane):
-    """The right answers without a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.detach()) + 0 * x.sum()
+Forward = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-class Undefined(Plane):
-    """The right answers with a gradient that is no number."""
+def plane(change: Forward) -> nn.Module:
+    """The model of `Plane` with another forward pass: a function of the old one and the inputs."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + (0 * x).sum(1, keepdim=True).sqrt()
+    class Changed(Plane):
+        def forward(self, x: Tensor) -> Tensor:
+            return change(super().forward, x)
 
-
-class Wrong(Plane):
-    """A gradient in the direction opposite to the true one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x.detach()) - super().forward(x)
+    return Changed().eval()
 
 
-class Single(Plane):
-    """Refuses to work in double precision."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ torch.eye(2)
-
-
-class Strict(Plane):
-    """Refuses it in words of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
-            raise ValueError("inputs must be float32")
-        return super().forward(x)
+def only_single(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        raise ValueError("inputs must be float32")
+    return forward(x)
 
 
-class Randomized(Plane):
-    """The right answers and a little noise."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = super().forward(x)
-        return outputs + 0.01 * torch.randn(outputs.shape)
-
-
-class Crowd(Plane):
-    """Answers that depend on the rest of the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0))
+ZERO_GRADIENT = plane(lambda forward, x: forward(x.detach()) + 0 * x.sum())
+NAN_GRADIENT = plane(lambda forward, x: forward(x) + (0 * x).sum(1, keepdim=True).sqrt())
+OPPOSITE_GRADIENT = plane(lambda forward, x: 2 * forward(x.detach()) - forward(x))
+FAILS_IN_DOUBLE = plane(lambda forward, x: forward(x) @ torch.eye(2))
+REFUSES_DOUBLE = plane(only_single)
+RANDOMIZED = plane(lambda forward, x: forward(x) + 0.01 * torch.randn(len(x), 2))
+DEPENDS_ON_BATCH = plane(lambda forward, x: forward(x - x.mean(0)))
 
 
 def test_a_sound_model_raises_no_flag() -> None:
@@ -119,11 +96,11 @@ def test_a_sound_model_raises_no_flag() -> None:
     assert all(flag.found and flag.meaning and flag.advice for flag in record.flags)
 
 
-@pytest.mark.parametrize("model", [Zeroed, Undefined])
-def test_a_model_without_gradients_is_flagged(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize("model", [ZERO_GRADIENT, NAN_GRADIENT], ids=["zero", "nan"])
+def test_a_model_without_gradients_is_flagged(model: nn.Module) -> None:
     x, y = plane_data()
     attacks = [Pgd(steps=5, random_start=False), Blind()]
-    record = evaluate(model().eval(), x, y, L2(0.4, bounds=(-1, 1)), attacks=attacks)
+    record = evaluate(model, x, y, L2(0.4, bounds=(-1, 1)), attacks=attacks)
     assert record.attacks[0].broken == ()  # and yet it is no safer than the sound one
     found = verdicts(record)
     assert found["gradients are there"] == FAIL
@@ -134,26 +111,26 @@ def test_a_model_without_gradients_is_flagged(model: type[nn.Module]) -> None:
 
 
 def test_gradients_of_another_function_are_flagged() -> None:
-    context = plane_context(Wrong())
+    context = plane_context(OPPOSITE_GRADIENT)
     assert finite_differences(context).verdict == FAIL
     assert gradient_share(context).verdict == PASS
 
 
-@pytest.mark.parametrize("model", [Single, Strict])
-def test_a_model_that_insists_on_float32_is_compared_in_float32(model: type[nn.Module]) -> None:
-    found = finite_differences(plane_context(model()))
+@pytest.mark.parametrize("model", [FAILS_IN_DOUBLE, REFUSES_DOUBLE], ids=["fails", "refuses"])
+def test_a_model_that_insists_on_float32_is_compared_in_float32(model: nn.Module) -> None:
+    found = finite_differences(plane_context(model))
     assert found.verdict == PASS
     assert found.found.endswith("float32")
 
 
 def test_a_randomized_model_is_flagged() -> None:
     x, y = plane_data()
-    record = evaluate(Randomized().eval(), x, y, L2(0.4), attacks=[Walk()])
+    record = evaluate(RANDOMIZED, x, y, L2(0.4), attacks=[Walk()])
     assert verdicts(record)["the model is not randomized"] == FAIL
 
 
 def test_a_model_that_looks_at_the_whole_batch_is_flagged() -> None:
-    context = plane_context(Crowd())
+    context = plane_context(DEPENDS_ON_BATCH)
     assert batch_independence(context).verdict == FAIL
     assert randomness(context).verdict == PASS
 
@@ -172,7 +149,7 @@ def test_otad_passes_the_checks_of_its_gradients_and_answers() -> None:
     assert changes.found.startswith(f"for {share:.0%} of")
 
 
-def test_a_wrong_certificate_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_certificate_is_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = two_sides()
     options = {"attacks": [Straight(points=3)], "flags": False}
     assert evaluate(model, x, y, L2(0.3), **options).is_sound  # type: ignore[arg-type]
@@ -190,7 +167,7 @@ def test_a_wrong_certificate_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch)
     assert "within its certified radius" in flag.found
 
 
-def test_the_sandwich_is_strict_to_the_last_digit() -> None:
+def test_the_check_of_certificates_is_strict_to_the_last_digit() -> None:
     certificate = CertificateRecord(CERTAIN, (), (), (), 0.0)
     record = record_of("white-box", (3,), (3,))
     for radius, verdict in ((0.4, PASS), (0.4 + 1e-15, FAIL)):
@@ -201,7 +178,7 @@ def test_the_sandwich_is_strict_to_the_last_digit() -> None:
     assert certificate_holds(plane_context(records=(record,))).verdict == NOT_RUN
 
 
-def test_the_sandwich_of_a_regression_is_made_of_errors() -> None:
+def test_certified_errors_of_a_regression_are_checked() -> None:
     model, x, y = two_sides(task="regression")
     attack = Straight(points=3, shares=(1.0,))
     record = evaluate(model, x, y, L2(0.2), attacks=[attack], flags=False)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from otad.attacks import L2, MetricAttack, Transfer
 from otad.attacks.adaptive import Straight
-from otad.evaluate.identity import Identity, generator_for, model_card, settings_of
+from otad.evaluate.identity import Identity, model_card, settings_of
 from otad.evaluate.protocol import run_attacks
 
 SOURCE = '''
@@ -172,13 +172,3 @@ def test_batches_that_cannot_be_named_are_not_saved(tmp_path: Path) -> None:
                 model, x, y, L2(0.1), [MetricAttack(scaled(factor), steps=1)], folder=tmp_path
             )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_generators_depend_on_every_name() -> None:
-    drawn = {
-        float(torch.rand((), generator=generator_for(*names)))
-        for names in ((0, "pgd", 1), (1, "pgd", 1), (0, "apgd", 1), (0, "pgd", 2))
-    }
-    assert len(drawn) == 4
-    same = [torch.rand(3, generator=generator_for(0, "pgd")) for _ in range(2)]
-    assert torch.equal(*same)

@@ -1,0 +1,208 @@
+"""The attack protocol against closed forms, kills and damage."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from evaluate.small import (
+    RADII,
+    Plane,
+    Slant,
+    Walk,
+    Wander,
+    plane_data,
+    run_plane,
+    timeless,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+from otad.attacks import L2, Attack, LpBall
+from otad.attacks.base import Target
+from otad.evaluate import Evaluation
+from otad.evaluate.protocol import HALVINGS, run_attacks
+
+
+def distances_along(x: Tensor, factor: float) -> Tensor:
+    return x[:, 0].double().abs() * factor
+
+
+def test_survivors_are_those_of_the_closed_form() -> None:
+    x, y = plane_data()
+    right = (x[:, 0] > 0).long() == y
+    record = run_plane()
+    assert record.clean_right == tuple(right.nonzero()[:, 0].tolist())
+    assert record.clean["model"].value == 100 * float(right.double().mean())
+    standing = right.clone()
+    expected = []
+    for eps in RADII:
+        for factor in (2**0.5, 1.0):  # Slant, then Walk
+            attacked = standing.nonzero()[:, 0].tolist()
+            standing = standing & (distances_along(x, factor) > eps)
+            broken = [row for row in attacked if not standing[row]]
+            expected.append((eps, attacked, broken))
+    found = [(one.eps, list(one.attacked), list(one.broken)) for one in record.attacks]
+    assert found == expected
+    assert [one.attack for one in record.attacks] == ["slant", "walk"] * 3
+
+
+def test_every_attack_meets_every_right_row_if_nobody_is_spared() -> None:
+    x, _ = plane_data()
+    record = run_plane(survivors_only=False)
+    for one in record.attacks:
+        assert one.attacked == record.clean_right
+        length = distances_along(x, 2**0.5 if one.attack == "slant" else 1.0)
+        assert one.broken == tuple(row for row in one.attacked if length[row] <= one.eps)
+    share = len(record.clean_right) - len(record.attacks[2].broken)
+    assert record.per_attack["slant"] == pytest.approx(share / record.n)
+
+
+def test_adversarial_examples_are_drawn_back_to_the_boundary() -> None:
+    x, _ = plane_data()
+    for one in run_plane(survivors_only=False).attacks:
+        length = distances_along(x, 2**0.5 if one.attack == "slant" else 1.0)
+        for row, distance in zip(one.broken, one.distances, strict=True):
+            assert length[row] - 1e-6 <= distance <= length[row] + one.eps / 2**HALVINGS + 1e-6
+        asked = len(one.attacked) * 2 + len(one.broken) * (HALVINGS + 1)
+        assert one.forwards == asked
+        assert one.backwards == 0
+
+
+def test_the_curve_of_the_worst_case_is_that_of_the_nearest_examples() -> None:
+    x, _ = plane_data()
+    record = run_plane(survivors_only=False)
+    right = torch.zeros(len(x), dtype=torch.bool)
+    right[list(record.clean_right)] = True
+    values = []
+    for eps in (0.0, 0.1, 0.25, 0.4, 0.5, 0.6):
+        standing = right & (distances_along(x, 1.0) + 0.6 / 2**HALVINGS > eps)
+        fewest = right & (distances_along(x, 1.0) > eps)
+        found = record.worst_case(eps).value / 100
+        assert float(fewest.double().mean()) <= found <= float(standing.double().mean())
+        values.append(found)
+    assert values == sorted(values, reverse=True)
+    assert record.worst_case_accuracy == record.worst_case(0.4).value / 100
+
+
+def test_the_record_and_the_nearest_adversarial_examples_are_written(tmp_path: Path) -> None:
+    x, y = plane_data()
+    record = run_plane(folder=tmp_path)
+    assert Evaluation.read(tmp_path / "evaluation.json") == record
+    kept = load_file(tmp_path / "adversarial.safetensors")
+    nearest = record.distances()
+    broken = [row for row in record.clean_right if nearest[row] < math.inf]
+    assert kept["rows"].tolist() == broken
+    assert (Plane()(kept["inputs"]).argmax(1) != y[kept["rows"]]).all()
+    measured = L2(1.0).distance(kept["inputs"], x[kept["rows"]])
+    assert measured.tolist() == [nearest[row] for row in broken]
+
+
+def test_a_run_killed_after_any_batch_ends_with_the_same_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attacks = [Wander(), Walk()]
+    whole = run_plane(attacks=attacks, folder=tmp_path / "whole")
+    files = sorted(path.name for path in (tmp_path / "whole" / "parts").iterdir())
+    for batches in (0, 1, 4, 9):
+        folder = tmp_path / str(batches)
+        monkeypatch.setattr(Wander, "limit", batches)
+        with pytest.raises(KeyboardInterrupt):
+            run_plane(attacks=attacks, folder=folder)
+        monkeypatch.setattr(Wander, "limit", None)
+        again = run_plane(attacks=attacks, folder=folder)
+        assert timeless(again) == timeless(whole)
+        assert sorted(path.name for path in (folder / "parts").iterdir()) == files
+        first, second = (
+            load_file(one / "adversarial.safetensors") for one in (folder, tmp_path / "whole")
+        )
+        assert torch.equal(first["inputs"], second["inputs"])
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_plane(attacks=[Wander()], folder=tmp_path)
+    monkeypatch.setattr(Wander, "limit", 0)
+    again = run_plane(attacks=[Wander()], folder=tmp_path)
+    assert timeless(again) == timeless(whole)
+    assert [one.seconds for one in again.attacks] == [one.seconds for one in whole.attacks]
+    assert again.seconds > sum(one.seconds for one in whole.attacks), "earlier work counts"
+
+
+class Diary(Attack):
+    """Notes down how many rows it met."""
+
+    name = "diary"
+    family = "random"
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        self.pages.append(len(x))
+        return x
+
+
+def test_what_an_attack_notes_down_is_no_setting_of_it(tmp_path: Path) -> None:
+    first, resumed = (run_plane(attacks=[Diary()], folder=tmp_path) for _ in range(2))
+    assert first.attacks[0].settings == {"pages": []}
+    assert timeless(first) == timeless(resumed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"batch_size": 8}, {"eps": (0.3, 0.4)}, {"attacks": [Walk(), Wander()]}],
+)
+def test_other_arguments_do_not_meet_old_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
+    run_plane(attacks=[Wander()], folder=tmp_path)
+    monkeypatch.setattr(Wander, "limit", 0)
+    with pytest.raises(KeyboardInterrupt):
+        run_plane(**({"attacks": [Wander()], "folder": tmp_path} | change))
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0\0", b"not a safetensors file"])
+def test_damaged_parts_are_computed_again(tmp_path: Path, damage: bytes) -> None:
+    whole = run_plane(attacks=[Wander()], folder=tmp_path)
+    for number, path in enumerate(sorted((tmp_path / "parts").iterdir())):
+        content = path.read_bytes()
+        path.write_bytes(damage if number % 2 else content[:-4] + b"\0\1\2\3")
+    assert timeless(run_plane(attacks=[Wander()], folder=tmp_path)) == timeless(whole)
+
+
+def test_seeds_matter_and_nothing_else_is_random() -> None:
+    first, same, other = (run_plane(attacks=[Wander()], seed=seed) for seed in (0, 0, 1))
+    assert timeless(first) == timeless(same)
+    assert first.attacks[2].distances != other.attacks[2].distances
+
+
+@pytest.mark.parametrize("survivors_only", [True, False])
+def test_the_strongest_inputs_of_all_rows_are_found(tmp_path: Path, survivors_only: bool) -> None:
+    """Along x_0 the margin of the wrong class is 2 (eps - |x_0|), broken or not."""
+    x, y = plane_data()
+    model, attacks = Plane().eval(), [Walk((0.0, 1.0, 0.0)), Walk(), Slant()]
+    options = {"strongest": True, "survivors_only": survivors_only, "batch_size": 7}
+    reported: list[tuple[int, int]] = []
+    for _ in range(2):  # the second time from saved batches
+        found = run_attacks(
+            model, x, y, L2(0.4), attacks, **options, folder=tmp_path,
+            progress=lambda _, done, total, worst: reported.append((done, total)),
+        )  # fmt: skip
+    margins = 2 * (0.4 - x[:, 0].double().abs())
+    assert found.gains[found.right].tolist() == pytest.approx(
+        margins[found.right].tolist(), abs=1e-6
+    )
+    assert found.found.tolist() == found.right.tolist()
+    moved = (found.inputs - x)[found.right]
+    assert moved[:, 0].abs().tolist() == pytest.approx([0.4] * len(moved))
+    assert [one.attack for one in found.records] == ["walk", "walk", "slant"]
+    broken = found.records[1]
+    assert broken.distances == pytest.approx([0.4] * len(broken.broken))  # not shortened
+    fell = len(broken.broken) if survivors_only else 0
+    assert len(found.records[2].attacked) == int(found.right.sum()) - fell
+    steps = 3 * math.ceil(int(found.right.sum()) / 7)
+    assert {total for _, total in reported} == {steps}
+    assert reported[-1] == (steps, steps)
+    assert found.saved_seconds > 0
