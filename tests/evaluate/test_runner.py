@@ -36,10 +36,6 @@ from otad.model.diagnostics import problem_of
 from otad.nets import FCResNet
 
 
-def distances_along(x: Tensor, factor: float) -> Tensor:
-    return x[:, 0].double().abs() * factor
-
-
 @pytest.mark.parametrize("flags", [True, False])
 def test_progress_rises_to_the_end_with_a_falling_worst_case(flags: bool) -> None:
     told: list[tuple[str, int, int, float]] = []

@@ -17,7 +17,7 @@ from otad.errors import InputError
 
 FORMS = ("tight", "paper")
 ROUNDING = 1 + 1e-9  # of norms computed in float64
-# The largest slope of each. That of x Phi(x) lies at sqrt(2); tanh's version of it is steeper.
+# The largest slope of each. That of x Phi(x) is at sqrt(2); tanh's version of it is steeper.
 ACTIVATIONS = {
     "relu": 1.0,
     "gelu": (1 + math.erf(1)) / 2 + 1 / (math.e * math.sqrt(math.pi)),
@@ -75,7 +75,7 @@ def attention_lipschitz(
     slope = _spectral(key.mT @ query) * bound**2 / math.sqrt(width)
     slope = slope + math.sqrt(tokens) * (1 + bound * pull / (2 * math.sqrt(width)))
     joint = _spectral(out) * (_spectral(value) * slope).square().sum().sqrt()
-    outs = out.view(dim, count, width).movedim(1, 0)  # (R,D,w), what each head's answer meets
+    outs = out.view(dim, count, width).movedim(1, 0)  # (R,D,w), applied to the answer of each head
     single = (_spectral(outs @ value) * slope).sum()
     return ROUNDING * float(torch.minimum(joint, single))
 

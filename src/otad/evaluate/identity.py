@@ -1,9 +1,9 @@
 """What a finished batch of an attack depends on, in plain values: the model, the attack, the seed.
 
 Tensors count by their contents, settings by their values, code by the `version` that a class
-declares (1 by default). Editing a comment therefore keeps every finished batch; whoever changes
-what a model or an attack computes raises its `version`. Nothing is saved for objects that hold
-something without a plain description, such as a lambda.
+declares (1 by default). So finished batches are found again after a comment was edited. When
+you change what your model or attack computes, raise the `version` of its class. Batches are not
+saved where an attribute has no plain description, such as a lambda.
 """
 
 from __future__ import annotations

@@ -193,11 +193,11 @@ def _plant_one(
         torch.cat([labels, labels[:1].expand(2)]),  # the map does not read them
     )
     levels = _raised(planted, defended.whole_bank.potential.levels[used], bend, modulus)
-    nobody = used.new_empty(0)
+    none = used.new_empty(0)
     model = defended.replace(
         bank=planted,
         n_neighbors=min(defended.n_neighbors, len(planted)),
-        potential=BankPotential(levels, bend + modulus, bend, nobody, 0, 0.0),
+        potential=BankPotential(levels, bend + modulus, bend, none, 0, 0.0),
         search="torch",
         resident=True,
     )

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: who was broken by what, at which distance, at which cost."""
+"""Records of an evaluation: which attack broke which rows, at which distance and cost."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Evaluation:
     def per_attack(self) -> dict[str, float]:
         """At the eps of the threat: accuracy over all examples when only this attack counts.
 
-        Rows the attack was spared, as others had broken them, count as standing here; so this is
+        Rows that the attack skipped, because others had broken them, count as right; so this is
         the attack's own strength only in an evaluation with `survivors_only=False`.
         """
         names = dict.fromkeys(record.attack for record in self.attacks)
@@ -154,8 +154,8 @@ class Evaluation:
         if self.task != "classification":
             raise InputError("accuracy: expected an evaluation of a classifier, got a regression")
         distances = self.distances(attacks)
-        standing = sum(distances[row] > eps for row in self.clean_right)
-        return share_score(standing, self.n)
+        unbroken = sum(distances[row] > eps for row in self.clean_right)
+        return share_score(unbroken, self.n)
 
     def distances(self, attacks: list[str] | None = None) -> list[float]:
         """For each row the shortest distance at which it is known to be wrong: 0 where it is so

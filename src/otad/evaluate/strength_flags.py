@@ -29,8 +29,8 @@ MASKED = (
 
 @check(
     "white-box at least as strong as black-box",
-    "Whoever knows the model can do all that whoever does not can. Examples that only "
-    "attacks without its inside break are a sign of masked gradients.",
+    "An attacker who knows the model can do all that one without this knowledge can. Examples "
+    "that only black-box attacks break are a sign of masked gradients.",
     MASKED,
 )
 def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
