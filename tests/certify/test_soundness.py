@@ -10,8 +10,11 @@ import torch
 from certify.keyed import keyed_plane
 from certify.one_map import one_map_model
 from certify.small import broken, exact_radius, plane_model, queries
+from torch import Tensor
 
 from otad.certify import certify
+from otad.certify.rules import RULES, Batch, Rule
+from otad.model.otad import OTAD
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one neighbor": {"n_neighbors": 1},
@@ -163,3 +166,33 @@ def test_the_cell_rule_knows_its_limits(solver: dict[str, Any]) -> None:
     noise = 0.02 if "spares" in solver else 3.0
     model = plane_model(1, points=12, n_neighbors=11, noise=noise, solver=solver)
     assert "cell" not in certify(model, queries(model, 20, 3)).rules
+
+
+def test_a_new_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Constant(Rule):
+        """Boasts of the same radius everywhere."""
+
+        name = "constant"
+        if_used = ("rule 'constant': wishful thinking",)
+
+        @staticmethod
+        def rows_at_once(model: OTAD) -> int:
+            return 3
+
+        def radius(self, batch: Batch, known: Tensor) -> Tensor:
+            return torch.full_like(known, 0.2)
+
+        def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
+            return -torch.ones_like(reached), torch.ones_like(reached)
+
+    monkeypatch.setitem(RULES, "constant", Constant)
+    model = plane_model(1)
+    x = queries(model, 20, 1)
+    plain = certify(model, x)
+    monkeypatch.setattr(model.answerer, "rules", ("hull", "cell", "constant"))
+    found = certify(model, x)
+    larger = plain.radius < 0.19
+    assert 0 < int(larger.sum()) < len(x)
+    assert {rule for rule, used in zip(found.rules, larger, strict=True) if used} == {"constant"}
+    torch.testing.assert_close(found.radius[~larger], plain.radius[~larger])
+    assert "wishful" in found.assumptions[-1]
