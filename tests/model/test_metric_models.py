@@ -93,38 +93,6 @@ def image_model() -> OTAD:
     return defend(net, x, (x.mean((1, 2, 3)) > 0.5).long(), n_neighbors=3, metric=metric)
 
 
-def test_a_saved_model_has_its_metric_and_keys_again(tmp_path: Path) -> None:
-    model = image_model()
-    x = torch.rand(7, 1, 8, 8, generator=torch.Generator().manual_seed(4))
-    model.save(tmp_path)
-    again = load(tmp_path)
-    assert isinstance(again.metric, CNNMetric)
-    assert torch.equal(model(x), again(x))
-    OTAD(model.backbone, model.bank, n_neighbors=3).save(tmp_path)  # without one, in its place
-    assert load(tmp_path).metric is None
-    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == [
-        "backbone", "bank", "card.json",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["metric", "keys"])
-def test_a_missing_or_foreign_part_is_refused(tmp_path: Path, kind: str) -> None:
-    image_model().save(tmp_path / "one")
-    other = image_model()
-    with torch.no_grad():
-        next(other.metric.parameters()).add_(0.1)
-        other.bank_keys.add_(0.1)
-    other.save(tmp_path / "two")
-    (own,) = (tmp_path / "one").glob(f"{kind}-*")
-    (foreign,) = (tmp_path / "two").glob(f"{kind}-*")
-    own.write_bytes(foreign.read_bytes())
-    with pytest.raises(InputError, match="a file of another model"):
-        load(tmp_path / "one")
-    own.unlink()
-    with pytest.raises(InputError, match=r"expected the file that card.json names, got none"):
-        load(tmp_path / "one")
-
-
 def test_what_cannot_be_described_or_proved_is_refused(tmp_path: Path) -> None:
     model, *_ = make(FirstFeatures())
     with pytest.raises(InputError, match=r"expected an otad.nets.Metric, .* got FirstFeatures"):

@@ -1,4 +1,4 @@
-"""The two k-NN twins of OTAD: same bank, same exact search, no convex integration."""
+"""The two k-NN baselines of OTAD: same bank, same exact search, no convex integration."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Frozen dataclasses to plain JSON or TOML values and back, refusing what does not fit; and files
-of them."""
+"""Frozen dataclasses to plain JSON or TOML values and back, and files of them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from otad.errors import InputError
 from otad.io.files import replacing
 
-_NOT_FINITE = ("inf", "-inf", "nan")  # JSON has no word for them
+_NOT_FINITE = ("inf", "-inf", "nan")  # as text: JSON does not have them
 
 
 def to_plain(value: Any) -> Any:
@@ -32,8 +31,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """The value as `kind`: a dataclass, tuple, dict, optional or plain type. `where` it stands is
-    named in errors."""
+    """The value as `kind`: a dataclass, tuple, dict, optional or plain type. Errors name its
+    place, `where`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -88,7 +87,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """The whole file or none of it."""
+    """Replace a file by plain values, atomically."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Where and when a run took place: what every record says about its surroundings."""
+"""Where and when a run took place: hardware, versions and commit, for every record."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _version(package: str) -> str | None:
 def commit_of(folder: Path) -> str | None:
     """The commit `folder` was checked out at, "-dirty" if changed since; None if unknown.
 
-    A folder that merely lies inside somebody's repository (an environment, say) has no commit.
+    A folder inside a repository that does not track it, such as an environment, has no commit.
     """
     if not _output("git", "-C", str(folder), "ls-files", "."):
         return None
@@ -83,7 +83,7 @@ def cpu_name() -> str:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, None if it is absent or fails."""
+    """What a command prints; None if it is absent or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):

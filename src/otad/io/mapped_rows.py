@@ -1,10 +1,9 @@
-"""Rows of tensors that lie in a file, read by their position in it.
+"""Rows of memory-mapped tensors, read from the file by their position.
 
-A tensor mapped from a file is a tensor like any other, but what is touched of it stays in the
-resident memory of the process, and for a row of some KB the system maps up to 2 MB, a whole page of
-its cache: some thousand rows, and all of the file is resident. So whoever needs some rows of a
-tensor that may be mapped asks `gathered` or `block_of` for them. Those of a tensor known to lie in
-a file are copied from there, which leaves nothing behind and is faster too.
+Every row that is read through a memory map stays in the resident memory of the process, and for a
+row of some KB the system maps up to 2 MB: after some thousand rows the whole file is resident. So
+`gathered` and `block_of` read rows of a mapped tensor from its file instead, which uses no further
+memory and is faster, too.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from otad.errors import InputError
 
 
 class FileRows:
-    """Where the rows of a mapped tensor (N,...) are: an open file and the offset of the first."""
+    """The rows of a mapped tensor (N,...) in its file, which stays open, from an offset on."""
 
     def __init__(self, path: Path, offset: int, mapped: Tensor) -> None:
         self.path, self.offset = path, offset
         self.shape, self.dtype = tuple(mapped.shape), mapped.dtype
         self.row_bytes = math.prod(self.shape[1:]) * mapped.element_size()
         self._changes = mapped._version
-        self._file = os.open(path, os.O_RDONLY)  # the very file, also once another has its name
+        self._file = os.open(path, os.O_RDONLY)  # stays this file when another gets its name
         weakref.finalize(self, os.close, self._file)
 
     def holds(self, mapped: Tensor) -> bool:
@@ -66,7 +65,7 @@ class FileRows:
                 f"rows: expected 0 to {self.shape[0] - 1}, the rows of {self.path}, "
                 f"got {low} to {high}"
             )
-        # In integers of Python: those of 32 bits could not count the bytes of a large file.
+        # Python integers: 32 bits cannot count the bytes of a large file.
         return [self.offset + row * self.row_bytes for row in rows.tolist()]
 
     def _empty(self, count: int, pinned: bool) -> tuple[Tensor, memoryview]:
@@ -89,12 +88,12 @@ _IN_FILES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mapped tensor -> its F
 
 
 def remember(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """From now on rows of these tensors, mapped from a safetensors file, are read by position.
+    """From now on read rows of these tensors, mapped from a safetensors file, by position.
 
-    Not those of tensors made in inference mode: torch does not count how often they are changed.
+    Except for tensors made in inference mode, whose changes torch does not count.
     """
     if not hasattr(os, "preadv"):
-        return  # the maps serve
+        return  # rows are read through the map
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -105,7 +104,7 @@ def remember(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def in_file(points: Tensor) -> FileRows | None:
-    """Where the rows of a tensor are, if that is in a file."""
+    """The rows of a tensor in its file, if it is mapped from one and unchanged."""
     rows: FileRows | None = _IN_FILES.get(points)
     return rows if rows is not None and rows.holds(points) else None
 

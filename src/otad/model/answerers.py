@@ -92,7 +92,7 @@ class Answerer(nn.Module, ABC):
 
     @property
     def potential(self) -> BankPotential | None:
-        """The potential of a global map; None for other answerers."""
+        """The potential of a global map."""
         return None
 
     @abstractmethod
@@ -111,10 +111,8 @@ class Answerer(nn.Module, ABC):
 
     def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
         """The answerers that take the lowest and the highest feasible potential."""
-        raise InputError(
-            "answerer: expected one that chooses among potentials, got "
-            f"{type(self).__name__}({self.mode})"
-        )
+        found = f"{type(self).__name__}({self.mode})"
+        raise InputError(f"answerer: expected one that chooses among potentials, got {found}")
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
         """The global map."""
@@ -148,10 +146,7 @@ class Answerer(nn.Module, ABC):
 
 
 class NeighborAnswerer(Answerer):
-    """Integrates the K nearest training points of each query, with its own potential.
-
-    A query whose neighbors contradict each other is answered as the solver's settings say.
-    """
+    """Integrates the K nearest training points of each query, with its own potential."""
 
     scope = "local"
     card_version = 1
@@ -180,10 +175,7 @@ class NeighborAnswerer(Answerer):
         if not isinstance(solver, ExactCip):
             return f"solver: expected ExactCip, got {type(solver).__name__}, an estimate"
         if solver.on_failure == "abstain":
-            return (
-                "on_failure: expected 'fallback' or 'raise', got 'abstain': it cannot be proved "
-                "that the model always answers"
-            )
+            return "on_failure: expected 'fallback' or 'raise', which answer always, got 'abstain'"
         if solver.mode == "consistent" and solver.climb is not None and solver.climb[1] > 0:
             return (
                 "climb: expected None or (delta1, 0) in mode 'consistent', as the proof needs a "
@@ -236,10 +228,7 @@ class NeighborAnswerer(Answerer):
     def settings(self) -> dict[str, Any]:
         solver = self.solver
         if not isinstance(solver, ExactCip):
-            raise InputError(
-                "solver: expected ExactCip or CipNet, which can describe themselves, got "
-                f"{type(solver).__name__}"
-            )
+            raise InputError(f"solver: expected ExactCip or CipNet, got {type(solver).__name__}")
         return {"solver": to_plain(asdict(solver))}
 
     @classmethod
@@ -253,7 +242,7 @@ class NeighborAnswerer(Answerer):
 class SurrogateAnswerer(NeighborAnswerer):
     """The answer to the K nearest training points of each query, estimated by a `CipNet`.
 
-    Without weights (unless the net reads its answer out as a mean), residuals and certificates.
+    Without residuals and certificates, and without weights unless the answer is made of them.
     """
 
     card_entry = "surrogate"
@@ -325,10 +314,7 @@ class WholeBankAnswerer(Answerer):
         """The neighbors are the bank points with weight (B,W), most weight first; rows with fewer
         repeat their first, with weight 0 and not `active`."""
         if exclude is not None:
-            raise InputError(
-                "exclude: expected None for a global map, which passes through all bank points, "
-                "got rows to leave out"
-            )
+            raise InputError("exclude: expected None for a global map, got rows to leave out")
         found = self.whole_bank(bank)(embedded)
         distances = distances_to(embedded.detach(), bank.bank_inputs, found.indices)
         return Answer(Neighbors(found.indices, distances), found.solution, found.gap)
@@ -341,8 +327,7 @@ class WholeBankAnswerer(Answerer):
         return {"scope": self.scope, "potential": self.potential}
 
     def describe(self) -> dict[str, Any]:
-        levels = fingerprint({"levels": self.levels})
-        left_out = self.potential.left_out.tolist()
+        levels, left_out = fingerprint({"levels": self.levels}), self.potential.left_out.tolist()
         about = self._curvature() | {"left_out": left_out, "levels": levels}
         return {"scope": self.scope, "potential": about}
 
