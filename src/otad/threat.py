@@ -93,8 +93,8 @@ class LpBall(ABC):
         """The points (B,*) of the ball, bounds included, nearest to `moved` in units of `scale`;
         their measured distance never exceeds eps.
 
-        Bounds are no afterthought: of a step cut to eps and then clipped, images that are black
-        or white nearly everywhere would keep a fraction only.
+        Cutting a step to eps and then clipping it would leave only a fraction of it for images
+        that are black or white nearly everywhere.
         """
         step = self._masked(moved - x) / self._scale(x)
         step = self._shorten(step.flatten(1), self._room(step, x)).view_as(x) * self._scale(x)
@@ -171,8 +171,8 @@ class LpBall(ABC):
         return step if self.mutable is None else step * self.mutable.to(step)
 
     def _reached(self, x: Tensor, step: Tensor) -> Tensor:
-        """x + step within the bounds, each feature rounded towards x: one whose numbers lie too far
-        apart for its step stays behind, and the others need not be shortened for it."""
+        """x + step within the bounds, each feature rounded towards x: where floating-point numbers
+        are too far apart for its step it does not move, and others need not be shortened for it"""
         moved = x + step
         too_far = (moved - x).abs() > step.abs()
         moved = torch.where(too_far, moved.nextafter(x), moved)

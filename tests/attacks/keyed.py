@@ -1,4 +1,4 @@
-"""Tiny images whose neighbors are sought by a metric, behind an embedding that hides them."""
+"""Tiny images whose neighbors are searched by a metric, behind an embedding that hides them."""
 
 from __future__ import annotations
 

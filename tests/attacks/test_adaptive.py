@@ -2,85 +2,47 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from attacks.bank_models import (
+    BANK_ATTACKS,
+    BOX,
+    blobs,
+    first_feature_net,
+    local_model,
+    true_distances,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, Linf
-from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
+from otad.attacks.adaptive import Bisector, Keys, Region, SoftKnn, Straight
 from otad.attacks.adaptive.region import shortest_step
 from otad.attacks.adaptive.soft_knn import _advantage
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.errors import InputError
 from otad.model.defend import defend
-from otad.model.otad import OTAD
-from otad.nets import fc_resnet
 
-ATTACKS: list[Attack] = [
-    Straight(points=6),
-    Bisector(pairs=4, polish=10),
-    SoftKnn(steps=15, polish=10),
-    Region(polish=10),
-]
-
-
-def blobs(size: int, seed: int, task: str = "classification") -> tuple[Tensor, Tensor]:
-    """Two classes left and right of 0.5 in the unit square, or the value of the first feature."""
-    drawn = torch.rand(size, 2, generator=torch.Generator().manual_seed(seed))
-    if task == "regression":
-        return drawn, drawn[:, 0].clone()
-    return drawn, (drawn[:, 0] > 0.5).long()
-
-
-def small_model(
-    size: int = 40, *, neighbors: int = 1, seed: int = 0, task: str = "classification"
-) -> OTAD:
-    """A bank in the unit square whose head reads the first feature, so that votes are labels."""
-    x, y = blobs(size, seed, task)
-    outputs = 2 if task == "classification" else 1
-    net = fc_resnet((2,), outputs, blocks=1, seed=seed, task=task, bounds=(0.0, 1.0))
-    with torch.no_grad():
-        for name, weight in net.named_parameters():
-            if "head" not in name:
-                weight.zero_()  # no transport: features are inputs
-        if task == "classification":
-            net.head.weight.copy_(torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
-            net.head.bias.copy_(torch.tensor([0.5, -0.5]))
-        else:
-            net.head.weight.copy_(torch.tensor([[1.0, 0.0]]))
-            net.head.bias.zero_()
-    return defend(net, x, y, n_neighbors=neighbors)
-
-
-def true_distances(model: OTAD, x: Tensor, y: Tensor, cells: int = 300) -> Tensor:
-    """Brute force: how far the nearest wrong node of a fine grid is from each input (B,)."""
-    axis = torch.linspace(0, 1, cells)
-    nodes = torch.cartesian_prod(axis, axis)
-    with torch.no_grad():
-        answers = torch.cat([model(part).argmax(1) for part in nodes.split(20_000)])
-    away = torch.cdist(x, nodes).masked_fill(answers[None] == y[:, None], torch.inf)
-    return away.amin(1)
+EACH = pytest.mark.parametrize("attack", BANK_ATTACKS, ids=lambda attack: attack.name)
 
 
 def test_with_one_neighbor_the_region_attack_finds_the_distance_of_a_fine_grid_to_five_percent(
     generator: torch.Generator,
 ) -> None:
-    model = small_model(size=15, neighbors=1)
+    model = local_model(size=15, neighbors=1)
     x, y = blobs(8, seed=1)
     y = model(x).argmax(1)
     attack = Region(singles=15, opponents=15, classes=1, sizes=(1,), rounds=1)
     for row, true in enumerate(true_distances(model, x, y).tolist()):
         one = slice(row, row + 1)
-        above = attack(model, x[one], y[one], L2(1.05 * true, (0.0, 1.0)), generator=generator)
-        below = attack(
-            model, x[one], y[one], L2(0.97 * true - 0.005, (0.0, 1.0)), generator=generator
-        )
+        above = attack(model, x[one], y[one], L2(1.05 * true, BOX), generator=generator)
+        below = attack(model, x[one], y[one], L2(0.97 * true - 0.005, BOX), generator=generator)
         assert bool(above.broken)
         assert not bool(below.broken)
 
@@ -88,25 +50,25 @@ def test_with_one_neighbor_the_region_attack_finds_the_distance_of_a_fine_grid_t
 def test_where_gradients_are_blind_the_neighbor_attacks_are_not(
     generator: torch.Generator,
 ) -> None:
-    model = small_model(neighbors=1)  # one neighbor: the map is piecewise constant
+    model = local_model(neighbors=1)  # one neighbor: the map is piecewise constant
     x, y = blobs(30, seed=2)
     moved = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(moved).sum(), moved)
     assert float(gradient.abs().max()) == 0.0
     true = true_distances(model, x, y)
-    ball = L2(0.2, (0.0, 1.0))
+    ball = L2(0.2, BOX)
     reachable = float((true < 0.19).double().mean())
-    for attack in ATTACKS:
+    for attack in BANK_ATTACKS:
         broken = 1 - attack(model, x, y, ball, generator=generator).accuracy
         assert broken > 0.8 * reachable, attack.name
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-@pytest.mark.parametrize("ball", [L2(0.3, (0.0, 1.0)), Linf(0.2, (0.0, 1.0))], ids=["l2", "linf"])
+@EACH
+@pytest.mark.parametrize("ball", [L2(0.3, BOX), Linf(0.2, BOX)], ids=["l2", "linf"])
 def test_stays_in_the_ball_and_counts(
     attack: Attack, ball: L2 | Linf, generator: torch.Generator
 ) -> None:
-    model = small_model(neighbors=5)
+    model = local_model(neighbors=5)
     x, y = blobs(25, seed=3)
     result = attack(model, x, y, ball, generator=generator)
     assert float(result.distance.max()) <= ball.eps
@@ -122,10 +84,10 @@ def test_stays_in_the_ball_and_counts(
 
 
 def test_immutable_features_stay(generator: torch.Generator) -> None:
-    model = small_model(neighbors=3)
+    model = local_model(neighbors=3)
     x, y = blobs(25, seed=4)
-    ball = L2(0.5, (0.0, 1.0), mutable=torch.tensor([True, False]))
-    for attack in ATTACKS:
+    ball = L2(0.5, BOX, mutable=torch.tensor([True, False]))
+    for attack in BANK_ATTACKS:
         result = attack(model, x, y, ball, generator=generator)
         assert torch.equal(result.inputs[:, 1], x[:, 1])
         assert result.accuracy < 0.9
@@ -133,30 +95,30 @@ def test_immutable_features_stay(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("rule", [MajorityKnn, MeanFeatureKnn])
 def test_attacks_k_nn_on_the_same_bank(rule: type, generator: torch.Generator) -> None:
-    model = rule(small_model(neighbors=5), 5).eval()
+    model = rule(local_model(neighbors=5), 5).eval()
     x, y = blobs(25, seed=5)
-    for attack in ATTACKS:
-        result = attack(model, x, y, L2(0.4, (0.0, 1.0)), generator=generator)
+    for attack in BANK_ATTACKS:
+        result = attack(model, x, y, L2(0.4, BOX), generator=generator)
         assert result.accuracy < 0.6
 
 
 def test_regression_error_only_grows(generator: torch.Generator) -> None:
-    model = small_model(neighbors=5, task="regression")
+    model = local_model(neighbors=5, task="regression")
     x, y = blobs(25, seed=6, task="regression")
     clean = (model(x) - y).abs().detach()
-    for attack in ATTACKS:
-        result = attack(model, x, y, L2(0.2, (0.0, 1.0)), generator=generator)
+    for attack in BANK_ATTACKS:
+        result = attack(model, x, y, L2(0.2, BOX), generator=generator)
         assert bool((result.gain >= clean).all())
         # the value is the first feature, so a step of 0.2 should buy an error near 0.2
         assert float(result.gain.median()) > 0.1, attack.name
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@EACH
 def test_a_model_without_a_bank_is_refused(attack: Attack, generator: torch.Generator) -> None:
     net = nn.Linear(2, 2).eval()
     x, y = blobs(10, seed=7)
     y = net(x).argmax(1)
-    with pytest.raises(InputError, match="expected OTAD or k-NN on its bank"):
+    with pytest.raises(InputError, match=r"model.*OTAD.*Linear"):
         attack(net, x, y, L2(0.3), generator=generator)
 
 
@@ -183,7 +145,7 @@ def test_shortest_step_is_the_projection_an_independent_solver_finds(
     assert np.linalg.norm(step) == pytest.approx(np.linalg.norm(expected), rel=0.05, abs=1e-3)
 
 
-def test_the_stand_in_has_the_gradient_it_claims() -> None:
+def test_the_gradient_of_the_smooth_vote_is_that_of_finite_differences() -> None:
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(12, 3, generator=generator, dtype=torch.float64)
     sides = torch.tensor([[1, -1, 0] * 4])
@@ -196,38 +158,45 @@ def test_the_stand_in_has_the_gradient_it_claims() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "name", "value"),
     [
-        (lambda: SoftKnn(temperatures=()), "temperatures: expected positive shares"),
-        (lambda: SoftKnn(steps=0), "steps: expected an integer of at least 1"),
-        (lambda: Straight(shares=(2.0,)), r"shares: expected numbers in \(0, 1\]"),
-        (lambda: Region(rounds=0), "rounds: expected an integer of at least 1"),
-        (lambda: Bisector(pairs=0), "pairs: expected an integer of at least 1"),
+        (SoftKnn, "temperatures", ()),
+        (SoftKnn, "steps", 0),
+        (SoftKnn, "targets", 0),
+        (Straight, "shares", (2.0,)),
+        (Region, "rounds", 0),
+        (Bisector, "pairs", 0),
+        (Keys, "losses", ("rank", "luck")),
+        (Keys, "losses", ()),
+        (Keys, "temperatures", (0.0,)),
+        (Keys, "steps", 0),
+        (Keys, "targets", 0),
+        (Keys, "restarts", 0),
     ],
 )
-def test_refuses_bad_settings(make: object, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        make()  # type: ignore[operator]
+def test_refuses_bad_settings(make: type[Attack], name: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"{name}.*{re.escape(str(value))}"):
+        make(**{name: value})
 
 
-def test_copies_of_an_input_in_the_bank_do_not_blind_the_stand_in(
+def test_copies_of_an_input_in_the_bank_do_not_blind_the_smooth_vote(
     generator: torch.Generator,
 ) -> None:
-    model = small_model(neighbors=1)
+    model = local_model(neighbors=1)
     x, y = blobs(40, seed=0)  # the bank itself: the nearest neighbor is at distance 0
-    result = SoftKnn(steps=15)(model, x, y, L2(0.3, (0.0, 1.0)), generator=generator)
+    result = SoftKnn(steps=15)(model, x, y, L2(0.3, BOX), generator=generator)
     assert result.accuracy < 0.8
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda one: one.name)
+@EACH
 @pytest.mark.parametrize("scope", ["local", "global"])
 def test_a_bank_of_one_place_leaves_nothing_to_find(
     attack: Attack, scope: str, generator: torch.Generator
 ) -> None:
-    model = small_model()
+    model = local_model()
     x = torch.full((3, 2), 0.25)
     one_place = defend(model.backbone, x, torch.zeros(3).long(), n_neighbors=2, scope=scope)
-    found = attack(one_place, x, torch.zeros(3).long(), L2(0.2, (0.0, 1.0)), generator=generator)
+    found = attack(one_place, x, torch.zeros(3).long(), L2(0.2, BOX), generator=generator)
     assert not found.broken.any()
     assert found.inputs.isfinite().all()
 
@@ -237,18 +206,18 @@ def test_a_bank_of_one_place_leaves_nothing_to_find(
     [Bisector(1, 10), SoftKnn((0.1,), 5, targets=1, polish=10), Region(1, 1, (1,), polish=10)],
     ids=lambda attack: attack.name,
 )
-def test_the_gradient_goes_on_where_neighbor_attacks_end(
+def test_the_gradient_continues_where_neighbor_attacks_end(
     attack: Bisector | SoftKnn | Region, generator: torch.Generator
 ) -> None:
-    model = small_model(neighbors=8)
+    model = local_model(neighbors=8)
     x, y = blobs(20, seed=8)
-    ball = L2(0.02, (0.0, 1.0))
+    ball = L2(0.02, BOX)
     plain = replace(attack, polish=0)(model, x, y, ball, generator=generator)
     polished = attack(model, x, y, ball, generator=generator)
     assert bool((plain.backwards == 0).all())
-    standing = ~polished.broken
-    assert bool((polished.gain >= plain.gain)[standing].all())
-    assert bool((polished.gain > plain.gain)[standing].any())
+    survivors = ~polished.broken
+    assert bool((polished.gain >= plain.gain)[survivors].all())
+    assert bool((polished.gain > plain.gain)[survivors].any())
     assert bool((polished.broken >= plain.broken).all())
 
 
@@ -257,11 +226,11 @@ def test_a_regression_is_pushed_both_ways(
     attack: SoftKnn | Region, generator: torch.Generator
 ) -> None:
     """The value is the first feature: near a bound there is room for an error on one side only."""
-    model = small_model(150, neighbors=3, task="regression")
+    model = local_model(150, neighbors=3, task="regression")
     for first, offset in ((0.97, -0.01), (0.03, 0.01)):  # the error so far is on the other side
         x = torch.tensor([[first, 0.5]])
         y = model(x).detach() + offset
-        result = attack(model, x, y, L2(0.2, (0.0, 1.0)), generator=generator)
+        result = attack(model, x, y, L2(0.2, BOX), generator=generator)
         assert float(result.gain) > 0.15
 
 
@@ -277,29 +246,26 @@ def test_an_adapted_net_that_only_flattens_is_attacked_all_the_same(
         assert bool((result.forwards > 1).all())
 
 
-def test_neighbors_are_attacked_where_they_are_sought(generator: torch.Generator) -> None:
+def test_neighbors_are_attacked_where_they_are_searched(generator: torch.Generator) -> None:
     """A metric that sees the second feature alone: moving the first one, as the embedding
     would have it, changes no neighbor."""
     x, _ = blobs(60, seed=9)
     y = (x[:, 1] > 0.5).long()
-    net = fc_resnet((2,), 2, blocks=1, bounds=(0.0, 1.0))
+    net = first_feature_net()
     with torch.no_grad():
-        for weight in net.parameters():
-            weight.zero_()
-        net.head.weight.copy_(torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
-        net.head.bias.copy_(torch.tensor([0.5, -0.5]))
+        net.head.weight.copy_(net.head.weight.flip(1))  # reads the second feature
     metric = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         metric.weight.copy_(torch.tensor([[0.0, 1.0]]))
     model = defend(net, x, y, n_neighbors=3, metric=metric)
     one = torch.tensor([[0.5, 0.35]])
     result = SoftKnn(steps=10, polish=0)(
-        model, one, model(one).argmax(1), L2(0.25, (0.0, 1.0)), generator=generator
+        model, one, model(one).argmax(1), L2(0.25, BOX), generator=generator
     )
     assert bool(result.broken)
     step = (result.inputs - one)[0].abs()
     assert float(step[0]) < 1e-6 < float(step[1])
     walked = Straight()(model, one, model(one).argmax(1), L2(0.25), generator=generator)
     assert bool(walked.broken)  # the inputs are known, as they were only normalized
-    with pytest.raises(InputError, match="straight lines to bank points are known, got Linear"):
+    with pytest.raises(InputError, match=r"model.*Linear"):
         Bisector()(model, one, model(one).argmax(1), L2(0.25), generator=generator)

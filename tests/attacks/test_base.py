@@ -118,7 +118,7 @@ def test_points_that_are_no_numbers_count_for_nothing(value) -> None:
 
 
 def test_an_attack_of_the_wrong_shape_is_refused() -> None:
-    with pytest.raises(InputError, match=r"scripted.run: expected shape \(2, 2\)"):
+    with pytest.raises(InputError, match=r"scripted.run: .*\(2, 2\)"):
         attack(lambda target, x, ball: x[:1], X[:2], Y[:2], L2(1.0))
 
 
@@ -235,17 +235,17 @@ def harmless(target: Target, x: Tensor, ball: LpBall) -> Tensor:
 @pytest.mark.parametrize(
     ("x", "y", "ball", "message"),
     [
-        (X * math.nan, Y, L2(1.0), "x: expected finite values"),
-        (X.half(), Y, L2(1.0), "x: expected dtype float32 or float64, got torch.float16"),
-        (X[0], Y, L2(1.0), "x: expected a tensor of at least one example"),
-        (X[:0], Y[:0], L2(1.0), "x: expected a tensor of at least one example"),
-        (X, Y[:2], L2(1.0), r"y: expected shape \(3,\)"),
-        (X, Y.int(), L2(1.0), "y: expected dtype int64 or"),
-        (X, Y + 1, L2(1.0), "y: expected labels from 0 to 1, got the unknown label 2"),
-        (X, -Y, L2(1.0), "y: expected labels from 0 to 1, got the unknown label -1"),
-        (X, Y.float(), L2(1.0), r"model: expected shape \(3,\) of values"),
-        (X, Y, L2(1.0, bounds=(0.0, 1.0)), "x: expected values within the bounds"),
-        (X, Y, L2(1.0, scale=torch.ones(3)), "scale: expected shape"),
+        (X * math.nan, Y, L2(1.0), "x: .*finite"),
+        (X.half(), Y, L2(1.0), "x: .*float32.*float16"),
+        (X[0], Y, L2(1.0), "x: .*at least one"),
+        (X[:0], Y[:0], L2(1.0), "x: .*at least one"),
+        (X, Y[:2], L2(1.0), r"y: .*\(3,\).*\(2,\)"),
+        (X, Y.int(), L2(1.0), "y: .*int64.*int32"),
+        (X, Y + 1, L2(1.0), "y: .*0 to 1.*2"),
+        (X, -Y, L2(1.0), "y: .*0 to 1.*-1"),
+        (X, Y.float(), L2(1.0), r"model: .*\(3,\).*\(3, 2\)"),
+        (X, Y, L2(1.0, bounds=(0.0, 1.0)), r"x: .*\(0.0, 1.0\).*-1.0 to 2.0"),
+        (X, Y, L2(1.0, scale=torch.ones(3)), r"scale: .*\(2,\).*\(3,\)"),
     ],
 )
 def test_refusals(x, y, ball, message) -> None:
@@ -256,11 +256,11 @@ def test_refusals(x, y, ball, message) -> None:
 def test_refused_models() -> None:
     run = Scripted(harmless)
     generator = torch.Generator()
-    with pytest.raises(InputError, match="model: expected evaluation mode"):
+    with pytest.raises(InputError, match=r"model: .*training"):
         run(Sign(), X, Y, L2(1.0), generator=generator)
-    with pytest.raises(InputError, match=r"model: expected a torch.nn.Module, got function"):
+    with pytest.raises(InputError, match=r"model: .*function"):
         run(lambda x: x, X, Y, L2(1.0), generator=generator)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"model: expected logits \(3, C\) of at least 2 classes"):
+    with pytest.raises(InputError, match=r"model: .*\(3, C\).*\(3,\)"):
         run(First().eval(), X, Y, L2(1.0), generator=generator)
 
 

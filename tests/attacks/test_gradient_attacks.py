@@ -144,22 +144,13 @@ def test_questions_and_gradients_are_counted(maker, generator) -> None:
     x = examples()
     y = model.net(x).argmax(1)
     y[:5] = (y[:5] + 1) % 3
-    result = maker(model.net)(model, x, y, L2(0.3), generator=generator)
+    attack = maker(model.net)
+    result = attack(model, x, y, L2(0.3), generator=generator)
+    assert attack.needs.gradients or not result.backwards.any()
     assert 0 < result.accuracy < (len(x) - 5) / len(x)
     assert int(result.forwards.sum()) == sum(map(len, model.asked))
     assert int(result.backwards.sum()) == model.backwards
     assert result.forwards[:5].tolist() == [1] * 5
-
-
-@EVERY
-def test_examples_answered_wrongly_are_left_alone(maker, generator) -> None:
-    net = small_net()
-    x = examples()
-    y = net(x).argmax(1)
-    y[::2] = (y[::2] + 1) % 3
-    result = maker(net)(net, x, y, Linf(0.2), generator=generator)
-    assert torch.equal(result.inputs[::2], x[::2])
-    assert bool(result.broken[::2].all())
 
 
 @EVERY
@@ -246,21 +237,21 @@ def test_regression(maker, bounds, generator) -> None:
 
 @pytest.mark.parametrize("attack", [Pgd, Apgd])
 def test_refused_settings(attack) -> None:
-    with pytest.raises(InputError, match="steps: expected an integer of at least 1, got 0"):
-        attack(steps=0)
-    with pytest.raises(InputError, match="restarts: expected an integer of at least 1, got -1"):
-        attack(restarts=-1)
-    with pytest.raises(InputError, match="restarts: expected 1 without a random start, got 2"):
-        attack(restarts=2, random_start=False)
-    with pytest.raises(InputError, match=r"loss: expected one of .* got 'hinge'"):
-        attack(loss="hinge")
+    for options, message in (
+        ({"steps": 0}, "steps.*0"),
+        ({"restarts": -1}, "restarts.*-1"),
+        ({"restarts": 2, "random_start": False}, "restarts.*1.*2"),
+        ({"loss": "hinge"}, "loss.*hinge"),
+    ):
+        with pytest.raises(InputError, match=message):
+            attack(**options)
 
 
 @pytest.mark.parametrize("attack", [Pgd(loss="dlr"), Apgd(loss="dlr")])
 def test_dlr_needs_three_classes(attack, generator) -> None:
     net = small_net(classes=2)
     x = examples()
-    with pytest.raises(InputError, match="dlr expected at least 3 classes, got 2"):
+    with pytest.raises(InputError, match=r"loss.*dlr.*3.*2"):
         attack(net, x, net(x).argmax(1), L2(0.1), generator=generator)
 
 
@@ -277,9 +268,9 @@ def test_refused_networks(maker, name, generator) -> None:
     net = small_net(seed=2)
     x = examples()
     y = net(x).argmax(1)
-    with pytest.raises(InputError, match=f"{name}: expected evaluation mode"):
+    with pytest.raises(InputError, match=f"{name}.*training"):
         maker(small_net().train())(net, x, y, L2(0.1), generator=generator)
-    with pytest.raises(InputError, match=f"{name}: expected a torch.nn.Module, got int"):
+    with pytest.raises(InputError, match=f"{name}.*Module.*int"):
         maker(3)(net, x, y, L2(0.1), generator=generator)
     assert set(y.tolist()) == {0, 1, 2}
     with pytest.raises(InputError, match=r"expected (shape \(40, 3\)|labels from 0 to 1)"):

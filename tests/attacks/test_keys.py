@@ -1,4 +1,4 @@
-"""Attacks on neighbors that a metric seeks: by gradient, and straight to given training inputs."""
+"""Attacks on neighbors that a metric finds: by gradient, and straight to given training inputs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ QUICK = Keys(steps=15, targets=2, temperatures=(0.1,), restarts=1, polish=10)
 def right_rows(model: torch.nn.Module, count: int, seed: int) -> tuple[Tensor, Tensor]:
     x, y = tiles(count, seed)
     with torch.no_grad():
-        kept = model(x).argmax(1) == y
-    return x[kept], y[kept]
+        right = model(x).argmax(1) == y
+    return x[right], y[right]
 
 
 @pytest.mark.parametrize("ball", [L2(0.4, BOX), Linf(0.1, BOX)], ids=["l2", "linf"])
@@ -135,7 +135,7 @@ def test_lines_to_given_inputs_with_the_nearest_keys(generator: torch.Generator)
     model, train_x = keyed_model()
     x, y = right_rows(model, 40, 8)
     ball = L2(1.0, BOX)
-    with pytest.raises(InputError, match="train_x: expected the training inputs, as they cannot"):
+    with pytest.raises(InputError, match="train_x"):
         Straight()(model, x, y, ball, generator=generator)
     found = Straight(points=6, train_x=train_x)(model, x, y, ball, generator=generator)
     assert found.accuracy < 0.5
@@ -150,10 +150,10 @@ def test_lines_to_given_inputs_with_the_nearest_keys(generator: torch.Generator)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda x: x[:-1], r"expected shape \(90, 1, 4, 4\) with a row per bank point"),
-        (lambda x: x.flip(0), "expected the inputs the bank was made from, row 0 is not"),
-        (lambda x: x.double(), "expected a tensor of dtype torch.float32"),
-        (lambda x: x.numpy(), "got ndarray"),
+        (lambda x: x[:-1], r"train_x.*\(90, 1, 4, 4\)"),
+        (lambda x: x.flip(0), "train_x.*row 0"),
+        (lambda x: x.double(), "train_x.*float32.*float64"),
+        (lambda x: x.numpy(), "train_x.*ndarray"),
     ],
 )
 def test_other_training_inputs_are_refused(spoil: object, message: str) -> None:
@@ -185,20 +185,3 @@ def test_the_bank_is_taken_in_blocks_of_examples(
     parts = attack(model, x, y, L2(0.3, BOX), generator=generator)
     assert torch.equal(whole.broken, parts.broken)
     torch.testing.assert_close(whole.gain, parts.gain, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"losses": ("rank", "luck")}, "losses: expected some of"),
-        ({"losses": ()}, "losses: expected some of"),
-        ({"temperatures": (0.0,)}, "temperatures: expected positive shares"),
-        *(
-            ({name: 0}, f"{name}: expected an integer of at least 1")
-            for name in ("steps", "targets", "restarts")
-        ),
-    ],
-)
-def test_refuses_bad_settings(options: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Keys(**options)  # type: ignore[arg-type]

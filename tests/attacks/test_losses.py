@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from otad.attacks.base import gain_of, margin
+from otad.attacks.base import margin
 from otad.attacks.objectives import LOSSES, cross_entropy, dlr, loss_for, squared_error
 from otad.errors import InputError
 
@@ -27,12 +27,6 @@ def test_closed_forms() -> None:
 
 def test_dlr_does_not_see_scale_and_shift() -> None:
     torch.testing.assert_close(dlr(7 * LOGITS - 3, Y), dlr(LOGITS, Y))
-
-
-def test_margin_is_the_gain(generator) -> None:
-    logits = torch.randn(50, 2, generator=generator)
-    y = torch.randint(2, (50,), generator=generator)
-    assert torch.equal(margin(logits, y), gain_of(logits, y))
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
@@ -55,9 +49,9 @@ def test_only_the_margin_is_never_flat() -> None:
 def test_choice_of_loss() -> None:
     assert loss_for("dlr", Y) is dlr
     assert loss_for("dlr", torch.ones(2)) is squared_error
-    with pytest.raises(InputError, match="loss: expected one of cross_entropy, dlr, margin"):
+    with pytest.raises(InputError, match=r"loss.*hinge"):
         loss_for("hinge", Y)
-    with pytest.raises(InputError, match="dlr expected at least 3 classes, got 2"):
+    with pytest.raises(InputError, match=r"loss.*dlr.*3.*2"):
         dlr(LOGITS[:, :2], torch.tensor([0, 1]))
 
 

@@ -1,58 +1,22 @@
-"""Attacks on one map for the whole bank: tangents are what they are said to be, and found."""
+"""Attacks on a global map: tangents agree with the potential, and are found."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from attacks.bank_models import BANK_ATTACKS, BOX, stairs, true_distances
+from attacks.bank_models import blobs as two_colors
 from torch.nn import functional
 
 from otad.attacks import L2, Attack, Linf
-from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
+from otad.attacks.adaptive import Region
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.pgd import Bpda, Pgd
 from otad.baselines import MajorityKnn
 from otad.cip.whole_bank.lifted_potential import lifted_potential
-from otad.cip.whole_bank.potential import integrate_most
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
-from otad.nets import fc_resnet, lifted_net
-
-ATTACKS: list[Attack] = [
-    Straight(points=6),
-    Bisector(pairs=4, polish=10),
-    SoftKnn(steps=15, polish=10),
-    Region(polish=10),
-]
-BOX = (0.0, 1.0)
-
-
-def two_colors(size: int, seed: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.rand(size, 2, generator=torch.Generator().manual_seed(seed))
-    return drawn, (drawn[:, 0] > 0.5).long()
-
-
-def stairs(
-    size: int = 60, *, smoothness: float = 30.0, task: str = "classification", flipped: int = 0
-) -> OTAD:
-    """Left half of the square to (0, 0), right half to (1, 0), but for the `flipped` first points,
-    which no such map passes through: a steep step, flat elsewhere."""
-    x, y = two_colors(size, 0)
-    outputs = 2 if task == "classification" else 1
-    net = fc_resnet((2,), outputs, blocks=1, task=task, bounds=BOX)
-    with torch.no_grad():
-        for weight in net.parameters():
-            weight.zero_()
-        rows = [[-1.0, 0.0], [1.0, 0.0]] if outputs == 2 else [[1.0, 0.0]]
-        net.head.weight.copy_(torch.tensor(rows))
-        if outputs == 2:
-            net.head.bias.copy_(torch.tensor([0.5, -0.5]))
-    z = torch.stack([y.float(), torch.zeros(size)], 1)
-    z[:flipped, 0] = 1 - z[:flipped, 0]
-    labels = y if outputs == 2 else y.float()
-    potential = integrate_most(x, z, smoothness)
-    bank = FeatureBank(x, z, labels, "stairs")
-    return OTAD(net.eval(), bank, scope="global", potential=potential, n_neighbors=3).eval()
+from otad.nets import lifted_net
 
 
 def lifted_stairs() -> OTAD:
@@ -66,15 +30,6 @@ def lifted_stairs() -> OTAD:
 
 
 MODELS = {"stairs": stairs, "some left out": lambda: stairs(flipped=4), "lifted": lifted_stairs}
-
-
-def true_distances(model: OTAD, x: Tensor, y: Tensor, cells: int = 250) -> Tensor:
-    """Brute force: how far the nearest wrong node of a fine grid is from each input (B,)."""
-    axis = torch.linspace(0, 1, cells)
-    nodes = torch.cartesian_prod(axis, axis)
-    with torch.no_grad():
-        answers = torch.cat([model(part).argmax(1) for part in nodes.split(20_000)])
-    return torch.cdist(x, nodes).masked_fill(answers[None] == y[:, None], torch.inf).amin(1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -142,9 +97,9 @@ def test_where_the_gradient_is_zero_the_others_are_found(
     right = model(x).argmax(1) == y
     x, y = x[right], y[right]
     ball = L2(0.25, BOX)
-    reachable = int((true_distances(model, x, y) < 0.24).sum())
+    reachable = int((true_distances(model, x, y, 250) < 0.24).sum())
     assert reachable > 10
-    for attack in ATTACKS:
+    for attack in BANK_ATTACKS:
         result = attack(model, x, y, ball, generator=generator)
         assert float(result.distance.max()) <= ball.eps
         assert int(result.broken.sum()) >= 0.9 * reachable, attack.name
@@ -164,7 +119,7 @@ def test_with_tangents_alone_the_distance_of_a_fine_grid_is_found(
     x, y = two_colors(6, 4)
     y = model(x).argmax(1)
     attack = Region(singles=15, opponents=15, classes=1, sizes=(1,), rounds=1, polish=0)
-    for row, true in enumerate(true_distances(model, x, y).tolist()):
+    for row, true in enumerate(true_distances(model, x, y, 250).tolist()):
         one = slice(row, row + 1)
         above = L2(1.05 * true + 0.005, BOX)
         below = L2(max(0.0, 0.97 * true - 0.006), BOX)
@@ -172,7 +127,7 @@ def test_with_tangents_alone_the_distance_of_a_fine_grid_is_found(
         assert not bool(attack(model, x[one], y[one], below, generator=generator).broken)
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", BANK_ATTACKS, ids=lambda attack: attack.name)
 def test_linf_and_immutable_features(attack: Attack, generator: torch.Generator) -> None:
     model = stairs()
     x, y = two_colors(25, 5)
@@ -191,7 +146,7 @@ def test_a_regression_is_pushed(generator: torch.Generator) -> None:
     x = two_colors(25, 6)[0]
     y = model(x).detach()
     far = (x[:, 0] - 0.5).abs() < 0.15
-    for attack in ATTACKS:
+    for attack in BANK_ATTACKS:
         result = attack(model, x, y, L2(0.3, BOX), generator=generator)
         assert float(result.gain[far].min()) > 0.5, attack.name
 

@@ -252,14 +252,14 @@ def test_metric_attack_moves_neighbors_that_no_gradient_sees(generator) -> None:
 
 def test_refusals(generator) -> None:
     for step_size in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(InputError, match="step_size: expected a positive number or None"):
+        with pytest.raises(InputError, match="step_size"):
             Pgd(step_size=step_size)
-    with pytest.raises(InputError, match="random_start: expected True"):
+    with pytest.raises(InputError, match=r"random_start.*False"):
         MetricAttack(nn.Identity(), random_start=False)
-    with pytest.raises(InputError, match="loss: expected one of"):
+    with pytest.raises(InputError, match=r"loss.*squared_error"):
         Bpda(nn.Identity(), loss="squared_error")
     net = bent_net(generator)
     x = torch.rand(3, 4, generator=generator)
     flat = MetricAttack(lambda x: x.sum(1))
-    with pytest.raises(InputError, match=r"metric: expected an embedding \(3, d\)"):
+    with pytest.raises(InputError, match=r"metric.*\(3, d\).*\(3,\)"):
         flat(net, x, net(x).argmax(1), L2(0.1), generator=generator)

@@ -10,8 +10,7 @@ from attacks.linear_models import (
 )
 from torch import Tensor, nn
 
-from otad.attacks import L2, Linf, LpBall
-from otad.attacks.square import Square
+from otad.attacks import L2, Linf, LpBall, Square
 
 library = pytest.importorskip("pyautoattack.square", reason="needs the extra attacks")
 SHAPE = (1, 10, 10)

@@ -106,9 +106,9 @@ def test_an_inner_attack_that_fails_once_does_no_harm(generator) -> None:
 
 def test_refusals(generator) -> None:
     net = linear([1.0, 0.0], [-1.0, 0.0])
-    with pytest.raises(InputError, match="starts: expected an integer of at least 1, got 0"):
+    with pytest.raises(InputError, match=r"starts.*0"):
         Transfer(net, starts=0)
     x = torch.tensor([[0.5, 0.0]])
     model = nn.Sequential(linear([1.0, 0.0]), nn.Flatten(0)).eval()
-    with pytest.raises(InputError, match=r"source: expected shape \(1,\) of values"):
+    with pytest.raises(InputError, match=r"source.*\(1,\).*\(1, 2\)"):
         Transfer(net)(model, x, model(x).detach(), L2(1.0), generator=generator)

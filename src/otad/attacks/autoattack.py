@@ -1,10 +1,11 @@
-"""AutoAttack (Croce and Hein 2020) by its own library, with its warnings about a model."""
+"""Square (Andriushchenko et al. 2020) and AutoAttack (Croce and Hein 2020), by pyautoattack."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,23 +13,119 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Target, register_attack
-from otad.attacks.library_adapters import (
-    LIBRARY_NORMS,
-    SquareWindows,
-    UnitBox,
-    own_randomness,
-    require,
-)
-from otad.attacks.needs import Needs
-from otad.checks import check_choice
+from otad.attacks.base import Attack, Survivors, Target, gain_of, register_attack
+from otad.attacks.library_adapters import UnitBox, own_randomness, require
+from otad.attacks.needs import Knowledge, Needs
+from otad.attacks.objectives import cross_entropy
+from otad.checks import check_choice, check_count
 from otad.errors import InputError
 from otad.threat import LpBall, per_row
 
+LIBRARY_NORMS = {"l2": "L2", "linf": "Linf"}
 VARIANTS = ("standard", "plus", "rand", "custom")
 PARTS = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
 NEED_CLASSES = {"apgd-dlr": 3, "apgd-t": 4}  # their loss looks at so many logits
 TARGETS = 9  # classes the targeted parts try, where there are so many
+
+
+class SquareWindows(Attack):
+    """Attacks that include Square of pyautoattack, which cannot tile every image in l2."""
+
+    @classmethod
+    def misfit(
+        cls,
+        known: Knowledge,
+        input_shape: Sequence[int] | None = None,
+        task: str = "classification",
+        threat: LpBall | None = None,
+    ) -> str | None:
+        reason = super().misfit(known, input_shape, task, threat)
+        if reason is None and input_shape is not None and threat is not None:
+            reason = cls.windows_misfit(input_shape, threat)
+        return reason
+
+    @staticmethod
+    def windows_misfit(input_shape: Sequence[int], threat: LpBall) -> str | None:
+        """Why the library's first l2 step, windows of a fifth of the height, fails on such images.
+
+        From a margin of half of what five windows leave, it lays as many as the sides hold: the
+        last one may stick out, which only windows of a single pixel survive.
+        """
+        if threat.norm != "l2":
+            return None
+        height, width = input_shape[1:]
+        side = height // 5
+        margin = (height - 5 * side) // 2
+        ends = [margin + length // side * side - length for length in (height, width) if side]
+        if side == 1 or (side > 1 and max(ends) <= 0):
+            return None
+        return (
+            "expected images whose sides the l2 windows of Square can tile (28 x 28, 32 x 32, "
+            f"...), got {height} x {width}; random_search takes any shape"
+        )
+
+    def check_windows(self, x: Tensor, ball: LpBall) -> None:
+        if reason := self.windows_misfit(x.shape[1:], ball):
+            raise InputError(f"{self.name}: {reason}")
+
+
+@register_attack
+@dataclass(frozen=True, eq=False)
+class Square(SquareWindows):
+    """Random search over square windows of images (B,C,H,W), without gradients.
+
+    - `queries`: the most answers asked for each example, in each restart.
+    - `restarts`: how often the examples that survive are attacked.
+    - `loss`: what a change must improve, "margin" or "ce" (cross-entropy). In regression, always
+      the error.
+    """
+
+    queries: int = 2000
+    restarts: int = 1
+    loss: str = "margin"
+    name = "square"
+    family = "black-box"
+    needs = Needs(images=True, unit_box=True, package="pyautoattack")
+
+    def __post_init__(self) -> None:
+        check_count(self.queries, "queries", least=2)
+        check_count(self.restarts, "restarts")
+        check_choice(self.loss, "loss", ("margin", "ce"))
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        self.check_windows(x, ball)
+        box, survivors = UnitBox.of(ball), Survivors(target, x, ball)
+
+        def judge(units: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            moved = survivors.project(box.from_unit(units), rows)
+            outputs = target(moved, rows)
+            alive = survivors.judge(moved, outputs, rows)
+            return alive.to(x) * 2 - 1, self._losses(outputs, target.targets(rows))
+
+        engine = require("pyautoattack.square").SquareAttack(
+            None,
+            norm=LIBRARY_NORMS[ball.norm],
+            n_queries=self.queries - 1,  # it asks once before it counts
+            eps=ball.eps / box.width,
+            device=x.device,
+        )
+        # The library only hands its labels on to this function, in step with the inputs it still
+        # works on. With row numbers in their place every query is known by its example.
+        engine.margin_and_loss = judge
+        engine.init_hyperparam(x)
+        for _ in range(self.restarts):
+            rows = survivors.rows
+            if len(rows):
+                with own_randomness(generator):
+                    engine.attack_single_run(box.to_unit(x[rows]), rows)
+        return survivors.inputs
+
+    def _losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """What the attack wants small (B,)."""
+        if self.loss == "ce" and not y.is_floating_point():
+            losses = -cross_entropy(outputs, y)
+            return losses.masked_fill(losses.isnan(), -math.inf)
+        return -gain_of(outputs, y)
 
 
 @register_attack
