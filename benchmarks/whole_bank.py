@@ -22,7 +22,7 @@ from torch import Tensor
 
 from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import least_bank_smoothness
-from otad.experiments.probe import resident_now, resident_peak
+from otad.io.environment import resident_now, resident_peak
 
 SIZES = "1000,2000,5000,10000,20000,60000"
 Bank = tuple[Tensor, Tensor, Tensor]

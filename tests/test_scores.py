@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from otad.scores import Score, score_of, wilson_interval
+from otad.scores import Score, regression_metrics, score_of, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,41 @@ def test_one_value_says_nothing_about_its_spread() -> None:
 def test_rank_puts_the_better_first() -> None:
     assert Score("accuracy", 97.0, 96.0, 98.0, 9).rank > Score("accuracy", 96.0, 95.0, 97.0, 9).rank
     assert Score("mse", 0.3, 0.2, 0.4, 9).rank > Score("mse", 0.4, 0.3, 0.5, 9).rank
+
+
+def test_regression_metrics_by_hand() -> None:
+    targets = torch.tensor([5.0, 6.0, 7.0])
+    clean = torch.tensor([5.5, 6.0, 6.0])  # errors 0.5, 0, 1
+    moved = torch.tensor([6.0, 6.2, 8.0])  # errors 1, 0.2, 1
+    found = regression_metrics(moved, clean, targets)
+    # |6 - 5.5|, |6.2 - 6|, |8 - 6|
+    assert found["E"] == pytest.approx((0.5 + 0.2 + 2.0) / 3)
+    # 2 * 0.5 / 1.5, 2 * 0.2 / 0.2, 0: the third moved far, but is as wrong as before
+    assert found["SMAPE"] == pytest.approx((2 / 3 + 2 + 0) / 3, rel=1e-6)
+    assert regression_metrics(targets, targets, targets) == {"E": 0.0, "SMAPE": 0.0}
+
+
+def test_regression_metrics_of_abstentions_are_numbers() -> None:
+    """Lost, gained, missing at both inputs, and a point that answers."""
+    none = math.nan
+    targets = torch.tensor([5.0, 6.0, 7.0, 8.0])
+    clean = torch.tensor([5.5, none, none, 8.5])
+    moved = torch.tensor([none, 6.0, none, 9.0])
+    found = regression_metrics(moved, clean, targets)
+    assert found == {"E": math.inf, "SMAPE": pytest.approx((2 + 2 + 0 + 2 / 3) / 4)}
+    found = regression_metrics(moved[2:], clean[2:], targets[2:])
+    assert found == {"E": pytest.approx(0.5 / 2), "SMAPE": pytest.approx((0 + 2 / 3) / 2)}
+
+
+def test_the_paper_prints_these_regression_metrics(generator: torch.Generator) -> None:
+    """Its undefended rows: normal errors of its clean MSE, moved by its E, give its SMAPE."""
+    errors = torch.randn(200_000, generator=generator, dtype=torch.float64) * 0.404**0.5
+    for shift, printed_smape, printed_mse in (
+        (0.086, 0.319, 0.507),
+        (0.161, 0.474, 0.603),
+        (0.340, 0.708, 0.871),
+    ):
+        moved = errors + shift * errors.sign()
+        found = regression_metrics(moved, errors, torch.zeros_like(errors))
+        assert found["SMAPE"] == pytest.approx(printed_smape, rel=0.06)
+        assert float(moved.square().mean()) == pytest.approx(printed_mse, rel=0.03)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from experiments.small_vision import WINE
+from experiments.toml_files import WINE
 from typer.testing import CliRunner
 
 from otad.cli.main import main

@@ -81,7 +81,7 @@ def reproduce(
             quick=quick,
             progress=True,
         )
-        paths = [out / f"{record.file_stem}.json" for record in records]
+        paths = [out / f"{record.experiment.stem}.json" for record in records]
         if as_json:
             found = [read_json(path) for path in paths]
             typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=1))

@@ -1,38 +1,55 @@
-"""`reproduce`: run an experiment and write its record."""
+"""`reproduce`: run experiments, one after the other or with several processes, to their records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from otad.errors import InputError
-from otad.experiments.attack_records import SuiteRecord
-from otad.experiments.config import Experiment, read_experiment
-from otad.experiments.cost import measure_costs
-from otad.experiments.described import (
-    data_record,
-    metric_record,
-    net_record,
-    surrogate_record,
-)
-from otad.experiments.kept import alone
+from otad.attacks import L2
+from otad.checks import check_count
+from otad.data.dataset import refuse_repeats
+from otad.errors import InputError, OtadError
+from otad.evaluate.runner import evaluate
+from otad.experiments.cache import UnfinishedError, WorkFolder
+from otad.experiments.experiment import Experiment, read_experiment
 from otad.experiments.plots import draw_costs, draw_curve
-from otad.experiments.progress import Report, reporting
-from otad.experiments.records import CostRecord, RowRecord, RunRecord, stem_of
-from otad.experiments.speed import measure_speeds
+from otad.experiments.probe import measure_costs, measure_speeds
+from otad.experiments.records import RunRecord, SuiteRecord, code_fingerprint
+from otad.experiments.rows import certified_scores, make_attacks, points_of
+from otad.experiments.spec import CertifySpec
 from otad.experiments.study import Study
-from otad.experiments.suites import run_suites
+from otad.io.codec import digest_of
 from otad.io.environment import Environment
+from otad.progress import PartReport, part_bars
+from otad.report.evaluation_report import evaluation_report
+from otad.report.examples import Adversarial
+from otad.scores import Score
 from otad.training.config import check_seed
 
-WORK = ".work"
+_MENDABLE = (OtadError, OSError)  # what the user can fix: reported without a traceback
 
 
-def reproduce(
-    name: str | Path,
+def reproduce(name: str | Path, **options: Any) -> RunRecord:
+    """`reproduce_together` for one experiment."""
+    (record,) = reproduce_together([name], **options)
+    return record
+
+
+def reproduce_together(
+    names: Sequence[str | Path],
     *,
+    jobs: int = 1,
     data_dir: str | Path | None = None,
     device: str = "cpu",
     out: str | Path = "results",
@@ -40,106 +57,239 @@ def reproduce(
     seed: int = 0,
     quick: bool = False,
     max_seconds: float | None = None,
-    progress: Report | bool = False,
-) -> RunRecord:
-    """Run the experiment `name` (see `names`) or that of a TOML file; write `out`/NAME.json.
+    progress: PartReport | bool = False,
+) -> list[RunRecord]:
+    """Run experiments by name, or from TOML files; write `out`/NAME.json and return the records.
 
-    Figures go beside it as NAME.svg, an evaluation by the whole suite to the folder NAME.
+    Figures are written to `out`/NAME.svg, evaluations with the whole suite to the folder NAME.
 
-    Finished parts and trained nets are kept in `work` (`out`/.work by default), which experiments
-    may share: a killed run goes on where it stopped. `quick` makes the changes the file names under
-    [quick], to try the machinery out in seconds; its record is NAME-quick.json and no result.
-    Trainings stop with an `UnfinishedError` rather than run beyond `max_seconds`, and go on then.
-    `progress` draws a line per part, or is called with (part, steps done, all steps).
+    Finished parts and trained nets are saved in `work` (`out`/.work by default), which experiments
+    and processes may share: a killed run resumes where it stopped. `quick` makes the changes that
+    the file lists under [quick], to test the code in seconds; its record is NAME-quick.json.
+    Trainings stop with an `UnfinishedError` after `max_seconds`, and resume at the next call.
+    `progress` draws a bar per part, or is called with (part, steps done, all steps).
+
+    With several `jobs`, processes share the trainings, rows and attacks; what measures speed runs
+    afterwards, alone. An experiment that fails does not stop the others: all errors are raised in
+    one at the end.
     """
-    place = Workplace(data_dir, device, Path(out), work, seed, quick, max_seconds)
-    with reporting(progress) as report:
-        return run_whole(place.study(name, report), place.out)
+    check_count(jobs, "jobs")
+    check_seed(seed)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device: expected one that is present, got {device!r} without CUDA")
+    refuse_repeats((Path(name).stem for name in names), "names")
+    experiments = [read_experiment(name, quick=quick) for name in names]
+    deadline = None if max_seconds is None else time.time() + max_seconds
+    folder = WorkFolder(Path(out) / ".work" if work is None else Path(work), deadline)
+    make = partial(Study, work=folder, data_dir=data_dir, device=device, seed=seed)
+    records: list[RunRecord] = []
+    errors: dict[str, BaseException] = {}
+    with part_bars(progress) as report:
+        if jobs > 1:
+            errors = _share(experiments, make, Path(out), jobs, report)
+        for experiment in experiments:
+            if experiment.name not in errors:
+                try:
+                    study = make(experiment=experiment, report=report)
+                    records.append(run_experiment(study, Path(out), jobs))
+                except _MENDABLE as error:
+                    errors[experiment.name] = error
+    if len(errors) == 1 and len(experiments) == 1:
+        raise next(iter(errors.values()))
+    if errors:
+        unfinished = all(isinstance(error, UnfinishedError) for error in errors.values())
+        text = "\n".join(f"{name}: {error}" for name, error in errors.items())
+        raise (UnfinishedError if unfinished else OtadError)(text)
+    return records
 
 
-@dataclass(frozen=True)
-class Workplace:
-    """Where and how experiments are run, as `reproduce` is told."""
-
-    data_dir: str | Path | None
-    device: str
-    out: Path
-    work: str | Path | None
-    seed: int
-    quick: bool
-    max_seconds: float | None
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise InputError(
-                f"device: expected one that is present, got {self.device!r} without CUDA"
-            )
-
-    def study(self, name: str | Path, report: Report) -> Study:
-        """An experiment, begun or taken up."""
-        return Study(
-            read_experiment(name, quick=self.quick),
-            data_dir=self.data_dir,
-            device=self.device,
-            work=self.out / WORK if self.work is None else Path(self.work),
-            seed=self.seed,
-            report=report,
-            max_seconds=self.max_seconds,
-        )
-
-
-def run_whole(study: Study, out: Path, *, jobs: int = 1) -> RunRecord:
-    """All of an experiment, to its record in `out`; up to `jobs` processes share the machine."""
-    experiment = study.experiment
+def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
+    """All of an experiment, to its record in the folder `out`."""
+    spec = study.experiment
     environment = Environment.now(torch.device(study.device), torch.get_num_threads())
-    record = replace(_record(experiment, study, environment, out), jobs=jobs)
-    with alone(study.work / "locks" / record.file_stem):
-        _write(record, experiment, out)
-    return record
-
-
-def _write(record: RunRecord, experiment: Experiment, out: Path) -> None:
-    record.write(out / f"{record.file_stem}.json")
-    if record.costs:
-        draw_costs(record.costs, out / f"{record.file_stem}.svg")
-    if experiment.curve is not None:
-        draw_curve(record.rows.values(), experiment.curve.title, out / f"{record.file_stem}.svg")
-
-
-def _record(experiment: Experiment, study: Study, environment: Environment, out: Path) -> RunRecord:
-    # Net by net, so that each bank is built once; in the record, the order of the file.
-    rows: dict[str, RowRecord] = {}
-    nets = {}
-    for net in experiment.nets:
-        rows |= {key: study.row(key) for key, row in experiment.rows.items() if row.net == net}
-        nets[net] = net_record(study, net)
-    costs: tuple[CostRecord, ...] = ()
-    missing: dict[str, str] = {}
-    if experiment.cost is not None:
-        costs, missing = measure_costs(study, experiment.cost)
-    suites: tuple[SuiteRecord | None, ...] = (None,)
-    if experiment.evaluate is not None:
-        stem = stem_of(experiment.name, experiment.quick)
-        suites = run_suites(study, experiment.evaluate, out, stem)
-    return RunRecord(
-        name=experiment.name,
-        title=experiment.title,
-        note=experiment.note,
-        quick=experiment.quick,
-        config=experiment.source,
+    rows, nets = {}, {}
+    for net in spec.nets:  # net by net, so that each bank is built once
+        for key in (key for key, row in spec.rows.items() if row.net == net):
+            attacks = {name: study.attack(key, name) for name in spec.rows[key].attacks}
+            rows[key] = replace(study.row(key), attacks=attacks)
+        found, tried = study.net(net).record, study.candidates.get(net, ())
+        nets[net] = replace(found, regularity=study.regularity(net), candidates=tried)
+    costs, missing = measure_costs(study)
+    record = RunRecord(
+        name=spec.name,
+        quick=spec.quick,
+        config=spec.source,
         seed=study.seed,
-        code=study.code,
+        code=code_fingerprint(),
         environment=environment,
-        data={key: data_record(study, key) for key in experiment.data},
+        data={key: study.source(key).record for key in spec.data},
         nets=nets,
-        rows={key: rows[key] for key in experiment.rows},
+        rows={key: rows[key] for key in spec.rows},
         seconds=study.seconds,
         costs=costs,
         missing=missing,
-        suite=suites[0],
-        beside=tuple(one for one in suites[1:] if one is not None),
-        metrics={key: metric_record(study, key) for key in experiment.metrics},
-        surrogates={key: surrogate_record(study, key) for key in experiment.surrogates},
-        speeds=() if experiment.speed is None else measure_speeds(study, experiment.speed),
+        suites=run_suites(study, out),
+        metrics={key: study.metric(key).record for key in spec.metrics},
+        surrogates={key: study.surrogate(key).record for key in spec.surrogates},
+        speeds=measure_speeds(study),
+        jobs=jobs,
     )
+    with study.work.lock(spec.stem):
+        record.write(out / f"{spec.stem}.json")
+        if spec.cost is not None:
+            draw_costs(costs, spec.cost.threads, out / f"{spec.stem}.svg")
+        if spec.curve is not None:
+            draw_curve(record, spec.curve.title, out / f"{spec.stem}.svg")
+    return record
+
+
+def run_suites(study: Study, out: Path) -> tuple[SuiteRecord, ...]:
+    """Evaluate the rows of [evaluate] with the whole suite."""
+    spec = study.experiment.evaluate
+    rows = () if spec is None else (spec.row, *spec.beside)
+    return tuple(run_suite(study, out, row) for row in rows)
+
+
+def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
+    """Evaluate one row; the evaluation and its report are written to a folder in `out`."""
+    spec = study.experiment.evaluate
+    assert spec is not None
+    place = (spec.row, *spec.beside).index(key)
+    folder = out / (study.experiment.stem + (f"-{place + 1}" if place else ""))
+    certify = spec.certify if not place else (key,) if spec.certify else ()
+    work, label = study.work.folder / "suites" / folder.name, f"suite on {key}"
+    row = study.experiment.rows[key]
+    model, data = study.defended(key), study.data(row)
+    chosen = points_of(len(data.test_x), spec.points, study.seed)
+    x, y = (part[chosen].to(model.backbone.mean.device) for part in (data.test_x, data.test_y))
+    train_x = study.train_inputs(row)
+    with study.work.lock(folder.name):
+        found = evaluate(
+            model,
+            x,
+            y,
+            L2(spec.headline),
+            eps=spec.eps,
+            attacks=make_attacks(spec.attacks, model, train_x) or "standard",
+            spare_proved=spec.spare_proved,
+            train_x=train_x,
+            flags=spec.flags,
+            seed=study.seed,
+            batch_size=spec.batch_size,
+            folder=work,
+            progress=lambda attack, done, total, worst: study.report(label, done, total),
+        )
+        study.seconds[label] = found.seconds
+        found.write(folder / "evaluation.json")
+        adversarial = Adversarial.read(work / "adversarial.safetensors")
+        evaluation_report(
+            found,
+            model=model,
+            x=x,
+            y=y,
+            adversarial=adversarial,
+            classes=data.classes,
+            train_x=train_x,
+        ).write(folder / "report.html")
+    return SuiteRecord(key, folder.name, {one: _certified(study, one, x, y) for one in certify})
+
+
+def _certified(study: Study, key: str, x: Tensor, y: Tensor) -> dict[str, Score]:
+    spec = study.experiment.evaluate
+    assert spec is not None
+    with study.timed(f"certificates of {key}") as report:
+        return certified_scores(study.defended(key), x, y, CertifySpec(spec.eps), report)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call of a method of `Study`, or a suite, that one process does for the experiments
+    `owners`."""
+
+    experiment: Experiment
+    method: str
+    key: tuple[str, ...]
+    owners: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return " ".join((f"{self.experiment.name}:", self.method, *self.key))
+
+
+def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
+    """The tasks of experiments in three phases, each of which needs the one before; what several
+    experiments share is one task."""
+    phases: list[dict[str, Task]] = [{}, {}, {}]
+
+    def add(phase: int, content: Any, one: Experiment, method: str, *key: str) -> None:
+        task = phases[phase].setdefault(digest_of([method, content]), Task(one, method, key))
+        task.owners.append(one.name)
+
+    for one in experiments:
+        for key, net in one.nets.items():
+            choice = None if net.choose is None else one.rows[net.choose.row]
+            add(0, [net, one.data[net.data], choice], one, "net", key)
+        for key, metric in one.metrics.items():
+            add(0, [metric, one.data[metric.data]], one, "metric", key)
+        for key, surrogate in one.surrogates.items():
+            row = one.rows[surrogate.row]
+            searched = one.metrics.get(row.metric or "")
+            add(1, [surrogate, row, one.nets[row.net], searched], one, "surrogate", key)
+        if one.evaluate is not None:
+            for key in (one.evaluate.row, *one.evaluate.beside):
+                add(2, [one.name, key], one, "suite", key)
+        for key, row in one.rows.items():
+            add(2, [one.name, key], one, "row", key)
+            for name in row.attacks:
+                add(2, [one.name, key, name], one, "attack", key, name)
+    return [list(phase.values()) for phase in phases]
+
+
+def _share(
+    experiments: Iterable[Experiment],
+    make: Callable[..., Study],
+    out: Path,
+    jobs: int,
+    report: PartReport,
+) -> dict[str, BaseException]:
+    """Do all tasks with `jobs` processes; the first error of each experiment that has one."""
+    errors: dict[str, BaseException] = {}
+    context = multiprocessing.get_context("spawn")  # a GPU's driver does not survive a fork
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(jobs, context, _begin, (threads,)) as pool:
+        for tasks in plan(experiments):
+            useful = [task for task in tasks if not set(task.owners) <= set(errors)]
+            running = {pool.submit(_work, task, make, out): task for task in useful}
+            for task in useful:
+                report(str(task), 0, 1)
+            for future in as_completed(running):
+                task, error = running[future], future.exception()
+                report(str(task), 1, 1)
+                if error is not None:
+                    errors = dict.fromkeys(task.owners, error) | errors
+    return errors
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent must not leave processes behind that hold locks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(task: Task, make: Callable[..., Study], out: Path) -> None:
+    study = make(experiment=task.experiment, report=lambda part, done, total: None)
+    try:
+        if task.method == "suite":
+            run_suite(study, out, *task.key)
+        else:
+            getattr(study, task.method)(*task.key)
+    except UnfinishedError:
+        raise
+    except _MENDABLE as error:  # not all of them can be sent to another process
+        raise OtadError(str(error)) from error

@@ -1,361 +1,331 @@
-"""An experiment under way: its data, its nets and the parts that are finished.
+"""An experiment in progress: its data, what it learns and what it measures, each made once.
 
-Everything finished is kept in the work folder under the fingerprint of all it depends on, the
-library's own source included, so a run that was killed goes on where it stopped, and experiments
-share their nets. What is learned is the exception: it outlives a change of the source, and is
-trained anew only if its folder is deleted.
-
-Several processes may share a work folder and do different things at once, by `net`, `metric`,
-`surrogate` and so on: see `jobs` for what needs what. Two that ask for the same thing do not do it
-twice: the second waits for the first (see `kept`).
+Everything finished is saved in the work folder (see `cache`), so that a killed run resumes and
+experiments share what they have in common, also those of several processes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from otad.data import load
-from otad.errors import InputError
-from otad.experiments.attack_records import AttackedScore
-from otad.experiments.attacked import attack_row, points_of
-from otad.experiments.banks import Keyed, bank_rows, keys_of, searched, whole_bank
-from otad.experiments.config import Experiment, RowSpec
-from otad.experiments.kept import Deadline, alone
-from otad.experiments.metrics import TrainedMetric, trained_metric
-from otad.experiments.nets import Source, Trained, train_net
-from otad.experiments.part_specs import Choice, NetSpec
-from otad.experiments.potentials import PotentialFound
-from otad.experiments.progress import Report
-from otad.experiments.records import Candidate, Regularity, RowRecord, code_fingerprint
-from otad.experiments.rows import (
-    OTAD_SETTINGS,
-    SEARCH_SETTINGS,
-    defended,
-    evaluate_row,
-    measure_regularity,
-    predictor,
+from otad.attacks import ATTACKS
+from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.cip.surrogate import CipNet
+from otad.cip.whole_bank.potential import BankPotential
+from otad.data import Dataset, load, most_central, subset_per_class
+from otad.evaluate.protocol import VERSION as PROTOCOL_VERSION
+from otad.experiments.cache import Report, WorkFolder
+from otad.experiments.experiment import Experiment
+from otad.experiments.learn import Learned, Learner, N, Source
+from otad.experiments.records import (
+    AttackedScore,
+    Candidate,
+    CostRecord,
+    PotentialRecord,
+    Regularity,
+    RowRecord,
 )
-from otad.experiments.specs import name_of
-from otad.experiments.surrogates import TrainedSurrogate, trained_surrogate
-from otad.io.codec import digest_of, from_plain, read_json, to_plain, write_json
+from otad.experiments.rows import VERSION, attack_row, measure_regularity, measure_row
+from otad.experiments.spec import Choice, RowSpec, name_of
+from otad.io.codec import digest_of
+from otad.io.tensor_files import read_tensors, write_tensors
+from otad.model.answerer_options import solver_for
+from otad.model.answerers import WholeBankAnswerer
+from otad.model.defend import defend
 from otad.model.otad import OTAD
+from otad.model.prototypes import PrototypeNet
+from otad.nets import Backbone, Metric, only_normalizes
+from otad.progress import PartReport
 
+Part = TypeVar("Part", RowRecord, AttackedScore, Regularity, CostRecord)
+KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
+MODEL = "method n_neighbors scope smoothness strong_convexity mode climb per_class central"
+"""The settings of a row that decide its answers, beside its net, metric and CIP-net."""
+KEY_ROWS = 1024
 T = TypeVar("T")
-_VIOLATION_ROWS = 10_000
 
 
+def once(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
+    """A method of `Study` whose result for each key is remembered."""
+
+    @wraps(method)
+    def remembering(study: Study, key: str) -> T:
+        name = (method.__name__, key)
+        if name not in study.made:
+            study.made[name] = method(study, key)
+        found: T = study.made[name]
+        return found
+
+    return remembering
+
+
+@dataclass(eq=False)
 class Study:
-    """Loads, trains and measures what the rows of an experiment ask for, each thing once."""
+    """Loads, trains and measures what the rows of an experiment ask for, on first use."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        *,
-        data_dir: str | Path | None,
-        device: str,
-        work: Path,
-        seed: int,
-        report: Report,
-        max_seconds: float | None = None,
-    ) -> None:
-        """After `max_seconds` trainings stop, to go on another time, with an `UnfinishedError`."""
-        self.experiment = experiment
-        self.device = device
-        self.work = work
-        self.seed = seed
-        self.report = report
-        self.code = code_fingerprint()
-        self.seconds: dict[str, float] = {}
-        self._data_dir = data_dir
-        self._deadline = Deadline.after(max_seconds)
-        self._sources: dict[str, Source] = {}
-        self._nets: dict[str, Trained] = {}
-        self._metrics: dict[str, TrainedMetric] = {}
-        self._surrogates: dict[str, TrainedSurrogate] = {}
-        self._keyed: dict[str, Keyed] = {}
-        self._bank: tuple[str, OTAD] | None = None
+    experiment: Experiment
+    report: PartReport
+    work: WorkFolder
+    data_dir: str | Path | None = None
+    device: str = "cpu"
+    seed: int = 0
+    made: dict[tuple[str, str], Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
+    _bank: tuple[str, OTAD] | None = None
 
-    def part(
-        self, label: str, kind: type[T], identity: dict[str, Any], compute: Callable[[], T]
-    ) -> T:
-        """What `compute` gives, or gave in an earlier run on the same things."""
-        depends = identity | {"code": self.code, "device": self.device, "seed": self.seed}
-        digest = digest_of(depends)
-        path = self.work / "parts" / f"{digest}.json"
-        with alone(self.work / "locks" / digest):
-            if path.exists():
-                self.report(label, 1, 1)
-                found: T = from_plain(kind, read_json(path), path.name)
-                return found
-            computed = compute()
-            write_json(path, to_plain(computed))
-            return computed
-
+    @once
     def source(self, key: str) -> Source:
-        """A data set of the experiment, loaded on first use."""
-        if key not in self._sources:
-            self.report(f"load {key}", 0, 1)
-            spec = self.experiment.data[key]
-            data = load(spec.name, self._data_dir, seed=self.seed, **spec.options)
-            if data.task == "regression":
-                self.experiment.refuse_values(key)
-            if points := self.experiment.points_on(key):
-                points_of(len(data.test_x), points, self.seed)  # refused now, not after training
-            self._sources[key] = Source(data, data.fingerprint())
-            self.report(f"load {key}", 1, 1)
-        return self._sources[key]
+        """A data set."""
+        self.report(f"load {key}", 0, 1)
+        spec = self.experiment.data[key]
+        data = load(spec.name, self.data_dir, seed=self.seed, **spec.options)
+        self.experiment.check_data(key, data)
+        self.report(f"load {key}", 1, 1)
+        return Source(data, data.fingerprint())
 
-    def net(self, key: str) -> Trained:
-        """A net of the experiment, trained (or taken from the work folder) on first use."""
-        if key not in self._nets:
-            spec = self.experiment.nets[key]
-            settings = dict(spec.settings)
-            candidates: tuple[Candidate, ...] = ()
-            if spec.choose is not None:
-                candidates = self._candidates(key, spec, spec.choose)
-                best = max(candidates, key=lambda candidate: candidate.score.rank)
-                settings[spec.choose.setting] = best.value
-            trained = self._train(f"train {key}", spec, self.source(spec.data), settings)
-            self._nets[key] = replace(trained, candidates=candidates)
-        return self._nets[key]
+    def data(self, row: RowSpec) -> Dataset:
+        """The data set of a row."""
+        return self.source(self.experiment.nets[row.net].data).data
 
-    def metric(self, key: str) -> TrainedMetric:
-        """A metric of the experiment, trained (or taken from the work folder) on first use."""
-        if key not in self._metrics:
-            spec, label = self.experiment.metrics[key], f"train metric {key}"
-            found = trained_metric(spec, self.source(spec.data), **self._training(label, "metrics"))
-            self.seconds[label] = found.seconds
-            self._metrics[key] = found
-        return self._metrics[key]
+    @once
+    def net(self, key: str) -> Learned[Backbone]:
+        """A net, trained with the setting that its table `choose` chooses, if there is one."""
+        spec = self.experiment.nets[key]
+        settings, source = spec.settings, self.source(spec.data)
+        if spec.choose is not None:
+            found = tuple(self._try(key, spec.choose, value) for value in spec.choose.values)
+            best = max(found, key=lambda candidate: candidate.score.rank)
+            self.candidates[key] = found
+            settings = settings | {spec.choose.setting: best.value}
+        return self._learn(f"train {key}", lambda learner: learner.net(spec, source, settings))
 
-    def surrogate(self, key: str) -> TrainedSurrogate:
-        """A surrogate of the experiment, trained (or taken from the work folder) on first use."""
-        if key not in self._surrogates:
-            spec, label = self.experiment.surrogates[key], f"train surrogate {key}"
-            row = self.experiment.rows[spec.row]
-            found = trained_surrogate(
-                spec,
-                defended(self.base(row), row),
-                self._identity(row) | self._settings(row),
-                **self._training(label, "surrogates"),
-            )
-            self.seconds[label] = found.seconds
-            self._surrogates[key] = found
-        return self._surrogates[key]
+    def _try(self, key: str, choice: Choice, value: float) -> Candidate:
+        """The score of a value, from an experiment of its own on the train part."""
+        spec, label = self.experiment.nets[key], f"{key} with {choice.setting} = {value:g}"
+        train = spec.train | {choice.setting: value}
+        train |= {} if choice.epochs is None else {"epochs": choice.epochs}
+        row = replace(self.experiment.rows[choice.row], lipschitz=None, attacks={})
+        nets = {key: replace(spec, train=train, choose=None)}
+        none: dict[str, Any] = {"metrics": {}, "surrogates": {}}
+        none |= dict.fromkeys(("cost", "speed", "evaluate"))
+        trial = replace(self.experiment, nets=nets, rows={choice.row: row}, **none)
 
-    def row(self, key: str) -> RowRecord:
-        """A line of the table, with all attacks on it."""
-        attacks = {name: self.attack(key, name) for name in self.experiment.rows[key].attacks}
-        return replace(self.unattacked(key), attacks=attacks)
+        def report(name: str, done: int, total: int) -> None:
+            self.report(f"{label}: {name}", done, total)
 
-    def unattacked(self, key: str) -> RowRecord:
-        """A line of the table before any attack."""
-        spec = replace(self.experiment.rows[key], attacks={})
-        return self._row(key, spec, self.net(spec.net), partial(self.base, spec))
+        study = Study(trial, report, self.work, self.data_dir, self.device, self.seed)
+        part = self.source(spec.data).validation_part(choice.validation, self.seed)
+        study.made["source", spec.data] = part
+        record = study.row(choice.row)
+        self.seconds |= {f"{label}: {name}": took for name, took in study.seconds.items()}
+        if choice.certified is None:
+            return Candidate(value, record.score)
+        return Candidate(value, record.certified[name_of(choice.certified)])
 
-    def attack(self, key: str, name: str) -> AttackedScore:
-        """What an attack leaves of a row."""
-        row, label = self.experiment.rows[key], f"{key}: {name}"
-        spec, trained = row.attacks[name], self.net(row.net)
-        base = partial(self.base, row)
-        found = self._potential(row, trained, base)
-        surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
-        record = self.part(
-            label,
-            AttackedScore,
-            self.identity(key) | {"attack": to_plain(spec)},
-            lambda: attack_row(
-                spec,
-                row,
-                base(),
-                trained.data,
-                bank_rows=self.bank_rows(row),
-                seed=self.seed,
-                report=partial(self.report, label),
-                potential=None if found is None else found.potential,
-                surrogate=surrogate,
-            ),
+    @once
+    def metric(self, key: str) -> Learned[Metric]:
+        spec = self.experiment.metrics[key]
+        source = self.source(spec.data)
+        return self._learn(f"train metric {key}", lambda learner: learner.metric(spec, source))
+
+    @once
+    def surrogate(self, key: str) -> Learned[CipNet]:
+        spec = self.experiment.surrogates[key]
+        model, identity = self.defended(spec.row), self.identity(spec.row)
+        return self._learn(
+            f"train surrogate {key}", lambda learner: learner.surrogate(spec, model, identity)
         )
-        self.seconds[label] = record.seconds
-        return record
+
+    def _learn(self, label: str, learn: Callable[[Learner], Learned[N]]) -> Learned[N]:
+        found = learn(Learner(self.work, self.device, self.seed, partial(self.report, label)))
+        self.seconds[label] = found.record.seconds
+        return found
+
+    @contextmanager
+    def timed(self, label: str) -> Iterator[Report]:
+        """Record the seconds of a block, whose progress is reported under a label."""
+        started = time.perf_counter()
+        yield partial(self.report, label)
+        self.seconds[label] = time.perf_counter() - started
 
     def bank(self, net: str) -> OTAD:
-        """OTAD over the bank of a net. One is kept: rows come net by net, and banks are large."""
+        """OTAD over the whole bank of a net. Only the last one is held: banks are large."""
         if self._bank is None or self._bank[0] != net:
-            trained, self._bank = self.net(net), None
-            label, started = f"bank of {net}", time.perf_counter()
-            self._bank = net, self._whole_bank(net, trained, label)
-            self.seconds[label] = time.perf_counter() - started
+            self._bank = None
+            spec, backbone = self.experiment.nets[net], self.net(net).net
+            data, dtype = self.source(spec.data).data, getattr(torch, spec.bank)
+            with self.timed(f"bank of {net}") as report:
+                if isinstance(backbone, PrototypeNet):
+                    model = OTAD(backbone, backbone.bank(), n_neighbors=1).eval()
+                else:
+                    pairs = data.train_x, data.train_y
+                    model = defend(
+                        backbone, *pairs, n_neighbors=1, bank_dtype=dtype, progress=report
+                    )
+            self._bank = net, model
         return self._bank[1]
 
-    def base(self, row: RowSpec) -> OTAD:
-        """OTAD over the bank of a row, searched as the row says."""
-        keyed = None if row.metric is None else self._keys(row.metric)
-        return searched(self.bank(row.net), keyed, self.bank_rows(row))
+    @once
+    def keys(self, metric: str) -> Tensor:
+        """The keys (N,m) of the whole train part."""
+        net = self.metric(metric).net
+        batches = self.source(self.experiment.metrics[metric].data).data.train_x.split(KEY_ROWS)
+        found: list[Tensor] = []
+        with self.timed(f"keys by {metric}") as report, torch.no_grad():
+            for batch in batches:
+                found.append(net(batch.to(net.mean.device)))
+                report(len(found), len(batches))
+        return torch.cat(found)
 
     def bank_rows(self, row: RowSpec) -> Tensor | None:
-        """Which points of the train part the bank of a row has, None for all."""
-        labels = self.net(row.net).data.train_y
-        keys = self._keys(row.metric).keys if row.central and row.metric else None
-        return bank_rows(labels, row.per_class, self.seed, keys)
+        """The points of the train part that are in the bank of a row, None for all."""
+        labels = self.data(row).train_y
+        if row.per_class is None:
+            return None
+        if row.central and row.metric is not None:
+            keys = self.keys(row.metric)
+            return most_central(keys, labels.to(keys.device), row.per_class).cpu()
+        generator = torch.Generator().manual_seed(self.seed)
+        return subset_per_class(labels.cpu(), row.per_class, generator)
+
+    def base(self, row: RowSpec) -> OTAD:
+        """OTAD over the bank of a row, with its metric and otherwise default settings."""
+        base, rows, changes = self.bank(row.net), self.bank_rows(row), dict[str, Any]()
+        if row.metric is not None:
+            changes = {"metric": self.metric(row.metric).net, "keys": self.keys(row.metric)}
+        if rows is not None:
+            rows = rows.to(base.bank.labels.device)
+            changes["bank"] = base.bank.select(rows)
+            if row.metric is not None:
+                changes["keys"] = changes["keys"][rows.to(changes["keys"].device)]
+        return base.replace(**changes) if changes else base
 
     def model(self, key: str) -> nn.Module:
-        """What answers in a row."""
+        """What answers in a row: the defense, the net alone or a k-NN over the same bank."""
         row = self.experiment.rows[key]
-        found = self._potential(row, self.net(row.net), partial(self.base, row))
-        potential = None if found is None else found.potential
-        surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
-        return predictor(self.base(row), row, potential, surrogate)
+        if row.method == "net":
+            return self.net(row.net).net
+        if row.method in KNN:
+            return KNN[row.method](self.base(row), row.n_neighbors).eval()
+        return self.defended(key)
 
     def defended(self, key: str) -> OTAD:
         """The model of a row of OTAD."""
-        model = self.model(key)
-        if not isinstance(model, OTAD):
-            raise InputError(f"rows.{key}.method: expected otad, got {type(model).__name__}")
-        return model
+        row = self.experiment.rows[key]
+        found = self.potential(key)
+        surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
+        return self.base(row).replace(
+            scope=row.scope,
+            n_neighbors=row.n_neighbors,
+            smoothness=row.smoothness,
+            strong_convexity=row.strong_convexity,
+            potential=None if found is None else found[0],
+            solver=surrogate or solver_for(row.scope, mode=row.mode, climb=row.climb),
+        )
+
+    def potential(self, key: str) -> tuple[BankPotential, PotentialRecord] | None:
+        """The potential of a row's global map; None for other rows."""
+        row = self.experiment.rows[key]
+        if row.method != "otad" or row.uses_neighbors:
+            return None
+        name, label = digest_of({"potential": self.identity(key)}), f"potential of {row.net}"
+        path = self.work.folder / "potentials" / f"{name}.safetensors"
+        with self.work.lock(name):
+            if not path.exists():
+                curvature = {"smoothness": row.smoothness, "strong_convexity": row.strong_convexity}
+                with self.timed(label):
+                    model = self.base(row).replace(scope=row.scope, **curvature)
+                block = model.answerer.block()
+                assert block is not None
+                header = {"entry": block.entry, "seconds": self.seconds[label]}
+                write_tensors(path, block.tensors, header)
+            tensors, about = read_tensors(path)
+        self.report(label, 1, 1)
+        found = WholeBankAnswerer.restore({}, about["entry"], tensors)["potential"]
+        scalars = found.smoothness, found.strong_convexity, tuple(found.left_out.tolist())
+        record = PotentialRecord(*scalars, found.sweeps, found.violation, about["seconds"])
+        return found, record
+
+    def train_inputs(self, row: RowSpec) -> Tensor | None:
+        """The training inputs of a row's bank, where the bank itself does not show them."""
+        if only_normalizes(self.net(row.net).net):
+            return None
+        rows, x = self.bank_rows(row), self.data(row).train_x
+        return x if rows is None else x[rows]
 
     def identity(self, key: str) -> dict[str, Any]:
-        """All that decides the answers of a row's model."""
+        """All that decides the answers of a row's model on its device."""
         row = self.experiment.rows[key]
-        return self._identity(row) | self._settings(row)
-
-    def _identity(self, row: RowSpec, trained: Trained | None = None) -> dict[str, Any]:
-        """What a row's model is made of: net, data, metric, surrogate."""
-        found: dict[str, Any] = dict((trained or self.net(row.net)).identity)
         net = self.experiment.nets[row.net]
-        found |= {"bank": [net.bank, net.resident]}
-        if row.metric is not None:
-            found["metric"] = self.metric(row.metric).identity
-        if row.surrogate is not None:
-            found["surrogate"] = self.surrogate(row.surrogate).identity
-        return found
-
-    def _settings(self, row: RowSpec) -> dict[str, Any]:
-        names = ("method", *OTAD_SETTINGS, *SEARCH_SETTINGS)
-        return {"model": to_plain({name: getattr(row, name) for name in names})}
-
-    def _keys(self, key: str) -> Keyed:
-        """The keys of the whole train part, made once."""
-        if key not in self._keyed:
-            label, started = f"keys by {key}", time.perf_counter()
-            metric = self.metric(key).metric
-            x = self.source(self.experiment.metrics[key].data).data.train_x
-            self._keyed[key] = keys_of(metric, x, partial(self.report, label))
-            self.seconds[label] = time.perf_counter() - started
-        return self._keyed[key]
-
-    def _whole_bank(self, key: str, trained: Trained, label: str) -> OTAD:
-        made_by = digest_of({"code": self.code, "device": self.device})
-        spec, folder = self.experiment.nets[key], self.work / "banks" / made_by
-        return whole_bank(trained, spec, folder, partial(self.report, label))
-
-    def _training(self, label: str, folder: str) -> dict[str, Any]:
-        """What every training is told."""
         return {
-            "seed": self.seed,
+            "net": self.net(row.net).identity,
+            "data": self.source(net.data).fingerprint,
+            "bank": net.bank,
+            "model": {name: getattr(row, name) for name in MODEL.split()},
+            "metric": row.metric and self.metric(row.metric).identity,
+            "surrogate": row.surrogate and self.surrogate(row.surrogate).identity,
             "device": self.device,
-            "folder": self.work / folder,
-            "report": partial(self.report, label),
-            "deadline": self._deadline,
+            "seed": self.seed,
         }
 
-    def _train(
-        self, label: str, spec: NetSpec, source: Source, settings: dict[str, Any]
-    ) -> Trained:
-        trained = train_net(spec, source, settings, **self._training(label, "nets"))
-        self.seconds[label] = trained.seconds
-        return trained
+    def row(self, key: str) -> RowRecord:
+        """A row of the table, without attacks."""
+        row = self.experiment.rows[key]
 
-    def _candidates(self, key: str, spec: NetSpec, choice: Choice) -> tuple[Candidate, ...]:
-        source = self.source(spec.data).validation_part(choice.validation, self.seed)
-        row = replace(self.experiment.rows[choice.row], lipschitz=None, attacks={})
-        found = []
-        for value in choice.values:
-            label = f"{key} with {choice.setting} = {value:g}"
-            settings = spec.settings | {choice.setting: value}
-            if choice.epochs is not None:
-                settings["epochs"] = choice.epochs
-            trained = self._train(f"try {label}", spec, source, settings)
-            bank = partial(self._candidate_base, key, trained, row, f"bank of {label}")
-            record = self._row(f"validate {label}", row, trained, bank)
-            chosen_by = choice.certified
-            score = record.score if chosen_by is None else record.certified[name_of(chosen_by)]
-            found.append(Candidate(value, score))
-        return tuple(found)
+        def measure(report: Report) -> RowRecord:
+            model, data, found = self.model(key), self.data(row), self.potential(key)
+            potential = None if found is None else found[1]
+            net, seed = self.net(row.net).net, self.seed
+            return measure_row(row, model, net, data, potential, seed=seed, report=report)
 
-    def _candidate_base(self, key: str, trained: Trained, row: RowSpec, label: str) -> OTAD:
-        rows = bank_rows(trained.data.train_y, row.per_class, self.seed)
-        return searched(self._whole_bank(key, trained, label), None, rows)
+        return self.part(key, RowRecord, [self.identity(key), row.certify, row.lipschitz], measure)
 
-    def _row(
-        self, label: str, spec: RowSpec, trained: Trained, base: Callable[[], OTAD]
-    ) -> RowRecord:
-        data_key = self.experiment.nets[spec.net].data
-        surrogate = None if spec.surrogate is None else self.surrogate(spec.surrogate).net
-        record = self.part(
-            label,
-            RowRecord,
-            self._identity(spec, trained) | {"row": to_plain(spec), "of": data_key},
-            lambda: evaluate_row(
-                spec,
-                base(),
-                trained.data,
-                data_key,
-                seed=self.seed,
-                report=partial(self.report, label),
-                potential=self._potential(spec, trained, base),
-                surrogate=surrogate,
-            ),
-        )
-        self.seconds[label] = record.seconds
-        return record
+    def attack(self, key: str, name: str) -> AttackedScore:
+        """A row under attack."""
+        row = self.experiment.rows[key]
+        spec = replace(row.attacks[name], label="")
 
-    def _potential(
-        self, spec: RowSpec, trained: Trained, bank: Callable[[], OTAD]
-    ) -> PotentialFound | None:
-        """The one potential of a row in global scope, kept in the work folder once it is found."""
-        if spec.method != "otad" or spec.scope == "local":
-            return None
-        asked = (spec.smoothness, spec.strong_convexity)
-        depends = {"potential": asked, "code": self.code, "device": self.device}
-        digest = digest_of(self._identity(spec, trained) | depends)
-        path = self.work / "potentials" / f"{digest}.safetensors"
-        with alone(self.work / "locks" / digest):
-            if path.exists():
-                return PotentialFound.read(path)
-            label = f"potential of {spec.net}"
-            report = partial(self.report, label)
-            found = PotentialFound.find(bank().bank, *asked, report, lift=trained.net.lift)
-            self.seconds[label] = found.record.seconds
-            found.write(path)
-            return found
+        def measure(report: Report) -> AttackedScore:
+            model, net, inputs = self.model(key), self.net(row.net).net, self.train_inputs(row)
+            data, seed = self.data(row), self.seed
+            return attack_row(spec, model, net, data, inputs, seed=seed, report=report)
 
-    def regularity(self, key: str) -> Regularity | None:
-        """For nets that OTAD defends by neighbors in some row, with those of the first such row."""
-        specs = [row for row in self.experiment.rows.values() if row.net == key]
-        row = next((row for row in specs if (row.method, row.scope) == ("otad", "local")), None)
-        if row is None:
-            return None
-        row, label = replace(row, surrogate=None), f"regularity of {key}"
-        asked = [row.n_neighbors, row.strong_convexity, row.per_class, row.central]
-        record = self.part(
-            label,
-            Regularity,
-            self._identity(row) | {"neighborhoods": asked},
-            partial(self._measure_regularity, row, partial(self.report, label)),
-        )
-        self.seconds[label] = record.seconds
-        return record
+        versions = [ATTACKS[run].version for run in spec.runs if run in ATTACKS]
+        identity = [self.identity(key), spec, PROTOCOL_VERSION, versions]
+        return self.part(f"{key}: {name}", AttackedScore, identity, measure)
 
-    def _measure_regularity(self, row: RowSpec, report: Callable[[int, int], None]) -> Regularity:
-        model, generator = defended(self.base(row), row), torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(len(model.bank_inputs), generator=generator)[:_VIOLATION_ROWS]
-        return measure_regularity(model, self.net(row.net).data, chosen, report=report)
+    def regularity(self, net: str) -> Regularity | None:
+        """Of a net that OTAD defends by neighbors, with those of the first such row."""
+        for key, row in self.experiment.rows.items():
+            if (row.net, row.method, row.uses_neighbors) == (net, "otad", True):
+                return self.part(
+                    f"regularity of {net}",
+                    Regularity,
+                    self.identity(key),
+                    partial(self._regularity, key),
+                )
+        return None
+
+    def _regularity(self, key: str, report: Report) -> Regularity:
+        data = self.data(self.experiment.rows[key])
+        return measure_regularity(self.defended(key), data, seed=self.seed, report=report)
+
+    def part(
+        self, label: str, kind: type[Part], identity: Any, measure: Callable[[Report], Part]
+    ) -> Part:
+        """What `measure` finds, or found in an earlier run; its seconds are recorded."""
+        name = [kind.__name__, VERSION, identity]
+        found = self.work.part(kind, name, lambda: measure(partial(self.report, label)))
+        self.report(label, 1, 1)
+        self.seconds[label] = found.seconds or 0.0
+        return found

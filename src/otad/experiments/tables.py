@@ -1,80 +1,283 @@
-"""The page of results, rendered from the records and from nothing else."""
+"""The page of results in Markdown, rendered from the records and from nothing else.
+
+The layout is in the template `page/record.md`; here are the figures and words it asks for.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
+from string import ascii_lowercase
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, Undefined
 
 from otad.errors import InputError
-from otad.experiments import account_tables, attack_tables, cells, learned_tables, score_tables
-from otad.experiments.records import RunRecord, read_records
+from otad.evaluate import Evaluation
+from otad.evaluate.records import AttackRecord
+from otad.experiments.records import (
+    AttackedScore,
+    CostRecord,
+    RowRecord,
+    RunRecord,
+    read_records,
+)
+from otad.experiments.spec import WORST, AttackSpec, EvaluateSpec, RowSpec, name_of
 from otad.io.files import replacing
+from otad.model.diagnostics import Distribution
+from otad.scores import Score
+from otad.threat import L2
 
+NONE = "-"
+GIGABYTE = 1e9
+HEADINGS = {"accuracy": "accuracy % (95 %)", "mse": "mean squared error (95 %)"}
 HEADER = """# Results
 
-Rendered from the records in `{results}` by `otad.experiments.write_page`: do not edit, run the
-command above a table and render again. An interval is the 95 % interval (Wilson's for accuracies).
+Rendered from the records in `{results}` by `otad reproduce NAME... --page PAGE`; do not edit.
+An interval is the 95 % interval (Wilson's for accuracies).
 """
 
 
 def write_page(results: str | Path, page: str | Path) -> Path:
-    """Render every record of a folder (quick runs are no results) to a Markdown page."""
+    """Render every record of a folder to a Markdown page; quick runs are not results."""
     results, page = Path(results), Path(page)
     records = [record for record in read_records(results) if not record.quick]
     if not records:
         raise InputError(f"{results}: expected records of experiments (NAME.json), got none")
-    way = Path(os.path.relpath(results, page.parent)).as_posix()
-    sections = [HEADER.format(results=way), *(render(record, way) for record in records)]
+    link = Path(os.path.relpath(results, page.parent)).as_posix()
+    sections = [HEADER.format(results=link), *(render(one, results, link) for one in records)]
     with replacing(page) as partial:
         partial.write_text("\n".join(sections), encoding="utf-8")
     return page
 
 
-def render(record: RunRecord, results: str = ".") -> str:
-    """One record as Markdown; `results` is the way from the page to the folder of its plot."""
-    title = f"{record.title} (quick run, no result)" if record.quick else record.title
-    plot = f"{results}/{record.file_stem}.svg"
-    parts = [f"## {title}", _origin(record), _data(record)]
-    if record.note:
-        parts.append(record.note.strip())
-    if record.rows:
-        parts += [score_tables.scores(record), attack_tables.attacks(record)]
-        parts.append(score_tables.sources(record))
-    if record.suite is not None:
-        parts += [attack_tables.suite(one, results) for one in (record.suite, *record.beside)]
-    if "curve" in record.config:
-        parts.append(f"![{record.config['curve']['title']}]({plot})")
-    parts += [account_tables.potentials(record), account_tables.accounts(record)]
-    parts += [score_tables.choices(record), score_tables.nets(record)]
-    parts += [learned_tables.metrics(record), learned_tables.surrogates(record)]
-    parts += [learned_tables.speeds(record)]
-    if record.costs:
-        parts += [account_tables.costs(record), f"![time and memory]({plot})"]
-    parts += [f"Not run: {what}: {why}." for what, why in record.missing.items()]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _origin(record: RunRecord) -> str:
-    where = record.environment
-    commit = where.commit or f"unknown, source {record.code[:12]}"
-    machine = " and ".join(dict.fromkeys((where.device_name, where.cpu)))
-    shared = ""
-    if record.jobs > 1:
-        shared = f", by up to {record.jobs} processes at once, each slower for the others"
-    return (
-        f"`otad reproduce {record.name} --seed {record.seed}` on {machine}, "
-        f"torch {where.versions.get('torch')}, Python {where.python}, commit {commit}, "
-        f"{where.started}; {sum(record.seconds.values()):.0f} s in all{shared}."
-    )
-
-
-def _data(record: RunRecord) -> str:
-    lines = []
-    for key, data in record.data.items():
-        shape = " x ".join(map(str, data.input_shape))
-        kind = f"{data.classes} classes" if data.classes else "regression"
-        lines.append(
-            f"- {key}: {data.name}{cells.in_brackets(data.options)}, {data.train_size:,} train and "
-            f"{data.test_size:,} test points, {shape}, {kind}; {data.source}"
+def render(record: RunRecord, results: Path, link: str = ".") -> str:
+    """One record in the folder `results` as Markdown; `link` is the path there from the page."""
+    spec = record.experiment
+    rows = [Row(row, record.rows[key]) for key, row in spec.rows.items()]
+    sources = dict.fromkeys(row.spec.published_in for row in rows if row.spec.published_in)
+    text = (
+        _environment()
+        .get_template("record.md")
+        .render(
+            record=record,
+            spec=spec,
+            where=record.environment,
+            link=link,
+            headings=HEADINGS,
+            rows=rows,
+            letters=dict(zip(sources, ascii_lowercase, strict=False)),
+            attacked=[
+                Attacked(key, row, row.spec.attacks[key], row.found.attacks[key])
+                for key in names_of(rows, "found.attacks")
+                for row in rows
+                if key in row.found.attacks
+            ],
+            suites=[
+                Suite(
+                    one.row,
+                    one.folder,
+                    one.certified,
+                    spec.evaluate,
+                    Evaluation.read(results / one.folder / "evaluation.json"),
+                )
+                for one in record.suites
+                if spec.evaluate is not None
+            ],
+            cost_goals=lambda one: _cost_goals(one, record),
+            speed_goals=lambda one: _speed_goals(one, record),
         )
-    return "\n".join(lines)
+    )
+    blocks = (_block(block) for block in re.split(r"^%%$", text, flags=re.MULTILINE))
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _block(text: str) -> str:
+    """A block of the page; a table gets a rule below its head."""
+    if not text.strip().startswith("|"):
+        return text.strip()
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows = " ".join(f"{line.strip()}\n" if line.rstrip().endswith("|") else line for line in lines)
+    cells = [re.split(r"(?<!\\)\|", row.strip())[1:-1] for row in rows.strip().splitlines()]
+    cells = [[cell.strip() for cell in row] for row in cells]
+    body = [cells[0], ["---"] * len(cells[0]), *cells[1:]] if len(cells) > 1 else []
+    return "\n".join(f"| {' | '.join(row)} |" for row in body)
+
+
+class Row(NamedTuple):
+    """A row of the experiment, and what was measured."""
+
+    spec: RowSpec
+    found: RowRecord
+
+    @property
+    def mode(self) -> str:
+        """How its answers are found."""
+        if self.spec.surrogate is not None:
+            return f"CIP-net {self.spec.surrogate}"
+        if self.found.potential is not None:
+            return "global map"
+        climb = self.spec.climb
+        return self.spec.mode + (f", steps {climb[0]:g} and {climb[1]:g}" if climb else "")
+
+    @property
+    def mean_error(self) -> float | None:
+        error = None if self.found.account is None else self.found.account.relative_error
+        return None if error is None else error.mean
+
+    def published(self, name: str) -> float | None:
+        return self.spec.published.get(name)
+
+    def beside(self, name: str) -> str:
+        """The published figure in brackets, where there is one."""
+        found = self.published(name)
+        return "" if found is None else f" (published {found:g})"
+
+    @property
+    def goals(self) -> dict[str, bool]:
+        """The lower bounds asked for, in words, and whether they are met."""
+        found, metric = self.found, self.found.score.metric
+        scores = {metric: found.score}
+        scores |= {f"certified {radius}": score for radius, score in found.certified.items()}
+        scores |= {name: attacked.score for name, attacked in found.attacks.items()}
+        return {
+            f"{'' if name == metric else f'{name} '}at least {bound:g}": (
+                name in scores and scores[name].value >= bound
+            )
+            for name, bound in self.spec.at_least.items()
+        }
+
+
+class Attacked(NamedTuple):
+    """A row under the attack `key`."""
+
+    key: str
+    row: Row
+    spec: AttackSpec
+    found: AttackedScore
+
+
+class Suite(NamedTuple):
+    """A row under the whole suite."""
+
+    row: str
+    folder: str
+    certified: dict[str, dict[str, Score]]
+    spec: EvaluateSpec
+    found: Evaluation
+
+    @property
+    def threat(self) -> str:
+        bounds = self.found.threat["bounds"]
+        return L2(self.found.headline_eps, bounds=bounds and tuple(bounds)).describe()
+
+    @property
+    def runs(self) -> dict[str, list[AttackRecord]]:
+        """The records of each attack, at all radii."""
+        found: dict[str, list[AttackRecord]] = {}
+        for one in self.found.attacks:
+            found.setdefault(one.attack, []).append(one)
+        return found
+
+    def goals(self, eps: float) -> dict[str, bool]:
+        """The bounds asked for at a radius, in words, and whether they are met."""
+        key, goals, worst = name_of(eps), {}, self.found.worst_case(eps).value
+        if self.row != self.spec.row:
+            return {}
+        if key in self.spec.at_most:
+            goals[f"worst case at most {self.spec.at_most[key]:g}"] = (
+                worst <= self.spec.at_most[key]
+            )
+        for row, bounds in self.spec.at_least.items():
+            if key in bounds:
+                value = worst if row == WORST else self.certified[row][key].value
+                what = "worst case" if row == WORST else f"certified, {row}"
+                goals[f"{what} at least {bounds[key]:g}"] = value >= bounds[key]
+        return goals
+
+
+def _cost_goals(one: CostRecord, record: RunRecord) -> dict[str, bool]:
+    spec, largest = record.experiment.cost, max(cost.bank for cost in record.costs)
+    if spec is None or not spec.seconds_at_most or not spec.gigabytes_at_most or one.bank < largest:
+        return {}
+    is_small = one.resident <= spec.gigabytes_at_most * GIGABYTE
+    is_fast = one.seconds is not None and one.seconds <= spec.seconds_at_most
+    goal = f"at most {spec.seconds_at_most:g} s and {spec.gigabytes_at_most:g} GB"
+    return {goal: is_small and is_fast}
+
+
+def _speed_goals(one: CostRecord, record: RunRecord) -> dict[str, bool]:
+    spec, first = record.experiment.speed, record.speeds[0].milliseconds
+    if spec is None or one.row is None or one.milliseconds is None or first is None:
+        return {}
+    if one.place == "memory" and (most := spec.ratio_at_most.get(one.row)) is not None:
+        return {f"at most {most:g} times the first": one.milliseconds <= most * first}
+    if one.place == "disk" and (most := spec.gigabytes_at_most.get(one.row)) is not None:
+        return {f"at most {most:g} GB resident": one.resident <= most * GIGABYTE}
+    return {}
+
+
+@cache
+def _environment() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent / "page")
+    made = Environment(
+        loader=loader,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: NONE if value is None else value,
+    )
+    made.filters |= {
+        "fmt": _fmt,
+        "score": _score,
+        "value": lambda score: _fmt(score.value, ".2f" if score.metric == "accuracy" else ".3f"),
+        "percent": lambda share: _fmt(100 * share if share or share == 0 else None, ".2f"),
+        "giga": lambda count: _fmt(None if count is None else count / GIGABYTE, ".2f"),
+        "spread": _spread,
+        "median_most": lambda found: found and f"{found.median:.2f} / {found.most:.2f}",
+        "brackets": _brackets,
+        "met": lambda goals: ", ".join("yes" if met else "NO" for met in goals) or None,
+        "cell": lambda text: text.replace("|", "\\|"),
+        "names": names_of,
+        "by_metric": _by_metric,
+    }
+    return made
+
+
+def names_of(items: Iterable[Any], attribute: str) -> list[str]:
+    """All keys of a dict that each item has, in order."""
+    return list(dict.fromkeys(key for one in items for key in attrgetter(attribute)(one)))
+
+
+def _by_metric(items: Iterable[Any]) -> list[tuple[str, list[Any]]]:
+    """The items with accuracies and those with errors."""
+    found: dict[str, list[Any]] = {}
+    for one in items:
+        found.setdefault(one.found.score.metric, []).append(one)
+    return list(found.items())
+
+
+def _fmt(value: Any, form: str = "g") -> str | None:
+    return None if value is None or isinstance(value, Undefined) else f"{value:{form}}"
+
+
+def _score(found: Score | None) -> str | None:
+    if found is None:
+        return None
+    form = ".2f" if found.metric == "accuracy" else ".3f"
+    return f"{found.value:{form}} ({found.low:{form}} to {found.high:{form}})"
+
+
+def _spread(found: Distribution | None) -> str | None:
+    if not found:
+        return None
+    marks = (found.least, found.median, found.quantile_90, found.quantile_99, found.most)
+    return " / ".join(f"{mark:.3g}" for mark in marks)
+
+
+def _brackets(options: Mapping[str, object]) -> str:
+    listed = ", ".join(f"{name} = {value}" for name, value in options.items())
+    return f" ({listed})" if listed else ""

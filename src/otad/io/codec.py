@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from otad.errors import InputError
 from otad.io.files import replacing
@@ -41,6 +41,10 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
             return None
         (inner,) = (part for part in parts if part is not NoneType)
         return from_plain(inner, value, where)
+    if origin is Literal:
+        if value in parts:
+            return value
+        raise InputError(f"{where}: expected one of {', '.join(map(repr, parts))}, got {value!r}")
     if isinstance(kind, type) and is_dataclass(kind):
         return _dataclass(kind, value, where)
     if origin is dict and isinstance(value, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -89,3 +90,30 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def resident_now() -> int:
+    """Bytes of resident memory; on systems that do not report it, the peak so far."""
+    return _status("VmRSS") or _peak_of_usage()
+
+
+def resident_peak() -> int:
+    """Peak of resident memory in bytes.
+
+    Linux's own mark is preferred: what getrusage gives starts from the peak of the parent process.
+    """
+    return _status("VmHWM") or _peak_of_usage()
+
+
+def _status(name: str) -> int | None:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else ()
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return next(found, None)
+
+
+def _peak_of_usage() -> int:
+    import resource  # which Windows does not have
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

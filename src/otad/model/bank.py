@@ -104,16 +104,14 @@ class FeatureBank:
                 )
             order = torch.randperm(len(members), generator=generator, device=generator.device)
             chosen.append(members[order[:per_class].to(members.device)])
-        where = torch.cat(chosen).sort().values
+        return self.select(torch.cat(chosen).sort().values)
+
+    def select(self, rows: Tensor) -> FeatureBank:
+        """The points of these rows, in memory."""
         part = hashlib.sha256(self.fingerprint.encode())
-        part.update(tensor_fingerprint({"subset": where}).encode())
-        return FeatureBank(
-            gathered(self.inputs, where),
-            gathered(self.features, where),
-            self.labels[where],
-            part.hexdigest(),
-            verify=False,
-        )
+        part.update(tensor_fingerprint({"subset": rows}).encode())
+        pairs = gathered(self.inputs, rows), gathered(self.features, rows)
+        return FeatureBank(*pairs, self.labels[rows], part.hexdigest(), verify=False)
 
     def to(self, device: torch.device | str) -> FeatureBank:
         """The bank in the memory of a device."""

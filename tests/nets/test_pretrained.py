@@ -1,25 +1,22 @@
-"""A network that others trained, as a metric."""
+"""A public pretrained network as a metric."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from otad.data import load
 from otad.errors import MissingExtraError
-from otad.experiments import features as features_module
-from otad.experiments.features import efficientnet_lite0
-from otad.experiments.metrics import fresh_metric
-from otad.experiments.part_specs import MetricSpec
 from otad.nets import PretrainedMetric, build_metric
+from otad.nets import pretrained as pretrained_module
+from otad.nets.pretrained import efficientnet_lite0
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(features_module.importlib, "import_module", absent)
-    with pytest.raises(MissingExtraError, match="'efficientnet_lite_pytorch' is needed here"):
+    monkeypatch.setattr(pretrained_module.importlib, "import_module", absent)
+    with pytest.raises(MissingExtraError, match="'efficientnet_lite_pytorch'"):
         efficientnet_lite0()
 
 
@@ -35,9 +32,3 @@ def test_efficientnet_is_a_metric_that_describes_itself(generator: torch.Generat
     assert keys.shape == (2, 1280)
     assert torch.equal(again.eval()(x), keys)
     assert torch.allclose(keys.norm(dim=1), torch.ones(2))
-
-
-def test_pixels_keep_their_distances() -> None:
-    data = load("digits")
-    metric = fresh_metric(MetricSpec("digits", kind="pixels"), data, 0)
-    assert torch.equal(metric(data.test_x), data.test_x.flatten(1))

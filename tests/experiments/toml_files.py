@@ -1,10 +1,11 @@
-"""Small experiments: with a vision transformer, metrics and a surrogate; with a net alone."""
+"""Small experiments, as TOML files: a vision transformer with metrics and a CIP-net; a wine net."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from otad.experiments.config import Experiment, read_experiment
+from otad.experiments.cache import WorkFolder
+from otad.experiments.experiment import read_experiment
 from otad.experiments.study import Study
 
 VISION = """
@@ -34,14 +35,16 @@ row = "exact"
 held_out = 9
 options = { width = 8, heads = 2, blocks = 1 }
 train = { epochs = 2, warmup = 0 }
+[attacks]
+push = { name = "pgd", eps = 0.1, points = 9, options = { steps = 2 } }
 [rows]
-net = { net = "vit", method = "net" }
-exact = { net = "vit", method = "otad", metric = "learned" }
+net = { net = "vit", method = "net", attacks = ["push"], at_least = { push = 99, accuracy = 0 } }
+exact = { net = "vit", method = "otad", metric = "learned", attacks = ["push"] }
 estimated = { net = "vit", method = "otad", metric = "learned", surrogate = "imitation" }
 few = { net = "vit", method = "otad", metric = "learned", per_class = 2 }
 pixels = { net = "vit", method = "majority_knn", metric = "pixels" }
+whole = { net = "vit", method = "otad", scope = "global", smoothness = 9 }
 """
-
 
 WINE = """
 title = "small"
@@ -56,20 +59,17 @@ right = { net = "right", method = "net" }
 """
 
 
-def vision(folder: Path, old: str = "", new: str = "") -> Experiment:
-    assert old in VISION
-    path = folder / "vision.toml"
-    path.write_text(VISION.replace(old, new, 1) if old else VISION, encoding="utf-8")
-    return read_experiment(path)
+def written(folder: Path, text: str, *changes: tuple[str, str], name: str = "small") -> Path:
+    """The TOML file of an experiment, with some text replaced."""
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = folder / f"{name}.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
-def study_of(experiment: Experiment, work: Path, max_seconds: float | None = None) -> Study:
-    return Study(
-        experiment,
-        data_dir=None,
-        device="cpu",
-        work=work,
-        seed=0,
-        report=lambda part, done, total: None,
-        max_seconds=max_seconds,
-    )
+def study_of(path: Path, work: Path, deadline: float | None = None) -> Study:
+    experiment = read_experiment(path)
+    folder = WorkFolder(work, deadline)
+    return Study(experiment, lambda part, done, total: None, folder)

@@ -1,0 +1,111 @@
+"""The work folder: finished parts and trained weights, shared by all processes that use it.
+
+parts/NAME.json                 a finished part, named by the digest of all that decides it
+KIND/NAME/weights.safetensors   the weights of a finished training, and its results
+KIND/NAME/seconds.json          the time of each epoch
+KIND/NAME/*.safetensors         a checkpoint, from which a killed training resumes; deleted at the
+                                end, as it is several times as large as the weights
+locks/NAME.lock                 held by the process that computes NAME; others wait and then read it
+
+Names contain weights, data, settings and a version that the module declares which computes the
+part, so a part is computed again if one of these changes, and only then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock
+from torch import nn
+
+from otad.errors import OtadError
+from otad.io.codec import digest_of, from_plain, read_json, to_plain, write_json
+from otad.io.tensor_files import read_tensors, write_tensors
+
+T = TypeVar("T")
+Report = Callable[[int, int], None]
+"""Called with the steps done and all steps."""
+SAVE_SECONDS = 60.0  # between two checkpoints
+
+
+class UnfinishedError(OtadError):
+    """A training ran out of time; the same command resumes it."""
+
+
+class WorkFolder:
+    """See the module; `deadline` (by `time.time`) is when trainings have to stop."""
+
+    def __init__(self, folder: Path, deadline: float | None = None) -> None:
+        self.folder, self.deadline = folder, deadline
+
+    def lock(self, name: str) -> FileLock:
+        """One process at a time; the lock ends with its process, however that ends."""
+        path = self.folder / "locks" / f"{name}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(path)
+
+    def part(self, kind: type[T], identity: Any, compute: Callable[[], T]) -> T:
+        """The result of `compute`, a dataclass, or that of an earlier run."""
+        name = digest_of(identity)
+        path = self.folder / "parts" / f"{name}.json"
+        with self.lock(name):
+            if not path.exists():
+                write_json(path, to_plain(compute()))
+            found: T = from_plain(kind, read_json(path), path.name)
+            return found
+
+    def trained(
+        self,
+        kind: str,
+        identity: Any,
+        net: nn.Module,
+        epochs: int,
+        train: Callable[..., tuple[int, dict[str, Any]]],
+        report: Report,
+    ) -> dict[str, Any]:
+        """Train `net`, or load the weights of an earlier run; the results, with "seconds".
+
+        `train` gets the keyword arguments of a trainer that saves and resumes, and returns the
+        epochs done and the results in plain JSON.
+        """
+        name = digest_of(identity)
+        place = self.folder / kind / name
+        weights, times = place / "weights.safetensors", place / "seconds.json"
+        with self.lock(name):
+            seconds: dict[str, float] = read_json(times) if times.exists() else {}
+
+            def tick(record: Any) -> None:
+                seconds[str(record.epoch)] = record.seconds
+                write_json(times, seconds)
+                report(record.epoch, epochs)
+
+            if not weights.exists():
+                done, results = train(
+                    checkpoint_dir=place,
+                    save_seconds=SAVE_SECONDS,
+                    max_seconds=self._seconds_left(),
+                    progress=tick,
+                )
+                if done < epochs:
+                    raise UnfinishedError(
+                        f"out of time after epoch {done} of {epochs}; the same command resumes"
+                    )
+                write_tensors(weights, net.state_dict(), results)
+            for checkpoint in place.glob("*.safetensors"):
+                if checkpoint != weights:
+                    checkpoint.unlink()
+            tensors, results = read_tensors(weights)
+        net.load_state_dict(tensors)
+        report(epochs, epochs)
+        return results | {"seconds": sum(seconds.values())}
+
+    def _seconds_left(self) -> float | None:
+        if self.deadline is None:
+            return None
+        left = self.deadline - time.time()
+        if left <= 0:
+            raise UnfinishedError("out of time; the same command resumes")
+        return left

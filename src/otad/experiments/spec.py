@@ -1,0 +1,282 @@
+"""The tables of an experiment's TOML file, one dataclass each.
+
+Radii with unit "std" are in units of the standard deviations that the net divides its inputs by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from otad.attacks import ATTACKS
+from otad.checks import check_choice, check_count
+from otad.errors import InputError
+from otad.training import RECIPES
+
+RANDOM_STEP = "random_step"
+WORST = "worst"
+UNLEARNED = ("pretrained", "pixels")
+Normalization = Literal["none", "feature", "channel", "all"]
+Unit = Literal["input", "std"]
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A data set of the registry."""
+
+    name: str
+    options: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A training setting chosen by its score on a held-out part of the train part; the net is then
+    trained on all of it."""
+
+    setting: str
+    values: tuple[float, ...]
+    row: str  # whose score decides
+    validation: float = 0.1  # share of the train part
+    epochs: int | None = None  # of each trial
+    certified: float | None = None  # the certified score at this radius decides
+
+
+@dataclass(frozen=True)
+class NetSpec:
+    """A net and how it is trained.
+
+    `kind`: "fc", fully connected; "lifted", the same, but writing into coordinates of its own;
+    "prototypes", labeled points drawn from the train part, the weights of their own map; "vit", a
+    vision transformer.
+    """
+
+    data: str
+    kind: Literal["fc", "lifted", "prototypes", "vit"] = "fc"
+    blocks: int = 5
+    residual: bool = True
+    normalize: Normalization = "none"
+    options: Options = field(default_factory=dict)  # of the constructor
+    recipe: str | None = None
+    train: Options = field(default_factory=dict)  # training settings, over those of the recipe
+    untrained: bool = False  # prototypes as drawn
+    choose: Choice | None = None
+    bank: Literal["float32", "float16", "bfloat16"] = "float32"  # inputs and features
+
+    def __post_init__(self) -> None:
+        if self.kind == "prototypes" and self.bank != "float32":
+            raise InputError(f"bank: expected float32 for prototypes, got {self.bank}")
+
+    @property
+    def settings(self) -> Options:
+        """All training settings that differ from the defaults."""
+        if self.recipe is None:
+            return self.train
+        return RECIPES[check_choice(self.recipe, "recipe", tuple(RECIPES))] | self.train
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A net whose keys are compared to find neighbors: one that is trained, or without training
+    "pixels", the inputs themselves, or "pretrained", the `features` of a public network."""
+
+    data: str
+    kind: Literal["resnet", "cnn", "vit", "attention", "lipschitz", "pretrained", "pixels"] = (
+        "resnet"
+    )
+    normalize: Normalization = "none"
+    features: Literal["", "efficientnet_lite0"] = ""
+    options: Options = field(default_factory=dict)  # of the constructor
+    train: Options = field(default_factory=dict)  # with a table `adversary`: adversarial training
+
+    def __post_init__(self) -> None:
+        if (self.kind == "pretrained") != bool(self.features):
+            raise InputError(f"features: expected for pretrained alone, got {self}")
+        if self.kind in UNLEARNED and (self.train or self.normalize != "none"):
+            raise InputError(f"train: expected no training and no normalization, got {self}")
+
+
+@dataclass(frozen=True)
+class SurrogateSpec:
+    """A CIP-net that learns the answers of `row`, a row of OTAD, at the points of its bank."""
+
+    row: str
+    alpha: float = 1.0  # weight of the solver's answers against the net's own features
+    options: Options = field(default_factory=dict)  # of `CipNet`
+    train: Options = field(default_factory=dict)
+    held_out: int = 0  # points to measure the error on
+
+
+@dataclass(frozen=True)
+class AttackSpec:
+    """An attack, or "random_step": one random step of length eps. All rows get the same points."""
+
+    name: str
+    eps: float | None = None  # None: the whole box of valid inputs
+    norm: Literal["l2", "linf"] = "l2"
+    points: int = 1000  # random test points
+    label: str = ""
+    unit: Unit = "input"
+    on: Literal["model", "net"] = "model"  # net: its adversarial examples are given to the model
+    options: Options = field(default_factory=dict)
+    also: dict[str, Options] = field(default_factory=dict)  # for each point the worst counts
+
+    def __post_init__(self) -> None:
+        for name in self.runs:
+            check_choice(name, "attack", (RANDOM_STEP, *ATTACKS))
+        check_count(self.points, "points")
+        if RANDOM_STEP in self.runs and len(self.runs) > 1:
+            raise InputError(f"also: expected no attacks beside {RANDOM_STEP!r}")
+        if self.eps is None and self.unit != "input":
+            raise InputError("eps: expected a radius with unit 'std', got none")
+
+    @property
+    def runs(self) -> dict[str, Options]:
+        """Every attack with its options, in the order they are run."""
+        return {self.name: self.options} | self.also
+
+
+@dataclass(frozen=True)
+class CertifySpec:
+    """The l2 radii to certify at, on the test part; in regression, to bound the error at."""
+
+    eps: tuple[float, ...]
+    unit: Unit = "input"
+
+
+@dataclass(frozen=True)
+class LipschitzSpec:
+    """How many test points get a local Lipschitz constant, and within which radius."""
+
+    radius: float
+    points: int = 500
+    steps: int = 20
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """One row of a table.
+
+    `published` and `at_least` are by metric (accuracies in percent), by the name of an attack for
+    the score under it, and "certified EPS" for the certified score at a radius; `published` also
+    "NAME E" and "NAME SMAPE" for the further measures of a regression.
+    """
+
+    net: str
+    method: Literal["net", "otad", "mean_feature_knn", "majority_knn"]
+    label: str = ""
+    n_neighbors: int = 10
+    scope: Literal["local", "global"] = "local"
+    smoothness: float | None = None
+    strong_convexity: float = 0.0
+    mode: str = "consistent"
+    climb: tuple[float, float] | None = None
+    lipschitz: LipschitzSpec | None = None
+    certify: CertifySpec | None = None
+    published: dict[str, float] = field(default_factory=dict)
+    published_in: str = ""
+    at_least: dict[str, float] = field(default_factory=dict)
+    attacks: dict[str, AttackSpec] = field(default_factory=dict)
+    metric: str | None = None
+    surrogate: str | None = None  # answers instead of the exact solver
+    per_class: int | None = None  # points of each class in the bank; random ones
+    central: bool = False  # or those whose keys are nearest to the mean key of their class
+
+    def __post_init__(self) -> None:
+        if self.per_class is not None:
+            check_count(self.per_class, "per_class")
+        is_otad = self.method == "otad"
+        has_effect = {
+            "metric": self.uses_neighbors,
+            "per_class": self.uses_neighbors,
+            "central": self.metric is not None and self.per_class is not None,
+            "surrogate": self.uses_neighbors and is_otad,
+            "certify": is_otad,
+            "lipschitz": is_otad or self.method == "net",
+        }
+        for name, is_used in has_effect.items():
+            if getattr(self, name) and not is_used:
+                raise InputError(f"{name}: expected where it has an effect, got it in {self}")
+
+    @property
+    def uses_neighbors(self) -> bool:
+        return self.method != "net" and self.scope != "global"
+
+
+@dataclass(frozen=True)
+class EvaluateSpec:
+    """The model of `row` under the whole suite, in l2, on `points` random test points."""
+
+    row: str
+    eps: tuple[float, ...]
+    headline: float  # the eps of the threat model
+    beside: tuple[str, ...] = ()  # rows with the same attacks on the same points
+    points: int = 1000
+    batch_size: int = 1000
+    flags: bool = True
+    attacks: dict[str, Options] = field(default_factory=dict)  # empty: the preset "standard"
+    spare_proved: tuple[str, ...] = ()  # attacks that skip points with a certificate of the radius
+    certify: tuple[str, ...] = ()  # rows to certify on the same points; if any, those beside too
+    at_most: dict[str, float] = field(default_factory=dict)  # worst case in percent, by eps
+    # certified accuracy in percent, by row and eps, or with "worst" for a row the worst case
+    at_least: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("points", "batch_size"):
+            check_count(getattr(self, name), name)
+        radii = tuple(name_of(radius) for radius in self.eps)
+        for key in self.at_least:
+            check_choice(key, "at_least", (*self.certify, WORST))
+        for where, bounds in {"at_most": self.at_most, **self.at_least}.items():
+            for key in bounds:
+                check_choice(key, where, radii)
+
+
+@dataclass(frozen=True)
+class CostSpec:
+    """Predictions of the defended `net` with random banks of these sizes, on these devices."""
+
+    net: str
+    banks: tuple[int, ...]
+    queries: int
+    batch_size: int = 1000
+    threads: int = 2
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    seconds_at_most: float | None = None  # for the largest bank
+    gigabytes_at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        for size in (*self.banks, self.queries, self.batch_size, self.threads):
+            check_count(size, "banks, queries, batch_size, threads")
+
+
+@dataclass(frozen=True)
+class SpeedSpec:
+    """The cost of a query for the models of `rows`, on the device of the run."""
+
+    rows: tuple[str, ...]
+    queries: int = 1000
+    batch_size: int = 100
+    threads: int = 2
+    places: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")  # of the bank
+    steps: bool = False  # also the time of each step of the defense
+    published: dict[str, float] = field(default_factory=dict)  # milliseconds a query, by row
+    published_in: str = ""
+    ratio_at_most: dict[str, float] = field(default_factory=dict)  # to the first row, in memory
+    gigabytes_at_most: dict[str, float] = field(default_factory=dict)  # resident, from disk
+
+    def __post_init__(self) -> None:
+        for size in (self.queries, self.batch_size, self.threads):
+            check_count(size, "queries, batch_size, threads")
+
+
+@dataclass(frozen=True)
+class CurveSpec:
+    """A figure of the rows of OTAD over L - l."""
+
+    title: str
+
+
+def name_of(radius: float) -> str:
+    """How a radius is written as a key."""
+    return f"{radius:g}"

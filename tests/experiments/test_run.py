@@ -1,0 +1,428 @@
+"""Whole runs, in small: every shipped experiment, kills, several processes, failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from experiments.toml_files import VISION, WINE, written
+from filelock import FileLock
+
+from otad.attacks import ATTACKS
+from otad.errors import InputError, OtadError
+from otad.evaluate import Evaluation
+from otad.experiments import RunRecord, names, reproduce, reproduce_together
+from otad.experiments import run as run_module
+from otad.experiments import study as study_module
+from otad.experiments.cache import UnfinishedError
+from otad.experiments.experiment import Experiment, read_experiment
+from otad.experiments.records import RowRecord
+from otad.experiments.run import plan
+from otad.experiments.spec import RANDOM_STEP, RowSpec
+from otad.experiments.tables import render
+
+SMALL = """
+title = "small"
+[data.wine]
+name = "wine"
+[train]
+epochs = 3
+[nets.one]
+data = "wine"
+blocks = 1
+normalize = "feature"
+[nets.two]
+data = "wine"
+blocks = 1
+normalize = "feature"
+choose = { setting = "energy_weight", values = [0.0, 0.1], row = "c", validation = 0.3, epochs = 2 }
+[attacks]
+push = { name = "pgd", eps = 1.0, unit = "std", points = 9, options = { steps = 2 } }
+[rows]
+a = { net = "one", method = "net", attacks = ["push"] }
+b = { net = "one", method = "otad", lipschitz = { radius = 0.1, points = 5, steps = 2 } }
+c = { net = "two", method = "otad", attacks = ["push"] }
+d = { net = "one", method = "majority_knn", at_least = { accuracy = 101 } }
+"""
+SUITE = """
+[evaluate]
+row = "b"
+eps = [0.1]
+headline = 0.1
+points = 9
+flags = false
+attacks = { noise = {} }
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return written(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("name", names())
+def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
+    experiment = read_experiment(name, quick=True)
+    rows = experiment.rows.values()
+    runs = {run for row in rows for one in row.attacks.values() for run in one.runs}
+    runs |= set(experiment.evaluate.attacks) if experiment.evaluate is not None else set()
+    for run in runs - {RANDOM_STEP}:
+        package = ATTACKS[run].needs.package
+        if package is not None and find_spec(package) is None:
+            pytest.skip(f"extra 'attacks', for {run}")
+    lines: dict[str, tuple[int, int]] = {}
+    record = reproduce(
+        name,
+        out=tmp_path,
+        quick=True,
+        progress=lambda part, done, total: lines.update({part: (done, total)}),
+    )
+    assert RunRecord.read(tmp_path / f"{name}-quick.json") == record
+    for table in ("rows", "nets", "metrics", "surrogates"):
+        assert list(getattr(record, table)) == list(getattr(experiment, table))
+    assert all(done == total for done, total in lines.values()), "every line reached its end"
+    assert set(record.rows) <= set(record.seconds), "every part has its seconds"
+    for data in record.data.values():
+        assert data.train_size > 0
+        assert len(data.fingerprint) == 64
+    for key, row in record.rows.items():
+        check_row(record, row, experiment.rows[key])
+    drawn = tmp_path / f"{name}-quick.svg"
+    if experiment.cost is not None:
+        on_cpu = [cost for cost in record.costs if cost.device == "cpu"]
+        assert [cost.bank for cost in on_cpu] == list(experiment.cost.banks)
+        assert {cost.device for cost in record.costs} | set(record.missing) == {"cpu", "cuda"}
+        assert all(2**20 < cost.resident < 2**30 and cost.accuracy > 10 for cost in on_cpu)
+        assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
+    if experiment.curve is not None:
+        assert experiment.curve.title in drawn.read_text(encoding="utf-8")
+    check_suites(record, experiment, tmp_path)
+    check_speeds(record, experiment)
+    assert render(record, tmp_path).count("(quick run, no result)") == 1
+
+
+def check_row(record: RunRecord, row: RowRecord, spec: RowSpec) -> None:
+    assert row.score.low <= row.score.value <= row.score.high
+    assert (row.account is not None) == (spec.method == "otad")
+    if row.account is not None:
+        assert sum(row.account.statuses.values()) == pytest.approx(1.0)
+        assert (row.potential is not None) == (not spec.uses_neighbors)
+        assert record.nets[spec.net].regularity is not None or row.potential is not None
+        if spec.surrogate is None:
+            assert row.account.residual is not None
+            assert row.account.residual < 1e-6
+        else:
+            assert row.account.statuses["estimated"] == 1
+    assert list(row.attacks) == list(spec.attacks)
+    for key, found in row.attacks.items():
+        asked = spec.attacks[key]
+        assert found.score.n == found.clean.n == asked.points
+        if found.score.metric == "accuracy":
+            assert found.score.value <= found.clean.value
+        else:
+            assert set(found.metrics) == {"E", "SMAPE"}
+        if found.distance is not None and asked.eps is not None:
+            assert found.distance.most <= asked.eps
+        assert found.forwards > 0 or RANDOM_STEP in asked.runs or found.clean.value == 0
+    assert list(row.certified) == ([f"{eps:g}" for eps in spec.certify.eps] if spec.certify else [])
+    proved = [-score.rank for score in row.certified.values()]
+    assert sorted(proved) == proved, "less is certified at a larger radius"
+    assert all(value >= -row.score.rank for value in proved)
+
+
+def check_suites(record: RunRecord, experiment: Experiment, out: Path) -> None:
+    spec = experiment.evaluate
+    expected = () if spec is None else (spec.row, *spec.beside)
+    assert tuple(suite.row for suite in record.suites) == expected
+    for suite in record.suites:
+        found = Evaluation.read(out / suite.folder / "evaluation.json")
+        assert "<html" in (out / suite.folder / "report.html").read_text(encoding="utf-8")
+        for eps in found.eps if suite.row in suite.certified else ():
+            certified = suite.certified[suite.row][f"{eps:g}"]
+            assert certified == found.certified_accuracy(eps)
+            assert certified.value <= found.worst_case(eps).value
+
+
+def check_speeds(record: RunRecord, experiment: Experiment) -> None:
+    spec, accuracy = experiment.speed, dict[str | None, float]()
+    nets = [key for key, row in experiment.rows.items() if row.method == "net"]
+    expected = [
+        (key, place)
+        for key in (spec.rows if spec else ())
+        for place in ((None,) if key in nets else spec.places)
+    ]
+    assert [(one.row, one.place) for one in record.speeds] == expected
+    for one in record.speeds:
+        assert 0 < (one.milliseconds or 0) < math.inf
+        assert (one.bank > 0) == bool(one.steps) == (one.place is not None)
+        assert accuracy.setdefault(one.row, one.accuracy) == one.accuracy, "wherever the bank is"
+
+
+def test_record_holds_all_it_depends_on(small: Path, tmp_path: Path) -> None:
+    record = reproduce(small, out=tmp_path, seed=4)
+    content = json.loads((tmp_path / "small.json").read_text(encoding="utf-8"))
+    assert content["seed"] == 4
+    assert content["config"]["train"] == {"epochs": 3}
+    assert content["environment"]["versions"]["torch"]
+    assert content["environment"]["device"] == "cpu"
+    assert content["data"]["wine"]["train_size"] == 142
+    assert content["nets"]["one"]["train"]["seed"] == 4
+    assert len(content["code"]) == 64
+    assert record.rows["b"].lipschitz is not None
+    two = record.nets["two"]
+    chosen = max(two.candidates, key=lambda candidate: candidate.score.rank)
+    assert two.train is not None
+    assert (two.train["energy_weight"], two.train["epochs"]) == (chosen.value, 3)
+    assert {candidate.score.n for candidate in two.candidates} == {43}
+
+
+class KilledError(Exception):
+    pass
+
+
+def timeless(record: RunRecord) -> object:
+    """The figures of a record, without times and places."""
+    rows = {}
+    for key, row in record.rows.items():
+        attacks = {name: replace(one, seconds=0.0) for name, one in row.attacks.items()}
+        potential = None if row.potential is None else replace(row.potential, seconds=0.0)
+        rows[key] = replace(row, seconds=0.0, attacks=attacks, potential=potential)
+    learned = (*record.nets.items(), *record.metrics.items(), *record.surrogates.items())
+    return rows, {key: one.weights for key, one in learned}, record.config, record.data
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    folder = tmp_path_factory.mktemp("whole")
+    return reproduce(written(folder, SMALL), out=folder)
+
+
+@pytest.mark.parametrize("moment", [1, 9, 17])
+def test_a_killed_run_resumes_to_the_same_record(
+    small: Path, tmp_path: Path, whole: RunRecord, moment: int
+) -> None:
+    calls = 0
+
+    def kill(part: str, done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > moment:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        reproduce(small, out=tmp_path, progress=kill)
+    assert not (tmp_path / "small.json").exists()
+    assert timeless(reproduce(small, out=tmp_path)) == timeless(whole)
+
+
+def test_finished_parts_are_read_by_other_experiments(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = reproduce(small, out=tmp_path)
+    nets = sorted((tmp_path / ".work" / "nets").iterdir())
+    for name in ("measure_row", "attack_row", "measure_regularity"):
+        monkeypatch.setattr(study_module, name, lambda *_, **__: pytest.fail("measured again"))
+    other = written(tmp_path, SMALL, ("[rows]\n", "[rows]\ne = { net = 'one', method = 'net' }\n"))
+    rows = reproduce(other, out=tmp_path).rows
+    assert {key: rows[key] for key in first.rows} == first.rows
+    assert sorted((tmp_path / ".work" / "nets").iterdir()) == nets
+    assert rows["e"] == replace(rows["a"], attacks={}), "the same model by another name"
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        reproduce(small, out=tmp_path, seed=1)
+
+
+class OneAtATime:
+    """Calls a function slowly, and fails if it is called meanwhile."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls, self.busy = function, 0, False
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        assert not self.busy, "two at once"
+        self.busy, self.calls = True, self.calls + 1
+        time.sleep(0.3)
+        found = self.function(*args, **options)
+        self.busy = False
+        return found
+
+
+def test_two_runs_of_the_same_experiment_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, SMALL + SUITE)
+    watched = OneAtATime(run_module.evaluate)
+    monkeypatch.setattr(run_module, "evaluate", watched)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: reproduce(path, out=tmp_path / "out"), range(2))
+    assert watched.calls == 2
+    assert timeless(one) == timeless(other)
+
+
+def test_processes_give_the_record_of_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, VISION)
+    lines: dict[str, tuple[int, int]] = {}
+    (record,) = reproduce_together(
+        [path],
+        jobs=2,
+        out=tmp_path / "many",
+        progress=lambda part, done, total: lines.update({part: (done, total)}),
+    )
+    assert timeless(record) == timeless(reproduce(path, out=tmp_path / "one", progress=True))
+    assert record.jobs == 2
+    assert RunRecord.read(tmp_path / "many" / "small.json") == record
+    assert "small: metric learned" in lines
+    assert "train metric learned" in capfd.readouterr().err
+    assert all(done == total for done, total in lines.values()), "every line reached its end"
+
+
+WRONG = """
+wrong = { net = "wrong", method = "net" }
+[nets.wrong]
+data = "wine"
+blocks = -1
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failed_experiment_does_not_stop_the_others(jobs: int, tmp_path: Path) -> None:
+    broken = written(tmp_path, WINE + WRONG, name="broken")
+    small = written(tmp_path, WINE)
+    with pytest.raises(OtadError, match=r"\Abroken: blocks: expected.*-1\Z"):
+        reproduce_together([broken, small], jobs=jobs, out=tmp_path)
+    assert (tmp_path / "small.json").exists()
+    assert not (tmp_path / "broken.json").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError if jobs == 1 else OtadError, match="Not a directory"):
+        reproduce_together([small], jobs=jobs, out=tmp_path, work=tmp_path / "file" / "work")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_out_of_time_can_be_told_from_a_failure(jobs: int, tmp_path: Path) -> None:
+    paths = [written(tmp_path, WINE, name=name) for name in ("one", "two")]
+    with pytest.raises(UnfinishedError, match=r"(?s)one: out of time.*two: out of time"):
+        reproduce_together(paths, jobs=jobs, out=tmp_path, max_seconds=0.0)
+
+
+SLOW = WINE.replace("epochs = 1", "epochs = 1, batch_size = 1").replace("blocks = 1", "blocks = 99")
+TOGETHER = """
+import sys
+from otad.experiments import reproduce_together
+if __name__ == "__main__":
+    reproduce_together([sys.argv[1]], jobs=2, out=sys.argv[2])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a kill that cannot be caught")
+def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
+    path = written(tmp_path, SLOW)
+    parent = subprocess.Popen([sys.executable, "-c", TOGETHER, path, tmp_path])
+    try:
+        while not (locks := [*tmp_path.glob(".work/locks/*.lock")]):
+            assert parent.poll() is None
+            time.sleep(0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+    with FileLock(locks[0], timeout=10):  # raises while someone trains
+        pass
+    assert not [*tmp_path.glob(".work/nets/*/weights.safetensors")], "it was too quick to tell"
+
+
+def test_what_experiments_share_is_one_task() -> None:
+    experiments = [read_experiment(name) for name in ("cifar10", "cifar10_nn")]
+    learned, _, measured = plan(experiments)
+    for method, key in (("net", "vit"), ("metric", "resnet")):
+        (task,) = [task for task in learned if (task.method, task.key) == (method, (key,))]
+        assert task.owners == ["cifar10", "cifar10_nn"]
+    rows = [task.key for task in measured if task.method == "row"]
+    assert len(rows) == sum(len(one.rows) for one in experiments)
+    quick, _, _ = plan([read_experiment("cifar10", quick=True), experiments[0]])
+    assert len([task for task in quick if task.method == "net"]) == 2, "other settings"
+
+
+def test_refusals(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown experiment 'nothing'"):
+        reproduce_together(["mnist", "nothing"], jobs=2, out=tmp_path)
+    with pytest.raises(InputError, match=r"names: .*mnist"):
+        reproduce_together(["mnist", "elsewhere/mnist.toml"], jobs=2, out=tmp_path)
+    with pytest.raises(InputError, match=r"jobs: .*0"):
+        reproduce_together(["mnist"], jobs=0, out=tmp_path)
+    with pytest.raises(InputError, match="seed"):
+        reproduce(small, out=tmp_path, seed=-1)
+    with pytest.raises(InputError, match="'cuda:7' without CUDA"):
+        reproduce(small, out=tmp_path, device="cuda:7")
+    written(tmp_path, SMALL, ("epochs = 3", "epochs = 3\nspeed = 9"))
+    with pytest.raises(InputError, match=r"train: .*speed"):
+        reproduce(small, out=tmp_path)
+    written(tmp_path, SMALL, ("[rows]", COST.format(143)))
+    with pytest.raises(InputError, match=r"cost.banks: .*142.*143"):
+        reproduce(small, out=tmp_path)
+
+
+COST = '[cost]\nnet = "one"\nbanks = [{}]\nqueries = 1\ndevices = ["cpu"]\n[rows]'
+
+
+@pytest.mark.parametrize("table", ["cost", "speed", "evaluate", "points"])
+def test_what_the_data_cannot_give_is_refused_before_training(table: str, tmp_path: Path) -> None:
+    values = ('name = "wine"', 'name = "diabetes"')
+    changes = {
+        "cost": [values, ("[rows]", COST.format(9))],
+        "speed": [values, ("[rows]", '[speed]\nrows = ["b"]\n[rows]')],
+        "evaluate": [values, ("[rows]", f"{SUITE}[rows]")],
+        "points": [("points = 9", "points = 37")],
+    }
+    message = "36 .*37" if table == "points" else "classes, got wine"
+    path = written(tmp_path, SMALL, *changes[table])
+    with pytest.raises(InputError, match=f"{table}: .*{message}"):
+        reproduce(path, out=tmp_path)
+    assert not (tmp_path / ".work" / "nets").exists()
+
+
+def test_a_failing_probe_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.run
+
+    def fail(command: list[str], **options: Any) -> Any:
+        if "otad.experiments.probe" not in command:
+            return run(command, **options)
+        return subprocess.CompletedProcess(command, 1, "", "out of luck")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(OtadError, match="the cost failed:\nout of luck"):
+        reproduce(written(tmp_path, SMALL, ("[rows]", COST.format(142))), out=tmp_path)
+
+
+def test_the_speed_of_a_renamed_row_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"milliseconds": 1.0, "load_seconds": 1.0, "resident": 1, "device_memory": None}
+    found |= {"accuracy": 90.0, "seconds": 1.0}
+    run, probes = subprocess.run, list[str]()
+
+    def answer(command: list[str], **options: Any) -> Any:
+        if "otad.experiments.probe" not in command:
+            return run(command, **options)
+        probes.append(command[3])
+        return subprocess.CompletedProcess(command, 0, json.dumps(found), "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    for name in ("old", "new"):
+        text = SMALL.replace("c = {", f"{name} = {{").replace('row = "c"', f'row = "{name}"')
+        speed = f'[speed]\nrows = ["{name}"]\nplaces = ["memory"]\n'
+        record = reproduce(written(tmp_path, text + speed), out=tmp_path)
+        assert [one.row for one in record.speeds] == [name]
+        assert "| a query |" in render(record, tmp_path)
+    assert len(probes) == 1
