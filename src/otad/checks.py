@@ -14,6 +14,12 @@ WORKING_DTYPES = (torch.float32, torch.float64)
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, *WORKING_DTYPES)
 
 
+def require(ok: object, name: str, expected: str, got: object) -> None:
+    """Raise `InputError` "name: expected ..., got ..." unless `ok`."""
+    if not ok:
+        raise InputError(f"{name}: expected {expected}, got {got}")
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -29,19 +35,12 @@ def check_tensor(
     """A non-empty tensor with one axis for each comma-separated name in `axes`, e.g. "B,K,d"."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: expected a torch.Tensor ({axes}), got {type(value).__name__}")
-    names = axes.split(",")
-    if value.dim() != len(names):
-        raise InputError(
-            f"{name}: expected {len(names)} axes ({axes}), got shape {tuple(value.shape)}"
-        )
+    names, shape = axes.split(","), f"shape {tuple(value.shape)}"
+    require(value.dim() == len(names), name, f"{len(names)} axes ({axes})", shape)
     for axis, size in zip(names, value.shape, strict=True):
-        if size == 0:
-            raise InputError(
-                f"{name}: expected at least one entry along {axis}, got shape {tuple(value.shape)}"
-            )
-    if value.dtype not in dtypes:
-        allowed = " or ".join(_dtype_name(dtype) for dtype in dtypes)
-        raise InputError(f"{name}: expected dtype {allowed}, got {_dtype_name(value.dtype)}")
+        require(size > 0, name, f"at least one entry along {axis}", shape)
+    allowed = " or ".join(_dtype_name(dtype) for dtype in dtypes)
+    require(value.dtype in dtypes, name, f"dtype {allowed}", _dtype_name(value.dtype))
     if finite:
         check_finite(value, name)
     return value
@@ -59,21 +58,16 @@ def check_finite(value: Tensor, name: str) -> None:
 
 
 def check_shape(value: Tensor, name: str, expected: tuple[int, ...], reason: str) -> None:
-    if tuple(value.shape) != expected:
-        raise InputError(f"{name}: expected shape {expected} {reason}, got {tuple(value.shape)}")
+    shape = tuple(value.shape)
+    require(shape == expected, name, f"shape {expected} {reason}", shape)
 
 
 def check_alike(value: Tensor, name: str, other: Tensor, other_name: str) -> None:
     """Same device and dtype as another tensor."""
-    if value.device != other.device:
-        raise InputError(
-            f"{name}: expected device {other.device} like {other_name}, got {value.device}"
-        )
-    if value.dtype != other.dtype:
-        raise InputError(
-            f"{name}: expected dtype {_dtype_name(other.dtype)} like {other_name}, "
-            f"got {_dtype_name(value.dtype)}"
-        )
+    like = f"like {other_name}"
+    require(value.device == other.device, name, f"device {other.device} {like}", value.device)
+    dtypes = _dtype_name(other.dtype), _dtype_name(value.dtype)
+    require(value.dtype == other.dtype, name, f"dtype {dtypes[0]} {like}", dtypes[1])
 
 
 def check_evaluation(net: object, name: str) -> None:
@@ -89,8 +83,7 @@ def check_evaluation(net: object, name: str) -> None:
 
 
 def check_choice(value: str, name: str, choices: Sequence[str]) -> str:
-    if value not in choices:
-        raise InputError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+    require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 
@@ -52,6 +53,26 @@ class CipSolution:
     status: Tensor
     active: Tensor
     mode: str
+
+    @classmethod
+    def estimate(cls, image: Tensor, weights: Tensor, mode: str) -> CipSolution:
+        """The solution of a method that proves nothing: images (B,d), and the weights (B,K) of the
+        neighbors, NaN where they are unknown. A row that is not finite is unsolved."""
+        found = image.detach().isfinite().all(1)
+        unknown = torch.full_like(weights.detach(), torch.nan)
+        no_number = unknown[:, 0].double()
+        return cls(
+            image=image.masked_fill(~found[:, None], torch.nan),
+            value=unknown[:, 0].clone(),
+            multipliers=weights.masked_fill(~found[:, None], torch.nan),
+            potentials=unknown,
+            smoothness=no_number,
+            strong_convexity=no_number.clone(),
+            residual=no_number.clone(),
+            status=torch.where(found, int(Status.ESTIMATED), int(Status.UNSOLVED)),
+            active=torch.ones_like(unknown, dtype=torch.bool),
+            mode=mode,
+        )
 
     @property
     def failed(self) -> Tensor:

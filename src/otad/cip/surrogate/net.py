@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from otad.checks import check_choice, check_count
 from otad.cip.execution import blocks
 from otad.cip.protocols import RowProblem
-from otad.cip.solution import CipSolution, Status
+from otad.cip.solution import CipSolution
 from otad.errors import InputError
 from otad.nets.inputs import draw_linear
 from otad.nets.vit import Block
@@ -105,25 +105,9 @@ class CipNet(nn.Module):
         with self._rounding(query.device):
             parts = [self._estimate(problem, rows) for rows in blocks(batch, chunk)]
         image, weights = (torch.cat(column) for column in zip(*parts, strict=True))
-        answered = image.detach().isfinite().all(1)
-        missing = ~answered[:, None]
-        status = torch.where(answered, int(Status.ESTIMATED), int(Status.UNSOLVED))
-        unknown = query.new_full((batch, count), torch.nan)
-        no_curvature = torch.full_like(problem.smoothness, torch.nan)
-        return CipSolution(
-            image=image.masked_fill(missing, torch.nan),
-            value=unknown[:, 0].clone(),
-            multipliers=(
-                weights.masked_fill(missing, torch.nan) if self.correction is None else unknown
-            ),
-            potentials=unknown.clone(),
-            smoothness=no_curvature,
-            strong_convexity=no_curvature.clone(),
-            residual=no_curvature.clone(),
-            status=status,
-            active=torch.ones_like(unknown, dtype=torch.bool),
-            mode=self.mode,
-        )
+        if self.correction is not None:  # the answer is no longer a mean of features
+            weights = torch.full_like(weights, torch.nan)
+        return CipSolution.estimate(image, weights, self.mode)
 
     def check_problem(self, problem: RowProblem) -> None:
         """Refuse a problem of another size, dtype or device than the net's."""

@@ -1,0 +1,120 @@
+"""Every extension that CONTRIBUTING.md describes is one file and one line, written here by a user.
+
+The code blocks of CONTRIBUTING.md are saved as modules in a temporary folder and used through the
+public interface, so the page cannot promise what does not work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import factories
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import otad
+from otad.attacks import ATTACKS
+from otad.cip import ExactCip
+from otad.cli.main import main
+
+PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+BLOCK = r"```(?:python|toml)\n# (\w+\.(?:py|toml))\n(.*?)```"
+BLOCKS = dict(re.findall(BLOCK, PAGE.read_text(encoding="utf-8"), re.DOTALL))
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the page, on the path that modules are imported from."""
+    for name, text in BLOCKS.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def imported(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def model() -> otad.OTAD:
+    return factories.model()
+
+
+def test_the_page_shows_every_extension() -> None:
+    assert set(BLOCKS) == {
+        "my_attack.py",
+        "my_solver.py",
+        "my_metric.py",
+        "my_data.py",
+        "my_backbone.py",
+        "my_baseline.py",
+        "my_experiment.toml",
+    }
+
+
+def test_an_attack(written: Path, model: otad.OTAD) -> None:
+    imported("my_attack")
+    try:
+        x, threat = factories.queries(model, 6), otad.L2(0.4, bounds=(0.0, 1.0))
+        labels = model(x).argmax(1)
+        found = otad.evaluate(model, x, labels, threat, attacks=["darken"])
+        darker = threat.project(torch.zeros_like(x), x)
+        right = (model(darker).argmax(1) == labels).double().mean()
+        assert found.per_attack["darken"] == pytest.approx(float(right))
+    finally:
+        del ATTACKS["darken"]
+
+
+def test_a_solver(written: Path, model: otad.OTAD) -> None:
+    solver = imported("my_solver").NearestPair()
+    changed = model.replace(solver=solver)
+    trace = changed.trace(factories.queries(model, 5))
+    nearest = model.bank_features[trace.neighbors.indices[:, 0]]
+    torch.testing.assert_close(trace.solution.image, nearest)
+    assert isinstance(model.solver, ExactCip)
+
+
+def test_a_metric(written: Path, tmp_path: Path) -> None:
+    metric = imported("my_metric").Halves((factories.D,))
+    x = factories.points()
+    model = otad.defend(factories.net(), x, (3 * x[:, 0]).long(), n_neighbors=4, metric=metric)
+    queries = factories.queries(model, 5)
+    model.save(tmp_path / "model")
+    torch.testing.assert_close(otad.load(tmp_path / "model")(queries), model(queries))
+    keys = x[:, : factories.D // 2]
+    nearest = torch.cdist(queries[:, : factories.D // 2].double(), keys.double()).argmin(1)
+    assert torch.equal(model.trace(queries).neighbors.indices[:, 0], nearest)
+
+
+def test_a_data_set(written: Path) -> None:
+    imported("my_data")
+    found = otad.data.load("two_moons", points=40)
+    assert len(found.train_x) + len(found.test_x) == 40
+    assert "two_moons" in otad.data.names()
+
+
+def test_a_backbone(written: Path, tmp_path: Path) -> None:
+    net = imported("my_backbone").Shear((factories.D,), 3)
+    x = factories.points()
+    model = otad.defend(net, x, (3 * x[:, 0]).long(), n_neighbors=4)
+    model.save(tmp_path / "model")
+    queries = factories.queries(model, 5)
+    torch.testing.assert_close(otad.load(tmp_path / "model")(queries), model(queries))
+
+
+def test_a_baseline(written: Path) -> None:
+    x = factories.points()
+    baseline = imported("my_baseline").NearestMean(x, (3 * x[:, 0]).long()).eval()
+    found = otad.evaluate(baseline, x[:8], baseline(x[:8]).argmax(1), otad.L2(0.1), attacks=["pgd"])
+    assert found.clean["model"].value == 100
+
+
+def test_an_experiment(written: Path, tmp_path: Path) -> None:
+    arguments = ["reproduce", str(written / "my_experiment.toml"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "my_experiment.json").exists()
