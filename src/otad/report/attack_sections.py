@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation
+from otad.report import plots
 from otad.report.blocks import Block, Picture, Section, Table, Text
 from otad.report.examples import Subject
 from otad.report.formatting import Cell, as_text, duration, interval, threads
 from otad.report.model_report import TITLES
 from otad.report.pictures import plot_uri
-from otad.report.plots import (
-    accuracy_curves,
-    error_curves,
-    radii_plots,
-    seconds_bars,
-    skips_broken,
-)
+from otad.report.plots import skips_broken
 from otad.scores import Score
 
 QUERIES = "Answers and gradients: how many the attack computed per attacked example."
@@ -68,7 +63,7 @@ def _accuracy_section(evaluation: Evaluation) -> Section:
         caption = "No attack was run: this is clean accuracy."
     caption += (
         " Dots mark the attacked eps. Between them an example counts as broken from the distance "
-        "of its adversarial example, after that was moved as close as it stays wrong."
+        "of its adversarial example, which was moved towards it for as long as it stayed wrong."
     )
     lead = "Under the best possible attack, accuracy is at most the worst case found (bold red)"
     lead += " and at least the certified share (green)." if proved else "."
@@ -80,7 +75,7 @@ def _accuracy_section(evaluation: Evaluation) -> Section:
     columns = ("eps", "worst case", "95% interval", "proved", "95% interval")
     alt = "accuracy against eps: the worst case, each attack, and certified accuracy below"
     blocks = [
-        Picture(plot_uri(accuracy_curves(evaluation)), alt, caption),
+        Picture(plot_uri(plots.accuracy_curves(evaluation)), alt, caption),
         Table(columns, rows, _headline_row(evaluation.eps, evaluation)),
     ]
     return Section("curves", "Accuracy against eps", lead, blocks)
@@ -95,7 +90,7 @@ def _error_section(evaluation: Evaluation) -> Section:
         is_proved = bounds and eps == evaluation.headline_eps
         rows.append((f"{eps:g}", *found, statistics.fmean(bounds) if is_proved else None))
     picture = Picture(
-        plot_uri(error_curves(evaluation)),
+        plot_uri(plots.error_curves(evaluation)),
         "mean of the largest errors against eps, and each example at the headline eps",
         f"{_line_meaning(evaluation)} Right: the error of each example without attack (gray), the "
         "largest error found (red) and, if there is one, the proved bound (green).",
@@ -209,7 +204,7 @@ def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block
     if inside:
         verdict = f"{inside} adversarial examples are INSIDE a certified radius: a proof is wrong."
     picture = Picture(
-        plot_uri(radii_plots(evaluation)),
+        plot_uri(plots.radii_plots(evaluation)),
         "histogram of the certified radii, and for each example its certified radius below "
         "the distance of the nearest adversarial example found",
         "Left: the radii of the examples that are classified right. Right: each of them, sorted. "
@@ -249,7 +244,7 @@ def cost_section(subject: Subject) -> Section:
     blocks: list[Block] = [Table(("", "time"), rows, len(rows) - 1)]
     if evaluation.attacks:
         alt = "seconds of each attack over all eps"
-        blocks.insert(0, Picture(plot_uri(seconds_bars(evaluation)), alt, "Over all eps."))
+        blocks.insert(0, Picture(plot_uri(plots.seconds_bars(evaluation)), alt, "Over all eps."))
     here = evaluation.environment
     where = f"On {here.device_name} with {threads(here.threads)}."
     return Section("attack-cost", "Cost of the evaluation", where, blocks)

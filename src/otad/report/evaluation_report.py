@@ -8,13 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation, Flag
-from otad.report.attack_sections import (
-    attacks_section,
-    certificate_section,
-    clean_section,
-    cost_section,
-    curves_section,
-)
+from otad.report import attack_sections
 from otad.report.blocks import Facts, Flags, KeyNumber, Section, Table
 from otad.report.examples import Subject, examples_section
 from otad.report.formatting import as_text, duration, flat, interval, threads, unanswered
@@ -174,13 +168,13 @@ def repeat_section(subject: Subject) -> Section:
 
 SECTIONS: list[Callable[[Subject], Section | None]] = [
     threat_section,
-    curves_section,
+    attack_sections.curves_section,
     flags_section,
-    attacks_section,
-    clean_section,
+    attack_sections.attacks_section,
+    attack_sections.clean_section,
     examples_section,
-    certificate_section,
+    attack_sections.certificate_section,
     solver_section,
-    cost_section,
+    attack_sections.cost_section,
     repeat_section,
 ]

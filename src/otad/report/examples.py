@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ def examples_section(subject: Subject) -> Section | None:
         f"distance {float(distances[place]):.3g}"
         for place in shown
     ]
-    clean, changed, truths = clean[shown], changed[shown], y.cpu()[rows[shown]]
+    found = _Shown(clean[shown], changed[shown], y.cpu()[rows[shown]], titles)
     is_image = x.dim() == 4 and x.shape[1] in (1, 3)
     has_cards = is_image and evaluation.task == "classification"
     show = _cards if has_cards else _feature_tables
@@ -165,8 +166,16 @@ def examples_section(subject: Subject) -> Section | None:
                 " Below each input are those with the most weight: green of the right class, "
                 "orange of other classes."
             )
-    blocks = show(subject, model, clean, changed, truths, titles)
-    return Section("examples", "Adversarial examples", lead, blocks)
+    return Section("examples", "Adversarial examples", lead, show(subject, model, found))
+
+
+class _Shown(NamedTuple):
+    """Examples (m,*input_shape) before and after the attack, their targets (m,) and titles."""
+
+    clean: Tensor
+    changed: Tensor
+    truths: Tensor
+    titles: list[str]
 
 
 def spread(distances: Tensor, eps: float, count: int) -> list[int]:
@@ -191,14 +200,8 @@ def finder_of(evaluation: Evaluation, row: int) -> str:
     return min(found)[1] if found else ""
 
 
-def _cards(
-    subject: Subject,
-    model: nn.Module,
-    clean: Tensor,
-    changed: Tensor,
-    truths: Tensor,
-    titles: Sequence[str],
-) -> list[Block]:
+def _cards(subject: Subject, model: nn.Module, shown: _Shown) -> list[Block]:
+    clean, changed, truths, titles = shown
     low, high = subject.evaluation.threat.get("bounds") or torch.aminmax(clean)
     bounds = float(low), float(high)
     names = [subject.name_of(truth) for truth in truths]
@@ -232,16 +235,10 @@ def _cases(
     return cases
 
 
-def _feature_tables(
-    subject: Subject,
-    model: nn.Module,
-    clean: Tensor,
-    changed: Tensor,
-    truths: Tensor,
-    titles: Sequence[str],
-) -> list[Block]:
+def _feature_tables(subject: Subject, model: nn.Module, shown: _Shown) -> list[Block]:
     """A table per example: the answers, and the features with the largest changes, measured in
     the units of the threat model."""
+    clean, changed, truths, titles = shown
     scale = subject.ball(clean.shape[1:]).scale
     before, after = _outputs(model, clean), _outputs(model, changed)
     names = subject.feature_names or [f"feature {place}" for place in range(clean[0].numel())]

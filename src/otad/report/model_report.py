@@ -72,12 +72,12 @@ def headline(assessment: Assessment) -> list[KeyNumber]:
     """The key numbers."""
     net, defended = (_score(assessment, name, digits=1) for name in (NET, DEFENDED))
     name = "accuracy of OTAD" if assessment.metric == "accuracy" else "squared error of OTAD"
-    raised, asked = f"{assessment.share_raised:.1%}", f"L = {assessment.smoothness:g}"
+    raised, configured = f"{assessment.share_raised:.1%}", f"L = {assessment.smoothness:g}"
     worst = assessment.account.residual
     residual = "none" if worst is None else scientific(worst)
     return [
         KeyNumber(defended, name, f"on {len(assessment):,} test inputs; the network {net}"),
-        KeyNumber(raised, "needed a larger L", f"than the configured {asked}"),
+        KeyNumber(raised, "needed a larger L", f"than the configured {configured}"),
         KeyNumber(residual, "largest residual", "how far any answer is from exact"),
     ]
 

@@ -87,12 +87,12 @@ class _PictureFiles:
         self.folder = folder
         self.count = 0
 
-    def __call__(self, uri: str, words: str) -> Markup:
+    def __call__(self, uri: str, alt: str) -> Markup:
         if self.folder is None:
-            return _escaped(f"({words})")
+            return _escaped(f"({alt})")
         kind, _, data = uri.removeprefix("data:").partition(";base64,")
         self.count += 1
         name = f"picture-{self.count}.{SUFFIXES[kind]}"
         with replacing(self.folder / name) as partial:
             partial.write_bytes(base64.b64decode(data))
-        return Markup(f"![{escape(words)}]({self.folder.name.replace(' ', '%20')}/{name})")
+        return Markup(f"![{escape(alt)}]({self.folder.name.replace(' ', '%20')}/{name})")
