@@ -63,7 +63,18 @@ def run_attacks(
     """
     found = Attacked(model, x, y, threat, strongest, seed, batch_size, folder)
     radii = (threat.eps,) if eps is None else eps
-    found.run(attacks, radii, survivors_only, certified, progress)
+    described = [(attack, *found.described(attack)) for attack in attacks]
+    runs = list(itertools.product(radii, described))
+    steps = math.ceil(len(x) / batch_size)
+    for number, (radius, (attack, settings, saved_in)) in enumerate(runs):
+        rows = found.rows(radius, survivors_only)
+        if certified is not None and attack.name in certified:
+            rows = rows[certified[attack.name].cpu()[rows] <= radius]
+        batches = found.batches(attack, settings, saved_in, radius, rows)
+        for done in itertools.chain(batches, (steps,)):
+            if progress is not None:
+                label, worst = f"{attack.name}, eps {radius:g}", found.worst(radius)
+                progress(label, number * steps + done, len(runs) * steps, worst)
     return found
 
 
@@ -117,11 +128,6 @@ class Attacked:
             "strongest": self.strongest,
         }
 
-    @property
-    def steps(self) -> int:
-        """Batches of an attack on all rows that are answered right."""
-        return max(1, math.ceil(int(self.right.sum()) / self.batch_size))
-
     def rows(self, eps: float, survivors_only: bool) -> Tensor:
         """The rows to attack."""
         chosen = self.right
@@ -134,29 +140,7 @@ class Attacked:
             return float(self.gains.mean())
         return float((self.distances > eps).double().mean())
 
-    def run(
-        self,
-        attacks: Sequence[Attack],
-        eps: Sequence[float],
-        survivors_only: bool = True,
-        certified: Mapping[str, Tensor] | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        """Every attack at every eps; arguments as in `run_attacks`."""
-        described = [(attack, *self._described(attack)) for attack in attacks]
-        runs = list(itertools.product(eps, described))
-        for number, (radius, (attack, settings, folder)) in enumerate(runs):
-            rows = self.rows(radius, survivors_only)
-            if certified is not None and attack.name in certified:
-                rows = rows[certified[attack.name].cpu()[rows] <= radius]
-            label = f"{attack.name}, eps {radius:g}"
-            batches_done = self._batches(attack, settings, folder, radius, rows)
-            for batches in itertools.chain(batches_done, (self.steps,)):
-                if progress is not None:
-                    done = number * self.steps + batches
-                    progress(label, done, len(runs) * self.steps, self.worst(radius))
-
-    def _described(self, attack: Attack) -> tuple[dict[str, Any], Path | None]:
+    def described(self, attack: Attack) -> tuple[dict[str, Any], Path | None]:
         """Its settings, before it runs and may note something about itself; and where its batches
         are saved: nowhere if they could be taken for those of another model or attack."""
         identity = Identity()
@@ -169,7 +153,7 @@ class Attacked:
             )
         return settings, None if unknown else self._folder
 
-    def _batches(
+    def batches(
         self,
         attack: Attack,
         settings: dict[str, Any],

@@ -20,7 +20,7 @@ from otad.evaluate import model_flags, planted, strength_flags  # noqa: F401  (r
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
 from otad.evaluate.flags import CHECKS, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
-from otad.evaluate.protocol import Attacked, Progress
+from otad.evaluate.protocol import Progress, run_attacks
 from otad.evaluate.records import Evaluation
 from otad.evaluate.suite import backbone_of, defended_of, named_attacks, suite
 from otad.io.environment import Environment
@@ -87,30 +87,37 @@ def evaluate(
     chosen, missing = _chosen(model, x, y, threat, attacks, train_x)
     _check_skipped(spare_proved, chosen, y, certificate)
     place = None if folder is None else Path(folder)
-    run = Attacked(model, x, y, threat, seed=seed, batch_size=batch_size, folder=place)
-    checks = CHECKS if flags else (certificate_holds,)
-    total = certificate + len(radii) * len(chosen) * run.steps + len(checks)
+    checks = CHECKS if flags else [certificate_holds]
+    total = certificate + len(radii) * len(chosen) * math.ceil(len(x) / batch_size) + len(checks)
 
-    def report(label: str, done: int, worst: float | None = None) -> None:
+    def report(label: str, done: int, worst: float) -> None:
         if progress is not None:
-            progress(label, done, total, run.worst(threat.eps) if worst is None else worst)
+            progress(label, done, total, worst)
 
     proof = None
     if certificate:
-        report("certificates", 0)
+        report("certificates", 0, 0.0 if y.is_floating_point() else 1.0)
         try:
             proof = prove(model, x, y, threat, **constants)
         except InputError as error:
             missing["certificate"] = str(error)
     skipped = {} if proof is None else dict.fromkeys(spare_proved, torch.tensor(proof.radius))
-    scores, solver = _clean(model, x, y, batch_size)
-    run.run(
+    run = run_attacks(
+        model,
+        x,
+        y,
+        threat,
         chosen,
-        radii,
-        survivors_only,
-        skipped,
-        lambda label, done, _, worst: report(label, certificate + done, worst),
+        eps=radii,
+        survivors_only=survivors_only,
+        certified=skipped,
+        seed=seed,
+        batch_size=batch_size,
+        folder=place,
+        progress=lambda label, done, _, worst: report(label, certificate + done, worst),
     )
+    scores, solver = _clean(model, x, y, batch_size)
+    worst = run.worst(threat.eps)
     attacked = tuple(run.records)
     context = FlagContext(
         model, x, y, threat, run.right, tuple(chosen), attacked, proof, seed, train_x
@@ -118,9 +125,9 @@ def evaluate(
     raised = []
     for number, check in enumerate(checks):
         done = total - len(checks) + number
-        report(f"red flag {number + 1} of {len(checks)}", done)
+        report(f"red flag {number + 1} of {len(checks)}", done, worst)
         raised.append(check(context))
-    report("done", total)
+    report("done", total, worst)
     remarks = [remark_flag(*one) for one in run.remarks.items()] if flags else []
     found = Evaluation(
         task="regression" if context.is_regression else "classification",
