@@ -74,8 +74,7 @@ def exact(kind: str = "vit", seed: int = 1, **options: Any) -> OTAD:
         return defend(backbone, x, y, **{"n_neighbors": K} | options)
     sizes = {"patch": 4, "width": 8, "blocks": 2, "heads": 2}
     backbone = vision_transformer(SHAPE, 3, seed=seed, bounds=(0.0, 1.0), **sizes)
-    drawn_by = torch.Generator().manual_seed(1 + seed)
-    metric = CNNMetric(SHAPE, key_dim=6, bounds=(0.0, 1.0), generator=drawn_by)
+    metric = CNNMetric(SHAPE, key_dim=6, bounds=(0.0, 1.0), seed=1 + seed)
     return defend(backbone, x, y, **{"n_neighbors": K, "metric": metric} | options)
 
 

@@ -68,10 +68,9 @@ def images(seed: int, count: int) -> tuple[Tensor, Tensor]:
 def image_model(*, metric: nn.Module | None = None, neighbors: int = 3) -> OTAD:
     """A small ViT with neighbors by an orthogonal net."""
     x, y = images(0, 60)
-    drawn_by = torch.Generator().manual_seed(1)
     net = vision_transformer((1, 4, 4), 2, patch=2, width=8, blocks=1, heads=2, bounds=(0.0, 1.0))
     found = metric or LipschitzMetric(
-        (1, 4, 4), widths=(8, 16), depth=1, key_dim=8, bounds=(0.0, 1.0), generator=drawn_by
+        (1, 4, 4), widths=(8, 16), depth=1, key_dim=8, bounds=(0.0, 1.0), seed=1
     )
     with torch.no_grad():  # a head that tells the classes: differences of pooled tokens
         features = net.transport(net.embed(x))[0].unflatten(1, (4, 8)).mean(1)
@@ -159,8 +158,7 @@ def test_computed_keys_are_as_exact_as_is_assumed() -> None:
 
 
 def test_what_is_not_known_is_refused_or_stated() -> None:
-    drawn_by = torch.Generator().manual_seed(2)
-    metric = CNNMetric((1, 4, 4), key_dim=4, bounds=(0.0, 1.0), generator=drawn_by)
+    metric = CNNMetric((1, 4, 4), key_dim=4, bounds=(0.0, 1.0), seed=2)
     model, (x, _) = image_model(metric=metric), images(7, 4)
     with pytest.raises(InputError, match=r"got a metric \(CNNMetric\) without"):
         certify(model, x)

@@ -86,10 +86,9 @@ def test_the_gradient_is_that_of_the_map_between_fixed_neighbors() -> None:
 
 
 def image_model() -> OTAD:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.rand(30, 1, 8, 8, generator=generator)
+    x = torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(3))
     net = fc_resnet((1, 8, 8), 2, blocks=1, seed=1, bounds=(0.0, 1.0)).eval()
-    metric = CNNMetric((1, 8, 8), key_dim=6, bounds=(0.0, 1.0), generator=generator)
+    metric = CNNMetric((1, 8, 8), key_dim=6, bounds=(0.0, 1.0), seed=3)
     return defend(net, x, (x.mean((1, 2, 3)) > 0.5).long(), n_neighbors=3, metric=metric)
 
 

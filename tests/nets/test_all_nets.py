@@ -51,8 +51,7 @@ EVERY = pytest.mark.parametrize("name", NETS)
 def make(name: str, seed: int = 0) -> InputNet:
     kind, options = NETS[name]
     sizes = {"key_dim": 5} if issubclass(kind, Metric) else {"n_outputs": 4}
-    generator = torch.Generator().manual_seed(seed)
-    common = {"bounds": (0.0, 1.0), "mean": 0.2, "std": 0.5, "generator": generator}
+    common = {"bounds": (0.0, 1.0), "mean": 0.2, "std": 0.5, "seed": seed}
     return kind(SHAPE, **sizes, **common, **options)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from otad.errors import InputError
 from otad.nets import pretrained
+from otad.nets.base import Metric, build_metric
 from otad.nets.lipschitz import LipschitzMetric, OrthogonalLinear, fold, max_min, shift
-from otad.nets.metric import Metric, build_metric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
 from otad.nets.pretrained import PretrainedMetric, register_features
 

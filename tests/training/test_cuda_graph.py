@@ -28,10 +28,7 @@ WHOLE = recipe(
 )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"optimizer": "sgd"}, {"whole_batches": False}],
-)
+@pytest.mark.parametrize("changes", [{"optimizer": "sgd"}, {"whole_batches": False}])
 def test_other_optimizers_and_batches_are_refused(changes: dict) -> None:
     with pytest.raises(InputError, match="cuda_graph: expected only with optimizer 'adamw'"):
         replace(WHOLE, cuda_graph=True, **changes)

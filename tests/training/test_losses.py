@@ -15,12 +15,7 @@ from otad.errors import InputError
 from otad.nets import Backbone, fc_resnet, lifted_net
 from otad.training import TrainConfig, train
 from otad.training.losses import margin_loss, pair_excess, scaled_margins
-from otad.training.metric_losses import (
-    make_loss,
-    means_loss,
-    neighborhood_loss,
-    squared_distances,
-)
+from otad.training.metric_losses import make_loss, means_loss, neighborhood_loss, squared_distances
 
 
 def test_margins_are_the_least_over_rivals() -> None:

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from training.small_vision import images, small_cnn, weights_print
 
 from otad.errors import InputError, MissingExtraError
+from otad.nets.base import Metric
 from otad.nets.lipschitz import LipschitzMetric
-from otad.nets.metric import Metric
 from otad.nets.metric_nets import CNNMetric
 from otad.nets.pretrained import PretrainedMetric
 from otad.training.adversary import Adversary
 from otad.training.metric import MetricConfig, encode, neighbor_accuracy, train_metric
-from otad.training.metric_losses import (
-    neighborhood_loss,
-)
+from otad.training.metric_losses import neighborhood_loss
 
 KEYS = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
 LABELS = torch.tensor([0, 0, 1, 1])

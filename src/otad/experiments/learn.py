@@ -194,10 +194,9 @@ def fresh_metric(spec: MetricSpec, data: Dataset, seed: int) -> Metric:
         if spec.kind == "pretrained":  # levels of 0 to 255 are taken by (level - 127) / 128
             units: dict[str, Any] = {"mean": 127 / 255, "std": 128 / 255, "builder": spec.features}
             return PretrainedMetric(efficientnet_lite0(), input_shape=shape, **units, **common)
-        generator = torch.Generator().manual_seed(seed)
         fitted = _units(data.train_x, spec.normalize)
         units = {} if fitted is None else {"mean": fitted.mean, "std": fitted.std}
-        return _METRICS[spec.kind](shape, generator=generator, **units, **common)
+        return _METRICS[spec.kind](shape, seed=seed, **units, **common)
 
 
 def metric_config(settings: dict[str, Any], *, seed: int = 0, device: str = "cpu") -> MetricConfig:

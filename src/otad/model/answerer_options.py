@@ -47,7 +47,7 @@ def make_answerer(
     lift: int = 0,
 ) -> Answerer:
     """The answerer that these arguments of `OTAD` ask for; a potential that is not given is found
-    here, by sweeps over all pairs. `lift`: see `nets.lifted`."""
+    here, by sweeps over all pairs. `lift`: see `nets.LiftedNet`."""
     asked = n_neighbors, smoothness, strong_convexity, solver, scope
     check_settings(len(bank), *asked, metric=metric, dim=bank.dim)
     if not is_global(scope):

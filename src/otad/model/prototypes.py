@@ -30,7 +30,7 @@ from otad.errors import InputError
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
 from otad.nets.base import register, squared_lengths
-from otad.nets.lifted import LiftedNet
+from otad.nets.fully_connected import LiftedNet
 from otad.search.neighbors import TorchSearch
 
 PAIRS_AT_ONCE = 2**24

@@ -1,13 +1,19 @@
 """Backbones and metrics, and adapters for the user's own modules."""
 
 from otad.nets.adapt import SequentialBackbone, adapt, only_normalizes
-from otad.nets.base import Backbone, LinearHead, build, register
-from otad.nets.lifted import LiftedNet, lifted_net
+from otad.nets.base import (
+    Backbone,
+    LinearHead,
+    Metric,
+    build,
+    build_metric,
+    register,
+    register_metric,
+)  # fmt: skip
+from otad.nets.fully_connected import FCResNet, LiftedNet, fc_resnet, lifted_net, plain_net
 from otad.nets.lipschitz import LipschitzMetric
-from otad.nets.metric import Metric, build_metric, register_metric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
 from otad.nets.pretrained import PretrainedMetric, register_features
-from otad.nets.resnet import FCResNet, fc_resnet, plain_net
 from otad.nets.vit import VisionTransformer, vision_transformer
 
 __all__ = [

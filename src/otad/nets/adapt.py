@@ -1,4 +1,4 @@
-"""The user's own trained modules as a `Backbone`."""
+"""The user's own trained modules as a `Backbone`, and stacks of well-known layers as JSON."""
 
 from __future__ import annotations
 
@@ -8,16 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from otad.checks import require
 from otad.errors import InputError
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
+from otad.nets.fully_connected import LiftedNet
 from otad.nets.inputs import evaluating
-from otad.nets.lifted import LiftedNet
-from otad.nets.user_modules import describe, restore, run
 
-EQUAL_DIMENSIONS = (
+_ONE_SPACE = (
     "embedded inputs and features must be in one space R^d; widen the last layer before the head "
     "to that size, or move the layers that change the size into `embed`"
 )
+# Constructor arguments, which are also attributes of the layer.
+_ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Identity: (),
+    nn.Flatten: ("start_dim", "end_dim"),
+    nn.Linear: ("in_features", "out_features", "bias"),
+    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine", "bias"),
+    nn.BatchNorm1d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
+    nn.Dropout: ("p",),
+    nn.ReLU: (),
+    nn.LeakyReLU: ("negative_slope",),
+    nn.ELU: ("alpha",),
+    nn.GELU: ("approximate",),
+    nn.SiLU: (),
+    nn.Softplus: ("beta", "threshold"),
+    nn.Tanh: (),
+    nn.Sigmoid: (),
+}
+_BY_NAME = {cls.__name__: cls for cls in _ARGUMENTS}
 
 
 @register("sequential")
@@ -38,13 +56,10 @@ class SequentialBackbone(Backbone):
         **options: Any,
     ) -> None:
         """`options` (task, bounds, mean, std) are those of `Backbone`."""
-        if not isinstance(head, nn.Linear):
-            raise InputError(f"head: expected an nn.Linear, got {type(head).__name__}")
-        if not isinstance(head.weight, nn.Parameter):
-            raise InputError(
-                "head: expected an nn.Linear whose weight is a parameter, got a parametrized one; "
-                "remove its parametrization (weight_norm, spectral_norm, pruning)"
-            )
+        require(isinstance(head, nn.Linear), "head", "an nn.Linear", type(head).__name__)
+        expected = "an nn.Linear whose weight is a parameter"
+        hint = "a parametrized one; remove its parametrization (weight_norm, pruning)"
+        require(isinstance(head.weight, nn.Parameter), "head", expected, hint)
         super().__init__(input_shape, head.out_features, dim=head.in_features, **options)
         self.embedding = nn.Flatten() if embed is None else embed
         self.blocks = nn.ModuleList(blocks)
@@ -52,7 +67,16 @@ class SequentialBackbone(Backbone):
         self.head.weight, self.head.bias = head.weight, head.bias
         self.mean = self.mean.to(head.weight)
         self.std = self.std.to(head.weight)
-        self._check_dimensions()
+        with evaluating(self), torch.no_grad():
+            x = run(self.embedding, self.mean.clone().unsqueeze(0), "embed")
+            dim = x.shape[1]
+            for number, block in enumerate(self.blocks):
+                x = run(block, x, f"blocks[{number}]")
+                expected = f"features of dimension {dim} like the embedded input"
+                got = f"dimension {x.shape[1]}: {_ONE_SPACE}"
+                require(x.shape[1] == dim, f"blocks[{number}]", expected, got)
+        expected = f"in_features {dim} like the embedded input"
+        require(self.dim == dim, "head", expected, f"{self.dim}: {_ONE_SPACE}")
 
     def embed(self, x: Tensor) -> Tensor:
         return self.embedding(self.normalize(x))  # type: ignore[no-any-return]
@@ -64,24 +88,6 @@ class SequentialBackbone(Backbone):
             energy = energy + squared_lengths(moved - x)
             x = moved
         return x, energy
-
-    def _check_dimensions(self) -> None:
-        """Compare the sizes for one input with that of the embedded input."""
-        with evaluating(self), torch.no_grad():
-            x = run(self.embedding, self.mean.clone().unsqueeze(0), "embed")
-            dim = x.shape[1]
-            for number, block in enumerate(self.blocks):
-                x = run(block, x, f"blocks[{number}]")
-                if x.shape[1] != dim:
-                    raise InputError(
-                        f"blocks[{number}]: expected features of dimension {dim} like the "
-                        f"embedded input, got dimension {x.shape[1]}: {EQUAL_DIMENSIONS}"
-                    )
-            if self.head.in_features != dim:
-                raise InputError(
-                    f"head: expected in_features {dim} like the embedded input, "
-                    f"got {self.head.in_features}: {EQUAL_DIMENSIONS}"
-                )
 
     def config(self) -> dict[str, Any]:
         return super().config() | {
@@ -101,15 +107,10 @@ class SequentialBackbone(Backbone):
         return cls(embed, blocks, head, **rest)
 
 
-def adapt(
-    net: nn.Module,
-    *,
-    input_shape: Sequence[int] | None = None,
-    task: str = "classification",
-    bounds: Sequence[float] | None = None,
-) -> Backbone:
+def adapt(net: nn.Module, *, input_shape: Sequence[int] | None = None, **options: Any) -> Backbone:
     """A trained nn.Sequential as a `Backbone`: its last Linear is the head, all before it is one
-    transport step over the flattened input, whose size it must keep. Weights are shared.
+    transport step over the flattened input, whose size it must keep. Weights are shared; `options`
+    (task, bounds) are those of `Backbone`.
 
     A net that first changes the size is given in parts: `SequentialBackbone(embed, blocks, head)`.
     """
@@ -124,9 +125,15 @@ def adapt(
     if not isinstance(head, nn.Linear):
         raise InputError(f"net: expected an nn.Linear as last layer, got {type(head).__name__}")
     if input_shape is None:
-        input_shape = (_first_width(net),)
+        first = next(layer for layer in net if not isinstance(layer, nn.Flatten))
+        if not isinstance(first, nn.Linear):
+            kind = type(first).__name__
+            raise InputError(
+                f"input_shape: expected a shape, since the first layer is {kind}, got None"
+            )
+        input_shape = (first.in_features,)
     blocks = [nn.Sequential(*body)] if body else []
-    return SequentialBackbone(None, blocks, head, input_shape=input_shape, task=task, bounds=bounds)
+    return SequentialBackbone(None, blocks, head, input_shape=input_shape, **options)
 
 
 def only_normalizes(backbone: Backbone) -> bool:
@@ -141,11 +148,55 @@ def only_normalizes(backbone: Backbone) -> bool:
     return kind.embed is (LiftedNet.embed if backbone.lift else Backbone.embed)
 
 
-def _first_width(net: nn.Sequential) -> int:
-    first = next(layer for layer in net if not isinstance(layer, nn.Flatten))
-    if not isinstance(first, nn.Linear):
+def run(module: nn.Module, x: Tensor, name: str, gives: str = "an output of shape (B,d)") -> Tensor:
+    """The output (B,d) of the module for x (B,...), or an error that names the expected shapes."""
+    try:
+        output = module(x)
+    except (RuntimeError, ValueError, IndexError) as error:
+        dtype = str(x.dtype).removeprefix("torch.")
         raise InputError(
-            f"input_shape: expected a shape, since the first layer is {type(first).__name__}, "
-            "got None"
-        )
-    return first.in_features
+            f"{name}: expected a module that takes a {dtype} tensor of shape {tuple(x.shape)} on "
+            f"{x.device}, got: {error}"
+        ) from error
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise InputError(f"{name}: expected {gives}, got {got}")
+    return output
+
+
+def describe(module: nn.Module) -> dict[str, Any]:
+    """{"layer": name, **constructor arguments}, nested for nn.Sequential."""
+    if type(module) is nn.Sequential:
+        return {"layer": "Sequential", "layers": [describe(layer) for layer in module]}
+    name = type(module).__name__
+    remedy = "subclass Backbone and decorate it with otad.nets.register"
+    expected = f"layers among Sequential, {', '.join(_BY_NAME)} to write as JSON"
+    require(type(module) in _ARGUMENTS, "net", expected, f"{name}; {remedy}")
+    arguments = {argument: getattr(module, argument) for argument in _ARGUMENTS[type(module)]}
+    if "bias" in arguments:
+        arguments["bias"] = arguments["bias"] is not None
+    if "normalized_shape" in arguments:
+        arguments["normalized_shape"] = list(arguments["normalized_shape"])
+    description = {"layer": name} | arguments
+    with torch.device("meta"):
+        plain = state_shapes(restore(description))
+    found = state_shapes(module)  # changed by weight_norm, for instance
+    got = f"one with {found}; remove its parametrization (weight_norm, pruning), or {remedy}"
+    require(found == plain, "net", f"a {name} with weights {plain} to write as JSON", got)
+    return description
+
+
+def restore(description: Mapping[str, Any]) -> nn.Module:
+    """The reverse of `describe`; weights are loaded afterwards."""
+    arguments = dict(description)
+    name = arguments.pop("layer", None)
+    if name == "Sequential":
+        return nn.Sequential(*(restore(layer) for layer in arguments["layers"]))
+    require(name in _BY_NAME, "layer", f"one of {', '.join(_BY_NAME)}", repr(name))
+    return _BY_NAME[name](**arguments)
+
+
+def state_shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of the state dict, by name."""
+    state = net.state_dict()
+    return {name: tuple(part.shape) for name, part in state.items() if isinstance(part, Tensor)}

@@ -1,22 +1,22 @@
-"""Backbones: embed an input, transport it to a feature, read the feature linearly."""
+"""Backbones embed an input, transport it to a feature and read the feature linearly; metrics map
+an input to a key, by which neighbors are searched."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_choice, check_count, check_shape, check_tensor
-from otad.errors import InputError
+from otad.checks import check_choice, check_count, check_shape, check_tensor, require
 from otad.nets.inputs import InputNet, Registry
 
 TASKS = ("classification", "regression")
-AnyBackbone = TypeVar("AnyBackbone", bound="type[Backbone]")
+KEY_NORMS = ("unit", "ball", "free")
 
 
 class LinearHead(nn.Linear):
@@ -54,6 +54,7 @@ class Backbone(InputNet, ABC):
     """
 
     family: ClassVar[Registry[Backbone]] = Registry("backbone", "otad.nets.register")
+    settings: ClassVar[Sequence[str]] = ("n_outputs", "task")
     head: LinearHead
     lift: int = 0
 
@@ -72,11 +73,9 @@ class Backbone(InputNet, ABC):
         self.dim = math.prod(self.input_shape) if dim is None else check_count(dim, "dim")
         self.task = check_choice(task, "task", TASKS)
         self.n_outputs = check_count(n_outputs, "n_outputs")
-        if (self.n_outputs == 1) != (task == "regression"):
-            raise InputError(
-                "n_outputs: expected 1 for regression and at least 2 for classification, "
-                f"got {n_outputs} for {task}"
-            )
+        expected = "1 for regression and at least 2 for classification"
+        fits = (n_outputs == 1) == (task == "regression")
+        require(fits, "n_outputs", expected, f"{n_outputs} for {task}")
 
     def embed(self, x: Tensor) -> Tensor:
         """(B,*input_shape) -> (B,d): normalized and flattened unless a subclass does more."""
@@ -89,9 +88,6 @@ class Backbone(InputNet, ABC):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.transport(self.embed(x))[0])  # type: ignore[no-any-return]
 
-    def config(self) -> dict[str, Any]:
-        return super().config() | {"n_outputs": self.n_outputs, "task": self.task}
-
     def check_targets(self, y: object, rows: int, name: str = "y") -> Tensor:
         """Labels 0..C-1 (B,) in int64, or for regression finite values (B,) of the net's dtype."""
         dtype = torch.int64 if self.task == "classification" else self.mean.dtype
@@ -99,12 +95,56 @@ class Backbone(InputNet, ABC):
         check_shape(targets, name, (rows,), "with one target per input")
         if self.task == "classification":
             low, high = (int(value) for value in torch.aminmax(targets))
-            if low < 0 or high >= self.n_outputs:
-                raise InputError(
-                    f"{name}: expected labels from 0 to {self.n_outputs - 1}, "
-                    f"got the unknown label {low if low < 0 else high}"
-                )
+            unknown = f"the unknown label {low if low < 0 else high}"
+            expected = f"labels from 0 to {self.n_outputs - 1}"
+            require(0 <= low <= high < self.n_outputs, name, expected, unknown)
         return targets
+
+
+class Metric(InputNet, ABC):
+    """x (B,*input_shape) within `bounds` -> keys (B,m); near inputs are those with near keys in l2.
+
+    `features(u)` (B,f) of normalized inputs u are projected linearly to m = `key_dim` numbers k.
+    The key is k / |k| for `key_norm` "unit", k / max(|k|, 1) for "ball", and k for "free". The ball
+    is convex, so projecting to it never lengthens a distance; k / |k| does, without limit near 0.
+    """
+
+    family: ClassVar[Registry[Metric]] = Registry("metric", "otad.nets.register_metric")
+    settings: ClassVar[Sequence[str]] = ("key_dim", "key_norm")
+    projection: nn.Module
+    is_capturable: ClassVar[bool] = True
+    """Whether a CUDA graph can capture a training step (`MetricConfig.cuda_graph`)."""
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        *,
+        key_dim: int = 128,
+        key_norm: str = "unit",
+        **options: Any,
+    ) -> None:
+        """`options` (bounds, mean, std) are those of `InputNet`."""
+        super().__init__(input_shape, **options)
+        self.key_dim = check_count(key_dim, "key_dim")
+        self.key_norm = check_choice(key_norm, "key_norm", KEY_NORMS)
+
+    @property
+    def lipschitz(self) -> float | None:
+        """A proved Q with |key(x) - key(x')| <= Q |x - x'| in l2 in evaluation mode, None where
+        none is known."""
+        return None
+
+    @abstractmethod
+    def features(self, u: Tensor) -> Tensor:
+        """Normalized inputs (B,*input_shape) -> features (B,f)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys: Tensor = self.projection(self.features(self.normalize(x)))
+        if self.key_norm == "unit":
+            return functional.normalize(keys, dim=1)
+        if self.key_norm == "ball":
+            keys = keys / torch.linalg.vector_norm(keys, dim=1, keepdim=True).clamp_min(1.0)
+        return keys
 
 
 def squared_lengths(steps: Tensor) -> Tensor:
@@ -113,11 +153,5 @@ def squared_lengths(steps: Tensor) -> Tensor:
     return wide.square().sum(tuple(range(1, steps.dim())))
 
 
-def register(kind: str) -> Callable[[AnyBackbone], AnyBackbone]:
-    """Class decorator: lets `build` make this backbone from its `config()`."""
-    return Backbone.family.register(kind)
-
-
-def build(config: Mapping[str, Any]) -> Backbone:
-    """The net `config` describes, with fresh weights; load its state dict afterwards."""
-    return Backbone.family.build(config)
+register, build = Backbone.family.register, Backbone.family.build
+register_metric, build_metric = Metric.family.register, Metric.family.build

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice, check_count, check_finite, check_shape, check_tensor
+from otad.checks import check_choice, check_count, check_finite, check_shape, check_tensor, require
 from otad.errors import InputError
 
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -22,6 +22,9 @@ class InputNet(nn.Module):
 
     kind: ClassVar[str]
     family: ClassVar[Registry[Any]]
+    settings: ClassVar[Sequence[str]] = ("input_shape", "bounds")
+    """The arguments of the constructor that `config` holds, each an attribute of the same name. A
+    subclass lists only those it adds."""
     mean: Tensor
     std: Tensor
 
@@ -36,14 +39,16 @@ class InputNet(nn.Module):
         """`bounds` are the lowest and highest legal input value, None for unbounded inputs; `mean`
         and `std` broadcast to `input_shape`."""
         super().__init__()
-        if len(input_shape) == 0:
-            raise InputError("input_shape: expected at least one axis, got ()")
+        require(len(input_shape) > 0, "input_shape", "at least one axis", "()")
         self.input_shape = tuple(check_count(size, "input_shape") for size in input_shape)
-        self.bounds = None if bounds is None else _check_bounds(bounds)
+        self.bounds: tuple[float, float] | None = None
+        if bounds is not None:
+            ordered = len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
+            require(ordered, "bounds", "two finite numbers low < high", repr(bounds))
+            self.bounds = float(bounds[0]), float(bounds[1])
         self.register_buffer("mean", self._per_input(mean, "mean"))
         self.register_buffer("std", self._per_input(std, "std"))
-        if not bool((self.std > 0).all()):
-            raise InputError(f"std: expected positive values, got {self.std.min().item()}")
+        require((self.std > 0).all(), "std", "positive values", self.std.min().item())
 
     def _per_input(self, value: float | Sequence[float] | Tensor, name: str) -> Tensor:
         given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # that of layers
@@ -60,11 +65,15 @@ class InputNet(nn.Module):
         """(x - mean) / std, same shape as x."""
         return (x - self.mean) / self.std
 
-    def check_inputs(self, x: object, name: str = "x") -> Tensor:
-        """Inputs (B,*input_shape) of the net's dtype, finite and within the declared bounds."""
-        axes = ",".join(["B", *(str(size) for size in self.input_shape)])
-        bounds = self.bounds
-        inputs = check_tensor(x, name, axes, dtypes=(self.mean.dtype,), finite=bounds is None)
+    def check_inputs(
+        self, x: object, name: str = "x", *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Inputs (B,*input_shape) of the net's dtype, finite and within the declared bounds; or of
+        another dtype, whose values are not checked."""
+        axes = ",".join(["B", *map(str, self.input_shape)])
+        bounds = None if dtype else self.bounds
+        finite = not (dtype or bounds)
+        inputs = check_tensor(x, name, axes, dtypes=(dtype or self.mean.dtype,), finite=finite)
         check_shape(inputs, name, (len(inputs), *self.input_shape), "as the net declares")
         if bounds is not None:
             low, high = torch.stack(torch.aminmax(inputs.detach())).tolist()
@@ -78,16 +87,22 @@ class InputNet(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """What is needed, beside the state dict, to build this net again. Plain JSON."""
-        return {
-            "kind": self.family.kind_of(self),
-            "input_shape": list(self.input_shape),
-            "bounds": None if self.bounds is None else list(self.bounds),
-        }
+        classes = reversed(type(self).__mro__)
+        names = [name for cls in classes for name in cls.__dict__.get("settings", ())]
+        own = {name: _plain(getattr(self, name)) for name in names}
+        return {"kind": self.family.kind_of(self)} | own
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> Self:
         """The reverse of `config`, without its "kind"; weights are loaded afterwards."""
         return cls(**options)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON: the number of blocks in place of a list of them."""
+    if isinstance(value, nn.ModuleList):
+        return len(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 AnyNet = TypeVar("AnyNet", bound=InputNet)
@@ -101,11 +116,11 @@ class Registry(Generic[AnyNet]):
         self._kinds: dict[str, type[AnyNet]] = {}
 
     def register(self, kind: str) -> Callable[[AnyClass], AnyClass]:
-        """Class decorator: lets `build` make this class from its `config()`."""
+        """Class decorator: lets `build` (for a metric `build_metric`) make this class from its
+        `config()`."""
 
         def name_class(cls: AnyClass) -> AnyClass:
-            if kind in self._kinds:
-                raise InputError(f"kind: expected a new name, got {kind!r}, which is registered")
+            require(kind not in self._kinds, "kind", "a new name", f"{kind!r}, which is registered")
             cls.kind = kind  # type: ignore[attr-defined]
             self._kinds[kind] = cls
             return cls
@@ -143,20 +158,10 @@ def evaluating(net: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def seeded(generator: torch.Generator | None) -> torch.Generator:
-    """The generator, or one with seed 0: nets never use the global one."""
-    return torch.Generator().manual_seed(0) if generator is None else generator
-
-
 def linear(
-    fan_in: int,
-    fan_out: int,
-    generator: torch.Generator,
-    *,
-    gain: float = 3**-0.5,
-    bias: bool = True,
+    fan_in: int, fan_out: int, generator: torch.Generator, *, bias: bool = True, **options: float
 ) -> nn.Linear:
-    return draw_linear(nn.Linear(fan_in, fan_out, bias=bias, device="meta"), generator, gain=gain)
+    return draw_linear(nn.Linear(fan_in, fan_out, bias=bias, device="meta"), generator, **options)
 
 
 def draw_linear(
@@ -176,19 +181,8 @@ def draw_linear(
 
 def check_image_shape(input_shape: Sequence[int], multiple: int) -> tuple[int, int, int]:
     """(C,H,W) with sides that are multiples of a number."""
-    if len(input_shape) != 3 or any(side % multiple for side in input_shape[1:]):
-        raise InputError(
-            f"input_shape: expected images (C,H,W) with sides that {multiple} divides, "
-            f"got {tuple(input_shape)}"
-        )
+    fits = len(input_shape) == 3 and not any(side % multiple for side in input_shape[1:])
+    expected = f"images (C,H,W) with sides that {multiple} divides"
+    require(fits, "input_shape", expected, tuple(input_shape))
     channels, height, width = input_shape
     return channels, height, width
-
-
-def _check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
-    if len(bounds) != 2 or not all(math.isfinite(value) for value in bounds):
-        raise InputError(f"bounds: expected two finite numbers (low, high), got {bounds!r}")
-    low, high = (float(value) for value in bounds)
-    if low >= high:
-        raise InputError(f"bounds: expected low < high, got {bounds!r}")
-    return low, high

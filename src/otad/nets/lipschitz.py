@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal
 
-from otad.checks import check_count
-from otad.errors import InputError
-from otad.nets.inputs import check_image_shape, seeded
-from otad.nets.metric import Metric, register_metric
+from otad.checks import check_count, require
+from otad.nets.base import Metric, register_metric
+from otad.nets.inputs import check_image_shape
 
 
 @register_metric("lipschitz")
@@ -29,6 +28,7 @@ class LipschitzMetric(Metric):
     Plain matrix products, since a GPU may round convolutions to ten bits.
     """
 
+    settings = ("widths", "depth")
     is_capturable = False  # solving for orthogonal matrices synchronizes with the GPU
 
     def __init__(
@@ -38,17 +38,18 @@ class LipschitzMetric(Metric):
         widths: Sequence[int] = (64, 128, 256, 256, 512),
         depth: int = 2,
         key_norm: str = "free",
-        generator: torch.Generator | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(input_shape, key_norm=key_norm, **options)
-        if key_norm == "unit":
-            raise InputError("key_norm: expected 'free' or 'ball', got 'unit', which can stretch")
-        self.widths = _even(widths)
+        require(key_norm != "unit", "key_norm", "'free' or 'ball'", "'unit', which can stretch")
+        even = len(widths) > 0 and not any(check_count(width, "widths") % 2 for width in widths)
+        require(even, "widths", "even numbers, at least one", tuple(widths))
+        self.widths = tuple(widths)
         self.depth = check_count(depth, "depth", least=0)
         side = 2 ** len(self.widths)
         channels, height, across = check_image_shape(input_shape, side)
-        generator = seeded(generator)
+        generator = torch.Generator().manual_seed(seed)
         stages = []
         for width in self.widths:
             stages.append(Stage(4 * channels, width, self.depth, generator))
@@ -71,9 +72,6 @@ class LipschitzMetric(Metric):
         matrices = [part for part in self.modules() if isinstance(part, OrthogonalLinear)]
         stretch = math.prod(matrix.norm_bound() for matrix in matrices)
         return stretch / float(self.std.double().min())
-
-    def config(self) -> dict[str, Any]:
-        return super().config() | {"widths": list(self.widths), "depth": self.depth}
 
 
 class OrthogonalLinear(nn.Linear):
@@ -160,9 +158,3 @@ def max_min(x: Tensor) -> Tensor:
     """Sort the pairs (i, i + c/2) of channels."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat([torch.maximum(left, right), torch.minimum(left, right)], dim=-1)
-
-
-def _even(widths: Sequence[int]) -> tuple[int, ...]:
-    if len(widths) == 0 or any(check_count(width, "widths") % 2 for width in widths):
-        raise InputError(f"widths: expected even numbers, at least one, got {tuple(widths)}")
-    return tuple(widths)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_count
-from otad.errors import InputError
-from otad.nets.inputs import check_image_shape, linear, seeded
-from otad.nets.metric import Metric, register_metric
+from otad.checks import check_count, require
+from otad.nets.base import Metric, register_metric
+from otad.nets.inputs import check_image_shape, linear
 from otad.nets.vit import Attention, Block, PatchEmbedding, check_tokens, draw_tokens
 
 
@@ -23,20 +22,22 @@ class ResNetMetric(Metric):
     the resolution, then the mean over all places; by default the first three stages of a ResNet-18.
     """
 
+    settings = ("widths", "depth")
+
     def __init__(
         self,
         input_shape: Sequence[int],
         *,
         widths: Sequence[int] = (64, 128, 256),
         depth: int = 2,
-        generator: torch.Generator | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(input_shape, **options)
         channels, _, _ = check_image_shape(input_shape, 1)
         self.widths = _check_widths(widths)
         self.depth = check_count(depth, "depth")
-        generator = seeded(generator)
+        generator = torch.Generator().manual_seed(seed)
         self.stem = _convolution(channels, self.widths[0], generator)
         blocks, before = [], self.widths[0]
         for stage, width in enumerate(self.widths):
@@ -50,9 +51,6 @@ class ResNetMetric(Metric):
     def features(self, u: Tensor) -> Tensor:
         maps: Tensor = self.blocks(functional.relu(self.stem(u)))
         return maps.mean((2, 3))
-
-    def config(self) -> dict[str, Any]:
-        return super().config() | {"widths": list(self.widths), "depth": self.depth}
 
 
 class ResidualBlock(nn.Module):
@@ -75,19 +73,21 @@ class ResidualBlock(nn.Module):
 class CNNMetric(Metric):
     """Two convolutions with 2 x 2 max pooling, read as a grid of 4 x 4 places."""
 
+    settings = ("widths",)
+
     def __init__(
         self,
         input_shape: Sequence[int],
         *,
         widths: Sequence[int] = (64, 128),
-        generator: torch.Generator | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(input_shape, **options)
         channels, _, _ = check_image_shape(input_shape, 4)
         self.widths = _check_widths(widths, count=2)
         first, second = self.widths
-        generator = seeded(generator)
+        generator = torch.Generator().manual_seed(seed)
         self.layers = nn.Sequential(
             _convolution(channels, first, generator),
             nn.ReLU(),
@@ -103,12 +103,11 @@ class CNNMetric(Metric):
     def features(self, u: Tensor) -> Tensor:
         return self.layers(u)  # type: ignore[no-any-return]
 
-    def config(self) -> dict[str, Any]:
-        return super().config() | {"widths": list(self.widths)}
-
 
 class _TokenMetric(Metric):
     """Patches and positions, `mix` on the tokens (B,T,width), a LayerNorm, and their mean."""
+
+    settings: ClassVar[Sequence[str]] = ("patch", "width", "heads")
 
     def __init__(
         self,
@@ -117,13 +116,13 @@ class _TokenMetric(Metric):
         patch: int = 4,
         width: int = 384,
         heads: int = 12,
-        generator: torch.Generator | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(input_shape, **options)
         channels, tokens = check_tokens(input_shape, patch, width, heads)
         self.patch, self.width, self.heads = patch, width, heads
-        generator = seeded(generator)
+        generator = torch.Generator().manual_seed(seed)
         self.patch_embed = PatchEmbedding(channels, width, patch, generator)
         self.pos_embed = draw_tokens(tokens, width, generator)
         self._draw_mixer(generator)
@@ -140,14 +139,12 @@ class _TokenMetric(Metric):
         mixed: Tensor = self.norm(self.mix(self.patch_embed(u) + self.pos_embed))
         return mixed.mean(1)
 
-    def config(self) -> dict[str, Any]:
-        own = {"patch": self.patch, "width": self.width, "heads": self.heads}
-        return super().config() | own
-
 
 @register_metric("vit")
 class ViTMetric(_TokenMetric):
     """A vision transformer of one block, or `blocks` of them."""
+
+    settings = ("blocks",)
 
     def __init__(self, input_shape: Sequence[int], *, blocks: int = 1, **options: Any) -> None:
         self.n_blocks = check_count(blocks, "blocks")
@@ -162,9 +159,6 @@ class ViTMetric(_TokenMetric):
         for block in self.blocks:
             tokens, _ = block(tokens)
         return tokens
-
-    def config(self) -> dict[str, Any]:
-        return super().config() | {"blocks": self.n_blocks}
 
 
 @register_metric("attention")
@@ -197,7 +191,6 @@ def _convolution(
 
 
 def _check_widths(widths: Sequence[int], count: int | None = None) -> tuple[int, ...]:
-    if len(widths) == 0 or (count is not None and len(widths) != count):
-        expected = "at least one width" if count is None else f"{count} widths"
-        raise InputError(f"widths: expected {expected}, got {tuple(widths)}")
+    expected = "at least one width" if count is None else f"{count} widths"
+    require(len(widths) == (count or len(widths) or 1), "widths", expected, tuple(widths))
     return tuple(check_count(width, "widths") for width in widths)

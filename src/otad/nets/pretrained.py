@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.errors import InputError, MissingExtraError
+from otad.nets.adapt import describe, restore, run, state_shapes
+from otad.nets.base import Metric, register_metric
 from otad.nets.inputs import evaluating
-from otad.nets.metric import Metric, register_metric
-from otad.nets.user_modules import describe, restore, run, state_shapes
 
 AnyBuilder = TypeVar("AnyBuilder", bound=Callable[..., nn.Module])
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {}
@@ -25,8 +25,7 @@ def register_features(name: str) -> Callable[[AnyBuilder], AnyBuilder]:
     written as JSON. A reader must have registered the same name."""
 
     def keep(build: AnyBuilder) -> AnyBuilder:
-        if name in _BUILDERS:
-            raise InputError(f"name: expected a new name, got {name!r}, which is registered")
+        require(name not in _BUILDERS, "name", "a new name", f"{name!r}, which is registered")
         _BUILDERS[name] = build
         return build
 
@@ -52,33 +51,24 @@ class PretrainedMetric(Metric):
         builder_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if projection is not None and not isinstance(projection, nn.Linear):
-            raise InputError(
-                f"projection: expected an nn.Linear or None, got {type(projection).__name__}"
-            )
+        linear = projection is None or isinstance(projection, nn.Linear)
+        require(linear, "projection", "an nn.Linear or None", type(projection).__name__)
         if builder is not None:
             check_choice(builder, "builder", tuple(_BUILDERS))
         super().__init__(input_shape, **options)
         self.extractor = extractor
         self.builder, self.builder_options = builder, dict(builder_options or {})
         self.projection = nn.Identity() if projection is None else projection
-        self.key_dim = self._probe()
+        with evaluating(extractor), torch.no_grad():
+            one = torch.zeros_like(self.mean).unsqueeze(0)
+            found = run(extractor, one, "extractor", "features of shape (B,f)")
+            size = found.shape[1]
+            asked = getattr(self.projection, "in_features", size)
+            require(asked == size, "projection", f"in_features {size} like the features", asked)
+            self.key_dim = run(self.projection, found, "projection").shape[1]
 
     def features(self, u: Tensor) -> Tensor:
         return self.extractor(u)  # type: ignore[no-any-return]
-
-    def _probe(self) -> int:
-        """The size of a key, from one input."""
-        one = torch.zeros_like(self.mean).unsqueeze(0)
-        with evaluating(self.extractor), torch.no_grad():
-            found = run(self.extractor, one, "extractor", "features of shape (B,f)")
-            asked = getattr(self.projection, "in_features", found.shape[1])
-            if asked != found.shape[1]:
-                raise InputError(
-                    f"projection: expected in_features {found.shape[1]} like the features, "
-                    f"got {asked}"
-                )
-            return run(self.projection, found, "projection").shape[1]
 
     def config(self) -> dict[str, Any]:
         linear = isinstance(self.projection, nn.Linear)
@@ -102,12 +92,10 @@ class PretrainedMetric(Metric):
             ) from error
         given, again = state_shapes(self.extractor), state_shapes(made)
         for part in given | again:
-            if given.get(part) != again.get(part):
-                raise InputError(
-                    f"builder_options: expected those by which {name!r} makes the extractor again, "
-                    f"with {part} {given.get(part)}, got {self.builder_options}, which gives "
-                    f"{part} {again.get(part)}"
-                )
+            before, after = given.get(part), again.get(part)
+            expected = f"those by which {name!r} makes the extractor again, with {part} {before}"
+            got = f"{self.builder_options}, which gives {part} {after}"
+            require(before == after, "builder_options", expected, got)
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> PretrainedMetric:

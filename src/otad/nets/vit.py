@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_count
-from otad.errors import InputError
+from otad.checks import check_count, require
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
-from otad.nets.inputs import check_image_shape, draw_linear, linear, seeded
+from otad.nets.inputs import check_image_shape, draw_linear, linear
 
 
 class TokenHead(LinearHead):
@@ -107,9 +106,13 @@ class VisionTransformer(Backbone):
     `embed` is the linear patch embedding plus positions; `transport` the residual blocks, with the
     energy of both steps of each; the head reads the mean of the tokens (or the class token), so
     it is linear in z. `final_norm` puts a LayerNorm after the blocks, as part of the transport.
-    Parameters are named as in timm, so its weights load with `strict=False`.
+    Parameters are named as in timm, so its weights load with `strict=False`; fresh ones are drawn
+    from `seed`. The defaults are the paper's for 32 x 32 images.
     """
 
+    settings = (
+        "patch", "width", "blocks", "heads", "hidden", "class_token", "final_norm", "norm_eps",
+    )  # fmt: skip
     head: TokenHead
 
     def __init__(
@@ -125,7 +128,7 @@ class VisionTransformer(Backbone):
         class_token: bool = False,
         final_norm: bool = False,
         norm_eps: float = 1e-6,
-        generator: torch.Generator | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         channels, tokens = check_tokens(input_shape, patch, width, heads)
@@ -133,8 +136,8 @@ class VisionTransformer(Backbone):
         super().__init__(input_shape, n_outputs, dim=tokens * width, **options)
         self.patch, self.width, self.heads, self.tokens = patch, width, heads, tokens
         self.hidden = width if hidden is None else check_count(hidden, "hidden")
-        self.norm_eps = norm_eps
-        generator = seeded(generator)
+        self.class_token, self.final_norm, self.norm_eps = class_token, final_norm, norm_eps
+        generator = torch.Generator().manual_seed(seed)
         self.patch_embed = PatchEmbedding(channels, width, patch, generator)
         self.pos_embed = draw_tokens(tokens, width, generator)
         self.cls_token = draw_tokens(1, width, generator) if class_token else None
@@ -160,25 +163,8 @@ class VisionTransformer(Backbone):
             energy = energy + spent
         return self.norm(x).flatten(1), energy
 
-    def config(self) -> dict[str, Any]:
-        return super().config() | {
-            "patch": self.patch,
-            "width": self.width,
-            "blocks": len(self.blocks),
-            "heads": self.heads,
-            "hidden": self.hidden,
-            "class_token": self.cls_token is not None,
-            "final_norm": isinstance(self.norm, nn.LayerNorm),
-            "norm_eps": self.norm_eps,
-        }
 
-
-def vision_transformer(
-    input_shape: Sequence[int], n_outputs: int, *, seed: int = 0, **options: Any
-) -> VisionTransformer:
-    """A ViT with weights drawn from `seed`; the defaults are the paper's for 32 x 32 images."""
-    generator = torch.Generator().manual_seed(seed)
-    return VisionTransformer(input_shape, n_outputs, generator=generator, **options)
+vision_transformer = VisionTransformer
 
 
 def draw_tokens(count: int, width: int, generator: torch.Generator) -> nn.Parameter:
@@ -188,6 +174,6 @@ def draw_tokens(count: int, width: int, generator: torch.Generator) -> nn.Parame
 def check_tokens(input_shape: Sequence[int], patch: int, width: int, heads: int) -> tuple[int, int]:
     """Channels of the images and number of patches, for a width that the heads share."""
     channels, height, across = check_image_shape(input_shape, check_count(patch, "patch"))
-    if check_count(width, "width") % check_count(heads, "heads"):
-        raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
+    shared = check_count(width, "width") % check_count(heads, "heads") == 0
+    require(shared, "heads", f"a divisor of the width {width}", heads)
     return channels, (height // patch) * (across // patch)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from otad.checks import check_choice, check_count
 from otad.errors import InputError
+from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
-from otad.nets.metric import Metric
 from otad.threat import NORMS, LpBall
 from otad.training.config import check_range
 

@@ -75,10 +75,7 @@ def save_run(
 
 
 def load_run(
-    path: Path,
-    identity: Mapping[str, Any],
-    weights: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    path: Path, identity: Mapping[str, Any], weights: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
     """Load weights and optimizer state of the run `identity`; return its records."""
     tensors, header = read_tensors(path)

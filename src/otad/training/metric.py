@@ -14,8 +14,8 @@ from torch import Tensor
 
 from otad.checks import check_choice, check_count, check_shape, check_tensor
 from otad.errors import InputError
+from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
-from otad.nets.metric import Metric
 from otad.training.acceleration import precision
 from otad.training.adversary import (
     Adversary,
