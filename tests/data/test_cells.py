@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_new_cells_are_matched_by_gene_name_and_use_the_train_statistics() -> No
     shuffled = [3, 5, 0, 1, 4, 2]
     new = table(COUNTS[:5, shuffled], tuple(GENES[k] for k in shuffled))
     assert torch.equal(prepare(new), prepare(table(COUNTS[:5])))
-    with pytest.raises(InputError, match="1 are missing: e"):
+    with pytest.raises(InputError, match="1 of them: e"):
         prepare(table(COUNTS[:, :4], GENES[:4]))
 
 
@@ -76,20 +76,19 @@ def test_the_preparation_survives_json() -> None:
 
 
 def test_refusals_of_the_preparation() -> None:
-    with pytest.raises(InputError, match=r"not negative, got -1.0"):
-        CellPreparation.fit(table(COUNTS - 1))
-    with pytest.raises(InputError, match="at most 6, got 7"):
-        CellPreparation.fit(table(), genes=7)
-    with pytest.raises(InputError, match="median total of zero"):
-        CellPreparation.fit(table(COUNTS * 0))
-    with pytest.raises(InputError, match=r"genes: .*more than once: a"):
+    for counts, genes, message in (
+        (COUNTS - 1, None, r"cells: .*got -1.0"),
+        (COUNTS, 7, "genes: .*6, got 7"),
+        (COUNTS * 0, None, "cells: .*median total of zero"),
+    ):
+        with pytest.raises(InputError, match=message):
+            CellPreparation.fit(table(counts), genes=genes)
+    with pytest.raises(InputError, match=r"genes: .*repeated a"):
         table(genes=tuple("abcdea"))
-    with pytest.raises(InputError, match="expected 6 names, got 2"):
+    with pytest.raises(InputError, match=r"genes: .*6.*2"):
         table(genes=("a", "b"))
-    spoiled = COUNTS.copy()
-    spoiled[3, 3] = np.nan
-    with pytest.raises(InputError, match="NaN"):
-        table(spoiled)
+    with pytest.raises(InputError, match=r"cells: .*NaN"):
+        table(np.where(COUNTS[3, 3] == COUNTS, np.nan, COUNTS))
 
 
 def test_without_the_extra_the_error_names_it(
@@ -129,45 +128,32 @@ def test_h5ad_files_are_read_split_and_prepared_from_train_cells(h5ad: Path) -> 
     assert dataset.feature_names == dataset.preparation.genes
     torch.testing.assert_close(dataset.train_x.mean(dim=0), torch.zeros(4), atol=1e-5, rtol=0)
     assert float(dataset.test_x.mean(dim=0).abs().max()) > 1e-3  # its own mean was not used
-
-
-def test_a_label_can_be_dropped(h5ad: Path) -> None:
     dataset = load_h5ad(h5ad, "cell_type", drop=["Ambiguous"])
     assert dataset.classes == ("glia", "neuron")
     assert len(dataset.train_x) + len(dataset.test_x) == 30
     assert load_h5ad(h5ad, "cell_type", drop="Ambiguous").fingerprint() == dataset.fingerprint()
 
 
-def _failing(error: type[Exception]) -> Callable[[Path], None]:
-    def read(path: Path) -> None:
-        raise error("damaged")
-
-    return read
-
-
-def test_places_beyond_the_genes_are_refused(h5ad: Path) -> None:
+def test_refusals_of_the_reader(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     h5py = pytest.importorskip("h5py")
+    for label, drop, message in (
+        ("cell_type", ["Unsure"], "drop: .*Ambiguous, glia, neuron, got 'Unsure'"),
+        ("cell_type", ["Ambiguous", "glia", "neuron"], "drop: .*40"),
+        ("kind", [], "cell_type, holes, got 'kind'"),
+        ("holes", [], "'holes' for every cell"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_h5ad(h5ad, label, drop=drop)
     with h5py.File(h5ad, "r+") as file:
-        file["X/indices"][3] = 10**6
+        file["X/indices"][3] = 10**6  # beyond the genes
     with pytest.raises(InputError, match=r"not a readable .h5ad file"):
         load_h5ad(h5ad, "cell_type")
-
-
-def test_refusals_of_the_reader(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="unknown label 'Unsure', expected one of Ambiguous, glia"):
-        load_h5ad(h5ad, "cell_type", drop=["Unsure"])
-    with pytest.raises(InputError, match="no cell is left of 40"):
-        load_h5ad(h5ad, "cell_type", drop=["Ambiguous", "glia", "neuron"])
-    with pytest.raises(InputError, match="no obs column 'kind', expected one of cell_type, holes"):
-        load_h5ad(h5ad, "kind")
-    with pytest.raises(InputError, match="cells without a value"):
-        load_h5ad(h5ad, "holes")
     h5ad.write_bytes(h5ad.read_bytes()[:500])
     with pytest.raises(InputError, match=r"not a readable .h5ad file"):
         load_h5ad(h5ad, "cell_type")
     for error in (RuntimeError, MemoryError, TypeError):
         with monkeypatch.context() as patch:
-            patch.setattr("anndata.read_h5ad", _failing(error))
+            patch.setattr("anndata.read_h5ad", Mock(side_effect=error("damaged")))
             with pytest.raises(InputError, match=r"not a readable .h5ad file \(damaged\)"):
                 load_h5ad(h5ad, "cell_type")
     h5ad.unlink()

@@ -49,17 +49,14 @@ def test_a_good_dataset_is_kept_as_given_and_frozen() -> None:
         ({"test_x": torch.zeros(2, 4)}, r"expected shape \(2, 3\) to match train_x"),
         ({"train_y": torch.zeros(5, dtype=torch.int64)}, "expected 6 targets .* got 5"),
         ({"train_y": torch.zeros(6)}, "expected dtype int64, got float32"),
-        ({"test_y": torch.tensor([0, 3])}, "expected labels 0 to 2, got 0 to 3"),
-        ({"test_y": torch.tensor([-1, 0])}, "expected labels 0 to 2, got -1 to 0"),
+        ({"test_y": torch.tensor([0, 3])}, r"test_y: .*\[0, 2\], got \[0, 3\]"),
+        ({"test_y": torch.tensor([-1, 0])}, r"test_y: .*\[0, 2\], got \[-1, 0\]"),
         ({"train_x": torch.full((6, 3), 1.5)}, r"expected values in \[0.0, 1.0\]"),
         ({"train_y": torch.ones(6, dtype=torch.int64)}, "two classes in the train part, got 'b'"),
         ({"classes": ("a",)}, "two classes or more"),
-        ({"classes": ("a", "b", "a")}, "tiny classes: expected distinct names, got more than once"),
+        ({"classes": ("a", "b", "a")}, "tiny classes: .*repeated a"),
         ({"feature_names": ("u",)}, "one name for each feature"),
-        (
-            {"feature_names": ("u", "v", "u")},
-            "tiny feature_names: expected distinct names, got more than once: u",
-        ),
+        ({"feature_names": ("u", "v", "u")}, "tiny feature_names: .*repeated u"),
         ({"task": "clustering"}, "task: expected one of"),
         ({"task": "regression"}, "no classes for regression"),
         ({"task": "regression", "classes": ()}, "expected dtype float32, got int64"),
@@ -85,10 +82,6 @@ def test_the_fingerprint_sees_contents_and_not_the_name() -> None:
     prints = {Dataset(**parts(**change)).fingerprint() for change in others}
     assert len(prints) == len(others)
     assert first not in prints
-
-
-def test_the_fingerprint_does_not_depend_on_memory_layout() -> None:
-    x = parts()["train_x"]
-    strided = x.t().contiguous().t()
+    strided = parts()["train_x"].t().contiguous().t()
     assert not strided.is_contiguous()
-    assert Dataset(**parts(train_x=strided)).fingerprint() == Dataset(**parts()).fingerprint()
+    assert Dataset(**parts(train_x=strided)).fingerprint() == first

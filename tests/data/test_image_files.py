@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from otad.data import MissingDataError, load
-from otad.data.image_files import read_idx
+from otad.data.images import read_idx
 from otad.errors import InputError
 
 ROWS = 4
@@ -83,7 +83,7 @@ def test_a_missing_idx_file_names_the_paths_tried(tmp_path: Path) -> None:
         (lambda data: b"", "empty file"),
         (lambda data: b"\0\0\x0d" + data[3:], "00 00 08"),
         (lambda data: b"PK" + data[2:], "50 4b 08 03"),
-        (lambda data: data[:9], "expected 3 sizes"),
+        (lambda data: data[:9], "expected a header of 12 bytes, got 5"),
         (lambda data: data[:4] + b"\xff" * 12, "4294967295"),
         (lambda data: data[:4] + b"\0" * 4 + data[8:], r"\(0, 4, 3\)"),
     ],
@@ -107,10 +107,10 @@ def test_idx_labels_and_images_must_agree(tmp_path: Path) -> None:
     write_idx(folder)
     labels = folder / "train-labels-idx1-ubyte"
     labels.write_bytes(idx_bytes(np.zeros(11)))
-    with pytest.raises(InputError, match="11 labels and 12 images"):
+    with pytest.raises(InputError, match=r"12 labels.*11"):
         load("mnist", tmp_path)
     labels.write_bytes(idx_bytes(np.arange(12)))
-    with pytest.raises(InputError, match="0 to 9, got 0 to 11"):
+    with pytest.raises(InputError, match=r"\[0, 9\], got \[0, 11\]"):
         load("mnist", tmp_path)
     shutil.copy(folder / "train-images-idx3-ubyte", labels)
     with pytest.raises(InputError, match="expected 1 axes"):
@@ -161,14 +161,14 @@ def test_binary_files_may_be_gzipped_some_or_all(tmp_path: Path) -> None:
 
 def test_refusals_of_the_binary_version(tmp_path: Path) -> None:
     path = write_binary(tmp_path) / "data_batch_3.bin"
-    with pytest.raises(InputError, match="expected 10000 images, got 4"):
+    with pytest.raises(InputError, match="10000 images, got 12292"):
         load("cifar10", tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    with pytest.raises(InputError, match=r"data_batch_3.bin: .*3073-byte rows, got 12291"):
+    with pytest.raises(InputError, match=r"data_batch_3.bin: .*12292 bytes.*got 12291"):
         load("cifar10", tmp_path, rows_per_file=ROWS)
     path.write_bytes(b"\x0a" + data[1:])
-    with pytest.raises(InputError, match="0 to 9, got 0 to 10"):
+    with pytest.raises(InputError, match=r"\[0, 9\], got \[0, 10\]"):
         load("cifar10", tmp_path, rows_per_file=ROWS)
     path.unlink()
     with pytest.raises(MissingDataError, match=r"data_batch_3.bin"):
@@ -195,7 +195,7 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
         load("cifar10", tmp_path)
     binary = write_binary(tmp_path)
     (binary / "data_batch_1.bin").write_bytes(data)
-    with pytest.raises(InputError, match="3073-byte rows"):
+    with pytest.raises(InputError, match="12292 bytes"):
         load("cifar10", tmp_path, rows_per_file=ROWS)
     assert not trap.exists()
     pickle.loads(data)  # the trap is a real one

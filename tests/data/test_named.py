@@ -41,10 +41,14 @@ def test_a_new_set_is_one_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made.train_x[1].item(), made.train_y[0].item()) == (2.0, 3.0)
 
 
-def test_unknown_names_list_the_known() -> None:
+def test_unknown_names_and_options_list_the_known() -> None:
     for call in (load, describe):
-        with pytest.raises(InputError, match="unknown data set 'imagenet', expected one of mnist"):
+        with pytest.raises(InputError, match=r"mnist.* got 'imagenet'"):
             call("imagenet")
+    with pytest.raises(InputError, match=r"digits: .*test_fraction, got 'size'"):
+        load("digits", size=3)
+    with pytest.raises(InputError, match="mnist: expected no options, got 'size'"):
+        load("mnist", size=3)
 
 
 @pytest.mark.parametrize("name", FILE_SETS)
@@ -76,13 +80,6 @@ def test_the_folder_is_the_argument_else_the_variable_else_an_error(
     assert len(load("red_wine", second).train_x) == 16
 
 
-def test_unknown_options_list_the_known() -> None:
-    with pytest.raises(InputError, match="digits: unknown option 'size', expected test_fraction"):
-        load("digits", size=3)
-    with pytest.raises(InputError, match="mnist: unknown option 'size', expected no options"):
-        load("mnist", size=3)
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "classes", "train", "test"),
     [
@@ -107,11 +104,8 @@ def test_bundled_sets(
     both = torch.cat([x, y.unsqueeze(1)], dim=1)
     expected = torch.cat([raw, torch.from_numpy(original.target).double().unsqueeze(1)], dim=1)
     assert sorted(both.tolist()) == sorted(expected.tolist())  # the same rows with their targets
-
-
-def test_the_seed_moves_the_split_of_a_bundled_set() -> None:
-    assert load("wine", seed=0).fingerprint() == load("wine").fingerprint()
-    assert load("wine", seed=1).fingerprint() != load("wine").fingerprint()
+    assert load(name, seed=0).fingerprint() == dataset.fingerprint()
+    assert load(name, seed=1).fingerprint() != dataset.fingerprint()
 
 
 def draw(**options: Any) -> Dataset:
@@ -126,22 +120,16 @@ def test_centers_lie_on_the_sphere_and_the_noise_has_the_std() -> None:
         # 4,000 draws fix a mean to 0.3 / sqrt(4000) = 0.005 an axis, a std to one part in 90.
         assert abs(float(rows.mean(dim=0).norm()) - 2.0) < 0.03
         assert bool(((rows.std(dim=0) - 0.3).abs() < 0.02).all())
-
-
-def test_train_and_test_share_the_centers() -> None:
-    dataset = draw(std=0.05)
+    dataset = draw(std=0.05)  # train and test share the centers
     centers = torch.stack([dataset.train_x[dataset.train_y == k].mean(dim=0) for k in range(10)])
     nearest = torch.cdist(dataset.test_x, centers).argmin(dim=1)
     assert torch.equal(nearest, dataset.test_y)
 
 
-def test_only_the_noise_scale_changes_with_std() -> None:
+def test_only_the_noise_scale_changes_with_std_and_all_with_the_seed() -> None:
     one, two, three = (draw(std=std, train_size=100) for std in (0.1, 0.2, 0.3))
     assert torch.equal(one.train_y, two.train_y)
     torch.testing.assert_close(two.train_x - one.train_x, three.train_x - two.train_x)
-
-
-def test_the_seed_decides_the_draw() -> None:
     assert draw(seed=1).fingerprint() == draw(seed=1).fingerprint()
     assert draw(seed=1).fingerprint() != draw(seed=2).fingerprint()
 

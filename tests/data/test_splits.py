@@ -25,7 +25,9 @@ def test_a_stratified_split_is_a_fair_partition(
     total = len(labels)
     expected = math.ceil(fraction * total - 1e-9)
     if expected > total - len(sizes):
-        with pytest.raises(InputError, match=r"cannot be held out|leaves none"):
+        with pytest.raises(
+            InputError, match=f"fraction: .*{total - len(sizes)}|fraction: .*all {total}"
+        ):
             holdout(labels, fraction, seed, task="classification")
         return
     kept, held = holdout(labels, fraction, seed, task="classification")
@@ -57,15 +59,10 @@ def test_the_seed_decides_the_rows() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan"), 0.5])
 def test_a_fraction_outside_the_open_unit_interval_is_refused(fraction: float) -> None:
-    with pytest.raises(InputError, match="between 0 and 1"):
-        holdout(torch.arange(9.0), fraction, 0, task="regression")
-
-
-def test_a_split_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="leaves none"):
-        holdout(torch.zeros(1), 0.5, 0, task="regression")
+    with pytest.raises(InputError, match=f"fraction: .*{fraction}"):
+        holdout(torch.zeros(1), fraction, 0, task="regression")  # half a row keeps none
 
 
 def test_split_cuts_the_train_part_only() -> None:
@@ -90,9 +87,6 @@ def test_subset_per_class_draws_that_many_of_each() -> None:
     other = subset_per_class(labels, 10, torch.Generator().manual_seed(2))
     assert torch.equal(rows, again)
     assert not torch.equal(rows, other)
-
-
-def test_subset_per_class_refuses_more_than_a_class_has() -> None:
     labels = torch.tensor([4, 4, 4, 7, 7])
     with pytest.raises(InputError, match="at most 2, the rows of class 7, got 3"):
         subset_per_class(labels, 3, torch.Generator())
@@ -104,12 +98,7 @@ def test_the_most_central_rows_are_those_nearest_to_the_mean_of_their_class() ->
     points = torch.tensor([[0.0], [10.0], [1.0], [2.0], [30.0], [11.0]])
     labels = torch.tensor([0, 5, 0, 0, 5, 5])
     assert most_central(points, labels, 1).tolist() == [2, 5]
-    assert most_central(points, labels, 2).tolist() == [
-        0,
-        1,
-        2,
-        5,
-    ]  # 0 and 3 are as near: the first
+    assert most_central(points, labels, 2).tolist() == [0, 1, 2, 5]  # of 0 and 3, the first
     with pytest.raises(InputError, match="at most 3, the rows of class 0, got 4"):
         most_central(points, labels, 4)
     with pytest.raises(InputError, match="labels: expected shape"):

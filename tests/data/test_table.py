@@ -36,7 +36,6 @@ def test_classification_orders_numeric_classes_by_number(tmp_path: Path) -> None
     path = write(tmp_path / "a.csv", HEADER, *ROWS)
     dataset = load_csv(path, "quality", features=["sugar"], test_fraction=0.5)
     assert dataset.classes == ("5", "6", "10")
-    assert dataset.train_y.tolist() != []
     assert sorted(dataset.train_y.tolist()) == [0, 1, 2]
     assert dataset.input_shape == (1,)
 
@@ -88,11 +87,11 @@ def test_names_may_hold_other_separators(
         ([HEADER, "1e39,1,2", *ROWS], "got '1e39'"),
         ([HEADER, "1_0,1,2", *ROWS], "got '1_0'"),
         ([HEADER, "1,1,", *ROWS], "column 'quality'"),
-        ([HEADER], "expected a header and at least one row"),
-        ([""], "expected a header and at least one row"),
+        ([HEADER], "at least one row, got 1"),
+        ([""], "at least one row, got 0"),
         (["a,a,quality", *ROWS], "distinct"),
         (["a,,quality", *ROWS], "non-empty column names"),
-        (["a,b,c", *ROWS], "no column 'quality', expected one of a, b, c"),
+        (["a,b,c", *ROWS], "a, b, c, got 'quality'"),
         (["quality", "1", "2"], "feature columns besides the target"),
         ([HEADER, '"7.5,1,5', *ROWS], "not a CSV file"),
     ],
@@ -105,19 +104,16 @@ def test_refusals(tmp_path: Path, lines: list[str], message: str, task: str) -> 
     assert str(path) in str(caught.value)
 
 
-def test_the_target_is_no_feature(tmp_path: Path) -> None:
+def test_other_refusals(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", HEADER, *ROWS)
     with pytest.raises(InputError, match="besides the target"):
         load_csv(path, "quality", features=["sugar", "quality"])
-    with pytest.raises(InputError, match="no column 'salt'"):
+    with pytest.raises(InputError, match="got 'salt'"):
         load_csv(path, "quality", features=["salt"])
     with pytest.raises(InputError, match=r"task: .* 'ranking'"):
         load_csv(path, "quality", task="ranking")  # type: ignore[arg-type]
-
-
-def test_bytes_that_are_no_text_and_missing_files(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    with pytest.raises(MissingDataError, match=r"a.csv"):
+    path = tmp_path / "b.csv"
+    with pytest.raises(MissingDataError, match=r"b.csv"):
         read_table(path)
     path.write_bytes(b"a,b\n\xff\xfe,1\n")
     with pytest.raises(InputError, match="UTF-8"):

@@ -13,9 +13,9 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from otad.checks import check_count
+from otad.checks import check_count, require
 from otad.data.dataset import Dataset, refuse_repeats
-from otad.data.preprocess import Standardizer, class_names, encode_labels
+from otad.data.preprocess import Standardizer, encode_classes, encode_labels
 from otad.data.registry import find_first
 from otad.data.splits import holdout
 from otad.errors import InputError, MissingExtraError
@@ -33,11 +33,11 @@ class CellTable:
     labels: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.values.shape[1] != len(self.genes):
-            raise InputError(f"genes: expected {self.values.shape[1]} names, got {len(self.genes)}")
+        count = self.values.shape[1]
+        require(count == len(self.genes), "genes", f"{count} names", len(self.genes))
         refuse_repeats(self.genes, "genes")
-        if not np.isfinite(self.values.data).all():
-            raise InputError("cells: expected finite values, got NaN or infinity")
+        finite = np.isfinite(self.values.data).all()
+        require(finite, "cells", "finite values", "NaN or infinity")
 
     def rows(self, indices: Sequence[int]) -> CellTable:
         labels = None if self.labels is None else tuple(self.labels[i] for i in indices)
@@ -65,12 +65,11 @@ class CellPreparation:
     ) -> CellPreparation:
         """From train cells: the median total, the `genes` of largest variance, mean and std."""
         target_sum = float(np.median(_totals(cells.values))) if normalize else None
-        if target_sum is not None and target_sum <= 0:
-            raise InputError("cells: expected counts, got a median total of zero")
+        require(target_sum != 0, "cells", "counts", "a median total of zero")
         values, chosen = _log_normalize(cells.values, target_sum), cells.genes
         if genes is not None:
-            if check_count(genes, "genes") > len(cells.genes):
-                raise InputError(f"genes: expected at most {len(cells.genes)}, got {genes}")
+            enough = check_count(genes, "genes") <= len(cells.genes)
+            require(enough, "genes", f"at most {len(cells.genes)}", genes)
             columns = np.sort(np.argsort(-_variance(values), kind="stable")[:genes])
             chosen = tuple(cells.genes[column] for column in columns)
             values = values[:, columns]
@@ -80,11 +79,8 @@ class CellPreparation:
         """float32 (N, genes); genes are found by name, so `cells` may have them in any order."""
         position = {gene: column for column, gene in enumerate(cells.genes)}
         missing = [gene for gene in self.genes if gene not in position]
-        if missing:
-            raise InputError(
-                f"cells: expected the {len(self.genes)} genes of the preparation, "
-                f"{len(missing)} are missing: {', '.join(missing[:5])}"
-            )
+        without = f"cells without {len(missing)} of them: {', '.join(missing[:5])}"
+        require(not missing, "cells", f"the {len(self.genes)} genes of the preparation", without)
         values = _log_normalize(cells.values, self.target_sum)
         x = _dense(values[:, [position[gene] for gene in self.genes]])
         return self.scaling(x).clamp(-self.clip, self.clip)
@@ -100,19 +96,16 @@ class CellPreparation:
 
     @classmethod
     def from_json(cls, card: dict[str, Any]) -> CellPreparation:
-        if set(card) != _CARD:
-            raise InputError(f"preparation: expected {sorted(_CARD)}, got {sorted(card)}")
+        require(set(card) == _CARD, "preparation", str(sorted(_CARD)), sorted(card))
         mean, std = (torch.tensor(card[key], dtype=torch.float32) for key in ("mean", "std"))
         scaling = Standardizer(mean, std)
         return cls(tuple(card["genes"]), card["target_sum"], scaling, card["clip"])
 
 
 def _totals(values: sparse.csr_matrix) -> np.ndarray:
-    if values.data.size and values.data.min() < 0:
-        raise InputError(
-            f"cells: expected counts, which are not negative, got {values.data.min()}; "
-            "for values that are already scaled pass normalize=False (--no-normalize)"
-        )
+    least = values.data.min(initial=0)
+    what = "counts of at least 0 (for scaled values pass normalize=False or --no-normalize)"
+    require(least >= 0, "cells", what, least)
     return np.asarray(values.sum(axis=1), dtype=np.float64).ravel()
 
 
@@ -151,22 +144,19 @@ def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -
         with warnings.catch_warnings():  # anndata warns about files of its older layouts
             warnings.simplefilter("ignore")
             content = read(path)
-        values = None
-        if content.X is not None:
-            values = sparse.csr_matrix(content.X, dtype=np.float32)
-            values.check_format(full_check=True)  # a place beyond the end would be read from there
+        require(content.X is not None, str(path), "values in X", "none")
+        values = sparse.csr_matrix(content.X, dtype=np.float32)
+        values.check_format(full_check=True)  # a place beyond the end would be read from there
+    except InputError:
+        raise
     except Exception as error:  # a damaged file may raise anything within h5py and anndata
         raise InputError(f"{path}: not a readable .h5ad file ({error})") from error
-    if values is None:
-        raise InputError(f"{path}: expected values in X, got none")
     cells, labels = content.obs, None
     if label is not None and (label in cells or not may_miss):
-        if label not in cells:
-            raise InputError(
-                f"{path}: no obs column {label!r}, expected one of {', '.join(cells.columns)}"
-            )
-        if cells[label].isna().any():
-            raise InputError(f"{path}: obs column {label!r} has cells without a value")
+        known = f"an obs column, one of {', '.join(cells.columns)}"
+        require(label in cells, str(path), known, repr(label))
+        unknown = cells[label].isna().any()
+        require(not unknown, str(path), f"a value of {label!r} for every cell", "missing ones")
         labels = tuple(str(value) for value in cells[label])
     return CellTable(values, tuple(str(gene) for gene in content.var_names), labels)
 
@@ -190,17 +180,11 @@ def load_h5ad(
     cells = read_h5ad(path, label)
     labels = cells.labels or ()
     dropped = (drop,) if isinstance(drop, str) else tuple(drop)
-    for unwanted in dropped:
-        if unwanted not in labels:
-            known = ", ".join(class_names(labels))
-            raise InputError(f"drop: unknown label {unwanted!r}, expected one of {known}")
+    encode_labels(dropped, sorted(set(labels)), "drop")  # refuses unknown ones
     wanted = [row for row, value in enumerate(labels) if value not in dropped]
-    if not wanted:
-        raise InputError(f"drop: no cell is left of {len(labels)}")
+    require(wanted, "drop", f"less than all {len(labels)} cells", len(labels))
     cells = cells.rows(wanted)
-    labels = cells.labels or ()
-    classes = class_names(labels)
-    y = encode_labels(labels, classes, str(path))
+    classes, y = encode_classes(cells.labels or ())
     kept, held = holdout(y, test_fraction, seed, task="classification")
     train, test = cells.rows(kept.tolist()), cells.rows(held.tolist())
     prepare = CellPreparation.fit(train, genes=genes, normalize=normalize)

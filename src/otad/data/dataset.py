@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice, check_shape, check_tensor
-from otad.errors import InputError
+from otad.checks import check_choice, check_shape, check_tensor, require
 
 Task = Literal["classification", "regression"]
 TASKS = ("classification", "regression")
@@ -22,10 +21,7 @@ TASKS = ("classification", "regression")
 def refuse_repeats(names: Iterable[str], where: str) -> None:
     """Refuses a name that occurs twice where things, such as columns, are found by name."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise InputError(
-            f"{where}: expected distinct names, got more than once: {', '.join(repeated)}"
-        )
+    require(not repeated, where, "distinct names", f"repeated {', '.join(repeated)}")
 
 
 class Preparation(Protocol):
@@ -57,24 +53,23 @@ class Dataset:
     preparation: Preparation | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_choice(self.task, "task", TASKS)
-        if self.task == "classification" and len(self.classes) < 2:
-            raise InputError(f"{self.name}: expected two classes or more, got {self.classes}")
-        if self.task == "regression" and self.classes:
-            raise InputError(f"{self.name}: expected no classes for regression")
+        labeled = check_choice(self.task, "task", TASKS) == "classification"
+        enough = len(self.classes) > 1 if labeled else not self.classes
+        expected = "two classes or more" if labeled else "no classes for regression"
+        require(enough, self.name, expected, self.classes)
         self._check_part("train", self.train_x, self.train_y)
         self._check_part("test", self.test_x, self.test_y)
-        expected = (len(self.test_x), *self.input_shape)
-        check_shape(self.test_x, f"{self.name} test_x", expected, "to match train_x")
-        if self.task == "classification" and bool((self.train_y == self.train_y[0]).all()):
-            only = self.classes[int(self.train_y[0])]
-            raise InputError(f"{self.name}: expected two classes in the train part, got {only!r}")
-        if self.feature_names is not None and (len(self.feature_names),) != self.input_shape:
-            raise InputError(
-                f"{self.name}: expected one name for each feature {self.input_shape}, "
-                f"got {len(self.feature_names)} names"
-            )
-        refuse_repeats(self.feature_names or (), f"{self.name} feature_names")
+        shape = (len(self.test_x), *self.input_shape)
+        check_shape(self.test_x, f"{self.name} test_x", shape, "to match train_x")
+        if labeled:
+            first = int(self.train_y[0])
+            several = bool((self.train_y != first).any())
+            require(several, self.name, "two classes in the train part", repr(self.classes[first]))
+        if self.feature_names is not None:
+            count = len(self.feature_names)
+            fits = (count,) == self.input_shape
+            require(fits, self.name, f"one name for each feature {self.input_shape}", count)
+            refuse_repeats(self.feature_names, f"{self.name} feature_names")
         refuse_repeats(self.classes, f"{self.name} classes")
 
     @property
@@ -84,10 +79,8 @@ class Dataset:
 
     def fingerprint(self) -> str:
         """sha256 of the contents: equal if and only if a model would see the same data."""
-        digest = hashlib.sha256()
-        digest.update(
-            json.dumps([self.task, self.classes, self.bounds, self.feature_names]).encode()
-        )
+        about = [self.task, self.classes, self.bounds, self.feature_names]
+        digest = hashlib.sha256(json.dumps(about).encode())
         for part in (self.train_x, self.train_y, self.test_x, self.test_y):
             digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
             digest.update(part.contiguous().numpy().data)
@@ -99,19 +92,11 @@ class Dataset:
         check_tensor(x, named_x, "N,C,H,W" if images else "N,d", dtypes=(torch.float32,))
         target = torch.int64 if self.task == "classification" else torch.float32
         check_tensor(y, named_y, "N", dtypes=(target,))
-        if len(x) != len(y):
-            raise InputError(f"{named_y}: expected {len(x)} targets like {part}_x, got {len(y)}")
-        if self.bounds is not None:
-            low, high = self.bounds
-            least, most = float(x.min()), float(x.max())
-            if least < low or most > high:
-                raise InputError(
-                    f"{named_x}: expected values in [{low}, {high}], got [{least}, {most}]"
-                )
+        require(len(x) == len(y), named_y, f"{len(x)} targets like {part}_x", len(y))
+        limits = [(x, named_x, self.bounds)] if self.bounds is not None else []
         if self.task == "classification":
-            least_label, most_label = int(y.min()), int(y.max())
-            if least_label < 0 or most_label >= len(self.classes):
-                raise InputError(
-                    f"{named_y}: expected labels 0 to {len(self.classes) - 1}, "
-                    f"got {least_label} to {most_label}"
-                )
+            limits.append((y, named_y, (0, len(self.classes) - 1)))
+        for values, name, (low, high) in limits:
+            least, most = values.min().item(), values.max().item()
+            inside = low <= least and most <= high
+            require(inside, name, f"values in [{low}, {high}]", f"[{least}, {most}]")

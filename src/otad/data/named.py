@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.checks import check_count
+from otad.checks import check_count, require
 from otad.data.cells import load_h5ad
 from otad.data.dataset import Dataset, Task
-from otad.data.image_files import load_cifar10, load_idx
-from otad.data.image_folder import load_image_folder
+from otad.data.images import load_cifar10, load_idx, load_image_folder
 from otad.data.registry import find_first, register_dataset
 from otad.data.splits import split_rows
 from otad.data.table import load_csv
-from otad.errors import InputError
 
 DIGITS = tuple(str(k) for k in range(10))
 FASHION = (
@@ -24,17 +22,11 @@ FASHION = (
     "Ankle boot",
 )  # fmt: skip
 IMAGENETTE = {
-    "n01440764": "tench",
-    "n02102040": "English springer",
-    "n02979186": "cassette player",
-    "n03000684": "chain saw",
-    "n03028079": "church",
-    "n03394916": "French horn",
-    "n03417042": "garbage truck",
-    "n03425413": "gas pump",
-    "n03445777": "golf ball",
+    "n01440764": "tench", "n02102040": "English springer", "n02979186": "cassette player",
+    "n03000684": "chain saw", "n03028079": "church", "n03394916": "French horn",
+    "n03417042": "garbage truck", "n03425413": "gas pump", "n03445777": "golf ball",
     "n03888257": "parachute",
-}
+}  # fmt: skip
 
 
 @register_dataset(
@@ -46,10 +38,9 @@ IMAGENETTE = {
     "into the folder mnist/",
 )
 def mnist(root: Path, **about: Any) -> Dataset:
-    folders = [root / "mnist", root / "MNIST" / "raw"]
-    # MNIST and Fashion-MNIST use the same file names, so only the name of the folder tells which.
+    # MNIST and Fashion-MNIST have the same file names: only the name of the folder separates them.
     own = [] if "fashion" in root.absolute().name.lower() else [root]
-    return load_idx([*folders, *own], classes=DIGITS, **about)
+    return load_idx([root / "mnist", root / "MNIST/raw", *own], classes=DIGITS, **about)
 
 
 @register_dataset(
@@ -60,9 +51,9 @@ def mnist(root: Path, **about: Any) -> Dataset:
     "four .gz files of https://github.com/zalandoresearch/fashion-mnist, into fashion-mnist/",
 )
 def fashion_mnist(root: Path, **about: Any) -> Dataset:
-    folders = [root / "fashion-mnist", root / "FashionMNIST" / "raw"]
     own = [root] if "fashion" in root.absolute().name.lower() else []
-    return load_idx([*folders, *own], classes=FASHION, **about)
+    folders = [root / "fashion-mnist", root / "FashionMNIST/raw", *own]
+    return load_idx(folders, classes=FASHION, **about)
 
 
 register_dataset(
@@ -114,10 +105,8 @@ def _register_cells(
     counts: bool = True,
 ) -> None:
     """A data set in single_cell/FILE; `counts` says whether its values still need log1p."""
-    where = (
-        f"{source}; as an AnnData file single_cell/{file} "
-        f"with cells by genes in X and the cell type in obs[{label!r}]"
-    )
+    form = f"single_cell/{file} with cells by genes in X and the cell type in obs[{label!r}]"
+    where = f"{source}; as an AnnData file {form}"
 
     @register_dataset(name, summary, source=source, where=where, options_of=load_h5ad)
     def build(root: Path, **options: Any) -> Dataset:
@@ -175,19 +164,14 @@ def synthetic(
     not say how many classes there are: 10, balanced, is our choice. No choice explains its whole
     table: with 10 classes the best possible classifier is right in about 94 % at std 0.3 (the paper
     has 99.0), with 2 classes in about 88 % at std 0.6 (the paper has 51.7). Hence `radius`.
-
     One seed gives the same centers, labels and noise e for every std.
     """
-    for value, name, least in (
-        (classes, "classes", 2),
-        (dim, "dim", 1),
-        (train_size, "train_size", classes),
-        (test_size, "test_size", 1),
-    ):
-        check_count(value, name, least=least)
+    check_count(classes, "classes", least=2)
+    check_count(dim, "dim")
+    check_count(train_size, "train_size", least=classes)
+    check_count(test_size, "test_size")
     for number, name in ((std, "std"), (radius, "radius")):
-        if not 0 < number < float("inf"):
-            raise InputError(f"{name}: expected a positive number, got {number!r}")
+        require(0 < number < float("inf"), name, "a positive number", repr(number))
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(classes, dim, generator=generator, dtype=torch.float64)
     centers = (radius * directions / directions.norm(dim=1, keepdim=True)).float()
@@ -196,16 +180,11 @@ def synthetic(
         y = (torch.arange(count) % classes)[torch.randperm(count, generator=generator)]
         return centers[y] + std * torch.randn(count, dim, generator=generator), y
 
-    (train_x, train_y), (test_x, test_y) = draw(train_size), draw(test_size)
-    return Dataset(
-        train_x=train_x,
-        train_y=train_y,
-        test_x=test_x,
-        test_y=test_y,
-        task="classification",
-        classes=tuple(f"class {k}" for k in range(classes)),
-        **about,
+    parts, names = (
+        (*draw(train_size), *draw(test_size)),
+        tuple(f"class {k}" for k in range(classes)),
     )
+    return Dataset(about["name"], *parts, "classification", about["source"], names)
 
 
 @register_dataset(
@@ -217,15 +196,9 @@ def digits(*, test_fraction: float = 0.2, seed: int = 0, **about: Any) -> Datase
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    return split_rows(
-        torch.from_numpy(bunch.images).float().unsqueeze(1).div_(16),
-        torch.from_numpy(bunch.target).long(),
-        test_fraction,
-        seed,
-        classes=DIGITS,
-        bounds=(0.0, 1.0),
-        **about,
-    )
+    x = torch.from_numpy(bunch.images).float().unsqueeze(1).div_(16)
+    y = torch.from_numpy(bunch.target).long()
+    return split_rows(x, y, test_fraction, seed, classes=DIGITS, bounds=(0.0, 1.0), **about)
 
 
 def _register_bundled(name: str, summary: str, source: str) -> None:
@@ -236,17 +209,11 @@ def _register_bundled(name: str, summary: str, source: str) -> None:
         from sklearn import datasets
 
         bunch = getattr(datasets, f"load_{name}")(**{"scaled": False} if name == "diabetes" else {})
-        y = torch.from_numpy(bunch.target)
-        labels = getattr(bunch, "target_names", ())
-        return split_rows(
-            torch.from_numpy(bunch.data).float(),
-            y.long() if len(labels) else y.float(),
-            test_fraction,
-            seed,
-            classes=tuple(map(str, labels)),
-            feature_names=tuple(map(str, bunch.feature_names)),
-            **about,
-        )
+        x, y = torch.from_numpy(bunch.data).float(), torch.from_numpy(bunch.target)
+        classes = tuple(map(str, getattr(bunch, "target_names", ())))
+        about["feature_names"] = tuple(map(str, bunch.feature_names))
+        y = y.long() if classes else y.float()
+        return split_rows(x, y, test_fraction, seed, classes=classes, **about)
 
 
 _register_bundled(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.data.dataset import TASKS, Dataset, Task
 from otad.data.preprocess import class_names, encode_labels
 from otad.data.registry import find_first
@@ -34,16 +34,15 @@ def load_npz(
     Whole numbers or text in y are classes and other numbers are targets, unless `task` says so.
     """
     arrays = read_npz(path, ("x", "y"), _OPTIONAL)
-    if ("test_x" in arrays) != ("test_y" in arrays):
-        raise InputError(f"{path}: expected both test_x and test_y, or neither of them")
+    paired = ("test_x" in arrays) == ("test_y" in arrays)
+    require(paired, str(path), "both test_x and test_y or neither", ", ".join(arrays))
     x, y = as_inputs(arrays["x"], path, "x"), arrays["y"]
     if task is None:
         task = "regression" if y.dtype.kind == "f" else "classification"
     check_choice(task, "task", TASKS)
     classes = () if task == "regression" else class_names(_texts(y, path, "y"))
-    targets = _as_targets(y, path, "y", classes)
-    if len(x) != len(targets):
-        raise InputError(f"{path}: expected as many y as the {len(x)} x, got {len(targets)}")
+    targets = as_targets(y, path, "y", classes)
+    require(len(x) == len(targets), str(path), f"{len(x)} y for as many x", len(targets))
     named = arrays.get("feature_names")
     about: dict[str, Any] = {
         "name": path.stem,
@@ -58,7 +57,7 @@ def load_npz(
         train_x=x,
         train_y=targets,
         test_x=as_inputs(arrays["test_x"], path, "test_x"),
-        test_y=_as_targets(arrays["test_y"], path, "test_y", classes),
+        test_y=as_targets(arrays["test_y"], path, "test_y", classes),
         task=task,
         **about,
     )
@@ -73,12 +72,8 @@ def read_npz(path: Path, needed: tuple[str, ...], optional: tuple[str, ...] = ()
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise InputError(f"{path}: expected an NPZ archive, got a single array")
-            missing = [name for name in needed if name not in archive.files]
-            if missing:
-                raise InputError(
-                    f"{path}: expected the arrays {', '.join(needed)}, "
-                    f"got {', '.join(archive.files) or 'none'}"
-                )
+            complete, stored = set(needed) <= {*archive.files}, ", ".join(archive.files)
+            require(complete, str(path), f"the arrays {', '.join(needed)}", stored or "none")
             wanted = (*needed, *(name for name in optional if name in archive.files))
             return {name: archive[name] for name in wanted}
     except InputError:
@@ -92,12 +87,10 @@ def as_inputs(values: np.ndarray[Any, Any], path: Path, name: str) -> Tensor:
 
     Images of whole numbers from 0 to 255 (uint8) are divided by 255.
     """
-    if values.dtype.kind not in "fiu":
-        raise InputError(f"{path}: expected numbers in {name}, got dtype {values.dtype}")
-    if values.ndim not in (2, 3, 4):
-        raise InputError(
-            f"{path}: expected {name} of shape (N,d), (N,H,W) or (N,C,H,W), got {values.shape}"
-        )
+    where = f"{path}, {name}"
+    require(values.dtype.kind in "fiu", where, "numbers", f"dtype {values.dtype}")
+    shapes = "shape (N,d), (N,H,W) or (N,C,H,W)"
+    require(values.ndim in (2, 3, 4), where, shapes, values.shape)
     x = torch.from_numpy(values.astype(np.float32))
     if values.ndim == 2:
         return x
@@ -106,23 +99,21 @@ def as_inputs(values: np.ndarray[Any, Any], path: Path, name: str) -> Tensor:
     return x.unsqueeze(1) if values.ndim == 3 else x
 
 
-def _as_targets(
+def as_targets(
     values: np.ndarray[Any, Any], path: Path, name: str, classes: tuple[str, ...]
 ) -> Tensor:
+    """(N,) positions in `classes`, or values where there are none."""
     if classes:
         return encode_labels(_texts(values, path, name), classes, f"{path}, {name}")
-    if values.ndim != 1 or values.dtype.kind not in "fiu":
-        raise InputError(
-            f"{path}: expected {name} of shape (N,) with numbers, "
-            f"got {values.shape} of dtype {values.dtype}"
-        )
+    _check_column(values, f"{path}, {name}", "numbers", "fiu")
     return torch.from_numpy(values.astype(np.float32))
 
 
 def _texts(values: np.ndarray[Any, Any], path: Path, name: str) -> list[str]:
-    if values.ndim != 1 or values.dtype.kind not in "iuU":
-        raise InputError(
-            f"{path}: expected class labels in {name}, whole numbers or text of shape (N,), "
-            f"got {values.shape} of dtype {values.dtype}"
-        )
+    _check_column(values, f"{path}, {name}", "whole numbers or text", "iuU")
     return [str(value) for value in values.tolist()]
+
+
+def _check_column(values: np.ndarray[Any, Any], where: str, what: str, kinds: str) -> None:
+    fits = values.ndim == 1 and values.dtype.kind in kinds
+    require(fits, where, f"{what} of shape (N,)", f"{values.shape} of dtype {values.dtype}")

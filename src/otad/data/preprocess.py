@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from otad.checks import check_alike, check_choice, check_finite, check_shape, check_tensor
-from otad.errors import InputError
+from otad.checks import check_alike, check_choice, check_finite, check_shape, check_tensor, require
 
 Per = Literal["feature", "channel", "all"]
 
@@ -26,12 +25,12 @@ class Standardizer:
     std: Tensor
 
     def __post_init__(self) -> None:
-        for value, name in ((self.mean, "mean"), (self.std, "std")):
-            check_finite(value, name)
+        check_finite(self.mean, "mean")
+        check_finite(self.std, "std")
         check_shape(self.std, "std", tuple(self.mean.shape), "like mean")
         check_alike(self.std, "std", self.mean, "mean")
-        if not bool((self.std > 0).all()):
-            raise InputError(f"std: expected positive values, got {float(self.std.min())}")
+        least = float(self.std.min())
+        require(least > 0, "std", "positive values", least)
 
     @classmethod
     def fit(cls, x: Tensor, per: Per = "feature") -> Standardizer:
@@ -68,13 +67,16 @@ def class_names(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(distinct))
 
 
+def encode_classes(values: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
+    """The class names of the values, and their int64 positions (N,) in these."""
+    classes = class_names(values)
+    return classes, encode_labels(values, classes, "labels")
+
+
 def encode_labels(values: Sequence[str], classes: Sequence[str], where: str) -> Tensor:
     """int64 (N,) positions in `classes`; a value that is not there is refused."""
     codes = {name: code for code, name in enumerate(classes)}
+    known = f"one of the labels {', '.join(classes)}"
     for row, value in enumerate(values):
-        if value not in codes:
-            raise InputError(
-                f"{where}: unknown label {value!r} in row {row}, "
-                f"expected one of {', '.join(classes)}"
-            )
+        require(value in codes, where, known, f"{value!r} in row {row}")
     return torch.tensor([codes[value] for value in values], dtype=torch.int64)

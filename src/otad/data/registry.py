@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from otad.checks import require
 from otad.data.dataset import Dataset
 from otad.errors import InputError
 
@@ -45,12 +46,9 @@ def register_dataset(
     where: str = BUILT_IN,
     options_of: Callable[..., object] | None = None,
 ) -> Callable[[Build], Build]:
-    """Makes a loader known to `load` and `describe`.
-
-    It is called with the data folder (unless the data set is built in), the options that were given
-    and the `name` and `source` of the data set. Its options are its keyword-only arguments, or
-    those of `options_of`. `where` says where to get the files.
-    """
+    """Makes a loader known to `load`. It is called with the data folder (unless the data set is
+    built in), the options given, and the `name` and `source` of the data set. Its options are its
+    keyword-only arguments, or those of `options_of`. `where` says where to get the files."""
 
     def register(build: Build) -> Build:
         parameters = inspect.signature(options_of or build).parameters.values()
@@ -71,8 +69,7 @@ def describe(name: str) -> DatasetInfo:
     """Summary, source and license, where to get the files, and the options of `load`."""
     by_key = {known.lower(): info for known, info in _INFOS.items()}
     key = name.lower().replace("-", "_")
-    if key not in by_key:
-        raise InputError(f"unknown data set {name!r}, expected one of {', '.join(names())}")
+    require(key in by_key, "data", f"one of the data sets {', '.join(names())}", repr(name))
     return by_key[key]
 
 
@@ -86,10 +83,9 @@ def load(
     """
     info = describe(name)
     usable = [option for option in info.options if option != "seed"]
+    expected = f"options out of {', '.join(usable)}" if usable else "no options"
     for option in options:
-        if option not in usable:
-            expected = ", ".join(usable) or "no options"
-            raise InputError(f"{info.name}: unknown option {option!r}, expected {expected}")
+        require(option in usable, info.name, expected, repr(option))
     if "seed" in info.options:
         options["seed"] = seed
     folder = (_data_root(data_dir),) if info.needs_folder else ()
@@ -104,17 +100,15 @@ def find_first(candidates: Sequence[Path], what: str, hint: str = "") -> Path:
     for path in candidates:
         if path.exists():
             return path
-    tried = "".join(f"\n  {path.absolute()}" for path in candidates)
-    raise MissingDataError(f"{what} not found. Looked for:{tried}" + (f"\n{hint}" if hint else ""))
+    tried = [f"  {path.absolute()}" for path in candidates]
+    raise MissingDataError("\n".join([f"{what} not found. Looked for:", *tried, hint]).rstrip())
 
 
 def _data_root(data_dir: str | Path | None) -> Path:
     chosen = data_dir if data_dir is not None else os.environ.get(FOLDER_VARIABLE)
     if not chosen:
-        raise MissingDataError(
-            f"no data folder: pass data_dir (--data-dir) or set {FOLDER_VARIABLE} to the folder "
-            "that holds the data sets"
-        )
+        hint = f"pass data_dir (--data-dir) or set {FOLDER_VARIABLE} to the folder of the data sets"
+        raise MissingDataError(f"no data folder: {hint}")
     root = Path(chosen).expanduser()
     if not root.is_dir():
         setting = "data_dir" if data_dir is not None else FOLDER_VARIABLE

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otad.checks import check_count, check_shape, check_tensor
+from otad.checks import check_count, check_shape, check_tensor, require
 from otad.data.dataset import Dataset, Task
-from otad.errors import InputError
 
 
 class TrainValidation(NamedTuple):
@@ -39,13 +38,8 @@ def split_rows(
     """
     task: Task = "classification" if classes else "regression"
     kept, held = holdout(y, test_fraction, seed, task=task)
-    parts: dict[str, Any] = {
-        "train_x": x[kept],
-        "train_y": y[kept],
-        "test_x": x[held],
-        "test_y": y[held],
-    }
-    return Dataset(**parts, task=task, classes=classes, **about)
+    parts = x[kept], y[kept], x[held], y[held]
+    return Dataset(about.pop("name"), *parts, task=task, classes=classes, **about)
 
 
 def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
@@ -55,11 +49,9 @@ def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple
     least one row, so that no class is only ever seen at test time.
     """
     total = len(targets)
-    if not 0.0 < fraction < 1.0:
-        raise InputError(f"fraction: expected a number between 0 and 1, got {fraction!r}")
+    require(0.0 < fraction < 1.0, "fraction", "a number between 0 and 1", repr(fraction))
     held_count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is a hair above 7
-    if held_count >= total:
-        raise InputError(f"fraction: {fraction} of {total} rows leaves none to keep")
+    require(held_count < total, "fraction", f"less than all {total} rows", fraction)
     generator = torch.Generator().manual_seed(seed)
     if task == "regression":
         held = torch.randperm(total, generator=generator)[:held_count]
@@ -76,18 +68,13 @@ def subset_per_class(labels: Tensor, per_class: int, generator: torch.Generator)
     The paper searches neighbors in 50 (base), 10 (small), 5 (tiny) or 1 (nano) rows a class.
     """
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
-    chosen = [
-        rows[torch.randperm(len(rows), generator=generator)[:per_class]]
-        for rows in _rows_by_class(labels, check_count(per_class, "per_class"))
-    ]
-    return torch.cat(chosen).sort().values
+    by_class = _rows_by_class(labels, check_count(per_class, "per_class"))
+    return torch.cat([_draw(rows, per_class, generator) for rows in by_class]).sort().values
 
 
 def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
-    """Ascending indices of the `per_class` rows of every class that are nearest to its mean point.
-
-    `points` (N,m) floats, `labels` (N,).
-    """
+    """Ascending indices of the `per_class` rows of every class that are nearest to its mean, of
+    `points` (N,m) with `labels` (N,)."""
     check_tensor(points, "points", "N,m")
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
     check_shape(labels, "labels", (len(points),), "with one label per point")
@@ -103,10 +90,8 @@ def _rows_by_class(labels: Tensor, least: int) -> Iterator[Tensor]:
     """The rows of each class, at least `least`."""
     for label in labels.unique().tolist():
         rows = (labels == label).nonzero().flatten()
-        if len(rows) < least:
-            raise InputError(
-                f"per_class: expected at most {len(rows)}, the rows of class {label}, got {least}"
-            )
+        available = f"at most {len(rows)}, the rows of class {label}"
+        require(len(rows) >= least, "per_class", available, least)
         yield rows
 
 
@@ -118,15 +103,12 @@ def _stratified(labels: Tensor, held_count: int, generator: torch.Generator) -> 
     by_remainder = sorted(classes, key=lambda label: take[label] - share[label])
     while (short := held_count - sum(take.values())) > 0:
         roomy = [label for label in by_remainder if take[label] < len(rows[label]) - 1]
-        if not roomy:
-            raise InputError(
-                f"fraction: {held_count} of {len(labels)} rows cannot be held out of "
-                f"{len(classes)} classes when each keeps one"
-            )
+        most = len(labels) - len(classes)
+        require(roomy, "fraction", f"at most {most} rows, so each class keeps one", held_count)
         for label in roomy[:short]:
             take[label] += 1
-    picked = [
-        rows[label][torch.randperm(len(rows[label]), generator=generator)[: take[label]]]
-        for label in classes
-    ]
-    return torch.cat(picked)
+    return torch.cat([_draw(rows[label], take[label], generator) for label in classes])
+
+
+def _draw(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return rows[torch.randperm(len(rows), generator=generator)[:count]]

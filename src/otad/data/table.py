@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.data.dataset import TASKS, Dataset, Task
-from otad.data.preprocess import class_names, encode_labels
+from otad.data.preprocess import encode_classes
 from otad.data.registry import find_first
 from otad.data.splits import split_rows
 from otad.errors import InputError
@@ -34,30 +34,24 @@ class Table:
         """The cells of one column; an empty cell is refused."""
         position = self._position(column)
         for line, row in zip(self.lines, self.rows, strict=True):
-            if not row[position]:
-                raise InputError(f"{self.path} line {line}: empty cell in column {column!r}")
+            where = f"{self.path} line {line}, column {column!r}"
+            require(row[position], where, "text", "an empty cell")
         return [row[position] for row in self.rows]
 
     def numbers(self, columns: Sequence[str]) -> Tensor:
         """float32 (N, d); cells that are no finite number are refused."""
         positions = [self._position(column) for column in columns]
-        values = torch.tensor(
-            [[_number(row[position]) for position in positions] for row in self.rows],
-            dtype=torch.float32,
-        )
+        cells = [[_number(row[position]) for position in positions] for row in self.rows]
+        values = torch.tensor(cells, dtype=torch.float32)
         for row, k in (~values.isfinite()).nonzero()[:1].tolist():
+            where = f"{self.path} line {self.lines[row]}, column {columns[k]!r}"
             cell = self.rows[row][positions[k]]
-            raise InputError(
-                f"{self.path} line {self.lines[row]}, column {columns[k]!r}: "
-                f"expected a finite number, got {cell!r}"
-            )
+            raise InputError(f"{where}: expected a finite number, got {cell!r}")
         return values
 
     def _position(self, column: str) -> int:
-        if column not in self.columns:
-            raise InputError(
-                f"{self.path}: no column {column!r}, expected one of {', '.join(self.columns)}"
-            )
+        columns = f"one of the columns {', '.join(self.columns)}"
+        require(column in self.columns, str(self.path), columns, repr(column))
         return self.columns.index(column)
 
 
@@ -75,20 +69,14 @@ def read_table(path: Path) -> Table:
         raise InputError(f"{path}: not a CSV file in UTF-8 ({error})") from error
     while numbered and not numbered[-1][1]:  # blank lines at the end hold no row
         numbered.pop()
-    if len(numbered) < 2:
-        raise InputError(f"{path}: expected a header and at least one row")
+    require(len(numbered) > 1, str(path), "a header and at least one row", len(numbered))
     (_, header), *body = numbered
-    if len(set(header)) != len(header) or not all(header):
-        raise InputError(f"{path}: expected distinct, non-empty column names, got {header}")
+    distinct = len(set(header)) == len(header) and all(header)
+    require(distinct, str(path), "distinct, non-empty column names", header)
     for line, row in body:
-        if len(row) != len(header):
-            raise InputError(f"{path} line {line}: expected {len(header)} cells, got {len(row)}")
-    return Table(
-        path=path,
-        columns=tuple(header),
-        rows=tuple(tuple(row) for _, row in body),
-        lines=tuple(line for line, _ in body),
-    )
+        require(len(row) == len(header), f"{path} line {line}", f"{len(header)} cells", len(row))
+    lines, rows = zip(*body, strict=True)
+    return Table(path, tuple(header), tuple(map(tuple, rows)), lines)
 
 
 def load_csv(
@@ -106,25 +94,15 @@ def load_csv(
     table = read_table(path)
     if features is None:
         features = [column for column in table.columns if column != target]
-    if not features or target in features:
-        raise InputError(f"{path}: expected feature columns besides the target {target!r}")
+    besides = bool(features) and target not in features
+    require(besides, str(path), f"feature columns besides the target {target!r}", features)
     classes: tuple[str, ...] = ()
     if check_choice(task, "task", TASKS) == "regression":
         y = table.numbers([target]).flatten()
     else:
-        labels = table.texts(target)
-        classes = class_names(labels)
-        y = encode_labels(labels, classes, str(path))
-    return split_rows(
-        table.numbers(features),
-        y,
-        test_fraction,
-        seed,
-        classes=classes,
-        name=name or path.stem,
-        source=source,
-        feature_names=tuple(features),
-    )
+        classes, y = encode_classes(table.texts(target))
+    about = {"name": name or path.stem, "source": source, "feature_names": tuple(features)}
+    return split_rows(table.numbers(features), y, test_fraction, seed, classes=classes, **about)
 
 
 def _separator(header: str, row: str) -> str:

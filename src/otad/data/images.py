@@ -1,0 +1,228 @@
+"""Images: folders with one subfolder per class, and the files of MNIST (IDX) and CIFAR-10."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from otad.checks import check_count, require
+from otad.data.dataset import Dataset
+from otad.data.preprocess import encode_labels
+from otad.data.registry import MissingDataError, find_first
+from otad.data.splits import holdout
+from otad.errors import InputError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_TEST_FOLDERS = ("val", "test")
+_MOST_PIXELS = 2**26  # of a resized image; Pillow takes four bytes for each
+_LARGEST = 1 << 32  # bytes; a header that claims more is damaged
+
+CIFAR_CLASSES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
+_PIXELS = 3 * 32 * 32
+
+
+def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) -> Tensor:
+    """RGB images (N, 3, size, size) in [0, 1].
+
+    The shorter side is resized to `resize` (default: `size`), then the center is cropped.
+    """
+    check_count(size, "size")
+    short = size if resize is None else check_count(resize, "resize", least=size)
+    pixels = np.empty((len(paths), size, size, 3), dtype=np.uint8)
+    for row, path in enumerate(paths):
+        pixels[row] = np.asarray(_resize_and_crop(_read_image(path), size, short))
+    return torch.from_numpy(pixels).movedim(3, 1).contiguous().float().div_(255)
+
+
+def list_images(folder: Path) -> list[Path]:
+    """The image files of one folder by name. Hidden files do not count; others are refused."""
+    files = visible(folder)
+    for name in (folder.name, *(path.name for path in files)):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:  # it could not be written beside a prediction
+            raise InputError(f"{folder}: expected names in UTF-8, got {name!r}") from error
+    for path in files:
+        fits = path.suffix.lower() in SUFFIXES and path.is_file()
+        require(fits, str(path), f"an image ({', '.join(SUFFIXES)})", "something else")
+    require(files, str(folder), "images", "an empty folder")
+    return files
+
+
+def visible(folder: Path) -> list[Path]:
+    """Files and folders of one folder by name, without hidden ones."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def load_image_folder(
+    root: Path,
+    *,
+    size: int,
+    resize: int | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    name: str | None = None,
+    class_labels: Mapping[str, str] | None = None,
+    source: str = "the user's image folder",
+) -> Dataset:
+    """root/CLASS/*.jpg, split by seed, or root/train/CLASS and root/val (or test)/CLASS.
+
+    `class_labels` may give readable names to the class folders.
+    """
+    find_first([root], "image folder")
+    if (root / "train").is_dir():
+        classes, train_paths, train_y = _scan(root / "train", None)
+        held_out = next((root / part for part in _TEST_FOLDERS if (root / part).is_dir()), None)
+        if held_out is None:
+            raise MissingDataError(f"{root}: expected a folder 'val' or 'test' beside 'train'")
+        _, test_paths, test_y = _scan(held_out, classes)
+    else:
+        classes, paths, labels = _scan(root, None)
+        kept, held = holdout(labels, test_fraction, seed, task="classification")
+        train_paths, train_y = [paths[i] for i in kept.tolist()], labels[kept]
+        test_paths, test_y = [paths[i] for i in held.tolist()], labels[held]
+    readable = class_labels or {}
+    return Dataset(
+        name=name or root.name,
+        train_x=read_images(train_paths, size, resize=resize),
+        train_y=train_y,
+        test_x=read_images(test_paths, size, resize=resize),
+        test_y=test_y,
+        task="classification",
+        source=source,
+        classes=tuple(readable.get(label, label) for label in classes),
+        bounds=(0.0, 1.0),
+    )
+
+
+def _scan(folder: Path, known: Sequence[str] | None) -> tuple[Sequence[str], list[Path], Tensor]:
+    """Classes, image paths and their labels; with `known` classes, others are refused."""
+    found, expected = visible(folder), "one subfolder for each class"
+    for path in found:
+        require(path.is_dir(), str(path), expected, "a file")
+    require(found, str(folder), expected, "an empty folder")
+    files = [file for path in found for file in list_images(path)]
+    classes = known or tuple(path.name for path in found)
+    return classes, files, encode_labels([file.parent.name for file in files], classes, str(folder))
+
+
+def _read_image(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as opened:
+            wide = opened.mode[0] in "IF"  # 16- or 32-bit levels, which RGB would cut off at 255
+            require(not wide, str(path), "8-bit levels", f"Pillow mode {opened.mode}")
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except InputError:
+        raise
+    except Exception as error:  # a damaged file may raise anything within Pillow
+        raise InputError(f"{path}: not a readable image ({error})") from error
+
+
+def _resize_and_crop(image: Image.Image, size: int, short: int) -> Image.Image:
+    width, height = image.size
+    scale = short / min(width, height)
+    wide, high = max(short, round(width * scale)), max(short, round(height * scale))
+    left, top = (wide - size) // 2, (high - size) // 2
+    center = (left, top, left + size, top + size)
+    if wide * high > _MOST_PIXELS:  # a long strip: only what is kept of it is resized
+        across, down = width / wide, height / high
+        kept = (left * across, top * down, (left + size) * across, (top + size) * down)
+        return image.resize((size, size), Image.Resampling.BILINEAR, box=kept)
+    if scale != 1.0:
+        image = image.resize((wide, high), Image.Resampling.BILINEAR)
+    return image.crop(center)
+
+
+def load_idx(
+    folders: Sequence[Path], *, classes: tuple[str, ...], name: str, source: str
+) -> Dataset:
+    """The four official files, each in the first folder that has it, with or without .gz."""
+
+    def read(file: str, axes: int) -> Tensor:
+        paths = [folder / (file + suffix) for folder in folders for suffix in ("", ".gz")]
+        path = find_first(paths, f"{name}: {file}")
+        values = read_idx(path)
+        require(values.dim() == axes, str(path), f"{axes} axes", f"sizes {tuple(values.shape)}")
+        return values
+
+    def part(prefix: str) -> tuple[Tensor, Tensor]:
+        images = read(f"{prefix}-images-idx3-ubyte", 3)
+        labels = read(f"{prefix}-labels-idx1-ubyte", 1)
+        fits, where = len(images) == len(labels), f"{name} {prefix}"
+        require(fits, where, f"{len(images)} labels like images", len(labels))
+        return images.unsqueeze(1).float().div_(255), labels.long()
+
+    return _dataset(part("train"), part("t10k"), classes=classes, name=name, source=source)
+
+
+def read_idx(path: Path) -> Tensor:
+    """The uint8 tensor in an IDX file: 0, 0, type, number of axes, big-endian sizes, data."""
+    content = _unpacked(path)
+    magic, content = content[:4], content[4:]
+    is_idx = len(magic) == 4 and magic[:3] == b"\x00\x00\x08" and magic[3] > 0
+    what = "an IDX file of unsigned bytes (first bytes 00 00 08)"
+    require(is_idx, str(path), what, magic.hex(" ") or "an empty file")
+    start = 4 * magic[3]
+    require(len(content) >= start, str(path), f"a header of {start} bytes", len(content))
+    sizes = struct.unpack(f">{magic[3]}I", content[:start])
+    count = math.prod(sizes)
+    require(0 < count <= _LARGEST, str(path), f"plausible sizes, 1 to {_LARGEST} bytes", sizes)
+    data = np.frombuffer(content, np.uint8, offset=start)
+    require(data.size == count, str(path), f"{count} bytes for sizes {sizes}", data.size)
+    return torch.from_numpy(data.reshape(sizes).copy())
+
+
+def load_cifar10(root: Path, *, rows_per_file: int = 10_000, name: str, source: str) -> Dataset:
+    """50,000 + 10,000 images (3, 32, 32) in the official order; the files may be gzipped."""
+    check_count(rows_per_file, "rows_per_file")
+    folders = (root / "cifar-10-batches-bin", root / "cifar10", root)
+
+    def part(*files: str) -> tuple[Tensor, Tensor]:
+        rows = []
+        for file in files:
+            paths = [folder / f"{file}.bin{end}" for folder in folders for end in ("", ".gz")]
+            path = find_first(paths, f"{name}: {file}")
+            content = np.frombuffer(_unpacked(path), dtype=np.uint8)  # label, then 3072 pixels
+            size = rows_per_file * (1 + _PIXELS)
+            expected = f"{size} bytes, {rows_per_file} images"
+            require(content.size == size, str(path), expected, content.size)
+            rows.append(content.reshape(rows_per_file, 1 + _PIXELS))
+        data = torch.from_numpy(np.concatenate(rows))
+        return data[:, 1:].reshape(-1, 3, 32, 32).float().div_(255), data[:, 0].long()
+
+    try:
+        train = part(*(f"data_batch_{k}" for k in range(1, 6)))
+        test = part("test_batch")
+    except MissingDataError as error:
+        if not (root / "cifar-10-batches-py").exists():
+            raise
+        reason = "The python version is not read: it is a pickle, which runs code"
+        raise MissingDataError(f"{error}\n{reason}") from error
+    return _dataset(train, test, classes=CIFAR_CLASSES, name=name, source=source)
+
+
+def _unpacked(path: Path) -> bytes:
+    content = path.read_bytes()
+    if content[:2] != b"\x1f\x8b" and path.suffix != ".gz":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: truncated or damaged gzip file ({error})") from error
+
+
+def _dataset(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], **about: Any) -> Dataset:
+    name = about.pop("name")
+    return Dataset(name, *train, *test, task="classification", bounds=(0.0, 1.0), **about)
