@@ -258,7 +258,7 @@ def test_a_users_sequential_needs_none() -> None:
     ("options", "message"),
     [
         ({"classes": ["a"]}, "classes: expected 2 names, one for each output, got 1"),
-        ({"classes": ["a", "a"]}, "classes: expected distinct names, got more than once: a"),
+        ({"classes": ["a", "a"]}, "classes: expected distinct names, got repeated a"),
         ({"feature_names": ["a"]}, r"feature_names: expected one for each input \(4,\), got 1"),
         ({"train_x": torch.zeros(3, D)}, r"train_x: expected shape \(60, 4\) one for each point"),
         ({"x": torch.zeros(1, D + 1)}, r"x: expected shape \(1, 4\)"),

@@ -129,7 +129,7 @@ def test_options_are_read_as_json_or_text() -> None:
     for text in ("steps", "=3", "a b=3"):
         with pytest.raises(InputError, match="expected name=value"):
             read_options([text])
-    with pytest.raises(InputError, match="each name once, got steps more than once"):
+    with pytest.raises(InputError, match="steps"):
         read_options(["steps=3", "steps=5"])
 
 

@@ -55,7 +55,7 @@ def test_a_table_has_its_answers_in_the_column_trained_on(workshop: Path, body: 
     assert open_examples(body, "later.csv").y is None
     found = open_examples(body, "later.csv", targets="later")
     assert torch.equal(found.targets, 2 * expected)
-    with pytest.raises(InputError, match="no column 'never'"):
+    with pytest.raises(InputError, match="got 'never'"):
         open_examples(body, "later.csv", targets="never")
     write_csv("answers.csv", rows, ["progression"])
     assert torch.equal(open_examples(body, "later.csv", targets="answers.csv").targets, expected)
@@ -84,7 +84,7 @@ def test_an_archive_has_its_answers_in_y(workshop: Path, digits: otad.OTAD) -> N
         assert open_examples(digits, source, targets=targets).targets.tolist() == y.tolist()
     assert open_examples(digits, "alone.npz").y is None
     np.savez("strange.npz", x=x, y=y + 7)
-    with pytest.raises(InputError, match=r"unknown label '1[0-9]' in row \d, expected one of 0, 1"):
+    with pytest.raises(InputError, match=r"0, 1, .*got '1[0-9]' in row"):
         open_examples(digits, "strange.npz")
     np.savez("broken.npz", x=x, y=y.astype(float))
     with pytest.raises(InputError, match=r"whole numbers or text of shape \(N,\) in y"):
@@ -151,7 +151,7 @@ def test_cells_have_their_answers_in_the_obs_column(terminal: Terminal) -> None:
     terminal.succeed("certify", "model", "unknown.h5ad")
     message = terminal.refuse("attack", "model", "unknown.h5ad", "--eps", 1)
     assert "expected inputs with targets, got inputs only" in message
-    with pytest.raises(InputError, match="no obs column 'kind', expected one of again"):
+    with pytest.raises(InputError, match=r"again.* got 'kind'"):
         open_examples(model, "unknown.h5ad", targets="kind")
 
 

@@ -141,7 +141,7 @@ def test_cells_are_prepared_as_for_the_training(terminal: Terminal) -> None:
     terminal.succeed("predict", "model", "turned.h5ad", "--out", "turned.csv")
     assert Path("turned.csv").read_text() == Path("all.csv").read_text()
     cells[:, ["c", "a"]].copy().write_h5ad("short.h5ad")
-    assert "1 are missing: b" in terminal.refuse("predict", "model", "short.h5ad", "--out", "x.csv")
+    assert "1 of them: b" in terminal.refuse("predict", "model", "short.h5ad", "--out", "x.csv")
     Path("cells.csv").write_text("a,b,c\n1,2,3\n")
     message = terminal.refuse("predict", "model", "cells.csv", "--out", "x.csv")
     assert "expected an .h5ad file" in message
@@ -185,7 +185,7 @@ def test_a_model_with_two_features_of_one_name_takes_no_table(
     model.save("model")
     write_body(Path("body.csv"))
     message = terminal.refuse("predict", "model", "body.csv", "--out", "p.csv")
-    assert "feature names: expected distinct names, got more than once: age" in message
+    assert "feature names: expected distinct names, got repeated age" in message
 
 
 def test_a_refusal_keeps_the_predictions_of_before(terminal: Terminal, workshop: Path) -> None:

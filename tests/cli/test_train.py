@@ -140,7 +140,7 @@ def test_an_image_folder(terminal: Terminal) -> None:
             "task: expected one of classification, regression",
         ),
         (["digits.npz", "--target", "y"], "--target has no meaning for an NPZ file"),
-        (["digits", "--genes", "5"], "unknown option 'genes'"),
+        (["digits", "--genes", "5"], "test_fraction, got 'genes'"),
         (["images"], "--size is needed to read an image folder"),
         (["mnist"], "no data folder: pass data_dir (--data-dir) or set OTAD_DATA"),
         (["digits.npz", "--optimizer", "magic"], "optimizer: expected one of sgd, adamw"),
@@ -149,7 +149,7 @@ def test_an_image_folder(terminal: Terminal) -> None:
         (
             ["body.csv", "--target", "progression", "--task", "regression"]
             + ["--features=age"] * 2,
-            "feature_names: expected distinct names, got more than once: age",
+            "feature_names: expected distinct names, got repeated age",
         ),
         (["digits.npz", "--validation", "1.5"], "fraction: expected a number between 0 and 1"),
         (["digits.npz", "--test-fraction", "0"], "fraction: expected a number between 0 and 1"),
