@@ -148,7 +148,7 @@ def test_functions_that_share_their_name_with_a_package(first: str) -> None:
         import otad
         from otad.certify import Certificate, certify
         from otad.evaluate import Evaluation, evaluate
-        import otad.evaluate.records, otad.certify.certificate
+        import otad.evaluate.records, otad.certify.votes
         assert otad.evaluate is evaluate, otad.evaluate
         assert otad.certify is certify, otad.certify
         assert otad.Certificate is Certificate

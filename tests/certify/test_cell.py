@@ -7,8 +7,8 @@ from certify.small import plane_model, queries
 
 from otad.certify.bisectors import BankBisectors
 from otad.certify.cell import cell_radius, steady_map
-from otad.certify.input_reach import reach_of
-from otad.certify.votes import Votes
+from otad.certify.input_reach import input_reach
+from otad.certify.rules import Batch
 from otad.cip import CipProblem, ExactCip, Status
 from otad.model.otad import OTAD
 
@@ -51,11 +51,10 @@ def test_who_is_left_out_does_depend_on_the_query() -> None:
 
 def parts(model: OTAD, x: torch.Tensor) -> tuple[BankBisectors, torch.Tensor, torch.Tensor]:
     """Bisectors, neighbors, and up to where the map is known to be steady."""
-    reach = reach_of(model.backbone, None, None)
-    embedded, trace = model.backbone.embed(x), model.trace(x)
-    steady = steady_map(model, trace, embedded, Votes(model, reach))
-    around = BankBisectors(embedded.double(), model.bank_inputs, reach.stretch)
-    return around, trace.neighbors.indices, steady.reach
+    reach = input_reach(model, None, None, None)
+    batch = Batch(reach, x)
+    steady = steady_map(model, batch, reach.votes)
+    return batch.bisectors, batch.trace.neighbors.indices, steady.reach
 
 
 def test_neighbors_stay_within_the_cell_and_no_longer() -> None:

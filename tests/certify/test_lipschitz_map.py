@@ -21,8 +21,8 @@ from otad.attacks import L2
 from otad.attacks.adaptive import Straight
 from otad.attacks.pgd import Pgd
 from otad.certify import certify, certify_values
-from otad.certify.input_reach import Reach
-from otad.certify.lipschitz_map import LipschitzMap
+from otad.certify.input_reach import InputReach, Reach, input_reach
+from otad.certify.lipschitz_map import Lipschitz
 from otad.cip import Status
 from otad.cip.whole_bank.lifted_potential import lifted_potential
 from otad.cip.whole_bank.map import GAP, ColumnGeneration
@@ -56,6 +56,13 @@ def two_point_model(smoothness: float, bend: float = 0.0) -> OTAD:
         net.head.weight.copy_(torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
     points = torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
     return on_one_map(net, points, points, torch.tensor([0, 1]), bend=bend, smoothness=smoothness)
+
+
+def rule_of(model: OTAD, stretch: Tensor | None = None) -> Lipschitz:
+    if stretch is None:
+        return Lipschitz(input_reach(model, None, None, None))
+    reach = Reach(stretch.double(), 0.0)
+    return Lipschitz(InputReach(model, reach, reach, ()))
 
 
 @pytest.mark.parametrize("smoothness", [1.0, 2.0, 5.0])
@@ -123,8 +130,7 @@ def test_radii_that_are_too_large_are_broken() -> None:
 def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
     """Over random pairs of inputs, and pairs found by the power method on the difference."""
     model = one_map_model(4, dim=4, points=60, bend=bend, noise=0.05 if bend < 0 else 0.0).double()
-    reach = Reach(torch.linspace(0.5, 2.0, 4).double(), 0.0)
-    rule = LipschitzMap(model, reach)
+    rule = rule_of(model, torch.linspace(0.5, 2.0, 4))
     rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
     slopes = rule.slope(rows)
     start = some_inputs(model, 80, 5).double()
@@ -134,7 +140,7 @@ def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
         for size in (3.0, 0.3, 1e-3):
             for _ in range(6):
                 step = (size * step / step.norm(dim=1, keepdim=True)).detach().requires_grad_()
-                change = _image(model, start + reach.stretch * step) - _image(model, start).detach()
+                change = _image(model, start + rule.stretch * step) - _image(model, start).detach()
                 value = (change @ row).abs()
                 assert bool((value <= slope * size + 1e-9).all())
                 closest = max(closest, float(value.detach().max() / size / slope))
@@ -151,8 +157,8 @@ def test_the_slope_is_never_above_that_of_the_lipschitz_constant() -> None:
     for bend, smoothness in ((0.0, 9.0), (-3.0, 9.0), (-30.0, 9.0), (0.2, 9.0)):
         model = one_map_model(0, bend=bend, smoothness=smoothness)
         rows = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).double()
-        wide = LipschitzMap(model, Reach(torch.tensor([0.5, 2.0]).double(), 0.0))
-        even = LipschitzMap(model, Reach(torch.tensor([2.0, 2.0]).double(), 0.0))
+        wide = rule_of(model, torch.tensor([0.5, 2.0]))
+        even = rule_of(model, torch.tensor([2.0, 2.0]))
         lipschitz = max(abs(bend), smoothness)
         plain = 2 * lipschitz * rows.norm(dim=1)
         torch.testing.assert_close(even.slope(rows), plain)
@@ -162,7 +168,7 @@ def test_the_slope_is_never_above_that_of_the_lipschitz_constant() -> None:
 def test_coordinates_that_no_input_reaches_cost_nothing() -> None:
     """A head on lifted coordinates is left with M / 2 of the curvature instead of L."""
     model = one_map_model(0, bend=-3.0, smoothness=5.0)
-    rule = LipschitzMap(model, Reach(torch.tensor([1.5, 0.0]).double(), 0.0))
+    rule = rule_of(model, torch.tensor([1.5, 0.0]))
     lifted = torch.tensor([[0.0, 2.0]]).double()
     assert float(rule.slope(lifted)) == pytest.approx(8 / 2 * 2 * 1.5)
     reached = torch.tensor([[2.0, 0.0]]).double()
@@ -187,14 +193,10 @@ def test_every_answer_lies_in_its_interval(name: str, eps: float) -> None:
         span = (answers.amax(1) - answers.amin(1)) / (found.high - found.low)
         reached = max(reached, float(span.max()))
         weight = model.backbone.head.weight.detach().double()
-        width = 2 * eps * float(LipschitzMap(model, _reach(model)).slope(weight))
+        width = 2 * eps * float(rule_of(model).slope(weight))
         assert bool((found.high - found.low <= width + 2e-3).all())
     if eps > 0:
         assert reached > 0.25, "a quarter of such an interval would not hold"
-
-
-def _reach(model: OTAD) -> Reach:
-    return Reach((1 / model.backbone.std.double()).flatten(), 0.0)
 
 
 def test_violated_levels_keep_the_proof_and_miss_the_pairs_by_no_more_than_they_say() -> None:
@@ -263,8 +265,8 @@ def test_rounding_is_taken_off() -> None:
 def test_the_gap_that_is_taken_off_is_the_one_the_solver_allows() -> None:
     model = one_map_model(2, bend=0.2)
     embedded = model.backbone.embed(some_inputs(model, 30, 2))
-    rule = LipschitzMap(model, _reach(model))
-    drift, growth = rule._drift(embedded.double())
+    rule = rule_of(model)
+    drift, growth = rule.drift(embedded.double())
     potential = model.whole_bank.potential
     pairs = Pairs(model.bank_inputs, model.bank_features, potential.strong_convexity)
     lines = potential_lines(pairs, potential)
@@ -275,7 +277,7 @@ def test_the_gap_that_is_taken_off_is_the_one_the_solver_allows() -> None:
     assert bool((drift <= 1.1 * allowed).all())
     for distance in (0.1, 10.0, 1e4):
         far = embedded.double() + distance / 2**0.5
-        assert bool((rule._drift(far)[0] <= drift + distance * growth * 1.0001).all())
+        assert bool((rule.drift(far)[0] <= drift + distance * growth * 1.0001).all())
 
 
 def test_a_wrong_constant_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +285,13 @@ def test_a_wrong_constant_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch) ->
     x = some_inputs(model, 60, 5)
     y = model(x).argmax(1)
     attacks = [Straight(points=6), Pgd(steps=20)]
-    honest = LipschitzMap.slope
+    honest = Lipschitz.slope
     eps = 0.3
     record = evaluate(model, x, y, L2(eps), attacks=attacks, flags=False)
     assert record.is_sound
     assert record.certificate is not None
     assert set(record.certificate.rules) <= {"lipschitz", "none"}
-    monkeypatch.setattr(LipschitzMap, "slope", lambda self, rows: honest(self, rows) / 2)
+    monkeypatch.setattr(Lipschitz, "slope", lambda self, rows: honest(self, rows) / 2)
     record = evaluate(model, x, y, L2(eps), attacks=attacks, flags=False)
     assert not record.is_sound
     assert "within its certified radius" in record.flags[0].found

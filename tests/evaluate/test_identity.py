@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from otad.attacks import L2, MetricAttack, Transfer
 from otad.attacks.adaptive import Straight
-from otad.evaluate.identity import Identity, model_card, settings_of
+from otad.evaluate.identity import Identity
 from otad.evaluate.protocol import run_attacks
 
 SOURCE = '''
@@ -112,7 +112,9 @@ class Holder(nn.Module):
     ids=["number", "list", "dict", "array", "buffer", "tensor", "function", "dataclass"],
 )
 def test_what_a_model_holds_is_part_of_its_fingerprint(value, same, other) -> None:
-    first, again, third = (model_card(Holder(it))["fingerprint"] for it in (value, same, other))
+    first, again, third = (
+        Identity().model(Holder(it))["fingerprint"] for it in (value, same, other)
+    )
     assert first == again != third
 
 
@@ -134,7 +136,7 @@ def linear(factor: float) -> nn.Linear:
     ids=["tensor", "inner", "partial", "method"],
 )
 def test_attacks_that_do_other_things_have_other_settings(attack) -> None:
-    first, again, other = (settings_of(attack(factor)) for factor in (1.0, 1.0, 0.5))
+    first, again, other = (Identity().attack(attack(factor)) for factor in (1.0, 1.0, 0.5))
     assert first == again != other
 
 

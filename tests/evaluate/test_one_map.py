@@ -18,7 +18,7 @@ from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import evaluate
 from otad.evaluate.flags import CHECKS
-from otad.evaluate.identity import model_card
+from otad.evaluate.identity import Identity
 from otad.evaluate.model_flags import finite_differences, gradient_share, neighbor_changes
 from otad.evaluate.planted import plant, planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS
@@ -64,14 +64,14 @@ def test_every_flag_has_a_verdict_on_a_sound_model() -> None:
 
 
 def test_the_card_tells_scopes_and_potentials_apart() -> None:
-    global_map, again = (model_card(smooth_model()[0]) for _ in range(2))
-    local = model_card(two_sides()[0])
+    global_map, again = (Identity().model(smooth_model()[0]) for _ in range(2))
+    local = Identity().model(two_sides()[0])
     assert (local["scope"], global_map["scope"]) == ("local", "global")
     assert "solver" in local
     assert "potential" not in local
     assert global_map["potential"]["left_out"] == []
     assert global_map == again
-    other = model_card(smooth_model(smoothness=3.0)[0])
+    other = Identity().model(smooth_model(smoothness=3.0)[0])
     assert other["fingerprint"] != global_map["fingerprint"]
 
 
@@ -202,10 +202,10 @@ def test_dear_attacks_are_spared_what_is_proved_and_nothing_else() -> None:
 def test_what_cannot_be_spared_is_refused() -> None:
     model, x, y = smooth_model()
     attacks = [Pgd(steps=1)]
-    with pytest.raises(InputError, match="spare_proved: expected one of pgd, got 'square'"):
+    with pytest.raises(InputError, match=r"spare_proved.*pgd.*square"):
         evaluate(model, x, y, L2(0.2), attacks=attacks, spare_proved=["square"])
-    with pytest.raises(InputError, match="spare_proved: expected none with certificate=False"):
+    with pytest.raises(InputError, match=r"spare_proved.*certificate=False"):
         evaluate(model, x, y, L2(0.2), attacks=attacks, spare_proved=["pgd"], certificate=False)
     model, x, y = two_sides(task="regression")
-    with pytest.raises(InputError, match="spare_proved: expected none with a regression"):
+    with pytest.raises(InputError, match=r"spare_proved.*regression"):
         evaluate(model, x, y, L2(0.2), attacks=attacks, spare_proved=["pgd"])

@@ -19,7 +19,7 @@ from otad.attacks.transfer import Transfer
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS, make_attack
-from otad.evaluate.identity import generator_for, model_card, settings_of
+from otad.evaluate.identity import Identity, generator_for
 from otad.evaluate.suite import suite
 from otad.model.defend import defend
 from otad.model.otad import OTAD
@@ -193,20 +193,20 @@ def test_unknown_names_and_options_are_refused(images: OTAD) -> None:
 def test_a_card_tells_models_apart_and_copies_not(images: OTAD) -> None:
     def again(**options: Any) -> str:
         settings = {"n_neighbors": 2} | options
-        return str(model_card(OTAD(images.backbone, images.bank, **settings))["fingerprint"])
+        return str(Identity().model(OTAD(images.backbone, images.bank, **settings))["fingerprint"])
 
-    first = model_card(images)
+    first = Identity().model(images)
     assert first["kind"] == "otad"
     assert again() == first["fingerprint"]
     assert len({again(), again(n_neighbors=3), again(smoothness=3.0)}) == 3
-    assert model_card(Plane())["fingerprint"] == model_card(Plane())["fingerprint"]
+    assert Identity().model(Plane())["fingerprint"] == Identity().model(Plane())["fingerprint"]
 
 
 def test_settings_are_plain_and_tell_networks_apart(images: OTAD) -> None:
-    settings = settings_of(make_attack("bpda", images))
+    settings = Identity().attack(make_attack("bpda", images))
     assert settings["steps"] == 100
     assert set(settings["network"]) == {"class", "fingerprint"}
-    nested = settings_of(Transfer(images.backbone, inner=Pgd(steps=7)))
+    nested = Identity().attack(Transfer(images.backbone, inner=Pgd(steps=7)))
     assert nested["inner"]["attack"] == "pgd"
     assert nested["inner"]["steps"] == 7
 

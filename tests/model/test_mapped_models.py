@@ -16,9 +16,9 @@ from torch import Tensor
 
 from otad.certify import certify, certify_values
 from otad.certify.cell import steady_map
-from otad.certify.input_reach import reach_of
-from otad.certify.lipschitz_map import LipschitzMap
-from otad.certify.votes import Votes
+from otad.certify.input_reach import input_reach
+from otad.certify.lipschitz_map import Lipschitz
+from otad.certify.rules import Batch
 from otad.cip.surrogate import leave_one_out
 from otad.io.mapped_rows import in_file, remember
 from otad.io.tensor_files import fingerprint
@@ -69,12 +69,11 @@ def test_certificates_are_the_same(
 
 def test_neighbors_by_keys_are_as_far_away_in_the_embedded_space(tmp_path: Path) -> None:
     model = exact("fc", metric=lipschitz_metric(), strong_convexity=-0.5)
-    embedded, votes = model.backbone.embed(X), Votes(model, reach_of(model.backbone, None, None))
-    with torch.no_grad():
-        found, expected = (
-            steady_map(one, one.trace(X), embedded, votes)
-            for one in (blank(model, tmp_path), model)
-        )
+    found, expected = (
+        steady_map(one, Batch(reach, X), reach.votes)
+        for one in (blank(model, tmp_path), model)
+        for reach in [input_reach(one, None, None, None)]
+    )
     assert torch.equal(found.reach, expected.reach)
     assert torch.equal(found.size, expected.size)
 
@@ -100,8 +99,7 @@ def test_the_support_of_one_map_is_as_far_away(tmp_path: Path) -> None:
 def test_the_longest_points_of_one_map_are_the_same(tmp_path: Path) -> None:
     model = exact("fc", scope="global")
     hidden = blank(model, tmp_path)
-    reach = reach_of(model.backbone, None, None)
-    found, expected = (LipschitzMap(one, reach) for one in (hidden, model))
+    found, expected = (Lipschitz(input_reach(one, None, None, None)) for one in (hidden, model))
     assert (found.inputs, found.features) == (expected.inputs, expected.features)
     assert expected.inputs > 0 < expected.features
 

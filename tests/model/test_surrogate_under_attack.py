@@ -15,7 +15,7 @@ from otad.attacks import ATTACKS, L2
 from otad.attacks.base import gain_of
 from otad.cip import Status
 from otad.evaluate import Evaluation, evaluate, make_attack
-from otad.evaluate.identity import model_card
+from otad.evaluate.identity import Identity
 from otad.explain import explain
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
@@ -104,10 +104,10 @@ def test_an_evaluation_says_what_a_net_has(model: OTAD, tmp_path) -> None:
 def test_a_card_tells_nets_apart(model: OTAD) -> None:
     kind = "fc" if model.metric is None else "vit"
     twin = estimated(kind)
-    assert model_card(model) == model_card(twin)
+    assert Identity().model(model) == Identity().model(twin)
     with torch.no_grad():
         next(twin.solver.parameters()).add_(0.1)
-    assert model_card(model)["fingerprint"] != model_card(twin)["fingerprint"]
+    assert Identity().model(model)["fingerprint"] != Identity().model(twin)["fingerprint"]
 
 
 def test_neighbors_that_say_the_same_leave_the_net_no_choice(model: OTAD) -> None:

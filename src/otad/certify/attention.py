@@ -8,15 +8,22 @@ Frobenius for sequences X (N,D) and spectral for maps between them.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_choice, check_count, check_shape, check_tensor
-from otad.errors import InputError
+from otad.checks import (
+    STORAGE_DTYPES,
+    check_choice,
+    check_count,
+    check_shape,
+    check_tensor,
+    require,
+)  # fmt: skip
 
-FORMS = ("tight", "paper")
 ROUNDING = 1 + 1e-9  # of norms computed in float64
+_spectral = partial(torch.linalg.matrix_norm, ord=2)
 # The largest slope of each. That of x Phi(x) is at sqrt(2); tanh's version of it is steeper.
 ACTIVATIONS = {
     "relu": 1.0,
@@ -46,32 +53,29 @@ def attention_lipschitz(
       the lesser of |W| sqrt(sum_r |V_r|^2 c_r^2) and sum_r |V_r W_r| c_r, where
       c_r = |K_r Q_r^T| M^2 / sqrt(w) + sqrt(N) (1 + M |K_r b_r| / (2 sqrt(w))).
     """
-    check_choice(form, "form", FORMS)
+    check_choice(form, "form", ("tight", "paper"))
     count, tokens = check_count(n_heads, "n_heads"), check_count(n_tokens, "n_tokens")
     bound = _checked_size(max_norm, "max_norm")
-    out = check_tensor(out_weight, "out_weight", "D,D", dtypes=STORAGE_DTYPES).detach().double()
+    out = _checked(out_weight, "out_weight", "D,D")
+    whole = _checked(in_weight, "in_weight", "3D,D")
     dim = len(out)
     check_shape(out, "out_weight", (dim, dim), "(D,D)")
-    whole = check_tensor(in_weight, "in_weight", "3D,D", dtypes=STORAGE_DTYPES).detach().double()
     check_shape(whole, "in_weight", (3 * dim, dim), "(3D,D) to match out_weight")
-    if dim % count:
-        raise InputError(f"n_heads: expected a divisor of D = {dim}, got {count}")
+    require(dim % count == 0, "n_heads", f"a divisor of D = {dim}", count)
     width = dim // count
     query, key, value = whole.view(3, count, width, dim)  # each (R,w,D)
     if form == "paper":
-        if query_bias is not None and bool(query_bias.any()):
-            raise InputError("query_bias: expected None, as Theorem 1 knows no biases")
-        matrices = [*query, *key, *value, out]
-        largest = max(float(torch.linalg.matrix_norm(matrix)) for matrix in matrices)
+        known = query_bias is None or not bool(query_bias.any())
+        require(known, "query_bias", "None, as Theorem 1 has no biases", query_bias)
+        largest = max(float(matrix.norm()) for matrix in (*query, *key, *value, out))
         inner = largest**2 * bound**2 * (math.sqrt(tokens) + 1) / math.sqrt(width)
         return ROUNDING * math.sqrt(count) * largest**2 * (inner + math.sqrt(tokens))
 
     pull = torch.zeros(count, dtype=torch.float64, device=out.device)
     if query_bias is not None:
-        bias = check_tensor(query_bias, "query_bias", "D", dtypes=STORAGE_DTYPES).detach()
+        bias = _checked(query_bias, "query_bias", "D")
         check_shape(bias, "query_bias", (dim,), "(D,) to match out_weight")
-        biases = bias.double().view(count, width, 1)
-        pull = torch.linalg.vector_norm((key.mT @ biases)[..., 0], dim=1)
+        pull = torch.linalg.vector_norm(key.mT @ bias.view(count, width, 1), dim=(1, 2))
     slope = _spectral(key.mT @ query) * bound**2 / math.sqrt(width)
     slope = slope + math.sqrt(tokens) * (1 + bound * pull / (2 * math.sqrt(width)))
     joint = _spectral(out) * (_spectral(value) * slope).square().sum().sqrt()
@@ -86,17 +90,14 @@ def layer_norm_lipschitz(weight: Tensor, *, eps: float, min_std: float = 0.0) ->
     With c the centered token and s = sqrt(|c|^2 / D + eps), the Jacobian before the weight is
     (I - c c^T / (D s^2)) / s on centered vectors, with eigenvalues 1 / s and eps / s^3 <= 1 / s.
     """
-    check_tensor(weight, "weight", "D", dtypes=STORAGE_DTYPES)
-    if not 0 < eps < math.inf:
-        raise InputError(f"eps: expected a positive finite number, got {eps!r}")
-    spread = _checked_size(min_std, "min_std")
-    return float(weight.detach().double().abs().max()) / math.sqrt(spread**2 + eps)
+    largest = float(_checked(weight, "weight", "D").abs().max())
+    require(0 < eps < math.inf, "eps", "a positive finite number", eps)
+    return largest / math.sqrt(_checked_size(min_std, "min_std") ** 2 + eps)
 
 
 def layer_norm_bound(weight: Tensor, bias: Tensor | None, *, n_tokens: int) -> float:
     """|LayerNorm(X)|_F for any X (N,D): a normalized token is no longer than sqrt(D)."""
-    check_tensor(weight, "weight", "D", dtypes=STORAGE_DTYPES)
-    token = math.sqrt(len(weight)) * float(weight.detach().double().abs().max())
+    token = math.sqrt(len(weight)) * float(_checked(weight, "weight", "D").abs().max())
     if bias is not None:
         check_shape(bias, "bias", tuple(weight.shape), "like weight")
         token += float(torch.linalg.vector_norm(bias.detach().double()))
@@ -110,8 +111,7 @@ def activation_lipschitz(name: str) -> float:
 
 def mlp_lipschitz(first: Tensor, second: Tensor, activation: str = "gelu") -> float:
     """|second| * slope of the activation * |first|, for weights (h,D) and (D,h)."""
-    inner = check_tensor(first, "first", "h,D", dtypes=STORAGE_DTYPES).detach().double()
-    outer = check_tensor(second, "second", "D,h", dtypes=STORAGE_DTYPES).detach().double()
+    inner, outer = _checked(first, "first", "h,D"), _checked(second, "second", "D,h")
     check_shape(outer, "second", (len(outer), len(inner)), "(D,h) to match first")
     product = float(_spectral(inner)) * float(_spectral(outer))
     return ROUNDING * activation_lipschitz(activation) * product
@@ -134,12 +134,10 @@ def vit_block_lipschitz(
     return ROUNDING * (1 + attention * attention_norm) * (1 + mlp * mlp_norm)
 
 
-def _spectral(matrix: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.matrix_norm(matrix, ord=2)
-    return norm
+def _checked(weight: Tensor, name: str, axes: str) -> Tensor:
+    return check_tensor(weight, name, axes, dtypes=STORAGE_DTYPES).detach().double()
 
 
 def _checked_size(value: float, name: str) -> float:
-    if not 0 <= value < math.inf:
-        raise InputError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    require(0 <= value < math.inf, name, "a finite number of at least 0", value)
     return float(value)

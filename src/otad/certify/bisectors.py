@@ -11,7 +11,7 @@ distance of their bisector.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ Measure = Callable[[Tensor, Tensor, Tensor], Tensor]
 (r,T) for each of these points, which need not be exact where it exceeds the least."""
 
 
-@dataclass(frozen=True, eq=False)
-class Rivals:
+class Rivals(NamedTuple):
     """Some bank points j for each query: `indices` (B,J), `offsets` stretch (x_j - e) (B,J,d), the
     products `products` (B,J,J) of these, and `squares` (B,J) |x_j - e|^2."""
 
@@ -41,8 +40,7 @@ class Rivals:
     squares: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Bisectors:
+class Bisectors(NamedTuple):
     """Bank points i (r,T) against the rivals j of their queries, rounded so that leads are too
     small: `distances` (r,T,J) b_ij, -inf for j = i; `leads` (r,T,J) d_i^2 - d_j^2; `products`
     (r,T,J) <a_i, a_j> and `squares` (r,T) |a_i|^2 with a = stretch (x - e)."""
@@ -58,23 +56,14 @@ class BankBisectors:
     embedded inputs. `distance_floor` (B,N): no bank point is closer than this."""
 
     def __init__(self, queries: Tensor, points: Tensor, stretch: Tensor) -> None:
-        self.queries = queries
-        self.points = points
-        self.stretch = stretch
+        self.queries, self.points, self.stretch = queries, points, stretch
         self.distance_floor = self._distance_floor()
 
     def entry_floor(self, distance: Tensor) -> Tensor:
-        """For each bank point (B,N) a bound on its b_ij against all j within `distance` (B,).
-
-        |stretch (x_i - x_j)| <= Q (d_i + d_j) with Q the longest stretch, so b_ij is at least
-        (d_i - d_j) / (2 Q); 0 where that is negative.
-        """
+        """For each bank point (B,N) a bound on its b_ij against all j within `distance` (B,)."""
+        # |stretch (x_i - x_j)| <= Q (d_i + d_j), Q the longest stretch: b_ij >= (d_i - d_j) / (2 Q)
         scale = (1 - ROUNDING) / (2 * self.stretch.max())
         return (self.distance_floor - (1 + ROUNDING) * distance[:, None]).mul_(scale).clamp_min_(0)
-
-    def nearest(self, count: int) -> Rivals:
-        """About the `count` nearest bank points of each query."""
-        return self.rivals(self.distance_floor.topk(count, largest=False).indices)
 
     def rivals(self, indices: Tensor) -> Rivals:
         offsets = self._offsets(slice(None), indices)
@@ -147,6 +136,5 @@ def queries_at_once(points: int, rivals: int, dim: int) -> int:
 
 
 def _squares(vectors: Tensor) -> Tensor:
-    """Squared lengths along the last axis, without a copy of the vectors."""
-    squares: Tensor = torch.linalg.vector_norm(vectors, dim=-1).square()
+    squares: Tensor = torch.linalg.vector_norm(vectors, dim=-1).square()  # without a copy
     return squares

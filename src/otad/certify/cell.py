@@ -10,7 +10,8 @@ only those that stay so when every constraint is tightened by more than its roun
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ from otad.certify.bisectors import BankBisectors, queries_at_once
 from otad.certify.input_reach import InputReach
 from otad.certify.rules import Batch, Rule, register
 from otad.certify.votes import Votes
-from otad.cip import BankProblem, Status
+from otad.cip import BankProblem
 from otad.cip.local.potentials import Constraints, closure, has_positive_cycle
 from otad.cip.local.products import products_of
 from otad.io.mapped_rows import gathered
-from otad.model.otad import OTAD, Trace
+from otad.model.otad import OTAD
 
 # A query as far again from its neighbors has offsets and shifted images at most twice as long, so
 # products with 4 times the rounding error; both queries' errors and room for more make 8.
@@ -50,7 +51,7 @@ class Cell(Rule):
     def radius(self, batch: Batch, known: Tensor) -> Tensor:
         """margin / (Lipschitz constant * |w_c - w_j| * Q) over all classes j, after what rounding
         may take; no further than the neighbors stay the same."""
-        votes, steady = self.subject.votes, self._steady(batch)
+        votes, steady = self.reach.votes, steady_map(self.model, batch, self.reach.votes)
 
         def bound(rows: Tensor, lengths: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
             length = torch.linalg.vector_norm(rows, dim=1)
@@ -63,7 +64,7 @@ class Cell(Rule):
         return cell_radius(batch.bisectors, batch.trace.neighbors.indices, radius)
 
     def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
-        votes, steady = self.subject.votes, self._steady(batch)
+        votes, steady = self.reach.votes, steady_map(self.model, batch, self.reach.votes)
         limit = torch.minimum(steady.reach, 1.001 * reached)  # no need to search any further
         same = cell_radius(batch.bisectors, batch.trace.neighbors.indices, limit) > reached
         length, offset = votes.head.lengths[0], votes.head.offsets[0]
@@ -73,13 +74,8 @@ class Cell(Rule):
         value = batch.trace.outputs.double()
         return value - change, value + change
 
-    def _steady(self, batch: Batch) -> SteadyMap:
-        subject = self.subject
-        return steady_map(subject.model, batch.trace, batch.query.embedded, subject.votes)
 
-
-@dataclass(frozen=True, eq=False)
-class SteadyMap:
+class SteadyMap(NamedTuple):
     """What is known of the map of each row while its neighbors are the same.
 
     `reach` (B,): the |u| up to which this holds, 0 where the rule does not apply. `drift` (B,): how
@@ -94,41 +90,28 @@ class SteadyMap:
     def spread(self, length: Tensor, votes: Votes, lengths: Tensor, offsets: Tensor) -> Tensor:
         """What rounding may add to the change of an output w.z + b with |w| = `length`, made of
         outputs with lengths and offsets that sum to `lengths` and `offsets`."""
-        rounding = 2 * votes.roundoff * (lengths * self.size + offsets)
-        return length * self.drift + rounding
+        return length * self.drift + 2 * votes.roundoff * (lengths * self.size + offsets)
 
 
-def steady_map(model: OTAD, trace: Trace, embedded: Tensor, votes: Votes) -> SteadyMap:
-    """`embedded` (B,d) as the model computes it. The reach is capped at the distance of the
-    farthest neighbor, so that rounding errors stay comparable."""
-    farthest = _farthest(model, trace, embedded)
-    problem = BankProblem(
-        embedded,
-        model.bank_inputs,
-        model.bank_features,
-        trace.neighbors.indices,
-        model.smoothness,
-        model.strong_convexity,
-    )
-    steady, drift = _steadiness(problem)
-    steady &= (trace.solution.status == int(Status.SOLVED)) & (model.answerer.spares == 0)
+def steady_map(model: OTAD, batch: Batch, votes: Votes) -> SteadyMap:
+    """The reach is capped at the distance of the farthest neighbor in the embedded space, so that
+    rounding errors stay comparable."""
+    embedded, found = batch.embedded, batch.trace.neighbors
+    farthest = found.distances[:, -1]
+    if model.metric is not None:
+        farthest = torch.zeros_like(farthest, dtype=torch.float64)
+        for column in found.indices.unbind(1):
+            points = gathered(model.bank_inputs, column, farthest.device).to(farthest)
+            farthest = torch.maximum(farthest, torch.linalg.vector_norm(points - embedded, dim=1))
+    low, high = model.strong_convexity, model.smoothness
+    bank = model.bank_inputs, model.bank_features
+    steady, drift = _steadiness(BankProblem(embedded, *bank, found.indices, high, low))
+    steady &= batch.solved & (model.answerer.spares == 0)
     reach = torch.where(steady, farthest / votes.longest, 0.0)
     # |x_i - e'| <= 2 * farthest, and the model forms both terms of l (x_i - e') by themselves
-    size = votes.sizes[trace.neighbors.indices].amax(1)
     own = torch.linalg.vector_norm(embedded, dim=1, dtype=torch.float64) + farthest
-    size = size + abs(model.strong_convexity) * own
-    return SteadyMap(reach, max(abs(model.strong_convexity), model.smoothness), drift, size)
-
-
-def _farthest(model: OTAD, trace: Trace, embedded: Tensor) -> Tensor:
-    """The distance (B,) of the farthest neighbor in the embedded space."""
-    if model.metric is None:
-        return trace.neighbors.distances[:, -1]
-    farthest = torch.zeros(len(embedded), dtype=torch.float64, device=embedded.device)
-    for column in trace.neighbors.indices.unbind(1):
-        points = gathered(model.bank_inputs, column, farthest.device).to(farthest)
-        farthest = torch.maximum(farthest, torch.linalg.vector_norm(points - embedded, dim=1))
-    return farthest
+    size = votes.sizes[found.indices].amax(1) + abs(low) * own
+    return SteadyMap(reach, max(abs(low), high), drift, size)
 
 
 def cell_radius(bisectors: BankBisectors, neighbors: Tensor, at_most: Tensor) -> Tensor:
@@ -157,9 +140,8 @@ def _steadiness(problem: BankProblem) -> tuple[Tensor, Tensor]:
     every = torch.ones_like(gram.tilt, dtype=torch.bool)
     exact = Constraints.of(gram, problem.strong_convexity, every)
     modulus = problem.smoothness - problem.strong_convexity
-    tighter = replace(
-        exact, rise_error=-TIGHTER * exact.rise_error, bend_error=-TIGHTER * exact.bend_error
-    )
+    errors = {"rise_error": exact.rise_error, "bend_error": exact.bend_error}
+    tighter = replace(exact, **{name: -TIGHTER * error for name, error in errors.items()})
     steady = ~has_positive_cycle(closure(tighter.weights(1 / modulus))) & gram.is_finite
     error = TIGHTER * (exact.rise_error + exact.bend_error / modulus)
     potential_error = 3 * gram.count * error  # and as much again for the terms of eq. (3)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from otad.certify import cell, hull, lipschitz_map  # noqa: F401  (they register their rules)
-from otad.certify.certificate import Certificate, Interval
 from otad.certify.input_reach import input_reach
-from otad.certify.rules import RULES, Batch, Rule, Subject
-from otad.checks import check_count
+from otad.certify.rules import RULES, Batch, Rule
+from otad.checks import check_count, check_shape, require
 from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import LinearHead
@@ -21,6 +24,52 @@ from otad.nets.vit import TokenHead
 LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix` times z
 NONE = "none"
 Progress = Callable[[int, int], None]
+for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules register themselves
+    importlib.import_module(f"{__package__}.{_module.name}")
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """No input closer than `radius` (B,) to its example changes the model's `prediction` (B,).
+
+    Radii are float64, in l2, in the unit the certificate was asked for (see `certify`), and 0 where
+    nothing is proved. `rules` names for each row the rule that gave its radius. `assumptions`:
+    what the proof rests on, in words.
+    """
+
+    radius: Tensor
+    prediction: Tensor
+    rules: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    kind: str = "proved"
+
+    def __len__(self) -> int:
+        return len(self.radius)
+
+    def holds(self, y: Tensor, eps: float) -> Tensor:
+        """Rows (B,) whose prediction is y and cannot change within l2 distance eps."""
+        check_shape(y, "y", tuple(self.prediction.shape), "like the predictions")
+        return (self.prediction == y.to(self.prediction.device)) & (self.radius > eps)
+
+    def accuracy(self, y: Tensor, eps: float) -> float:
+        """Certified accuracy: the share of rows that `holds`."""
+        return float(self.holds(y, eps).double().mean())
+
+    def linf_radius(self, n_mutable: int) -> Tensor:
+        """Radii (B,) in l-infinity, for attacks on so many features: |delta|_2 is at most
+        sqrt(n_mutable) |delta|_inf. Both are measured in the same unit."""
+        return self.radius / math.sqrt(check_count(n_mutable, "n_mutable"))
+
+
+@dataclass(frozen=True, eq=False)
+class Interval:
+    """Every input within l2 distance `eps` of its example is answered in [low, high] (B,)."""
+
+    low: Tensor
+    high: Tensor
+    eps: float
+    assumptions: tuple[str, ...]
+    kind: str = "proved"
 
 
 @torch.no_grad()
@@ -61,13 +110,12 @@ def certify(
             found = rule.radius(batch, radius)
             number = torch.where(found > radius, place, number)
             radius = torch.maximum(radius, found)
-        radius = rules[0].subject.reach.to_input(radius, batch.query)
+        radius = batch.to_input(radius)
         radii.append(radius)
         predictions.append(batch.prediction)
         chosen.append(torch.where(radius > 0, number, 0))
     used = tuple(names[number] for number in torch.cat(chosen).tolist())
-    assumptions = _assumptions(rules, {*used})
-    return Certificate(torch.cat(radii), torch.cat(predictions), used, assumptions)
+    return Certificate(torch.cat(radii), torch.cat(predictions), used, _assumptions(rules, {*used}))
 
 
 @torch.no_grad()
@@ -90,12 +138,11 @@ def certify_values(
     allows. Global scope: that distance, for every input; the interval is all numbers where the map
     was not solved. Parameters and refusals as in `certify`.
     """
-    if not 0 <= eps < math.inf:
-        raise InputError(f"eps: expected a finite number of at least 0, got {eps!r}")
+    require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
     lows, highs, used = [], [], set()
     for batch in _batches(rules, x, batch_size, progress):
-        reached = rules[0].subject.reach.from_input(eps, batch.query)
+        reached = batch.from_input(eps)
         low, high = torch.full_like(reached, -torch.inf), torch.full_like(reached, torch.inf)
         for rule in rules:
             least, largest = rule.interval(batch, reached)
@@ -107,41 +154,31 @@ def certify_values(
     return Interval(torch.cat(lows), torch.cat(highs), float(eps), _assumptions(rules, used))
 
 
-def _rules(
-    model: OTAD,
-    task: str,
-    unit: Tensor | None,
-    embedding_lipschitz: float | None,
-    metric_lipschitz: float | None,
-) -> list[Rule]:
+def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:
     """Those that apply, at least one; refuses a model that the proofs do not cover."""
-    if not isinstance(model, OTAD):
-        raise InputError(f"model: expected an OTAD model, got {type(model).__name__}")
-    backbone = model.backbone
-    if backbone.task != task:
-        right = "certify" if backbone.task == "classification" else "certify_values"
-        raise InputError(f"model: expected {task}, got {backbone.task}; use {right}")
-    head = backbone.head
-    if not isinstance(head, LinearHead) or type(head).forward not in LINEAR:
-        raise InputError(f"head: expected a LinearHead, got {type(head).__name__}")
+    require(isinstance(model, OTAD), "model", "an OTAD model", type(model).__name__)
+    own, head = model.backbone.task, model.backbone.head
+    right = "certify" if own == "classification" else "certify_values"
+    require(own == task, "model", task, f"{own}; use {right}")
+    is_linear = isinstance(head, LinearHead) and type(head).forward in LINEAR
+    require(is_linear, "head", "a LinearHead", type(head).__name__)
     if model.answerer.refusal is not None:
         raise InputError(model.answerer.refusal)
-    reach = input_reach(model, unit, embedding_lipschitz, metric_lipschitz)
-    subject = Subject(model, reach)
+    reach = input_reach(model, *units_and_constants)
     kinds = [RULES[name] for name in model.answerer.rules]
-    return [kind(subject) for kind in kinds if kind.applies(reach)]
+    return [kind(reach) for kind in kinds if kind.applies(reach)]
 
 
 def _batches(
     rules: list[Rule], x: Tensor, batch_size: int | None, progress: Progress | None
 ) -> Iterator[Batch]:
-    subject = rules[0].subject
-    inputs = subject.model.backbone.check_inputs(x)
+    reach = rules[0].reach
+    inputs = reach.model.backbone.check_inputs(x)
     if batch_size is None:
-        batch_size = min(rule.rows_at_once(subject.model) for rule in rules)
+        batch_size = min(rule.rows_at_once(reach.model) for rule in rules)
     done = 0
     for rows in inputs.split(check_count(batch_size, "batch_size")):
-        yield Batch(subject, rows)
+        yield Batch(reach, rows)
         done += len(rows)
         if progress is not None:
             progress(done, len(inputs))
@@ -150,4 +187,4 @@ def _batches(
 def _assumptions(rules: list[Rule], used: set[str]) -> tuple[str, ...]:
     base = [words for rule in rules for words in rule.assumptions()]
     further = [words for rule in rules if rule.name in used for words in rule.if_used]
-    return (*base, *rules[0].subject.reach.assumptions, *further)
+    return (*base, *rules[0].reach.assumptions, *further)

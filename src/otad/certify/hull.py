@@ -41,26 +41,28 @@ class Hull(Rule):
             "neighbors are searched exactly, by l2 distance of embedded inputs or keys",
             PRECISION,
         )
-        if self.subject.model.answerer.always_answers:
+        if self.model.answerer.always_answers:
             return found
         return (*found, "where the solver finds no solution it raises an error, without an answer")
 
     def radius(self, batch: Batch, known: Tensor) -> Tensor:
-        bisectors, entrance = batch.bisectors, self._entrance(batch)
-        turning = self.subject.votes.turning(batch.query.embedded.double(), batch.prediction)
-        floor = torch.maximum(bisectors.entry_floor(_farthest(batch)), turning)
+        entrance = Entrance(batch.bisectors, self.model.n_searched)
+        turning = self.reach.votes.turning(batch.embedded.double(), batch.prediction)
+        entered = batch.bisectors.entry_floor(batch.trace.neighbors.distances[:, -1])
+        floor, start = torch.maximum(entered, turning), torch.full_like(known, torch.inf)
 
         def harmful_from(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
             return torch.maximum(entrance(rows, indices, below), turning[rows[:, None], indices])
 
-        return bisectors.least(floor, torch.full_like(known, torch.inf), harmful_from)
+        return batch.bisectors.least(floor, start, harmful_from)
 
     def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the largest vote of the bank points that can be neighbors. Taken in the
         order of their votes, the first that can be one decides."""
-        bisectors, entrance = batch.bisectors, self._entrance(batch)
-        excluded = bisectors.entry_floor(_farthest(batch)) > reached[:, None]
-        low, high = self.subject.votes.range_of_values(batch.query.embedded.double(), reached)
+        bisectors, entrance = batch.bisectors, Entrance(batch.bisectors, self.model.n_searched)
+        entered = bisectors.entry_floor(batch.trace.neighbors.distances[:, -1])
+        excluded = entered > reached[:, None]
+        low, high = self.reach.votes.range_of_values(batch.embedded.double(), reached)
 
         def least(bound: Tensor) -> Tensor:
             def bound_if_reached(rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
@@ -71,14 +73,6 @@ class Hull(Rule):
             return bisectors.least(floor, torch.full_like(reached, torch.inf), bound_if_reached)
 
         return least(low), -least(-high)
-
-    def _entrance(self, batch: Batch) -> Entrance:
-        return Entrance(batch.bisectors, self.subject.model.n_searched)
-
-
-def _farthest(batch: Batch) -> Tensor:
-    """The distance (B,) of the last of the neighbors found."""
-    return batch.trace.neighbors.distances[:, -1]
 
 
 def _count_rivals(searched: int, points: int) -> int:
@@ -92,7 +86,9 @@ class Entrance:
 
     def __init__(self, bisectors: BankBisectors, searched: int) -> None:
         self.bisectors, self.searched = bisectors, searched
-        self.rivals = bisectors.nearest(_count_rivals(searched, len(bisectors.points)))
+        count = _count_rivals(searched, len(bisectors.points))
+        nearest = bisectors.distance_floor.topk(count, largest=False).indices  # about these
+        self.rivals = bisectors.rivals(nearest)
 
     def __call__(self, rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
         """|u| (r,T) before which bank points `indices` (r,T) are no neighbors of the queries `rows`
@@ -111,7 +107,13 @@ class Entrance:
     def _joint(self, found: Bisectors, products: Tensor, place: Tensor, point: Tensor) -> Tensor:
         """The nearest of the intersections (P,), for some of the pairs (query, bank point)."""
         distances, cross = found.distances[place, point], found.products[place, point]
-        groups = _dealt(distances, self.searched)  # (P,K,m)
+        # The rivals with the farthest bisectors in groups (P,K,m): the first round in falling
+        # order, the next in rising order and so on, so that groups are alike.
+        rounds = min(GROUP, distances.shape[1] // self.searched)
+        order = distances.topk(rounds * self.searched, dim=1).indices
+        order = order.view(-1, rounds, self.searched)
+        order[:, 1::2] = order[:, 1::2].flip(2)
+        groups = order.mT
         first = distances.gather(1, groups[:, :, 0])
         pairs = torch.arange(len(groups), device=groups.device)[:, None, None]
         own, cross = found.squares[place, point], cross[pairs, groups]
@@ -122,15 +124,6 @@ class Entrance:
         heights = found.leads[place, point][pairs, groups] / 2
         joint = joint_distance(gram, heights, sizes, ROUNDING)
         return torch.where(joint > first, joint, first).amin(1)
-
-
-def _dealt(distances: Tensor, count: int) -> Tensor:
-    """The rivals (P,J) with the farthest bisectors in `count` groups (P,count,m): the first round
-    in falling order, the next in rising order and so on, so that groups are alike."""
-    rounds = min(GROUP, distances.shape[1] // count)
-    order = distances.topk(rounds * count, dim=1).indices.view(-1, rounds, count)
-    order[:, 1::2] = order[:, 1::2].flip(2)
-    return order.mT
 
 
 def joint_distance(gram: Tensor, heights: Tensor, sizes: Tensor, rounding: float) -> Tensor:

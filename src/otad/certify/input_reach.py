@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_evaluation, check_finite, check_shape
+from otad.certify.votes import Votes
+from otad.checks import check_evaluation, check_finite, check_shape, require
 from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import Backbone, only_normalizes
@@ -58,18 +59,8 @@ class Reach:
     def size_of(self, points: Tensor) -> Tensor:
         """|e(x) / stretch| (B,)."""
         reached = self.stretch > 0
-        size: Tensor = torch.linalg.vector_norm(
-            points.double()[:, reached] / self.stretch[reached], dim=1
-        )
+        size: Tensor = (points.double()[:, reached] / self.stretch[reached]).norm(dim=1)
         return size
-
-
-class Query(NamedTuple):
-    """Inputs (B,*), embedded (B,d), and their keys (B,m) among the neighbors."""
-
-    inputs: Tensor
-    embedded: Tensor
-    keys: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,38 +74,22 @@ class InputReach:
     assumptions: tuple[str, ...]
     longest_unit: float = 1.0
 
-    @torch.no_grad()
-    def query(self, x: Tensor) -> Query:
-        embedded = self.model.backbone.embed(x)
-        return Query(
-            x, embedded, embedded if self.model.metric is None else self.model.query_keys(x)
-        )
+    @cached_property
+    def votes(self) -> Votes:
+        return Votes(self.model, None if self.embedded is None else self.embedded.stretch)
 
-    def to_input(self, radius: Tensor, query: Query) -> Tensor:
-        """The largest r (B,) for which |u| stays within `radius` (B,) in both spaces."""
-        sides = [reach.to_input(radius, size) for reach, size in self._sides(query)]
-        return torch.stack(sides).amin(0)
-
-    def from_input(self, eps: float, query: Query) -> Tensor:
-        """The largest |u| (B,) of both spaces for inputs within eps."""
-        sides = [reach.from_input(eps, size) for reach, size in self._sides(query)]
-        return torch.stack(sides).amax(0)
-
-    def _sides(self, query: Query) -> list[tuple[Reach, Tensor]]:
+    def sides(self, x: Tensor, embedded: Tensor, keys: Tensor) -> list[tuple[Reach, Tensor]]:
+        """The reach of both spaces, and the sizes (B,) of inputs x (B,*) in them."""
         sides = []
         if self.embedded is not None:
-            sides.append((self.embedded, self.embedded.size_of(query.embedded)))
+            sides.append((self.embedded, self.embedded.size_of(embedded)))
         if self.model.metric is not None:
-            sides.append((self.keys, self._key_size(query)))
+            # Keys may be short while the terms they are made of are not, so |x - mean| is added.
+            # Where x moves by r, each of both grows by no more.
+            center = getattr(self.model.metric, "mean", self.model.backbone.mean)
+            own = (x.double() - center.double()).flatten(1) / self.longest_unit
+            sides.append((self.keys, self.keys.size_of(keys) + own.norm(dim=1)))
         return sides
-
-    def _key_size(self, query: Query) -> Tensor:
-        """|key| / Q + |x - mean| (B,): keys may be short while the terms they are made of are not.
-        Where x moves by r, each of both grows by no more."""
-        center = getattr(self.model.metric, "mean", self.model.backbone.mean)
-        own = (query.inputs.double() - center.double()).flatten(1) / self.longest_unit
-        size: Tensor = self.keys.size_of(query.keys) + torch.linalg.vector_norm(own, dim=1)
-        return size
 
 
 def input_reach(
@@ -124,61 +99,43 @@ def input_reach(
     metric_lipschitz: float | None,
 ) -> InputReach:
     """For changes measured as |delta / unit|; constants that are not known have to be given."""
+    backbone, metric = model.backbone, model.metric
+    measured = _checked_unit(unit, backbone)
     given: tuple[str, ...] = ()
     if embedding_lipschitz is not None:
         given = (f"the embedding stretches by {embedding_lipschitz:g} at most, as stated",)
-    backbone, metric = model.backbone, model.metric
     if metric is None:
-        if metric_lipschitz is not None:
-            raise InputError(
-                "metric_lipschitz: expected None, as neighbors are searched among embedded inputs, "
-                f"got {metric_lipschitz!r}"
-            )
-        reach = reach_of(backbone, unit, embedding_lipschitz)
+        why = "None, as neighbors are searched among embedded inputs"
+        require(metric_lipschitz is None, "metric_lipschitz", why, metric_lipschitz)
+        reach = _embedding_reach(backbone, measured, embedding_lipschitz)
         return InputReach(model, reach, reach, given)
     embedded = None
-    is_given = embedding_lipschitz is not None
-    if only_normalizes(backbone) or is_given or model.strong_convexity != 0:
-        embedded = reach_of(backbone, unit, embedding_lipschitz)
+    if only_normalizes(backbone) or given or model.strong_convexity != 0:
+        embedded = _embedding_reach(backbone, measured, embedding_lipschitz)
     else:
-        given = (
-            "rule 'cell' is left out, as the Lipschitz constant of the embedding of "
-            f"{type(backbone).__name__} is not known",
-        )
-    measured = checked_unit(unit, backbone)
-    longest = 1.0 if measured is None else float(measured.max())
-    constant, slip, assumed = _metric_constant(metric, metric_lipschitz, longest)
-    stretch = torch.full((model.bank_points.shape[1],), constant, dtype=torch.float64)
-    keys = Reach(stretch.to(backbone.std.device), slip)
-    return InputReach(model, keys, embedded, (*assumed, *given), longest)
+        unknown = f"the Lipschitz constant of the embedding of {type(backbone).__name__}"
+        given = (f"rule 'cell' is left out, as {unknown} is not known",)
+    longest = float(measured.max())
+    constant, slip, searched = _metric_constant(metric, metric_lipschitz, longest)
+    keys = Reach(measured.new_full((model.bank_points.shape[1],), constant), slip)
+    return InputReach(model, keys, embedded, (*searched, *given), longest)
 
 
-def reach_of(backbone: Backbone, unit: Tensor | None, embedding_lipschitz: float | None) -> Reach:
-    """The reach of a backbone's embedding, for changes measured as |delta / unit|.
-
-    An embedding that does more than normalize and flatten needs `embedding_lipschitz`, a constant Q
-    with |e(x + delta) - e(x)| <= Q |delta / unit| for the embedding as it is computed.
-    """
-    measured = checked_unit(unit, backbone)
-    if not only_normalizes(backbone):
-        if embedding_lipschitz is None:
-            raise InputError(
-                f"embedding_lipschitz: expected a number, as {type(backbone).__name__} has an "
-                "embedding of its own, got None"
-            )
-        _check_constant(embedding_lipschitz, "embedding_lipschitz")
-        check_evaluation(backbone, "model.backbone")
-        constant = torch.full((backbone.dim,), embedding_lipschitz, dtype=torch.float64)
-        return Reach(constant.to(backbone.std.device), 0.0)
-    if embedding_lipschitz is not None:
-        raise InputError(
-            "embedding_lipschitz: expected None, as this embedding only normalizes and is known "
-            f"exactly, got {embedding_lipschitz!r}"
-        )
-    std = backbone.std.double()
-    stretch = (1 / std if measured is None else measured / std).flatten()
-    stretch = functional.pad(stretch, (0, backbone.lift))
-    return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps)
+def _embedding_reach(backbone: Backbone, measured: Tensor, constant: float | None) -> Reach:
+    """An embedding that does more than normalize and flatten needs a constant Q with
+    |e(x + delta) - e(x)| <= Q |delta / unit| for the embedding as it is computed."""
+    name = "embedding_lipschitz"
+    if only_normalizes(backbone):
+        why = "None, as this embedding only normalizes and is known exactly"
+        require(constant is None, name, why, constant)
+        stretch = functional.pad((measured / backbone.std.double()).flatten(), (0, backbone.lift))
+        return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps)
+    if constant is None:
+        why = f"as {type(backbone).__name__} has its own embedding"
+        raise InputError(f"{name}: expected a number, {why}, got None")
+    _check_constant(constant, name)
+    check_evaluation(backbone, "model.backbone")
+    return Reach(measured.new_full((backbone.dim,), constant), 0.0)
 
 
 def _metric_constant(
@@ -187,13 +144,10 @@ def _metric_constant(
     """Q for changes in units, the relative rounding error of keys, and what both assume."""
     name, known = type(metric).__name__, getattr(metric, "lipschitz", None)
     check_evaluation(metric, "model.metric")
-    if known is not None and stated is not None:
-        raise InputError(
-            f"metric_lipschitz: expected None, as {name} has its own constant {known:g}, "
-            f"got {stated!r}"
-        )
     searched = f"neighbors are searched by keys of {name}, which moves"
     if known is not None:
+        why = f"None, as {name} has its own constant {known:g}"
+        require(stated is None, "metric_lipschitz", why, stated)
         _check_constant(known, f"{name}.lipschitz")
         dtype = next((part.dtype for part in metric.parameters()), torch.float32)
         slip = KEY_ROUNDOFFS * torch.finfo(dtype).eps
@@ -214,18 +168,17 @@ def _metric_constant(
 
 
 def _check_constant(constant: float, name: str) -> None:
-    if not 0 < constant < math.inf:
-        raise InputError(f"{name}: expected a positive finite number, got {constant!r}")
+    require(0 < constant < math.inf, name, "a positive finite number", constant)
 
 
-def checked_unit(unit: object, backbone: Backbone) -> Tensor | None:
+def _checked_unit(unit: object, backbone: Backbone) -> Tensor:
+    """(*input_shape) in float64; 1 where there is none."""
     if unit is None:
-        return None
+        return torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)
     if not isinstance(unit, Tensor):
         raise InputError(f"unit: expected a torch.Tensor or None, got {type(unit).__name__}")
     check_shape(unit, "unit", backbone.input_shape, "like one input")
     measured = unit.detach().to(backbone.std.device, torch.float64)
     check_finite(measured, "unit")
-    if not bool((measured > 0).all()):
-        raise InputError(f"unit: expected positive values, got {measured.min().item()}")
+    require(bool((measured > 0).all()), "unit", "positive values", measured.min().item())
     return measured

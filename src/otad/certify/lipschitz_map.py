@@ -40,22 +40,20 @@ is (margin - a) / (slope(v) + b).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otad.certify.bisectors import ROUNDING, TINY
-from otad.certify.input_reach import Reach
-from otad.certify.rules import PRECISION, Batch, Rule, Subject, register
+from otad.certify.input_reach import InputReach
+from otad.certify.rules import PRECISION, Batch, Rule, register
 from otad.certify.votes import Head
-from otad.cip import Status
+from otad.checks import require
 from otad.cip.whole_bank.map import GAP
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import potential_lines
-from otad.errors import InputError
 from otad.io.mapped_rows import block_of
-from otad.model.otad import OTAD, Trace
+from otad.model.otad import OTAD
 
 UNIT = torch.finfo(torch.float64).eps / 2
 BYTES = 2**29  # of working memory
@@ -64,18 +62,41 @@ PLACES = 16  # bank points that a query uses at a time, about
 
 @register
 class Lipschitz(Rule):
+    """The global map of a model, read by its linear head. All in float64."""
+
     name = "lipschitz"
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject)
-        self.map = LipschitzMap(subject.model, subject.reach.keys)
+    @torch.no_grad()
+    def __init__(self, reach: InputReach) -> None:
+        super().__init__(reach)
+        model, self.stretch = reach.model, reach.keys.stretch
+        self.longest_stretch = reach.keys.longest
+        potential, dtype = model.whole_bank.potential, model.backbone.head.weight.dtype
+        self.head = Head(model.backbone.head)
+        bank = model.bank_inputs, model.bank_features
+        pairs = Pairs(*bank, potential.strong_convexity, self.head.weight.device)
+        lines = potential_lines(pairs, potential)
+        self.modulus, self.bend = potential.modulus, potential.strong_convexity
+        self.middle = abs(potential.smoothness + potential.strong_convexity) / 2
+        self.read = (self.head.weight != 0).any(0)
+        dim = pairs.dim
+        width = min(len(pairs), 2 * (dim + 1))
+        terms = (dim + width + 32) * torch.finfo(dtype).eps / 2
+        require(terms < 1, "model", f"sums of {dim} terms to keep a digit", dtype)
+        self.roundoff = terms / (1 - terms)
+        self.gap = GAP + 4 * (dim + width + 8) * UNIT
+        self.center = pairs.center
+        self.longest = float(pairs.image_squares.max().sqrt())
+        self.farthest = float(pairs.squares.max().sqrt())
+        self.lines = float(lines[lines.isfinite()].abs().max())
+        self.inputs, self.features = (self._longest_read(part) for part in bank)
 
     @staticmethod
     def rows_at_once(model: OTAD) -> int:
         return max(1, BYTES // (8 * PLACES * model.bank_inputs.shape[1]))
 
     def assumptions(self) -> tuple[str, ...]:
-        potential = self.subject.model.whole_bank.potential
+        potential = self.model.whole_bank.potential
         high, low = potential.smoothness, potential.strong_convexity
         off = math.sqrt(potential.modulus * potential.violation)
         return (
@@ -89,92 +110,46 @@ class Lipschitz(Rule):
         )
 
     def radius(self, batch: Batch, known: Tensor) -> Tensor:
-        radius: Tensor = self.map.radius(batch.trace, batch.query.embedded)
-        return radius
+        def bound(rows: Tensor, lengths: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+            length = torch.linalg.vector_norm(rows, dim=1)
+            fixed, growth = self.spread(batch.embedded, length, lengths, offsets)
+            return fixed, (self.slope(rows) + growth) / (1 - ROUNDING)
+
+        radius = self.head.radius(batch.trace.outputs, batch.prediction, bound)
+        return torch.where(batch.solved, radius, 0.0)
 
     def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
-        value = batch.trace.outputs.double()
-        change = self.map.change(batch.trace, batch.query.embedded, reached)
+        length, value = self.head.lengths[0], batch.trace.outputs.double()
+        fixed, growth = self.spread(batch.embedded, length, length, self.head.offsets[0])
+        change = fixed + (self.slope(self.head.weight)[0] + growth) * reached
+        change = torch.where(batch.solved, change, torch.inf)
         return value - change, value + change
-
-
-class Spread(NamedTuple):
-    """What errors may add to a change of outputs: `fixed` (B,), and `growth` (B,) for each |u|."""
-
-    fixed: Tensor
-    growth: Tensor
-
-
-class LipschitzMap:
-    """The global map of a model, read by its linear head. All in float64."""
-
-    @torch.no_grad()
-    def __init__(self, model: OTAD, reach: Reach) -> None:
-        potential, dtype = model.whole_bank.potential, model.backbone.head.weight.dtype
-        self.head = Head(model.backbone.head)
-        bank = model.bank_inputs, model.bank_features
-        pairs = Pairs(*bank, potential.strong_convexity, self.head.weight.device)
-        lines = potential_lines(pairs, potential)
-        self.reach = reach
-        self.modulus = potential.modulus
-        self.bend = potential.strong_convexity
-        self.middle = abs(potential.smoothness + potential.strong_convexity) / 2
-        self.read = (self.head.weight != 0).any(0)
-        dim = pairs.dim
-        width = min(len(pairs), 2 * (dim + 1))
-        terms = (dim + width + 32) * torch.finfo(dtype).eps / 2
-        if terms >= 1:
-            raise InputError(f"model: expected sums of {dim} terms to keep a digit, got {dtype}")
-        self.roundoff = terms / (1 - terms)
-        self.gap = GAP + 4 * (dim + width + 8) * UNIT
-        self.center = pairs.center
-        self.longest = float(pairs.image_squares.max().sqrt())
-        self.farthest = float(pairs.squares.max().sqrt())
-        self.lines = float(lines[lines.isfinite()].abs().max())
-        self.inputs, self.features = (self._longest_read(part) for part in bank)
 
     def slope(self, rows: Tensor) -> Tensor:
         """By how much <v, T> changes at most for each |u|, for rows v (B,d)."""
-        reached = torch.linalg.vector_norm(rows * self.reach.stretch, dim=1)
-        whole = torch.linalg.vector_norm(rows, dim=1) * self.reach.longest
+        reached = torch.linalg.vector_norm(rows * self.stretch, dim=1)
+        whole = torch.linalg.vector_norm(rows, dim=1) * self.longest_stretch
         slope: Tensor = self.middle * reached + self.modulus / 2 * whole
         return (1 + ROUNDING) * slope
 
-    def spread(self, embedded: Tensor, length: Tensor, weights: Tensor, offsets: Tensor) -> Spread:
-        """For queries (B,d) and rows with |v| = `length` (B,), made of rows of the head with
-        lengths and offsets that sum to `weights` and `offsets` (B,)."""
-        embedded = embedded.double()
-        longest = self.reach.longest
-        drift, drift_growth = self._drift(embedded)
-        own = torch.linalg.vector_norm(embedded * self.read, dim=1)
+    def spread(
+        self, embedded: Tensor, length: Tensor, weights: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What errors may add to a change of outputs (B,), and for each |u| (B,): for queries (B,d)
+        and rows with |v| = `length` (B,), made of rows of the head with lengths and offsets that
+        sum to `weights` and `offsets` (B,)."""
+        drift, drift_growth = self.drift(embedded.double())
+        own = torch.linalg.vector_norm(embedded.double() * self.read, dim=1)
         size = self.features + abs(self.bend) * (self.inputs + own)
         fixed = length * drift + self.roundoff * (weights * size + offsets)
-        grown = self.roundoff * weights * abs(self.bend) * longest
+        grown = self.roundoff * weights * abs(self.bend) * self.longest_stretch
         growth = length * drift_growth + grown
-        return Spread((1 + ROUNDING) * 2 * fixed, (1 + ROUNDING) * growth)  # here, and there
+        return (1 + ROUNDING) * 2 * fixed, (1 + ROUNDING) * growth  # here, and there
 
-    def radius(self, trace: Trace, embedded: Tensor) -> Tensor:
-        """|u| (B,) within which a prediction stays, 0 for rows that were not solved."""
-
-        def bound(rows: Tensor, lengths: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-            spread = self.spread(embedded, torch.linalg.vector_norm(rows, dim=1), lengths, offsets)
-            return spread.fixed, (self.slope(rows) + spread.growth) / (1 - ROUNDING)
-
-        radius = self.head.radius(trace.outputs, trace.outputs.argmax(1), bound)
-        return torch.where(solved(trace), radius, 0.0)
-
-    def change(self, trace: Trace, embedded: Tensor, reached: Tensor) -> Tensor:
-        """Regression: the most an answer changes (B,) while |u| <= `reached` (B,); infinite for
-        rows that were not solved."""
-        length = self.head.lengths[0]
-        spread = self.spread(embedded, length, length, self.head.offsets[0])
-        change = spread.fixed + (self.slope(self.head.weight)[0] + spread.growth) * reached
-        return torch.where(solved(trace), change, torch.inf)
-
-    def _drift(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def drift(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """How far the image found may be from T (B,), and the growth of that with |u| (B,):
         sqrt(a + b |u|) <= sqrt(a) + b |u| / (2 sqrt(a))."""
-        modulus, longest = self.modulus, self.reach.longest
+        modulus, longest = self.modulus, self.longest_stretch
         distance = torch.linalg.vector_norm(embedded - self.center, dim=1)
         scale = self.longest * (distance + self.farthest + self.longest / modulus) + self.lines
         by_gap = (modulus * self.gap * scale).sqrt()
@@ -186,13 +161,9 @@ class LipschitzMap:
     def _longest_read(self, points: Tensor) -> float:
         """The greatest length of a row (N,d) in the coordinates that the head reads."""
         rows = max(1, BYTES // (16 * points.shape[1]))
+        parts = (block_of(points, at, at + rows) for at in range(0, len(points), rows))
         lengths = [
             torch.linalg.vector_norm(part.to(self.head.weight) * self.read, dim=1).max()
-            for part in (block_of(points, at, at + rows) for at in range(0, len(points), rows))
+            for part in parts
         ]
         return float(torch.stack(lengths).max())
-
-
-def solved(trace: Trace) -> Tensor:
-    """Rows (B,) that the map was really solved for."""
-    return trace.solution.status == int(Status.SOLVED)

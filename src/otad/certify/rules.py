@@ -1,61 +1,59 @@
-"""Certificate rules, and what they share: the model, how far its queries move, and its votes.
+"""Certificate rules, and the batches they work on.
 
-A rule is a class in a file of its own, registered under its name. The model's answerer lists the
-rules that can apply to it; the best of them counts, row by row.
+A rule is a class in a file of its own in this folder, registered by `register`. The model's
+answerer names the rules that can apply to it; the best of them counts, row by row.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from otad.certify.bisectors import BankBisectors
-from otad.certify.input_reach import InputReach, Query
-from otad.certify.votes import Votes
-from otad.errors import InputError
-from otad.model.otad import OTAD, Trace
+from otad.certify.input_reach import InputReach
+from otad.checks import require
+from otad.cip import Status
+from otad.model.otad import OTAD
 
 PRECISION = "matrix products of the head keep full float32 precision (no TF32, no autocast)"
 
 
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """A model that is certified, and how far a change of the input moves its queries."""
-
-    model: OTAD
-    reach: InputReach
-
-    @cached_property
-    def votes(self) -> Votes:
-        return Votes(self.model, self.reach.embedded)
-
-
 class Batch:
-    """Some inputs (B,*) with their queries and their trace."""
+    """Inputs x (B,*) with `embedded` (B,d), `keys` (B,m), their trace, `prediction` (B,) and
+    whether they were `solved` (B,)."""
 
-    def __init__(self, subject: Subject, x: Tensor) -> None:
-        self.subject = subject
-        self.query: Query = subject.reach.query(x)
-        self.trace: Trace = subject.model.trace(x)
+    @torch.no_grad()
+    def __init__(self, reach: InputReach, x: Tensor) -> None:
+        model = reach.model
+        self.stretch, self.points = reach.keys.stretch, model.bank_points
+        self.embedded = model.backbone.embed(x)
+        self.keys = self.embedded if model.metric is None else model.query_keys(x)
+        self.sides = reach.sides(x, self.embedded, self.keys)
+        self.trace = model.trace(x)
         outputs = self.trace.outputs
         bad = ~outputs.isfinite().reshape(len(outputs), -1).all(1)
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0, 0])
-            raise InputError(f"model: expected finite outputs, got {outputs[row].tolist()}")
+        require(not bool(bad.any()), "model", "finite outputs", outputs[bad][:1].tolist())
+        self.solved = self.trace.solution.status == int(Status.SOLVED)
 
     @property
     def prediction(self) -> Tensor:
-        """The predicted classes (B,)."""
         return self.trace.outputs.argmax(1)
 
     @cached_property
     def bisectors(self) -> BankBisectors:
-        stretch = self.subject.reach.keys.stretch
-        return BankBisectors(self.query.keys.double(), self.subject.model.bank_points, stretch)
+        return BankBisectors(self.keys.double(), self.points, self.stretch)
+
+    def to_input(self, radius: Tensor) -> Tensor:
+        """The largest r (B,) for which |u| stays within `radius` (B,) in both spaces."""
+        return torch.stack([side.to_input(radius, size) for side, size in self.sides]).amin(0)
+
+    def from_input(self, eps: float) -> Tensor:
+        """The largest |u| (B,) of both spaces for inputs within eps."""
+        return torch.stack([side.from_input(eps, size) for side, size in self.sides]).amax(0)
 
 
 class Rule(ABC):
@@ -67,8 +65,8 @@ class Rule(ABC):
     name: ClassVar[str]
     if_used: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    def __init__(self, reach: InputReach) -> None:
+        self.reach, self.model = reach, reach.model
 
     @classmethod
     def applies(cls, reach: InputReach) -> bool:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from otad.certify.input_reach import Reach
-from otad.errors import InputError
+from otad.checks import require
 from otad.io.mapped_rows import block_of
 from otad.model.otad import OTAD
 from otad.nets import LinearHead
@@ -62,25 +61,21 @@ class Votes:
 
     `scores` (C,N) w_k.(z_i - l x_i) + b_k, to which the query adds l w_k.e; `sizes` (N,)
     |z_i| + |l| |x_i|. `roundoff` bounds the relative error of the model's own arithmetic: image and
-    output are float32 sums of K and of d terms. `reach` is that of the embedding; for l = 0, where
-    a vote does not depend on the query, it need not be known (None).
+    output are float32 sums of K and of d terms. `stretch` is that of the embedding (see `Reach`);
+    for l = 0, where a vote does not depend on the query, it need not be known (None).
     """
 
     @torch.no_grad()
-    def __init__(self, model: OTAD, reach: Reach | None) -> None:
+    def __init__(self, model: OTAD, stretch: Tensor | None) -> None:
         self.head = head = Head(model.backbone.head)
         self.convexity = model.strong_convexity
-        if reach is None and self.convexity != 0:
-            raise InputError("reach: expected that of the embedding, as l is not 0, got None")
-        self.stretch = head.weight.new_zeros(()) if reach is None else reach.stretch
+        known = stretch is not None or self.convexity == 0
+        require(known, "stretch", "that of the embedding, as l is not 0", stretch)
+        self.stretch = head.weight.new_zeros(()) if stretch is None else stretch
         self.longest = float(self.stretch.max())
         terms = head.weight.shape[1] + 4 * model.n_searched + 32
         self.roundoff = terms * torch.finfo(model.backbone.head.weight.dtype).eps / 2
-        self.scores, self.sizes = self._of_bank(model)
-
-    def _of_bank(self, model: OTAD) -> tuple[Tensor, Tensor]:
-        inputs, features = model.bank_inputs, model.bank_features
-        weight = self.head.weight
+        inputs, features, weight = model.bank_inputs, model.bank_features, head.weight
         rows = max(1, BLOCK_BYTES // (8 * inputs.shape[1]))
         scores, sizes = [], []
         for start in range(0, len(inputs), rows):
@@ -90,9 +85,9 @@ class Votes:
                 x = block_of(inputs, start, start + rows).to(weight)
                 size += abs(self.convexity) * torch.linalg.vector_norm(x, dim=1)
                 z = z - self.convexity * x
-            scores.append(torch.addmm(self.head.bias, z, weight.mT).mT)
+            scores.append(torch.addmm(head.bias, z, weight.mT).mT)
             sizes.append(size)
-        return torch.cat(scores, dim=1).contiguous(), torch.cat(sizes)
+        self.scores, self.sizes = torch.cat(scores, dim=1).contiguous(), torch.cat(sizes)
 
     def turning(self, embedded: Tensor, prediction: Tensor) -> Tensor:
         """|u| (B,N) from which bank point i may vote for another class than the prediction (B,).
@@ -100,12 +95,9 @@ class Votes:
         A vote for c against j, taken at the query, changes by at most |l| |stretch (w_c - w_j)| for
         each unit of u. Infinite where no move changes it, 0 where it is not for c at all.
         """
-        if self.convexity == 0 and len(prediction) > 1:  # votes do not depend on the query
-            classes, place = prediction.unique(return_inverse=True)
-            return self._turning(embedded[: len(classes)], classes)[place]
-        return self._turning(embedded, prediction)
-
-    def _turning(self, embedded: Tensor, prediction: Tensor) -> Tensor:
+        classes, place = prediction.unique(return_inverse=True)
+        if self.convexity == 0 and len(classes) < len(prediction):  # the query does not matter
+            return self.turning(embedded[: len(classes)], classes)[place]
         lift = self.convexity * (embedded @ self.head.weight.mT)
         own = self.scores[prediction] + lift.gather(1, prediction[:, None])
         sizes = self._sizes(embedded)

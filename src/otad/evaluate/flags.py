@@ -18,7 +18,6 @@ from otad.evaluate.identity import generator_for
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Flag
 
 SAMPLE = 64  # examples a check uses
-NOTHING_TO_DO = "Nothing to do."
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,7 @@ def check(
                 unknown = "Nothing is known here; do not read it as PASS."
                 return Flag(name, NOT_RUN, str(reason), meaning, unknown)
             if is_well:
-                return Flag(name, PASS, found, meaning, NOTHING_TO_DO)
+                return Flag(name, PASS, found, meaning, "Nothing to do.")
             return Flag(name, FAIL, found, meaning, advice)
 
         CHECKS.append(checked)

@@ -33,19 +33,13 @@ from otad.nets import Backbone
 from otad.training.checkpoint import stable_repr
 
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
-OTHER = "model"
-_KINDS: dict[type, str] = {
-    Backbone: NET,
-    OTAD: DEFENDED,
-    MajorityKnn: MAJORITY,
-    MeanFeatureKnn: MEAN_FEATURE,
-}
+_KINDS = {Backbone: NET, OTAD: DEFENDED, MajorityKnn: MAJORITY, MeanFeatureKnn: MEAN_FEATURE}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def kind_of(model: nn.Module) -> str:
     """The name of a model among the predictors of a record."""
-    return next((name for kind, name in _KINDS.items() if isinstance(model, kind)), OTHER)
+    return next((name for kind, name in _KINDS.items() if isinstance(model, kind)), "model")
 
 
 def generator_for(*names: object) -> torch.Generator:
@@ -53,16 +47,6 @@ def generator_for(*names: object) -> torch.Generator:
     text = "/".join(str(name) for name in names)
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
     return torch.Generator().manual_seed(seed)
-
-
-def model_card(model: nn.Module) -> dict[str, Any]:
-    """What a record says about a model: its kind, its settings and a fingerprint of all of it."""
-    return Identity().model(model)
-
-
-def settings_of(attack: Attack) -> dict[str, Any]:
-    """The settings of an attack in plain values; modules and tensors by their fingerprint."""
-    return Identity().attack(attack)
 
 
 class Identity:
@@ -73,7 +57,7 @@ class Identity:
         self._within: list[nn.Module] = []  # modules that are being described
 
     def model(self, model: nn.Module, where: str = "model") -> dict[str, Any]:
-        """See `model_card`."""
+        """What a record says about it: its kind, its settings and a fingerprint of all of it."""
         card: dict[str, Any] = {"kind": kind_of(model), "class": type(model).__qualname__}
         card |= _settings(model)
         state = model.state_dict() | dict(model.named_buffers())  # also those that are not saved
@@ -87,7 +71,7 @@ class Identity:
         return card | {"fingerprint": fingerprint_of(tensors, note=digest_of([card, modules]))}
 
     def attack(self, attack: Attack) -> dict[str, Any]:
-        """See `settings_of`."""
+        """Its settings; modules and tensors by their fingerprint."""
         own: Any = attack
         if is_dataclass(own):
             names = [field.name for field in fields(own) if field.init]
@@ -140,11 +124,8 @@ class Identity:
             return [self._plain(part, where) for part in (value.func, value.args, value.keywords)]
         name = getattr(value, "__qualname__", "<stable_repr>")
         owner = getattr(value, "__self__", None)  # that of a built-in function: its module or class
-        if (
-            callable(value)
-            and "<" not in name
-            and isinstance(owner, (type, ModuleType, type(None)))
-        ):
+        is_static = owner is None or isinstance(owner, (type, ModuleType))
+        if callable(value) and "<" not in name and is_static:
             return f"{value.__module__}.{name}"
         self.unknown.append(f"{where} ({type(value).__name__})")
         return stable_repr(value)

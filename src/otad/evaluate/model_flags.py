@@ -75,10 +75,8 @@ def finite_differences(context: FlagContext) -> tuple[bool, str]:
         raise NotRunError("neighbors change within every difference")
     share = float(agree[same].double().mean())
     precision = str(dtype).removeprefix("torch.")
-    return (
-        share >= AGREEING_SHARE,
-        f"{share:.0%} of {int(same.sum())} examples agree, in {precision}",
-    )
+    found = f"{share:.0%} of {int(same.sum())} examples agree, in {precision}"
+    return share >= AGREEING_SHARE, found
 
 
 @check(

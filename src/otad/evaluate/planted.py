@@ -28,7 +28,6 @@ from otad.evaluate.flags import FlagContext, NotRunError, check
 from otad.evaluate.suite import defended_of
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
-from otad.nets import Backbone
 
 PLANTS = 8  # examples that get one
 BANK = 2000  # points of the original bank that remain
@@ -66,31 +65,25 @@ def planted_example(context: FlagContext) -> tuple[bool, str]:
     if context.is_regression or not context.attacks or context.threat.eps == 0:
         raise NotRunError("it takes a classifier, an attack and an eps above 0")
     x, y = context.sample(PLANTS)
+    adaptive_first = sorted(context.attacks, key=lambda one: one.family != "adaptive")
     total = missed = 0
-    for planted in plant(context, defended, x, y):
-        inputs = planted.examples, planted.aims
+    for model, examples, answers, aims, train_x in plant(context, defended, x, y):
         with torch.no_grad():
-            right, wrong = (planted.model(one).argmax(1) == planted.answers for one in inputs)
+            right, wrong = (model(one).argmax(1) == answers for one in (examples, aims))
         hidden = right & ~wrong
         total += int(hidden.sum())
-        missed += _missed(context, planted, hidden)
+        x, y = examples[hidden], answers[hidden]
+        for attack in adaptive_first:
+            if not len(x):
+                break
+            if isinstance(attack, Straight) and attack.train_x is not None:
+                attack = replace(attack, train_x=train_x)
+            result = attack(model, x, y, context.threat, generator=context.generator(NAME))
+            x, y = x[~result.broken], y[~result.broken]
+        missed += len(x)
     if not total:
         raise NotRunError(NO_PLANT)
     return not missed, f"{missed} of {total} were missed" if missed else f"all {total} were found"
-
-
-def _missed(context: FlagContext, planted: Planted, hidden: Tensor) -> int:
-    """How many of the `hidden` examples (n,) withstand all attacks, adaptive ones first."""
-    x, y = planted.examples[hidden], planted.answers[hidden]
-    for attack in sorted(context.attacks, key=lambda one: one.family != "adaptive"):
-        if not len(x):
-            break
-        if isinstance(attack, Straight) and attack.train_x is not None:
-            attack = replace(attack, train_x=planted.train_x)
-        generator = context.generator(NAME)
-        result = attack(planted.model, x, y, context.threat, generator=generator)
-        x, y = x[~result.broken], y[~result.broken]
-    return len(x)
 
 
 def plant(context: FlagContext, defended: OTAD, x: Tensor, y: Tensor) -> Iterator[Planted]:
@@ -128,9 +121,9 @@ def plant_neighbors(
     if not places:
         raise NotRunError(NO_PLANT)
     new = torch.stack(places)
-    inputs, keys = defended.bank_inputs[chosen], defended.bank_keys
+    embedded, keys = backbone.embed(new).repeat_interleave(copies, 0), defended.bank_keys
     bank = planted_bank(
-        _joined(inputs, backbone.embed(new).repeat_interleave(copies, 0)),
+        _joined(defended.bank_inputs[chosen], embedded),
         torch.cat([features, features[sources]]),
         torch.cat([labels, labels[sources]]),
     )
@@ -139,13 +132,8 @@ def plant_neighbors(
     planted = defended.replace(bank=bank, keys=keys, scope="local", resident=True)
     model = context.model
     seen = type(model)(planted, model.n_neighbors) if isinstance(model, Knn) else planted
-    return Planted(
-        ready(seen, x),
-        x,
-        y,
-        aims,
-        _inputs(context.train_x, chosen, new.repeat_interleave(copies, 0)),
-    )
+    inputs = _inputs(context.train_x, chosen, new.repeat_interleave(copies, 0))
+    return Planted(ready(seen, x), x, y, aims, inputs)
 
 
 def plant_in_map(
@@ -154,8 +142,7 @@ def plant_in_map(
     """For each example x (B,*) a model of the `chosen` bank points and two pairs: one at the
     example that says y (B,), and one that says otherwise at an input within `half`, where the ball
     lets the features part most. Examples one by one: plants would contradict each other."""
-    known = defended.whole_bank.potential.levels
-    used = chosen[~known[chosen].isnan()]
+    used = chosen[~defended.whole_bank.potential.levels[chosen].isnan()]
     features = defended.bank_features[used]
     with torch.no_grad():
         answers = defended.backbone.head(features.to(x)).argmax(1).to(features.device)
@@ -176,7 +163,11 @@ def _plant_one(
     """With the feature `own` (1,d) at x (1,*), and that of `wrong` (n,d) with the least M."""
     backbone, bend = defended.backbone, defended.strong_convexity
     turns = wrong - own
-    moved = _parted(backbone, x.expand(len(wrong), *x.shape[1:]), turns, half)
+    centers = x.expand(len(wrong), *x.shape[1:])
+    with torch.enable_grad():  # to where the embedding is furthest along the turns (n,d)
+        at = centers.detach().clone().requires_grad_()
+        (slope,) = torch.autograd.grad((backbone.embed(at) * turns).sum(), at)
+    moved = half.project(centers + half.eps * half.steepest(slope), centers)
     steps = backbone.embed(moved) - backbone.embed(x)
     parts = (turns - bend * steps).double()
     products = (parts * steps).sum(1)
@@ -193,24 +184,10 @@ def _plant_one(
         torch.cat([labels, labels[:1].expand(2)]),  # the map does not read them
     )
     levels = _raised(planted, defended.whole_bank.potential.levels[used], bend, modulus)
-    none = used.new_empty(0)
-    model = defended.replace(
-        bank=planted,
-        n_neighbors=min(defended.n_neighbors, len(planted)),
-        potential=BankPotential(levels, bend + modulus, bend, none, 0, 0.0),
-        search="torch",
-        resident=True,
-    )
-    return ready(model, x), aim
-
-
-def _parted(backbone: Backbone, x: Tensor, turns: Tensor, half: LpBall) -> Tensor:
-    """The inputs (n,*) of the ball around x (n,*) whose embedding is furthest along turns (n,d)."""
-    moved = x.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        value = (backbone.embed(moved) * turns).sum()
-    (slope,) = torch.autograd.grad(value, moved)
-    return half.project(x + half.eps * half.steepest(slope), x)
+    potential = BankPotential(levels, bend + modulus, bend, used.new_empty(0), 0, 0.0)
+    count = min(defended.n_neighbors, len(planted))
+    how = {"potential": potential, "n_neighbors": count, "search": "torch", "resident": True}
+    return ready(defended.replace(bank=planted, **how), x), aim
 
 
 def _raised(bank: FeatureBank, known: Tensor, bend: float, modulus: float) -> Tensor:

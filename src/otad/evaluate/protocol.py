@@ -62,14 +62,16 @@ def run_attacks(
     - `folder`: where finished batches are saved, and found again.
     """
     found = Attacked(model, x, y, threat, strongest, seed, batch_size, folder)
-    radii = (threat.eps,) if eps is None else eps
     described = [(attack, *found.described(attack)) for attack in attacks]
-    runs = list(itertools.product(radii, described))
+    runs = list(itertools.product((threat.eps,) if eps is None else eps, described))
     steps = math.ceil(len(x) / batch_size)
     for number, (radius, (attack, settings, saved_in)) in enumerate(runs):
-        rows = found.rows(radius, survivors_only)
+        chosen = found.right
+        if survivors_only and not found.is_value:
+            chosen = chosen & (found.distances > radius)
         if certified is not None and attack.name in certified:
-            rows = rows[certified[attack.name].cpu()[rows] <= radius]
+            chosen = chosen & (certified[attack.name].cpu() <= radius)
+        rows = chosen.nonzero()[:, 0]
         batches = found.batches(attack, settings, saved_in, radius, rows)
         for done in itertools.chain(batches, (steps,)):
             if progress is not None:
@@ -89,25 +91,23 @@ class Attacked:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        threat: LpBall,
-        strongest: bool = False,
-        seed: int = 0,
-        batch_size: int = 250,
-        folder: Path | None = None,
-    ) -> None:
+        self, model: nn.Module, x: Tensor, y: Tensor, threat: LpBall, strongest: bool = False,
+        seed: int = 0, batch_size: int = 250, folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.x, self.y, self.threat = model, x, y, threat
         self.seed, self.batch_size = seed, batch_size
         self.is_value = y.is_floating_point()
         self.strongest = strongest or self.is_value
-        broken, abstained, gains = self._unattacked()
+        unattacked, generator = Unattacked(), torch.Generator()
+        results = [
+            unattacked(model, *part, threat, generator=generator)
+            for part in zip(x.split(batch_size), y.split(batch_size), strict=True)
+        ]
+        broken = torch.cat([one.broken for one in results]).cpu()
         self.right = torch.ones_like(broken) if self.is_value else ~broken
-        self.abstained = int(abstained.sum())
-        self.gains = gains
-        self.clean_errors = tuple(gains.tolist()) if self.is_value else ()
+        self.abstained = sum(int(one.abstained.sum()) for one in results)
+        self.gains = torch.cat([one.gain for one in results]).double().cpu()
+        self.clean_errors = tuple(self.gains.tolist()) if self.is_value else ()
         self.distances = torch.zeros(len(x), dtype=torch.float64)
         self.distances[self.right] = math.inf
         self.inputs, self.found = x.cpu().clone(), torch.zeros(len(x), dtype=torch.bool)
@@ -127,13 +127,6 @@ class Attacked:
             "seed": seed,
             "strongest": self.strongest,
         }
-
-    def rows(self, eps: float, survivors_only: bool) -> Tensor:
-        """The rows to attack."""
-        chosen = self.right
-        if survivors_only and not self.is_value:
-            chosen = chosen & (self.distances > eps)
-        return chosen.nonzero()[:, 0]
 
     def worst(self, eps: float) -> float:
         if self.is_value:
@@ -183,30 +176,13 @@ class Attacked:
             parts.append(part)
             self._learn(part, eps)
             yield number + 1
-        joined = Findings.joined([part.findings for part in parts])
-        self.records.append(
-            AttackRecord(
-                attack=attack.name, family=attack.family, eps=eps, settings=settings, **joined
-            )
-        )
-        remarks = itertools.chain(
-            self.remarks.get(attack.name, ()), *(part.remarks for part in parts)
-        )
-        if heard := list(dict.fromkeys(remarks)):
-            self.remarks[attack.name] = heard
-
-    def _unattacked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether answers are wrong (n,), missing (n,), and by how much (n,)."""
-        parts = zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True)
-        results = [
-            Unattacked()(self.model, x, y, self.threat, generator=torch.Generator())
-            for x, y in parts
-        ]
-        return (
-            torch.cat([one.broken for one in results]).cpu(),
-            torch.cat([one.abstained for one in results]).cpu(),
-            torch.cat([one.gain for one in results]).double().cpu(),
-        )
+        record = Findings.joined([part.findings for part in parts])
+        record |= {"attack": attack.name, "family": attack.family, "eps": eps, "settings": settings}
+        self.records.append(AttackRecord(**record))
+        earlier = self.remarks.get(attack.name, ())
+        remarks = dict.fromkeys(itertools.chain(earlier, *(part.remarks for part in parts)))
+        if remarks:
+            self.remarks[attack.name] = list(remarks)
 
     def _attack(
         self, attack: Attack, ball: LpBall, rows: Tensor, generator: torch.Generator
@@ -248,11 +224,6 @@ class Attacked:
             self.gains[rows[better]] = part.gains[better]
         self.inputs[rows[better]] = part.inputs[better]
         self.found[rows[better]] = True
-
-    def write_inputs(self, path: Path) -> None:
-        """`inputs` of the rows that are `found`, and their numbers "rows"."""
-        rows = self.found.nonzero()[:, 0]
-        write_tensors(path, {"rows": rows, "inputs": self.inputs[rows]}, {"data": self.data})
 
 
 class Unattacked(Attack):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from otad.errors import InputError
+from otad.checks import require
 from otad.io.codec import from_plain, read_json, to_plain, write_json
 from otad.io.environment import Environment
 from otad.model.account import SolverAccount
@@ -42,12 +41,8 @@ class Findings:
     @staticmethod
     def joined(parts: Sequence[Findings]) -> dict[str, Any]:
         """The fields of several together."""
-        found = {}
-        for one in fields(Findings):
-            values = [getattr(part, one.name) for part in parts]
-            is_rows = isinstance(one.default, tuple)
-            found[one.name] = tuple(itertools.chain(*values)) if is_rows else sum(values)
-        return found
+        start: dict[str, Any] = {one.name: one.default for one in fields(Findings)}
+        return {name: sum((getattr(part, name) for part in parts), start[name]) for name in start}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,7 @@ class CertificateRecord:
     rules: tuple[str, ...]
     assumptions: tuple[str, ...]
     worst_errors: tuple[float, ...]
-    seconds: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,11 +146,9 @@ class Evaluation:
 
     def accuracy_under(self, attacks: list[str], eps: float) -> Score:
         """The same, with only these attacks counted."""
-        if self.task != "classification":
-            raise InputError("accuracy: expected an evaluation of a classifier, got a regression")
+        require(self.task == "classification", "accuracy", "a classifier", self.task)
         distances = self.distances(attacks)
-        unbroken = sum(distances[row] > eps for row in self.clean_right)
-        return share_score(unbroken, self.n)
+        return share_score(sum(distances[row] > eps for row in self.clean_right), self.n)
 
     def distances(self, attacks: list[str] | None = None) -> list[float]:
         """For each row the shortest distance at which it is known to be wrong: 0 where it is so
@@ -194,13 +187,10 @@ class Evaluation:
     def read(path: Path) -> Evaluation:
         content = read_json(path)
         kind = content.get("format") if isinstance(content, dict) else None
-        if kind != FORMAT:
-            raise InputError(f"{path}: expected an evaluation of format {FORMAT}, got {kind}")
+        require(kind == FORMAT, str(path), f"an evaluation of format {FORMAT}", kind)
         solver = content.get("solver") or {}
         if isinstance(used := solver.get("smoothness"), list):  # quantiles alone, in older files
-            whole = {"count": content["n"], "mean": "nan"} | dict(
-                zip(QUANTILES, used, strict=False)
-            )
-            solver["smoothness"] = whole if used else None
+            whole = dict(zip(QUANTILES, used, strict=False))
+            solver["smoothness"] = whole | {"count": content["n"], "mean": "nan"} if used else None
         record: Evaluation = from_plain(Evaluation, content, path.name)
         return record

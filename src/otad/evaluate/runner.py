@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.checks import check_choice, check_count
+from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.evaluate import model_flags, planted, strength_flags  # noqa: F401  (register checks)
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
@@ -24,15 +24,16 @@ from otad.evaluate.protocol import Progress, run_attacks
 from otad.evaluate.records import Evaluation
 from otad.evaluate.suite import backbone_of, defended_of, named_attacks, suite
 from otad.io.environment import Environment
+from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.otad import OTAD
 from otad.scores import Score, score_of
 
-EVERYTHING = (
-    "everything: the training set, the network and its head, the metric, K, L, l, "
-    "the rule for potentials and the rule for ties"
-)
-ALL_OF_A_NET = "everything: the architecture and all weights"
+ATTACKER_KNOWS = {
+    True: "everything: the training set, the network and its head, the metric, K, L, l, "
+    "the rule for potentials and the rule for ties",
+    False: "everything: the architecture and all weights",
+}  # whether the model has a bank
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -84,8 +85,20 @@ def evaluate(
     check_count(batch_size, "batch_size")
     constants = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
     check_constants(model, constants)
-    chosen, missing = _chosen(model, x, y, threat, attacks, train_x)
-    _check_skipped(spare_proved, chosen, y, certificate)
+    task = "regression" if y.is_floating_point() else "classification"
+    where = x.shape[1:], task, threat, train_x
+    missing: dict[str, str] = {}
+    if isinstance(attacks, str):
+        chosen, missing = suite(model, attacks, *where)
+    else:
+        chosen = named_attacks(model, attacks, *where)
+        names = [attack.name for attack in chosen]
+        once = len(set(names)) == len(names) > 0
+        require(once, "attacks", "at least one, each name once", names)
+    for name in spare_proved:
+        check_choice(name, "spare_proved", [attack.name for attack in chosen])
+        require(certificate, "spare_proved", "none with certificate=False", name)
+        require(task != "regression", "spare_proved", "none with a regression", name)
     place = None if folder is None else Path(folder)
     checks = CHECKS if flags else [certificate_holds]
     total = certificate + len(radii) * len(chosen) * math.ceil(len(x) / batch_size) + len(checks)
@@ -96,7 +109,7 @@ def evaluate(
 
     proof = None
     if certificate:
-        report("certificates", 0, 0.0 if y.is_floating_point() else 1.0)
+        report("certificates", 0, 0.0 if task == "regression" else 1.0)
         try:
             proof = prove(model, x, y, threat, **constants)
         except InputError as error:
@@ -117,40 +130,41 @@ def evaluate(
         progress=lambda label, done, _, worst: report(label, certificate + done, worst),
     )
     scores, solver = _clean(model, x, y, batch_size)
-    worst = run.worst(threat.eps)
-    attacked = tuple(run.records)
-    context = FlagContext(
-        model, x, y, threat, run.right, tuple(chosen), attacked, proof, seed, train_x
-    )
+    worst, records = run.worst(threat.eps), tuple(run.records)
+    ran = run.right, tuple(chosen), records, proof, seed, train_x
+    context = FlagContext(model, x, y, threat, *ran)
     raised = []
     for number, check in enumerate(checks):
         done = total - len(checks) + number
         report(f"red flag {number + 1} of {len(checks)}", done, worst)
         raised.append(check(context))
     report("done", total, worst)
-    remarks = [remark_flag(*one) for one in run.remarks.items()] if flags else []
+    if flags:
+        raised += [remark_flag(*one) for one in run.remarks.items()]
     found = Evaluation(
-        task="regression" if context.is_regression else "classification",
+        task=task,
         n=len(x),
         seed=seed,
         model=run.card | {"abstained": run.abstained},
         threat=threat.to_dict(),
         eps=radii,
-        attacker_knows=ALL_OF_A_NET if defended_of(model) is None else EVERYTHING,
+        attacker_knows=ATTACKER_KNOWS[defended_of(model) is not None],
         environment=Environment.now(x.device, torch.get_num_threads()),
         clean=scores,
         clean_right=tuple(run.right.nonzero()[:, 0].tolist()),
         clean_errors=run.clean_errors,
-        attacks=attacked,
+        attacks=records,
         certificate=proof,
-        flags=(*raised, *remarks),
+        flags=tuple(raised),
         solver=solver,
         seconds=run.saved_seconds + time.perf_counter() - started,
         missing=missing,
         spared_proved=tuple(skipped),
     )
     if place is not None:
-        run.write_inputs(place / "adversarial.safetensors")
+        rows = run.found.nonzero()[:, 0]
+        tensors = {"rows": rows, "inputs": run.inputs[rows]}
+        write_tensors(place / "adversarial.safetensors", tensors, {"data": run.data})
         found.write(place / "evaluation.json")
     return found
 
@@ -182,25 +196,19 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, LpBall]:
     """Examples on the model's device, and the threat with the model's bounds."""
     for name, value in (("x", x), ("y", y)):
-        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:
-            raise InputError(f"{name}: expected a torch.Tensor with at least one row")
-    if len(x) != len(y):
-        raise InputError(f"y: expected one answer for each of the {len(x)} examples, got {len(y)}")
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(threat, LpBall):
-        raise InputError(f"threat: expected a ball such as L2(0.5), got {type(threat).__name__}")
+        is_filled = isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0
+        require(is_filled, name, "a torch.Tensor with at least one row", type(value).__name__)
+    require(len(x) == len(y), "y", f"one answer for each of the {len(x)} examples", len(y))
+    require(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
+    is_ball = isinstance(threat, LpBall)
+    require(is_ball, "threat", "a ball such as L2(0.5)", type(threat).__name__)
     backbone = backbone_of(model)
-    declared = None if backbone is None else backbone.bounds
-    if declared is not None:
+    if backbone is not None and (declared := backbone.bounds) is not None:
         low, high = threat.bounds or declared
-        if low < declared[0] or high > declared[1]:
-            raise InputError(
-                f"threat: expected bounds within {declared}, which the model declares, "
-                f"got {(low, high)}"
-            )
+        within = declared[0] <= low and high <= declared[1]
+        require(within, "threat", f"bounds within {declared}, those of the model", (low, high))
         threat = replace(threat, bounds=(low, high))
-    tensors: Iterable[Tensor] = itertools.chain(model.parameters(), model.buffers())
+    tensors = itertools.chain(model.parameters(), model.buffers())
     device = next((tensor.device for tensor in tensors), x.device)
     return x.detach().to(device), y.detach().to(device), threat
 
@@ -209,37 +217,7 @@ def _radii(eps: Sequence[float] | None, threat: LpBall) -> tuple[float, ...]:
     if eps is None:
         return (threat.eps,)
     given = [float(value) for value in eps]
-    if not given or any(not 0 <= value < math.inf for value in given):
-        raise InputError(f"eps: expected finite radii of at least 0, at least one, got {given}")
-    if any(first >= second for first, second in itertools.pairwise(given)):
-        raise InputError(f"eps: expected radii in ascending order, got {given}")
+    are_radii = given and all(0 <= value < math.inf for value in given)
+    require(are_radii, "eps", "finite radii of at least 0, at least one", given)
+    require(given == sorted({*given}), "eps", "radii in ascending order", given)
     return tuple(sorted({*given, threat.eps}))
-
-
-def _chosen(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    threat: LpBall,
-    attacks: str | Sequence[str | Attack],
-    train_x: Tensor | None,
-) -> tuple[list[Attack], dict[str, str]]:
-    task = "regression" if y.is_floating_point() else "classification"
-    if isinstance(attacks, str):
-        return suite(model, attacks, x.shape[1:], task, threat, train_x)
-    chosen = named_attacks(model, attacks, x.shape[1:], task, threat, train_x)
-    names = [attack.name for attack in chosen]
-    if not names or len(set(names)) < len(names):
-        raise InputError(f"attacks: expected at least one, each name once, got {names}")
-    return chosen, {}
-
-
-def _check_skipped(
-    names: Sequence[str], chosen: Sequence[Attack], y: Tensor, certificate: bool
-) -> None:
-    known = [attack.name for attack in chosen]
-    for name in names:
-        check_choice(name, "spare_proved", known)
-    if names and (y.is_floating_point() or not certificate):
-        why = "a regression, where nothing is broken" if certificate else "certificate=False"
-        raise InputError(f"spare_proved: expected none with {why}, got {', '.join(names)}")

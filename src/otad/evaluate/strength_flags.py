@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from otad.attacks import Attack, LpBall
+from otad.attacks import LpBall
 from otad.evaluate.flags import Check, FlagContext, NotRunError, check
 from otad.evaluate.suite import defended_of, make_attack
 
@@ -56,26 +56,33 @@ def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
     return worst <= ALLOWED_SHARE * len(context.x), found
 
 
-Vary = Callable[[Any, float, LpBall], tuple[Attack, LpBall]]
-"""An attack (a dataclass), a setting and the ball -> the attack and the ball with that setting."""
-
-
-def _never_weaker(what: str, unit: str, settings: Sequence[float], vary: Vary, soft: bool) -> Check:
+def _never_weaker(what: str, unit: str, settings: Sequence[float], soft: bool) -> Check:
     """Ever stronger variants of PGD (and the `soft` k-NN attack) on a sample of the examples: none
-    may break clearly fewer rows."""
+    may break clearly fewer rows. `unit`: the attack's setting that is varied, or the eps."""
     name = f"more {what} the defense"
 
     def never_weaker(context: FlagContext) -> tuple[bool, str]:
         x, y = context.sample()
         reported, is_well = [], True
-        for attack in _varied_attacks(context, soft):
+        attacks: list[Any] = [make_attack("pgd", context.model, steps=STEPS)]
+        if soft and defended_of(context.model) is not None:
+            options: dict[str, Any] = {"temperatures": (0.1,), "targets": 1, "steps": STEPS}
+            attacks.append(make_attack("soft_knn", context.model, **options))
+        for attack in attacks:
             results = []
             for setting in settings:
-                stronger, ball = vary(attack, setting, context.threat)
+                stronger, ball = attack, context.threat
+                if unit == "times eps":
+                    ball = ball.with_eps(setting * ball.eps)
+                else:
+                    stronger = replace(attack, **{unit: setting})
                 generator = context.generator(name)
                 results.append(stronger(context.model, x, y, ball, generator=generator))
             if context.is_regression:
-                strengths = _mean_errors([result.gain for result in results])
+                # An abstention counts as the largest error: an infinite mean would hide other rows.
+                gains = torch.stack([result.gain for result in results]).double()
+                largest = gains[gains.isfinite()].max() if bool(gains.isfinite().any()) else 1.0
+                strengths = gains.clamp_max(largest).mean(1).tolist()
             else:
                 strengths = [float(result.broken.sum()) for result in results]
             for best, now in zip(itertools.accumulate(strengths, max), strengths, strict=True):
@@ -95,27 +102,9 @@ def _never_weaker(what: str, unit: str, settings: Sequence[float], vary: Vary, s
     )(never_weaker)
 
 
-more_steps = _never_weaker(
-    "steps never help",
-    "steps",
-    (10, 20, 40),
-    lambda attack, steps, ball: (replace(attack, steps=int(steps)), ball),
-    soft=True,
-)
-more_restarts = _never_weaker(
-    "restarts never help",
-    "restarts",
-    (1, 4),
-    lambda attack, count, ball: (replace(attack, restarts=int(count)), ball),
-    soft=False,
-)
-more_eps = _never_weaker(
-    "eps never helps",
-    "times eps",
-    (0.5, 1.0, 2.0),
-    lambda attack, scale, ball: (attack, ball.with_eps(scale * ball.eps)),
-    soft=True,
-)
+more_steps = _never_weaker("steps never help", "steps", (10, 20, 40), soft=True)
+more_restarts = _never_weaker("restarts never help", "restarts", (1, 4), soft=False)
+more_eps = _never_weaker("eps never helps", "times eps", (0.5, 1.0, 2.0), soft=True)
 
 
 @check(
@@ -141,10 +130,9 @@ def large_eps(context: FlagContext) -> tuple[bool, str]:
         x, y, used = x[~result.broken], y[~result.broken], used + 1
         if len(x) <= chance:
             break
-    return len(x) <= chance, (
-        f"at eps {ball.eps:.3g}, {len(x)} of {total} examples withstand "
-        f"{used} attack{'s' if used > 1 else ''}; chance would be {chance:.3g}"
-    )
+    count = f"{used} attack{'s' if used > 1 else ''}; chance would be {chance:.3g}"
+    found = f"at eps {ball.eps:.3g}, {len(x)} of {total} examples withstand {count}"
+    return len(x) <= chance, found
 
 
 def _large(threat: LpBall, x: Tensor) -> float:
@@ -157,21 +145,3 @@ def _large(threat: LpBall, x: Tensor) -> float:
     if threat.mutable is not None:
         corner = corner * threat.mutable.to(corner)
     return max(2 * threat.eps, float(threat.distance(corner, torch.zeros_like(corner))))
-
-
-def _mean_errors(errors: Sequence[Tensor]) -> list[float]:
-    """Of each variant, with an abstention as bad as the largest error of all: an infinite mean
-    would hide the other rows."""
-    every = torch.cat(list(errors)).double()
-    finite = every[every.isfinite()]
-    largest = float(finite.max()) if len(finite) else 1.0
-    return [float(one.double().clamp_max(largest).mean()) for one in errors]
-
-
-def _varied_attacks(context: FlagContext, soft: bool) -> list[Attack]:
-    """Cheap attacks with steps."""
-    made = [make_attack("pgd", context.model, steps=STEPS)]
-    if soft and defended_of(context.model) is not None:
-        options: dict[str, Any] = {"temperatures": (0.1,), "targets": 1, "steps": STEPS}
-        made.append(make_attack("soft_knn", context.model, **options))
-    return made
