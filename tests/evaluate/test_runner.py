@@ -32,7 +32,6 @@ from otad.errors import InputError
 from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.flags import CHECKS
 from otad.model.bank import FeatureBank
-from otad.model.diagnostics import problem_of
 from otad.nets import FCResNet
 
 
@@ -156,7 +155,7 @@ def test_the_residual_is_over_the_rows_that_were_solved() -> None:
     assert record.solver.statuses["estimated"] == 0.5
     with torch.no_grad():
         trace = ours.trace(x)
-        problem = problem_of(ours, ours.backbone.embed(x), trace.neighbors.indices)
+        problem = ours.problem(ours.backbone.embed(x), trace.neighbors.indices)
         residual = problem.residual(trace.solution)
     assert record.solver.residual == pytest.approx(float(residual[1::2].max()))
     assert not bool(residual[::2].isfinite().any())

@@ -122,10 +122,9 @@ def test_gather() -> None:
     for bad in (57, -1):
         with pytest.raises(InputError, match=r"indices: expected 0 to 56, got"):
             bank.gather(torch.tensor([0, bad]))
-    with pytest.raises(InputError, match="indices: expected dtype int64"):
-        bank.gather(torch.tensor([True]))
-    with pytest.raises(InputError, match=r"indices: expected a torch\.Tensor, got list"):
-        bank.gather([1, 2])
+    for bad in (torch.tensor([True]), [1, 2]):
+        with pytest.raises(InputError, match=r"indices: expected .* int64, got (torch.bool|list)"):
+            bank.gather(bad)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2)])
@@ -151,7 +150,7 @@ def test_subset() -> None:
     assert len({bank.fingerprint, small.fingerprint, other.fingerprint}) == 3
     with pytest.raises(InputError, match="at most 14, the points of class 1, got 15"):
         bank.subset(15, torch.Generator())
-    with pytest.raises(InputError, match="expected class numbers"):
+    with pytest.raises(InputError, match=r"labels: .*int64.*float32"):
         build(y=torch.rand(N)).subset(1, torch.Generator())
 
 

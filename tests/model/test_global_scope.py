@@ -264,8 +264,8 @@ def test_refused_potentials() -> None:
     levels = torch.zeros(N, dtype=torch.float64)
     for given, scope, message in (
         (no_potential(levels), "local", "potential: expected with scope 'global' alone"),
-        (no_potential(levels[1:]), "global", r"expected float64 levels of shape \(70,\)"),
-        (no_potential(levels.float()), "global", r"got torch.float32 of shape \(70,\)"),
+        (no_potential(levels[1:]), "global", r"potential: .*\(70,\).*\(69,\)"),
+        (no_potential(levels.float()), "global", "potential: .*float64.*float32"),
     ):
         with pytest.raises(InputError, match=message):
             OTAD(ours.backbone, ours.bank, scope=scope, potential=given)

@@ -38,7 +38,6 @@ from otad.experiments.spec import CostSpec, SpeedSpec
 from otad.experiments.study import Study
 from otad.io.environment import resident_now, resident_peak
 from otad.model.defend import defend
-from otad.model.diagnostics import problem_of
 from otad.model.otad import OTAD, load
 
 T = TypeVar("T")
@@ -218,7 +217,7 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
         inputs = model.backbone.check_inputs(x)
         embedded = model.backbone.embed(inputs)
         keys = embedded if model.metric is None else model.query_keys(inputs)
-        return problem_of(model, embedded, model.neighbors(keys).indices)
+        return model.problem(embedded, model.neighbors(keys).indices)
 
     problem = clock("search", search)
     if not isinstance(solver, ExactCip):

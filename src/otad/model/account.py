@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from otad.cip import Status, least_smoothness
-from otad.model.diagnostics import (
-    Distribution,
-    changed_by_potential,
-    chooses_potential,
-    problem_of,
-    residual_of,
-)
+from otad.model.diagnostics import Distribution, changed_by_potential
 from otad.model.otad import OTAD, Trace
 
 
@@ -60,7 +54,8 @@ class AccountBuilder:
         least_smoothness: bool = False,
     ) -> None:
         self.model = model
-        self._asks_potentials = potentials and chooses_potential(model)
+        chooses = model.answerer.chooses_potential and model.backbone.task == "classification"
+        self._asks_potentials = potentials and chooses
         self._asks_error = relative_error
         self._asks_least = least_smoothness
         self._rows: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -79,7 +74,7 @@ class AccountBuilder:
         found = {
             "status": solution.status,
             "smoothness": solution.smoothness,
-            "residual": residual_of(model, embedded, trace),
+            "residual": model.answerer.residual(model, embedded, trace),
         }
         if self._asks_potentials:
             found["changed_by_potential"] = changed_by_potential(model, embedded, trace.neighbors)
@@ -91,7 +86,7 @@ class AccountBuilder:
             indices = trace.neighbors.indices
             if not model.answerer.rests_on_neighbors:  # those are the points with weight
                 indices = model.neighbors(model.query_keys(x)).indices
-            nearest = problem_of(model, embedded, indices[:, : model.n_neighbors])
+            nearest = model.problem(embedded, indices[:, : model.n_neighbors])
             found["least_smoothness"] = least_smoothness(nearest)
         for name, values in found.items():
             self._rows[name].append(values.cpu())

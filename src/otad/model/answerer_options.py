@@ -9,26 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from otad.checks import check_count
+from otad.checks import check_count, check_shape, require
 from otad.cip import ExactCip
 from otad.cip.protocols import Solver
-from otad.cip.surrogate import CipNet
+from otad.cip.whole_bank import potential as potentials
 from otad.cip.whole_bank.lifted_potential import lifted_potential
-from otad.cip.whole_bank.potential import (
-    BankPotential,
-    Progress,
-    integrate_most,
-    least_bank_smoothness,
-)
-from otad.errors import InputError, SolverError
+from otad.cip.whole_bank.potential import BankPotential, Progress
+from otad.errors import SolverError
 from otad.model.answerers import (
-    LOCAL_SMOOTHNESS,
     Answerer,
     NeighborAnswerer,
-    SurrogateAnswerer,
     WholeBankAnswerer,
     check_curvature,
     is_global,
+    local_answerer,
 )
 from otad.model.bank import FeatureBank
 
@@ -36,41 +30,29 @@ from otad.model.bank import FeatureBank
 def make_answerer(
     bank: FeatureBank,
     *,
-    n_neighbors: int,
-    scope: str,
-    smoothness: float | None,
-    strong_convexity: float,
-    solver: Solver | None = None,
+    lift: int,
     potential: BankPotential | None = None,
     sweep_progress: Progress | None = None,
-    metric: nn.Module | None = None,
-    lift: int = 0,
+    **settings: Any,
 ) -> Answerer:
-    """The answerer that these arguments of `OTAD` ask for; a potential that is not given is found
-    here, by sweeps over all pairs. `lift`: see `nets.LiftedNet`."""
-    asked = n_neighbors, smoothness, strong_convexity, solver, scope
-    check_settings(len(bank), *asked, metric=metric, dim=bank.dim)
-    if not is_global(scope):
-        if potential is not None:
-            raise InputError("potential: expected with scope 'global' alone, got scope 'local'")
-        smoothness = LOCAL_SMOOTHNESS if smoothness is None else smoothness
-        curvature = {"smoothness": smoothness, "strong_convexity": strong_convexity}
-        if isinstance(solver, CipNet):
-            return SurrogateAnswerer(solver, **curvature)
-        return NeighborAnswerer(solver, **curvature)
+    """The answerer that these arguments of `OTAD` ask for, with the `settings` of `check_settings`;
+    a potential that is not given is found here, by sweeps over all pairs. `lift`: see
+    `nets.LiftedNet`."""
+    local = check_settings(len(bank), dim=bank.dim, **settings)
+    if local is not None:
+        given = "scope 'local'"
+        require(potential is None, "potential", "with scope 'global' alone", given)
+        return local
+    smoothness = settings.get("smoothness")
     if potential is None:
-        potential = potential_of(bank, smoothness, strong_convexity, sweep_progress, lift=lift)
-    elif smoothness is not None and not math.isclose(smoothness, potential.smoothness):
-        raise InputError(
-            f"smoothness: expected {potential.smoothness}, that of the potential, or None, "
-            f"got {smoothness}"
-        )
+        convexity = settings.get("strong_convexity", 0.0)
+        potential = _potential_of(bank, smoothness, convexity, sweep_progress, lift)
+    agrees = smoothness is None or math.isclose(smoothness, potential.smoothness)
+    expected = f"{potential.smoothness}, that of the potential, or None"
+    require(agrees, "smoothness", expected, smoothness)
     levels = potential.levels
-    if levels.dtype != torch.float64 or tuple(levels.shape) != (len(bank),):
-        raise InputError(
-            f"potential: expected float64 levels of shape ({len(bank)},), one per bank point, got "
-            f"{levels.dtype} of shape {tuple(levels.shape)}"
-        )
+    require(levels.dtype == torch.float64, "potential", "float64 levels", levels.dtype)
+    check_shape(levels, "potential", (len(bank),), "with one level per bank point")
     return WholeBankAnswerer(replace(potential, levels=levels.to(bank.inputs.device)))
 
 
@@ -83,85 +65,73 @@ def solver_for(scope: str, **settings: Any) -> ExactCip | None:
         return solver
     default = ExactCip(on_failure=solver.on_failure)
     changed = [name for name in settings if getattr(solver, name) != getattr(default, name)]
-    if changed:
-        raise InputError(
-            f"scope: expected 'local' where {', '.join(changed)} is set, which applies to the "
-            "neighbors of a row, got 'global'"
-        )
+    expected = f"'local', where {', '.join(changed)} applies to the neighbors of a row"
+    require(not changed, "scope", expected, "'global'")
     return None
 
 
 def check_settings(
     points: int,
-    n_neighbors: int,
-    smoothness: float | None,
-    strong_convexity: float,
-    solver: Solver | None = None,
-    scope: str = "local",
     *,
+    n_neighbors: int,
+    scope: str = "local",
+    smoothness: float | None = None,
+    strong_convexity: float = 0.0,
+    solver: Solver | None = None,
     metric: nn.Module | None = None,
     dim: int | None = None,
-) -> None:
-    """Refuse what cannot be asked of a bank of so many points, before any long work is done.
+) -> NeighborAnswerer | None:
+    """Refuse what cannot be asked of a bank of so many points, before any long work is done; the
+    answerer of these settings in local scope.
 
     `dim` (d): where it is known, a network that was made for another dimension is refused.
     """
-    for name, given in (("solver", solver), ("metric", metric)):
-        if is_global(scope) and given is not None:
-            raise InputError(
-                f"{name}: expected none in global scope, where no neighbors are searched, got "
-                f"{type(given).__name__}"
-            )
-    if isinstance(solver, CipNet):
-        solver.check_sizes(n_neighbors, solver.dim if dim is None else dim)
-    spares = 0 if solver is None else solver.spares
-    if check_count(n_neighbors, "n_neighbors") + spares > points:
-        raise InputError(
-            f"n_neighbors: expected at most the {points} points of the bank, got {n_neighbors} "
-            f"and {spares} spares"
-        )
-    if not is_global(scope) or smoothness is not None:
-        asked = LOCAL_SMOOTHNESS if smoothness is None else smoothness
-        check_curvature(asked, strong_convexity, solver)
-    elif not math.isfinite(strong_convexity):
-        raise InputError(f"strong_convexity: expected a number, got {strong_convexity}")
+    local, spares = None, 0
+    if is_global(scope):
+        for name, given in (("solver", solver), ("metric", metric)):
+            expected = "none in global scope, where no neighbors are searched"
+            require(given is None, name, expected, type(given).__name__)
+        if smoothness is not None:
+            check_curvature(smoothness, strong_convexity)
+        require(math.isfinite(strong_convexity), "strong_convexity", "a number", strong_convexity)
+    else:
+        local = local_answerer(solver, smoothness, strong_convexity)
+        local.check_sizes(n_neighbors, dim)
+        spares = local.spares
+    fits = check_count(n_neighbors, "n_neighbors") + spares <= points
+    expected = f"at most the {points} points of the bank"
+    require(fits, "n_neighbors", expected, f"{n_neighbors} and {spares} spares")
+    return local
 
 
-def potential_of(
+def _potential_of(
     bank: FeatureBank,
     smoothness: float | None,
-    strong_convexity: float,
-    progress: Progress | None = None,
-    *,
-    lift: int = 0,
+    convexity: float,
+    progress: Progress | None,
+    lift: int,
 ) -> BankPotential:
     """One potential for the bank: of the least L that all its points allow, or of a given L,
-    without the points that then contradict others. `progress` is called after each sweep.
+    without the points that then contradict others.
 
     In a lifted bank (see `cip.whole_bank.lifted_potential`) pairs alone decide, and l is 2 - L.
     """
     pairs = bank.inputs, bank.features
     if lift:
-        if strong_convexity != 0:
-            raise InputError(
-                "strong_convexity: expected 0, its default, for a lifted net, where it follows "
-                f"from the smoothness L as 2 - L, got {strong_convexity}"
-            )
-        if smoothness is not None and smoothness <= 1:
-            raise InputError(f"smoothness: expected above 1 for a lifted net, got {smoothness}")
+        expected = "0, its default, for a lifted net, where it is 2 - L"
+        require(convexity == 0, "strong_convexity", expected, convexity)
+        allowed = smoothness is None or smoothness > 1
+        require(allowed, "smoothness", "above 1 for a lifted net", smoothness)
         return lifted_potential(*pairs, lift, None if smoothness is None else smoothness - 1)
     if smoothness is not None:
-        return integrate_most(*pairs, float(smoothness), strong_convexity, progress=progress)
+        return potentials.integrate_most(*pairs, float(smoothness), convexity, progress=progress)
     try:
-        found = least_bank_smoothness(*pairs, strong_convexity, progress=progress)
+        found = potentials.least_bank_smoothness(*pairs, convexity, progress=progress)
     except SolverError as error:
         raise SolverError(
             f"{error}. With a given smoothness, points that contradict others are left out; a net "
             "trained with more transport energy needs fewer, or none"
         ) from error
-    if found.smoothness <= 0:
-        raise InputError(
-            "smoothness: expected a value above 0, got None, and the least for strong_convexity "
-            f"{strong_convexity} is {found.smoothness}"
-        )
+    least = f"None, and the least for strong_convexity {convexity} is {found.smoothness}"
+    require(found.smoothness > 0, "smoothness", "a value above 0", least)
     return found

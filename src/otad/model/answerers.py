@@ -1,11 +1,5 @@
 """Answerers: how a model finds the feature of an embedded query.
 
-- `NeighborAnswerer`: the K nearest training points of each query are integrated by a potential of
-  their own, with an exact solver.
-- `SurrogateAnswerer`: the same problems, answered by a network that was trained on their solutions.
-- `WholeBankAnswerer`: one potential for all training points. Its gradient is the global map, which
-  is L-Lipschitz everywhere; the few points that get weight at a query are its support.
-
 Each one solves, describes, saves and loads itself, and declares what applies to it.
 """
 
@@ -15,25 +9,23 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.cip import BankProblem, CipSolution, ExactCip, Status
 from otad.cip.protocols import Solver
 from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank.map import WholeBank
-from otad.cip.whole_bank.potential import (
-    BankPotential,
-)
+from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError
 from otad.io.codec import to_plain
 from otad.io.mapped_rows import gathered
 from otad.io.tensor_files import fingerprint
-from otad.model.bank_module import BankModule
+from otad.model.bank import BankModule
 from otad.model.folder import Block
 from otad.search.neighbors import Neighbors
 
@@ -41,8 +33,7 @@ SCOPES = ("local", "global")
 LOCAL_SMOOTHNESS = 2.0  # by default
 CURVATURE = ("smoothness", "strong_convexity", "sweeps", "violation")  # of a potential
 Plain = Mapping[str, Any]
-Options = dict[str, Any]
-"""Arguments of `OTAD`."""
+Options = dict[str, Any]  # arguments of `OTAD`
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +49,13 @@ class Answer:
 
 
 class Answerer(nn.Module, ABC):
-    """How a model answers an embedded query, with the curvature (L, l) of its maps.
-
-    Declarations, for everything that depends on the way a model answers:
+    """How a model answers an embedded query, with the curvature (L, l) of its maps. It declares:
 
     - `scope`: "local" where each query has a map of its own, "global" where one map answers all.
     - `rules`: the certificate rules that can apply; `refusal`: the reason where none can.
     - `rests_on_neighbors`: answers depend on the nearest neighbors of a query, and may jump where
       these change. Otherwise `Answer.neighbors` are the points with weight, padded to equal width.
-    - `is_exact`: answers are solutions, with a residual; otherwise estimates.
-    - `knows_weights`: the answer says how much weight each training point has.
+    - `exact_solver`: what solves small problems exactly, where something does.
     - `chooses_potential`: several potentials are feasible, and the answer depends on the choice.
     - `always_answers`: no row raises an error or is left without an answer.
     - `mode`: how the solver uses a raised L, in one word; `spares`: substitutes it may take among
@@ -80,8 +68,7 @@ class Answerer(nn.Module, ABC):
     rules: tuple[str, ...] = ()
     refusal: str | None = None
     rests_on_neighbors: ClassVar[bool]
-    is_exact: bool = True
-    knows_weights: bool = True
+    exact_solver: ExactCip | None = None
     chooses_potential: bool = False
     always_answers: bool = True
     mode: str
@@ -95,14 +82,17 @@ class Answerer(nn.Module, ABC):
         """The potential of a global map."""
         return None
 
+    def problem(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> BankProblem:
+        """The convex integration problem of embedded queries (B,d) with bank points (B,K)."""
+        pairs = bank.bank_inputs, bank.bank_features
+        return BankProblem(embedded, *pairs, indices, self.smoothness, self.strong_convexity)
+
     @abstractmethod
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
-        """Answer queries, embedded (B,d) and as keys (B,m) where neighbors are searched.
-
-        `exclude` (B,): for each query a bank row that is left out.
-        """
+        """Answer queries, embedded (B,d) and as keys (B,m) where neighbors are searched; `exclude`
+        (B,): for each query a bank row that is left out."""
 
     @abstractmethod
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
@@ -111,8 +101,8 @@ class Answerer(nn.Module, ABC):
 
     def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
         """The answerers that take the lowest and the highest feasible potential."""
-        found = f"{type(self).__name__}({self.mode})"
-        raise InputError(f"answerer: expected one that chooses among potentials, got {found}")
+        name = type(self).__name__
+        raise InputError(f"answerer: expected one that chooses among potentials, got {name}")
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
         """The global map."""
@@ -154,34 +144,36 @@ class NeighborAnswerer(Answerer):
     solver: Solver
 
     def __init__(
-        self,
-        solver: Solver | None = None,
-        *,
-        smoothness: float = LOCAL_SMOOTHNESS,
-        strong_convexity: float = 0.0,
+        self, solver: Solver | None = None, smoothness: float | None = None, convexity: float = 0.0
     ) -> None:
         super().__init__()
+        smoothness = LOCAL_SMOOTHNESS if smoothness is None else smoothness
         self.solver = solver = solver or ExactCip(on_failure="fallback")
-        check_curvature(smoothness, strong_convexity, solver)
-        self.smoothness, self.strong_convexity = float(smoothness), float(strong_convexity)
+        check_curvature(smoothness, convexity)
+        cap = solver.max_smoothness
+        expected = f"at least the smoothness {smoothness}"
+        require(cap is None or cap >= smoothness, "max_smoothness", expected, cap)
+        self.smoothness, self.strong_convexity = float(smoothness), float(convexity)
         self.mode, self.spares = solver.mode, solver.spares
-        self.is_exact = self.chooses_potential = isinstance(solver, ExactCip)
-        self.always_answers = getattr(solver, "on_failure", "fallback") == "fallback"
-        self.refusal = self._refusal()
-        self.rules = ("hull", "cell") if self.refusal is None else ()
-
-    def _refusal(self) -> str | None:
-        solver = self.solver
         if not isinstance(solver, ExactCip):
-            return f"solver: expected ExactCip, got {type(solver).__name__}, an estimate"
+            self.refusal = f"solver: expected ExactCip, got {type(solver).__name__}, an estimate"
+            return
+        self.exact_solver, self.chooses_potential = solver, True
+        self.always_answers = solver.on_failure == "fallback"
         if solver.on_failure == "abstain":
-            return "on_failure: expected 'fallback' or 'raise', which answer always, got 'abstain'"
-        if solver.mode == "consistent" and solver.climb is not None and solver.climb[1] > 0:
-            return (
+            self.refusal = (
+                "on_failure: expected 'fallback' or 'raise', which answer always, got 'abstain'"
+            )
+        elif solver.mode == "consistent" and solver.climb is not None and solver.climb[1] > 0:
+            self.refusal = (
                 "climb: expected None or (delta1, 0) in mode 'consistent', as the proof needs a "
                 f"known strong convexity, got {solver.climb!r}"
             )
-        return None
+        else:
+            self.rules = ("hull", "cell")
+
+    def check_sizes(self, n_neighbors: int, dim: int | None) -> None:
+        """Refuse a solver that was made for other problems."""
 
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
@@ -191,24 +183,23 @@ class NeighborAnswerer(Answerer):
 
     def solve(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> CipSolution:
         """The solution for embedded queries (B,d) with the bank points (B,K)."""
-        return self.solver(self._problem(bank, embedded, indices))
-
-    def _problem(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> BankProblem:
-        return bank.problem(embedded, indices, self.smoothness, self.strong_convexity)
+        return self.solver(self.problem(bank, embedded, indices))
 
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
         """The KKT residual, graded from the raw data."""
         solution = answer.solution
         if bool((solution.status >= int(Status.ESTIMATED)).all()):  # nothing to grade
             return torch.full_like(solution.residual, torch.inf)
-        return self._problem(bank, embedded, answer.neighbors.indices).residual(solution)
+        return self.problem(bank, embedded, answer.neighbors.indices).residual(solution)
 
     def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
-        if not isinstance(self.solver, ExactCip):
+        if self.exact_solver is None:
             return super().extremes()
-        solvers = (replace(self.solver, potential=rule) for rule in ("lowest", "highest"))
-        curvature = {"smoothness": self.smoothness, "strong_convexity": self.strong_convexity}
-        lowest, highest = (NeighborAnswerer(solver, **curvature) for solver in solvers)
+        curvature = self.smoothness, self.strong_convexity
+        lowest, highest = (
+            NeighborAnswerer(replace(self.exact_solver, potential=rule), *curvature)
+            for rule in ("lowest", "highest")
+        )
         return lowest, highest
 
     def options(self) -> Options:
@@ -226,10 +217,9 @@ class NeighborAnswerer(Answerer):
         return f"local: the {n_neighbors} nearest training points of each input"
 
     def settings(self) -> dict[str, Any]:
-        solver = self.solver
-        if not isinstance(solver, ExactCip):
-            raise InputError(f"solver: expected ExactCip or CipNet, got {type(solver).__name__}")
-        return {"solver": to_plain(asdict(solver))}
+        given = type(self.solver).__name__
+        require(self.exact_solver, "solver", "ExactCip or CipNet", given)
+        return {"solver": to_plain(self.exact_solver)}
 
     @classmethod
     def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
@@ -240,18 +230,15 @@ class NeighborAnswerer(Answerer):
 
 
 class SurrogateAnswerer(NeighborAnswerer):
-    """The answer to the K nearest training points of each query, estimated by a `CipNet`.
-
-    Without residuals and certificates, and without weights unless the answer is made of them.
-    """
+    """The answer to the K nearest training points of each query, estimated by a `CipNet`: without
+    residuals and certificates, and without weights unless the answer is made of them."""
 
     card_entry = "surrogate"
     card_version = 4
     solver: CipNet
 
-    def __init__(self, net: CipNet, **curvature: float) -> None:
-        super().__init__(net, **curvature)
-        self.knows_weights = net.readout == "hull"
+    def check_sizes(self, n_neighbors: int, dim: int | None) -> None:
+        self.solver.check_sizes(n_neighbors, self.solver.dim if dim is None else dim)
 
     def describe(self) -> dict[str, Any]:
         return {"scope": self.scope, "solver": {"cip_net": self.solver.config()}}
@@ -292,12 +279,7 @@ class WholeBankAnswerer(Answerer):
 
     @property
     def potential(self) -> BankPotential:
-        left_out = self.levels.isnan().nonzero()[:, 0]
-        return BankPotential(self.levels, left_out=left_out, **self._curvature())
-
-    def _curvature(self) -> dict[str, Any]:
-        """All of a potential but its levels."""
-        return {name: getattr(self, name) for name in CURVATURE}
+        return potential_from(self.levels, vars(self))
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
         made_of = bank.bank_inputs, bank.bank_features, self.levels
@@ -328,7 +310,7 @@ class WholeBankAnswerer(Answerer):
 
     def describe(self) -> dict[str, Any]:
         levels, left_out = fingerprint({"levels": self.levels}), self.potential.left_out.tolist()
-        about = self._curvature() | {"left_out": left_out, "levels": levels}
+        about = curvature_of(vars(self)) | {"left_out": left_out, "levels": levels}
         return {"scope": self.scope, "potential": about}
 
     def summary(self, n_neighbors: int) -> str:
@@ -338,18 +320,16 @@ class WholeBankAnswerer(Answerer):
         return {"scope": self.scope}
 
     def block(self) -> Block:
-        entry = self._curvature() | {"left_out": int(self.levels.isnan().sum())}
+        entry = curvature_of(vars(self)) | {"left_out": int(self.levels.isnan().sum())}
         return Block("levels", {"levels": self.levels}, entry=entry, of_bank=True)
 
     @classmethod
     def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
-        levels, stored = tensors["levels"], {name: entry[name] for name in CURVATURE}
-        left_out = levels.isnan().nonzero()[:, 0]
-        return {**settings, "potential": BankPotential(levels, left_out=left_out, **stored)}
+        return {**settings, "potential": potential_from(tensors["levels"], entry)}
 
     def get_extra_state(self) -> Tensor:
         """The curvature that the levels belong to."""
-        return torch.tensor(list(json.dumps(self._curvature()).encode()), dtype=torch.uint8)
+        return torch.tensor(list(json.dumps(curvature_of(vars(self))).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         for name, value in json.loads(bytes(state.tolist())).items():
@@ -370,25 +350,36 @@ class WholeBankAnswerer(Answerer):
         return self.__dict__ | {"_map": None}  # a copy makes its own
 
 
+ANSWERERS: tuple[type[Answerer], ...] = (NeighborAnswerer, SurrogateAnswerer, WholeBankAnswerer)
+
+
+def local_answerer(
+    solver: Solver | None, smoothness: float | None, strong_convexity: float
+) -> NeighborAnswerer:
+    """The answerer of local scope to which a solver belongs."""
+    kind = SurrogateAnswerer if isinstance(solver, CipNet) else NeighborAnswerer
+    return kind(solver, smoothness, strong_convexity)
+
+
 def is_global(scope: str) -> bool:
     """Whether a scope asks for a global map; other than the known ones are refused."""
     return check_choice(scope, "scope", SCOPES) == "global"
 
 
-ANSWERERS: tuple[type[Answerer], ...] = (NeighborAnswerer, SurrogateAnswerer, WholeBankAnswerer)
+def check_curvature(smoothness: float, strong_convexity: float) -> None:
+    ok = -math.inf < strong_convexity < smoothness < math.inf and smoothness > 0
+    expected = f"a finite value above 0 and above strong_convexity ({strong_convexity})"
+    require(ok, "smoothness", expected, smoothness)
 
 
-def check_curvature(smoothness: float, strong_convexity: float, solver: Solver | None) -> None:
-    if not -math.inf < strong_convexity < smoothness < math.inf or smoothness <= 0:
-        raise InputError(
-            "smoothness: expected a finite value above 0 and above strong_convexity "
-            f"({strong_convexity}), got {smoothness}"
-        )
-    cap = None if solver is None else solver.max_smoothness
-    if cap is not None and cap < smoothness:
-        raise InputError(
-            f"max_smoothness: expected at least the smoothness {smoothness}, got {cap}"
-        )
+def curvature_of(values: Plain) -> dict[str, Any]:
+    """All of a potential but its levels."""
+    return {name: values[name] for name in CURVATURE}
+
+
+def potential_from(levels: Tensor, values: Plain) -> BankPotential:
+    left_out = levels.isnan().nonzero()[:, 0]
+    return BankPotential(levels, left_out=left_out, **curvature_of(values))
 
 
 def distances_to(query: Tensor, inputs: Tensor, indices: Tensor) -> Tensor:

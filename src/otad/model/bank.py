@@ -1,4 +1,4 @@
-"""The feature bank: every training point, its feature, and its label."""
+"""The feature bank: every training point, its feature and label; and a module that holds it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from otad.checks import check_alike, check_count, check_finite, check_shape, check_tensor
-from otad.errors import InputError
+from otad.checks import (
+    check_alike,
+    check_choice,
+    check_count,
+    check_finite,
+    check_shape,
+    check_tensor,
+    require,
+)
+from otad.io import tensor_files
 from otad.io.mapped_rows import block_of, gathered, remember
-from otad.io.tensor_files import BLOCK_BYTES, check_seal, map_sealed, write_sealed
-from otad.io.tensor_files import fingerprint as tensor_fingerprint
+from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
 
 BANK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FORMAT = "otad-feature-bank"
 VERSION = "1"
+SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
 
 Blocks = Iterator[tuple[Tensor, Tensor]]
 Transport = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -48,14 +57,13 @@ class FeatureBank:
         check_shape(self.features, "features", tuple(self.inputs.shape), "like the inputs")
         check_alike(self.features, "features", self.inputs, "inputs")
         _check_labels(self.labels, len(self))
-        if not isinstance(self.fingerprint, str) or not self.fingerprint:
-            raise InputError(f"fingerprint: expected some text, got {self.fingerprint!r}")
-        if verify:
-            row = 0
-            for inputs, features in self._blocks():
-                check_finite(inputs, f"inputs from row {row} on")
-                check_finite(features, f"features from row {row} on")
-                row += len(inputs)
+        is_text = isinstance(self.fingerprint, str) and self.fingerprint
+        require(is_text, "fingerprint", "some text", repr(self.fingerprint))
+        row = 0
+        for inputs, features in self._blocks() if verify else ():
+            check_finite(inputs, f"inputs from row {row} on")
+            check_finite(features, f"features from row {row} on")
+            row += len(inputs)
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
@@ -71,21 +79,18 @@ class FeatureBank:
     @property
     def classes(self) -> Tensor:
         """The class numbers present (C,), ascending."""
-        if self.labels.dtype != torch.int64:
-            raise InputError("labels: expected class numbers (int64), got targets (float32)")
+        check_tensor(self.labels, "labels", "N", dtypes=(torch.int64,))
         present: Tensor = self.labels.unique()
         return present
 
     def gather(self, indices: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Inputs and features (..., d) at indices (...), in `dtype`, on the device of indices."""
-        if not isinstance(indices, Tensor):
-            raise InputError(f"indices: expected a torch.Tensor, got {type(indices).__name__}")
-        if indices.dtype != torch.int64:
-            raise InputError(f"indices: expected dtype int64, got {indices.dtype}")
+        kind = getattr(indices, "dtype", type(indices).__name__)
+        require(kind == torch.int64, "indices", "a tensor of dtype int64", kind)
         if indices.numel() > 0:
             low, high = (int(bound) for bound in indices.aminmax())
-            if low < 0 or high >= len(self):
-                raise InputError(f"indices: expected 0 to {len(self) - 1}, got {low} to {high}")
+            allowed = low >= 0 and high < len(self)
+            require(allowed, "indices", f"0 to {len(self) - 1}", f"{low} to {high}")
         inputs, features = (
             gathered(part, indices, indices.device) for part in (self.inputs, self.features)
         )
@@ -97,11 +102,8 @@ class FeatureBank:
         chosen = []
         for label in self.classes:
             members = (self.labels == label).nonzero()[:, 0]
-            if len(members) < per_class:
-                raise InputError(
-                    f"per_class: expected at most {len(members)}, the points of class "
-                    f"{int(label)}, got {per_class}"
-                )
+            expected = f"at most {len(members)}, the points of class {int(label)}"
+            require(per_class <= len(members), "per_class", expected, per_class)
             order = torch.randperm(len(members), generator=generator, device=generator.device)
             chosen.append(members[order[:per_class].to(members.device)])
         return self.select(torch.cat(chosen).sort().values)
@@ -109,7 +111,7 @@ class FeatureBank:
     def select(self, rows: Tensor) -> FeatureBank:
         """The points of these rows, in memory."""
         part = hashlib.sha256(self.fingerprint.encode())
-        part.update(tensor_fingerprint({"subset": rows}).encode())
+        part.update(tensor_files.fingerprint({"subset": rows}).encode())
         pairs = gathered(self.inputs, rows), gathered(self.features, rows)
         return FeatureBank(*pairs, self.labels[rows], part.hexdigest(), verify=False)
 
@@ -137,11 +139,10 @@ class FeatureBank:
         fit in memory. `progress` is called with (rows done, rows in all) after each batch.
         """
         check_count(batch_size, "batch_size")
-        if dtype not in BANK_DTYPES:
-            raise InputError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+        require(dtype in BANK_DTYPES, "dtype", "float16, bfloat16 or float32", dtype)
         for name, value in (("x", x), ("y", y)):
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) == 0:
-                raise InputError(f"{name}: expected a torch.Tensor with at least one row")
+            has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0
+            require(has_rows, name, "a torch.Tensor with at least one row", type(value).__name__)
         labels = y.to("cpu", torch.float32 if y.is_floating_point() else torch.int64)
         _check_labels(labels, len(x))
         blocks = _transported(transport, x, batch_size, dtype, progress)
@@ -158,9 +159,8 @@ class FeatureBank:
 
     def save(self, path: str | Path) -> None:
         """Write one sealed safetensors file."""
-        shape = (len(self), self.dim)
-        labels = self.labels.cpu()
-        _write(Path(path), labels, shape, self.dtype, self.fingerprint, self._blocks())
+        about = (len(self), self.dim), self.dtype, self.fingerprint
+        _write(Path(path), self.labels.cpu(), *about, self._blocks())
 
     @classmethod
     def load(
@@ -177,20 +177,17 @@ class FeatureBank:
         finite. `expect_fingerprint` refuses the bank of another net or of other data.
         """
         path = Path(path)
-        tensors, metadata = map_sealed(path)
+        tensors, metadata = tensor_files.map_sealed(path)
         kind, version = metadata.get("format"), metadata.get("version")
-        if kind != FORMAT or set(tensors) != {"inputs", "features", "labels"}:
-            raise InputError(f"{path}: expected a feature bank, got {kind or 'other tensors'}")
-        if version != VERSION:
-            raise InputError(f"{path}: expected a bank of version {VERSION}, got {version}")
+        is_bank = kind == FORMAT and set(tensors) == {"inputs", "features", "labels"}
+        require(is_bank, str(path), "a feature bank", kind or "other tensors")
+        require(version == VERSION, str(path), f"a bank of version {VERSION}", version)
         if verify:
-            check_seal(path)
+            tensor_files.check_seal(path)
         fingerprint = metadata.get("fingerprint", "")
-        if expect_fingerprint is not None and fingerprint != expect_fingerprint:
-            raise InputError(
-                f"{path}: expected the bank of net and data {expect_fingerprint}, got the bank of "
-                f"{fingerprint}"
-            )
+        expected = fingerprint if expect_fingerprint is None else expect_fingerprint
+        wanted = f"the bank of net and data {expected}"
+        require(fingerprint == expected, str(path), wanted, f"the bank of {fingerprint}")
         if mmap:
             remember(path, {name: tensors[name] for name in ("inputs", "features")})
         else:
@@ -198,7 +195,7 @@ class FeatureBank:
         return cls(**tensors, fingerprint=fingerprint, verify=verify)
 
     def _blocks(self) -> Blocks:
-        rows = max(1, BLOCK_BYTES // (4 * self.dim))
+        rows = max(1, tensor_files.BLOCK_BYTES // (4 * self.dim))
         for start in range(0, len(self), rows):
             stop = start + rows
             yield block_of(self.inputs, start, stop), block_of(self.features, start, stop)
@@ -245,11 +242,94 @@ def _write(
     metadata = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint}
     pairs = (zip(("inputs", "features"), block, strict=True) for block in blocks)
     rows = chain([("labels", labels)], chain.from_iterable(pairs))
-    write_sealed(path, layout, metadata, rows)
+    tensor_files.write_sealed(path, layout, metadata, rows)
 
 
 def _check_labels(labels: Tensor, count: int) -> None:
     check_tensor(labels, "labels", "N", dtypes=(torch.int64, torch.float32))
     check_shape(labels, "labels", (count,), "one for each input")
-    if labels.dtype == torch.int64 and int(labels.min()) < 0:
-        raise InputError(f"labels: expected class numbers from 0, got {int(labels.min())}")
+    if labels.dtype == torch.int64:
+        least = int(labels.min())
+        require(least >= 0, "labels", "class numbers from 0", least)
+
+
+class BankModule(nn.Module):
+    """A bank with its exact neighbor search, "torch" or "faiss".
+
+    Inputs, features and labels are buffers, so they follow the module (`to`, `state_dict`), unless
+    the bank is not `resident`: then it stays where it is, for instance mapped from a file.
+    `n_neighbors`: K; `spares`: neighbors that are searched beyond these. `keys` (N,m): the bank in
+    the space of a metric, in which neighbors are searched; without, that of the bank's inputs.
+    """
+
+    bank_inputs: Tensor
+    bank_features: Tensor
+    bank_labels: Tensor
+    bank_keys: Tensor | None
+
+    def __init__(
+        self,
+        bank: FeatureBank,
+        *,
+        n_neighbors: int,
+        spares: int,
+        search: str,
+        resident: bool,
+        keys: Tensor | None,
+    ) -> None:
+        super().__init__()
+        if keys is not None:
+            check_tensor(keys, "keys", "N,m")
+            check_shape(keys, "keys", (len(bank), keys.shape[1]), "with one key per bank point")
+        self.n_neighbors, self.n_searched = n_neighbors, n_neighbors + spares
+        self.search = check_choice(search, "search", tuple(SEARCHES))
+        self.resident = resident
+        self.bank_fingerprint = bank.fingerprint
+        for name in ("inputs", "features", "labels"):
+            if resident:
+                self.register_buffer(f"bank_{name}", getattr(bank, name))
+            else:
+                setattr(self, f"bank_{name}", getattr(bank, name))
+        self.register_buffer("bank_keys", keys)
+        self._searched: tuple[Tensor, NeighborSearch] | None = None
+
+    @property
+    def bank(self) -> FeatureBank:
+        """The bank where it is now. Banks have at most float32: that of a float64 module, too."""
+        inputs, features, labels = (
+            tensor.float() if tensor.dtype == torch.float64 else tensor
+            for tensor in (self.bank_inputs, self.bank_features, self.bank_labels)
+        )
+        return FeatureBank(inputs, features, labels, self.bank_fingerprint, verify=False)
+
+    @property
+    def bank_points(self) -> Tensor:
+        """The bank (N,m) in the space in which neighbors are searched."""
+        return self.bank_inputs if self.bank_keys is None else self.bank_keys
+
+    def neighbors(
+        self, keys: Tensor, count: int | None = None, *, exclude: Tensor | None = None
+    ) -> Neighbors:
+        """The bank points nearest to query keys (B,m), nearest first: `count`, or `n_searched`."""
+        points = self.bank_points
+        if self._searched is None or self._searched[0] is not points:
+            self._searched = points, SEARCHES[self.search](points)
+        return self._searched[1](keys, count or self.n_searched, exclude=exclude)
+
+    def get_extra_state(self) -> Tensor:
+        """The bank's fingerprint, so that a state dict says which bank it belongs to."""
+        return torch.tensor(list(self.bank_fingerprint.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        fingerprint = bytes(state.tolist()).decode()
+        same = fingerprint == self.bank_fingerprint
+        expected = f"a model with the bank {self.bank_fingerprint}, which is not resident"
+        require(self.resident or same, "state_dict", expected, f"one with {fingerprint}")
+        self.bank_fingerprint = fingerprint
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        self._searched = None  # the points may have changed in place
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_searched": None}  # a copy makes its own

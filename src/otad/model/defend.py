@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +54,18 @@ def defend(
     backbone = adapt(net, input_shape=shape, task=task).eval()
     inputs = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(inputs))
-    asked = n_neighbors, smoothness, strong_convexity, solver, scope
-    check_settings(len(inputs), *asked, metric=metric, dim=backbone.dim)
+    asked: dict[str, Any] = {
+        "n_neighbors": n_neighbors,
+        "scope": scope,
+        "smoothness": smoothness,
+        "strong_convexity": strong_convexity,
+        "solver": solver,
+    }
+    check_settings(len(inputs), metric=metric, dim=backbone.dim, **asked)
+    device = backbone.mean.device
 
     def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
-        embedded = backbone.embed(batch.to(backbone.mean.device))
+        embedded = backbone.embed(batch.to(device))
         return embedded, backbone.transport(embedded)[0]
 
     bank = FeatureBank.build(
@@ -70,25 +78,19 @@ def defend(
         path=bank_path,
         progress=progress,
     )
-    if resident:
-        bank = bank.to(backbone.mean.device)
+    keys = None
+    if metric is not None:
+        metric = metric.to(device).eval()
+        with torch.no_grad():
+            batches = inputs.split(batch_size)
+            keys = torch.cat([keys_of(batch.to(device), metric) for batch in batches])
     return OTAD(
         backbone,
-        bank,
-        n_neighbors=n_neighbors,
-        scope=scope,
-        smoothness=smoothness,
-        strong_convexity=strong_convexity,
+        bank.to(device) if resident else bank,
+        **asked,
         sweep_progress=sweep_progress,
-        solver=solver,
         search=search,
         resident=resident,
-        metric=None if metric is None else metric.to(backbone.mean.device).eval(),
-        keys=None if metric is None else _keys(metric, inputs, backbone.mean.device, batch_size),
+        metric=metric,
+        keys=keys,
     )
-
-
-@torch.no_grad()
-def _keys(metric: nn.Module, x: Tensor, device: torch.device, batch_size: int) -> Tensor:
-    """The keys (N,m) of training inputs."""
-    return torch.cat([keys_of(batch.to(device), metric) for batch in x.split(batch_size)])

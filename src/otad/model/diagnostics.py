@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.checks import check_count, check_tensor
-from otad.cip import BankProblem, least_smoothness
-from otad.errors import InputError
-from otad.model.answerers import Answer
+from otad.checks import check_count, check_tensor, require
+from otad.cip import least_smoothness
 from otad.model.otad import OTAD
 from otad.nets import Backbone
 from otad.search.neighbors import Neighbors
 
 Map = Callable[[Tensor], Tensor]
 """Points (B,d) -> features (B,d'), differentiable or not."""
+PAIRED_ROWS = 256  # at a time
 
 
 @dataclass(frozen=True)
@@ -58,27 +57,9 @@ class Distribution:
         return Distribution(len(numbers), float(numbers.mean()), *(float(mark) for mark in marks))
 
 
-def problem_of(model: OTAD, embedded: Tensor, indices: Tensor) -> BankProblem:
-    """The convex integration problem of embedded inputs (B,d) with these bank points (B,K)."""
-    return model.problem(embedded, indices, model.smoothness, model.strong_convexity)
-
-
-@torch.no_grad()
-def residual_of(model: OTAD, embedded: Tensor, answer: Answer) -> Tensor:
-    """How far an answer (or trace) for embedded inputs (B,d) is from exact, (B,) in float64,
-    without a unit: see `Answerer.residual`."""
-    return model.answerer.residual(model, embedded, answer)
-
-
-def chooses_potential(model: OTAD) -> bool:
-    """Whether a class prediction may depend on which of the feasible potentials is taken."""
-    return model.answerer.chooses_potential and model.backbone.task == "classification"
-
-
 @torch.no_grad()
 def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) -> Tensor:
-    """Whether a class prediction (B,) differs between the two extreme potentials, for a model that
-    `chooses_potential`."""
+    """Whether a class prediction (B,) differs between the two extreme potentials."""
     low, high = (
         model.backbone.head(one.solve(model, embedded, neighbors.indices).image).argmax(1)
         for one in model.answerer.extremes()
@@ -88,42 +69,32 @@ def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) ->
 
 
 @torch.no_grad()
-def neighborhood_smoothness(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
+def neighborhood_smoothness(model: OTAD, x: Tensor) -> Tensor:
     """The least L (B,) for which the K neighbors of each input are integrable, in float64.
 
     It is what the data require around an input, in either scope, with the model's strong convexity;
     infinite where no L is enough. See `least_smoothness`.
     """
-    found = []
-    for batch in model.backbone.check_inputs(x).split(batch_size):
-        embedded = model.backbone.embed(batch)
-        indices = model.neighbors(model.query_keys(batch), model.n_neighbors).indices
-        found.append(least_smoothness(problem_of(model, embedded, indices)))
-    return torch.cat(found)
+    embedded = model.backbone.embed(model.backbone.check_inputs(x))
+    indices = model.neighbors(model.query_keys(x), model.n_neighbors).indices
+    return least_smoothness(model.problem(embedded, indices))
 
 
 @torch.no_grad()
-def transport_energy(backbone: Backbone, x: Tensor, *, batch_size: int = 1024) -> Tensor:
+def transport_energy(backbone: Backbone, x: Tensor) -> Tensor:
     """sum_k |x^k - x^(k-1)|^2 (B,): the energy of the path from each input to its feature."""
-    batches = backbone.check_inputs(x).split(batch_size)
-    return torch.cat([backbone.transport(backbone.embed(batch))[1] for batch in batches])
+    return backbone.transport(backbone.embed(backbone.check_inputs(x)))[1]
 
 
 @torch.no_grad()
-def monotonicity_violations(
-    model: OTAD, rows: Tensor | None = None, *, batch_size: int = 256
-) -> float:
-    """The share of pairs with <z_i - z_j, x_i - x_j> < 0, which no convex potential allows.
-
-    i runs over `rows` of the bank (int64, all by default), j over the K nearest other bank points
-    of each.
-    """
+def monotonicity_violations(model: OTAD, rows: Tensor | None = None) -> float:
+    """The share of pairs with <z_i - z_j, x_i - x_j> < 0, which no convex potential allows: i in
+    `rows` of the bank (int64, all by default), j of the K nearest other bank points of each."""
     inputs, features = model.bank_inputs, model.bank_features
-    if rows is None:
-        rows = torch.arange(len(inputs))
+    rows = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(rows, "rows", "B", dtypes=(torch.int64,))
     violations = pairs = 0
-    for batch in rows.to(inputs.device).split(batch_size):
+    for batch in rows.to(inputs.device).split(PAIRED_ROWS):
         points = model.bank_points[batch]
         found = model.neighbors(points, model.n_neighbors, exclude=batch).indices
         found = found.to(inputs.device)
@@ -135,35 +106,14 @@ def monotonicity_violations(
     return violations / pairs
 
 
-@torch.no_grad()
-def relative_error(model: OTAD, x: Tensor, *, batch_size: int = 1024) -> Tensor:
-    """The paper's RE (B,): |R(x) - f(x)|^2 / |R(x)|^2 between the features of the net, R, and of
-    the defense, f."""
-    found = []
-    for batch in model.backbone.check_inputs(x).split(batch_size):
-        embedded = model.backbone.embed(batch)
-        learned = model.backbone.transport(embedded)[0]
-        keys = None if model.metric is None else model.query_keys(batch)
-        defended = model.solve(embedded, keys).solution.image
-        found.append((learned - defended).square().sum(1) / learned.square().sum(1))
-    return torch.cat(found)
-
-
 def defended_map(model: OTAD) -> Map:
     """Embedded inputs (B,d) -> features of the defense (B,d)."""
-    if model.metric is not None:
-        raise InputError("model: expected neighbors by embedded inputs, got a metric of its own")
+    require(model.metric is None, "model", "neighbors by embedded inputs", "a metric of its own")
     return lambda embedded: model.solve(embedded).solution.image
 
 
 def local_lipschitz(
-    function: Map,
-    points: Tensor,
-    *,
-    radius: float,
-    generator: torch.Generator,
-    steps: int = 20,
-    batch_size: int = 256,
+    function: Map, points: Tensor, *, radius: float, generator: torch.Generator, steps: int = 20
 ) -> Tensor:
     """The largest |f(x + e) - f(x)| / |e| found with |e| = `radius`, for each point x (B,d).
 
@@ -174,13 +124,11 @@ def local_lipschitz(
     """
     check_tensor(points, "points", "B,d")
     check_count(steps, "steps", least=0)
-    if not 0 < radius < float("inf"):
-        raise InputError(f"radius: expected a positive number, got {radius!r}")
-    found = [
-        _steepest(function, batch.detach(), radius, steps, generator)
-        for batch in points.split(batch_size)
-    ]
-    return torch.cat(found)
+    require(0 < radius < float("inf"), "radius", "a positive number", repr(radius))
+    batches = points.split(PAIRED_ROWS)
+    return torch.cat(
+        [_steepest(function, one.detach(), radius, steps, generator) for one in batches]
+    )
 
 
 def _steepest(
@@ -188,26 +136,21 @@ def _steepest(
 ) -> Tensor:
     with torch.no_grad():
         center = function(points)
-    best = points.new_zeros(len(points))
-    direction = _random_like(points, generator)
+
+    def draw() -> Tensor:
+        return torch.randn(points.shape, generator=generator, device=generator.device).to(points)
+
+    best, direction = points.new_zeros(len(points)), draw()
     for _ in range(steps + 1):
         moved = points + radius * direction / direction.norm(dim=1, keepdim=True)
         moved.requires_grad_()
         with torch.enable_grad():
-            shift = function(moved) - center
-            size = shift.square().sum(1)
+            size = (function(moved) - center).square().sum(1)
         way = (moved.detach() - points).norm(dim=1)  # radius, but for rounding
         best = torch.maximum(best, size.detach().sqrt() / way)
-        gradient = None
+        gradient, direction = None, draw()
         if size.requires_grad:
             (gradient,) = torch.autograd.grad(size.sum(), moved, allow_unused=True)
-        direction = _random_like(points, generator)
         if gradient is not None:
-            moving = gradient.norm(dim=1, keepdim=True) > 0
-            direction = torch.where(moving, gradient, direction)
+            direction = torch.where(gradient.norm(dim=1, keepdim=True) > 0, gradient, direction)
     return best
-
-
-def _random_like(points: Tensor, generator: torch.Generator) -> Tensor:
-    drawn = torch.randn(points.shape, generator=generator, device=generator.device)
-    return drawn.to(points)

@@ -13,18 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.checks import check_count, check_tensor
-from otad.cip import BankProblem, ExactCip
-from otad.cip.surrogate import (
-    CIP_NET_RECIPE,
-    CipNet,
-    CipNetConfig,
-    CipNetResult,
-    train_cip_net,
-)
+from otad.checks import check_count, check_tensor, require
+from otad.cip import BankProblem
+from otad.cip.surrogate import CIP_NET_RECIPE, CipNet, CipNetConfig, CipNetResult, train_cip_net
 from otad.errors import InputError
 from otad.io.mapped_rows import gathered
-from otad.model.diagnostics import problem_of
 from otad.model.otad import OTAD
 
 PAPER_WIDTH = 2048  # of the tokens, for features of dimension 24,576
@@ -58,21 +51,17 @@ def imitate(
     points, as in the paper; then it gives up robustness. Other options are those of
     `otad.cip.surrogate.train_cip_net`. The given model is not changed.
     """
-    solver = model.solver
-    if not isinstance(solver, ExactCip):
+    solver = model.answerer.exact_solver
+    if solver is None:
         raise InputError(
             "model: expected local scope and ExactCip, whose answers are learned, got "
-            f"{model.scope} scope and {type(solver).__name__}"
+            f"{model.scope} scope and {type(model.solver).__name__}"
         )
-    if solver.spares:
-        raise InputError(
-            f"spares: expected 0, as a network does not substitute neighbors, got {solver.spares}"
-        )
-    config = config or recipe_for(model)
-    check_count(held_out, "held_out", least=0)
-    points = len(model.bank_inputs)
-    if held_out >= points:
-        raise InputError(f"held_out: expected fewer than all {points} points, got {held_out}")
+    expected = "0, as a network does not substitute neighbors"
+    require(solver.spares == 0, "spares", expected, solver.spares)
+    config, points = config or recipe_for(model), len(model.bank_inputs)
+    fits = check_count(held_out, "held_out", least=0) < points
+    require(fits, "held_out", f"fewer than all {points} points", held_out)
     rows, unseen = None, None
     if held_out:
         order = torch.randperm(points, generator=torch.Generator().manual_seed(config.seed))
@@ -115,16 +104,13 @@ def fresh_net(model: OTAD, *, width: int | None = None, seed: int = 0, **options
 def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
     """Points of a model's bank as queries, all or those of `rows` (M,) int64, each among its K
     nearest other points in the space in which the model searches."""
-    inputs, points, like = model.bank_inputs, model.bank_points, model.backbone.mean
+    inputs, like = model.bank_inputs, model.backbone.mean
     chosen = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(chosen, "rows", "M", dtypes=(torch.int64,))
-    found = [
-        model.neighbors(
-            gathered(points, some, like.device).to(like), model.n_neighbors, exclude=some
-        ).indices
-        for some in chosen.split(_SEARCHED_ROWS)
-    ]
-    indices = torch.cat(found)
-    if rows is None and (inputs.dtype, inputs.device) == (like.dtype, like.device):
-        return problem_of(model, inputs, indices)  # which may be mapped from a file
-    return problem_of(model, gathered(inputs, chosen, like.device).to(like), indices)
+    found = []
+    for some in chosen.split(_SEARCHED_ROWS):
+        keys = gathered(model.bank_points, some, like.device).to(like)
+        found.append(model.neighbors(keys, model.n_neighbors, exclude=some).indices)
+    if rows is not None or (inputs.dtype, inputs.device) != (like.dtype, like.device):
+        inputs = gathered(inputs, chosen, like.device).to(like)  # else it may be mapped from a file
+    return model.problem(inputs, torch.cat(found))

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_evaluation
+from otad.checks import check_evaluation, require
+from otad.cip import BankProblem
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.map import WholeBank
-from otad.cip.whole_bank.potential import BankPotential, Progress
+from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError
 from otad.model.answerer_options import make_answerer
 from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer
-from otad.model.bank import FeatureBank
-from otad.model.bank_module import BankModule
+from otad.model.bank import BankModule, FeatureBank
 from otad.model.folder import CARD, Block, read_bank, read_block, read_card, write_model
 from otad.nets import Backbone, Metric, build, build_metric
 
@@ -34,13 +34,9 @@ METRIC_VERSION = 2  # the least version of a model card with a metric
 class Trace(Answer):
     """A prediction and all it rests on, one row per input.
 
-    `outputs`: logits (B,C), or values (B,) in regression. `neighbors`: the training points found,
-    `labels` (B,K) theirs. `solution`: the convex integration answer, with the weight of each
-    neighbor, the curvature used, the residual and the status.
-
-    For a global map the neighbors are the points with weight, most weight first, padded with
-    points of weight 0, and `gap` (B,) bounds how far its feature is from the exact one:
-    |z' - exact|^2 <= 2 (L - l) gap. Otherwise it is None.
+    `outputs`: logits (B,C), or values (B,) in regression. `labels` (B,K): those of the neighbors,
+    which for a global map are the points with weight, most weight first, padded with points of
+    weight 0.
     """
 
     outputs: Tensor
@@ -57,7 +53,7 @@ class OTAD(BankModule):
     The bank belongs to the nets as they were when it was made. So `train()` leaves all parts in
     evaluation mode, and nets that are trained further must be defended anew.
 
-    - `n_neighbors` (K), `smoothness` (L), `strong_convexity` (l): the map asked for.
+    - `n_neighbors` (K), `smoothness` (L, None), `strong_convexity` (l, 0): the map asked for.
     - `scope`: "local", each input by its own K neighbors, L = 2 by default; or "global", one map
       for every input, by default of the least L that all bank points allow. For a smaller L
       points that contradict others are left out: see `potential`, which is found here, by
@@ -71,7 +67,7 @@ class OTAD(BankModule):
     - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are searched,
       with the `keys` (N,m) of the bank; None for the embedded space itself.
 
-    The first four make the `answerer`, see `otad.model.answerers`.
+    The first four are `answering`: they make the `answerer`, see `otad.model.answerers`.
     """
 
     def __init__(
@@ -80,36 +76,18 @@ class OTAD(BankModule):
         bank: FeatureBank,
         *,
         n_neighbors: int = 10,
-        scope: str = "local",
-        smoothness: float | None = None,
-        strong_convexity: float = 0.0,
-        potential: BankPotential | None = None,
-        solver: Solver | None = None,
         search: str = "torch",
         resident: bool = True,
         metric: nn.Module | None = None,
         keys: Tensor | None = None,
-        sweep_progress: Progress | None = None,
+        **answering: Any,
     ) -> None:
-        if bank.dim != backbone.dim:
-            raise InputError(
-                f"bank: expected features of dimension {backbone.dim} like the backbone's, "
-                f"got {bank.dim}"
-            )
-        answerer = make_answerer(
-            bank,
-            n_neighbors=n_neighbors,
-            scope=scope,
-            smoothness=smoothness,
-            strong_convexity=strong_convexity,
-            solver=solver,
-            potential=potential,
-            sweep_progress=sweep_progress,
-            metric=metric,
-            lift=backbone.lift,
-        )
-        if (metric is None) != (keys is None):
-            raise InputError("metric: expected together with the bank's keys, got one of the two")
+        expected = f"features of dimension {backbone.dim} like the backbone's"
+        require(bank.dim == backbone.dim, "bank", expected, bank.dim)
+        asked = {"n_neighbors": n_neighbors, "metric": metric, **answering}
+        answerer = make_answerer(bank, lift=backbone.lift, **asked)
+        paired = (metric is None) == (keys is None)
+        require(paired, "metric", "together with the bank's keys", "one of the two")
         super().__init__(
             bank,
             n_neighbors=n_neighbors,
@@ -169,10 +147,13 @@ class OTAD(BankModule):
 
         `keys` (B,m): the same inputs where neighbors are searched, if that is another space.
         """
-        if keys is None and self.metric is not None:
-            raise InputError("keys: expected query keys, as neighbors are searched by a metric")
-        keys = embedded if keys is None else keys
-        return self.answerer.answer(self, embedded, keys, exclude)
+        known = keys is not None or self.metric is None
+        require(known, "keys", "query keys, as neighbors are searched by a metric", None)
+        return self.answerer.answer(self, embedded, embedded if keys is None else keys, exclude)
+
+    def problem(self, embedded: Tensor, indices: Tensor) -> BankProblem:
+        """The convex integration problem of embedded inputs (B,d) with these bank points (B,K)."""
+        return self.answerer.problem(self, embedded, indices)
 
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction and what it rests on. `exclude` (B,), for local scope alone: bank rows
@@ -182,13 +163,8 @@ class OTAD(BankModule):
         keys = None if self.metric is None else self.query_keys(x)
         found = self.solve(embedded, keys, exclude=exclude)
         indices = found.neighbors.indices.to(self.bank_labels.device)
-        return Trace(
-            outputs=self.backbone.head(found.solution.image),
-            labels=self.bank_labels[indices].to(x.device),
-            neighbors=found.neighbors,
-            solution=found.solution,
-            gap=found.gap,
-        )
+        labels = self.bank_labels[indices].to(x.device)
+        return Trace(**vars(found), outputs=self.backbone.head(found.solution.image), labels=labels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.trace(x).outputs
@@ -208,15 +184,8 @@ class OTAD(BankModule):
             options = {"scope": self.scope, "smoothness": self.smoothness}
             if not self.backbone.lift:
                 options["strong_convexity"] = self.strong_convexity
-        current: dict[str, Any] = {
-            "backbone": self.backbone,
-            "bank": self.bank,
-            "n_neighbors": self.n_neighbors,
-            "search": self.search,
-            "resident": self.resident,
-            "metric": self.metric,
-            "keys": self.bank_keys,
-        }
+        same = ("backbone", "bank", "n_neighbors", "search", "resident", "metric")
+        current = {name: getattr(self, name) for name in same} | {"keys": self.bank_keys}
         model = OTAD(**(current | options | changes))
         model.notes = dict(self.notes)
         return model
@@ -227,25 +196,19 @@ class OTAD(BankModule):
         `notes` (data, classes, metrics, ... in plain JSON) are added to those the model has.
         """
         answerer, metric, keys = self.answerer, self.metric, self.bank_keys
+        own = ("n_neighbors", "smoothness", "strong_convexity", "search")
+        settings = {name: getattr(self, name) for name in own} | answerer.settings()
         about: dict[str, Any] = {
             "version": answerer.card_version,
-            "settings": {
-                "n_neighbors": self.n_neighbors,
-                "smoothness": self.smoothness,
-                "strong_convexity": self.strong_convexity,
-                "search": self.search,
-                **answerer.settings(),
-            },
+            "settings": settings,
             "notes": self.notes | notes,
         }
         config = {"config": self.backbone.config()}
         blocks = {"backbone": Block("backbone", self.backbone.state_dict(), config, config)}
         if metric is not None and keys is not None:
             if not isinstance(metric, Metric):
-                raise InputError(
-                    "metric: expected an otad.nets.Metric, which can describe itself, to save the "
-                    f"model, got {type(metric).__name__}"
-                )
+                found = type(metric).__name__
+                raise InputError(f"metric: expected an otad.nets.Metric to save it, got {found}")
             about["version"] = max(METRIC_VERSION, answerer.card_version)
             about["metric"] = {"config": metric.config()}
             blocks["metric.metric"] = Block("metric", metric.state_dict())
@@ -291,14 +254,9 @@ def load(
         kind = next((kind for kind in ANSWERERS if kind.card_entry in card), NeighborAnswerer)
         entry = card[kind.card_entry] if kind.card_entry else {}
         tensors = read_block(folder, card, entry) if entry else {}
-        model = OTAD(
-            backbone.eval(),
-            bank,
-            resident=resident,
-            metric=metric,
-            keys=keys,
-            **kind.restore(card["settings"], entry, tensors),
-        )
+        options = kind.restore(card["settings"], entry, tensors)
+        own: dict[str, Any] = {"resident": resident, "metric": metric, "keys": keys}
+        model = OTAD(backbone.eval(), bank, **own, **options)
         model.notes = dict(card["notes"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
