@@ -281,11 +281,8 @@ def test_parameters_reach_the_model(capsys) -> None:
         ({"max_smoothness": 1.0}, "max_smoothness: expected at least the smoothness 2.0, got 1.0"),
         ({"mode": "fast"}, "mode: expected one of consistent, paper, got 'fast'"),
         ({"scope": "regional"}, "scope: expected one of local, global, got 'regional'"),
-        ({"scope": "global", "mode": "paper"}, "scope: expected 'local' where mode"),
-        (
-            {"scope": "global", "max_smoothness": 4.0},
-            "scope: expected 'local' where max_smoothness",
-        ),
+        ({"scope": "global", "mode": "paper"}, r"scope: .*local.*mode"),
+        ({"scope": "global", "max_smoothness": 4.0}, r"scope: .*local.*max_smoothness"),
         ({"on_failure": "abstain"}, "on_failure: expected one of fallback, raise, got 'abstain'"),
         ({"hidden": 0}, "hidden: expected an integer of at least 1, got 0"),
         ({"n_blocks": 0}, "blocks: expected an integer of at least 1, got 0"),

@@ -273,7 +273,7 @@ def test_refusals(options: dict[str, object], message: str) -> None:
 def test_a_vector_is_no_picture() -> None:
     model, _ = table_model()
     (one,) = explain(model, QUERIES[:1])
-    with pytest.raises(InputError, match=r"expected inputs that are images .* got .* \(4,\)"):
+    with pytest.raises(InputError, match=r"figure: .* got .* \(4,\)"):
         one.figure()
     with pytest.raises(InputError, match="count: expected an integer of at least 1, got 0"):
         one.table(top=0)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from copy import copy
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import softmax
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
@@ -22,15 +24,13 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from torch import Tensor
 
 from otad.certify import Certificate, Interval, certify, certify_values
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.data import Task, holdout
-from otad.errors import InputError
 from otad.explain import Explanation, explain
 from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
-from otad.model.otad import OTAD
 from otad.nets import Backbone
-from otad.training import EpochRecord, TrainConfig, fit_backbone
+from otad.training import TrainConfig, fit_backbone
 
 LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
 ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
@@ -38,61 +38,34 @@ ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
 Array = NDArray[Any]
 
 
+@dataclass(eq=False, repr=False)
 class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     """What both estimators share; the parameters are described in `OTADClassifier`."""
 
     _task: ClassVar[Task]
-    module_: OTAD
-    history_: tuple[EpochRecord, ...]
-    n_iter_: int
-    feature_names_in_: Array
 
-    def __init__(
-        self,
-        n_neighbors: int = 10,
-        *,
-        scope: str = "local",
-        smoothness: float | None = None,
-        strong_convexity: float = 0.0,
-        n_blocks: int = 5,
-        hidden: int | None = None,
-        energy_weight: float = 0.2,
-        epochs: int = 30,
-        batch_size: int = 32,
-        learning_rate: float = 0.003,
-        weight_decay: float = 0.01,
-        optimizer: str = "adamw",
-        mode: str = "consistent",
-        climb: tuple[float, float] | None = None,
-        max_smoothness: float | None = None,
-        on_failure: str = "fallback",
-        bounds: tuple[float, float] | None = None,
-        validation_fraction: float | None = None,
-        device: str = "cpu",
-        random_state: int | np.random.RandomState | None = None,
-        verbose: int = 0,
-    ) -> None:
-        self.n_neighbors = n_neighbors
-        self.scope = scope
-        self.smoothness = smoothness
-        self.strong_convexity = strong_convexity
-        self.n_blocks = n_blocks
-        self.hidden = hidden
-        self.energy_weight = energy_weight
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.optimizer = optimizer
-        self.mode = mode
-        self.climb = climb
-        self.max_smoothness = max_smoothness
-        self.on_failure = on_failure
-        self.bounds = bounds
-        self.validation_fraction = validation_fraction
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
+    n_neighbors: int = 10
+    _: KW_ONLY
+    scope: str = "local"
+    smoothness: float | None = None
+    strong_convexity: float = 0.0
+    n_blocks: int = 5
+    hidden: int | None = None
+    energy_weight: float = 0.2
+    epochs: int = 30
+    batch_size: int = 32
+    learning_rate: float = 0.003
+    weight_decay: float = 0.01
+    optimizer: str = "adamw"
+    mode: str = "consistent"
+    climb: tuple[float, float] | None = None
+    max_smoothness: float | None = None
+    on_failure: str = "fallback"
+    bounds: tuple[float, float] | None = None
+    validation_fraction: float | None = None
+    device: str = "cpu"
+    random_state: int | np.random.RandomState | None = None
+    verbose: int = 0
 
     @torch.inference_mode(False)  # weights made in that mode could not be trained
     def fit(self, X: Any, y: Any) -> Self:
@@ -121,20 +94,11 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
 
     def _check_training_data(self, X: Any, y: Any) -> tuple[Tensor, Array]:
         """Inputs as a tensor, targets (n,) as they came."""
-        inputs, targets = validate_data(
-            self,
-            X,
-            y,
-            dtype=np.float32,
-            allow_nd=True,
-            ensure_min_samples=2,
-            y_numeric=self._task == "regression",
-        )
-        if inputs.ndim not in (2, 4):
-            raise InputError(
-                "X: expected vectors (n, d) or images (n, c, h, w), "
-                f"got an array of shape {inputs.shape}"
-            )
+        options = {"allow_nd": True, "ensure_min_samples": 2}
+        options["y_numeric"] = self._task == "regression"
+        inputs, targets = validate_data(self, X, y, dtype=np.float32, **options)
+        expected = "vectors (n, d) or images (n, c, h, w)"
+        require(inputs.ndim in (2, 4), "X", expected, f"an array of shape {inputs.shape}")
         return torch.tensor(inputs), column_or_1d(targets, warn=True)
 
     def _check_inputs(self, X: Any) -> Tensor:
@@ -170,20 +134,18 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
             rows, held = holdout(y, self.validation_fraction, seed, task=self._task)
             parts = (x[rows], y[rows], x[held], y[held])
         check_settings(len(rows), **self._settings())
-        sizes = self._given("n_blocks", "hidden", "bounds")
-        width = max(LEAST_WIDTH, math.prod(x.shape[1:]))
-        hidden = width if sizes["hidden"] is None else sizes["hidden"]
+        blocks, hidden, bounds = self._given("n_blocks", "hidden", "bounds").values()
+        hidden = max(LEAST_WIDTH, math.prod(x.shape[1:])) if hidden is None else hidden
         net, result = fit_backbone(
             parts,
             config,
             task=self._task,
             n_outputs=n_outputs,
-            bounds=sizes["bounds"],
-            options={"blocks": sizes["n_blocks"], "hidden": hidden},
+            bounds=bounds,
+            options={"blocks": blocks, "hidden": hidden},
             progress=self.verbose > 0,
         )
-        self.history_ = result.history
-        self.n_iter_ = len(self.history_)
+        self.history_, self.n_iter_ = result.history, len(result.history)
         return net, rows
 
     def _defend(self, net: Backbone, x: Tensor, y: Tensor, **notes: Any) -> None:
@@ -242,8 +204,8 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         inputs, labels = self._check_training_data(X, y)
         check_classification_targets(labels)
         self.classes_, codes = np.unique(labels, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise InputError(f"y: expected at least two classes, got one class: {labels[0]!r}")
+        found = f"one class: {labels[0]!r}"
+        require(len(self.classes_) > 1, "y", "at least two classes", found)
         targets = torch.tensor(codes)
         net, rows = self._train(inputs, targets, len(self.classes_))
         names = [str(label) for label in self.classes_]
@@ -262,8 +224,7 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> Array:
         """The softmax of the logits (n, C), columns in the order of `classes_`."""
         logits = self._outputs(X)
-        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
-        shares: Array = scores / scores.sum(axis=1, keepdims=True)
+        shares: Array = softmax(logits, axis=1)
         return shares
 
     def certify(self, X: Any, *, unit: Any = None) -> Certificate:
@@ -288,8 +249,7 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
 
     def _fit(self, X: Any, y: Any) -> None:
         inputs, values = self._check_training_data(X, y)
-        values = values.astype(np.float64)
-        targets = torch.tensor(values)
+        targets = torch.tensor(values.astype(np.float64))
         net, rows = self._train(inputs, targets, 1)
         self._defend(net, inputs[rows], targets[rows].float())
 

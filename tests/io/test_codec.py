@@ -63,7 +63,7 @@ GOOD = {"count": 1, "flag": False, "pair": None, "parts": []}
         ({"pair": [0.2, "much"]}, r"file.pair\[1\]: expected float, got 'much'"),
         ({"pair": [0.2, True]}, r"file.pair\[1\]: expected float, got True"),
         ({"parts": [{"share": 1.0}, {}]}, r"file.parts\[1\]: expected a value for 'share'"),
-        ({"parts": [{"shore": 1.0}]}, r"file.parts\[0\]: unknown key 'shore', expected one of"),
+        ({"parts": [{"shore": 1.0}]}, r"file.parts\[0\]: .* unknown key 'shore'"),
         ({"parts": {}}, "file.parts: expected tuple"),
         ({"named": {"x": 3}}, "file.named.x: expected a table, got 3"),
         ({"named": []}, "file.named: expected dict"),

@@ -333,8 +333,16 @@ def test_damaged_files_are_refused(
         ("local", lambda f: flip(f, "bank", -N * D * 8 - 5), "the file is damaged"),
         ("local", lambda f: save_file({"a": torch.zeros(2)}, part(f, "bank")), "a feature bank"),
         ("local", lambda f: (f / "card.json").unlink(), "a model folder with card.json, got none"),
-        ("local", lambda f: (f / "card.json").write_text("{"), "a model card in JSON, got"),
-        ("local", lambda f: (f / "card.json").write_bytes(b"\xff"), "a model card in JSON, got"),
+        (
+            "local",
+            lambda f: (f / "card.json").write_text("{"),
+            "card.json: expected a record in JSON",
+        ),
+        (
+            "local",
+            lambda f: (f / "card.json").write_bytes(b"\xff"),
+            "card.json: expected a record in JSON",
+        ),
         ("local", lambda f: (f / "card.json").write_text("[1]"), "of version 1, 2, 3, 4, got"),
         ("local", lambda f: edit(f, lambda c: c.update(format="x")), r"got \('x', 1\)"),
         ("local", lambda f: edit(f, lambda c: c.update(version=9)), r"got \('otad-model', 9\)"),

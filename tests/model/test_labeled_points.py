@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otad.errors import InputError
-from otad.model import prototypes
 from otad.model.prototypes import PrototypeNet, class_means, label_heights, nearest_rivals
 
 
@@ -29,8 +28,7 @@ def prototypes_at(points: Tensor, labels: Tensor) -> PrototypeNet:
     return net
 
 
-def test_means_are_over_the_nearest_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prototypes, "PAIRS_AT_ONCE", 60)  # several blocks
+def test_means_are_over_the_nearest_of_the_class() -> None:
     points, labels = labeled(40)
     means = class_means(points, labels, 4)
     for row in range(40):

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_count
-from otad.errors import InputError
+from otad.checks import check_count, require
+from otad.io.mapped_rows import gathered
 from otad.model.otad import OTAD
 from otad.search.neighbors import Neighbors
 
@@ -22,13 +22,10 @@ class Knn(nn.Module, ABC):
     def __init__(self, model: OTAD, n_neighbors: int | None = None) -> None:
         super().__init__()
         count = model.n_neighbors if n_neighbors is None else n_neighbors
-        if check_count(count, "n_neighbors") > len(model.bank_inputs):
-            raise InputError(
-                f"n_neighbors: expected at most the {len(model.bank_inputs)} points of the bank, "
-                f"got {count}"
-            )
-        self.model = model
-        self.n_neighbors = count
+        points = len(model.bank_inputs)
+        fits = check_count(count, "n_neighbors") <= points
+        require(fits, "n_neighbors", f"at most the {points} points of the bank", count)
+        self.model, self.n_neighbors = model, count
 
     def neighbors(self, x: Tensor) -> Neighbors:
         """The bank points nearest to inputs, nearest first; equal distances by bank order."""
@@ -52,18 +49,15 @@ class MajorityKnn(Knn):
     """
 
     def answer(self, neighbors: Neighbors) -> Tensor:
-        bank_labels = self.model.bank_labels
-        labels = bank_labels[neighbors.indices.to(bank_labels.device)]
-        labels = labels.to(neighbors.indices.device)
+        labels = gathered(self.model.bank_labels, neighbors.indices, neighbors.indices.device)
         if self.model.backbone.task == "regression":
             return labels.mean(1)
         count = self.n_neighbors
         scores = torch.zeros(len(labels), self.model.backbone.n_outputs, device=labels.device)
         scores.scatter_add_(1, labels, torch.ones_like(labels, dtype=scores.dtype))
         rank = torch.arange(count, device=labels.device, dtype=scores.dtype)
-        bonus = torch.zeros_like(scores)
         closeness = ((count - rank) / (count + 1)).expand(labels.shape)
-        return scores + bonus.scatter_reduce_(1, labels, closeness, "amax")
+        return scores + torch.zeros_like(scores).scatter_reduce_(1, labels, closeness, "amax")
 
 
 class MeanFeatureKnn(Knn):

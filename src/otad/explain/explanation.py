@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from otad.checks import check_count, check_shape
+from otad.checks import check_count, check_shape, require
 from otad.cip import Status
 from otad.data.dataset import refuse_repeats
 from otad.errors import InputError
@@ -30,13 +30,9 @@ AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
 
 @dataclass(frozen=True, eq=False)
 class Neighbor:
-    """A training point: its row in the bank, the weight of its feature in the answer, its label,
-    its distance to the query in the space in which neighbors are searched, and its raw inputs where
-    they are known.
-
-    The weight is None in an answer that is no weighted mean of features: one that a network
-    estimated, or none at all.
-    """
+    """A training point: its row in the bank, the weight of its feature in the answer (None where
+    this is no weighted mean of features), its label, its distance to the query in the space in
+    which neighbors are searched, and its raw inputs where they are known."""
 
     index: int
     weight: float | None
@@ -45,12 +41,7 @@ class Neighbor:
     inputs: Tensor | None
 
     def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "index": self.index,
-            "weight": self.weight,
-            "label": self.label,
-            "distance": self.distance,
-        }
+        found = {name: value for name, value in vars(self).items() if name != "inputs"}
         if inputs and self.inputs is not None:
             found["inputs"] = self.inputs.tolist()
         return found
@@ -86,9 +77,8 @@ class Explanation:
     @property
     def n_weighted(self) -> int | None:
         """How many neighbors got weight; None where the answer gives no weights."""
-        weights = [neighbor.weight for neighbor in self.neighbors]
-        known = [weight for weight in weights if weight is not None]
-        return sum(weight > 0 for weight in known) if len(known) == len(weights) else None
+        known = [it.weight for it in self.neighbors if it.weight is not None]
+        return sum(weight > 0 for weight in known) if len(known) == len(self.neighbors) else None
 
     @property
     def account(self) -> str:
@@ -132,24 +122,19 @@ class Explanation:
 
     def __str__(self) -> str:
         graded = "" if math.isnan(self.residual) else f"; residual {self.residual:.1e}"
-        shown = len(self.neighbors) if self.n_weighted is None else max(self.n_weighted, 1)
-        lines = [
-            f"prediction: {self._answer()}",
-            f"{self.account}{graded}",
-            self._weighing(),
-            f"{'weight':>8}  {'distance':>8}  {'row':>8}  label",
-        ]
+        count = len(self.neighbors)
+        shown = count if self.n_weighted is None else max(self.n_weighted, 1)
+        if self.n_weighted is None:
+            weighing = f"{count} neighbors, to which the answer gives no weights"
+        elif self.gap is not None:
+            weighing = f"{self.n_weighted} training points have weight"
+        else:
+            weighing = f"{self.n_weighted} of {count} neighbors have weight"
+        lines = [f"prediction: {self._answer()}", f"{self.account}{graded}", weighing]
+        lines.append(f"{'weight':>8}  {'distance':>8}  {'row':>8}  label")
         for it in self.heaviest(shown):
             lines.append(f"{_weight(it):>8}  {it.distance:8.4g}  {it.index:8d}  {_text(it.label)}")
         return "\n".join(lines)
-
-    def _weighing(self) -> str:
-        """How many training points have weight, as text."""
-        if self.n_weighted is None:
-            return f"{len(self.neighbors)} neighbors, to which the answer gives no weights"
-        if self.gap is not None:
-            return f"{self.n_weighted} training points have weight"
-        return f"{self.n_weighted} of {len(self.neighbors)} neighbors have weight"
 
     def table(self, *, top: int = 5, max_features: int = 40) -> Table:
         """The query beside its `top` heaviest neighbors, feature by feature where these are few
@@ -180,19 +165,14 @@ class Explanation:
         panels = []
         for it in self.heaviest(top):
             if it.inputs is None:
-                raise InputError(
-                    "train_x: expected the training inputs, as the image of row "
-                    f"{it.index} cannot be computed from its embedding, got none"
-                )
+                raise InputError(f"train_x: expected the image of row {it.index}, got none")
             detail = "" if it.weight is None else f"weight {it.weight:.3f}\n"
             detail += f"distance {it.distance:#.3g}"
-            panels.append(
-                Panel(it.inputs, _text(it.label), detail, self._color(it), weight=it.weight)
-            )
+            panels.append(Panel(it.inputs, _text(it.label), detail, self._color(it), it.weight))
         query = Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)
         order = "nearest first" if self.n_weighted is None else "by weight"
         heading = f"training points behind the answer, {order}"
-        return draw(query, panels, heading=heading, caption=self.account, bounds=self.bounds)
+        return draw(query, panels, heading, self.account, self.bounds)
 
     def _certainty(self) -> str:
         """The probability of the prediction, as text."""
@@ -224,14 +204,10 @@ def explain(
     vector. The raw inputs of training points are computed from the bank where the backbone only
     normalizes and flattens; for another one, give the `train_x` (N,*input_shape) of the bank.
     """
-    backbone = model.backbone
-    labels = _class_labels(backbone, classes)
-    if feature_names is not None and (len(feature_names),) != backbone.input_shape:
-        raise InputError(
-            f"feature_names: expected one for each input {backbone.input_shape}, "
-            f"got {len(feature_names)}"
-        )
+    backbone, labels = model.backbone, _class_labels(model.backbone, classes)
     names = None if feature_names is None else tuple(map(str, feature_names))
+    fits = names is None or (len(names),) == backbone.input_shape
+    require(fits, "feature_names", f"one for each input {backbone.input_shape}", len(names or ()))
     with torch.no_grad():
         trace = model.trace(x)
     raw = _raw_inputs(model, trace.neighbors.indices, train_x)
@@ -241,36 +217,36 @@ def explain(
         solution.multipliers.double().tolist(),
         trace.labels.tolist(),
         trace.neighbors.distances.tolist(),
+        raw,
         strict=True,
     )
     found = []
     for row, answer in enumerate(answers):
-        neighbors = tuple(
+        neighbors = [
             Neighbor(
-                index,
-                None if math.isnan(weight) else weight,
-                labels[label] if labels else label,
-                distance,
-                inputs,
+                index=index,
+                weight=None if math.isnan(weight) else weight,
+                label=labels[label] if labels else label,
+                distance=distance,
+                inputs=inputs,
             )
-            for *(index, weight, label, distance), inputs in zip(*answer, raw[row], strict=True)
+            for index, weight, label, distance, inputs in zip(*answer, strict=True)
             if model.answerer.rests_on_neighbors or weight > 0  # others pad a narrow support
-        )
+        ]
         prediction, probabilities = _prediction(outputs[row], labels)
-        found.append(
-            Explanation(
-                prediction=prediction,
-                probabilities=probabilities,
-                neighbors=neighbors,
-                status=Status(int(solution.status[row])),
-                smoothness=float(solution.smoothness[row]),
-                residual=float(solution.residual[row]),
-                gap=None if trace.gap is None else float(trace.gap[row]),
-                inputs=x[row].cpu(),
-                feature_names=names,
-                bounds=backbone.bounds,
-            )
+        one = Explanation(
+            prediction=prediction,
+            probabilities=probabilities,
+            neighbors=tuple(neighbors),
+            status=Status(int(solution.status[row])),
+            smoothness=float(solution.smoothness[row]),
+            residual=float(solution.residual[row]),
+            gap=None if trace.gap is None else float(trace.gap[row]),
+            inputs=x[row].cpu(),
+            feature_names=names,
+            bounds=backbone.bounds,
         )
+        found.append(one)
     return found
 
 
@@ -278,11 +254,9 @@ def _class_labels(backbone: Backbone, classes: Sequence[Any] | None) -> list[Lab
     """The name of each class, as plain values; None in regression."""
     if backbone.task == "regression":
         return None
-    given = range(backbone.n_outputs) if classes is None else classes
-    if len(given) != backbone.n_outputs:
-        raise InputError(
-            f"classes: expected {backbone.n_outputs} names, one for each output, got {len(given)}"
-        )
+    count = backbone.n_outputs
+    given = range(count) if classes is None else classes
+    require(len(given) == count, "classes", f"{count} names, one for each output", len(given))
     refuse_repeats(map(str, given), "classes")
     return [label.item() if isinstance(label, np.generic) else label for label in given]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otad.errors import InputError
+from otad.checks import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +37,6 @@ class Panel:
 def draw(
     query: Panel,
     neighbors: Sequence[Panel],
-    *,
     heading: str,
     caption: str,
     bounds: tuple[float, float] | None,
@@ -49,17 +48,15 @@ def draw(
     panels = [query, *neighbors]
     width = 2 * EDGE + len(panels) * SIDE + (len(panels) - 2) * GAP + BREAK
     figure = Figure(figsize=(width, ABOVE + SIDE + BELOW), facecolor="white")
-    low, high = bounds or _range(panels)
+    low = min(float(panel.image.min()) for panel in panels)
+    high = max(float(panel.image.max()) for panel in panels)
+    low, high = bounds or (low, high)
     for number, panel in enumerate(panels):
         left = EDGE + number * (SIDE + GAP) + (BREAK - GAP if number else 0.0)
         _draw_panel(figure, panel, left, low, high)
-    beside, bottom = EDGE + SIDE + BREAK, 0.16
-    top = ABOVE + SIDE + BELOW - 0.2
-    for left, height, text in (
-        (EDGE, top, "query"),
-        (beside, top, heading),
-        (beside, bottom, caption),
-    ):
+    beside, top = EDGE + SIDE + BREAK, ABOVE + SIDE + BELOW - 0.2
+    texts = (EDGE, top, "query"), (beside, top, heading), (beside, 0.16, caption)
+    for left, height, text in texts:
         place = (left / width, height / figure.get_figheight())
         figure.text(*place, text, color=SOFT, fontsize=8.5, va="center")
     return figure
@@ -95,15 +92,8 @@ def _draw_panel(figure: Figure, panel: Panel, left: float, low: float, high: flo
 
 def _pixels(image: Tensor, low: float, high: float) -> NDArray[np.float32]:
     """(H,W) in gray or (H,W,3) in color, from 0 to 1."""
-    if image.dim() != 2 and not (image.dim() == 3 and image.shape[0] in (1, 3)):
-        raise InputError(
-            "figure: expected inputs that are images (1,H,W), (3,H,W) or (H,W), got inputs of "
-            f"shape {tuple(image.shape)}; a table shows vectors"
-        )
+    is_image = image.dim() == 2 or (image.dim() == 3 and image.shape[0] in (1, 3))
+    expected, found = "images (1,H,W), (3,H,W) or (H,W)", f"inputs of shape {tuple(image.shape)}"
+    require(is_image, "figure", expected, f"{found}; a table shows vectors")
     scaled = ((image.detach().float().cpu() - low) / max(high - low, 1e-12)).clamp(0, 1)
     return (scaled if scaled.dim() == 2 else scaled.movedim(0, -1).squeeze(-1)).numpy()
-
-
-def _range(panels: Sequence[Panel]) -> tuple[float, float]:
-    low = min(float(panel.image.min()) for panel in panels)
-    return low, max(float(panel.image.max()) for panel in panels)

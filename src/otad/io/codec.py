@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from otad.checks import require
 from otad.errors import InputError
 from otad.io.files import replacing
 
@@ -42,9 +43,8 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
         (inner,) = (part for part in parts if part is not NoneType)
         return from_plain(inner, value, where)
     if origin is Literal:
-        if value in parts:
-            return value
-        raise InputError(f"{where}: expected one of {', '.join(map(repr, parts))}, got {value!r}")
+        require(value in parts, where, f"one of {', '.join(map(repr, parts))}", repr(value))
+        return value
     if isinstance(kind, type) and is_dataclass(kind):
         return _dataclass(kind, value, where)
     if origin is dict and isinstance(value, Mapping):
@@ -59,27 +59,20 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
             return float(value)
     elif origin is None and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
-    raise InputError(f"{where}: expected {_name(kind)}, got {value!r}")
+    name = str(kind) if parts else getattr(kind, "__name__", kind)
+    raise InputError(f"{where}: expected {name}, got {value!r}")
 
 
 def _dataclass(kind: type, value: Any, where: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise InputError(f"{where}: expected a table, got {value!r}")
-    known = {field.name: field for field in fields(kind)}
+    require(isinstance(value, Mapping), where, "a table", repr(value))
+    known, hints = {field.name: field for field in fields(kind)}, get_type_hints(kind)
     for name in value:
-        if name not in known:
-            raise InputError(f"{where}: unknown key {name!r}, expected one of {', '.join(known)}")
+        require(name in known, where, f"one of {', '.join(known)}", f"the unknown key {name!r}")
     for name, field in known.items():
-        if name not in value and field.default is field.default_factory is MISSING:
-            raise InputError(f"{where}: expected a value for {name!r}, got none")
-    hints = get_type_hints(kind)
-    return kind(
-        **{name: from_plain(hints[name], item, f"{where}.{name}") for name, item in value.items()}
-    )
-
-
-def _name(kind: Any) -> str:
-    return str(getattr(kind, "__name__", kind)) if not get_args(kind) else str(kind)
+        given = name in value or not field.default is field.default_factory is MISSING
+        require(given, where, f"a value for {name!r}", "none")
+    items = {name: from_plain(hints[name], item, f"{where}.{name}") for name, item in value.items()}
+    return kind(**items)
 
 
 def read_json(path: Path) -> Any:

@@ -12,20 +12,8 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = (
-    "otad",
-    "torch",
-    "numpy",
-    "scipy",
-    "cvxpy",
-    "clarabel",
-    "proxsuite",
-    "POT",
-    "pyautoattack",
-    "nevergrad",
-    "foolbox",
-    "adversarial-robustness-toolbox",
-)
+PACKAGES = "otad torch numpy scipy cvxpy clarabel proxsuite POT pyautoattack nevergrad foolbox"
+PACKAGES += " adversarial-robustness-toolbox"
 
 
 @dataclass(frozen=True)
@@ -44,12 +32,12 @@ class Environment:
 
     @staticmethod
     def now(device: torch.device, threads: int) -> Environment:
-        cpu = cpu_name()
+        cpu = _cpu_name()
         return Environment(
             started=datetime.now(UTC).isoformat(timespec="seconds"),
-            commit=commit_of(Path(__file__).parent),
+            commit=_commit_of(Path(__file__).parent),
             python=platform.python_version(),
-            versions={name: _version(name) for name in PACKAGES},
+            versions={name: _version(name) for name in PACKAGES.split()},
             platform=platform.platform(),
             cpu=cpu,
             device=device.type,
@@ -65,17 +53,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def commit_of(folder: Path) -> str | None:
-    """The commit `folder` was checked out at, "-dirty" if changed since; None if unknown.
-
-    A folder inside a repository that does not track it, such as an environment, has no commit.
-    """
+def _commit_of(folder: Path) -> str | None:
+    """The commit `folder` was checked out at, "-dirty" if changed since; None if unknown, or in a
+    repository that does not track it, such as that around an environment."""
     if not _output("git", "-C", str(folder), "ls-files", "."):
         return None
     return _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40")
 
 
-def cpu_name() -> str:
+def _cpu_name() -> str:
     for line in (_output("lscpu") or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "Model name":
@@ -98,11 +84,8 @@ def resident_now() -> int:
 
 
 def resident_peak() -> int:
-    """Peak of resident memory in bytes.
-
-    Linux's own mark is preferred: what getrusage gives starts from the peak of the parent process.
-    """
-    return _status("VmHWM") or _peak_of_usage()
+    """Peak of resident memory in bytes."""
+    return _status("VmHWM") or _peak_of_usage()  # whose value starts from the parent's peak
 
 
 def _status(name: str) -> int | None:

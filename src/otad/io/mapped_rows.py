@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from otad.errors import InputError
+from otad.checks import require
 
 
 class FileRows:
@@ -29,13 +29,9 @@ class FileRows:
         self.path, self.offset = path, offset
         self.shape, self.dtype = tuple(mapped.shape), mapped.dtype
         self.row_bytes = math.prod(self.shape[1:]) * mapped.element_size()
-        self._changes = mapped._version
+        self.changes = mapped._version
         self._file = os.open(path, os.O_RDONLY)  # stays this file when another gets its name
         weakref.finalize(self, os.close, self._file)
-
-    def holds(self, mapped: Tensor) -> bool:
-        """Whether the tensor has not been changed in memory since, as far as torch counts."""
-        return mapped._version == self._changes
 
     def read(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
         """The rows (M,...) of these indices (M,)."""
@@ -60,11 +56,8 @@ class FileRows:
             return []
         rows = rows.cpu()
         low, high = (int(end) for end in rows.aminmax())
-        if low < 0 or high >= self.shape[0]:
-            raise InputError(
-                f"rows: expected 0 to {self.shape[0] - 1}, the rows of {self.path}, "
-                f"got {low} to {high}"
-            )
+        expected = f"0 to {self.shape[0] - 1}, the rows of {self.path}"
+        require(low >= 0 and high < self.shape[0], "rows", expected, f"{low} to {high}")
         # Python integers: 32 bits cannot count the bytes of a large file.
         return [self.offset + row * self.row_bytes for row in rows.tolist()]
 
@@ -76,11 +69,8 @@ class FileRows:
         done = 0
         while done < len(memory):
             read = os.preadv(self._file, [memory[done:]], place + done)
-            if read == 0:
-                raise InputError(
-                    f"{self.path}: expected {len(memory)} bytes from byte {place} on, got {done}: "
-                    "the file was truncated after it was opened"
-                )
+            expected = f"{len(memory)} bytes from byte {place} on"
+            require(read > 0, str(self.path), expected, f"{done}: the file was truncated")
             done += read
 
 
@@ -106,7 +96,7 @@ def remember(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def in_file(points: Tensor) -> FileRows | None:
     """The rows of a tensor in its file, if it is mapped from one and unchanged."""
     rows: FileRows | None = _IN_FILES.get(points)
-    return rows if rows is not None and rows.holds(points) else None
+    return rows if rows is not None and rows.changes == points._version else None
 
 
 def gathered(points: Tensor, indices: Tensor, device: torch.device | None = None) -> Tensor:

@@ -2,9 +2,7 @@
 
 A sealed file is an ordinary safetensors file (8 bytes of header length, a JSON header, the bytes of
 the tensors) whose metadata has a `checksum`: the SHA-256 of the file itself with these 64
-characters all "0". So a change of any byte is noticed, also in the header, and tensors can be
-written block by block: their sizes go first, the checksum last. Files are replaced atomically, and
-equal contents give equal files. Nothing is ever unpickled.
+characters all "0". Files are replaced atomically, and equal contents give equal files.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from otad.checks import require
 from otad.errors import InputError, OtadError
 from otad.io.files import replacing
 
@@ -27,17 +26,10 @@ FORMAT = "otad-tensors"
 OLD_FORMAT = "otad-checkpoint-1"  # with a checksum of the tensors and the header in its one entry
 BLOCK_BYTES = 16 * 2**20
 _DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 _UNSEALED = "0" * 64
 _SEAL = b'"checksum": "'
 
@@ -60,19 +52,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
 
 def read_tensors(path: Path) -> TensorFile:
     """Tensors on the CPU and the header, or an `InputError` if any byte was changed."""
-    try:
-        mapped, metadata = map_sealed(path)
-    except OSError as error:
-        raise InputError(f"{path}: expected a safetensors file, got: {error}") from error
+    require(path.exists(), str(path), "a safetensors file", "none")
+    mapped, metadata = map_sealed(path)
     if list(metadata) == [OLD_FORMAT]:
         checksum, text = metadata[OLD_FORMAT][:64], metadata[OLD_FORMAT][64:]
         found = hashlib.sha256((fingerprint(mapped) + text).encode()).hexdigest()
         _compare(path, checksum, found)
-    elif metadata.get("format") == FORMAT:
+    else:
+        ours = metadata.get("format") == FORMAT
+        require(ours, str(path), f"format {FORMAT!r}", sorted(metadata))
         check_seal(path)
         text = metadata["header"]
-    else:
-        raise InputError(f"{path}: expected format {FORMAT!r}, got {sorted(metadata)}")
     return TensorFile({name: tensor.clone() for name, tensor in mapped.items()}, json.loads(text))
 
 
@@ -116,7 +106,7 @@ def map_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except SafetensorError as error:
         raise InputError(
             f"{path}: expected a whole safetensors file, got {path.stat().st_size} bytes that are "
-            f"not one ({error}): truncated, damaged, or of another kind (pickles are never read)"
+            f"not one ({error}); pickles are never read"
         ) from error
     except FileNotFoundError:
         raise  # it names the path
@@ -136,8 +126,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        require(isinstance(tensor, Tensor), name, "a torch.Tensor", type(tensor).__name__)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(_bytes_of(tensor.cpu()))
     return digest.hexdigest()
@@ -176,8 +165,5 @@ def _read_seal(path: Path) -> tuple[int, str, str]:
 
 
 def _compare(path: Path, stored: str, found: str) -> None:
-    if stored != found:
-        raise InputError(
-            f"{path}: expected contents with checksum {stored}, got {found}: the file is damaged; "
-            "delete it, or take it from a copy"
-        )
+    damaged = f"{found}: the file is damaged; delete it, or take it from a copy"
+    require(stored == found, str(path), f"contents with checksum {stored}", damaged)

@@ -1,8 +1,5 @@
 """A model on disk: a folder of safetensors files and the JSON card that binds them.
 
-The network and the bank have a file each; so have a metric and the bank's keys in it, a network in
-the solver's place, and the levels of a global potential, where the model has them.
-
 Files carry fingerprints in their names and the card is replaced last, so a kill while saving leaves
 the model that was there before. A card that was edited since, or that names other files than it was
 written with, is refused. Nothing is ever unpickled.
@@ -13,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otad.checks import require
 from otad.errors import InputError
-from otad.io import tensor_files
-from otad.io.codec import digest_of
+from otad.io.codec import digest_of, read_json
 from otad.io.files import replacing
-from otad.io.tensor_files import fingerprint, fingerprint_of, write_tensors
+from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, write_tensors
 from otad.model.bank import FeatureBank
 
 CARD = "card.json"
@@ -79,9 +76,8 @@ def write_model(
         header = {"part": block.kind, **block.header}
         if block.of_bank:
             header["bank"] = _owner(card)
-        name = _file_name(
-            block.kind, block.tensors, json.dumps(header, sort_keys=True, default=str)
-        )
+        about_it = json.dumps(header, sort_keys=True, default=str)
+        name = _file_name(block.kind, block.tensors, about_it)
         files[name] = block.tensors, header
         *parents, last = place.split(".")
         entries = card
@@ -94,7 +90,10 @@ def write_model(
         write_tensors(folder / name, held, header)
     with replacing(folder / CARD) as partial:
         partial.write_text(text, encoding="utf-8")
-    _clear(folder, keep={bank_file, *files})
+    for old in folder.iterdir():  # what earlier saves left, killed ones too
+        named_by_us = _OWN_NAME.fullmatch(old.name) and old.name not in {bank_file, *files}
+        if named_by_us and old.is_file():
+            old.unlink()
     return folder / CARD
 
 
@@ -109,46 +108,28 @@ def _owner(card: Mapping[str, Any]) -> str:
 
 def refuse_foreign_card(folder: Path) -> None:
     """Refuse a folder in which another file has the name of the card."""
-    path = folder / CARD
-    if not path.exists():
-        return
-    try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        card = None
-    if not isinstance(card, Mapping) or card.get("format") != FORMAT:
-        raise InputError(
-            f"{path}: expected no file, or the card of a model to replace, got another one, which "
-            "would be lost: save the model to another folder"
-        )
-
-
-def _clear(folder: Path, keep: Collection[str]) -> None:
-    """Remove what earlier saves left, killed ones too: only files with the names they give."""
-    for old in folder.iterdir():
-        if _OWN_NAME.fullmatch(old.name) and old.name not in keep and old.is_file():
-            old.unlink()
+    path, card = folder / CARD, {"format": FORMAT}
+    if path.exists():
+        try:
+            card = read_json(path)
+        except InputError:
+            card = {}
+    ours = isinstance(card, Mapping) and card.get("format") == FORMAT
+    expected = "no file, or the card of a model to replace"
+    require(ours, str(path), expected, "another one: save the model to another folder")
 
 
 def read_card(folder: str | Path) -> dict[str, Any]:
     """The card of a model folder, checked for format and version."""
     path = Path(folder) / CARD
-    try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{folder}: expected a model folder with {CARD}, got none") from error
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path}: expected a model card in JSON, got: {error}") from error
-    found = (card.get("format"), card.get("version")) if isinstance(card, Mapping) else None
-    if found is None or found[0] != FORMAT or found[1] not in VERSIONS:
-        known = ", ".join(map(str, VERSIONS))
-        raise InputError(f"{path}: expected {FORMAT} of version {known}, got {found}")
+    require(path.exists(), str(folder), f"a model folder with {CARD}", "none")
+    card = read_json(path)
+    found = (card.get("format"), card.get("version")) if isinstance(card, Mapping) else (None, None)
+    known = f"{FORMAT} of version {', '.join(map(str, VERSIONS))}"
+    require(found[0] == FORMAT and found[1] in VERSIONS, str(path), known, found)
     stored = card.pop("checksum", None)
-    if stored != _checksum(card):
-        raise InputError(
-            f"{path}: expected contents with checksum {stored}, got {_checksum(card)}: the card "
-            "was edited; load the model and save it anew instead"
-        )
+    edited = f"{_checksum(card)}: the card was edited; load the model and save it anew instead"
+    require(stored == _checksum(card), str(path), f"contents with checksum {stored}", edited)
     return dict(card)
 
 
@@ -163,22 +144,18 @@ def read_block(
     folder: Path, card: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The tensors of a block, if they are those that its entry in the card was written for."""
-    path = _existing(folder, entry)
-    tensors, header = tensor_files.read_tensors(path)
-    if (found := fingerprint(tensors)) != entry["fingerprint"]:
-        raise InputError(
-            f"{path}: expected the contents {entry['fingerprint']} named in {CARD}, "
-            f"got {found}: a file of another model"
-        )
-    if (bank := header.get("bank", _owner(card))) != _owner(card):
-        raise InputError(f"{path}: expected a file for the bank {_owner(card)}, got one for {bank}")
+    path, owner, expected = _existing(folder, entry), _owner(card), entry["fingerprint"]
+    tensors, header = read_tensors(path)
+    found, bank = fingerprint(tensors), header.get("bank", owner)
+    contents = f"the contents {expected} named in {CARD}"
+    require(found == expected, str(path), contents, f"{found}: a file of another model")
+    require(bank == owner, str(path), f"a file for the bank {owner}", f"one for {bank}")
     return tensors
 
 
 def _existing(folder: Path, entry: Mapping[str, Any]) -> Path:
     path = folder / str(entry["file"])
-    if not path.exists():
-        raise InputError(f"{path}: expected the file that {CARD} names, got none")
+    require(path.exists(), str(path), f"the file that {CARD} names", "none")
     return path
 
 

@@ -24,16 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_count, check_shape, check_tensor
+from otad.checks import check_count, check_shape, check_tensor, require
 from otad.cip.whole_bank.lifted_map import lifted_map
-from otad.errors import InputError
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
 from otad.nets.base import register, squared_lengths
 from otad.nets.fully_connected import LiftedNet
 from otad.search.neighbors import TorchSearch
 
-PAIRS_AT_ONCE = 2**24
 REFRESHED = 10  # steps of training after which nearest rivals are searched again
 
 
@@ -51,22 +49,11 @@ class PrototypeNet(LiftedNet):
     labels: Tensor
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        n_outputs: int,
-        *,
-        n_points: int,
-        bounds: Sequence[float] | None = None,
-        mean: float | Sequence[float] | Tensor = 0.0,
-        std: float | Sequence[float] | Tensor = 1.0,
-        task: str = "classification",
+        self, input_shape: Sequence[int], n_outputs: int, *, n_points: int, **options: Any
     ) -> None:
         """All points and labels are 0 at first: load them, or take those of `prototype_net`."""
-        super().__init__(
-            input_shape, n_outputs, blocks=0, task=task, bounds=bounds, mean=mean, std=std
-        )
-        if task != "classification":
-            raise InputError(f"task: expected 'classification', got {task!r}")
+        super().__init__(input_shape, n_outputs, blocks=0, **options)
+        require(self.task == "classification", "task", "'classification'", repr(self.task))
         count = check_count(n_points, "n_points")
         self.register_buffer("labels", torch.zeros(count, dtype=torch.int64))
         self.points = nn.Parameter(torch.zeros(count, self.dim - self.lift))
@@ -133,32 +120,22 @@ def prototype_net(
     fewer), drawn by the generator.
     """
     labels = net.check_targets(y, len(net.check_inputs(x))).cpu()
-    rows = _chosen(labels, per_class, generator or torch.Generator().manual_seed(0))
+    rows = torch.arange(len(labels))
+    if per_class is not None:
+        count = check_count(per_class, "per_class")
+        generator = generator or torch.Generator().manual_seed(0)
+        members = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+        drawn = [some[torch.randperm(len(some), generator=generator)[:count]] for some in members]
+        rows = torch.cat(drawn).sort().values
     with torch.no_grad():
         embedded = torch.cat([net.embed(some.to(net.mean.device)) for some in x.split(4096)])
     points = class_means(embedded[:, : -net.lift], labels.to(embedded.device), neighbors)
-    made = PrototypeNet(
-        net.input_shape,
-        net.n_outputs,
-        n_points=len(rows),
-        bounds=net.bounds,
-        mean=net.mean.cpu(),
-        std=net.std.cpu(),
-    ).to(net.mean)
+    frame: dict[str, Any] = {"bounds": net.bounds, "mean": net.mean.cpu(), "std": net.std.cpu()}
+    made = PrototypeNet(net.input_shape, net.n_outputs, n_points=len(rows), **frame).to(net.mean)
     with torch.no_grad():
         made.points.copy_(points[rows.to(points.device)])
         made.labels.copy_(labels[rows])
     return made
-
-
-def _chosen(labels: Tensor, per_class: int | None, generator: torch.Generator) -> Tensor:
-    """Rows (n,), ascending."""
-    if per_class is None:
-        return torch.arange(len(labels))
-    count = check_count(per_class, "per_class")
-    members = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
-    drawn = [rows[torch.randperm(len(rows), generator=generator)[:count]] for rows in members]
-    return torch.cat(drawn).sort().values
 
 
 @torch.no_grad()
@@ -169,50 +146,35 @@ def class_means(points: Tensor, labels: Tensor, neighbors: int) -> Tensor:
     _check(points, labels)
     if check_count(neighbors, "neighbors") == 1:
         return points
-    means, centered = torch.empty_like(points), _centered(points)
+    means = torch.empty_like(points)
     for label in labels.unique():
-        members = (labels == label).nonzero()[:, 0]
-        own = centered[members]
-        count = min(neighbors, len(own))
-        for rows in members.split(max(1, PAIRS_AT_ONCE // len(own))):
-            apart = _distances(centered[rows], own)
-            nearest = apart.topk(count, dim=1, largest=False).indices
-            shares = torch.zeros_like(apart).scatter_(1, nearest, 1 / count)
-            means[rows] = shares @ points[members]
+        own = points[labels == label]
+        nearest = TorchSearch(own)(own, min(neighbors, len(own))).indices
+        shares = [own[column] / nearest.shape[1] for column in nearest.unbind(1)]
+        means[labels == label] = torch.stack(shares).sum(0)
     return means
 
 
 @torch.no_grad()
 def label_heights(points: Tensor, labels: Tensor) -> Tensor:
     """h_i = D_i / sqrt 2 (N,) in float64."""
-    rivals = nearest_rivals(points, labels)
-    steps = points.double() - points[rivals].double()
-    apart: Tensor = torch.linalg.vector_norm(steps, dim=1)
-    return apart / math.sqrt(2)
+    steps = points.double() - points[nearest_rivals(points, labels)].double()
+    heights: Tensor = steps.norm(dim=1) / math.sqrt(2)
+    return heights
 
 
 @torch.no_grad()
 def nearest_rivals(points: Tensor, labels: Tensor) -> Tensor:
     """For each point (N,p) the nearest one of another class (N,)."""
     _check(points, labels)
-    if bool((labels == labels[0]).all()):
-        raise InputError(f"labels: expected two classes at least, got only {int(labels[0])}")
+    is_mixed = bool((labels != labels[0]).any())
+    require(is_mixed, "labels", "two classes at least", f"only {int(labels[0])}")
     nearest = torch.empty_like(labels)
     for label in labels.unique():
         own = labels == label
         others = (~own).nonzero()[:, 0]
         nearest[own] = others[TorchSearch(points[others])(points[own], 1).indices[:, 0]]
     return nearest
-
-
-def _centered(points: Tensor) -> Tensor:
-    """Points (N,p) about their mean: far from the origin `_distances` are lost in rounding."""
-    return points - points.mean(0, dtype=torch.float64).to(points.dtype)
-
-
-def _distances(one: Tensor, other: Tensor) -> Tensor:
-    """|x_i - x_j|^2 of all pairs, up to rounding and up to a constant for each i."""
-    return torch.addmm(other.square().sum(1), one, other.mT, alpha=-2)
 
 
 def _check(points: Tensor, labels: Tensor) -> None:
