@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from experiments.toml_files import written
 
+from otad.cip.surrogate import CipNetConfig
 from otad.data import describe
 from otad.errors import InputError
 from otad.experiments import names
 from otad.experiments.experiment import read_experiment
-from otad.experiments.learn import metric_config, surrogate_config
-from otad.training import RECIPES, TrainConfig
+from otad.experiments.learn import config_of
+from otad.training import RECIPES, MetricConfig, TrainConfig
 
 SMALL = """
 title = "small"
@@ -67,11 +68,11 @@ def test_shipped_experiments_are_sound(name: str, quick: bool) -> None:
         assert set(data.options) <= set(known.options)
         assert not (quick and known.needs_folder), "a quick run needs no files"
     for net in experiment.nets.values():
-        TrainConfig(**net.settings)
+        config_of(TrainConfig, net.settings)
     for metric in experiment.metrics.values():
-        metric_config(metric.train)
+        config_of(MetricConfig, metric.train)
     for surrogate in experiment.surrogates.values():
-        surrogate_config(surrogate.train)
+        config_of(CipNetConfig, surrogate.train)
     for row in experiment.rows.values():
         assert bool(row.published) == bool(row.published_in)
         known = {"accuracy", "mse", "relative_error", "lipschitz", *row.attacks}
@@ -205,6 +206,12 @@ EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
         ('attacks = ["blunt"]', "attacks.blunt = 3", "attacks.blunt: expected dict.*, got 3"),
         ('title = "small"', "", "expected a value for 'title'"),
         ("[nets.one]", "[nets.one", "expected a TOML file"),
+        ("blocks = 2", "untrained = true", "untrained: .*fc"),
+        (
+            "blocks = 2",
+            "choose = { setting = 'energy_weight', values = [], row = 'otad' }",
+            "values: .*one",
+        ),
         (
             "blocks = 2",
             "blocks = 2\nchoose = { setting = 'energy_weight', values = [0], row = 'no' }",
@@ -230,14 +237,21 @@ WINE = '[data.wine]\nname = "wine"\n'
         ('method = "otad"', 'method = "otad"\nscope = "global"', "metric: .*'global'"),
         ('row = "otad"', 'row = "none"', "surrogates.quick.row: .*'none'"),
         ('data = "digits"', 'data = "digit"', "metrics.key.data: .*'digit'"),
-        ('[metrics.key]\ndata = "digits"', f'{WINE}[metrics.key]\ndata = "wine"', "key|digits"),
+        (
+            '[metrics.key]\ndata = "digits"',
+            f'{WINE}[metrics.key]\ndata = "wine"',
+            "metric: .*digits, .*wine",
+        ),
         ('kind = "pixels"', 'kind = "magic"', "metrics.key.kind: .*'magic'"),
         ('kind = "pixels"', 'kind = "pixels"\ntrain = { epochs = 1 }', "train: .*epochs"),
         ('kind = "pixels"', 'kind = "pretrained"', "features: .*''"),
         ('kind = "pixels"', 'kind = "cnn"\nnormalize = "row"', "normalize: .*'row'"),
         ('rows = ["otad"]', 'rows = ["none"]', "speed.rows: .*'none'"),
         ('rows = ["otad"]', 'rows = ["otad"]\nplaces = ["moon"]', "places.*'moon'"),
-        ('rows = ["otad"]', 'rows = ["otad"]\nratio_at_most = { x = 1 }', "ratio_at_most: .*'x'"),
+        *(
+            ('rows = ["otad"]', f'rows = ["otad"]\n{name} = {{ x = 1 }}', f"speed.{name}: .*'x'")
+            for name in ("published", "ratio_at_most", "gigabytes_at_most")
+        ),
     ],
 )
 def test_refusals_of_what_is_learned(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -23,6 +23,7 @@ from otad.experiments import names
 from otad.experiments.experiment import read_experiment
 from otad.experiments.records import AttackedScore, RowRecord
 from otad.experiments.rows import (
+    Subject,
     attack_row,
     ball_of,
     certified_scores,
@@ -86,7 +87,7 @@ MODELS: dict[str, Callable[[OTAD], nn.Module]] = {
 
 def measured(model: OTAD, data: Dataset, method: str = "otad", **settings: Any) -> RowRecord:
     row, predictor = RowSpec("one", method, **settings), MODELS[method](model)  # type: ignore[arg-type]
-    return measure_row(row, predictor, model.backbone, data, None, seed=0, report=silent)
+    return measure_row(row, Subject(predictor, model.backbone, data, 0, silent), None)
 
 
 @pytest.mark.parametrize("method", list(MODELS))
@@ -125,7 +126,7 @@ def test_local_lipschitz_is_of_the_features(model: OTAD, wine: Dataset) -> None:
 
 
 def test_regularity_is_that_of_the_bank(model: OTAD, wine: Dataset) -> None:
-    found = measure_regularity(model, wine, seed=0, report=silent)
+    found = measure_regularity(Subject(model, model.backbone, wine, 0, silent))
     assert found.energy is not None
     assert found.least_smoothness is not None
     energy = transport_energy(model.backbone, wine.train_x).double()
@@ -158,8 +159,8 @@ def spec(name: str, **settings: Any) -> AttackSpec:
 
 
 def under(spec: AttackSpec, method: str, model: OTAD, data: Dataset) -> AttackedScore:
-    predictor = MODELS[method](model)
-    return attack_row(spec, predictor, model.backbone, data, None, seed=SEED, report=silent)
+    subject = Subject(MODELS[method](model), model.backbone, data, SEED, silent)
+    return attack_row(spec, subject, None)
 
 
 def points(data: Dataset) -> tuple[Tensor, Tensor]:

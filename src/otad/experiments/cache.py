@@ -66,11 +66,8 @@ class WorkFolder:
         train: Callable[..., tuple[int, dict[str, Any]]],
         report: Report,
     ) -> dict[str, Any]:
-        """Train `net`, or load the weights of an earlier run; the results, with "seconds".
-
-        `train` gets the keyword arguments of a trainer that saves and resumes, and returns the
-        epochs done and the results in plain JSON.
-        """
+        """Train `net`, or load the weights of an earlier run; the results, with "seconds". `train`
+        gets the arguments of a trainer that resumes; the epochs done and results in plain JSON."""
         name = digest_of(identity)
         place = self.folder / kind / name
         weights, times = place / "weights.safetensors", place / "seconds.json"
@@ -83,12 +80,8 @@ class WorkFolder:
                 report(record.epoch, epochs)
 
             if not weights.exists():
-                done, results = train(
-                    checkpoint_dir=place,
-                    save_seconds=SAVE_SECONDS,
-                    max_seconds=self._seconds_left(),
-                    progress=tick,
-                )
+                saving = {"checkpoint_dir": place, "save_seconds": SAVE_SECONDS, "progress": tick}
+                done, results = train(max_seconds=self._seconds_left(), **saving)
                 if done < epochs:
                     raise UnfinishedError(
                         f"out of time after epoch {done} of {epochs}; the same command resumes"

@@ -21,26 +21,16 @@ include = "FILE.toml"     shared tables, or a list of such files, of which later
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from otad.checks import check_choice
+from otad.checks import check_choice, check_count, require
 from otad.data import Dataset
 from otad.errors import InputError
-from otad.experiments.spec import (
-    CostSpec,
-    CurveSpec,
-    DataSpec,
-    EvaluateSpec,
-    MetricSpec,
-    NetSpec,
-    RowSpec,
-    SpeedSpec,
-    SurrogateSpec,
-)
+from otad.experiments import spec
 from otad.io.codec import from_plain
 
 _FOLDER = Path(__file__).parent / "configs"
@@ -48,9 +38,6 @@ _TABLE = dict[str, Any]
 _SHAPES = dict.fromkeys(("train", "otad", "quick"), _TABLE) | dict.fromkeys(
     ("data", "nets", "metrics", "surrogates", "attacks", "rows"), dict[str, _TABLE]
 )
-_REFERENCES = {"data": "data", "net": "nets", "metric": "metrics", "surrogate": "surrogates"}
-_REFERENCES |= dict.fromkeys(("row", "rows", "beside", "certify", "ratio_at_most"), "rows")
-"""The tables whose entries a field names."""
 
 
 @dataclass(frozen=True)
@@ -60,71 +47,82 @@ class Experiment:
     name: str
     title: str
     quick: bool
-    data: dict[str, DataSpec]
-    nets: dict[str, NetSpec]
-    rows: dict[str, RowSpec]
+    data: dict[str, spec.DataSpec]
+    nets: dict[str, spec.NetSpec]
+    rows: dict[str, spec.RowSpec]
     source: dict[str, Any]
     note: str = ""
-    cost: CostSpec | None = None
-    evaluate: EvaluateSpec | None = None
-    curve: CurveSpec | None = None
-    metrics: dict[str, MetricSpec] = field(default_factory=dict)
-    surrogates: dict[str, SurrogateSpec] = field(default_factory=dict)
-    speed: SpeedSpec | None = None
+    cost: spec.CostSpec | None = None
+    evaluate: spec.EvaluateSpec | None = None
+    curve: spec.CurveSpec | None = None
+    metrics: dict[str, spec.MetricSpec] = field(default_factory=dict)
+    surrogates: dict[str, spec.SurrogateSpec] = field(default_factory=dict)
+    speed: spec.SpeedSpec | None = None
 
     @property
     def stem(self) -> str:
         """The file name of its record; a quick run never overwrites a result."""
         return f"{self.name}-quick" if self.quick else self.name
 
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """The rows that are evaluated with the whole suite of attacks."""
+        return () if self.evaluate is None else (self.evaluate.row, *self.evaluate.beside)
+
+    def data_of(self, row: str) -> str:
+        """The name of a row's data set."""
+        return self.nets[self.rows[row].net].data
+
     def __post_init__(self) -> None:
-        self._check_references()
+        for where, kind, value in _annotated(Experiment, self, self.name):
+            if kind == "count":
+                check_count(value, where)
+            else:
+                check_choice(value, where, tuple(getattr(self, kind)))
         for key, row in self.rows.items():
-            data = self.nets[row.net].data
-            if row.metric is not None and self.metrics[row.metric].data != data:
-                raise InputError(f"rows.{key}.metric: expected one on {data}, got {row.metric!r}")
+            if row.metric is not None:
+                data = (self.data_of(key),)
+                check_choice(self.metrics[row.metric].data, f"data of rows.{key}.metric", data)
             if row.surrogate is not None:
                 taught = self.rows[self.surrogates[row.surrogate].row]
-                if (taught.net, taught.n_neighbors) != (row.net, row.n_neighbors):
-                    raise InputError(
-                        f"rows.{key}.surrogate: expected one for net {row.net} and K = "
-                        f"{row.n_neighbors}, got one for {taught.net} and K = {taught.n_neighbors}"
-                    )
-        if self.evaluate is not None:
-            data = self.nets[self.rows[self.evaluate.row].net].data
-            for key in (self.evaluate.row, *self.evaluate.beside, *self.evaluate.certify):
-                check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
-                found = self.nets[self.rows[key].net].data
-                check_choice(found, f"evaluate: data of {key}", (data,))
-
-    def _check_references(self) -> None:
-        """Every entry that another table names exists."""
-        specs = {
-            f"{table}.{key}": spec
-            for table in ("nets", "metrics", "surrogates", "rows")
-            for key, spec in getattr(self, table).items()
-        }
-        specs |= {f"nets.{key}.choose": net.choose for key, net in self.nets.items()}
-        specs |= {"cost": self.cost, "speed": self.speed, "evaluate": self.evaluate}
-        for (where, spec), (name, table) in product(specs.items(), _REFERENCES.items()):
-            value = getattr(spec, name, None)
-            value = (value,) if isinstance(value, str) else value
-            for key in value if isinstance(value, (tuple, dict)) else ():
-                check_choice(key, f"{where}.{name}", tuple(getattr(self, table)))
+                asked, known = (f"net {one.net}, K = {one.n_neighbors}" for one in (row, taught))
+                require(asked == known, f"rows.{key}.surrogate", f"one for {asked}", known)
+        for key in (*self.suites, *(self.evaluate.certify if self.evaluate else ())):
+            check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
+            expected = (self.data_of(self.suites[0]),)
+            check_choice(self.data_of(key), f"evaluate: data of {key}", expected)
 
     def check_data(self, key: str, data: Dataset) -> None:
         """Refuse, before anything is trained, what the loaded data set cannot give."""
-        rows = [row for row in self.rows.values() if self.nets[row.net].data == key]
-        points = [attack.points for row in rows for attack in row.attacks.values()]
-        if self.evaluate is not None and self.rows[self.evaluate.row] in rows:
+        rows = {name: row for name, row in self.rows.items() if self.data_of(name) == key}
+        points = [attack.points for row in rows.values() for attack in row.attacks.values()]
+        if self.evaluate is not None and self.evaluate.row in rows:
             points.append(self.evaluate.points)
-        if max(points, default=0) > len(data.test_x):
-            raise InputError(
-                f"points: expected at most the {len(data.test_x)} test points, got {max(points)}"
-            )
+        most, size = max(points, default=0), len(data.test_x)
+        require(most <= size, "points", f"at most the {size} test points", most)
         for table in ("cost", "speed", "evaluate"):
-            if data.task == "regression" and getattr(self, table) is not None:
-                raise InputError(f"{table}: expected data with classes, got {key}, a regression")
+            is_absent = data.task != "regression" or getattr(self, table) is None
+            require(is_absent, table, "data with classes", f"{key}, a regression")
+
+
+def _annotated(hint: Any, value: Any, where: str) -> Iterator[tuple[str, str, Any]]:
+    """The values in a value of type `hint` whose type is annotated: place, annotation, value."""
+    if get_origin(hint) in (Union, UnionType):
+        hint = get_args(hint)[0]
+    if value is None or hint is Any:
+        return
+    if get_origin(hint) is Annotated:
+        yield where, hint.__metadata__[0], value
+    elif is_dataclass(value):
+        for name, inner in get_type_hints(hint, include_extras=True).items():
+            yield from _annotated(inner, getattr(value, name), f"{where}.{name}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _annotated(get_args(hint)[0], key, where)
+            yield from _annotated(get_args(hint)[1], item, f"{where}.{key}")
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _annotated(get_args(hint)[0], item, where)
 
 
 def names() -> tuple[str, ...]:
@@ -149,21 +147,20 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
     if quick:
         content = _merged(content, changes)
     if included:
-        content = _used(content)
+        _drop_unused(content)
     return parse_experiment(content, path.stem, quick)
 
 
 def parse_experiment(source: Mapping[str, Any], name: str, quick: bool) -> Experiment:
     """The experiment of a TOML file's content, after includes and quick changes."""
     content = _checked(dict(source), name)
-    train, otad = content.pop("train", {}), content.pop("otad", {})
-    attacks = content.pop("attacks", {})
+    train, otad, attacks = (content.pop(key, {}) for key in ("train", "otad", "attacks"))
     content["nets"] = {
         key: net | {"train": train | _table(net, "train", f"{name}.nets.{key}")}
         for key, net in content.get("nets", {}).items()
     }
     content["rows"] = {
-        key: _with_attacks({"label": key} | otad | row, attacks, f"{name}.rows.{key}")
+        key: _with_attacks({"label": key} | otad | row, attacks, f"{name}.rows.{key}.attacks")
         for key, row in content.get("rows", {}).items()
     }
     added = {"name": name, "quick": quick, "source": source}
@@ -193,35 +190,29 @@ def _table(parent: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `changes`, table by table; but a data set is replaced as a whole."""
-    merged = dict(base)
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            merged[key] = {**base[key], **value} if key == "data" else _merged(base[key], value)
-        else:
-            merged[key] = value
+    merged = {**base, **changes}
+    for key in base.keys() & changes.keys():
+        old, new = base[key], changes[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            merged[key] = {**old, **new} if key == "data" else _merged(old, new)
     return merged
 
 
-def _used(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the nets, metrics, surrogates and data sets that no row needs."""
-    used = dict(content)
-
-    def keep(table: str, names: Iterable[Any]) -> list[Mapping[str, Any]]:
-        wanted = set(names)
-        used[table] = {key: one for key, one in used.get(table, {}).items() if key in wanted}
-        return list(used[table].values())
-
-    rows = content.get("rows", {}).values()
-    keep("surrogates", (row.get("surrogate") for row in rows))
-    learned = keep("nets", (row.get("net") for row in rows))
-    learned += keep("metrics", (row.get("metric") for row in rows))
-    keep("data", (one.get("data") for one in learned))
-    return used
+def _drop_unused(content: dict[str, Any]) -> None:
+    """Remove the nets, metrics, surrogates and data sets that no row needs."""
+    for table, field_name, users in (
+        ("surrogates", "surrogate", ("rows",)),
+        ("nets", "net", ("rows",)),
+        ("metrics", "metric", ("rows",)),
+        ("data", "data", ("nets", "metrics")),
+    ):
+        used = [one.get(field_name) for user in users for one in content.get(user, {}).values()]
+        content[table] = {key: one for key, one in content.get(table, {}).items() if key in used}
 
 
 def _with_attacks(row: dict[str, Any], known: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The row with all settings of each attack that it names."""
-    named, where = row.get("attacks", ()), f"{where}.attacks"
+    named = row.get("attacks", ())
     if not isinstance(named, Mapping):
         named = {key: {} for key in from_plain(tuple[str, ...], named, where)}
     for key in named:

@@ -1,17 +1,10 @@
-"""The cost of predictions in time and memory, each measured in a fresh process.
+"""The cost of predictions in time and memory, each measured in a fresh process:
 
-    python -m otad.experiments.probe MODEL QUERIES --device cpu --threads 2 --batch-size 100
-        [--disk] [--net] [--warm] [--steps]
-
-MODEL is a model folder, QUERIES a safetensors file with `x` and `y`. The bank is on the device, or
-with --disk in its file; with --net the backbone alone answers. --warm also measures queries after
-every batch was answered once before, --steps the steps of the defense. The output is one line of
-JSON: fields of `CostRecord`.
+python -m otad.experiments.probe SETTINGS, the arguments of `measure` in JSON
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,19 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from otad.checks import require
 from otad.cip import ExactCip
 from otad.data import Dataset
-from otad.errors import InputError, OtadError
+from otad.errors import OtadError
 from otad.experiments.cache import Report
 from otad.experiments.records import CostRecord
 from otad.experiments.spec import CostSpec, SpeedSpec
@@ -52,8 +46,7 @@ def measure_costs(study: Study) -> tuple[tuple[CostRecord, ...], dict[str, str]]
         return (), {}
     net, source = study.net(spec.net), study.source(study.experiment.nets[spec.net].data)
     data, size = source.data, len(source.data.train_x)
-    if max(spec.banks) > size:
-        raise InputError(f"cost.banks: expected at most {size} train points, got {spec.banks}")
+    require(max(spec.banks) <= size, "cost.banks", f"at most {size} train points", spec.banks)
     order = torch.randperm(size, generator=torch.Generator().manual_seed(study.seed))
 
     def measure(device: str, bank: int, report: Report) -> CostRecord:
@@ -82,12 +75,11 @@ def measure_speeds(study: Study) -> tuple[CostRecord, ...]:
 
     def measure(key: str, place: str | None, report: Report) -> CostRecord:
         row, model = study.experiment.rows[key], study.model(key)
-        flags = {"--warm": True, "--disk": place == "disk", "--steps": spec.steps}
+        flags = {"warm": True, "disk": place == "disk", "steps": spec.steps}
         if not isinstance(model, OTAD):
-            base, flags["--net"] = study.bank(row.net), True  # whose bank is not used
+            base, flags["net"] = study.bank(row.net), True  # whose bank is not used
             model = base.replace(bank=base.bank.select(torch.arange(_FEW)))
-        names = [flag for flag, is_on in flags.items() if is_on]
-        record = probe(model, study.data(row), spec, study.device, names)
+        record = probe(model, study.data(row), spec, study.device, **flags)
         return replace(record, place=place, bank=record.bank if place else 0)
 
     for key in spec.rows:
@@ -102,26 +94,22 @@ def measure_speeds(study: Study) -> tuple[CostRecord, ...]:
 
 
 def probe(
-    model: OTAD,
-    data: Dataset,
-    spec: CostSpec | SpeedSpec,
-    device: str,
-    flags: list[str] | None = None,
+    model: OTAD, data: Dataset, spec: CostSpec | SpeedSpec, device: str, **flags: bool
 ) -> CostRecord:
-    """Measure a model in a fresh process, on the first test points."""
+    """Measure a model in a fresh process, on the first test points; `flags` of `measure`."""
     x, y = data.test_x[: spec.queries].clone(), data.test_y[: spec.queries].clone()
-    numbers = {"--device": device, "--threads": spec.threads, "--batch-size": spec.batch_size}
+    settings: dict[str, Any] = {"device": device, "threads": spec.threads, **flags}
+    settings["batch_size"] = spec.batch_size
     with tempfile.TemporaryDirectory(prefix="otad-probe-") as folder:
-        place, queries = Path(folder) / "model", Path(folder) / "queries.safetensors"
-        model.save(place)
-        save_file({"x": x, "y": y}, queries)
-        command = [sys.executable, "-m", "otad.experiments.probe", str(place), str(queries)]
-        command += [str(part) for pair in numbers.items() for part in pair] + (flags or [])
+        settings |= {"folder": f"{folder}/model", "queries": f"{folder}/queries.safetensors"}
+        model.save(settings["folder"])
+        save_file({"x": x, "y": y}, settings["queries"])
+        command = [sys.executable, "-m", "otad.experiments.probe", json.dumps(settings)]
         libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         source = str(Path(__file__).parents[2])  # the very package that runs here
-        paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         environment = os.environ | dict.fromkeys(libraries, str(spec.threads))
-        environment |= {"PYTHONPATH": paths}
+        paths = filter(None, [source, os.environ.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
         raise OtadError(f"the process that measures the cost failed:\n{done.stderr.strip()}")
@@ -130,56 +118,72 @@ def probe(
 
 
 @torch.no_grad()
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """In the fresh process."""
-    torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+def measure(
+    folder: str,
+    queries: str,
+    device: str,
+    threads: int,
+    batch_size: int,
+    *,
+    disk: bool = False,
+    net: bool = False,
+    warm: bool = False,
+    steps: bool = False,
+) -> dict[str, Any]:
+    """Fields of `CostRecord`, for the model in a folder and the `x` and `y` of a safetensors file.
+
+    `disk`: the bank stays in its file; `net`: the backbone alone answers; `warm`: also measure
+    queries after every batch was answered once before; `steps`: also the steps of the defense.
+    """
+    torch.set_num_threads(threads)
     square = torch.ones(64, 64, device=device)
     square @ square  # starts the driver of a GPU and loads the matrix library
     before, started = resident_now(), time.perf_counter()
-    # Its checksum was just written.
-    model = load(options.model, device=options.device, resident=not options.disk, verify=False)
-    predictor = model.backbone if options.net else model
-    loaded = time.perf_counter()
-    data = load_file(options.queries)
-    batches = data["x"].split(options.batch_size)
+    model = load(folder, device=device, resident=not disk, verify=False)  # it was just written
+    loaded, data = time.perf_counter(), load_file(queries)
+    batches = data["x"].split(batch_size)
+
+    def predict(batch: Tensor) -> Tensor:
+        outputs: Tensor = (model.backbone if net else model)(batch.to(device)).cpu()
+        return outputs
+
+    def time_batch(batch: Tensor) -> dict[str, float]:
+        clock = Clock(device)
+        clock("all", lambda: predict(batch))
+        return clock.seconds
+
     begun = time.perf_counter()
-    outputs = torch.cat([_predict(predictor, batch, device) for batch in batches])
-    ended = time.perf_counter()
-    found: dict[str, Any] = {}
-    if options.warm:
-        seconds = []
-        for batch in batches:
-            clock = Clock(device)
-            clock("all", partial(_predict, predictor, batch, device))
-            seconds.append(clock.seconds["all"] / len(batch))
-        found["milliseconds"] = 1000 * statistics.median(seconds)
+    outputs = torch.cat([predict(batch) for batch in batches])
+    found: dict[str, Any] = {"seconds": time.perf_counter() - begun}
+    if warm:
+        found["milliseconds"] = _medians(batches, time_batch)["all"]
     found |= {
         "load_seconds": loaded - started,
-        "seconds": ended - begun,
         "resident": resident_peak() - before,
-        "device_memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "device_memory": torch.cuda.max_memory_allocated() if "cuda" in device else None,
         "accuracy": 100 * float((outputs.argmax(1) == data["y"]).double().mean()),
     }
-    if options.steps and not options.net:
-        times = [(len(batch), time_steps(model, batch.to(device))) for batch in batches]
-        found["steps"] = {
-            name: 1000 * statistics.median(steps[name] / count for count, steps in times)
-            for name in times[0][1]
-        }
+    if steps and not net:
+        found["steps"] = _medians(batches, lambda batch: time_steps(model, batch.to(device)))
     return found
 
 
-def _predict(model: nn.Module, x: Tensor, device: torch.device) -> Tensor:
-    outputs: Tensor = model(x.to(device)).cpu()
-    return outputs
+def _medians(
+    batches: Iterable[Tensor], work: Callable[[Tensor], dict[str, float]]
+) -> dict[str, float]:
+    """The median milliseconds a query, by what was timed."""
+    times = [(len(batch), work(batch)) for batch in batches]
+    return {
+        name: 1000 * statistics.median(seconds[name] / count for count, seconds in times)
+        for name in times[0][1]
+    }
 
 
 class Clock:
     """Seconds by name of what was done on a device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, dict[str, float]()
+    def __init__(self, device: str | torch.device) -> None:
+        self.device, self.seconds = torch.device(device), dict[str, float]()
 
     def __call__(self, name: str, work: Callable[[], T]) -> T:
         self._wait()
@@ -204,9 +208,8 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     - "potentials and QP": L and longest paths, eq. (2), which the paper solves as a linear program,
       and eq. (3);
     - "image": the feature assembled and read by the head.
-
-    A network in place of the solver is one step, "network", after the search, and a global map is
-    one step, "global map".
+    - After the search, a network in place of the solver is one step, "network"; a global map is
+      one step in all, "global map".
     """
     clock, solver, head = Clock(model.backbone.mean.device), model.solver, model.backbone.head
     if not model.answerer.rests_on_neighbors or solver is None:
@@ -220,25 +223,18 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
         return model.problem(embedded, model.neighbors(keys).indices)
 
     problem = clock("search", search)
-    if not isinstance(solver, ExactCip):
+    if not model.answerer.is_exact:
         clock("network", lambda: head(solver(problem).image))
         return clock.seconds
+    exact = cast(ExactCip, solver)
     near = clock("rows", problem.fetched)
     if near is problem:
         del clock.seconds["rows"]  # the steps that need them read them in place
-    products = clock("products", lambda: solver.products(near))
-    found = clock("potentials and QP", lambda: solver.solve(near, products))
-    clock("image", lambda: head(solver.solution(near, found).image))
+    products = clock("products", lambda: exact.products(near))
+    found = clock("potentials and QP", lambda: exact.solve(near, products))
+    clock("image", lambda: head(exact.solution(near, found).image))
     return clock.seconds
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("queries", type=Path)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--batch-size", type=int, required=True)
-    for flag in ("--disk", "--net", "--warm", "--steps"):
-        parser.add_argument(flag, action="store_true")
-    sys.stdout.write(json.dumps(measure(parser.parse_args())) + "\n")
+    sys.stdout.write(json.dumps(measure(**json.loads(sys.argv[1]))) + "\n")

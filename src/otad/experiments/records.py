@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from otad.errors import InputError
+from otad.checks import require
 from otad.experiments.experiment import Experiment, parse_experiment
 from otad.io.codec import from_plain, read_json, to_plain, write_json
 from otad.io.environment import Environment
@@ -37,11 +37,9 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class Regularity:
-    """How close a net's map is to optimal transport (see `otad.model.diagnostics`).
-
-    `energy` over the train part; `least_smoothness` over the neighborhoods of the test points;
-    `violations` is the share of backward pairs among the neighbors of `violation_rows` bank points.
-    """
+    """How close a net's map is to optimal transport: `energy` over the train part;
+    `least_smoothness` over the neighborhoods of the test points; `violations`, the share of
+    backward pairs among the neighbors of `violation_rows` bank points."""
 
     energy: Distribution | None
     least_smoothness: Distribution | None
@@ -91,12 +89,11 @@ class PotentialRecord:
 
 @dataclass(frozen=True)
 class AttackedScore:
-    """The score of a row under attack, on `score.n` test points.
+    """The score of a row under attack, and without it (`clean`) on the same points.
 
-    `clean`: the score on the same points without attack. `metrics`: further measures of a
-    regression. `distance`: of the inputs that turned a right answer wrong; in regression, of all.
-    `replaced`: attacks that do not apply to the attacked net, with those that were run instead.
-    `forwards` and `backwards`: model calls and gradients, summed over the points.
+    `metrics`: further measures of a regression. `distance`: of the inputs that turned a right
+    answer wrong; in regression, of all. `replaced`: attacks that do not apply to the attacked net,
+    with those that were run instead. `forwards`, `backwards`: model calls and gradients, in all.
     """
 
     score: Score
@@ -188,16 +185,13 @@ class RunRecord:
         return parse_experiment(self.config, self.name, self.quick)
 
     def write(self, path: Path) -> None:
-        """The whole file or none of it."""
         write_json(path, to_plain(self))
 
     @staticmethod
     def read(path: Path) -> RunRecord:
         content = read_json(path)
-        if _format_of(content) != FORMAT:
-            raise InputError(
-                f"{path}: expected a record of format {FORMAT}, got {_format_of(content)!r}"
-            )
+        found = _format_of(content)
+        require(found == FORMAT, str(path), f"a record of format {FORMAT}", repr(found))
         record: RunRecord = from_plain(RunRecord, content, path.name)
         return record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,13 @@ from otad.certify import certify, certify_values
 from otad.data import Dataset
 from otad.errors import InputError
 from otad.evaluate.protocol import run_attacks
-from otad.evaluate.records import AttackRecord
 from otad.evaluate.suite import defended_of, make_attack
 from otad.experiments.cache import Report
 from otad.experiments.records import AttackedScore, PotentialRecord, Regularity, RowRecord
 from otad.experiments.spec import RANDOM_STEP, AttackSpec, CertifySpec, RowSpec, name_of
+from otad.model import diagnostics
 from otad.model.account import AccountBuilder
-from otad.model.diagnostics import (
-    Distribution,
-    defended_map,
-    local_lipschitz,
-    monotonicity_violations,
-    neighborhood_smoothness,
-    transport_energy,
-)
+from otad.model.diagnostics import Distribution
 from otad.model.otad import OTAD
 from otad.nets import Backbone
 from otad.scores import Score, is_right, regression_metrics, score_of, share_score
@@ -39,60 +32,61 @@ BATCH = 1000
 VIOLATION_ROWS = 10_000
 
 
+class Subject(NamedTuple):
+    """What is measured: a row's model over the net `backbone`, on a data set."""
+
+    model: nn.Module
+    backbone: Backbone
+    data: Dataset
+    seed: int
+    report: Report
+
+    def batches(self, x: Tensor) -> Iterator[Tensor]:
+        return _batches(x, self.backbone.mean.device, self.report)
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> Tensor:
+        """The model's outputs for all of x, on the CPU."""
+        return torch.cat([self.model(batch).cpu() for batch in self.batches(x)])
+
+
 def points_of(size: int, points: int, seed: int) -> Tensor:
     """`points` random rows of a test part of `size`: fewer are the first of more."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:points]
 
 
-@torch.no_grad()
-def predict(model: nn.Module, x: Tensor, report: Report = lambda done, total: None) -> Tensor:
-    """Outputs for all of x, on the CPU."""
-    device = next(model.parameters()).device
-    return torch.cat([model(batch).cpu() for batch in _batches(x, device, report)])
-
-
 def _batches(x: Tensor, device: torch.device, report: Report) -> Iterator[Tensor]:
-    done = 0
-    for batch in x.split(BATCH):
-        yield batch.to(device)
-        done += len(batch)
-        report(done, len(x))
+    for start in range(0, len(x), BATCH):
+        yield x[start : start + BATCH].to(device)
+        report(min(start + BATCH, len(x)), len(x))
 
 
-def measure_row(
-    row: RowSpec,
-    model: nn.Module,
-    backbone: Backbone,
-    data: Dataset,
-    potential: PotentialRecord | None,
-    *,
-    seed: int,
-    report: Report,
-) -> RowRecord:
+def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) -> RowRecord:
     """The score of a row's model on the test part, without attacks."""
     started = time.perf_counter()
+    model, backbone, data = of.model, of.backbone, of.data
     account, certified, lipschitz = None, {}, None
     if isinstance(model, OTAD):
         builder = AccountBuilder(model, potentials=True, relative_error=True)
-        batches = _batches(data.test_x, backbone.mean.device, report)
+        batches = of.batches(data.test_x)
         outputs = torch.cat([builder.add(batch).outputs.cpu() for batch in batches])
         account = builder.account()
         if row.certify is not None:
-            certified = certified_scores(model, data.test_x, data.test_y, row.certify, report)
+            certified = certified_scores(model, data.test_x, data.test_y, row.certify, of.report)
     else:
-        outputs = predict(model, data.test_x, report)
+        outputs = of.predict(data.test_x)
     if row.lipschitz is not None:
-        spec, generator = row.lipschitz, torch.Generator().manual_seed(seed)
+        spec, generator = row.lipschitz, torch.Generator().manual_seed(of.seed)
         chosen = torch.randperm(len(data.test_x), generator=generator)[: spec.points]
         with torch.no_grad():
             points = backbone.embed(data.test_x[chosen].to(backbone.mean.device))
         function = (
-            defended_map(model)
+            diagnostics.defended_map(model)
             if isinstance(model, OTAD)
             else (lambda embedded: backbone.transport(embedded)[0])
         )
         options: dict[str, Any] = {"radius": spec.radius, "steps": spec.steps}
-        found = local_lipschitz(function, points, generator=generator, **options)
+        found = diagnostics.local_lipschitz(function, points, generator=generator, **options)
         lipschitz = Distribution.of(found)
     return RowRecord(
         score=score_of(outputs, data.test_y),
@@ -127,18 +121,18 @@ def certified_scores(
     return {name_of(radius): share_score(count, len(x)) for radius, count in counts.items()}
 
 
-def measure_regularity(model: OTAD, data: Dataset, *, seed: int, report: Report) -> Regularity:
+def measure_regularity(of: Subject) -> Regularity:
     """See `Regularity`, with the neighborhoods of the model."""
-    started, device = time.perf_counter(), model.backbone.mean.device
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(model.bank_inputs), generator=generator)[:VIOLATION_ROWS]
-    train, test = (_batches(part, device, report) for part in (data.train_x, data.test_x))
-    energy = torch.cat([transport_energy(model.backbone, batch).cpu() for batch in train])
-    least = torch.cat([neighborhood_smoothness(model, batch).cpu() for batch in test])
+    started, model = time.perf_counter(), of.model
+    assert isinstance(model, OTAD)
+    rows = points_of(len(model.bank_inputs), VIOLATION_ROWS, of.seed)
+    train, test = of.batches(of.data.train_x), of.batches(of.data.test_x)
+    energy = [diagnostics.transport_energy(of.backbone, batch).cpu() for batch in train]
+    least = [diagnostics.neighborhood_smoothness(model, batch).cpu() for batch in test]
     return Regularity(
-        energy=Distribution.of(energy),
-        least_smoothness=Distribution.of(least),
-        violations=monotonicity_violations(model, rows),
+        energy=Distribution.of(torch.cat(energy)),
+        least_smoothness=Distribution.of(torch.cat(least)),
+        violations=diagnostics.monotonicity_violations(model, rows),
         violation_rows=len(rows),
         seconds=time.perf_counter() - started,
     )
@@ -161,62 +155,48 @@ def make_attacks(
     runs: Mapping[str, Mapping[str, Any]], model: nn.Module, train_x: Tensor | None = None
 ) -> list[Attack]:
     """Attacks with options as a TOML file has them; `train_x`: see `make_attack`."""
-    if defended_of(model) is None:
-        train_x = None
     attacks = []
     for name, options in runs.items():
-        settled: dict[str, Any] = {
-            key: tuple(one) if isinstance(one, list) else one for key, one in options.items()
-        }
-        attacks.append(make_attack(name, model, train_x=train_x, **settled))
+        settled: dict[str, Any] = {"train_x": None if defended_of(model) is None else train_x}
+        settled |= {key: tuple(one) if type(one) is list else one for key, one in options.items()}
+        attacks.append(make_attack(name, model, **settled))
     return attacks
 
 
-def attack_row(
-    spec: AttackSpec,
-    model: nn.Module,
-    backbone: Backbone,
-    data: Dataset,
-    train_x: Tensor | None,
-    *,
-    seed: int,
-    report: Report,
-) -> AttackedScore:
-    """The worst case over the attacks of `spec` on a row's model, whose net is `backbone`."""
-    started = time.perf_counter()
-    chosen = points_of(len(data.test_x), spec.points, seed)
-    x, y = data.test_x[chosen], data.test_y[chosen]
-    ball, victim = ball_of(spec, backbone), backbone if spec.on == "net" else model
+def attack_row(spec: AttackSpec, of: Subject, train_x: Tensor | None) -> AttackedScore:
+    """The worst case over the attacks of `spec` on a row's model."""
+    started, device = time.perf_counter(), of.backbone.mean.device
+    chosen = points_of(len(of.data.test_x), spec.points, of.seed)
+    x, y = of.data.test_x[chosen], of.data.test_y[chosen]
+    ball, victim = ball_of(spec, of.backbone), of.backbone if spec.on == "net" else of.model
     # On the net itself there is nothing to approximate.
-    replaced = {"bpda": "pgd"} if victim is backbone and "bpda" in spec.runs else {}
+    replaced = {"bpda": "pgd"} if victim is of.backbone and "bpda" in spec.runs else {}
     runs = {replaced.get(name, name): options for name, options in spec.runs.items()}
-    broken, records = torch.zeros(len(x), dtype=torch.bool), list[AttackRecord]()
+    broken, forwards, backwards = torch.zeros(len(x), dtype=torch.bool), 0, 0
     if RANDOM_STEP in runs:
-        inputs = ball.surface(x, torch.Generator().manual_seed(seed))
+        inputs = ball.surface(x, torch.Generator().manual_seed(of.seed))
     else:
         found = run_attacks(
             victim,
-            x.to(backbone.mean.device),
-            y.to(backbone.mean.device),
+            x.to(device),
+            y.to(device),
             ball,
             make_attacks(runs, victim, train_x),
             strongest=True,
-            seed=seed,
+            seed=of.seed,
             batch_size=BATCH,
-            progress=lambda attack, done, total, worst: report(done, total),
+            progress=lambda attack, done, total, worst: of.report(done, total),
         )
-        inputs, broken, records = (
-            found.inputs,
-            found.right & found.distances.isfinite(),
-            found.records,
-        )
-    clean, outputs = predict(model, x), predict(model, inputs)
+        inputs, broken = found.inputs, found.right & found.distances.isfinite()
+        forwards = sum(record.forwards for record in found.records)
+        backwards = sum(record.backwards for record in found.records)
+    clean, outputs = of.predict(x), of.predict(inputs)
     is_value = y.is_floating_point()
     if is_value:
         wrong, score = torch.ones(len(x), dtype=torch.bool), score_of(outputs, y)
     else:
         wrong = ~is_right(outputs, y)
-        if victim is model:
+        if victim is of.model:
             wrong |= broken  # close to a boundary, rounding may differ between batches
         score = share_score(int((~wrong).sum()), len(x))
         wrong &= is_right(clean, y)
@@ -226,8 +206,8 @@ def attack_row(
         metrics=regression_metrics(outputs, clean, y) if is_value else {},
         distance=Distribution.of(ball.distance(inputs, x)[wrong]),
         threat=ball.describe(),
-        forwards=sum(record.forwards for record in records),
-        backwards=sum(record.backwards for record in records),
+        forwards=forwards,
+        backwards=backwards,
         seconds=time.perf_counter() - started,
         replaced=replaced,
     )

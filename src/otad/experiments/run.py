@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from otad.attacks import L2
-from otad.checks import check_count
+from otad.checks import check_count, require
 from otad.data.dataset import refuse_repeats
-from otad.errors import InputError, OtadError
+from otad.errors import OtadError
 from otad.evaluate.runner import evaluate
 from otad.experiments.cache import UnfinishedError, WorkFolder
 from otad.experiments.experiment import Experiment, read_experiment
@@ -34,7 +33,6 @@ from otad.io.environment import Environment
 from otad.progress import PartReport, part_bars
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
-from otad.scores import Score
 from otad.training.config import check_seed
 
 _MENDABLE = (OtadError, OSError)  # what the user can fix: reported without a traceback
@@ -62,39 +60,34 @@ def reproduce_together(
     """Run experiments by name, or from TOML files; write `out`/NAME.json and return the records.
 
     Figures are written to `out`/NAME.svg, evaluations with the whole suite to the folder NAME.
+    - `work`: the folder of finished parts and trained nets (`out`/.work by default), which
+      experiments and processes may share: a killed run resumes where it stopped.
+    - `quick`: make the changes listed under [quick], to test the code; writes NAME-quick.json.
+    - `max_seconds`: then trainings stop with an `UnfinishedError`, and resume at the next call.
+    - `progress`: draw a bar per part, or a function of (part, steps done, all steps).
+    - `jobs`: processes that share trainings, rows and attacks; speed is measured afterwards, alone.
 
-    Finished parts and trained nets are saved in `work` (`out`/.work by default), which experiments
-    and processes may share: a killed run resumes where it stopped. `quick` makes the changes that
-    the file lists under [quick], to test the code in seconds; its record is NAME-quick.json.
-    Trainings stop with an `UnfinishedError` after `max_seconds`, and resume at the next call.
-    `progress` draws a bar per part, or is called with (part, steps done, all steps).
-
-    With several `jobs`, processes share the trainings, rows and attacks; what measures speed runs
-    afterwards, alone. An experiment that fails does not stop the others: all errors are raised in
-    one at the end.
+    An experiment that fails does not stop the others: all errors are raised in one at the end.
     """
     check_count(jobs, "jobs")
     check_seed(seed)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device: expected one that is present, got {device!r} without CUDA")
+    is_present = not device.startswith("cuda") or torch.cuda.is_available()
+    require(is_present, "device", "one that is present", f"{device!r} without CUDA")
     refuse_repeats((Path(name).stem for name in names), "names")
     experiments = [read_experiment(name, quick=quick) for name in names]
     deadline = None if max_seconds is None else time.time() + max_seconds
     folder = WorkFolder(Path(out) / ".work" if work is None else Path(work), deadline)
     make = partial(Study, work=folder, data_dir=data_dir, device=device, seed=seed)
     records: list[RunRecord] = []
-    errors: dict[str, BaseException] = {}
     with part_bars(progress) as report:
-        if jobs > 1:
-            errors = _share(experiments, make, Path(out), jobs, report)
-        for experiment in experiments:
-            if experiment.name not in errors:
-                try:
-                    study = make(experiment=experiment, report=report)
-                    records.append(run_experiment(study, Path(out), jobs))
-                except _MENDABLE as error:
-                    errors[experiment.name] = error
-    if len(errors) == 1 and len(experiments) == 1:
+        errors = _share(experiments, make, Path(out), jobs, report) if jobs > 1 else {}
+        for experiment in (one for one in experiments if one.name not in errors):
+            try:
+                study = make(experiment=experiment, report=report)
+                records.append(run_experiment(study, Path(out), jobs))
+            except _MENDABLE as error:
+                errors[experiment.name] = error
+    if errors and len(experiments) == 1:
         raise next(iter(errors.values()))
     if errors:
         unfinished = all(isinstance(error, UnfinishedError) for error in errors.values())
@@ -128,7 +121,7 @@ def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
         seconds=study.seconds,
         costs=costs,
         missing=missing,
-        suites=run_suites(study, out),
+        suites=tuple(run_suite(study, out, key) for key in spec.suites),
         metrics={key: study.metric(key).record for key in spec.metrics},
         surrogates={key: study.surrogate(key).record for key in spec.surrogates},
         speeds=measure_speeds(study),
@@ -143,26 +136,17 @@ def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
     return record
 
 
-def run_suites(study: Study, out: Path) -> tuple[SuiteRecord, ...]:
-    """Evaluate the rows of [evaluate] with the whole suite."""
-    spec = study.experiment.evaluate
-    rows = () if spec is None else (spec.row, *spec.beside)
-    return tuple(run_suite(study, out, row) for row in rows)
-
-
 def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
-    """Evaluate one row; the evaluation and its report are written to a folder in `out`."""
-    spec = study.experiment.evaluate
+    """Evaluate a row of [evaluate]; the evaluation and its report are in a folder in `out`."""
+    experiment, spec, row = study.experiment, study.experiment.evaluate, study.experiment.rows[key]
     assert spec is not None
-    place = (spec.row, *spec.beside).index(key)
-    folder = out / (study.experiment.stem + (f"-{place + 1}" if place else ""))
+    place = experiment.suites.index(key)
+    folder = out / (experiment.stem + (f"-{place + 1}" if place else ""))
     certify = spec.certify if not place else (key,) if spec.certify else ()
     work, label = study.work.folder / "suites" / folder.name, f"suite on {key}"
-    row = study.experiment.rows[key]
-    model, data = study.defended(key), study.data(row)
+    model, data, train_x = study.defended(key), study.data(row), study.train_inputs(row)
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = (part[chosen].to(model.backbone.mean.device) for part in (data.test_x, data.test_y))
-    train_x = study.train_inputs(row)
     with study.work.lock(folder.name):
         found = evaluate(
             model,
@@ -181,30 +165,20 @@ def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
         )
         study.seconds[label] = found.seconds
         found.write(folder / "evaluation.json")
-        adversarial = Adversarial.read(work / "adversarial.safetensors")
-        evaluation_report(
-            found,
-            model=model,
-            x=x,
-            y=y,
-            adversarial=adversarial,
-            classes=data.classes,
-            train_x=train_x,
-        ).write(folder / "report.html")
-    return SuiteRecord(key, folder.name, {one: _certified(study, one, x, y) for one in certify})
-
-
-def _certified(study: Study, key: str, x: Tensor, y: Tensor) -> dict[str, Score]:
-    spec = study.experiment.evaluate
-    assert spec is not None
-    with study.timed(f"certificates of {key}") as report:
-        return certified_scores(study.defended(key), x, y, CertifySpec(spec.eps), report)
+        shown: dict[str, Any] = {"x": x, "y": y, "classes": data.classes, "train_x": train_x}
+        shown["adversarial"] = Adversarial.read(work / "adversarial.safetensors")
+        evaluation_report(found, model=model, **shown).write(folder / "report.html")
+    certified = {}
+    for one in certify:
+        with study.timed(f"certificates of {one}") as report:
+            radii = CertifySpec(spec.eps)
+            certified[one] = certified_scores(study.defended(one), x, y, radii, report)
+    return SuiteRecord(key, folder.name, certified)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A call of a method of `Study`, or a suite, that one process does for the experiments
-    `owners`."""
+    """A call of a method of `Study`, or a suite, for the experiments `owners`."""
 
     experiment: Experiment
     method: str
@@ -234,9 +208,8 @@ def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
             row = one.rows[surrogate.row]
             searched = one.metrics.get(row.metric or "")
             add(1, [surrogate, row, one.nets[row.net], searched], one, "surrogate", key)
-        if one.evaluate is not None:
-            for key in (one.evaluate.row, *one.evaluate.beside):
-                add(2, [one.name, key], one, "suite", key)
+        for key in one.suites:
+            add(2, [one.name, key], one, "suite", key)
         for key, row in one.rows.items():
             add(2, [one.name, key], one, "row", key)
             for name in row.attacks:
@@ -270,16 +243,16 @@ def _share(
 
 
 def _begin(threads: int) -> None:
+    """Start a process, which ends with its parent: otherwise it would hold locks."""
     torch.set_num_threads(threads)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A killed parent must not leave processes behind that hold locks."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _work(task: Task, make: Callable[..., Study], out: Path) -> None:

@@ -1,16 +1,16 @@
 """The tables of an experiment's TOML file, one dataclass each.
 
-Radii with unit "std" are in units of the standard deviations that the net divides its inputs by.
+`Experiment` checks annotated types: a `Count` is at least 1, a `NetName` an entry of [nets]. Radii
+with unit "std" are in units of the standard deviations that the net divides its inputs by.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from otad.attacks import ATTACKS
-from otad.checks import check_choice, check_count
-from otad.errors import InputError
+from otad.checks import check_choice, require
 from otad.training import RECIPES
 
 RANDOM_STEP = "random_step"
@@ -19,6 +19,13 @@ UNLEARNED = ("pretrained", "pixels")
 Normalization = Literal["none", "feature", "channel", "all"]
 Unit = Literal["input", "std"]
 Options = dict[str, Any]
+MetricKind = Literal["resnet", "cnn", "vit", "attention", "lipschitz", "pretrained", "pixels"]
+Count = Annotated[int, "count"]
+DataName = Annotated[str, "data"]
+NetName = Annotated[str, "nets"]
+MetricName = Annotated[str, "metrics"]
+SurrogateName = Annotated[str, "surrogates"]
+RowName = Annotated[str, "rows"]
 
 
 @dataclass(frozen=True)
@@ -31,27 +38,26 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Choice:
-    """A training setting chosen by its score on a held-out part of the train part; the net is then
-    trained on all of it."""
+    """A training setting chosen by its score on a held-out part of the train part."""
 
     setting: str
     values: tuple[float, ...]
-    row: str  # whose score decides
+    row: RowName  # whose score decides
     validation: float = 0.1  # share of the train part
     epochs: int | None = None  # of each trial
     certified: float | None = None  # the certified score at this radius decides
 
+    def __post_init__(self) -> None:
+        require(self.values, "values", "at least one to choose from", "none")
+
 
 @dataclass(frozen=True)
 class NetSpec:
-    """A net and how it is trained.
+    """A net and how it is trained. `kind`: "fc", fully connected; "lifted", the same, but writing
+    into coordinates of its own; "prototypes", labeled points drawn from the train part, the weights
+    of their own map; "vit", a vision transformer."""
 
-    `kind`: "fc", fully connected; "lifted", the same, but writing into coordinates of its own;
-    "prototypes", labeled points drawn from the train part, the weights of their own map; "vit", a
-    vision transformer.
-    """
-
-    data: str
+    data: DataName
     kind: Literal["fc", "lifted", "prototypes", "vit"] = "fc"
     blocks: int = 5
     residual: bool = True
@@ -64,8 +70,10 @@ class NetSpec:
     bank: Literal["float32", "float16", "bfloat16"] = "float32"  # inputs and features
 
     def __post_init__(self) -> None:
-        if self.kind == "prototypes" and self.bank != "float32":
-            raise InputError(f"bank: expected float32 for prototypes, got {self.bank}")
+        if self.kind == "prototypes":
+            check_choice(self.bank, "bank", ("float32",))
+        else:
+            require(not self.untrained, "untrained", "prototypes", self.kind)
 
     @property
     def settings(self) -> Options:
@@ -80,27 +88,25 @@ class MetricSpec:
     """A net whose keys are compared to find neighbors: one that is trained, or without training
     "pixels", the inputs themselves, or "pretrained", the `features` of a public network."""
 
-    data: str
-    kind: Literal["resnet", "cnn", "vit", "attention", "lipschitz", "pretrained", "pixels"] = (
-        "resnet"
-    )
+    data: DataName
+    kind: MetricKind = "resnet"
     normalize: Normalization = "none"
     features: Literal["", "efficientnet_lite0"] = ""
     options: Options = field(default_factory=dict)  # of the constructor
     train: Options = field(default_factory=dict)  # with a table `adversary`: adversarial training
 
     def __post_init__(self) -> None:
-        if (self.kind == "pretrained") != bool(self.features):
-            raise InputError(f"features: expected for pretrained alone, got {self}")
-        if self.kind in UNLEARNED and (self.train or self.normalize != "none"):
-            raise InputError(f"train: expected no training and no normalization, got {self}")
+        is_pretrained, is_trained = self.kind == "pretrained", self.kind not in UNLEARNED
+        require(is_pretrained == bool(self.features), "features", "them for pretrained alone", self)
+        is_plain = not self.train and self.normalize == "none"
+        require(is_trained or is_plain, "train", "no training and no normalization", self)
 
 
 @dataclass(frozen=True)
 class SurrogateSpec:
     """A CIP-net that learns the answers of `row`, a row of OTAD, at the points of its bank."""
 
-    row: str
+    row: RowName
     alpha: float = 1.0  # weight of the solver's answers against the net's own features
     options: Options = field(default_factory=dict)  # of `CipNet`
     train: Options = field(default_factory=dict)
@@ -114,7 +120,7 @@ class AttackSpec:
     name: str
     eps: float | None = None  # None: the whole box of valid inputs
     norm: Literal["l2", "linf"] = "l2"
-    points: int = 1000  # random test points
+    points: Count = 1000  # random test points
     label: str = ""
     unit: Unit = "input"
     on: Literal["model", "net"] = "model"  # net: its adversarial examples are given to the model
@@ -124,11 +130,10 @@ class AttackSpec:
     def __post_init__(self) -> None:
         for name in self.runs:
             check_choice(name, "attack", (RANDOM_STEP, *ATTACKS))
-        check_count(self.points, "points")
-        if RANDOM_STEP in self.runs and len(self.runs) > 1:
-            raise InputError(f"also: expected no attacks beside {RANDOM_STEP!r}")
-        if self.eps is None and self.unit != "input":
-            raise InputError("eps: expected a radius with unit 'std', got none")
+        is_alone = RANDOM_STEP not in self.runs or len(self.runs) == 1
+        require(is_alone, "also", f"no attacks beside {RANDOM_STEP}", list(self.runs))
+        has_radius = self.eps is not None or self.unit == "input"
+        require(has_radius, "eps", "a radius with unit 'std'", "none")
 
     @property
     def runs(self) -> dict[str, Options]:
@@ -155,14 +160,11 @@ class LipschitzSpec:
 
 @dataclass(frozen=True)
 class RowSpec:
-    """One row of a table.
+    """One row of a table. `published` and `at_least` are by metric (accuracies in percent), by the
+    name of an attack for the score under it, and "certified EPS" for the certified score at a
+    radius; `published` also "NAME E" and "NAME SMAPE", further measures of a regression."""
 
-    `published` and `at_least` are by metric (accuracies in percent), by the name of an attack for
-    the score under it, and "certified EPS" for the certified score at a radius; `published` also
-    "NAME E" and "NAME SMAPE" for the further measures of a regression.
-    """
-
-    net: str
+    net: NetName
     method: Literal["net", "otad", "mean_feature_knn", "majority_knn"]
     label: str = ""
     n_neighbors: int = 10
@@ -177,14 +179,12 @@ class RowSpec:
     published_in: str = ""
     at_least: dict[str, float] = field(default_factory=dict)
     attacks: dict[str, AttackSpec] = field(default_factory=dict)
-    metric: str | None = None
-    surrogate: str | None = None  # answers instead of the exact solver
-    per_class: int | None = None  # points of each class in the bank; random ones
+    metric: MetricName | None = None
+    surrogate: SurrogateName | None = None  # answers instead of the exact solver
+    per_class: Count | None = None  # points of each class in the bank; random ones
     central: bool = False  # or those whose keys are nearest to the mean key of their class
 
     def __post_init__(self) -> None:
-        if self.per_class is not None:
-            check_count(self.per_class, "per_class")
         is_otad = self.method == "otad"
         has_effect = {
             "metric": self.uses_neighbors,
@@ -195,8 +195,7 @@ class RowSpec:
             "lipschitz": is_otad or self.method == "net",
         }
         for name, is_used in has_effect.items():
-            if getattr(self, name) and not is_used:
-                raise InputError(f"{name}: expected where it has an effect, got it in {self}")
+            require(is_used or not getattr(self, name), name, "it where it has an effect", self)
 
     @property
     def uses_neighbors(self) -> bool:
@@ -207,23 +206,23 @@ class RowSpec:
 class EvaluateSpec:
     """The model of `row` under the whole suite, in l2, on `points` random test points."""
 
-    row: str
+    row: RowName
     eps: tuple[float, ...]
     headline: float  # the eps of the threat model
-    beside: tuple[str, ...] = ()  # rows with the same attacks on the same points
-    points: int = 1000
-    batch_size: int = 1000
+    beside: tuple[RowName, ...] = ()  # rows with the same attacks on the same points
+    points: Count = 1000
+    batch_size: Count = 1000
     flags: bool = True
     attacks: dict[str, Options] = field(default_factory=dict)  # empty: the preset "standard"
     spare_proved: tuple[str, ...] = ()  # attacks that skip points with a certificate of the radius
-    certify: tuple[str, ...] = ()  # rows to certify on the same points; if any, those beside too
+    certify: tuple[
+        RowName, ...
+    ] = ()  # rows to certify on the same points; if any, those beside too
     at_most: dict[str, float] = field(default_factory=dict)  # worst case in percent, by eps
     # certified accuracy in percent, by row and eps, or with "worst" for a row the worst case
     at_least: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("points", "batch_size"):
-            check_count(getattr(self, name), name)
         radii = tuple(name_of(radius) for radius in self.eps)
         for key in self.at_least:
             check_choice(key, "at_least", (*self.certify, WORST))
@@ -236,38 +235,30 @@ class EvaluateSpec:
 class CostSpec:
     """Predictions of the defended `net` with random banks of these sizes, on these devices."""
 
-    net: str
-    banks: tuple[int, ...]
-    queries: int
-    batch_size: int = 1000
-    threads: int = 2
+    net: NetName
+    banks: tuple[Count, ...]
+    queries: Count
+    batch_size: Count = 1000
+    threads: Count = 2
     devices: tuple[str, ...] = ("cpu", "cuda")
     seconds_at_most: float | None = None  # for the largest bank
     gigabytes_at_most: float | None = None
-
-    def __post_init__(self) -> None:
-        for size in (*self.banks, self.queries, self.batch_size, self.threads):
-            check_count(size, "banks, queries, batch_size, threads")
 
 
 @dataclass(frozen=True)
 class SpeedSpec:
     """The cost of a query for the models of `rows`, on the device of the run."""
 
-    rows: tuple[str, ...]
-    queries: int = 1000
-    batch_size: int = 100
-    threads: int = 2
+    rows: tuple[RowName, ...]
+    queries: Count = 1000
+    batch_size: Count = 100
+    threads: Count = 2
     places: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")  # of the bank
     steps: bool = False  # also the time of each step of the defense
-    published: dict[str, float] = field(default_factory=dict)  # milliseconds a query, by row
+    published: dict[RowName, float] = field(default_factory=dict)  # milliseconds a query, by row
     published_in: str = ""
-    ratio_at_most: dict[str, float] = field(default_factory=dict)  # to the first row, in memory
-    gigabytes_at_most: dict[str, float] = field(default_factory=dict)  # resident, from disk
-
-    def __post_init__(self) -> None:
-        for size in (self.queries, self.batch_size, self.threads):
-            check_count(size, "queries, batch_size, threads")
+    ratio_at_most: dict[RowName, float] = field(default_factory=dict)  # to the first row, in memory
+    gigabytes_at_most: dict[RowName, float] = field(default_factory=dict)  # resident, from disk
 
 
 @dataclass(frozen=True)

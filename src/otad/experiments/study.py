@@ -1,52 +1,47 @@
-"""An experiment in progress: its data, what it learns and what it measures, each made once.
-
-Everything finished is saved in the work folder (see `cache`), so that a killed run resumes and
-experiments share what they have in common, also those of several processes.
-"""
+"""An experiment in progress: its data, what it learns and what it measures, each made once and
+saved in the work folder (see `cache`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks import ATTACKS
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.cip.surrogate import CipNet
+from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.cip.whole_bank.potential import BankPotential
 from otad.data import Dataset, load, most_central, subset_per_class
 from otad.evaluate.protocol import VERSION as PROTOCOL_VERSION
+from otad.experiments import records
 from otad.experiments.cache import Report, WorkFolder
 from otad.experiments.experiment import Experiment
-from otad.experiments.learn import Learned, Learner, N, Source
-from otad.experiments.records import (
-    AttackedScore,
-    Candidate,
-    CostRecord,
-    PotentialRecord,
-    Regularity,
-    RowRecord,
-)
-from otad.experiments.rows import VERSION, attack_row, measure_regularity, measure_row
-from otad.experiments.spec import Choice, RowSpec, name_of
+from otad.experiments.learn import Learned, N, Source, config_of, fresh_metric, fresh_net, refusing
+from otad.experiments.rows import VERSION, Subject, attack_row, measure_regularity, measure_row
+from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
 from otad.io.codec import digest_of
-from otad.io.tensor_files import read_tensors, write_tensors
+from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 from otad.model.answerer_options import solver_for
 from otad.model.answerers import WholeBankAnswerer
 from otad.model.defend import defend
+from otad.model.imitation import imitate
 from otad.model.otad import OTAD
 from otad.model.prototypes import PrototypeNet
 from otad.nets import Backbone, Metric, only_normalizes
 from otad.progress import PartReport
+from otad.training import MetricConfig, TrainConfig, train, train_metric
+from otad.training.config import LoopConfig
 
-Part = TypeVar("Part", RowRecord, AttackedScore, Regularity, CostRecord)
+Part = TypeVar(
+    "Part", records.RowRecord, records.AttackedScore, records.Regularity, records.CostRecord
+)
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 MODEL = "method n_neighbors scope smoothness strong_convexity mode climb per_class central"
 """The settings of a row that decide its answers, beside its net, metric and CIP-net."""
@@ -62,8 +57,7 @@ def once(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
         name = (method.__name__, key)
         if name not in study.made:
             study.made[name] = method(study, key)
-        found: T = study.made[name]
-        return found
+        return cast(T, study.made[name])
 
     return remembering
 
@@ -80,7 +74,7 @@ class Study:
     seed: int = 0
     made: dict[tuple[str, str], Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict)
+    candidates: dict[str, tuple[records.Candidate, ...]] = field(default_factory=dict)
     _bank: tuple[str, OTAD] | None = None
 
     @once
@@ -107,17 +101,26 @@ class Study:
             best = max(found, key=lambda candidate: candidate.score.rank)
             self.candidates[key] = found
             settings = settings | {spec.choose.setting: best.value}
-        return self._learn(f"train {key}", lambda learner: learner.net(spec, source, settings))
+        config = config_of(TrainConfig, settings, seed=self.seed, device=self.device)
+        net = fresh_net(spec, source.data, self.seed, self.device)
+        if spec.untrained:
+            return self._learned(key, net, asdict(config), {"train_score": None})
 
-    def _try(self, key: str, choice: Choice, value: float) -> Candidate:
+        def learn(**saving: Any) -> Sequence[Any]:
+            return train(net, source.train, config, **saving).history
+
+        # Options decide how prototypes are drawn, which their configuration does not show.
+        identity = [source.fingerprint, spec.normalize, spec.options]
+        return self._train("nets", key, net, config, identity, learn, "train_score")
+
+    def _try(self, key: str, choice: Choice, value: float) -> records.Candidate:
         """The score of a value, from an experiment of its own on the train part."""
         spec, label = self.experiment.nets[key], f"{key} with {choice.setting} = {value:g}"
         train = spec.train | {choice.setting: value}
         train |= {} if choice.epochs is None else {"epochs": choice.epochs}
         row = replace(self.experiment.rows[choice.row], lipschitz=None, attacks={})
         nets = {key: replace(spec, train=train, choose=None)}
-        none: dict[str, Any] = {"metrics": {}, "surrogates": {}}
-        none |= dict.fromkeys(("cost", "speed", "evaluate"))
+        none: dict[str, Any] = {"surrogates": {}, "cost": None, "speed": None, "evaluate": None}
         trial = replace(self.experiment, nets=nets, rows={choice.row: row}, **none)
 
         def report(name: str, done: int, total: int) -> None:
@@ -129,27 +132,74 @@ class Study:
         record = study.row(choice.row)
         self.seconds |= {f"{label}: {name}": took for name, took in study.seconds.items()}
         if choice.certified is None:
-            return Candidate(value, record.score)
-        return Candidate(value, record.certified[name_of(choice.certified)])
+            return records.Candidate(value, record.score)
+        return records.Candidate(value, record.certified[name_of(choice.certified)])
 
     @once
     def metric(self, key: str) -> Learned[Metric]:
-        spec = self.experiment.metrics[key]
+        spec, label = self.experiment.metrics[key], f"metric {key}"
         source = self.source(spec.data)
-        return self._learn(f"train metric {key}", lambda learner: learner.metric(spec, source))
+        net = fresh_metric(spec, source.data, self.seed)
+        about = {"key_dim": net.key_dim, "lipschitz": net.lipschitz}
+        if spec.kind in UNLEARNED:
+            self.report(f"train {label}", 1, 1)
+            return self._learned(label, net, None, about)
+        config = config_of(MetricConfig, spec.train, seed=self.seed, device=self.device)
+
+        def learn(**saving: Any) -> Sequence[Any]:
+            return train_metric(net, source.train, config, **saving).history
+
+        identity = [source.fingerprint, spec.normalize]
+        found = self._train("metrics", label, net, config, identity, learn, "train_score")
+        return replace(found, record=replace(found.record, results=about | found.record.results))
 
     @once
     def surrogate(self, key: str) -> Learned[CipNet]:
-        spec = self.experiment.surrogates[key]
-        model, identity = self.defended(spec.row), self.identity(spec.row)
-        return self._learn(
-            f"train surrogate {key}", lambda learner: learner.surrogate(spec, model, identity)
-        )
+        spec, generator = self.experiment.surrogates[key], torch.Generator().manual_seed(self.seed)
+        model = self.defended(spec.row)
+        config = config_of(CipNetConfig, spec.train, seed=self.seed, device=self.device)
+        with refusing("options: expected those of CipNet"):
+            sizes = model.backbone.dim, model.n_neighbors
+            net = CipNet(*sizes, generator=generator, **spec.options)
 
-    def _learn(self, label: str, learn: Callable[[Learner], Learned[N]]) -> Learned[N]:
-        found = learn(Learner(self.work, self.device, self.seed, partial(self.report, label)))
-        self.seconds[label] = found.record.seconds
-        return found
+        def learn(**saving: Any) -> Sequence[Any]:
+            taught = {"alpha": spec.alpha, "held_out": spec.held_out, **saving}
+            return imitate(model, config, net=net, **taught).result.history
+
+        identity = [self.identity(spec.row), spec.alpha, spec.held_out]
+        measured, label = ("error", "held_out_error"), f"surrogate {key}"
+        return self._train("surrogates", label, net, config, identity, learn, *measured)
+
+    def _train(
+        self,
+        kind: str,
+        label: str,
+        net: N,
+        config: LoopConfig,
+        identity: Any,
+        learn: Callable[..., Sequence[Any]],
+        *measured: str,
+    ) -> Learned[N]:
+        """A net that `learn` trains, or has trained in an earlier run."""
+        settings, report = asdict(config), partial(self.report, f"train {label}")
+        name = {"net": net.config(), "settings": settings, "identity": identity}
+
+        def run(**saving: Any) -> tuple[int, Options]:
+            history = learn(**saving)
+            return len(history), {key: getattr(history[-1], key) for key in measured}
+
+        results = self.work.trained(kind, name, net, config.epochs, run, report)
+        return self._learned(label, net, settings, results, results.pop("seconds"))
+
+    def _learned(
+        self, label: str, net: N, train: Options | None, results: Options, seconds: float = 0.0
+    ) -> Learned[N]:
+        """With the fingerprint of the weights, and of the settings that weights do not show."""
+        identity = {"weights": fingerprint(net.state_dict()), "config": digest_of(net.config())}
+        parameters = sum(one.numel() for one in net.parameters())
+        record = records.LearnedRecord(train, results, parameters, identity["weights"], seconds)
+        self.seconds[f"train {label}"] = seconds
+        return Learned(net.to(self.device).eval(), identity, record)
 
     @contextmanager
     def timed(self, label: str) -> Iterator[Report]:
@@ -163,15 +213,13 @@ class Study:
         if self._bank is None or self._bank[0] != net:
             self._bank = None
             spec, backbone = self.experiment.nets[net], self.net(net).net
-            data, dtype = self.source(spec.data).data, getattr(torch, spec.bank)
+            source, dtype = self.source(spec.data), getattr(torch, spec.bank)
             with self.timed(f"bank of {net}") as report:
                 if isinstance(backbone, PrototypeNet):
-                    model = OTAD(backbone, backbone.bank(), n_neighbors=1).eval()
+                    model = OTAD(backbone, backbone.bank(), n_neighbors=1)
                 else:
-                    pairs = data.train_x, data.train_y
-                    model = defend(
-                        backbone, *pairs, n_neighbors=1, bank_dtype=dtype, progress=report
-                    )
+                    options: Options = {"n_neighbors": 1, "bank_dtype": dtype, "progress": report}
+                    model = defend(backbone, *source.train, **options)
             self._bank = net, model
         return self._bank[1]
 
@@ -221,8 +269,7 @@ class Study:
 
     def defended(self, key: str) -> OTAD:
         """The model of a row of OTAD."""
-        row = self.experiment.rows[key]
-        found = self.potential(key)
+        row, found = self.experiment.rows[key], self.potential(key)
         surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
         return self.base(row).replace(
             scope=row.scope,
@@ -233,7 +280,7 @@ class Study:
             solver=surrogate or solver_for(row.scope, mode=row.mode, climb=row.climb),
         )
 
-    def potential(self, key: str) -> tuple[BankPotential, PotentialRecord] | None:
+    def potential(self, key: str) -> tuple[BankPotential, records.PotentialRecord] | None:
         """The potential of a row's global map; None for other rows."""
         row = self.experiment.rows[key]
         if row.method != "otad" or row.uses_neighbors:
@@ -253,7 +300,7 @@ class Study:
         self.report(label, 1, 1)
         found = WholeBankAnswerer.restore({}, about["entry"], tensors)["potential"]
         scalars = found.smoothness, found.strong_convexity, tuple(found.left_out.tolist())
-        record = PotentialRecord(*scalars, found.sweeps, found.violation, about["seconds"])
+        record = records.PotentialRecord(*scalars, found.sweeps, found.violation, about["seconds"])
         return found, record
 
     def train_inputs(self, row: RowSpec) -> Tensor | None:
@@ -266,11 +313,10 @@ class Study:
     def identity(self, key: str) -> dict[str, Any]:
         """All that decides the answers of a row's model on its device."""
         row = self.experiment.rows[key]
-        net = self.experiment.nets[row.net]
         return {
             "net": self.net(row.net).identity,
-            "data": self.source(net.data).fingerprint,
-            "bank": net.bank,
+            "data": self.source(self.experiment.data_of(key)).fingerprint,
+            "bank": self.experiment.nets[row.net].bank,
             "model": {name: getattr(row, name) for name in MODEL.split()},
             "metric": row.metric and self.metric(row.metric).identity,
             "surrogate": row.surrogate and self.surrogate(row.surrogate).identity,
@@ -278,47 +324,47 @@ class Study:
             "seed": self.seed,
         }
 
-    def row(self, key: str) -> RowRecord:
+    def row(self, key: str) -> records.RowRecord:
         """A row of the table, without attacks."""
         row = self.experiment.rows[key]
 
-        def measure(report: Report) -> RowRecord:
-            model, data, found = self.model(key), self.data(row), self.potential(key)
-            potential = None if found is None else found[1]
-            net, seed = self.net(row.net).net, self.seed
-            return measure_row(row, model, net, data, potential, seed=seed, report=report)
+        def measure(report: Report) -> records.RowRecord:
+            found = self.potential(key)
+            return measure_row(row, self._subject(key, report), found and found[1])
 
-        return self.part(key, RowRecord, [self.identity(key), row.certify, row.lipschitz], measure)
+        return self.part(
+            key, records.RowRecord, [self.identity(key), row.certify, row.lipschitz], measure
+        )
 
-    def attack(self, key: str, name: str) -> AttackedScore:
+    def attack(self, key: str, name: str) -> records.AttackedScore:
         """A row under attack."""
         row = self.experiment.rows[key]
         spec = replace(row.attacks[name], label="")
 
-        def measure(report: Report) -> AttackedScore:
-            model, net, inputs = self.model(key), self.net(row.net).net, self.train_inputs(row)
-            data, seed = self.data(row), self.seed
-            return attack_row(spec, model, net, data, inputs, seed=seed, report=report)
+        def measure(report: Report) -> records.AttackedScore:
+            return attack_row(spec, self._subject(key, report), self.train_inputs(row))
 
         versions = [ATTACKS[run].version for run in spec.runs if run in ATTACKS]
         identity = [self.identity(key), spec, PROTOCOL_VERSION, versions]
-        return self.part(f"{key}: {name}", AttackedScore, identity, measure)
+        return self.part(f"{key}: {name}", records.AttackedScore, identity, measure)
 
-    def regularity(self, net: str) -> Regularity | None:
+    def regularity(self, net: str) -> records.Regularity | None:
         """Of a net that OTAD defends by neighbors, with those of the first such row."""
-        for key, row in self.experiment.rows.items():
-            if (row.net, row.method, row.uses_neighbors) == (net, "otad", True):
-                return self.part(
-                    f"regularity of {net}",
-                    Regularity,
-                    self.identity(key),
-                    partial(self._regularity, key),
-                )
-        return None
+        rows, asked = self.experiment.rows, (net, "otad", True)
+        keys = [k for k, row in rows.items() if (row.net, row.method, row.uses_neighbors) == asked]
 
-    def _regularity(self, key: str, report: Report) -> Regularity:
-        data = self.data(self.experiment.rows[key])
-        return measure_regularity(self.defended(key), data, seed=self.seed, report=report)
+        def measure(report: Report) -> records.Regularity:
+            return measure_regularity(self._subject(keys[0], report))
+
+        if not keys:
+            return None
+        return self.part(
+            f"regularity of {net}", records.Regularity, self.identity(keys[0]), measure
+        )
+
+    def _subject(self, key: str, report: Report) -> Subject:
+        row = self.experiment.rows[key]
+        return Subject(self.model(key), self.net(row.net).net, self.data(row), self.seed, report)
 
     def part(
         self, label: str, kind: type[Part], identity: Any, measure: Callable[[Report], Part]

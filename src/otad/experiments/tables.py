@@ -16,19 +16,11 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, Undefined
 
-from otad.errors import InputError
+from otad.checks import require
 from otad.evaluate import Evaluation
-from otad.evaluate.records import AttackRecord
-from otad.experiments.records import (
-    AttackedScore,
-    CostRecord,
-    RowRecord,
-    RunRecord,
-    read_records,
-)
-from otad.experiments.spec import WORST, AttackSpec, EvaluateSpec, RowSpec, name_of
+from otad.experiments.records import CostRecord, RowRecord, RunRecord, SuiteRecord, read_records
+from otad.experiments.spec import WORST, EvaluateSpec, RowSpec, name_of
 from otad.io.files import replacing
-from otad.model.diagnostics import Distribution
 from otad.scores import Score
 from otad.threat import L2
 
@@ -46,8 +38,7 @@ def write_page(results: str | Path, page: str | Path) -> Path:
     """Render every record of a folder to a Markdown page; quick runs are not results."""
     results, page = Path(results), Path(page)
     records = [record for record in read_records(results) if not record.quick]
-    if not records:
-        raise InputError(f"{results}: expected records of experiments (NAME.json), got none")
+    require(records, str(results), "records of experiments (NAME.json)", "none")
     link = Path(os.path.relpath(results, page.parent)).as_posix()
     sections = [HEADER.format(results=link), *(render(one, results, link) for one in records)]
     with replacing(page) as partial:
@@ -72,19 +63,13 @@ def render(record: RunRecord, results: Path, link: str = ".") -> str:
             rows=rows,
             letters=dict(zip(sources, ascii_lowercase, strict=False)),
             attacked=[
-                Attacked(key, row, row.spec.attacks[key], row.found.attacks[key])
+                {"key": key, "row": row, "spec": row.spec.attacks[key], "found": found}
                 for key in names_of(rows, "found.attacks")
                 for row in rows
-                if key in row.found.attacks
+                if (found := row.found.attacks.get(key)) is not None
             ],
             suites=[
-                Suite(
-                    one.row,
-                    one.folder,
-                    one.certified,
-                    spec.evaluate,
-                    Evaluation.read(results / one.folder / "evaluation.json"),
-                )
+                Suite(one, spec.evaluate, Evaluation.read(results / one.folder / "evaluation.json"))
                 for one in record.suites
                 if spec.evaluate is not None
             ],
@@ -115,29 +100,6 @@ class Row(NamedTuple):
     found: RowRecord
 
     @property
-    def mode(self) -> str:
-        """How its answers are found."""
-        if self.spec.surrogate is not None:
-            return f"CIP-net {self.spec.surrogate}"
-        if self.found.potential is not None:
-            return "global map"
-        climb = self.spec.climb
-        return self.spec.mode + (f", steps {climb[0]:g} and {climb[1]:g}" if climb else "")
-
-    @property
-    def mean_error(self) -> float | None:
-        error = None if self.found.account is None else self.found.account.relative_error
-        return None if error is None else error.mean
-
-    def published(self, name: str) -> float | None:
-        return self.spec.published.get(name)
-
-    def beside(self, name: str) -> str:
-        """The published figure in brackets, where there is one."""
-        found = self.published(name)
-        return "" if found is None else f" (published {found:g})"
-
-    @property
     def goals(self) -> dict[str, bool]:
         """The lower bounds asked for, in words, and whether they are met."""
         found, metric = self.found, self.found.score.metric
@@ -152,21 +114,10 @@ class Row(NamedTuple):
         }
 
 
-class Attacked(NamedTuple):
-    """A row under the attack `key`."""
-
-    key: str
-    row: Row
-    spec: AttackSpec
-    found: AttackedScore
-
-
 class Suite(NamedTuple):
     """A row under the whole suite."""
 
-    row: str
-    folder: str
-    certified: dict[str, dict[str, Score]]
+    record: SuiteRecord
     spec: EvaluateSpec
     found: Evaluation
 
@@ -175,26 +126,16 @@ class Suite(NamedTuple):
         bounds = self.found.threat["bounds"]
         return L2(self.found.headline_eps, bounds=bounds and tuple(bounds)).describe()
 
-    @property
-    def runs(self) -> dict[str, list[AttackRecord]]:
-        """The records of each attack, at all radii."""
-        found: dict[str, list[AttackRecord]] = {}
-        for one in self.found.attacks:
-            found.setdefault(one.attack, []).append(one)
-        return found
-
     def goals(self, eps: float) -> dict[str, bool]:
         """The bounds asked for at a radius, in words, and whether they are met."""
         key, goals, worst = name_of(eps), {}, self.found.worst_case(eps).value
-        if self.row != self.spec.row:
+        if self.record.row != self.spec.row:
             return {}
-        if key in self.spec.at_most:
-            goals[f"worst case at most {self.spec.at_most[key]:g}"] = (
-                worst <= self.spec.at_most[key]
-            )
+        if (most := self.spec.at_most.get(key)) is not None:
+            goals[f"worst case at most {most:g}"] = worst <= most
         for row, bounds in self.spec.at_least.items():
             if key in bounds:
-                value = worst if row == WORST else self.certified[row][key].value
+                value = worst if row == WORST else self.record.certified[row][key].value
                 what = "worst case" if row == WORST else f"certified, {row}"
                 goals[f"{what} at least {bounds[key]:g}"] = value >= bounds[key]
         return goals
@@ -224,40 +165,32 @@ def _speed_goals(one: CostRecord, record: RunRecord) -> dict[str, bool]:
 @cache
 def _environment() -> Environment:
     loader = FileSystemLoader(Path(__file__).parent / "page")
-    made = Environment(
-        loader=loader,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: NONE if value is None else value,
-    )
+    made = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, finalize=_or_dash)
     made.filters |= {
         "fmt": _fmt,
         "score": _score,
         "value": lambda score: _fmt(score.value, ".2f" if score.metric == "accuracy" else ".3f"),
         "percent": lambda share: _fmt(100 * share if share or share == 0 else None, ".2f"),
         "giga": lambda count: _fmt(None if count is None else count / GIGABYTE, ".2f"),
-        "spread": _spread,
+        "spread": lambda found: (
+            " / ".join(f"{mark:.3g}" for mark in found.marks) if found else None
+        ),
         "median_most": lambda found: found and f"{found.median:.2f} / {found.most:.2f}",
         "brackets": _brackets,
         "met": lambda goals: ", ".join("yes" if met else "NO" for met in goals) or None,
         "cell": lambda text: text.replace("|", "\\|"),
         "names": names_of,
-        "by_metric": _by_metric,
     }
     return made
+
+
+def _or_dash(value: Any) -> Any:
+    return NONE if value is None else value
 
 
 def names_of(items: Iterable[Any], attribute: str) -> list[str]:
     """All keys of a dict that each item has, in order."""
     return list(dict.fromkeys(key for one in items for key in attrgetter(attribute)(one)))
-
-
-def _by_metric(items: Iterable[Any]) -> list[tuple[str, list[Any]]]:
-    """The items with accuracies and those with errors."""
-    found: dict[str, list[Any]] = {}
-    for one in items:
-        found.setdefault(one.found.score.metric, []).append(one)
-    return list(found.items())
 
 
 def _fmt(value: Any, form: str = "g") -> str | None:
@@ -269,13 +202,6 @@ def _score(found: Score | None) -> str | None:
         return None
     form = ".2f" if found.metric == "accuracy" else ".3f"
     return f"{found.value:{form}} ({found.low:{form}} to {found.high:{form}})"
-
-
-def _spread(found: Distribution | None) -> str | None:
-    if not found:
-        return None
-    marks = (found.least, found.median, found.quantile_90, found.quantile_99, found.most)
-    return " / ".join(f"{mark:.3g}" for mark in marks)
 
 
 def _brackets(options: Mapping[str, object]) -> str:
