@@ -98,7 +98,7 @@ def test_an_evaluation_says_what_a_net_has(model: OTAD, tmp_path) -> None:
     assert Evaluation.read(tmp_path / "evaluation.json") == found
     page = evaluation_report(found)
     (account,) = (part for part in page.sections if part.slug == "solver")
-    assert [block.kind for block in account.blocks] == ["table", "text"]
+    assert [type(block).__name__ for block in account.blocks] == ["Table", "Text"]
 
 
 def test_a_card_tells_nets_apart(model: OTAD) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report.evaluations import Attacked, of_digits
-from report.small import Small, make_small, write_report
+from report.evaluations import Attacked, Small, make_small, of_digits, write_report
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,18 @@
-"""Evaluations made by hand, so that a test knows every number of the report."""
+"""A small model of digits, and evaluations made by hand, so that a test knows every number."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from report.small import Small
 from torch import Tensor
 
+from otad import data
+from otad.data import Dataset
 from otad.evaluate.records import (
     FAIL,
     NOT_RUN,
@@ -19,14 +22,22 @@ from otad.evaluate.records import (
     Evaluation,
     Flag,
 )
+from otad.explain import explain
 from otad.io.environment import Environment
 from otad.model.account import SolverAccount
+from otad.model.defend import defend
 from otad.model.diagnostics import Distribution
+from otad.model.otad import OTAD
+from otad.nets import fc_resnet
+from otad.report import model_report as sections
+from otad.report.assessment import Assessment, assess
 from otad.report.evaluation_report import evaluation_report
-from otad.report.examples import Adversarial
+from otad.report.examples import Adversarial, cases_section
 from otad.report.page import Report
 from otad.scores import Score, share_score
+from otad.training import TrainConfig, TrainResult, train
 
+CONFIG = TrainConfig(epochs=3, energy_weight=0.01)
 EPS = (0.5, 1.0, 2.0)
 ENVIRONMENT = Environment(
     started="2026-01-02T03:04:05+00:00", commit=None, python="3.12.1",
@@ -40,13 +51,45 @@ FLAGS = (
 )  # fmt: skip
 
 
+class Small(NamedTuple):
+    dataset: Dataset
+    model: OTAD
+    result: TrainResult
+    assessment: Assessment
+
+
+def make_small() -> Small:
+    dataset = data.load("digits")
+    net = fc_resnet(dataset.input_shape, 10, blocks=2, bounds=dataset.bounds)
+    result = train(net, dataset, CONFIG)
+    model = defend(net, dataset.train_x, dataset.train_y, n_neighbors=5, smoothness=1.5)
+    x, y = dataset.test_x[:120], dataset.test_y[:120]
+    return Small(dataset, model, result, assess(model, x, y, baselines=True, batch_size=50))
+
+
+def write_report(small: Small, folder: Path) -> Path:
+    dataset, model, assessment = small.dataset, small.model, small.assessment
+    x, truths = dataset.test_x[:120], [str(label) for label in dataset.test_y[:120].tolist()]
+    cost_number, cost_section = sections.measure_cost(model, x, model.save(folder / "model").parent)
+    png = Path(__file__).parents[2] / "docs" / "images" / "map.png"
+    made = [
+        sections.model_section(dataset, model, CONFIG),
+        sections.training_section(small.result),
+        sections.accuracy_section(assessment),
+        sections.answers_section("this", {"this": assessment, "same": assessment}),
+        cases_section(explain(model, x, classes=dataset.classes), truths),
+        sections.map_section(png.read_bytes()),
+        cost_section,
+    ]
+    numbers = [*sections.headline(assessment), cost_number]
+    report = Report("A report", "On <few> digits & more", numbers, made, footer="made by a test")
+    return report.write(folder / "report.html")
+
+
 def attack(
-    name: str,
-    eps: float,
-    attacked: tuple[int, ...],
-    broken: dict[int, float],
+    name: str, eps: float, attacked: tuple[int, ...], broken: dict[int, float],
     errors: tuple[float, ...] = (),
-) -> AttackRecord:
+) -> AttackRecord:  # fmt: skip
     """With 12 answers and 3 gradients per example."""
     families = {"straight": "adaptive", "pgd": "white-box", "noise": "random"}
     return AttackRecord(
@@ -118,8 +161,7 @@ def of_values() -> Evaluation:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Attacked:
+class Attacked(NamedTuple):
     """An evaluation of the small model, its examples, and the report on it."""
 
     evaluation: Evaluation

@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from report.evaluations import Attacked, of_values
-from report.small import Small
+from report.evaluations import Attacked, Small, of_values
 
 from otad.report.evaluation_report import evaluation_report
 
@@ -79,11 +78,10 @@ def brightness(color: str) -> int:
     return max(int(level) for level in re.findall(r"\d+", color)[:3])
 
 
-def test_a_browser_shows_all_of_it(browser: str, report: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_all_of_it(
+    browser: str, report: Path, attacked: Attacked, tmp_path: Path
+) -> None:
     look(browser, report, tmp_path)
-
-
-def test_a_browser_shows_plots_and_flags(browser: str, attacked: Attacked, tmp_path: Path) -> None:
     found = look(browser, attacked.report.write(tmp_path / "robust.html"), tmp_path)
     assert len(found["plots"]) == 3
     for width, height in found["plots"]:

@@ -33,7 +33,6 @@ from otad.model.prototypes import prototype_net
 from otad.nets import lifted_net
 from otad.report import model_report as sections
 from otad.report.assessment import assess
-from otad.report.blocks import chapter
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial, cases_section
 from otad.report.map_pictures import draw_map
@@ -113,28 +112,24 @@ def demo(
     draw_map(out / "map.png")
     accuracy, *solving = sections.headline(assessment)
     under_attack = [number for number in robust.numbers if number.name != "clean accuracy"]
+    chapters = {
+        "The model": [
+            sections.model_section(dataset, model, config),
+            sections.training_section(result),
+            sections.accuracy_section(assessment),
+            sections.answers_section(ours, {ours: assessment, "without the energy term": other}),
+            cases_section(explanations, truths),
+            sections.map_section((out / "map.png").read_bytes()),
+            cost_section,
+        ],
+        "Its robustness": robust.sections,
+    }
     report = Report(
         "Digits, defended",
         "A residual network whose answers are interpolated from its training points by an exact, "
         "smooth map. Everything on this page was computed by one run of otad demo.",
         [accuracy, *under_attack, *solving, cost_number],
-        [
-            *chapter(
-                "The model",
-                [
-                    sections.model_section(dataset, model, config),
-                    sections.training_section(result),
-                    sections.accuracy_section(assessment),
-                    sections.answers_section(
-                        ours, {ours: assessment, "without the energy term": other}
-                    ),
-                    cases_section(explanations, truths),
-                    sections.map_section((out / "map.png").read_bytes()),
-                    cost_section,
-                ],
-            ),
-            *chapter("Its robustness", robust.sections),
-        ],
+        [part._replace(chapter=name) for name, parts in chapters.items() for part in parts],
         footer=f"{here.started}; otad {here.versions['otad'] or 'from source'}, "
         f"torch {here.versions['torch']}, Python {here.python}; {here.cpu}; seed {seed}",
     ).write(out / "report.html")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -25,8 +25,7 @@ class Assessment:
     """`scores`: accuracy, or mean squared error (see `metric`), of each predictor.
 
     Of the defended model: `predictions` (n,), classes (-1 where it abstains) or values; the
-    `account` of its answers; `least_smoothness` (n,) that its neighbors need; `smoothness`, its
-    L; `seconds` for all predictions.
+    `account` of its answers; the `least_smoothness` (n,) of its neighbors; `seconds` in total.
     """
 
     metric: str
@@ -59,13 +58,8 @@ class Assessment:
             "largest_residual": account.residual,
             "seconds": self.seconds,
         }
-        return {name: _finite(value) for name, value in record.items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(it) for name, it in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        plain: dict[str, Any] = json.loads(json.dumps(record), parse_constant=lambda _: None)
+        return plain
 
 
 @torch.no_grad()
@@ -78,10 +72,8 @@ def assess(
     batch_size: int = 1000,
     progress: Callable[[int, int], None] | None = None,
 ) -> Assessment:
-    """Test the network, the defended model and, with `baselines`, both kinds of k-NN.
-
-    `progress` is called with (rows done, rows in total) after each batch.
-    """
+    """Test the network, the defended model and, with `baselines`, both kinds of k-NN; `progress`
+    is called with (rows done, rows in total) after each batch."""
     others: dict[str, nn.Module] = {NET: model.backbone}
     if baselines:
         others |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}

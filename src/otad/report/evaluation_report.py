@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation, Flag
-from otad.report import attack_sections
-from otad.report.blocks import Facts, Flags, KeyNumber, Section, Table
+from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Evaluation
+from otad.report import plots
 from otad.report.examples import Subject, examples_section
-from otad.report.formatting import as_text, duration, flat, interval, threads, unanswered
-from otad.report.model_report import account_blocks
-from otad.report.page import Report
+from otad.report.formatting import Cell, as_text, duration, flat, interval, threads, unanswered
+from otad.report.model_report import TITLES, account_blocks
+from otad.report.page import Block, Facts, Flags, KeyNumber, Picture, Report, Section, Table, Text
+from otad.report.plots import plot_uri, skips_broken
+from otad.scores import Score
 
 NORMS = {
     "l2": "l2: the Euclidean length of the whole change",
     "linf": "linf: the largest change of any feature",
 }
+QUERIES = "Answers and gradients: how many the attack computed per attacked example."
 
 
 def evaluation_report(
@@ -41,15 +45,14 @@ def evaluation_report(
 
 
 def headline(evaluation: Evaluation) -> list[KeyNumber]:
-    """The key numbers."""
     is_classifier = evaluation.task == "classification"
     numbers = _accuracies(evaluation) if is_classifier else _errors(evaluation)
     if not evaluation.attacks:
         numbers[0] = KeyNumber("not attacked", numbers[0].name, "no attack was run", alarm=True)
-    failed, passed, left = (count_of(evaluation.flags, it) for it in (FAIL, PASS, NOT_RUN))
-    value = f"{failed} of {len(evaluation.flags)}" if evaluation.flags else "none run"
-    remark = f"{passed} pass, {left} not run"
-    return [*numbers, KeyNumber(value, "red flags fail", remark, alarm=failed > 0)]
+    count = Counter(flag.verdict for flag in evaluation.flags)
+    value = f"{count[FAIL]} of {len(evaluation.flags)}" if evaluation.flags else "none run"
+    remark = f"{count[PASS]} pass, {count[NOT_RUN]} not run"
+    return [*numbers, KeyNumber(value, "red flags fail", remark, alarm=count[FAIL] > 0)]
 
 
 def _accuracies(evaluation: Evaluation) -> list[KeyNumber]:
@@ -67,76 +70,268 @@ def _accuracies(evaluation: Evaluation) -> list[KeyNumber]:
 def _errors(evaluation: Evaluation) -> list[KeyNumber]:
     at = f"|f - y| at eps = {evaluation.headline_eps:g}, n = {evaluation.n:,}"
     worst, clean = evaluation.worst_errors(), evaluation.clean_errors
-    means = [("mean worst error", worst, f"{at}{unanswered(worst)}")]
+    means: list[tuple[str, Sequence[float], str]] = [
+        ("mean worst error", worst, f"{at}{unanswered(worst)}"),
+        ("mean clean error", clean, f"|f - y| without attack{unanswered(clean)}"),
+    ]
     if evaluation.certificate is not None:
-        means.append(
-            ("mean certified bound", list(evaluation.certificate.worst_errors), f"on {at}")
-        )
-    means.append(("mean clean error", list(clean), f"|f - y| without attack{unanswered(clean)}"))
+        bounds = evaluation.certificate.worst_errors
+        means.insert(1, ("mean certified bound", bounds, f"on {at}"))
     return [KeyNumber(f"{statistics.fmean(it):.4g}", name, remark) for name, it, remark in means]
 
 
-def count_of(flags: tuple[Flag, ...], verdict: str) -> int:
-    return sum(flag.verdict == verdict for flag in flags)
-
-
 def threat_section(subject: Subject) -> Section:
-    """What the attacker may do."""
     evaluation, threat = subject.evaluation, subject.evaluation.threat
-    norm, eps = str(threat["norm"]), evaluation.headline_eps
-    size, bounds, scale, mutable = (
-        f"{eps:g}",
-        *(threat.get(k) for k in ("bounds", "scale", "mutable")),
-    )
+    norm, eps, size = str(threat["norm"]), evaluation.headline_eps, f"{evaluation.headline_eps:g}"
     if norm == "l2" and subject.x is not None:
         n = subject.x[0].numel()
         size += f", that is {eps / math.sqrt(n):.3g} for each of {n:,} features if spread evenly"
-    inputs = "unbounded" if bounds is None else f"from {bounds[0]:g} to {bounds[1]:g}"
-    if scale is not None:
+    inputs, changed = "unbounded", "every feature"
+    if bounds := threat.get("bounds"):
+        inputs = f"from {bounds[0]:g} to {bounds[1]:g}"
+    if scale := threat.get("scale"):
         inputs += f"; each feature in its own unit, of {min(scale):.3g} to {max(scale):.3g}"
+    if mutable := threat.get("mutable"):
+        changed = f"{sum(mutable):,} of {len(mutable):,} features"
     facts = {
         "distance": NORMS.get(norm, norm),
         "headline eps": size,
         "all eps": ", ".join(f"{size:g}" for size in evaluation.eps) or "none",
         "input scale": inputs,
-        "may change": "every feature"
-        if mutable is None
-        else f"{sum(mutable):,} of {len(mutable):,} features",
+        "may change": changed,
         "attacker knows": evaluation.attacker_knows,
         "examples": f"{evaluation.n:,}, seed {evaluation.seed}",
     }
-    lead = (
-        "What the attacker may do and what the attacker knows. All numbers below are for this "
-        "threat model only."
-    )
+    lead = "What the attacker may do and knows. All numbers below are for this threat model only."
     return Section("threat", "Threat model", lead, [Facts(facts)])
+
+
+def curves_section(subject: Subject) -> Section:
+    evaluation = subject.evaluation
+    caption = "A thin line counts its attack alone: each attack was run on all examples."
+    if skips_broken(evaluation):
+        caption = (
+            "A thin line counts its attack and all attacks before it, in the order of the legend: "
+            "each attack was run only on examples that the earlier ones did not break."
+        )
+    is_classifier = evaluation.task == "classification"
+    return (_accuracy_section if is_classifier else _error_section)(evaluation, caption)
+
+
+def _accuracy_section(evaluation: Evaluation, caption: str) -> Section:
+    if not evaluation.attacks:
+        caption = "No attack was run: this is clean accuracy."
+    caption += (
+        " Dots mark the attacked eps. Between them an example counts as broken from the distance "
+        "of its adversarial example, which was moved towards it for as long as it stayed wrong."
+    )
+    lead = "Under the best possible attack, accuracy is at most the worst case found (bold red)"
+    if evaluation.certificate is not None:
+        lead += " and at least the certified share (green)"
+        caption += " The true value is in the shaded gap."
+    rows = []
+    for eps in evaluation.eps:
+        worst, certified = evaluation.worst_case(eps), evaluation.certified_accuracy(eps)
+        rows.append((f"{eps:g}", worst, interval(worst), certified, interval(certified)))
+    columns = ("eps", "worst case", "95% interval", "proved", "95% interval")
+    alt = "accuracy against eps: the worst case, each attack, and certified accuracy below"
+    picture = Picture(plot_uri(plots.accuracy_curves(evaluation)), alt, caption)
+    table = Table(columns, rows, f"{evaluation.headline_eps:g}")
+    return Section("curves", "Accuracy against eps", f"{lead}.", [picture, table])
+
+
+def _error_section(evaluation: Evaluation, caption: str) -> Section:
+    bounds = () if evaluation.certificate is None else evaluation.certificate.worst_errors
+    rows = []
+    for eps in (0.0, *evaluation.eps):
+        errors = evaluation.worst_errors(eps)
+        found = statistics.fmean(errors), statistics.fmean(it**2 for it in errors), max(errors)
+        is_proved = bounds and eps == evaluation.headline_eps
+        rows.append((f"{eps:g}", *found, statistics.fmean(bounds) if is_proved else None))
+    picture = Picture(
+        plot_uri(plots.error_curves(evaluation)),
+        "mean of the largest errors against eps, and each example at the headline eps",
+        f"{caption} Right: the error of each example without attack (gray), the largest error "
+        "found (red) and, if there is one, the proved bound (green).",
+    )
+    columns = ("eps", "mean |f - y|", "mean square", "largest", "proved mean")
+    note = "Statistics of the largest error found for each example."
+    table = Table(columns, rows, f"{evaluation.headline_eps:g}", note)
+    lead = "The largest error that any attack found for each example, and the proved bound on it."
+    return Section("curves", "Error against eps", lead, [picture, table])
 
 
 def flags_section(subject: Subject) -> Section:
     """The checks, failed ones first."""
     flags = subject.evaluation.flags
+    lead = "No check fails. The checks search for the ways in which an attack can be too weak."
     if not flags:
         lead = "No check was run, so nothing warns of numbers that are too good to be true."
-    elif failed := count_of(flags, FAIL):
+    elif failed := sum(flag.verdict == FAIL for flag in flags):
         lead = f"{failed} of {len(flags)} checks fail: read them before any number."
-    else:
-        lead = "No check fails. The checks search for the ways in which an attack can be too weak."
     shown = sorted(flags, key=lambda flag: (FAIL, NOT_RUN, PASS).index(flag.verdict))
     return Section("flags", "Can the numbers be trusted?", lead, [Flags(shown)] if shown else [])
 
 
+def attacks_section(subject: Subject) -> Section:
+    """One row per attack at the headline eps, the other eps collapsed, and what did not run."""
+    evaluation = subject.evaluation
+    blocks: list[Block] = []
+    headline = [it for it in evaluation.attacks if it.eps == evaluation.headline_eps]
+    others = [it for it in evaluation.attacks if it.eps != evaluation.headline_eps]
+    if headline:
+        blocks.append(_attack_table(evaluation, headline))
+    if others:
+        sizes = ", ".join(f"{eps:g}" for eps in sorted({it.eps for it in others}))
+        blocks.append(_attack_table(evaluation, others, f"The same at eps = {sizes}"))
+    if not evaluation.attacks:
+        blocks.append(Text("No attack was run, so robustness is unknown."))
+    if evaluation.missing:
+        blocks.append(Table(("not run", "why"), list(evaluation.missing.items()), prose=True))
+    lead = "Each example counts as broken once any attack has broken it"
+    lead += ", and later attacks skip it." if skips_broken(evaluation) else "."
+    if skipped := evaluation.spared_proved:
+        lead += f" Not run where a certificate already covers eps: {', '.join(skipped)}."
+    abstained = {row for record in evaluation.attacks for row in record.abstained}
+    if evaluation.task != "classification":
+        lead = "Each attack searches the inputs within eps for the largest error of the model."
+    elif abstained:
+        lead += f" For {len(abstained):,} of them the model gave no answer, which counts as wrong."
+    return Section("attacks", "Attack by attack", lead, blocks)
+
+
+def _attack_table(evaluation: Evaluation, records: list[AttackRecord], summary: str = "") -> Table:
+    """With the worst case as its last row, unless it is collapsed under a `summary`."""
+    is_classifier, note = evaluation.task == "classification", QUERIES
+    rows: list[tuple[Cell, ...]] = []
+    for it in records:
+        n = max(1, len(it.attacked))
+        found: tuple[Cell, Cell] = None, None
+        if is_classifier:
+            found = len(it.broken), _accuracy_after(evaluation, it)
+        elif it.errors:
+            found = statistics.fmean(it.errors), max(it.errors)
+        queries = round(it.forwards / n), round(it.backwards / n), f"{it.seconds:.1f}"
+        rows.append((it.attack, it.family, f"{it.eps:g}", len(it.attacked), *found, *queries))
+    if is_classifier and not summary:
+        n, worst = evaluation.n, evaluation.worst_case()
+        broken, seconds = n - round(worst.value * n / 100), sum(it.seconds for it in records)
+        eps = f"{evaluation.headline_eps:g}"
+        rows.append(("worst case", "", eps, n, broken, worst, "", "", f"{seconds:.1f}"))
+        note += " The worst case also counts the examples that are wrong without attack."
+    outcome = "broken", "accuracy left" if skips_broken(evaluation) else "accuracy"
+    if not is_classifier:
+        outcome = "mean |f - y|", "largest"
+    columns = "attack", "family", "eps", "attacked", *outcome, "answers", "gradients", "seconds"
+    return Table(columns, rows, "worst case", note, summary)
+
+
+def _accuracy_after(evaluation: Evaluation, record: AttackRecord) -> Score:
+    """Accuracy at its eps after all attacks up to this one; after it alone if none are skipped."""
+    if not skips_broken(evaluation):
+        return evaluation.accuracy_under([record.attack], record.eps)
+    ran = evaluation.attacks[: evaluation.attacks.index(record) + 1]
+    return replace(evaluation, attacks=ran).worst_case(record.eps)
+
+
+def clean_section(subject: Subject) -> Section:
+    evaluation, clean = subject.evaluation, subject.evaluation.clean
+    names = [name for name in dict.fromkeys((*TITLES, *clean)) if name in clean]
+    rows = [(TITLES.get(name, name), clean[name], interval(clean[name])) for name in names]
+    metric = clean[names[0]].metric if names else "score"
+    strong = TITLES["otad"] if "otad" in clean else "model"
+    abstained, note = evaluation.model.get("abstained"), ""
+    if abstained is not None:
+        note = f"The model gave no answer for {abstained:,} of the {evaluation.n:,} examples."
+    return Section(
+        "clean",
+        "Before any attack",
+        f"The same {evaluation.n:,} examples, unchanged. This shows what robustness costs in clean "
+        "accuracy, and what the same neighbors would answer without convex integration.",
+        [Table(("", metric, "95% interval"), rows, strong, note)],
+    )
+
+
+def certificate_section(subject: Subject) -> Section:
+    evaluation, certificate = subject.evaluation, subject.evaluation.certificate
+    title, eps = "What is proved", f"{evaluation.headline_eps:g}"
+    if certificate is None:
+        reason = evaluation.missing.get("certificate", "no certificate was computed")
+        return Section("certificate", title, f"Nothing: {reason}.", [])
+    if evaluation.task == "classification":
+        blocks = _radii(evaluation, certificate)
+        proved = as_text(evaluation.certified_accuracy(evaluation.headline_eps))
+        lead = f"{proved} of the examples stay right under every change of size up to {eps}."
+    else:
+        blocks = _bounds(evaluation, certificate)
+        lead = f"No input within {eps} of an example has an error above its bound."
+    assumed = "; ".join(certificate.assumptions)
+    text = f"The proof assumes: {assumed}. " if assumed else ""
+    blocks.append(Text(f"{text}All certificates took {duration(certificate.seconds)}."))
+    return Section("certificate", title, lead, blocks)
+
+
+def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block]:
+    by_rule: defaultdict[str, list[float]] = defaultdict(list)
+    for rule, radius in zip(certificate.rules, certificate.radius, strict=False):
+        by_rule[rule].append(radius)
+    rows = [(rule, len(it), statistics.median(it), max(it)) for rule, it in by_rule.items()]
+    pairs = zip(evaluation.distances(), certificate.radius, strict=True)
+    inside = sum(0 < found < radius for found, radius in pairs)
+    verdict = "No adversarial example was found inside a certified radius."
+    if inside:
+        verdict = f"{inside} adversarial examples are INSIDE a certified radius: a proof is wrong."
+    picture = Picture(
+        plot_uri(plots.radii_plots(evaluation)),
+        "a histogram of the radii, and each radius beside the nearest adversarial example found",
+        "Left: the radii of the examples that are classified right. Right: each of them, sorted. "
+        "The distance to its nearest wrong input is on the gray line between the proved radius "
+        "(green) and the nearest adversarial example found (red; without a red dot none was "
+        f"found). {verdict}",
+    )
+    return [picture, Table(("rule", "examples", "median radius", "largest"), rows)]
+
+
+def _bounds(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block]:
+    errors = {
+        "error without attack": evaluation.clean_errors,
+        "largest error found": evaluation.worst_errors(),
+        "proved bound": certificate.worst_errors,
+    }
+    rows = [(k, statistics.fmean(it), statistics.median(it), max(it)) for k, it in errors.items()]
+    note = f"Rules: {', '.join(dict.fromkeys(certificate.rules))}." if certificate.rules else ""
+    return [Table(("", "mean", "median", "largest"), rows, note=note)]
+
+
 def solver_section(subject: Subject) -> Section | None:
     """How the solver found the clean answers; None if the model has no solver."""
-    evaluation = subject.evaluation
-    if evaluation.solver is None:
+    account, n = subject.evaluation.solver, subject.evaluation.n
+    if account is None:
         return None
-    blocks = account_blocks(evaluation.solver, evaluation.n)
-    lead = f"On the {evaluation.n:,} examples without attack."
-    return Section("solver", "How the solver found its answers", lead, blocks)
+    title, lead = "How the solver found its answers", f"On the {n:,} examples without attack."
+    return Section("solver", title, lead, account_blocks(account, n))
+
+
+def cost_section(subject: Subject) -> Section:
+    evaluation, here = subject.evaluation, subject.evaluation.environment
+    attacks = sum(record.seconds for record in evaluation.attacks)
+    proofs = 0.0 if evaluation.certificate is None else evaluation.certificate.seconds
+    seconds = {
+        "attacks": attacks,
+        "certificates": proofs,
+        "clean answers, flags and the rest": max(0.0, evaluation.seconds - attacks - proofs),
+        "total": evaluation.seconds,
+    }
+    rows = [(name, duration(it)) for name, it in seconds.items()]
+    blocks: list[Block] = [Table(("", "time"), rows, "total")]
+    if evaluation.attacks:
+        alt = "seconds of each attack over all eps"
+        blocks.insert(0, Picture(plot_uri(plots.seconds_bars(evaluation)), alt, "Over all eps."))
+    where = f"On {here.device_name} with {threads(here.threads)}."
+    return Section("attack-cost", "Cost of the evaluation", where, blocks)
 
 
 def repeat_section(subject: Subject) -> Section:
-    """Environment and settings of the evaluation."""
     evaluation, here = subject.evaluation, subject.evaluation.environment
     versions = [f"{name} {version}" for name, version in here.versions.items() if version]
     facts = {
@@ -154,27 +349,19 @@ def repeat_section(subject: Subject) -> Section:
         (name, ", ".join(f"{key} = {value}" for key, value in values.items()) or "none")
         for name, values in settings.items()
     ]
-    tables = (
-        Table(("model", "setting"), card, summary="The model", prose=True),
-        Table(("attack", "settings"), attacks, summary="Settings of the attacks", prose=True),
-    )
+    blocks: list[Block] = [Facts(facts)]
+    for name, rows in {"model": card, "attacks": attacks}.items():
+        if rows:
+            summary = f"Settings of the {name}"
+            blocks.append(Table((name, "settings"), rows, summary=summary, prose=True))
     lead = (
         "The same model, examples, threat, attacks and seed give the same record; "
         "evaluation.json has all numbers of this page, row by row."
     )
-    blocks = [Facts(facts), *(table for table in tables if table.rows)]
     return Section("repeat", "How to repeat it", lead, blocks)
 
 
 SECTIONS: list[Callable[[Subject], Section | None]] = [
-    threat_section,
-    attack_sections.curves_section,
-    flags_section,
-    attack_sections.attacks_section,
-    attack_sections.clean_section,
-    examples_section,
-    attack_sections.certificate_section,
-    solver_section,
-    attack_sections.cost_section,
-    repeat_section,
-]
+    threat_section, curves_section, flags_section, attacks_section, clean_section,
+    examples_section, certificate_section, solver_section, cost_section, repeat_section,
+]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,39 +11,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from otad.errors import InputError
+from otad.checks import require
 from otad.evaluate.records import Evaluation
 from otad.explain import Explanation, explain
 from otad.io.tensor_files import read_tensors
 from otad.model.otad import OTAD
-from otad.report.blocks import Block, Case, Comparison, Gallery, Section, Table, Vote
-from otad.report.pictures import change_uri, pixels_uri
+from otad.report.page import Block, Case, Comparison, Gallery, Section, Table, Vote
+from otad.report.plots import change_uri, pixels_uri
 from otad.threat import NORMS, LpBall
 
 N_WRONG, N_UNSURE, N_RIGHT, N_VOTES = 6, 2, 4, 5
 N_ADVERSARIAL, N_FEATURES = 4, 6
 NO_ANSWER = "no answer"
 
+# Examples (m,*input_shape) before and after the attack, their true answers and titles (m each).
+Shown = tuple[Tensor, Tensor, list[str], list[str]]
+
 
 def cases_section(explanations: Sequence[Explanation], truths: Sequence[str]) -> Section:
     """Some wrong predictions, the least certain right ones, and some other right ones."""
-    cases = {row: make_case(explanations[row], truths[row]) for row in range(len(truths))}
-    wrong = [row for row, case in cases.items() if not case.right]
-    right = [row for row, case in cases.items() if case.right]
+    cases = [make_case(*pair) for pair in zip(explanations, truths, strict=True)]
+    wrong = [row for row, case in enumerate(cases) if not case.right]
+    right = [row for row, case in enumerate(cases) if case.right]
     right.sort(key=lambda row: _certainty(explanations[row]))
     groups = (
         (f"Wrong ({min(len(wrong), N_WRONG)} of {len(wrong)})", wrong[:N_WRONG]),
         ("Right, but least certain", right[:N_UNSURE]),
         ("Right", sorted(right[N_UNSURE:])[:N_RIGHT]),
     )
-    return Section(
-        "why",
-        "Explained predictions",
+    lead = (
         "The feature of an input is the weighted mean of its neighbors' features (l = 0), and the "
         "linear head reads it. So these weights are the prediction itself, not an approximation "
-        "of it. The label with the most weight need not win, as the head reads the mean.",
-        [Gallery(title, [cases[row] for row in rows]) for title, rows in groups if rows],
+        "of it. The label with the most weight need not win, as the head reads the mean."
     )
+    galleries = [Gallery(title, [cases[row] for row in rows]) for title, rows in groups if rows]
+    return Section("why", "Explained predictions", lead, galleries)
 
 
 def _certainty(explanation: Explanation) -> float:
@@ -57,8 +59,8 @@ def make_case(explanation: Explanation, truth: str, *, by_truth: bool = False) -
 
     A vote agrees if it has the predicted label or, with `by_truth`, the true one.
     """
-    found, bounds = explanation.prediction, explanation.bounds
-    answer = NO_ANSWER if found is None else str(found)
+    bounds = explanation.bounds
+    answer = NO_ANSWER if explanation.prediction is None else str(explanation.prediction)
     votes = [
         Vote(
             uri="" if it.inputs is None else pixels_uri(it.inputs, bounds),
@@ -69,13 +71,11 @@ def make_case(explanation: Explanation, truth: str, *, by_truth: bool = False) -
         )
         for it in explanation.heaviest(N_VOTES)
     ]
-    certainty = f"{_certainty(explanation):.1%}"
-    image = pixels_uri(explanation.inputs, bounds)
+    image, certainty = pixels_uri(explanation.inputs, bounds), f"{_certainty(explanation):.1%}"
     return Case(image, answer, truth, certainty, explanation.account, votes)
 
 
-@dataclass(frozen=True, eq=False)
-class Adversarial:
+class Adversarial(NamedTuple):
     """For examples `rows` (m,) of an evaluation, adversarial `inputs` (m,*input_shape)."""
 
     rows: Tensor
@@ -85,8 +85,8 @@ class Adversarial:
     def read(path: Path) -> Adversarial:
         """The safetensors file that an evaluation writes beside its record."""
         tensors, _ = read_tensors(path)
-        if missing := {"rows", "inputs"} - set(tensors):
-            raise InputError(f"{path}: expected rows and inputs, got no {' and no '.join(missing)}")
+        missing = {"rows", "inputs"} - set(tensors)
+        require(not missing, str(path), "rows and inputs", f"no {' and no '.join(missing)}")
         return Adversarial(tensors["rows"], tensors["inputs"])
 
 
@@ -108,20 +108,16 @@ class Subject:
     train_x: Tensor | None = None
 
     def __post_init__(self) -> None:
-        n = self.evaluation.n
-        if self.x is not None and len(self.x) != n:
-            raise InputError(f"x: expected the {n} examples of the record, got {len(self.x)}")
+        if self.x is not None:
+            n = self.evaluation.n
+            require(len(self.x) == n, "x", f"the {n} examples of the record", len(self.x))
 
     def ball(self, input_shape: torch.Size) -> LpBall:
         """The threat model of the record, for inputs of this shape."""
-        threat = self.evaluation.threat
-        scale, mutable, bounds = (threat.get(name) for name in ("scale", "mutable", "bounds"))
-        return NORMS[str(threat["norm"])](
-            float(threat["eps"]),
-            None if bounds is None else (bounds[0], bounds[1]),
-            None if scale is None else torch.tensor(scale).view(input_shape),
-            None if mutable is None else torch.tensor(mutable).view(input_shape),
-        )
+        known = {name: value for name, value in self.evaluation.threat.items() if value is not None}
+        for name in {"scale", "mutable"} & known.keys():
+            known[name] = torch.tensor(known[name]).view(input_shape)
+        return NORMS[known.pop("norm")](**known)
 
     def name_of(self, answer: Tensor) -> str:
         """Logits (C,), a label or a value as text."""
@@ -134,10 +130,7 @@ class Subject:
 
 
 def examples_section(subject: Subject) -> Section | None:
-    """Images as cards with the input before, after and the change; other inputs as tables.
-
-    None without the model and its examples.
-    """
+    """Images as cards with the input before, after and the change; other inputs as tables."""
     model, x, y, adversarial = subject.model, subject.x, subject.y, subject.adversarial
     if model is None or x is None or y is None or adversarial is None:
         return None
@@ -148,34 +141,21 @@ def examples_section(subject: Subject) -> Section | None:
     if not shown:
         return Section("examples", "Adversarial examples", "No adversarial example was found.", [])
     titles = [
-        f"Example {int(rows[place])}: {finder_of(evaluation, int(rows[place])) or 'attacked'}, "
-        f"distance {float(distances[place]):.3g}"
+        f"Example {rows[place]}: {finder_of(evaluation, int(rows[place]))}, "
+        f"distance {distances[place]:.3g}"
         for place in shown
     ]
-    found = _Shown(clean[shown], changed[shown], y.cpu()[rows[shown]], titles)
+    truths = [subject.name_of(truth) for truth in y.cpu()[rows[shown]]]
+    found = clean[shown], changed[shown], truths, titles
     is_image = x.dim() == 4 and x.shape[1] in (1, 3)
     has_cards = is_image and evaluation.task == "classification"
     show = _cards if has_cards else _feature_tables
     lead = f"{len(shown)} of {len(rows):,} adversarial examples, from the nearest to the furthest."
     if isinstance(model, OTAD):
-        lead += (
-            " The answer is a mean over training points, and a successful attack exchanges them."
-        )
+        lead += " The answer is a mean over training points, which a successful attack exchanges."
         if has_cards:
-            lead += (
-                " Below each input are those with the most weight: green of the right class, "
-                "orange of other classes."
-            )
+            lead += " Below each input are those with the most weight, green if of the right class."
     return Section("examples", "Adversarial examples", lead, show(subject, model, found))
-
-
-class _Shown(NamedTuple):
-    """Examples (m,*input_shape) before and after the attack, their targets (m,) and titles."""
-
-    clean: Tensor
-    changed: Tensor
-    truths: Tensor
-    titles: list[str]
 
 
 def spread(distances: Tensor, eps: float, count: int) -> list[int]:
@@ -185,76 +165,59 @@ def spread(distances: Tensor, eps: float, count: int) -> list[int]:
     within = [place for place in order if distances[place] <= eps]
     if len(within) <= count:
         return order[:count]
-    steps = torch.linspace(0, len(within) - 1, count).round().int().tolist()
-    return [within[step] for step in steps]
+    return [within[round(k)] for k in torch.linspace(0, len(within) - 1, count).tolist()]
 
 
 def finder_of(evaluation: Evaluation, row: int) -> str:
-    """The attack that broke the row at the shortest distance; empty if none did."""
-    found = [
-        (distance, record.attack)
-        for record in evaluation.attacks
-        for broken, distance in zip(record.broken, record.distances, strict=True)
-        if broken == row
-    ]
-    return min(found)[1] if found else ""
+    """The attack that broke the row at the shortest distance."""
+    broke = [it for it in evaluation.attacks if row in it.broken]
+    nearest = min(broke, key=lambda it: it.distances[it.broken.index(row)], default=None)
+    return "attacked" if nearest is None else nearest.attack
 
 
-def _cards(subject: Subject, model: nn.Module, shown: _Shown) -> list[Block]:
+def _cards(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
     clean, changed, truths, titles = shown
-    low, high = subject.evaluation.threat.get("bounds") or torch.aminmax(clean)
-    bounds = float(low), float(high)
-    names = [subject.name_of(truth) for truth in truths]
-    before, after = (_cases(subject, model, it, names, bounds) for it in (clean, changed))
+    low, high = map(float, subject.evaluation.threat.get("bounds") or torch.aminmax(clean))
+
+    def cases(inputs: Tensor) -> Iterator[Case]:
+        if isinstance(model, OTAD):
+            on_device = inputs.to(model.backbone.mean)
+            found = explain(model, on_device, classes=subject.classes, train_x=subject.train_x)
+            yield from (make_case(*it, by_truth=True) for it in zip(found, truths, strict=True))
+            return
+        for image, logits, truth in zip(inputs, _outputs(model, inputs), truths, strict=True):
+            answer = subject.name_of(logits)
+            certainty = "" if answer == NO_ANSWER else f"{float(logits.softmax(0).max()):.1%}"
+            yield Case(pixels_uri(image, (low, high)), answer, truth, certainty)
+
     color = ": red brighter, blue darker" if clean.shape[1] == 1 else ", around gray"
     blocks: list[Block] = []
-    for place, title in enumerate(titles):
-        uri, factor = change_uri(clean[place], changed[place], bounds)
+    pairs = zip(cases(clean), cases(changed), clean, changed, titles, strict=True)
+    for before, after, old, new, title in pairs:
+        uri, factor = change_uri(old, new, (low, high))
         note = f"the change, amplified {factor:g} times{color}"
-        blocks.append(Comparison(before[place], after[place], uri, note, title))
+        blocks.append(Comparison(before, after, uri, note, title))
     return blocks
 
 
-def _cases(
-    subject: Subject,
-    model: nn.Module,
-    inputs: Tensor,
-    truths: Sequence[str],
-    bounds: tuple[float, float],
-) -> list[Case]:
-    if isinstance(model, OTAD):
-        on_device = inputs.to(model.backbone.mean)
-        found = explain(model, on_device, classes=subject.classes, train_x=subject.train_x)
-        pairs = zip(found, truths, strict=True)
-        return [make_case(it, truth, by_truth=True) for it, truth in pairs]
-    cases = []
-    for image, logits, truth in zip(inputs, _outputs(model, inputs), truths, strict=True):
-        answer = subject.name_of(logits)
-        certainty = "" if answer == NO_ANSWER else f"{float(logits.softmax(0).max()):.1%}"
-        cases.append(Case(pixels_uri(image, bounds), answer, truth, certainty, "", ()))
-    return cases
-
-
-def _feature_tables(subject: Subject, model: nn.Module, shown: _Shown) -> list[Block]:
+def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
     """A table per example: the answers, and the features with the largest changes, measured in
     the units of the threat model."""
     clean, changed, truths, titles = shown
     scale = subject.ball(clean.shape[1:]).scale
     before, after = _outputs(model, clean), _outputs(model, changed)
-    names = subject.feature_names or [f"feature {place}" for place in range(clean[0].numel())]
+    names = subject.feature_names or [f"feature {k}" for k in range(clean[0].numel())]
     blocks: list[Block] = []
     for row, title in enumerate(titles):
         old, new = clean[row].flatten(), changed[row].flatten()
         change = (new - old) / (1 if scale is None else scale.flatten())
         order = change.abs().argsort(descending=True)[:N_FEATURES].tolist()
         rows = [("answer", subject.name_of(before[row]), subject.name_of(after[row]), "")]
-        for k in order:
-            values = f"{float(old[k]):.4g}", f"{float(new[k]):.4g}", f"{float(change[k]):+.3g}"
-            rows.append((str(names[k]), *values))
+        rows += [(names[k], f"{old[k]:.4g}", f"{new[k]:.4g}", f"{change[k]:+.3g}") for k in order]
         left = int((change != 0).sum()) - len(order)
-        note = f"{title}. The right answer is {subject.name_of(truths[row])}."
+        note = f"{title}. The right answer is {truths[row]}."
         note += f" {left:,} more features changed less." if left > 0 else ""
-        blocks.append(Table(("", "before", "attacked", "change"), rows, 0, note=note))
+        blocks.append(Table(("", "before", "attacked", "change"), rows, "answer", note))
     return blocks
 
 
@@ -262,5 +225,4 @@ def _feature_tables(subject: Subject, model: nn.Module, shown: _Shown) -> list[B
 def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
     """Outputs on the CPU, for a model on any device."""
     device = next((it.device for it in model.parameters()), inputs.device)
-    outputs: Tensor = model(inputs.to(device))
-    return outputs.cpu()
+    return Tensor.cpu(model(inputs.to(device)))

@@ -11,8 +11,6 @@ from otad.scores import Score
 
 TIMES = " \N{MULTIPLICATION SIGN} "
 SUPERSCRIPTS = str.maketrans("-0123456789", "\N{SUPERSCRIPT MINUS}⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
 Cell = str | float | Score | None
 
 
@@ -44,10 +42,9 @@ def scientific(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Three digits and a suitable unit."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
+    sizes = (1.0, "s"), (1e-3, "ms"), (1e-6, "µs")
+    size, unit = next((it for it in sizes if seconds >= it[0]), sizes[-1])
+    return f"{seconds / size:.3g} {unit}"
 
 
 def threads(count: int) -> str:

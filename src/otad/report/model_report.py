@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from otad.evaluate.records import Evaluation
 from otad.model.account import SolverAccount
 from otad.model.otad import OTAD
 from otad.report.assessment import Assessment
-from otad.report.blocks import Block, Facts, KeyNumber, Picture, Section, Table, Text
 from otad.report.formatting import TIMES, Cell, duration, scientific, threads
-from otad.report.pictures import plot_uri, png_uri
-from otad.report.plots import smoothness_histogram, training_curves
+from otad.report.page import Block, Facts, KeyNumber, Picture, Section, Table, Text
+from otad.report.plots import data_uri, plot_uri, smoothness_histogram, training_curves
 from otad.training import TrainConfig, TrainResult
 
 FLOAT32_ROUNDOFF = torch.finfo(torch.float32).eps / 2
@@ -45,7 +44,7 @@ STATUS_MEANINGS = {
 def account_blocks(account: SolverAccount, n: int) -> list[Block]:
     """How n answers were found: statuses, the L used, the residual and the choice of potential."""
     rows = [
-        (f"{name}: {STATUS_MEANINGS.get(name, '')}".rstrip(": "), round(share * n), f"{share:.1%}")
+        (f"{name}: {STATUS_MEANINGS[name]}", round(share * n), f"{share:.1%}")
         for name, share in account.statuses.items()
         if share > 0
     ]
@@ -55,10 +54,9 @@ def account_blocks(account: SolverAccount, n: int) -> list[Block]:
     text = "There is no solution to check."
     if account.residual is not None:
         text = (
-            "Every answer was checked again in float64, from the raw numbers, by the optimality "
-            "conditions of the problem that it solves (the relative KKT residual). The largest "
-            f"residual is {scientific(account.residual)}; the rounding error of float32 is "
-            f"{scientific(FLOAT32_ROUNDOFF)}."
+            "The optimality conditions of every answer were checked in float64. The largest "
+            f"relative KKT residual is {scientific(account.residual)}; the rounding error of "
+            f"float32 is {scientific(FLOAT32_ROUNDOFF)}."
         )
     if account.changed_by_potential is not None:
         text += (
@@ -69,16 +67,14 @@ def account_blocks(account: SolverAccount, n: int) -> list[Block]:
 
 
 def headline(assessment: Assessment) -> list[KeyNumber]:
-    """The key numbers."""
     net, defended = (_score(assessment, name, digits=1) for name in (NET, DEFENDED))
     name = "accuracy of OTAD" if assessment.metric == "accuracy" else "squared error of OTAD"
-    raised, configured = f"{assessment.share_raised:.1%}", f"L = {assessment.smoothness:g}"
-    worst = assessment.account.residual
-    residual = "none" if worst is None else scientific(worst)
+    raised, residual = f"{assessment.share_raised:.1%}", assessment.account.residual
+    worst = "none" if residual is None else scientific(residual)
     return [
         KeyNumber(defended, name, f"on {len(assessment):,} test inputs; the network {net}"),
-        KeyNumber(raised, "needed a larger L", f"than the configured {configured}"),
-        KeyNumber(residual, "largest residual", "how far any answer is from exact"),
+        KeyNumber(raised, "needed a larger L", f"than the configured {assessment.smoothness:g}"),
+        KeyNumber(worst, "largest residual", "how far any answer is from exact"),
     ]
 
 
@@ -88,7 +84,6 @@ def _score(assessment: Assessment, name: str = DEFENDED, digits: int = 2) -> str
 
 
 def model_section(dataset: Dataset, model: OTAD, config: TrainConfig) -> Section:
-    """The data and the model card."""
     backbone = model.backbone
     what = f"{len(dataset.classes)} classes" if dataset.classes else "a value to predict"
     parameters = sum(weight.numel() for weight in backbone.parameters())
@@ -111,72 +106,63 @@ def model_section(dataset: Dataset, model: OTAD, config: TrainConfig) -> Section
 
 
 def training_section(result: TrainResult) -> Section:
-    """The course of the training."""
-    picture = Picture(
-        plot_uri(training_curves(result.history, result.metric)),
-        f"loss, transport energy and {result.metric} against the epoch",
-        "Means over the batches of an epoch, while the weights change.",
-    )
+    plot = plot_uri(training_curves(result.history, result.metric))
+    alt = f"loss, transport energy and {result.metric} against the epoch"
+    caption = "Means over the batches of an epoch, while the weights change."
     lead = (
         "The network minimizes its loss plus alpha times the transport energy, the squared "
         f"distance that its blocks move the data: {result.final.energy:.3g} per input at the end."
     )
-    return Section("training", "Training", lead, [picture])
+    return Section("training", "Training", lead, [Picture(plot, alt, caption)])
 
 
 def accuracy_section(assessment: Assessment) -> Section:
-    """All predictors on the same test inputs."""
     names = [name for name in TITLES if name in assessment.scores]
-    rows: list[tuple[Cell, ...]] = [(TITLES[name], _score(assessment, name)) for name in names]
     title, columns, n = "Error", ["", "mean squared error"], len(assessment)
+    rows: list[list[Cell]] = [[TITLES[name], _score(assessment, name)] for name in names]
     if assessment.metric == "accuracy":
         title, columns = "Accuracy", ["", "accuracy", "errors"]
-        errors = (round((1 - assessment.scores[name]) * n) for name in names)
-        rows = [(*row, count) for row, count in zip(rows, errors, strict=True)]
+        for name, row in zip(names, rows, strict=True):
+            row.append(round((1 - assessment.scores[name]) * n))
     lead = (
-        f"On {n:,} test inputs, which are neither training inputs nor bank points. The settings "
-        "were chosen on such data, and this is one random split: try other seeds."
+        f"On {n:,} test inputs that are not in the bank. The settings were chosen on such data, "
+        "and this is one random split: try other seeds."
     )
-    return Section("accuracy", title, lead, [Table(columns, rows, names.index(DEFENDED))])
+    return Section("accuracy", title, lead, [Table(columns, rows, TITLES[DEFENDED])])
 
 
 def answers_section(name: str, models: Mapping[str, Assessment]) -> Section:
-    """How the answers of model `name` were found: status, residual, smoothness.
-
-    It is compared with other `models` on the same inputs, with the same configured smoothness.
-    """
+    """How the answers of model `name` were found, compared with other `models` on the same inputs
+    and with the same configured smoothness."""
     assessment, configured = models[name], models[name].smoothness
     least = {label: other.least_smoothness for label, other in models.items()}
-    blocks: list[Block] = [
-        *account_blocks(assessment.account, len(assessment)),
-        Picture(
-            plot_uri(smoothness_histogram(least, configured)),
-            "histogram of the least smoothness that the neighbors of each test input need",
-            "Left of the line a map of the configured smoothness exists and is used. Right of it, "
-            "the smoothness is raised so that the map passes through all neighbors of the input.",
-        ),
-    ]
+    plot = plot_uri(smoothness_histogram(least, configured))
+    alt = "histogram of the least smoothness that the neighbors of each test input need"
+    caption = (
+        "Left of the line a map of the configured smoothness exists and is used. Right of it, "
+        "the smoothness is raised so that the map passes through all neighbors of the input."
+    )
+    blocks = account_blocks(assessment.account, len(assessment))
+    blocks.append(Picture(plot, alt, caption))
     if len(models) > 1:
         columns = ("", f"{assessment.metric} of OTAD", "median least L", f"L above {configured:g}")
         rows = [
             (label, _score(it), float(it.least_smoothness.median()), f"{it.share_raised:.1%}")
             for label, it in models.items()
         ]
-        blocks.append(Table(columns, rows, list(models).index(name)))
-    lead = (
-        f"{assessment.share_raised:.1%} of the test inputs needed a smoothness above the "
-        f"configured L = {configured:g}."
-    )
+        blocks.append(Table(columns, rows, name))
+    raised = f"{assessment.share_raised:.1%} of the test inputs"
+    lead = f"{raised} needed a smoothness above the configured L = {configured:g}."
     return Section("answers", "How the answers were found", lead, blocks)
 
 
 def map_section(png: bytes) -> Section:
     """The method in the plane, from the content of its picture."""
     picture = Picture(
-        png_uri(png),
+        data_uri("image/png", png),
         "a bank of points in the plane, a grid, and that grid sent through the map",
-        "Each training point (filled) has a feature (open), as a trained network would give it. "
-        "Every node of the grid is sent through the map of its nearest pairs.",
+        "Each training point (filled) has a feature (open). Every node of the grid is sent through "
+        "the map of its nearest pairs.",
     )
     lead = "The same method in two dimensions, where it can be drawn."
     return Section("map", "The map in the plane", lead, [picture])
@@ -193,8 +179,8 @@ def measure_cost(model: OTAD, x: Tensor, folder: Path) -> tuple[KeyNumber, Secti
         seconds.append(time.perf_counter() - started)
     total, single = seconds[0], duration(statistics.median(seconds[1:]))
     each, size = duration(total / len(x)), sum(path.stat().st_size for path in folder.iterdir())
-    rows = [(f"{len(x):,} inputs in one batch", duration(total), each)]
-    rows.append(("one input alone", single, single))
+    batch = f"{len(x):,} inputs in one batch"
+    rows = [(batch, duration(total), each), ("one input alone", single, single)]
     lead = (
         f"Embedding, exact neighbor search, convex integration and head, on "
         f"{threads(torch.get_num_threads())}; the model folder takes {size / 1e6:.1f} MB."
@@ -204,8 +190,7 @@ def measure_cost(model: OTAD, x: Tensor, folder: Path) -> tuple[KeyNumber, Secti
     return number, Section("cost", "Cost of a prediction", lead, [table])
 
 
-@dataclass(frozen=True, eq=False)
-class Contender:
+class Contender(NamedTuple):
     """A model, its assessment on the whole test set, and its evaluation under attack."""
 
     name: str
@@ -216,10 +201,9 @@ class Contender:
     @property
     def curvature(self) -> str:
         """The L of its maps, in words."""
-        potential = self.model.potential
+        potential, raised = self.model.potential, f"{self.assessment.share_raised:.1%}"
         if potential is None:
-            raised = self.assessment.share_raised
-            return f"{self.model.smoothness:g}, raised on {raised:.1%} of the rows"
+            return f"{self.model.smoothness:g}, raised on {raised} of the rows"
         n = len(potential.left_out)
         without = f"{n} training points left out" if n else "through all points"
         return f"{potential.smoothness:.3g}, {without}"
@@ -246,16 +230,15 @@ def scopes_section(
         f"{local.evaluation.n:,}. Attacks on the global maps, at this radius only: "
         f"{global_attacks}; on the local maps: {local_attacks}."
     )
+    table = Table(("", *(one.name for one in models)), rows, note=note)
     text = (
         "A local answer may jump where the neighbors change, and a proof has to cover every set of "
         "neighbors within the radius. The global map has no such jumps: its answer moves by at "
         "most L times the change of the input, so the margin alone certifies a radius."
     )
-    return Section(
-        "scopes",
-        "Local maps or a global map",
+    lead = (
         "The same network and training points, answered by a map through the nearest points of "
         "each input (local, the model of this page) or by one Lipschitz map through all of them "
-        "(global); and such a global map without a network, through points with their labels.",
-        [Table(("", *(one.name for one in models)), rows, note=note), Text(text)],
+        "(global); and such a global map without a network, through points with their labels."
     )
+    return Section("scopes", "Local maps or a global map", lead, [table, Text(text)])

@@ -1,22 +1,139 @@
-"""A report as one HTML file that needs no network, or as Markdown with its pictures as files."""
+"""A report: sections of blocks, written as one HTML file or as Markdown with picture files.
+
+The templates have one macro for each kind of block, with the name of its class in lower case.
+"""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import count, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from otad.evaluate.records import Flag
 from otad.io.files import replacing
-from otad.report.blocks import KeyNumber, Section
+from otad.report.formatting import Cell, as_text
 
 SUFFIXES = {"image/svg+xml": "svg", "image/png": "png"}
+
+
+class Text(NamedTuple):
+    """A paragraph."""
+
+    text: str
+
+
+class Facts(NamedTuple):
+    """Names and values."""
+
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns with headings; the first column holds names, the rest hold texts or numbers.
+
+    The row named `strong` is highlighted and `note` is shown below. A table with a `summary` is
+    collapsed behind it in HTML. `prose`: the cells are sentences.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    strong: str | None = None
+    note: str = ""
+    summary: str = ""
+    prose: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", [tuple(map(as_text, row)) for row in self.rows])
+
+
+class Picture(NamedTuple):
+    """An image as a data URI, with its text alternative and a caption."""
+
+    uri: str
+    alt: str
+    caption: str = ""
+
+
+class Vote(NamedTuple):
+    """A training point behind a prediction: its picture, label and weight (0 to 1), if known."""
+
+    uri: str
+    label: str
+    weight: float | None
+    agrees: bool
+    title: str
+
+
+class Case(NamedTuple):
+    """One explained prediction; `account` says how the solver found it."""
+
+    uri: str
+    prediction: str
+    truth: str
+    certainty: str
+    account: str = ""
+    votes: Sequence[Vote] = ()
+
+    @property
+    def right(self) -> bool:
+        return self.prediction == self.truth
+
+
+class Gallery(NamedTuple):
+    """Explained predictions side by side."""
+
+    title: str
+    cases: Sequence[Case]
+
+
+class Comparison(NamedTuple):
+    """A prediction before and after an attack; `difference` is a picture of the change."""
+
+    before: Case
+    after: Case
+    difference: str
+    difference_note: str
+    title: str
+
+
+class Flags(NamedTuple):
+    """Red-flag checks with their verdicts."""
+
+    flags: Sequence[Flag]
+
+
+Block = Text | Facts | Table | Picture | Gallery | Comparison | Flags
+
+
+class Section(NamedTuple):
+    """A titled part of a report. `slug` is the target of links, `lead` the message in a sentence.
+
+    Consecutive sections with the same `chapter` are shown under its name.
+    """
+
+    slug: str
+    title: str
+    lead: str
+    blocks: Sequence[Block]
+    chapter: str = ""
+
+
+class KeyNumber(NamedTuple):
+    """A number for the top of a report, with its name and a remark; an `alarm` is highlighted."""
+
+    value: str
+    name: str
+    remark: str = ""
+    alarm: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,30 +160,24 @@ class Report:
     def markdown(self, folder: Path | None = None) -> str:
         """Markdown; pictures become files in `folder`, or their text alternatives without one."""
         environment = _environment(finalize=_escaped, lstrip_blocks=True)
-        environment.globals["image"] = _PictureFiles(folder)
+        environment.globals["image"] = partial(_write_image, folder, count(1))
         text = environment.get_template("page.md").render(report=self)
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
     def write(self, path: Path) -> Path:
         """Replace the file at once: Markdown for the suffix .md, with pictures in the folder
         NAME_files beside it, otherwise HTML."""
-        is_markdown = path.suffix == ".md"
         folder = path.parent / f"{path.stem}_files"
-        content = self.markdown(folder) if is_markdown else self.html()
-        with replacing(path) as partial:
-            partial.write_text(content, encoding="utf-8")
+        content = self.markdown(folder) if path.suffix == ".md" else self.html()
+        with replacing(path) as temporary:
+            temporary.write_text(content, encoding="utf-8")
         return path
 
 
-def _environment(finalize: Callable[[Any], Any] | None = None, **options: Any) -> Environment:
-    return Environment(
-        loader=PackageLoader("otad.report", "page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        finalize=finalize,
-        **options,
-    )
+def _environment(**options: Any) -> Environment:
+    loader = PackageLoader("otad.report", "page")
+    options |= {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
+    return Environment(loader=loader, **options)
 
 
 def escape(text: str) -> str:
@@ -80,19 +191,12 @@ def _escaped(value: Any) -> Markup:
     return value if isinstance(value, Markup) else Markup(escape(str(value)))
 
 
-class _PictureFiles:
-    """Writes pictures to numbered files of a folder and links to them."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        self.count = 0
-
-    def __call__(self, uri: str, alt: str) -> Markup:
-        if self.folder is None:
-            return _escaped(f"({alt})")
-        kind, _, data = uri.removeprefix("data:").partition(";base64,")
-        self.count += 1
-        name = f"picture-{self.count}.{SUFFIXES[kind]}"
-        with replacing(self.folder / name) as partial:
-            partial.write_bytes(base64.b64decode(data))
-        return Markup(f"![{escape(alt)}]({self.folder.name.replace(' ', '%20')}/{name})")
+def _write_image(folder: Path | None, numbers: Iterator[int], uri: str, alt: str) -> Markup:
+    """A link to the picture, which is written to a numbered file of the folder."""
+    if folder is None:
+        return _escaped(f"({alt})")
+    kind, _, data = uri.removeprefix("data:").partition(";base64,")
+    name = f"picture-{next(numbers)}.{SUFFIXES[kind]}"
+    with replacing(folder / name) as temporary:
+        temporary.write_bytes(base64.b64decode(data))
+    return Markup(f"![{escape(alt)}]({folder.name.replace(' ', '%20')}/{name})")

@@ -1,7 +1,9 @@
-"""All plots of a report. Each function returns a figure; no global state of matplotlib is used."""
+"""Plots and pictures of a report. No global state of matplotlib is used."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from otad.evaluate.records import Evaluation
@@ -23,12 +27,11 @@ INK, SOFT, GRID = "#1f2a30", "#66757f", "#e6eaed"
 COLORS = ("#0f766e", "#e05a33", "#7a5cc2")
 WORST, PROVED, OTHER = "#b3122b", "#0f766e", "#3f7fbf"
 FAMILIES = {
-    "random": "#8796a1",
-    "black-box": "#7a5cc2",
-    "white-box": "#dd7d1f",
-    "adaptive": "#c2379d",
-}
+    "random": "#8796a1", "black-box": "#7a5cc2", "white-box": "#dd7d1f", "adaptive": "#c2379d",
+}  # fmt: skip
 CURVE_POINTS = 400
+SMALLEST_SIDE = 96  # in pixels: Markdown cannot enlarge a picture
+AMPLIFICATIONS = (100.0, 50.0, 20.0, 10.0, 5.0, 3.0, 2.0)
 
 Style = dict[str, Any]
 DASHED: Style = {"color": INK, "lw": 1.2, "ls": (0, (4, 3))}
@@ -74,10 +77,8 @@ def families(evaluation: Evaluation) -> dict[str, str]:
 
 
 def skips_broken(evaluation: Evaluation) -> bool:
-    """Whether no attack was run on what an earlier attack had broken, at the same eps.
-
-    In regression nothing breaks, and every attack is run on every example.
-    """
+    """Whether no attack was run on what an earlier attack had broken, at the same eps; never in
+    regression, where nothing breaks."""
     broken: dict[float, set[int]] = {}
     for record in evaluation.attacks:
         seen = broken.setdefault(record.eps, set())
@@ -88,11 +89,8 @@ def skips_broken(evaluation: Evaluation) -> bool:
 
 
 def counted_with(evaluation: Evaluation) -> dict[str, list[str]]:
-    """The attacks that the line of each attack counts.
-
-    If attacks skip what earlier ones broke, a single attack means little, and its line counts all
-    attacks before it too. Otherwise it counts itself alone.
-    """
+    """The attacks that the line of each attack counts: itself and, if attacks skip what earlier
+    ones broke, all attacks before it."""
     names, before = list(families(evaluation)), skips_broken(evaluation)
     return {name: names[0 if before else k : k + 1] for k, name in enumerate(names)}
 
@@ -102,12 +100,8 @@ def _attack_style(evaluation: Evaluation, name: str) -> Style:
     family = families(evaluation)[name]
     members = [it for it, own in families(evaluation).items() if own == family]
     opacity = 0.4 + 0.6 * (members.index(name) + 1) / len(members)
-    return {
-        "color": FAMILIES.get(family, OTHER),
-        "alpha": opacity,
-        "lw": 1.1,
-        "label": _plain(name),
-    }
+    color = FAMILIES.get(family, OTHER)
+    return {"color": color, "alpha": opacity, "lw": 1.1, "label": _plain(name)}
 
 
 def accuracy_curves(evaluation: Evaluation) -> Figure:
@@ -129,7 +123,7 @@ def accuracy_curves(evaluation: Evaluation) -> Figure:
         line = _share_beyond(evaluation.distances(counted), eps)
         panel.plot(eps, line, **_attack_style(evaluation, name))
     _mark(panel, evaluation.headline_eps, f"eps = {evaluation.headline_eps:g}")
-    _style(panel, "share of the examples still right, in percent", _eps_label(evaluation))
+    _style(panel, "examples still right, in percent", f"eps ({evaluation.threat['norm']})")
     panel.set(xlim=(0, furthest * 1.02 or 1.0), ylim=(-2, 102))
     figure.legend(loc="outside right upper", **LEGEND)
     return figure
@@ -146,13 +140,15 @@ def error_curves(evaluation: Evaluation) -> Figure:
     figure = Figure((9.6, 4.2), **FIGURE)
     panel, single = figure.subplots(1, 2, width_ratios=(3, 2))
     eps, at = [0.0, *evaluation.eps], evaluation.headline_eps
-    for name, counted in counted_with(evaluation).items():
-        records = tuple(record for record in evaluation.attacks if record.attack in counted)
-        line = _mean_errors(replace(evaluation, attacks=records), eps)
-        panel.plot(eps, line, **_attack_style(evaluation, name))
     bold: Style = {"mec": "white", "zorder": 4}
-    worst = _mean_errors(evaluation, eps)
-    panel.plot(eps, worst, "o-", color=WORST, lw=3, ms=7, label="worst case", **bold)
+    worst: Style = {"marker": "o", "color": WORST, "lw": 3, "ms": 7, "label": "worst case", **bold}
+    lines = [
+        (counted, _attack_style(evaluation, it)) for it, counted in counted_with(evaluation).items()
+    ]
+    for counted, style in (*lines, (list(families(evaluation)), worst)):
+        records = tuple(record for record in evaluation.attacks if record.attack in counted)
+        some = replace(evaluation, attacks=records)
+        panel.plot(eps, [statistics.fmean(some.worst_errors(it)) for it in eps], **style)
     found = np.asarray(evaluation.worst_errors())
     order, place = np.argsort(found), np.arange(1, evaluation.n + 1)
     if evaluation.certificate is not None:
@@ -164,19 +160,14 @@ def error_curves(evaluation: Evaluation) -> Figure:
     single.plot(place, np.asarray(evaluation.clean_errors)[order], ".", color=SOFT, ms=4)
     single.plot(place, found[order], "o", color=WORST, ms=3.5)
     _mark(panel, at, f"eps = {at:g}")
-    _style(panel, "mean over the examples of the largest |f - y|", _eps_label(evaluation))
+    _style(panel, "mean of the largest |f - y|", f"eps ({evaluation.threat['norm']})")
     sorted_by = f"examples, by the largest error found{unanswered(found)}"
     _style(single, f"each example at eps = {at:g}", sorted_by)
-    panel.set_xlim(0, max(evaluation.eps) * 1.03 or 1.0)
+    panel.set(xlim=(0, max(evaluation.eps) * 1.03 or 1.0), ylim=(0, None))
+    single.set_ylim(bottom=0)
     single.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for each in (panel, single):
-        each.set_ylim(bottom=0)
     panel.legend(loc="upper left", **LEGEND)
     return figure
-
-
-def _mean_errors(evaluation: Evaluation, eps: Sequence[float]) -> list[float]:
-    return [statistics.fmean(evaluation.worst_errors(size)) for size in eps]
 
 
 def radii_plots(evaluation: Evaluation) -> Figure:
@@ -235,10 +226,6 @@ def _mark(panel: Axes, x: float, label: str) -> None:
     panel.text(x, 0.985, f" {label}", color=INK, fontsize=9, va="top", transform=place)
 
 
-def _eps_label(evaluation: Evaluation) -> str:
-    return f"eps ({evaluation.threat['norm']})"
-
-
 def _plain(label: str) -> str:
     """A label that matplotlib neither reads as mathematics nor omits from a legend."""
     return label.replace("$", r"\$").lstrip("_")
@@ -253,3 +240,42 @@ def _style(panel: Axes, title: str, x_label: str = "") -> None:
     panel.tick_params(colors=SOFT, labelsize=8.5)
     panel.grid(color=GRID, lw=0.8)
     panel.set_axisbelow(True)
+
+
+def plot_uri(figure: Figure) -> str:
+    """A plot as SVG, with its text drawn as shapes."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    return data_uri("image/svg+xml", stream.getvalue())
+
+
+def pixels_uri(image: Tensor, bounds: tuple[float, float] | None = None) -> str:
+    """An image (1,H,W) or (3,H,W), scaled from `bounds` or its own range; enlarged if small."""
+    low, high = bounds or (float(image.min()), float(image.max()))
+    scaled = ((image - low) / max(high - low, 1e-12)).clamp(0, 1).mul(255).round()
+    levels = scaled.to(torch.uint8).cpu().movedim(0, -1).squeeze(-1).numpy()
+    factor = -(-SMALLEST_SIDE // min(levels.shape[:2]))
+    levels = levels.repeat(factor, axis=0).repeat(factor, axis=1)
+    stream = io.BytesIO()
+    Image.fromarray(levels).save(stream, format="PNG", optimize=True)
+    return data_uri("image/png", stream.getvalue())
+
+
+def change_uri(clean: Tensor, changed: Tensor, bounds: tuple[float, float]) -> tuple[str, float]:
+    """The difference between two images (C,H,W), and the factor by which it is amplified.
+
+    In gray images red is brighter, blue darker and white unchanged; in color, gray is unchanged.
+    """
+    step = (changed - clean).float() / (bounds[1] - bounds[0])
+    limit = 1.0 if len(step) == 1 else 0.5
+    largest = float(step.abs().max())
+    factor = next((it for it in AMPLIFICATIONS if it * largest <= limit), 1.0)
+    drawn = 0.5 + factor * step
+    if len(step) == 1:
+        up, down = ((sign * factor * step[0]).clamp(0, 1) for sign in (1, -1))
+        drawn = torch.stack((1 - down, 1 - up - down, 1 - up))
+    return pixels_uri(drawn, (0.0, 1.0)), factor
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
