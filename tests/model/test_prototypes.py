@@ -16,7 +16,7 @@ from otad.model.otad import OTAD, load
 from otad.model.prototypes import PrototypeNet, class_means, prototype_net
 from otad.nets import build, lifted_net
 from otad.training import TrainConfig, train
-from otad.training.losses import scaled_margins
+from otad.training.backbone import scaled_margins
 
 
 def prototypes(x: Tensor, y: Tensor, **options: int) -> PrototypeNet:

@@ -68,6 +68,18 @@ def test_weights_come_from_the_generator_alone(name: str) -> None:
     assert not torch.allclose(first, other)
 
 
+@pytest.mark.parametrize("name", [name for name in NETS if name.startswith("metric_")])
+def test_gradients_reach_every_weight_of_a_metric(name: str) -> None:
+    metric = make(name)
+    keys = metric(images())
+    lengths = keys.norm(dim=1)
+    assert torch.allclose(lengths, torch.ones(6)) is (name != "metric_lipschitz")
+    (keys * torch.randn(6, 5, generator=torch.Generator().manual_seed(2))).sum().backward()
+    for part, weight in metric.named_parameters():
+        assert weight.grad is not None, part
+        assert weight.grad.abs().max() > 0, part
+
+
 @EVERY
 def test_a_net_is_rebuilt_from_json_and_safetensors(name: str) -> None:
     net = make(name, seed=9)

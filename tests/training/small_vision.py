@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,8 @@ from otad.nets import CNNMetric, VisionTransformer, vision_transformer
 from otad.training import EpochRecord
 
 FILE = "checkpoint.safetensors"
+_AUTOCAST = [partial(torch.autocast, "cpu", torch.bfloat16, enabled=on) for on in (False, True)]
+CALLER_MODES = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, *_AUTOCAST])
 
 
 def images(rows: int = 60, channels: int = 3) -> tuple[Tensor, Tensor]:

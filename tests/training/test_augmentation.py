@@ -12,6 +12,7 @@ from torch import Tensor
 
 from otad.errors import InputError
 from otad.training.augmentation import (
+    IMAGE_OPS,
     TRIVIAL_OPS,
     Compose,
     Cutout,
@@ -23,7 +24,6 @@ from otad.training.augmentation import (
     mix_some,
     mixup,
 )
-from otad.training.image_ops import IMAGE_OPS
 
 LEVEL = 1 / 255
 ALL = Compose((RandomCrop(2), RandomFlip(), TrivialAugment(rounds=2), Cutout(3)))

@@ -11,21 +11,17 @@ from otad.nets import vision_transformer
 from otad.training import RECIPES, TrainConfig, recipe
 
 
-def test_the_cosine_rate_rises_through_the_warmup_and_falls_to_zero() -> None:
-    config = TrainConfig(epochs=10, learning_rate=0.2, warmup=2)
-    assert config.rate_at(0) == 0
-    assert config.rate_at(1) == pytest.approx(0.1)
-    assert config.rate_at(2) == pytest.approx(0.2)
-    assert config.rate_at(6) == pytest.approx(0.1)
-    assert config.rate_at(10) == pytest.approx(0.0)
-
-
-def test_the_other_schedules() -> None:
-    constant = TrainConfig(epochs=8, learning_rate=0.2, schedule="constant")
-    assert {constant.rate_at(epoch) for epoch in (0, 3.5, 8)} == {0.2}
-    steps = TrainConfig(epochs=8, learning_rate=0.2, schedule="step")
-    rates = [steps.rate_at(epoch) for epoch in (0, 3.9, 4.1, 5.9, 6.1)]
-    assert rates == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002])
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"epochs": 10, "warmup": 2}, {0: 0.0, 1: 0.1, 2: 0.2, 6: 0.1, 10: 0.0}),
+        ({"epochs": 8, "schedule": "constant"}, {0: 0.2, 3.5: 0.2, 8: 0.2}),
+        ({"epochs": 8, "schedule": "step"}, {0: 0.2, 3.9: 0.2, 4.1: 0.02, 5.9: 0.02, 6.1: 0.002}),
+    ],
+)
+def test_the_rate_follows_the_schedule(options: dict, rates: dict[float, float]) -> None:
+    config = TrainConfig(learning_rate=0.2, **options)
+    assert {epoch: config.rate_at(epoch) for epoch in rates} == pytest.approx(rates)
 
 
 def test_the_optimizers_get_the_settings() -> None:
@@ -89,6 +85,9 @@ def test_recipes_can_be_changed_but_only_by_settings_that_exist() -> None:
         ({"mixing": np.float32(0.5)}, "mixing: expected a number from 0 to 1"),
         ({"ema": 1.0}, "ema: .* below 1, got 1.0"),
         ({"gradient_clip": -1}, "gradient_clip: .* at least 0"),
+        ({"target_margin": 0.0}, "target_margin: expected a number of at least"),
+        ({"pair_smoothness": 0.0}, "pair_smoothness: expected a number of at least"),
+        ({"pair_weight": -1.0}, "pair_weight: expected a number of at least 0"),
         ({"augment": "wild"}, "augment: expected one of none, light, strong, got 'wild'"),
         ({"device": "abacus"}, "device: expected a device such as 'cpu', got 'abacus'"),
     ],

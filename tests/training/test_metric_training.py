@@ -6,13 +6,12 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from training.small_vision import images, small_cnn, weights_print
+from training.small_vision import CALLER_MODES, images, small_cnn, weights_print
 
 from otad.errors import InputError, MissingExtraError
 from otad.nets.base import Metric
@@ -104,10 +103,8 @@ def test_every_loss_finds_what_separates_classes(loss: str) -> None:
 
 
 def test_the_lipschitz_metric_learns_under_attack_and_keeps_its_constant() -> None:
-    metric, (x, y) = (
-        LipschitzMetric((3, 8, 8), key_dim=5, widths=(8, 12), depth=1, std=0.5),
-        images(),
-    )
+    metric = LipschitzMetric((3, 8, 8), key_dim=5, widths=(8, 12), depth=1, std=0.5)
+    x, y = images()
     config = MetricConfig(
         epochs=12, batch_size=24, learning_rate=0.02, temperature=0.5, adversary=Adversary(0.2, 2)
     )
@@ -147,12 +144,11 @@ _X, _Y = images(12)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ((_X, torch.ones_like(_Y)), "train_y: expected at least two classes, got only the label 1"),
+        ((_X, torch.ones_like(_Y)), "train_y: .*two classes, got only the label 1"),
         ((_X, _Y - 1), "train_y: expected labels from 0, got -1"),
         ((_X, _Y.float()), "train_y: expected dtype int64, got float32"),
-        ((_X * 9, _Y), "train_x: expected values within the declared bounds"),
-        ((_X, _Y[:5]), r"train_y: expected shape \(12,\) with one label per input, got \(5,\)"),
-        ((_X, _Y, _X), "data: expected train_x, train_y or .* got train_x, train_y, val_x"),
+        ((_X * 9, _Y), "train_x.*bounds"),
+        ((_X, _Y[:5]), r"train_y: .*\(12,\) .*label.* got \(5,\)"),
     ],
 )
 def test_bad_data_are_refused(data, message: str) -> None:
@@ -169,14 +165,7 @@ def test_a_metric_in_double_precision_learns(references: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
-@pytest.mark.parametrize(
-    "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        *(partial(torch.autocast, "cpu", enabled=on) for on in (False, True)),
-    ],
-)
+@CALLER_MODES
 @pytest.mark.parametrize("mixed_precision", [False, True])
 def test_the_mode_of_the_caller_does_not_matter(mode: Callable, mixed_precision: bool) -> None:
     plainly, within = small_cnn(), small_cnn()
@@ -188,15 +177,12 @@ def test_the_mode_of_the_caller_does_not_matter(mode: Callable, mixed_precision:
     assert weights_print(plainly) == weights_print(within)
 
 
-def test_parts_that_were_in_evaluation_mode_are_so_after_encoding() -> None:
+def test_encoding_restores_modes_and_labels_may_be_any_numbers() -> None:
     metric = small_cnn().train()
     metric.layers.eval()
     encode(metric, _X)
     assert metric.projection.training
     assert not any(part.training for part in metric.layers.modules())
-
-
-def test_labels_may_be_any_numbers() -> None:
     for labels in (LABELS, 10**12 * LABELS + 7):
         assert neighbor_accuracy(KEYS + 0.1, labels, KEYS, labels, n_neighbors=3) == 0.5
 
@@ -211,10 +197,8 @@ def test_labels_may_be_any_numbers() -> None:
         ({"temperature": np.float32(0.1)}, "temperature: expected a number"),
         ({"margin": np.float32(0.1)}, "margin: expected a number"),
         ({"margin": -1.0}, "margin: expected a number of at least 0"),
-        ({"ema": 1.0}, "ema: expected a number of at least 0 and below 1"),
         ({"batch_size": 1}, "batch_size: expected an integer of at least 2"),
         ({"n_neighbors": 0}, "n_neighbors: expected an integer"),
-        ({"optimizer": "lion"}, "optimizer: expected one of sgd, adamw"),
     ],
 )
 def test_bad_settings_are_refused(options: dict, message: str) -> None:

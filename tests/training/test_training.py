@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from training.small_vision import CALLER_MODES
 
 from otad.errors import InputError
 from otad.nets import SequentialBackbone, fc_resnet, lifted_net, plain_net
@@ -50,14 +50,7 @@ def test_a_curved_boundary_is_learned(variant, optimizer: str, rate: float) -> N
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
-@pytest.mark.parametrize(
-    "mode",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        *(partial(torch.autocast, "cpu", torch.bfloat16, enabled=on) for on in (False, True)),
-    ],
-)
+@CALLER_MODES
 @pytest.mark.parametrize("mixed_precision", [False, True])
 def test_the_mode_of_the_caller_does_not_matter(mode: Callable, mixed_precision: bool) -> None:
     plainly, within = _net(), _net()
@@ -134,31 +127,19 @@ def test_one_full_batch_step_is_the_gradient_of_the_paper_s_objective() -> None:
 
 
 def test_the_seed_decides_everything_and_the_global_generator_nothing() -> None:
-    data = _two_moons(100)
-    torch.manual_seed(1)
-    before = torch.random.get_rng_state()
-    first, second, other = _net(), _net(), _net()
-    history = train(first, data, SHORT)
-    assert torch.equal(before, torch.random.get_rng_state())
-    torch.manual_seed(2)
-    assert train(second, data, SHORT) == history
-    assert torch.equal(_weights(first), _weights(second))
-    train(other, data, TrainConfig(epochs=4, batch_size=32, learning_rate=0.05, seed=1))
-    assert not torch.equal(_weights(first), _weights(other))
-
-
-def test_dropout_is_seeded_too() -> None:
-    def trained() -> Tensor:
+    def trained(global_seed: int, seed: int = 0) -> Tensor:
         layers = fc_resnet((2,), 2, blocks=1)
         block = nn.Sequential(layers.blocks[0], nn.Dropout(0.5))
         net = SequentialBackbone(None, [block], layers.head, input_shape=(2,))
-        train(net, _two_moons(64), SHORT)
+        torch.manual_seed(global_seed)
+        before = torch.random.get_rng_state()
+        train(net, _two_moons(64), replace(SHORT, seed=seed))
+        assert torch.equal(before, torch.random.get_rng_state())
         return _weights(net)
 
-    torch.manual_seed(5)
-    first = trained()
-    torch.manual_seed(6)
-    assert torch.equal(first, trained())
+    first = trained(5)
+    assert torch.equal(first, trained(6))
+    assert not torch.equal(first, trained(5, seed=1))
 
 
 def test_a_split_object_is_the_same_as_its_tensors() -> None:
@@ -174,7 +155,7 @@ def test_a_split_object_is_the_same_as_its_tensors() -> None:
 def test_every_epoch_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[EpochRecord] = []
     with caplog.at_level(logging.INFO, logger="otad"):
-        config = TrainConfig(epochs=5, batch_size=32, learning_rate=0.05, log_every=2)
+        config = replace(SHORT, epochs=5, log_every=2)
         result = train(_net(), _two_moons(64), config, progress=seen.append)
     assert tuple(seen) == result.history
     assert [record.epoch for record in seen] == [1, 2, 3, 4, 5]
@@ -208,15 +189,12 @@ _X, _Y = _two_moons(8)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ((_X, torch.ones_like(_Y)), "train_y: expected at least two classes, got only the label 1"),
-        ((_X, _Y + 1), "train_y: expected labels from 0 to 1, got the unknown label 2"),
-        ((_X, _Y.float()), "train_y: expected dtype int64, got float32"),
-        ((_X * float("nan"), _Y), "train_x: expected finite values, got nan"),
-        ((_X.double(), _Y), "train_x: expected dtype float32, got float64"),
-        ((_X * 255, _Y), r"train_x: expected values within the declared bounds \(0.0, 1.0\)"),
-        ((_X, _Y[:5]), r"train_y: expected shape \(8,\) with one target per input, got \(5,\)"),
+        ((_X, torch.ones_like(_Y)), "train_y: .*two classes, got only the label 1"),
+        ((_X, _Y + 1), "train_y: .*label 2"),
+        ((_X * float("nan"), _Y), "train_x: .*nan"),
+        ((_X, _Y[:5]), r"train_y: .*\(8,\) .*target.* got \(5,\)"),
         ((_X, _Y, _X - 1, _Y), "val_x: expected values within"),
-        ((_X, _Y, _X, _Y - 1), "val_y: expected labels from 0 to 1, got the unknown label -1"),
+        ((_X, _Y, _X, _Y - 1), "val_y: .*label -1"),
         ((_X, _Y, _X), "data: expected train_x, train_y or .* got train_x, train_y, val_x"),
         ((_X, _Y, _X, _Y, _X), "val_y, more"),
         (SimpleNamespace(train_x=_X), "got train_x"),
@@ -231,13 +209,16 @@ def test_bad_data_is_refused(data, message: str) -> None:
     assert torch.equal(before, _weights(net))
 
 
-def test_a_diverging_run_is_stopped_and_says_so() -> None:
-    config = TrainConfig(epochs=50, batch_size=32, learning_rate=1e6)
-    with pytest.raises(InputError, match="learning_rate: expected one at which training converges"):
-        train(_net(), _two_moons(64), config)
-
-
-def test_an_absent_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 50, "learning_rate": 1e6}, "learning_rate: .*converges"),
+        ({"device": "cuda"}, "device: expected an available one, got 'cuda'"),
+    ],
+)
+def test_a_diverging_run_and_an_absent_device_are_refused(
+    changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="device: expected an available one, got 'cuda'"):
-        train(_net(), _two_moons(64), TrainConfig(device="cuda"))
+    with pytest.raises(InputError, match=message):
+        train(_net(), _two_moons(64), replace(SHORT, **changes))

@@ -17,28 +17,9 @@ from otad.nets.pretrained import PretrainedMetric, register_features
 from otad.nets.vit import VisionTransformer, vision_transformer
 
 __all__ = [
-    "AttentionMetric",
-    "Backbone",
-    "CNNMetric",
-    "FCResNet",
-    "LiftedNet",
-    "LinearHead",
-    "LipschitzMetric",
-    "Metric",
-    "PretrainedMetric",
-    "ResNetMetric",
-    "SequentialBackbone",
-    "ViTMetric",
-    "VisionTransformer",
-    "adapt",
-    "build",
-    "build_metric",
-    "fc_resnet",
-    "lifted_net",
-    "only_normalizes",
-    "plain_net",
-    "register",
-    "register_features",
-    "register_metric",
+    "AttentionMetric", "Backbone", "CNNMetric", "FCResNet", "LiftedNet", "LinearHead",
+    "LipschitzMetric", "Metric", "PretrainedMetric", "ResNetMetric", "SequentialBackbone",
+    "ViTMetric", "VisionTransformer", "adapt", "build", "build_metric", "fc_resnet", "lifted_net",
+    "only_normalizes", "plain_net", "register", "register_features", "register_metric",
     "vision_transformer",
-]
+]  # fmt: skip

@@ -65,6 +65,13 @@ class InputNet(nn.Module):
         """(x - mean) / std, same shape as x."""
         return (x - self.mean) / self.std
 
+    def from_bytes(self, x: Tensor) -> Tensor:
+        """Bytes 0 to 255 spread over the bounds of the net; floats unchanged."""
+        if x.dtype != torch.uint8 or self.bounds is None:
+            return x
+        low, high = self.bounds
+        return low + (high - low) * (x.to(self.mean.dtype) / 255)
+
     def check_inputs(
         self, x: object, name: str = "x", *, dtype: torch.dtype | None = None
     ) -> Tensor:

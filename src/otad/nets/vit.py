@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,18 +52,6 @@ class Attention(nn.Module):
         return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Mlp(nn.Module):
-    """Two layers on each token."""
-
-    def __init__(self, width: int, hidden: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.fc1 = linear(width, hidden, generator)
-        self.fc2 = linear(hidden, width, generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(functional.gelu(self.fc1(x)))  # type: ignore[no-any-return]
-
-
 class Block(nn.Module):
     """x + Attn(norm(x)), then x + Mlp(norm(x)); also the squared length of both (B,)."""
 
@@ -73,7 +62,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
         self.attn = Attention(width, heads, generator)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.mlp = Mlp(width, hidden, generator)
+        layers = {"fc1": linear(width, hidden, generator), "act": nn.GELU()}
+        self.mlp = nn.Sequential(OrderedDict(layers, fc2=linear(hidden, width, generator)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first = self.attn(self.norm1(x))

@@ -6,15 +6,6 @@ from otad.training.recipes import RECIPES, fit_backbone, make_backbone, recipe
 from otad.training.supervised import EpochRecord, Split, TrainResult
 
 __all__ = [
-    "RECIPES",
-    "EpochRecord",
-    "MetricConfig",
-    "Split",
-    "TrainConfig",
-    "TrainResult",
-    "fit_backbone",
-    "make_backbone",
-    "recipe",
-    "train",
-    "train_metric",
-]
+    "RECIPES", "EpochRecord", "MetricConfig", "Split", "TrainConfig", "TrainResult",
+    "fit_backbone", "make_backbone", "recipe", "train", "train_metric",
+]  # fmt: skip

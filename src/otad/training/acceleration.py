@@ -24,7 +24,7 @@ _WARMUP_STEPS = 3  # before the capture, so that libraries have chosen their ker
 def precision(device: torch.device | str, *, mixed: bool) -> Iterator[None]:
     """Layers compute in bfloat16 where autocast allows it, or without autocast.
 
-    The cache of cast weights is cleared at both ends. torch itself keeps it inside an outer
+    The cache of cast weights is cleared at both ends: torch itself keeps it inside an outer
     autocast, where every step would see the weights of the first one.
     """
     torch.clear_autocast_cache()
@@ -54,11 +54,9 @@ def compiled(function: Callable[Arguments, Returned]) -> Callable[Arguments, Ret
 
 
 def _compile_error(error: Exception) -> InputError:
-    reason = str(error).strip().partition("\n")[0]
-    return InputError(
-        "compiled: expected a net and a machine on which torch.compile works, got "
-        f"{type(error).__name__}: {reason}"
-    )
+    reason, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    expected = "a net and a machine on which torch.compile works"
+    return InputError(f"compiled: expected {expected}, got {kind}: {reason}")
 
 
 class CapturedStep:
@@ -78,16 +76,19 @@ class CapturedStep:
     def __call__(self, *batch: Tensor, first: bool) -> Tensor:
         if self._captured is None and self._warmed_up < _WARMUP_STEPS:
             self._warmed_up += 1
-            return self._run(batch, first=first)
+            return self._on_side_stream(batch, first=first)
         if self._captured is None:
-            self._captured = self._capture(batch)
+            graph, inputs = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in batch]
+            with torch.cuda.graph(graph):
+                output = self._step(*inputs, first=False)
+            self._captured = graph, inputs, output
         graph, inputs, output = self._captured
         for static, tensor in zip(inputs, batch, strict=True):
             static.copy_(tensor)
         graph.replay()
         return output.clone()
 
-    def _run(self, batch: tuple[Tensor, ...], *, first: bool) -> Tensor:
+    def _on_side_stream(self, batch: tuple[Tensor, ...], *, first: bool) -> Tensor:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side), warnings.catch_warnings():
@@ -96,11 +97,3 @@ class CapturedStep:
             output = self._step(*batch, first=first)
         current.wait_stream(side)
         return output
-
-    def _capture(
-        self, batch: tuple[Tensor, ...]
-    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
-        graph, inputs = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in batch]
-        with torch.cuda.graph(graph):
-            output = self._step(*inputs, first=False)
-        return graph, inputs, output

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice, check_count
-from otad.errors import InputError
+from otad.checks import check_choice, check_count, require
 from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
 from otad.threat import NORMS, LpBall
@@ -41,10 +40,9 @@ class Adversary:
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")
         check_choice(self.norm, "norm", tuple(NORMS))
-        for name in ("eps", "step_size"):
-            value = getattr(self, name)
-            if value is not None:
-                check_range(value, name, 1e-12, math.inf)
+        check_range(self.eps, "eps", 1e-12, math.inf)
+        if self.step_size is not None:
+            check_range(self.step_size, "step_size", 1e-12, math.inf)
         check_range(self.weight_share, "weight_share", 0.0, 1.0)
 
     def ball(self, bounds: tuple[float, float] | None) -> LpBall:
@@ -54,10 +52,7 @@ class Adversary:
         self, metric: Metric, x: Tensor, loss: Callable[[Tensor], Tensor], start: Tensor
     ) -> Tensor:
         """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,), found from
-        `start` (B,*input_shape).
-
-        The metric is in evaluation mode meanwhile, so batch statistics do not change.
-        """
+        `start` (B,*input_shape) with the metric in evaluation mode."""
         ball = self.ball(metric.bounds)
         step_size = self.step_size or 2.5 * self.eps / self.steps
         perturbed = ball.clip(start, x)
@@ -82,10 +77,7 @@ def steepest_perturbation(loss: Tensor, net: nn.Module, share: float) -> Perturb
     """Each trained matrix or kernel with a step along its gradient of `loss` of this share of its
     norm; biases and scales of normalization are left alone."""
     weights = [one for one in net.parameters() if one.requires_grad and one.dim() > 1]
-    if not weights:
-        raise InputError(
-            f"weight_share: expected 0 for a net that trains no matrix or kernel, got {share}"
-        )
+    require(weights, "weight_share", "0 for a net that trains no matrix or kernel", share)
     gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
     return [
         (weight, share * (weight.detach().norm() / gradient.norm().clamp_min(1e-20)) * gradient)

@@ -17,12 +17,119 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from otad.checks import check_choice, check_count
-from otad.errors import InputError
+from otad.checks import check_choice, check_count, require
 from otad.nets.inputs import InputNet
-from otad.training.image_ops import IMAGE_OPS
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+_LEVELS = 256
+
+
+# Operations on images (B,C,H,W) with an amount (B,) for each image; an amount of 0 changes nothing.
+
+
+def sharpness(x: Tensor, amount: Tensor) -> Tensor:
+    """Away from the image smoothed over 3 x 3 pixels; the border is unchanged."""
+    if min(x.shape[2:]) < 3:
+        return x  # nothing but border
+    smooth = x.clone()
+    inner = smooth[:, :, 1:-1, 1:-1]
+    inner.mul_(4).add_(functional.avg_pool2d(x, 3, stride=1), alpha=9).div_(13)  # 5 of 13 itself
+    return _blend(smooth, x, amount)
+
+
+def posterize(x: Tensor, amount: Tensor) -> Tensor:
+    """Only the leading 8 - round(6 |amount|) of 8 bits."""
+    lost = 2 ** _per_image((6 * amount.abs()).round(), x)
+    coarse = ((x * (_LEVELS - 1)).round() / lost).floor() * lost / (_LEVELS - 1)
+    return torch.where(lost > 1, coarse, x)
+
+
+def autocontrast(x: Tensor, amount: Tensor) -> Tensor:
+    """Stretch each channel to all of [0, 1], wherever the amount is not 0."""
+    low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+    stretched = (x - low) / (high - low).clamp_min(1e-12)
+    return torch.where((_per_image(amount, x) != 0) & (high > low), stretched, x)
+
+
+def equalize(x: Tensor, amount: Tensor) -> Tensor:
+    """Level the histogram of each channel over 256 values, wherever the amount is not 0."""
+    values = (x * (_LEVELS - 1)).round().long().flatten(2)  # (B,C,H*W)
+    counts = values.new_zeros(*values.shape[:2], _LEVELS)
+    counts.scatter_add_(2, values, torch.ones_like(values))
+    last = counts.gather(2, values.amax(2, keepdim=True))
+    step = (values.shape[2] - last) // (_LEVELS - 1)
+    before = counts.cumsum(2) - counts
+    table = ((before + step // 2) // step.clamp_min(1)).clamp_max(_LEVELS - 1)
+    level = (table.gather(2, values) / (_LEVELS - 1)).to(x.dtype).view_as(x)
+    changed = (_per_image(amount, x) != 0) & (step[..., None] > 0)
+    return torch.where(changed, level, x)
+
+
+def rotate(x: Tensor, amount: Tensor) -> Tensor:
+    """Turn counterclockwise about the center by 135 degrees times the amount."""
+    angle = amount * math.radians(135)
+    return _resample(x, angle.cos(), -angle.sin(), angle.sin(), angle.cos())
+
+
+def _resample(
+    x: Tensor, *matrix: Tensor | int, across: Tensor | int = 0, down: Tensor | int = 0
+) -> Tensor:
+    """The image at ((xx, xy), (yx, yy)) p - (across, down) for each pixel p from the center,
+    bilinear; gray outside the image."""
+    height, width = x.shape[2:]
+    rows, columns = (
+        torch.arange(side, dtype=x.dtype, device=x.device) - (side - 1) / 2
+        for side in (height, width)
+    )
+    py, px = torch.meshgrid(rows, columns, indexing="ij")
+    xx, xy, yx, yy, across, down = (
+        value[:, None, None] if isinstance(value, Tensor) else value
+        for value in (*matrix, across, down)
+    )
+    at_x, at_y = xx * px + xy * py - across, yx * px + yy * py - down
+    shape = (len(x), height, width)
+    grid = torch.stack([(at_x / (width / 2)).expand(shape), (at_y / (height / 2)).expand(shape)], 3)
+    sampled = functional.grid_sample(x - 0.5, grid, align_corners=False) + 0.5
+    return sampled.clamp(0.0, 1.0)
+
+
+def _per_image(amount: Tensor, x: Tensor) -> Tensor:
+    return amount.to(x)[:, None, None, None]
+
+
+def _blend(dull: Tensor, x: Tensor, amount: Tensor) -> Tensor:
+    return (x + _per_image(amount, x) * (x - dull)).clamp(0.0, 1.0)
+
+
+def _gray(x: Tensor) -> Tensor:
+    """(B,1,H,W): luminance of three channels, the mean of any other number."""
+    if x.shape[1] != 3:
+        return x.mean(1, keepdim=True)
+    red, green, blue = x.split(1, dim=1)
+    gray: Tensor = 0.299 * red + 0.587 * green + 0.114 * blue
+    return gray
+
+
+IMAGE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    # Away from black, mean gray or the gray image; towards it where the amount is negative.
+    "brightness": lambda x, amount: _blend(torch.zeros_like(x), x, amount),
+    "contrast": lambda x, amount: _blend(_gray(x).mean((1, 2, 3), keepdim=True), x, amount),
+    "saturation": lambda x, amount: _blend(_gray(x), x, amount),
+    "sharpness": sharpness,
+    "posterize": posterize,
+    # Invert what is brighter than 1 - |amount|; all of it, wherever the amount is not 0.
+    "solarize": lambda x, amount: torch.where(x > 1 - _per_image(amount.abs(), x), 1 - x, x),
+    "invert": lambda x, amount: torch.where(_per_image(amount, x) != 0, 1 - x, x),
+    "autocontrast": autocontrast,
+    "equalize": equalize,
+    "rotate": rotate,
+    # Rows (columns) move by the amount times their distance from the center, or all by the amount
+    # times the side.
+    "shear_x": lambda x, amount: _resample(x, 1, amount, 0, 1),
+    "shear_y": lambda x, amount: _resample(x, 1, 0, amount, 1),
+    "translate_x": lambda x, amount: _resample(x, 1, 0, 0, 1, across=amount * x.shape[3]),
+    "translate_y": lambda x, amount: _resample(x, 1, 0, 0, 1, down=amount * x.shape[2]),
+}
 # Those of TrivialAugment; "identity" leaves an image unchanged.
 TRIVIAL_OPS = ("identity", *(name for name in IMAGE_OPS if name != "invert"))
 
@@ -110,8 +217,7 @@ class TrivialAugment:
     def __post_init__(self) -> None:
         _check_share(self.strength, "strength")
         check_count(self.rounds, "rounds")
-        if not self.ops:
-            raise InputError("ops: expected at least one, got none")
+        require(self.ops, "ops", "at least one", "none")
         for name in self.ops:
             check_choice(name, "ops", ("identity", *IMAGE_OPS))
 
@@ -194,8 +300,7 @@ def _integers(
 
 
 def _check_share(value: float, name: str) -> None:
-    if not 0 <= value <= 1:
-        raise InputError(f"{name}: expected a number from 0 to 1, got {value!r}")
+    require(0 <= value <= 1, name, "a number from 0 to 1", value)
 
 
 AUGMENTATIONS: dict[str, Augmentation | None] = {
@@ -211,11 +316,9 @@ def choose_augmentation(name: str, own: Augmentation | None, net: InputNet) -> A
     named = AUGMENTATIONS[name]
     if named is None:
         return own
-    if own is not None:
-        raise InputError(f"augment: expected a name or an augmentation, got {name!r} and {own!r}")
-    if len(net.input_shape) != 3 or net.bounds != (0.0, 1.0):
-        raise InputError(
-            f"augment: expected 'none' unless inputs are images (C,H,W) within bounds (0, 1), "
-            f"got {name!r} for shape {net.input_shape} within {net.bounds}"
-        )
+    require(own is None, "augment", "a name or an augmentation", f"{name!r} and {own!r}")
+    images = len(net.input_shape) == 3 and net.bounds == (0.0, 1.0)
+    expected = "'none' unless inputs are images (C,H,W) within bounds (0, 1)"
+    got = f"{name!r} for shape {net.input_shape} within {net.bounds}"
+    require(images, "augment", expected, got)
     return named

@@ -8,29 +8,24 @@ which brings the map x_i -> z_i close to optimal transport of the training point
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from otad.checks import check_choice
-from otad.errors import InputError
-from otad.nets.base import Backbone
+from otad.checks import check_choice, require
+from otad.nets.base import Backbone, LinearHead
 from otad.training.acceleration import compiled, precision
 from otad.training.augmentation import Augmentation, mix_some
-from otad.training.losses import LOSSES, pair_excess
-from otad.training.supervised import (
-    METRICS,
-    InputConfig,
-    Report,
-    Split,
-    SupervisedTraining,
-    TrainResult,
-    to_inputs,
-)
+from otad.training.loop import Saving
+from otad.training.supervised import Data, InputConfig, Report, SupervisedTraining, TrainResult
+
+Loss = Callable[[Tensor, Tensor, LinearHead], Tensor]
+"""outputs (B,C) or values (B,), targets, the head of the outputs -> mean loss. Targets are labels
+(B,), shares of the classes (B,C) where images are mixed, or values (B,)."""
 
 _SCORED_ROWS = 1024  # at a time
 _AUGMENTED_ROWS = 4096
@@ -66,21 +61,82 @@ class TrainConfig(InputConfig):
         self.check_ranges(0.0, math.inf, "energy_weight", "pair_weight")
         self.check_ranges(1e-12, math.inf, "target_margin", "pair_smoothness")
         self.check_ranges(0.0, 1.0, "label_smoothing")
-        if not isinstance(self.mixing, int | float) or not 0 <= self.mixing <= 1:
-            raise InputError(f"mixing: expected a number from 0 to 1, got {self.mixing!r}")
+        share = isinstance(self.mixing, int | float) and 0 <= self.mixing <= 1
+        require(share, "mixing", "a number from 0 to 1", repr(self.mixing))
+
+
+def fit_loss(task: str, config: TrainConfig) -> Loss:
+    """Cross-entropy, or for regression the squared error."""
+    smoothing = config.label_smoothing
+    if task == "classification":
+        return lambda outputs, targets, _head: functional.cross_entropy(
+            outputs, targets, label_smoothing=smoothing
+        )
+    require(smoothing == 0, "label_smoothing", "0 for regression", smoothing)
+    return lambda outputs, targets, _head: functional.mse_loss(outputs, targets)
+
+
+def margin_loss(task: str, config: TrainConfig) -> Loss:
+    """The mean of what scaled margins lack to `target_margin`.
+
+    If features change by at most K times the change of the input, a label y is certain within
+    min over j of (o_y - o_j) / (K |w_y - w_j|). The loss asks for wide margins in these terms; K is
+    bounded by other terms (`pair_excess`, energy) or by the net.
+    """
+    require(task == "classification", "loss", "'fit' for regression", "'margin'")
+    for name in ("label_smoothing", "mixing"):
+        value = getattr(config, name)
+        require(value == 0, name, "0 for the loss 'margin'", value)
+    target = config.target_margin
+    return lambda *scored: (target - scaled_margins(*scored)).clamp_min(0.0).mean()
+
+
+LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {"fit": fit_loss, "margin": margin_loss}
+"""By the name of `TrainConfig.loss`: makers from the task and the settings."""
+
+
+def scaled_margins(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
+    """min over j of (o_y - o_j) / |w_y - w_j| (B,) for outputs (B,C), below 0 where wrong."""
+    rows = head.matrix
+    apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")[labels]
+    own = outputs.gather(1, labels[:, None])
+    tiny = torch.finfo(outputs.dtype).tiny
+    margins = (own - outputs) / apart.to(outputs.dtype).clamp_min(tiny)
+    return margins.scatter(1, labels[:, None], torch.inf).amin(1)
+
+
+def pair_excess(embedded: Tensor, features: Tensor, smoothness: float) -> Tensor:
+    """How much the points of a batch (B,d) contradict one map of smoothness L, in the mean: scalar.
+
+    Pairs (e_i, z_i) belong to the gradient of a convex, L-smooth function only if for all i, j
+
+        |z_i - z_j|^2 / L  <=  <z_i - z_j, e_i - e_j>.
+
+    The excess of a point is the sum of its violations over all partners. For a lifted net,
+    z = (x, g) and e = (x, 0), and L = 2 the condition is |g_i - g_j| <= |x_i - x_j| and sufficient
+    (`cip.whole_bank.lifted_potential`); for other nets cycles of more points matter too.
+    """
+    steps, moves = embedded - embedded.mean(0).detach(), features - features.mean(0).detach()
+    excess = _pair_products(moves, moves) / smoothness - _pair_products(steps, moves)
+    return excess.clamp_min(0.0).sum(1).mean()
+
+
+def _pair_products(one: Tensor, other: Tensor) -> Tensor:
+    """<a_i - a_j, b_i - b_j> of all pairs (B,B)."""
+    products = one @ other.mT
+    own = products.diagonal()
+    return own[:, None] + own - products - products.mT
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train(
     net: Backbone,
-    data: Split | Sequence[Tensor],
+    data: Data,
     config: TrainConfig,
     *,
     augment: Augmentation | None = None,
-    checkpoint_dir: str | Path | None = None,
-    save_seconds: float = 0.0,
-    max_seconds: float | None = None,
     progress: Report | bool = False,
+    **saving: Any,
 ) -> TrainResult:
     """Train `net` in place, leaving it on `config.device` in evaluation mode.
 
@@ -88,37 +144,27 @@ def train(
     the device as a whole. Inputs may be bytes, 0 to 255 over the bounds of the net. `augment` is
     your own augmentation in place of `config.augment`; it gets several batches at once.
 
-    With a `checkpoint_dir` the run is saved there after every epoch, or every `save_seconds`. A
-    call with the same initial net, data and config resumes a killed run and ends with the same
-    weights bit for bit. With `max_seconds` a run stops in time, after at least one epoch, with a
-    result that is not `finished`, and resumes in the same way. `progress` is called with each
-    `EpochRecord`; True draws a bar.
+    `saving` are `checkpoint_dir`, `save_seconds` and `max_seconds`. With a `checkpoint_dir` the run
+    is saved there after every epoch, or every `save_seconds`. A call with the same initial net,
+    data and config resumes a killed run and ends with the same weights bit for bit. With
+    `max_seconds` a run stops in time, after at least one epoch, with a result that is not
+    `finished`, and resumes in the same way. `progress` is called with each `EpochRecord`; True
+    draws a bar.
     """
-    run = BackboneTraining(
-        net,
-        data,
-        config,
-        augment=augment,
-        checkpoint_dir=checkpoint_dir,
-        save_seconds=save_seconds,
-        max_seconds=max_seconds,
-    )
-    return run.fit(progress)
+    return BackboneTraining(net, data, config, augment, Saving(**saving)).fit(progress)
 
 
 class BackboneTraining(SupervisedTraining[Backbone]):
     config: TrainConfig
 
-    def __init__(self, net: Backbone, data: Any, config: TrainConfig, **options: Any) -> None:
-        if config.mixing > 0 and (net.task != "classification" or len(net.input_shape) != 3):
-            raise InputError(
-                f"mixing: expected 0 unless images (C,H,W) are classified, got {config.mixing} for "
-                f"{net.task} of shape {net.input_shape}"
-            )
-        self.metric = METRICS[net.task]
+    def __init__(self, net: Backbone, data: Data, config: TrainConfig, *options: Any) -> None:
+        images = net.task == "classification" and len(net.input_shape) == 3
+        got = f"{config.mixing} for {net.task} of shape {net.input_shape}"
+        expected = "0 unless images (C,H,W) are classified"
+        require(images or config.mixing == 0, "mixing", expected, got)
         self.loss = LOSSES[config.loss](net.task, config)
         self.forward = self._forward
-        super().__init__(net, data, config, **options)
+        super().__init__(net, data, config, *options)
 
     def check_targets(self, net: Backbone, y: Tensor, rows: int, name: str) -> None:
         net.check_targets(y, rows, name)
@@ -143,7 +189,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         for start in range(0, len(row_batches), at_once):
             some = row_batches[start : start + at_once]
             rows, sizes = torch.cat(list(some)), [len(part) for part in some]
-            inputs, targets = to_inputs(x[rows], net), y[rows]
+            inputs, targets = net.from_bytes(x[rows]), y[rows]
             if self.augment is not None:
                 inputs = self.augment(inputs, generator)
             for batch in zip(inputs.split(sizes), targets.split(sizes), strict=True):
@@ -175,7 +221,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         parts = (data[name].split(_SCORED_ROWS) for name in ("val_x", "val_y"))
         with torch.no_grad(), precision(self.device, mixed=self.config.mixed_precision):
             sums = [
-                _scores(net(to_inputs(rows, net)), targets).sum()
+                _scores(net(net.from_bytes(rows)), targets).sum()
                 for rows, targets in zip(*parts, strict=True)
             ]
         return float(torch.stack(sums).double().sum()) / len(data["val_y"])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from otad.checks import require
 from otad.errors import InputError
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 from otad.training.config import LoopConfig
@@ -52,10 +53,8 @@ def describe_run(net: nn.Module, config: LoopConfig) -> dict[str, Any]:
         structure = {"structure": stable_repr(net)}
     if frozen := [name for name, weight in net.named_parameters() if not weight.requires_grad]:
         structure["frozen"] = frozen
-    return {
-        "config": settings,
-        "net": structure | {"initial_weights": fingerprint(net.state_dict())},
-    }
+    initial = {"initial_weights": fingerprint(net.state_dict())}
+    return {"config": settings, "net": structure | initial}
 
 
 def save_run(
@@ -79,7 +78,15 @@ def load_run(
 ) -> list[dict[str, Any]]:
     """Load weights and optimizer state of the run `identity`; return its records."""
     tensors, header = read_tensors(path)
-    _refuse_other_run(path, header["run"], identity)
+    there, here = _flatten(header["run"]), _flatten(identity)
+    differences = [
+        f"{name} ({here.get(name, 'nothing')!r} here, {there.get(name, 'nothing')!r} there)"
+        for name in sorted({*there, *here})
+        if there.get(name, _ABSENT.get(name)) != here.get(name, _ABSENT.get(name))
+    ]
+    remedy = "use another folder, or start from the same net and data"
+    got = f"one that differs in {'; '.join(differences)}; {remedy}"
+    require(not differences, str(path), "a checkpoint of this run", got)
     state: dict[str, Tensor] = {}
     moments: dict[int, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
@@ -100,21 +107,6 @@ def load_run(
                 of_weight[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
     records: list[dict[str, Any]] = header["history"]
     return records
-
-
-def _refuse_other_run(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise, naming every difference, unless two (nested) descriptions of a run agree."""
-    there, here = _flatten(saved), _flatten(current)
-    differences = [
-        f"{name} ({here.get(name, 'nothing')!r} here, {there.get(name, 'nothing')!r} there)"
-        for name in sorted({*there, *here})
-        if there.get(name, _ABSENT.get(name)) != here.get(name, _ABSENT.get(name))
-    ]
-    if differences:
-        raise InputError(
-            f"{path}: expected a checkpoint of this run, got one that differs in "
-            f"{'; '.join(differences)}; use another folder, or start from the same net and data"
-        )
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

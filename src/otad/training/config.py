@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from otad.checks import check_choice, check_count
+from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 
 MAX_SEED = 2**64 - 1  # of a torch.Generator
@@ -63,9 +63,8 @@ class LoopConfig:
         try:
             torch.device(self.device)
         except RuntimeError as error:
-            raise InputError(
-                f"device: expected a device such as 'cpu', got {self.device!r}"
-            ) from error
+            got = repr(self.device)
+            raise InputError(f"device: expected a device such as 'cpu', got {got}") from error
 
     def check_ranges(self, least: float, bound: float, *names: str) -> None:
         for name in names:
@@ -89,7 +88,6 @@ class LoopConfig:
 
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """For all parameters of the net, trained or not."""
-        groups = self.parameter_groups(net)
         # A fused kernel walks over memory: it would change what is between the numbers of a
         # parameter that is a view, such as columns of a matrix.
         dense = all(
@@ -97,24 +95,14 @@ class LoopConfig:
             for weight in net.parameters()
         )
         fused = dense and torch.device(self.device).type in ("cpu", "cuda")
+        groups, decay, rate = self.parameter_groups(net), self.weight_decay, self.learning_rate
         if self.optimizer == "sgd":
-            return torch.optim.SGD(
-                groups,
-                lr=self.learning_rate,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
-                fused=fused,
-            )
-        rate: float | Tensor = self.learning_rate
-        if self.captures_steps:  # a CUDA graph reads the rate from a tensor
-            rate = torch.tensor(rate, device=self.device)
+            return torch.optim.SGD(groups, rate, self.momentum, weight_decay=decay, fused=fused)
+        betas, captured = (self.momentum, 0.999), self.captures_steps
+        # A CUDA graph reads the rate from a tensor.
+        lr = torch.tensor(rate, device=self.device) if captured else rate
         return torch.optim.AdamW(
-            groups,
-            lr=rate,
-            betas=(self.momentum, 0.999),
-            weight_decay=self.weight_decay,
-            capturable=self.captures_steps,
-            fused=fused,
+            groups, lr, betas, weight_decay=decay, capturable=captured, fused=fused
         )
 
     def parameter_groups(self, net: nn.Module) -> list[dict[str, Any]]:
@@ -122,29 +110,20 @@ class LoopConfig:
         embeddings and class tokens are not decayed."""
         if self.decay_on == "all":
             return [{"params": list(net.parameters())}]
-        decayed: list[nn.Parameter] = []
-        undecayed: list[nn.Parameter] = []
+        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in net.named_parameters():
             is_matrix = parameter.dim() > 1 and name.rpartition(".")[2] not in _UNDECAYED
-            (decayed if is_matrix else undecayed).append(parameter)
-        return [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
+            parts[is_matrix].append(parameter)
+        return [{"params": parts[True]}, {"params": parts[False], "weight_decay": 0.0}]
 
 
 def check_seed(seed: int) -> int:
-    if check_count(seed, "seed", least=0) > MAX_SEED:
-        raise InputError(f"seed: expected an integer of at most {MAX_SEED}, got {seed}")
+    fits = check_count(seed, "seed", least=0) <= MAX_SEED
+    require(fits, "seed", f"an integer of at most {MAX_SEED}", seed)
     return seed
 
 
 def check_range(value: object, name: str, least: float, bound: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < bound:
-        raise InputError(
-            f"{name}: expected a number of at least {least:g} and below {bound:g}, got {value!r}"
-        )
-
-
-def available_device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device: expected an available one, got {name!r} without CUDA")
-    return device
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    expected = f"a number of at least {least:g} and below {bound:g}"
+    require(number and least <= value < bound, name, expected, repr(value))  # type: ignore[operator]

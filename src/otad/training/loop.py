@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from otad.errors import InputError
+from otad.checks import require
 from otad.progress import bars
 from otad.training.acceleration import CapturedStep, precision
 from otad.training.checkpoint import describe_run, load_run, save_run
@@ -34,26 +34,22 @@ _log = logging.getLogger("otad")
 class Saving:
     """Where and how often a run is saved and when it stops, which does not change what it learns.
 
-    The run is saved in `folder` after an epoch if the last save is `save_seconds` ago, and at the
-    end. It stops early, after at least one epoch, if another epoch of the same length would end
-    more than `max_seconds` after the start.
+    The run is saved in `checkpoint_dir` after an epoch if the last save is `save_seconds` ago, and
+    at the end. It stops early, after at least one epoch, if another epoch of the same length would
+    end more than `max_seconds` after the start.
     """
 
-    folder: str | Path | None = None
+    checkpoint_dir: str | Path | None = None
     save_seconds: float = 0.0
     max_seconds: float | None = None
     started: float = field(default_factory=lambda: monotonic(), init=False)
 
     def __post_init__(self) -> None:
-        if not self.save_seconds >= 0:
-            raise InputError(f"save_seconds: expected a number from 0, got {self.save_seconds!r}")
-        if self.max_seconds is not None and not self.max_seconds > 0:
-            raise InputError(f"max_seconds: expected a positive number, got {self.max_seconds!r}")
-        if self.folder is None and self.max_seconds is not None:
-            raise InputError(
-                "max_seconds: expected with a checkpoint_dir to resume from, got "
-                f"{self.max_seconds} without"
-            )
+        require(self.save_seconds >= 0, "save_seconds", "a number from 0", self.save_seconds)
+        if self.max_seconds is not None:
+            require(self.max_seconds > 0, "max_seconds", "a positive number", self.max_seconds)
+            expected, got = "with a checkpoint_dir to resume from", f"{self.max_seconds} without"
+            require(self.checkpoint_dir is not None, "max_seconds", expected, got)
 
     def is_out_of_time(self, now: float, lap: float) -> bool:
         """Whether another epoch of `lap` seconds would end too late."""
@@ -83,10 +79,11 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
     ) -> None:
         """Move the net to the device and load the checkpoint if there is one; `identity` describes
         the data and the settings beside the config that a checkpoint must share."""
-        if not any(weight.requires_grad for weight in net.parameters()):
-            raise InputError("net: expected weights to train, got none that requires a gradient")
+        trained = any(weight.requires_grad for weight in net.parameters())
+        require(trained, "net", "weights to train", "none that requires a gradient")
         self.config, self.saving, self.device = config, saving, device
-        self.path = None if saving.folder is None else Path(saving.folder) / self.checkpoint_name
+        folder = saving.checkpoint_dir
+        self.path = None if folder is None else Path(folder) / self.checkpoint_name
         self.identity = {} if self.path is None else describe_run(net, config) | identity()
         self.weights = Averaged(net, config.ema).to(device)
         self.optimizer = config.make_optimizer(net)
@@ -143,7 +140,9 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                 now = monotonic()
                 is_last = epoch == config.epochs or self.saving.is_out_of_time(now, now - began)
                 if is_last or now - saved_at >= self.saving.save_seconds:
-                    self.save()
+                    if self.path is not None:
+                        run = self.identity, self.weights, self.optimizer, self.history
+                        save_run(self.path, *run)
                     saved_at = now = monotonic()
                 if is_last or epoch % config.log_every == 0:
                     _log.info("%s", record)
@@ -160,22 +159,29 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         generator = torch.Generator(self.device).manual_seed(seed)
         self.weights.net.train()
         means: list[Tensor] = []  # on the device: reading a value in every step would stall a GPU
-        with seeded(self.device, seed):
+        on_cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
+            torch.default_generator.manual_seed(seed)  # dropout draws from the global generators
+            if on_cuda:
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(seed)
             for number, batch in enumerate(self.batches(row_batches, generator)):
                 self.set_rate(epoch - 1 + (number + 0.5) / len(row_batches))
                 means.append(self._step(*batch, first=epoch == 1 and number == 0))
         sizes = torch.tensor([len(rows) for rows in row_batches], dtype=torch.float64)
         values = (sizes @ torch.stack(means).cpu().double() / sizes.sum()).tolist()
-        self._refuse_divergence(sum(values), epoch)
+        weights = self.weights.net.parameters()
+        total = torch.stack([weight.detach().sum() for weight in weights]).sum()
+        diverged = (
+            f"{self.config.learning_rate}, which made loss or weights infinite in epoch {epoch}"
+        )
+        finite = math.isfinite(sum(values) + float(total))
+        require(finite, "learning_rate", "one at which training converges", diverged)
         score = self.validate()
         return self.record(epoch, values, score, perf_counter() - started)
 
-    def save(self) -> None:
-        if self.path is not None:
-            save_run(self.path, self.identity, self.weights, self.optimizer, self.history)
-
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradient of the loss in place of the last one."""
+        """Replace the gradient by that of the loss."""
         self.optimizer.zero_grad()
         loss.backward()
 
@@ -196,15 +202,6 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
             else:
                 group["lr"] = rate
 
-    def _refuse_divergence(self, value: float, epoch: int) -> None:
-        weights = self.weights.net.parameters()
-        total = torch.stack([weight.detach().sum() for weight in weights]).sum()
-        if not math.isfinite(value + float(total)):
-            raise InputError(
-                "learning_rate: expected one at which training converges, got "
-                f"{self.config.learning_rate}, which made loss or weights infinite in epoch {epoch}"
-            )
-
 
 class Averaged(nn.Module, Generic[AnyNet]):
     """A net and, for a decay above 0, the running average of its weights. After step t it is
@@ -218,10 +215,7 @@ class Averaged(nn.Module, Generic[AnyNet]):
     def __init__(self, net: AnyNet, decay: float) -> None:
         super().__init__()
         self.net = net
-        self.average: AnyNet | None = None
-        if decay > 0:
-            self.average = copy.deepcopy(net)
-            self.average.requires_grad_(False)
+        self.average = copy.deepcopy(net).requires_grad_(False) if decay > 0 else None
         self._average_into = get_ema_multi_avg_fn(decay)
 
     @property
@@ -234,7 +228,10 @@ class Averaged(nn.Module, Generic[AnyNet]):
         """After a step; `first` for the first step of all."""
         if self.average is None:
             return
-        pairs = list(zip(_state(self.average), _state(self.net), strict=True))
+        states = (
+            itertools.chain(net.parameters(), net.buffers()) for net in (self.average, self.net)
+        )
+        pairs = [(one.detach(), other.detach()) for one, other in zip(*states, strict=True)]
         floats = [] if first else [pair for pair in pairs if pair[0].is_floating_point()]
         for averaged, current in pairs:
             if first or not averaged.is_floating_point():
@@ -242,10 +239,6 @@ class Averaged(nn.Module, Generic[AnyNet]):
         if floats:
             averages, weights = zip(*floats, strict=True)
             self._average_into(averages, weights, 0)
-
-
-def _state(net: nn.Module) -> list[Tensor]:
-    return [tensor.detach() for tensor in itertools.chain(net.parameters(), net.buffers())]
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -264,18 +257,6 @@ def epoch_batches(
     if config.whole_batches and len(batches) > 1 and len(batches[-1]) < config.batch_size:
         batches = batches[:-1]
     return batches
-
-
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the global generators, which dropout uses; restore their state at the end."""
-    on_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if on_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
 
 
 @contextmanager

@@ -6,14 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice, check_count, check_shape, check_tensor
-from otad.errors import InputError
+from otad.checks import check_choice, check_count, check_shape, check_tensor, require
 from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
 from otad.training.acceleration import precision
@@ -25,6 +23,7 @@ from otad.training.adversary import (
 )
 from otad.training.augmentation import Augmentation
 from otad.training.config import check_range
+from otad.training.loop import Saving
 from otad.training.metric_losses import (
     LOSSES,
     OWN_LOSSES,
@@ -32,14 +31,7 @@ from otad.training.metric_losses import (
     neighborhood_loss,
     squared_distances,
 )
-from otad.training.supervised import (
-    InputConfig,
-    Report,
-    Split,
-    SupervisedTraining,
-    TrainResult,
-    to_inputs,
-)
+from otad.training.supervised import Data, InputConfig, Report, SupervisedTraining, TrainResult
 
 _ENCODED_ROWS = 1024  # at a time
 
@@ -76,17 +68,13 @@ class MetricConfig(InputConfig):
         check_choice(self.references, "references", ("batch", "bank"))
         check_count(self.n_neighbors, "n_neighbors")
         check_count(self.batch_size, "batch_size", least=2)
-        if self.cuda_graph and (self.loss not in OWN_LOSSES or self.references == "bank"):
-            raise InputError(
-                f"cuda_graph: expected with a loss of {', '.join(OWN_LOSSES)} within the batch, as "
-                f"other steps synchronize with the GPU, got {self.loss!r} with references "
-                f"{self.references!r}"
-            )
-        if self.references == "bank" and self.loss != "neighborhood":
-            raise InputError(
-                f"references: expected 'batch' for the loss {self.loss}, which has too many pairs "
-                "with a whole bank, got 'bank'"
-            )
+        in_batch = self.references == "batch"
+        capturable = self.loss in OWN_LOSSES and in_batch  # other steps synchronize with the GPU
+        expected = f"with a loss of {', '.join(OWN_LOSSES)} within the batch"
+        got = f"{self.loss!r} with references {self.references!r}"
+        require(capturable or not self.cuda_graph, "cuda_graph", expected, got)
+        expected = f"'batch' for the loss {self.loss}, which has too many pairs with a whole bank"
+        require(in_batch or self.loss == "neighborhood", "references", expected, "'bank'")
         check_range(self.temperature, "temperature", 1e-12, math.inf)
         check_range(self.margin_used, "margin", 0.0, math.inf)
 
@@ -99,42 +87,30 @@ class MetricConfig(InputConfig):
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train_metric(
     metric: Metric,
-    data: Split | Sequence[Tensor],
+    data: Data,
     config: MetricConfig,
     *,
     augment: Augmentation | None = None,
-    checkpoint_dir: str | Path | None = None,
-    save_seconds: float = 0.0,
-    max_seconds: float | None = None,
     progress: Report | bool = False,
+    **saving: Any,
 ) -> TrainResult:
     """Train `metric` in place, leaving it on `config.device` in evaluation mode.
 
-    Arguments are those of `train`, with class labels. The train score of a
-    record is the share of inputs whose nearest reference is of their class; score and loss are
-    those of the perturbed inputs and weights if there is an adversary. The validation score is the
-    accuracy of a vote among the nearest training keys. The energy is 0.
+    Arguments are those of `train`, with class labels. The train score of a record is the share of
+    inputs whose nearest reference is of their class; score and loss are those of the perturbed
+    inputs and weights if there is an adversary. The validation score is the accuracy of a vote
+    among the nearest training keys. The energy is 0.
     """
-    if config.cuda_graph and not metric.is_capturable:
-        kind = type(metric).__name__
-        raise InputError(f"cuda_graph: expected False for a {kind}, which synchronizes with a GPU")
-    run = MetricTraining(
-        metric,
-        data,
-        config,
-        augment=augment,
-        checkpoint_dir=checkpoint_dir,
-        save_seconds=save_seconds,
-        max_seconds=max_seconds,
-    )
-    return run.fit(progress)
+    expected = f"False for a {type(metric).__name__}, which synchronizes with a GPU"
+    require(metric.is_capturable or not config.cuda_graph, "cuda_graph", expected, "True")
+    return MetricTraining(metric, data, config, augment, Saving(**saving)).fit(progress)
 
 
 @torch.no_grad()
 def encode(metric: Metric, x: Tensor) -> Tensor:
     """Keys (N,m) of inputs (N,*input_shape), bytes or floats, in evaluation mode."""
     with evaluating(metric):
-        return torch.cat([metric(to_inputs(batch, metric)) for batch in x.split(_ENCODED_ROWS)])
+        return torch.cat([metric(metric.from_bytes(batch)) for batch in x.split(_ENCODED_ROWS)])
 
 
 @torch.no_grad()
@@ -156,29 +132,26 @@ def neighbor_accuracy(
 class MetricTraining(SupervisedTraining[Metric]):
     config: MetricConfig
 
-    def __init__(self, metric: Metric, data: Any, config: MetricConfig, **options: Any) -> None:
+    def __init__(self, metric: Metric, data: Data, config: MetricConfig, *options: Any) -> None:
         self.loss = make_loss(config.loss, config.margin_used, config.temperature)
         self.bank: Tensor | None = None
-        super().__init__(metric, data, config, **options)
+        super().__init__(metric, data, config, *options)
 
     def check_targets(self, net: Metric, y: Tensor, rows: int, name: str) -> None:
         labels = check_tensor(y, name, "B", dtypes=(torch.int64,))
         check_shape(labels, name, (rows,), "with one label per input")
-        if int(labels.min()) < 0:
-            raise InputError(f"{name}: expected labels from 0, got {int(labels.min())}")
+        least = int(labels.min())
+        require(least >= 0, name, "labels from 0", least)
 
     def batches(
         self, row_batches: Sequence[Tensor], generator: torch.Generator
     ) -> Iterator[tuple[Tensor, ...]]:
         """Inputs, labels, rows, and where the adversary starts."""
-        adversary = self.config.adversary
+        adversary, data = self.config.adversary, self.data
         if self.config.references == "bank":
-            self.bank = encode(self.weights.net, self.data["train_x"]).float()  # as in a step
+            self.bank = encode(self.weights.net, data["train_x"]).float()  # as in a step
         for rows in row_batches:
-            x, y = (
-                to_inputs(self.data["train_x"][rows], self.weights.net),
-                self.data["train_y"][rows],
-            )
+            x, y = self.weights.net.from_bytes(data["train_x"][rows]), data["train_y"][rows]
             if self.augment is not None:
                 x = self.augment(x, generator)
             if self.config.channels_last and x.dim() == 4:
@@ -191,9 +164,8 @@ class MetricTraining(SupervisedTraining[Metric]):
         perturbed, adversary, on_weights = x, self.config.adversary, Perturbation()
         if adversary is not None:
             perturbed = self._attack(adversary, x, y, rows, start)
-            if adversary.weight_share > 0:
+            if (share := adversary.weight_share) > 0:
                 value, _ = self._compare(perturbed, x, y, rows)
-                share = adversary.weight_share
                 on_weights = steepest_perturbation(value, self.weights.net, share)
         with perturbed_weights(on_weights):
             value, (keys, clean) = self._compare(perturbed, x, y, rows)
@@ -231,12 +203,10 @@ class MetricTraining(SupervisedTraining[Metric]):
         with precision(self.device, mixed=self.config.mixed_precision):
             with evaluating(metric):
                 clean = metric(x).float().detach()  # with `no_grad` autocast would cache its casts
-            references, labels, own = self._references(clean, y, rows)
+            among = self._references(clean, y, rows)
 
             def wrongness(keys: Tensor) -> Tensor:
-                return neighborhood_loss(
-                    keys, y, references, labels, temperature=temperature, own=own
-                )
+                return neighborhood_loss(keys, y, *among, temperature=temperature)
 
             return adversary.attack(metric, x, wrongness, start)
 
@@ -251,8 +221,6 @@ class MetricTraining(SupervisedTraining[Metric]):
         data, metric = self.data, self.weights.best
         if "val_x" not in data:
             return None
-        keys, references = encode(metric, data["val_x"]), encode(metric, data["train_x"])
-        voters = self.config.n_neighbors
-        return neighbor_accuracy(
-            keys, data["val_y"], references, data["train_y"], n_neighbors=voters
-        )
+        held_out = encode(metric, data["val_x"]), data["val_y"]
+        known = encode(metric, data["train_x"]), data["train_y"]
+        return neighbor_accuracy(*held_out, *known, n_neighbors=self.config.n_neighbors)

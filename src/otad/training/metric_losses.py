@@ -38,10 +38,10 @@ def neighborhood_loss(
     labels: Tensor,
     references: Tensor,
     reference_labels: Tensor,
+    own: Tensor | None = None,
     *,
     temperature: float = 0.1,
     margin: float = 0.0,
-    own: Tensor | None = None,
 ) -> Tensor:
     """Per row (B,), how unlikely a soft nearest neighbor is of the right class:
 
@@ -98,24 +98,15 @@ def means_loss(
 
 
 def make_loss(name: str, margin: float, temperature: float) -> Loss:
-    """The mean loss over a batch."""
-    if name not in OWN_LOSSES:
-        return _pair_loss(name, margin)
-    row_loss = neighborhood_loss if name == "neighborhood" else means_loss
+    """The mean loss over a batch.
 
-    def mean_over_rows(
-        keys: Tensor, labels: Tensor, references: Tensor, their_labels: Tensor, own: Tensor
-    ) -> Tensor:
-        settings = {"temperature": temperature, "margin": margin}
-        return row_loss(keys, labels, references, their_labels, own=own, **settings).mean()
-
-    return mean_over_rows
-
-
-def _pair_loss(name: str, margin: float) -> Loss:
-    """triplet: mean of max(0, |a - p| - |a - n| + margin) over semi-hard triplets (a, p, n), those
+    triplet: mean of max(0, |a - p| - |a - n| + margin) over semi-hard triplets (a, p, n), those
     with 0 < |a - n| - |a - p| <= margin. contrastive: mean |a - p| over pairs of one class, plus
-    mean max(0, margin - |a - n|) over all other pairs; means are over nonzero terms."""
+    mean max(0, margin - |a - n|) over all other pairs; means are over nonzero terms.
+    """
+    if name in OWN_LOSSES:
+        row_loss = neighborhood_loss if name == "neighborhood" else means_loss
+        return lambda *batch: row_loss(*batch, temperature=temperature, margin=margin).mean()
     losses, distances = _library("losses"), _library("distances")
     plain = distances.LpDistance(normalize_embeddings=False)  # the metric scales its keys itself
     miner: Any = None
@@ -127,9 +118,7 @@ def _pair_loss(name: str, margin: float) -> Loss:
     else:
         loss = losses.ContrastiveLoss(pos_margin=0.0, neg_margin=margin, distance=plain)
 
-    def mean_over_pairs(
-        keys: Tensor, labels: Tensor, references: Tensor, _labels: Tensor, _own: Tensor
-    ) -> Tensor:
+    def mean_over_pairs(keys: Tensor, labels: Tensor, references: Tensor, *_rest: Tensor) -> Tensor:
         # The same object: the library then leaves out pairs of a row with itself.
         among = {"ref_emb": references, "ref_labels": labels}
         found = None if miner is None else miner(keys, labels, **among)

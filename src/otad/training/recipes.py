@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,9 +87,8 @@ def fit_backbone(
     bounds: Sequence[float] | None = None,
     inputs: Standardizer | None = None,
     options: Mapping[str, Any] | None = None,
-    checkpoint_dir: str | Path | None = None,
-    max_seconds: float | None = None,
     progress: Report | bool = False,
+    **saving: Any,
 ) -> tuple[Backbone, TrainResult]:
     """Make a net for the data (train_x, train_y) or (train_x, train_y, val_x, val_y) and train it.
 
@@ -102,16 +100,9 @@ def fit_backbone(
     train_x, train_y = data[0], data[1]
     if inputs is None:
         inputs = Standardizer.fit(train_x, "channel" if train_x.dim() == 4 else "feature")
-    net = make_backbone(
-        kind,
-        train_x.shape[1:],
-        n_outputs,
-        inputs=inputs,
-        seed=config.seed,
-        task=task,
-        bounds=bounds,
-        **options or {},
-    ).to(train_x.dtype)
+    about: dict[str, Any] = {"inputs": inputs, "seed": config.seed, "task": task, "bounds": bounds}
+    net = make_backbone(kind, train_x.shape[1:], n_outputs, **about, **options or {})
+    net.to(train_x.dtype)
     parts = list(data)
     units = Standardizer.fit(train_y) if task == "regression" else None
     if units is not None:
@@ -121,21 +112,13 @@ def fit_backbone(
         if units is None:
             return record
         square, score = float(units.std) ** 2, record.val_score
-        return replace(
-            record,
-            loss=square * record.loss,
-            train_score=square * record.train_score,
-            val_score=None if score is None else square * score,
-        )
+        score = None if score is None else square * score
+        loss, train_score = square * record.loss, square * record.train_score
+        return replace(record, loss=loss, train_score=train_score, val_score=score)
 
     with reporting(progress, config.epochs, 0) as report:
         result = train(
-            net,
-            parts,
-            config,
-            checkpoint_dir=checkpoint_dir,
-            max_seconds=max_seconds,
-            progress=lambda record: report(in_units(record)),
+            net, parts, config, progress=lambda record: report(in_units(record)), **saving
         )
         result = replace(result, history=tuple(map(in_units, result.history)))
         report(result.final)  # also where all epochs are from a checkpoint

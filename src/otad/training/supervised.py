@@ -5,25 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice, check_shape, check_tensor
-from otad.errors import InputError
+from otad.checks import check_choice, require
 from otad.io.tensor_files import fingerprint
 from otad.nets.inputs import InputNet
 from otad.training.augmentation import AUGMENTATIONS, Augmentation, choose_augmentation
 from otad.training.checkpoint import stable_repr
-from otad.training.config import LoopConfig, available_device
+from otad.training.config import LoopConfig
 from otad.training.loop import Saving, Training
 
 METRICS = {"classification": "accuracy", "regression": "mse"}
-AnyInputNet = TypeVar("AnyInputNet", bound=InputNet)
+Net = TypeVar("Net", bound=InputNet)
 _PARTS = ("train_x", "train_y", "val_x", "val_y")
-_WHITE = 255
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,10 @@ class InputConfig(LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.augment, "augment", tuple(AUGMENTATIONS))
-        if self.cuda_graph and (self.optimizer != "adamw" or not self.whole_batches):
-            raise InputError(
-                "cuda_graph: expected only with optimizer 'adamw' and whole_batches, got "
-                f"{self.optimizer!r} and whole_batches={self.whole_batches}"
-            )
+        capturable = self.optimizer == "adamw" and self.whole_batches
+        got = f"{self.optimizer!r} and whole_batches={self.whole_batches}"
+        expected = "only with optimizer 'adamw' and whole_batches"
+        require(capturable or not self.cuda_graph, "cuda_graph", expected, got)
 
     @property
     def captures_steps(self) -> bool:
@@ -98,56 +94,67 @@ class TrainResult:
     def best_epoch(self) -> int:
         """Best validation score, or without validation data the lowest training loss."""
         sign = -1.0 if self.metric == "accuracy" else 1.0
-        best = min(
-            self.history,
-            key=lambda record: record.loss if record.val_score is None else sign * record.val_score,
-        )
-        return best.epoch
+
+        def badness(record: EpochRecord) -> float:
+            return record.loss if record.val_score is None else sign * record.val_score
+
+        return min(self.history, key=badness).epoch
 
 
+class Split(Protocol):
+    """Training inputs (N,*input_shape) and targets (N,); optionally `val_x` and `val_y` too."""
+
+    @property
+    def train_x(self) -> Tensor: ...
+    @property
+    def train_y(self) -> Tensor: ...
+
+
+Data = Split | Sequence[Tensor]
 Report = Callable[[EpochRecord], None]
 
 
-class SupervisedTraining(Training[AnyInputNet, EpochRecord]):
+class SupervisedTraining(Training[Net, EpochRecord]):
     """A training on inputs with targets, whose tensors are all on the device."""
 
     record_type: ClassVar[type] = EpochRecord
-    metric = "accuracy"
 
     def __init__(
         self,
-        net: AnyInputNet,
-        data: Split | Sequence[Tensor],
+        net: Net,
+        data: Data,
         config: InputConfig,
-        *,
         augment: Augmentation | None,
-        checkpoint_dir: str | Path | None,
-        save_seconds: float,
-        max_seconds: float | None,
+        saving: Saving,
     ) -> None:
+        self.metric = METRICS[getattr(net, "task", "classification")]
         parts = parts_of(data)
         for kind in ("train", "val")[: len(parts) // 2]:
-            inputs = check_stored(net, parts[f"{kind}_x"], f"{kind}_x")
-            self.check_targets(net, parts[f"{kind}_y"], len(inputs), f"{kind}_y")
+            x, x_name, y_name = parts[f"{kind}_x"], f"{kind}_x", f"{kind}_y"
+            # Bytes take a quarter of the memory.
+            stored = torch.uint8 if isinstance(x, Tensor) and x.dtype == torch.uint8 else None
+            fits = net.bounds is not None or stored is None
+            require(fits, x_name, "floats for a net without bounds", stored)
+            inputs = net.check_inputs(x, x_name, dtype=stored)
+            self.check_targets(net, parts[y_name], len(inputs), y_name)
         labels = parts["train_y"]
-        if not labels.is_floating_point() and bool((labels == labels[0]).all()):
-            raise InputError(
-                f"train_y: expected at least two classes, got only the label {int(labels[0])}"
-            )
+        varied = labels.is_floating_point() or bool((labels != labels[0]).any())
+        only = f"only the label {int(labels[0])}"
+        require(varied, "train_y", "at least two classes", only)
         self.augment = choose_augmentation(config.augment, augment, net)
+        device = torch.device(config.device)
+        present = device.type != "cuda" or torch.cuda.is_available()
+        require(present, "device", "an available one", f"{config.device!r} without CUDA")
 
-        def identity() -> dict[str, Any]:
-            return {
-                "augment": None if augment is None else stable_repr(augment),
-                "data": {name: fingerprint({name: tensor}) for name, tensor in parts.items()},
-            }
+        def identity() -> dict[str, object]:
+            prints = {name: fingerprint({name: tensor}) for name, tensor in parts.items()}
+            return {"augment": None if augment is None else stable_repr(augment), "data": prints}
 
-        saving = Saving(checkpoint_dir, save_seconds, max_seconds)
-        super().__init__(net, config, saving, available_device(config.device), identity)
+        super().__init__(net, config, saving, device, identity)
         self.data = {name: tensor.detach().to(self.device) for name, tensor in parts.items()}
 
     @abstractmethod
-    def check_targets(self, net: AnyInputNet, y: Tensor, rows: int, name: str) -> None:
+    def check_targets(self, net: Net, y: Tensor, rows: int, name: str) -> None:
         """Refuse targets (rows,) that the net cannot learn."""
 
     @property
@@ -165,16 +172,7 @@ class SupervisedTraining(Training[AnyInputNet, EpochRecord]):
         return TrainResult(tuple(self.history), self.metric, self.resumed_after, self.config.epochs)
 
 
-class Split(Protocol):
-    """Training inputs (N,*input_shape) and targets (N,); optionally `val_x` and `val_y` too."""
-
-    @property
-    def train_x(self) -> Tensor: ...
-    @property
-    def train_y(self) -> Tensor: ...
-
-
-def parts_of(data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
+def parts_of(data: Data) -> dict[str, Tensor]:
     """train_x, train_y and, where given, val_x and val_y, unchecked."""
     found: dict[str, Tensor | None]
     if isinstance(data, Sequence):
@@ -182,29 +180,7 @@ def parts_of(data: Split | Sequence[Tensor]) -> dict[str, Tensor]:
     else:
         found = {name: getattr(data, name, None) for name in _PARTS}
     parts = {name: part for name, part in found.items() if part is not None}
-    if tuple(parts) not in (_PARTS[:2], _PARTS):
-        raise InputError(
-            f"data: expected {', '.join(_PARTS[:2])} or {', '.join(_PARTS)}, "
-            f"got {', '.join(parts) or type(data).__name__}"
-        )
+    expected = f"{', '.join(_PARTS[:2])} or {', '.join(_PARTS)}"
+    got = ", ".join(parts) or type(data).__name__
+    require(tuple(parts) in (_PARTS[:2], _PARTS), "data", expected, got)
     return parts
-
-
-def check_stored(net: InputNet, x: Tensor, name: str) -> Tensor:
-    """Inputs of the net, as floats or as bytes in a quarter of the memory (see `to_inputs`)."""
-    if not isinstance(x, Tensor) or x.dtype != torch.uint8:
-        return net.check_inputs(x, name)
-    if net.bounds is None:
-        raise InputError(f"{name}: expected floats for a net without bounds, got uint8")
-    axes = ",".join(["B", *(str(size) for size in net.input_shape)])
-    levels = check_tensor(x, name, axes, dtypes=(torch.uint8,), finite=False)
-    check_shape(levels, name, (len(levels), *net.input_shape), "as the net declares")
-    return levels
-
-
-def to_inputs(x: Tensor, net: InputNet) -> Tensor:
-    """Bytes 0 to 255 spread over the bounds of the net; floats unchanged."""
-    if x.dtype != torch.uint8 or net.bounds is None:
-        return x
-    low, high = net.bounds
-    return low + (high - low) * (x.to(net.mean.dtype) / _WHITE)
