@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from training.small_vision import (
     FILE,
@@ -27,7 +26,7 @@ from training.small_vision import (
 )
 
 from otad.errors import InputError
-from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
+from otad.io.tensor_files import read_tensors, write_tensors
 from otad.nets import SequentialBackbone, fc_resnet
 from otad.training import MetricConfig, TrainConfig, TrainResult, loop, recipe, train, train_metric
 from otad.training.adversary import Adversary
@@ -39,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning
 CONFIG = TrainConfig(epochs=4, batch_size=16, learning_rate=0.05, energy_weight=0.01, warmup=1)
 VIT = recipe("vit_cifar10", epochs=4, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
 METRIC = MetricConfig(epochs=4, batch_size=16, learning_rate=0.01)
+ATTACKED = replace(METRIC, adversary=Adversary(0.3, steps=2))
 
 
 def table(rows: int = 100) -> tuple[Tensor, ...]:
@@ -68,16 +68,8 @@ CASES: dict[str, Case] = {
     "vit, sgd": (small_vit, replace(VIT, optimizer="sgd", mixed_precision=False)),
     "vit, no average": (small_vit, replace(VIT, augment="light", ema=0)),
     "metric": (small_cnn, replace(METRIC, optimizer="sgd", ema=0.5, augment="light")),
-    "metric, bank": (
-        small_cnn,
-        replace(METRIC, adversary=Adversary(0.3, steps=2), references="bank"),
-    ),
-    "metric, mixed precision": (
-        small_cnn,
-        replace(
-            METRIC, adversary=Adversary(0.3, steps=2), mixed_precision=True, channels_last=True
-        ),
-    ),
+    "metric, bank": (small_cnn, replace(ATTACKED, references="bank")),
+    "metric, mixed": (small_cnn, replace(ATTACKED, mixed_precision=True, channels_last=True)),
     "metric, weights perturbed": (
         small_cnn,
         replace(METRIC, adversary=Adversary(0.3, steps=1, weight_share=0.01), ema=0.5),
@@ -216,7 +208,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_pat
 
 
 def test_a_checkpoint_of_another_metric_training_is_refused(tmp_path: Path) -> None:
-    config = replace(METRIC, epochs=1, adversary=Adversary(0.3, steps=2))
+    config = replace(ATTACKED, epochs=1)
     train_metric(small_cnn(), images(), config, checkpoint_dir=tmp_path)
     others = {
         r"config\.adversary\.eps": {"adversary": Adversary(0.4, steps=2)},
@@ -233,13 +225,13 @@ def test_own_modules_are_recognized_by_their_structure(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x / 2
 
-    def net(*blocks: nn.Module) -> SequentialBackbone:
-        return SequentialBackbone(None, blocks, small_net().head, input_shape=(3,))
+    def resumed_after(*blocks: nn.Module) -> int:
+        net = SequentialBackbone(None, blocks, small_net().head, input_shape=(3,))
+        return train(net, table(), CONFIG, checkpoint_dir=tmp_path).resumed_after
 
-    train(net(Half()), table(), CONFIG, checkpoint_dir=tmp_path)
-    assert train(net(Half()), table(), CONFIG, checkpoint_dir=tmp_path).resumed_after == 4
+    assert (resumed_after(Half()), resumed_after(Half())) == (0, 4)
     with pytest.raises(InputError, match=r"differs in net\.structure"):
-        train(net(Half(), Half()), table(), CONFIG, checkpoint_dir=tmp_path)
+        resumed_after(Half(), Half())
 
 
 def test_own_augmentations_are_recognized_at_any_memory_address(tmp_path: Path) -> None:
@@ -253,42 +245,20 @@ def test_own_augmentations_are_recognized_at_any_memory_address(tmp_path: Path) 
         net = fc_resnet((3, 8, 8), 3, blocks=1, hidden=4, bounds=(0, 1))
         return train(net, images(), CONFIG, augment=augment, checkpoint_dir=tmp_path).resumed_after
 
-    assert resumed_after(dimming(0.5)) == 0
-    assert resumed_after(dimming(0.5)) == 4
+    assert (resumed_after(dimming(0.5)), resumed_after(dimming(0.5))) == (0, 4)
     with pytest.raises(InputError, match=r"differs in augment .*RandomFlip\(probability=0\.25\)"):
         resumed_after(dimming(0.25))
 
 
-def test_a_damaged_checkpoint_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
-    path = tmp_path / FILE
-    tensors = {"a": torch.arange(6.0), "b": torch.tensor(3), "c": torch.ones(2, dtype=torch.int8)}
-    write_tensors(path, tensors, {"history": [0.1, None], "run": "x"})
+def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
+    path, config = tmp_path / FILE, replace(CONFIG, epochs=1, warmup=0)
+    train(small_net(), table(), config, checkpoint_dir=tmp_path)
     good = path.read_bytes()
-    loaded = read_tensors(path)
-    assert fingerprint(loaded.tensors) == fingerprint(tensors)
-    assert loaded.header == {"history": [0.1, None], "run": "x"}
-    length = int.from_bytes(good[:8], "little")
-    spaces = good[8 : 8 + length].rstrip(b" ")  # padding behind the header has no meaning
-    for position in (*range(8 + len(spaces)), *range(8 + length, len(good))):
-        damaged = bytearray(good)
-        damaged[position] ^= 0x04
-        path.write_bytes(damaged)
+    flipped = good[:-9] + bytes([good[-9] ^ 4]) + good[-8:]
+    for content in (b"", good[:7], good[:100], good[:-1], flipped, pickle.dumps({"a": 1})):
+        path.write_bytes(content)
         with pytest.raises(InputError, match=FILE):
-            read_tensors(path)
-    for size in (0, 7, 100, len(good) - 1):
-        path.write_bytes(good[:size])
-        with pytest.raises(InputError, match=FILE):
-            read_tensors(path)
-
-
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / FILE
-    path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(InputError, match=FILE):
-        train(small_net(), table(), CONFIG, checkpoint_dir=tmp_path)
-    save_file({"a": torch.zeros(2)}, path)
-    with pytest.raises(InputError, match=FILE):
-        train(small_net(), table(), CONFIG, checkpoint_dir=tmp_path)
+            train(small_net(), table(), config, checkpoint_dir=tmp_path)
 
 
 def test_shared_weights_are_saved(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,14 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.small_vision import images, small_cnn, small_vit, weights_print
 
 from otad.errors import InputError
-from otad.nets import VisionTransformer, fc_resnet, vision_transformer
-from otad.nets.metric_nets import CNNMetric
+from otad.nets import CNNMetric, fc_resnet, vision_transformer
 from otad.training import MetricConfig, TrainConfig, backbone, recipe, train, train_metric
 from otad.training.augmentation import mix_some
 from otad.training.loop import Averaged, epoch_batches
 
-# A CPU without bfloat16 says so once, and computes it all the same.
-
+# A CPU without bfloat16 warns once and computes it all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 PLAIN = TrainConfig(epochs=3, batch_size=16, learning_rate=0.01, optimizer="adamw")
 WHOLE = recipe("vit_cifar10", epochs=4, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
@@ -145,10 +143,11 @@ def test_bytes_are_trained_on_like_the_floats_they_stand_for() -> None:
     stored = (levels[:45], y[:45], levels[45:], y[45:])
     assert train(by_bytes, stored, config) == expected
     assert weights_print(by_bytes) == weights_print(by_floats)
-    metrics, config = (small_cnn(), small_cnn()), MetricConfig(epochs=2, batch_size=16)
-    expected = train_metric(metrics[0], (x[:45], y[:45], x[45:], y[45:]), config)
-    assert train_metric(metrics[1], stored, config) == expected
-    assert weights_print(metrics[0]) == weights_print(metrics[1])
+    by_floats, by_bytes = small_cnn(), small_cnn()
+    short = MetricConfig(epochs=2, batch_size=16)
+    expected = train_metric(by_floats, (x[:45], y[:45], x[45:], y[45:]), short)
+    assert train_metric(by_bytes, stored, short) == expected
+    assert weights_print(by_bytes) == weights_print(by_floats)
     wide = vision_transformer((3, 8, 8), 3, width=4, blocks=1, heads=1, bounds=(-1, 1))
     seen = []
 
@@ -217,10 +216,10 @@ def test_rows_without_a_whole_batch_wait_for_another_epoch() -> None:
     assert [len(rows) for rows in epoch_batches(5, config, 1)] == [5]
 
 
-def test_the_transformer_compiles_in_one_piece_to_the_samesmall_vit(
+def test_the_transformer_compiles_in_one_piece_to_the_same_net(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    whole = partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", whole)
     plain, fused = small_vit(), small_vit()
     config = replace(PLAIN, epochs=2, whole_batches=True, mixed_precision=True, energy_weight=1e-3)
@@ -253,8 +252,9 @@ _X, _Y = images(12)
 _BYTES = (_X * 255).to(torch.uint8)
 
 
-def _unbounded() -> VisionTransformer:
-    return vision_transformer((3, 8, 8), 3, width=4, blocks=1, heads=1)
+_UNBOUNDED = partial(vision_transformer, (3, 8, 8), 3, width=4, blocks=1, heads=1)
+_REGRESSION = partial(fc_resnet, (2,), 1, task="regression", blocks=1)
+_VALUES = torch.rand(8, 2), torch.rand(8)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,10 @@ def _unbounded() -> VisionTransformer:
     [
         (small_vit, (_BYTES[:, :2], _Y), {}, {}, r"train_x: .*\(12, 3, 8, 8\)"),
         (small_vit, (_BYTES, _Y, _X - 1, _Y), {}, {}, "val_x"),
-        (_unbounded, (_BYTES, _Y), {}, {}, "train_x: .*uint8"),
-        (_unbounded, (_X, _Y), {"augment": "light"}, {}, r"augment: .*'light'.*\(3, 8, 8\)"),
+        (_UNBOUNDED, (_BYTES, _Y), {}, {}, "train_x: .*uint8"),
+        (_UNBOUNDED, (_X, _Y), {"augment": "light"}, {}, r"augment: .*'light'.*\(3, 8, 8\)"),
+        (_REGRESSION, _VALUES, {"mixing": 0.5}, {}, "mixing: .*classified, got 0.5 for regression"),
+        (_REGRESSION, _VALUES, {"label_smoothing": 0.1}, {}, "label_smoothing: .*0.1"),
         (small_vit, (_X, _Y), {"augment": "light"}, {"augment": math.exp}, "augment: .*exp"),
         (small_vit, (_X, _Y), {}, {"max_seconds": 5}, "max_seconds: .*checkpoint_dir.*5"),
         (small_vit, (_X, _Y), {}, {"max_seconds": 0}, "max_seconds: .*positive.*0"),
@@ -273,16 +275,3 @@ def _unbounded() -> VisionTransformer:
 def test_bad_calls_are_refused(net, data, changes: dict, options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         train(net(), data, replace(PLAIN, **changes), **options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mixing": 0.5}, "mixing: expected 0 unless images .* are classified, got 0.5 for regr"),
-        ({"label_smoothing": 0.1}, "label_smoothing: expected 0 for regression, got 0.1"),
-    ],
-)
-def test_values_have_no_labels_to_mix_or_smooth(changes: dict, message: str) -> None:
-    net = fc_resnet((2,), 1, task="regression", blocks=1)
-    with pytest.raises(InputError, match=message):
-        train(net, (torch.rand(8, 2), torch.rand(8)), replace(PLAIN, **changes))

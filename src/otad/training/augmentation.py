@@ -117,9 +117,8 @@ IMAGE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "saturation": lambda x, amount: _blend(_gray(x), x, amount),
     "sharpness": sharpness,
     "posterize": posterize,
-    # Invert what is brighter than 1 - |amount|; all of it, wherever the amount is not 0.
+    # Invert what is brighter than 1 - |amount|.
     "solarize": lambda x, amount: torch.where(x > 1 - _per_image(amount.abs(), x), 1 - x, x),
-    "invert": lambda x, amount: torch.where(_per_image(amount, x) != 0, 1 - x, x),
     "autocontrast": autocontrast,
     "equalize": equalize,
     "rotate": rotate,
@@ -130,8 +129,7 @@ IMAGE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "translate_x": lambda x, amount: _resample(x, 1, 0, 0, 1, across=amount * x.shape[3]),
     "translate_y": lambda x, amount: _resample(x, 1, 0, 0, 1, down=amount * x.shape[2]),
 }
-# Those of TrivialAugment; "identity" leaves an image unchanged.
-TRIVIAL_OPS = ("identity", *(name for name in IMAGE_OPS if name != "invert"))
+TRIVIAL_OPS = ("identity", *IMAGE_OPS)
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,8 @@ class RandomFlip:
     probability: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_share(self.probability, "probability")
+        share = self.probability
+        require(0 <= share <= 1, "probability", "a number from 0 to 1", share)
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         chosen = _uniform((len(x), 1, 1, 1), x, generator) < self.probability
@@ -202,39 +201,34 @@ class Cutout:
 
 @dataclass(frozen=True)
 class TrivialAugment:
-    """One op with a random amount for each image, `rounds` times; the ops share the images of a
-    batch evenly.
+    """One op with a random amount for each image; the ops share the images of a batch evenly.
 
     Amounts are uniform in [-strength, strength]. At strength 1 the ranges are those of the wide
     TrivialAugment: enhancements by up to its factor, 135 degrees, shears by 1, translations by the
-    whole side, 2 of 8 bits. Two rounds at 0.3 are about as strong as AutoAugment.
+    whole side, 2 of 8 bits.
     """
 
     strength: float = 1.0
-    rounds: int = 1
     ops: tuple[str, ...] = TRIVIAL_OPS
 
     def __post_init__(self) -> None:
-        _check_share(self.strength, "strength")
-        check_count(self.rounds, "rounds")
+        require(0 <= self.strength <= 1, "strength", "a number from 0 to 1", self.strength)
         require(self.ops, "ops", "at least one", "none")
         for name in self.ops:
-            check_choice(name, "ops", ("identity", *IMAGE_OPS))
+            check_choice(name, "ops", TRIVIAL_OPS)
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        for _ in range(self.rounds):
-            names = list(self.ops)
-            host_rng(generator).shuffle(names)  # the first ones get one image more
-            amount = self.strength * (2 * _uniform((len(x),), x, generator) - 1)
-            # Groups whose sizes the host knows, so that nothing is read back from a GPU.
-            order = torch.randperm(len(x), generator=generator, device=generator.device)
-            groups = order.to(x.device).tensor_split(len(names))
-            changed = x.clone()
-            for name, rows in zip(names, groups, strict=True):
-                if name != "identity" and len(rows):
-                    changed[rows] = IMAGE_OPS[name](x[rows], amount[rows])
-            x = changed
-        return x
+        names = list(self.ops)
+        host_rng(generator).shuffle(names)  # the first ones get one image more
+        amount = self.strength * (2 * _uniform((len(x),), x, generator) - 1)
+        # Groups whose sizes the host knows, so that nothing is read back from a GPU.
+        order = torch.randperm(len(x), generator=generator, device=generator.device)
+        changed = x.clone()
+        groups = order.to(x.device).tensor_split(len(names))
+        for name, rows in zip(names, groups, strict=True):
+            if name != "identity" and len(rows):
+                changed[rows] = IMAGE_OPS[name](x[rows], amount[rows])
+        return changed
 
 
 def mixup(x: Tensor, y: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -292,15 +286,9 @@ def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -
     return drawn.to(like.device)
 
 
-def _integers(
-    bound: int, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
-) -> Tensor:
+def _integers(bound: int, shape: tuple[int, ...], x: Tensor, generator: torch.Generator) -> Tensor:
     drawn = torch.randint(bound, shape, generator=generator, device=generator.device)
-    return drawn.to(like.device)
-
-
-def _check_share(value: float, name: str) -> None:
-    require(0 <= value <= 1, name, "a number from 0 to 1", value)
+    return drawn.to(x.device)
 
 
 AUGMENTATIONS: dict[str, Augmentation | None] = {

@@ -8,7 +8,7 @@ which brings the map x_i -> z_i close to optimal transport of the training point
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from otad.checks import check_choice, require
 from otad.nets.base import Backbone, LinearHead
 from otad.training.acceleration import compiled, precision
 from otad.training.augmentation import Augmentation, mix_some
-from otad.training.loop import Saving
+from otad.training.loop import Batches, Saving
 from otad.training.supervised import Data, InputConfig, Report, SupervisedTraining, TrainResult
 
 Loss = Callable[[Tensor, Tensor, LinearHead], Tensor]
@@ -180,9 +180,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         features, energies = net.transport(embedded)
         return embedded, features, net.head(features), energies
 
-    def batches(
-        self, row_batches: Sequence[Tensor], generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, ...]]:
+    def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         x, y, net = self.data["train_x"], self.data["train_y"], self.weights.net
         mixing = self.config.mixing
         at_once = max(1, _AUGMENTED_ROWS // self.config.batch_size)  # few launches for many images

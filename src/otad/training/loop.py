@@ -27,6 +27,7 @@ from otad.training.config import LoopConfig
 
 AnyNet = TypeVar("AnyNet", bound=nn.Module)
 AnyRecord = TypeVar("AnyRecord")
+Batches = Iterator[tuple[Tensor, ...]]
 _log = logging.getLogger("otad")
 
 
@@ -100,9 +101,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         """Number of training examples."""
 
     @abstractmethod
-    def batches(
-        self, row_batches: Sequence[Tensor], generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, ...]]:
+    def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         """The tensors of each batch of rows (b,), with everything random already drawn."""
 
     @abstractmethod
@@ -123,7 +122,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         return None
 
     def run(self, progress: Callable[[AnyRecord], None] | bool) -> None:
-        """Train for all epochs that remain, as far as the time allows, and leave the net with the
+        """Train for the epochs that remain, as far as the time allows, and leave the net with the
         resulting weights in evaluation mode."""
         now = saved_at = monotonic()
         config, done = self.config, len(self.history)
@@ -141,8 +140,8 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                 is_last = epoch == config.epochs or self.saving.is_out_of_time(now, now - began)
                 if is_last or now - saved_at >= self.saving.save_seconds:
                     if self.path is not None:
-                        run = self.identity, self.weights, self.optimizer, self.history
-                        save_run(self.path, *run)
+                        run = self.weights, self.optimizer, self.history
+                        save_run(self.path, self.identity, *run)
                     saved_at = now = monotonic()
                 if is_last or epoch % config.log_every == 0:
                     _log.info("%s", record)
@@ -194,7 +193,6 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         self.weights.update(first=first)
 
     def set_rate(self, epoch: float) -> None:
-        """Set the learning rate to that after `epoch` epochs, fractions included."""
         rate = self.config.rate_at(epoch)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -225,7 +223,6 @@ class Averaged(nn.Module, Generic[AnyNet]):
 
     @torch.no_grad()
     def update(self, *, first: bool) -> None:
-        """After a step; `first` for the first step of all."""
         if self.average is None:
             return
         states = (

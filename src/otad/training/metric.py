@@ -4,7 +4,7 @@ against an adversary that perturbs the input, as attacks on a defense by neighbo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from otad.training.adversary import (
 )
 from otad.training.augmentation import Augmentation
 from otad.training.config import check_range
-from otad.training.loop import Saving
+from otad.training.loop import Batches, Saving
 from otad.training.metric_losses import (
     LOSSES,
     OWN_LOSSES,
@@ -138,14 +138,11 @@ class MetricTraining(SupervisedTraining[Metric]):
         super().__init__(metric, data, config, *options)
 
     def check_targets(self, net: Metric, y: Tensor, rows: int, name: str) -> None:
-        labels = check_tensor(y, name, "B", dtypes=(torch.int64,))
-        check_shape(labels, name, (rows,), "with one label per input")
-        least = int(labels.min())
+        least = int(check_tensor(y, name, "B", dtypes=(torch.int64,)).min())
+        check_shape(y, name, (rows,), "with one label per input")
         require(least >= 0, name, "labels from 0", least)
 
-    def batches(
-        self, row_batches: Sequence[Tensor], generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, ...]]:
+    def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         """Inputs, labels, rows, and where the adversary starts."""
         adversary, data = self.config.adversary, self.data
         if self.config.references == "bank":
