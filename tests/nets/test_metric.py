@@ -144,18 +144,15 @@ def test_options_that_do_not_make_the_extractor_again_are_not_described(
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("extra", ["builder", "given"])
-def test_an_extractor_with_other_parts_is_not_described(
-    extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extractor_with_other_parts_is_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
     def longer() -> nn.Module:
         return nn.Sequential(*_wide(), nn.Linear(4, 4, bias=False))
 
-    makes, made = (longer, _wide()) if extra == "builder" else (_wide, longer())
-    monkeypatch.setitem(pretrained._BUILDERS, "parts-for-test", makes)
-    metric = PretrainedMetric(made, input_shape=(3, 2, 2), builder="parts-for-test")
-    with pytest.raises(InputError, match=r"with 2\.weight .*which gives 2\.weight"):
-        metric.config()
+    for makes, made in ((longer, _wide()), (_wide, longer())):
+        monkeypatch.setitem(pretrained._BUILDERS, "parts-for-test", makes)
+        metric = PretrainedMetric(made, input_shape=(3, 2, 2), builder="parts-for-test")
+        with pytest.raises(InputError, match=r"with 2\.weight .*which gives 2\.weight"):
+            metric.config()
 
 
 @pytest.mark.parametrize(
@@ -256,12 +253,9 @@ def test_no_pair_of_inputs_is_stretched_beyond_the_constant() -> None:
     stretching = copy.deepcopy(metric)
     stretching.std.div_(1.2)
     assert _most_stretched(stretching, 0) > metric.lipschitz  # the search finds what is there
-
-
-def test_going_to_the_unit_ball_stretches_nothing_either() -> None:
-    metric = _lipschitz(5, key_norm="ball", std=0.5).double().eval()
-    assert _most_stretched(metric, 0) <= metric.lipschitz
-    assert metric(10 * _images().double()).norm(dim=1).max() <= 1 + 1e-6
+    ball = _lipschitz(5, key_norm="ball", std=0.5).double().eval()
+    assert _most_stretched(ball, 0) <= ball.lipschitz
+    assert ball(10 * _images().double()).norm(dim=1).max() <= 1 + 1e-6
 
 
 def test_the_constant_is_that_of_the_matrices_and_the_smallest_std() -> None:

@@ -77,12 +77,6 @@ def test_weights_cut_out_of_others_learn_alike_and_leave_those_alone(optimizer: 
     torch.testing.assert_close(_weights(cut), _weights(whole))
 
 
-def test_a_net_without_weights_to_train_is_refused() -> None:
-    for net in (lifted_net((2,), 2, blocks=0), _net().requires_grad_(False)):
-        with pytest.raises(InputError, match="net: expected weights to train, got none"):
-            train(net, _two_moons(64), SHORT)
-
-
 def test_regression_learns_a_linear_function() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(400, 3, generator=generator)
@@ -152,7 +146,9 @@ def test_a_split_object_is_the_same_as_its_tensors() -> None:
     assert without.final.val_score is None
 
 
-def test_every_epoch_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_epoch_is_reported_and_logged(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[EpochRecord] = []
     with caplog.at_level(logging.INFO, logger="otad"):
         config = replace(SHORT, epochs=5, log_every=2)
@@ -160,10 +156,7 @@ def test_every_epoch_is_reported_and_logged(caplog: pytest.LogCaptureFixture) ->
     assert tuple(seen) == result.history
     assert [record.epoch for record in seen] == [1, 2, 3, 4, 5]
     assert [message[:8] for message in caplog.messages] == ["epoch 2:", "epoch 4:", "epoch 5:"]
-
-
-def test_a_bar_is_drawn_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    result = train(_net(), _two_moons(64), SHORT, progress=True)
+    result = train(_net(), _two_moons(64), SHORT, progress=True)  # draws a bar
     captured = capsys.readouterr()
     assert captured.out == ""
     assert str(result.final)[:12] in captured.err
@@ -210,15 +203,17 @@ def test_bad_data_is_refused(data, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("make", "changes", "message"),
     [
-        ({"epochs": 50, "learning_rate": 1e6}, "learning_rate: .*converges"),
-        ({"device": "cuda"}, "device: expected an available one, got 'cuda'"),
+        (_net, {"epochs": 50, "learning_rate": 1e6}, "learning_rate: .*converges"),
+        (_net, {"device": "cuda"}, "device: expected an available one, got 'cuda'"),
+        (lambda: _net().requires_grad_(False), {}, "net: expected weights to train, got none"),
+        (lambda: lifted_net((2,), 2, blocks=0), {}, "net: expected weights to train, got none"),
     ],
 )
-def test_a_diverging_run_and_an_absent_device_are_refused(
-    changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
+def test_runs_that_cannot_learn_are_refused(
+    make, changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=message):
-        train(_net(), _two_moons(64), replace(SHORT, **changes))
+        train(make(), _two_moons(64), replace(SHORT, **changes))
