@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from otad.cip import ExactCip, Status
 from otad.errors import InputError
-from otad.explain import Explanation, explain
-from otad.explain.explanation import AGREES, DIFFERS
+from otad.explain import AGREES, DIFFERS, Explanation, explain
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 from otad.nets import SequentialBackbone, fc_resnet

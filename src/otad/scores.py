@@ -47,18 +47,13 @@ def score_of(outputs: Tensor, targets: Tensor) -> Score:
 
 
 def is_right(logits: Tensor, labels: Tensor) -> Tensor:
-    """Where (B,) the largest of the logits (B,C) is that of the label, which no abstention is."""
+    """Where (B,) the largest of the logits (B,C) is that of the label; no abstention is right."""
     return (logits.argmax(1) == labels) & ~abstained(logits)
 
 
 def squared_errors(values: Tensor, targets: Tensor) -> Tensor:
     """(B,) in float64; that of an abstention is infinite."""
-    return absolute_errors(values, targets).square()
-
-
-def absolute_errors(values: Tensor, targets: Tensor) -> Tensor:
-    """(B,) in float64; that of an abstention is infinite."""
-    return (values.double() - targets.double()).abs().masked_fill(abstained(values), math.inf)
+    return (values.double() - targets.double()).square().masked_fill(abstained(values), math.inf)
 
 
 def abstained(outputs: Tensor) -> Tensor:
@@ -84,7 +79,7 @@ def regression_metrics(outputs: Tensor, clean: Tensor, targets: Tensor) -> dict[
     lost, never = abstained(outputs), abstained(clean)
     change = (outputs.double() - clean.double()).abs()
     change = change.masked_fill(lost | never, math.inf).masked_fill(lost & never, 0.0)
-    after, before = (absolute_errors(found, targets) for found in (outputs, clean))
+    after, before = (squared_errors(found, targets).sqrt() for found in (outputs, clean))
     larger, smaller = after.maximum(before), after.minimum(before)
     # (1 - r) / (1 + r) with r the smaller error over the larger: also where that is infinite
     ratio = (smaller / larger).masked_fill(larger == smaller, 1.0)

@@ -31,8 +31,7 @@ def _training(help: str, *names: str) -> Any:
 def imitate(
     model_dir: opt.ModelDir,
     out: Annotated[
-        Path,
-        typer.Option(help="Folder for the new model and its checkpoints.", file_okay=False),
+        Path, typer.Option(help="Folder for the new model and its checkpoints.", file_okay=False)
     ],
     data_dir: opt.DataDir = None,
     seed: Annotated[
@@ -60,8 +59,7 @@ def imitate(
     mixed_precision: Annotated[
         bool | None,
         _training(
-            "Compute layers in bfloat16.  [default: on a GPU]",
-            "--mixed-precision/--full-precision",
+            "Compute layers in bfloat16.  [default: on a GPU]", "--mixed-precision/--full-precision"
         ),
     ] = None,
     held_out: Annotated[

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack
-from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.baselines.knn import Knn
+from otad.baselines import Knn, MajorityKnn, MeanFeatureKnn
 from otad.errors import InputError
 from otad.io.codec import digest_of, to_plain
 from otad.io.tensor_files import fingerprint, fingerprint_of

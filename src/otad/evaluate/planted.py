@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from otad.attacks import LpBall
 from otad.attacks.adaptive import Straight
-from otad.baselines.knn import Knn
+from otad.baselines import Knn
 from otad.cip.whole_bank.potential import BankPotential
 from otad.evaluate.flags import FlagContext, NotRunError, check
 from otad.evaluate.suite import defended_of

@@ -279,7 +279,11 @@ class WholeBankAnswerer(Answerer):
 
     @property
     def potential(self) -> BankPotential:
-        return potential_from(self.levels, vars(self))
+        return potential_from(self.levels, self._curvature())
+
+    def _curvature(self) -> dict[str, Any]:
+        """All of a potential but its levels."""
+        return {name: getattr(self, name) for name in CURVATURE}
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
         made_of = bank.bank_inputs, bank.bank_features, self.levels
@@ -295,8 +299,7 @@ class WholeBankAnswerer(Answerer):
     ) -> Answer:
         """The neighbors are the bank points with weight (B,W), most weight first; rows with fewer
         repeat their first, with weight 0 and not `active`."""
-        if exclude is not None:
-            raise InputError("exclude: expected None for a global map, got rows to leave out")
+        require(exclude is None, "exclude", "None for a global map", "rows to leave out")
         found = self.whole_bank(bank)(embedded)
         distances = distances_to(embedded.detach(), bank.bank_inputs, found.indices)
         return Answer(Neighbors(found.indices, distances), found.solution, found.gap)
@@ -309,9 +312,9 @@ class WholeBankAnswerer(Answerer):
         return {"scope": self.scope, "potential": self.potential}
 
     def describe(self) -> dict[str, Any]:
-        levels, left_out = fingerprint({"levels": self.levels}), self.potential.left_out.tolist()
-        about = curvature_of(vars(self)) | {"left_out": left_out, "levels": levels}
-        return {"scope": self.scope, "potential": about}
+        about: dict[str, Any] = {"left_out": self.potential.left_out.tolist()}
+        about["levels"] = fingerprint({"levels": self.levels})
+        return {"scope": self.scope, "potential": self._curvature() | about}
 
     def summary(self, n_neighbors: int) -> str:
         return f"global: one map, L = {self.smoothness:.4g}, {self.sweeps} sweeps"
@@ -320,7 +323,7 @@ class WholeBankAnswerer(Answerer):
         return {"scope": self.scope}
 
     def block(self) -> Block:
-        entry = curvature_of(vars(self)) | {"left_out": int(self.levels.isnan().sum())}
+        entry = self._curvature() | {"left_out": int(self.levels.isnan().sum())}
         return Block("levels", {"levels": self.levels}, entry=entry, of_bank=True)
 
     @classmethod
@@ -329,7 +332,7 @@ class WholeBankAnswerer(Answerer):
 
     def get_extra_state(self) -> Tensor:
         """The curvature that the levels belong to."""
-        return torch.tensor(list(json.dumps(curvature_of(vars(self))).encode()), dtype=torch.uint8)
+        return torch.tensor(list(json.dumps(self._curvature()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         for name, value in json.loads(bytes(state.tolist())).items():
@@ -372,14 +375,9 @@ def check_curvature(smoothness: float, strong_convexity: float) -> None:
     require(ok, "smoothness", expected, smoothness)
 
 
-def curvature_of(values: Plain) -> dict[str, Any]:
-    """All of a potential but its levels."""
-    return {name: values[name] for name in CURVATURE}
-
-
-def potential_from(levels: Tensor, values: Plain) -> BankPotential:
-    left_out = levels.isnan().nonzero()[:, 0]
-    return BankPotential(levels, left_out=left_out, **curvature_of(values))
+def potential_from(levels: Tensor, about: Plain) -> BankPotential:
+    curvature, left_out = {name: about[name] for name in CURVATURE}, levels.isnan().nonzero()[:, 0]
+    return BankPotential(levels, left_out=left_out, **curvature)
 
 
 def distances_to(query: Tensor, inputs: Tensor, indices: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from otad.attacks.needs import Knowledge
-from otad.baselines.knn import Knn
+from otad.baselines import Knn
 from otad.checks import check_shape
 from otad.cip.whole_bank.pairs import Pairs, middle_of
 from otad.cip.whole_bank.potential import BankPotential, potential_lines

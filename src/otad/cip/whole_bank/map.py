@@ -71,12 +71,7 @@ class WholeBank:
     """
 
     def __init__(
-        self,
-        inputs: Tensor,
-        features: Tensor,
-        potential: BankPotential,
-        *,
-        pricing: str = "exact",
+        self, inputs: Tensor, features: Tensor, potential: BankPotential, *, pricing: str = "exact"
     ) -> None:
         self.pricing = check_choice(pricing, "pricing", PRICING)
         check_tensor(potential.levels, "levels", "N", dtypes=(torch.float64,), finite=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
@@ -17,15 +18,20 @@ from otad.checks import check_count, check_shape, require
 from otad.cip import Status
 from otad.data.dataset import refuse_repeats
 from otad.errors import InputError
-from otad.explain.picture import Panel, draw
 from otad.model.otad import OTAD
 from otad.nets import Backbone, only_normalizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["Explanation", "Neighbor", "explain"]
 Label = str | int | float | bool
 AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
+TEXT, SOFT, FAINT = "#22282d", "#69737b", "#e4e7ea"
+# In inches: an image, the space between two, the wider one after the query, and the edges.
+SIDE, GAP, BREAK, EDGE = 1.25, 0.2, 0.55, 0.2
+ABOVE, BELOW = 0.5, 1.2
+BAR = 0.07
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,11 +174,11 @@ class Explanation:
                 raise InputError(f"train_x: expected the image of row {it.index}, got none")
             detail = "" if it.weight is None else f"weight {it.weight:.3f}\n"
             detail += f"distance {it.distance:#.3g}"
-            panels.append(Panel(it.inputs, _text(it.label), detail, self._color(it), it.weight))
-        query = Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)
+            panels.append(_Panel(it.inputs, _text(it.label), detail, self._color(it), it.weight))
+        query = _Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)
         order = "nearest first" if self.n_weighted is None else "by weight"
         heading = f"training points behind the answer, {order}"
-        return draw(query, panels, heading, self.account, self.bounds)
+        return _draw(query, panels, heading, self.account, self.bounds)
 
     def _certainty(self) -> str:
         """The probability of the prediction, as text."""
@@ -300,3 +306,80 @@ def _text(label: Label | None) -> str:
 def _finite(value: float) -> float | None:
     """JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Panel:
+    """An image (C,H,W) or (H,W), its label, further lines of text, the color of its frame, and
+    its weight from 0 to 1, drawn as a bar. What has no weight is drawn pale."""
+
+    image: Tensor
+    label: str
+    detail: str
+    color: str
+    weight: float | None = None
+
+
+def _draw(
+    query: _Panel,
+    neighbors: Sequence[_Panel],
+    heading: str,
+    caption: str,
+    bounds: tuple[float, float] | None,
+) -> Figure:
+    """The query on the left, its neighbors in a row below the `heading`; gray levels as `bounds`
+    say, or else over the range of the values shown. No global state of matplotlib is changed."""
+    from matplotlib.figure import Figure
+
+    panels = [query, *neighbors]
+    width = 2 * EDGE + len(panels) * SIDE + (len(panels) - 2) * GAP + BREAK
+    figure = Figure(figsize=(width, ABOVE + SIDE + BELOW), facecolor="white")
+    low = min(float(panel.image.min()) for panel in panels)
+    high = max(float(panel.image.max()) for panel in panels)
+    low, high = bounds or (low, high)
+    for number, panel in enumerate(panels):
+        left = EDGE + number * (SIDE + GAP) + (BREAK - GAP if number else 0.0)
+        _draw_panel(figure, panel, left, low, high)
+    beside, top = EDGE + SIDE + BREAK, ABOVE + SIDE + BELOW - 0.2
+    texts = (EDGE, top, "query"), (beside, top, heading), (beside, 0.16, caption)
+    for left, height, text in texts:
+        place = (left / width, height / figure.get_figheight())
+        figure.text(*place, text, color=SOFT, fontsize=8.5, va="center")
+    return figure
+
+
+def _draw_panel(figure: Figure, panel: _Panel, left: float, low: float, high: float) -> None:
+    width, height = figure.get_size_inches()
+
+    def place(bottom: float, tall: float) -> tuple[float, float, float, float]:
+        return left / width, bottom / height, SIDE / width, tall / height
+
+    alpha = 0.4 if panel.weight == 0 else 1.0
+    image = figure.add_axes(place(BELOW, SIDE), xticks=[], yticks=[], anchor="S")
+    image.imshow(_pixels(panel.image, low, high), cmap="gray", vmin=0, vmax=1, alpha=alpha)
+    for spine in image.spines.values():
+        spine.set(color=panel.color, linewidth=2.5, alpha=alpha)
+    middle = (left + SIDE / 2) / width
+    figure.text(
+        middle, (BELOW - 0.2) / height, panel.label,
+        ha="center", va="center", color=panel.color, alpha=alpha, fontweight="bold",
+        fontsize=min(11, 130 / max(len(panel.label), 1)), parse_math=False,
+    )  # fmt: skip
+    figure.text(
+        middle, (BELOW - 0.47) / height, panel.detail,
+        ha="center", va="top", color=TEXT, alpha=alpha, fontsize=8, linespacing=1.4,
+    )  # fmt: skip
+    if panel.weight is not None:
+        bar = figure.add_axes(place(BELOW - 0.42, BAR), xlim=(0, 1))
+        bar.set_axis_off()
+        bar.barh(0, 1, color=FAINT)
+        bar.barh(0, panel.weight, color=panel.color)
+
+
+def _pixels(image: Tensor, low: float, high: float) -> NDArray[np.float32]:
+    """(H,W) in gray or (H,W,3) in color, from 0 to 1."""
+    is_image = image.dim() == 2 or (image.dim() == 3 and image.shape[0] in (1, 3))
+    expected, found = "images (1,H,W), (3,H,W) or (H,W)", f"inputs of shape {tuple(image.shape)}"
+    require(is_image, "figure", expected, f"{found}; a table shows vectors")
+    scaled = ((image.detach().float().cpu() - low) / max(high - low, 1e-12)).clamp(0, 1)
+    return (scaled if scaled.dim() == 2 else scaled.movedim(0, -1).squeeze(-1)).numpy()

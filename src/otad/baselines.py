@@ -12,6 +12,8 @@ from otad.io.mapped_rows import gathered
 from otad.model.otad import OTAD
 from otad.search.neighbors import Neighbors
 
+__all__ = ["MajorityKnn", "MeanFeatureKnn"]
+
 
 class Knn(nn.Module, ABC):
     """x (B,*input_shape) -> scores (B,C) or values (B,), from the K nearest bank points of `model`.
