@@ -7,6 +7,10 @@ without a net. `KINDS` makes one of each kind that can be saved from a seed.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +109,19 @@ KINDS: dict[str, Callable[[int], OTAD]] = {
     "surrogate": lambda seed: estimated("fc", "free", 1 + seed),
     "surrogate, metric": lambda seed: estimated("vit", "hull", 1 + seed),
 }
+
+
+def run_script(code: str, *arguments: object) -> list[str]:
+    """The lines a script prints, in a process of its own with one thread; it must not fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from factories import run_script
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -59,25 +57,17 @@ def test_no_rows_and_rows_that_are_not_there(tmp_path: Path) -> None:
             gathered(points, torch.tensor([[0, bad]]))
 
 
-def test_rows_are_copies(tmp_path: Path) -> None:
+def test_rows_are_copies_and_those_of_changed_tensors_are_not_read(tmp_path: Path) -> None:
     points, drawn = mapped(tmp_path / "file")
+    for other in (drawn, points.clone(), points[:5]):
+        assert in_file(other) is None
     gathered(points, torch.tensor([3]))[:] = 0
     block_of(points, 0, 5)[:] = 0
     assert torch.equal(points, drawn)
-
-
-def test_a_tensor_changed_in_memory_is_no_longer_that_of_the_file(tmp_path: Path) -> None:
-    points, drawn = mapped(tmp_path / "file")
     points[3] = 7.0
     assert in_file(points) is None
     assert torch.equal(gathered(points, torch.tensor([3, 4]))[0], torch.full((D,), 7.0))
     assert torch.equal(block_of(points, 4, 6), drawn[4:6])
-
-
-def test_other_tensors_are_not_of_a_file(tmp_path: Path) -> None:
-    points, drawn = mapped(tmp_path / "file")
-    for other in (drawn, points.clone(), points[:5]):
-        assert in_file(other) is None
 
 
 def test_32_bits_of_an_index_count_the_bytes_of_a_large_file(tmp_path: Path) -> None:
@@ -104,19 +94,6 @@ def test_changes_in_inference_mode_are_noticed(tmp_path: Path) -> None:
         points.add_(1000)
         assert torch.equal(gathered(points, torch.tensor([8, 2])), drawn[[8, 2]] + 1000)
         assert torch.equal(block_of(points, 4, 6), drawn[4:6] + 1000)
-
-
-def test_a_bank_loaded_in_inference_mode_reads_rows_until_it_is_changed(tmp_path: Path) -> None:
-    x = torch.rand(N, D, generator=torch.Generator().manual_seed(0))
-    FeatureBank(x, x + 1, torch.arange(N) % 2, "net").save(tmp_path / "bank")
-    indices = torch.tensor([3, 9])
-    with torch.inference_mode():
-        bank = FeatureBank.load(tmp_path / "bank")
-        assert in_file(bank.inputs) is not None
-        assert torch.equal(bank.gather(indices)[0], x[indices])
-        bank.inputs.add_(1000)
-        assert torch.equal(bank.gather(indices)[0], x[indices] + 1000)
-        assert torch.equal(bank.gather(indices)[1], x[indices] + 1)
 
 
 def test_the_file_is_kept_when_its_name_is_given_to_another(tmp_path: Path) -> None:
@@ -165,8 +142,14 @@ def test_a_bank_reads_rows_of_its_file(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
     parts = [b.subset(4, torch.Generator().manual_seed(3)) for b in (bank, inside)]
     assert torch.equal(parts[0].features, parts[1].features)
-    read = FeatureBank.load(path, mmap=False)
-    assert in_file(read.inputs) is None
+    assert in_file(FeatureBank.load(path, mmap=False).inputs) is None
+    with torch.inference_mode():  # read from the file until it is changed
+        bank = FeatureBank.load(path)
+        assert in_file(bank.inputs) is not None
+        assert torch.equal(bank.gather(indices)[0], x[indices])
+        bank.inputs.add_(1000)
+        assert torch.equal(bank.gather(indices)[0], x[indices] + 1000)
+        assert torch.equal(bank.gather(indices)[1], x[indices] + 1)
 
 
 @pytest.mark.parametrize("shape", [(0, D), ()])
@@ -178,8 +161,7 @@ def test_a_bank_without_rows_is_refused_as_ever(tmp_path: Path, shape: tuple[int
         FeatureBank.load(tmp_path / "bank", verify=False)
 
 
-RESIDENT = textwrap.dedent(
-    """
+RESIDENT = """
     import re, sys
     from pathlib import Path
     import torch
@@ -206,7 +188,6 @@ RESIDENT = textwrap.dedent(
     bank.features.sum()
     print(mapped() - before)
     """
-)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no RssFile")
@@ -214,16 +195,6 @@ def test_a_file_does_not_become_resident(tmp_path: Path) -> None:
     """Neither by checking it nor by solving; the sum of a map shows that it could."""
     x = torch.rand(2000, 4096, generator=torch.Generator().manual_seed(0)).half()
     FeatureBank(x, x, torch.zeros(len(x), dtype=torch.int64), "net").save(tmp_path / "bank")
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-c", RESIDENT, str(tmp_path / "bank")],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.stderr == ""
-    asked, whole = (int(line) for line in done.stdout.split())
+    asked, whole = (int(line) for line in run_script(RESIDENT, tmp_path / "bank"))
     assert asked < x.nbytes / 2  # both halves of the bank are that large
     assert whole > x.nbytes

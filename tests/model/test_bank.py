@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -84,15 +84,8 @@ def test_batches_and_progress(tmp_path: Path) -> None:
         return net(x)
 
     x, y = images()
-    bank = FeatureBank.build(
-        watched,
-        x,
-        y,
-        fingerprint="one net",
-        batch_size=20,
-        path=tmp_path / "bank",
-        progress=lambda done, total: steps.append((done, total)),
-    )
+    options = {"fingerprint": "x", "batch_size": 20, "path": tmp_path / "bank"}
+    bank = FeatureBank.build(watched, x, y, **options, progress=lambda *it: steps.append(it))
     assert sizes == [20, 20, 17]  # one pass
     assert steps == [(20, N), (40, N), (N, N)]
     torch.testing.assert_close(bank.inputs, build(batch_size=1).inputs)
@@ -127,9 +120,8 @@ def test_gather() -> None:
             bank.gather(bad)
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2)])
-def test_gather_nothing(file: Path, shape: tuple[int, ...]) -> None:
-    for bank in (build(), FeatureBank.load(file)):
+def test_gather_nothing(file: Path) -> None:
+    for bank, shape in product((build(), FeatureBank.load(file)), [(0,), (3, 0), (0, 2)]):
         for part in bank.gather(torch.empty(shape, dtype=torch.int64), torch.float64):
             assert part.shape == (*shape, D)
             assert part.dtype == torch.float64
@@ -166,19 +158,9 @@ def test_every_changed_byte_is_noticed(file: Path) -> None:
             FeatureBank.load(file)
     swapped = whole.replace(b'"inputs"', b'"?"').replace(b'"features"', b'"inputs"')
     file.write_bytes(swapped.replace(b'"?"', b'"features"'))  # all sizes fit
-    with pytest.raises(InputError, match="the file is damaged"):
+    with pytest.raises(InputError, match=r"checksum .* damaged"):
         FeatureBank.load(file)
-    file.write_bytes(whole)
-    FeatureBank.load(file)
-
-
-def test_damage_is_named_and_may_be_overlooked_on_request(file: Path) -> None:
-    changed = bytearray(file.read_bytes())
-    changed[-1] ^= 1
-    file.write_bytes(changed)
-    with pytest.raises(InputError, match=r"expected contents with checksum .* the file is damaged"):
-        FeatureBank.load(file)
-    assert len(FeatureBank.load(file, verify=False)) == N
+    assert len(FeatureBank.load(file, verify=False)) == N  # overlooked on request
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8, 100, -1, -400])
@@ -189,29 +171,11 @@ def test_truncated_file(file: Path, kept: int) -> None:
             FeatureBank.load(file, verify=verify)
 
 
-def test_renamed_pickle(tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "sprung",))
-
-    path = tmp_path / "bank.safetensors"
-    torch.save({"inputs": torch.zeros(1000)}, path)
-    zipped = path.read_bytes()
-    for content in (zipped, pickle.dumps([Trap(), list(range(1000))])):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match="pickles are never read"):
-            FeatureBank.load(path)
-    assert not (tmp_path / "sprung").exists()
-
-
-def test_bank_of_another_net(file: Path) -> None:
+def test_other_banks_and_formats(tmp_path: Path, file: Path, monkeypatch) -> None:
     FeatureBank.load(file, expect_fingerprint="one net")
     with pytest.raises(InputError, match="data another net, got the bank of one net"):
         FeatureBank.load(file, expect_fingerprint="another net")
-
-
-def test_other_formats(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / "bank.safetensors"
+    path = tmp_path / "other.safetensors"
     save_file({"inputs": torch.zeros(2, 2)}, path)
     with pytest.raises(InputError, match="expected a feature bank, got other tensors"):
         FeatureBank.load(path)
