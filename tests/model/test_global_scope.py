@@ -53,9 +53,8 @@ def test_it_is_the_one_map_put_between_embedding_and_head(task: str, convexity: 
 
     with torch.no_grad():
         trace = ours.trace(QUERIES)
-    torch.testing.assert_close(
-        trace.outputs, outputs if task == "classification" else outputs[:, 0]
-    )
+    expected = outputs if task == "classification" else outputs[:, 0]
+    torch.testing.assert_close(trace.outputs, expected)
     torch.testing.assert_close(trace.solution.image, found.solution.image)
     torch.testing.assert_close(trace.gap, found.gap)
     assert bool((trace.solution.status == Status.SOLVED).all())
@@ -93,9 +92,7 @@ def test_training_points_map_to_their_own_features(task: str, convexity: float) 
 
 def test_a_smaller_smoothness_leaves_out_the_points_that_contradict() -> None:
     ours, bank = crossed()
-    with pytest.raises(
-        SolverError, match=r"some that a smoothness .* With a given smoothness, points"
-    ):
+    with pytest.raises(SolverError, match=r"some that a smoothness .* With a given smoothness"):
         OTAD(ours.backbone, bank, scope="global")
     capped = OTAD(ours.backbone, bank, scope="global", smoothness=3.0).eval()
     expected = integrate_most(bank.inputs, bank.features, 3.0)
@@ -129,19 +126,6 @@ def test_no_two_inputs_are_stretched_by_more_than_the_smoothness() -> None:
     with torch.no_grad():
         images = ours.solve(embedded).solution.image
     assert float(torch.pdist(images).div(torch.pdist(embedded)).max()) <= ours.smoothness * 1.0001
-
-
-def test_a_state_dict_carries_levels_and_curvature_to_a_fresh_module() -> None:
-    old, fresh = model(seed=1), model(seed=2, smoothness=9.0)
-    with torch.no_grad():
-        expected, before = old(QUERIES), fresh(QUERIES)  # both have made their map by now
-        assert not torch.equal(expected, before)
-        fresh.load_state_dict(old.state_dict())
-        assert torch.equal(fresh(QUERIES), expected)
-    assert (fresh.smoothness, fresh.bank_fingerprint) == (old.smoothness, old.bank_fingerprint)
-    assert fresh.potential.sweeps == old.potential.sweeps
-    assert "answerer.levels" in old.state_dict()
-    assert all(isinstance(value, Tensor) for value in old.state_dict().values())
 
 
 def test_a_state_dict_of_another_scope_is_refused() -> None:
@@ -181,15 +165,6 @@ def test_levels_stay_in_double_precision() -> None:
     assert ours.answerer.levels.dtype == torch.float64
     assert torch.equal(ours.answerer.levels, levels)
     assert torch.equal(ours(QUERIES), expected)
-
-
-def test_a_copy_is_whole_but_for_the_map() -> None:
-    ours = model()
-    expected = ours(QUERIES)
-    twin = copy.deepcopy(ours)
-    assert twin.answerer._map is None
-    assert torch.equal(twin(QUERIES), expected)
-    assert twin.answerer.levels is not ours.answerer.levels
 
 
 def test_a_bank_that_is_not_resident(tmp_path: Path) -> None:
@@ -252,10 +227,11 @@ def no_potential(levels: Tensor) -> BankPotential:
         ({"smoothness": 1.0, "strong_convexity": 1.0}, r"above strong_convexity \(1.0\), got 1"),
         ({"strong_convexity": torch.nan}, "strong_convexity: expected a number, got nan"),
         ({"n_neighbors": N + 1}, "n_neighbors: expected at most the 70 points .* got 71"),
+        ({"smoothness": 0.05}, "at most 35 of 70 bank points contradict .* got 0.05"),
     ],
 )
 def test_refused_settings(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((InputError, SolverError), match=message):
         model(**options)
 
 
@@ -274,11 +250,6 @@ def test_refused_potentials() -> None:
         OTAD(ours.backbone, ours.bank, scope="global", potential=found, smoothness=99.0)
     with pytest.raises(InputError, match="scope: expected 'global'"):
         _ = ours.whole_bank
-
-
-def test_a_smoothness_that_most_points_contradict_is_refused() -> None:
-    with pytest.raises(SolverError, match=r"at most 35 of 70 bank points contradict .* got 0.05"):
-        model(smoothness=0.05)
 
 
 def test_no_bank_point_can_be_left_out_for_a_query() -> None:

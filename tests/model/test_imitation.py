@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from factories import BRIEF, K, estimated, exact, images, small_net
-from torch import Tensor
 
 from otad.certify import certify
 from otad.cip import ExactCip, Status
@@ -20,8 +19,7 @@ from otad.errors import InputError
 from otad.io.tensor_files import fingerprint
 from otad.model.defend import defend
 from otad.model.diagnostics import changed_by_potential, defended_map, local_lipschitz
-from otad.model.imitation import fresh_net, imitate, lessons, recipe_for
-from otad.model.otad import OTAD
+from otad.model.imitation import Imitation, fresh_net, imitate, lessons, recipe_for
 from otad.nets import fc_resnet
 from otad.report.assessment import assess
 
@@ -43,10 +41,9 @@ def test_the_net_learns_to_answer_like_the_solver() -> None:
     missed, baseline = ((image - truth).square().sum(1).mean() for image in (guess, mean))
     assert missed < 0.6 * baseline
     assert found.result.finished
-    assert found.result.history[-1].held_out_error == pytest.approx(
-        float(missed) / found.result.unit, rel=0.5
-    )
-    assert found.result.history[-1].held_out_error < 0.6 * found.result.history[0].held_out_error
+    first, last = (found.result.history[epoch].held_out_error for epoch in (0, -1))
+    assert last == pytest.approx(float(missed) / found.result.unit, rel=0.5)
+    assert last < 0.6 * first
 
 
 @pytest.mark.parametrize("kind", ["fc", "vit"])
@@ -64,6 +61,9 @@ def test_lessons_are_the_nearest_others_where_neighbors_are_sought(kind: str) ->
     assert torch.equal(some.indices, problem.indices[rows])
     assert torch.equal(some.query, model.bank_inputs[rows])
     if kind == "fc":
+        net, recipe = fresh_net(model), recipe_for(model)
+        assert (net.dim, net.n_neighbors, net.width, len(net.blocks)) == (64, K, 128, 6)
+        assert (recipe.device, recipe.mixed_precision) == ("cpu", False)
         alone = leave_one_out(model.bank_inputs, model.bank_features, K, 2.0, -0.2)
         assert torch.equal(problem.indices, alone.indices)
 
@@ -97,7 +97,8 @@ def test_held_out_points_are_no_lessons() -> None:
     class Watching(CipNet):
         def forward(self, problem: Any) -> Any:
             if self.training:
-                seen.extend(_rows(model, problem.query))
+                apart = torch.cdist(problem.query.double(), model.bank_inputs.double())
+                seen.extend(apart.argmin(1).tolist())
             return super().forward(problem)
 
     net = Watching(model.backbone.dim, K, width=16, blocks=1, heads=2)
@@ -116,10 +117,6 @@ def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
     assert torch.equal(within.model(X), plainly.model(X))
 
 
-def _rows(model: OTAD, query: Tensor) -> list[int]:
-    return torch.cdist(query.double(), model.bank_inputs.double()).argmin(1).tolist()
-
-
 class _StopError(Exception):
     pass
 
@@ -134,39 +131,28 @@ def stop_after(epoch: int) -> Callable[[CipNetEpoch], None]:
 
 def test_a_stopped_training_goes_on_to_the_same_model(tmp_path: Path) -> None:
     model, places = exact(), [tmp_path / name for name in ("whole", "cut", "short")]
-    options: dict[str, Any] = {"alpha": 0.5, "held_out": 4}
-    whole = imitate(model, BRIEF, net=small_net(model), checkpoint_dir=places[0], **options)
-    with pytest.raises(_StopError):
-        imitate(
-            model, BRIEF, net=small_net(model), checkpoint_dir=places[1],
-            progress=stop_after(2), **options,
-        )  # fmt: skip
-    again = imitate(model, BRIEF, net=small_net(model), checkpoint_dir=places[1], **options)
+
+    def run(place: Path, **options: Any) -> Imitation:
+        options = {"alpha": 0.5, "held_out": 4, "checkpoint_dir": place} | options
+        return imitate(model, BRIEF, net=small_net(model), **options)
+
+    whole = run(places[0])
+    for save_seconds in (1000.0, 0.0):  # what was not saved is lost
+        with pytest.raises(_StopError):
+            run(places[1], progress=stop_after(2), save_seconds=save_seconds)
+        assert bool(list(places[1].glob("*"))) == (save_seconds == 0)
+    again = run(places[1])
     assert again.result.resumed_after == 2
-    # and one that is out of time after every epoch
-    for epoch in (1, 2, 3):
-        late = imitate(
-            model, BRIEF, net=small_net(model), checkpoint_dir=places[2],
-            max_seconds=1e-9, **options,
-        )  # fmt: skip
+    for epoch in (1, 2, 3):  # and one that is out of time after every epoch
+        late = run(places[2], max_seconds=1e-9)
         assert len(late.result.history) == epoch
         assert late.result.finished == (epoch == 3)
     for other in (again, late):
         assert other.result == whole.result
         assert fingerprint(other.model.state_dict()) == fingerprint(whole.model.state_dict())
-    done = imitate(model, BRIEF, net=small_net(model), checkpoint_dir=places[2], **options)
+    done = run(places[2])
     assert done.result.resumed_after == 3
     assert not done.model.training
-
-
-def test_rarely_saved_runs_go_on_from_what_was_saved(tmp_path: Path) -> None:
-    model = exact()
-    with pytest.raises(_StopError):
-        imitate(
-            model, BRIEF, net=small_net(model), checkpoint_dir=tmp_path, save_seconds=1000.0,
-            progress=stop_after(2),
-        )  # fmt: skip
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_net_is_a_part_of_the_model() -> None:
@@ -202,13 +188,10 @@ def test_the_answer_is_the_nets_and_its_account_claims_nothing(readout: str) -> 
     assert bool(trace.solution.multipliers.isnan().all()) == (readout == "free")
     torch.testing.assert_close(trace.outputs, model.backbone.head(trace.solution.image))
     assert "mode=estimated" in repr(model)
-
-
-def test_defend_takes_a_net_for_a_solver() -> None:
-    known = estimated("fc")
-    again = defend(known.backbone, *images(), n_neighbors=K, solver=known.solver)
+    options = {"n_neighbors": K, "solver": model.solver, "metric": model.metric}
+    again = defend(model.backbone, *images(), **options)
     with torch.no_grad():
-        assert torch.equal(again(X), known(X))
+        assert torch.equal(again(X), trace.outputs)
 
 
 @pytest.mark.parametrize("kind", ["fc", "vit"])
@@ -239,15 +222,12 @@ def test_measures_leave_out_what_a_net_does_not_have() -> None:
         defended_map(model), embedded, radius=0.1, generator=torch.Generator(), steps=2
     )
     assert bool((steep > 0).all())
+    with pytest.raises(InputError, match="solver: expected ExactCip, got CipNet, an estimate"):
+        certify(model, X)
     found = assess(model, X, Y)
     assert found.account.counts == {"estimated": len(X)}
     assert (found.account.residual, found.share_raised) == (None, 0.0)
     assert found.to_dict()["smoothness"] is None
-
-
-def test_nothing_is_certified() -> None:
-    with pytest.raises(InputError, match="solver: expected ExactCip, got CipNet, an estimate"):
-        certify(estimated("fc"), X)
 
 
 def test_a_row_out_of_range_abstains() -> None:
@@ -257,14 +237,6 @@ def test_a_row_out_of_range_abstains() -> None:
         found = model.trace(torch.cat([X[:2], torch.full_like(X[:1], 3e37)]))
     assert found.solution.status.tolist() == [3, 3, int(Status.UNSOLVED)]
     assert found.outputs.isnan().all(1).tolist() == [False, False, True]
-
-
-def test_sizes_and_recipe_follow_the_model() -> None:
-    model = exact("fc")
-    net = fresh_net(model)
-    assert (net.dim, net.n_neighbors, net.width, len(net.blocks)) == (64, K, 128, 6)
-    assert recipe_for(model).device == "cpu"
-    assert not recipe_for(model).mixed_precision
 
 
 @pytest.mark.parametrize(

@@ -87,18 +87,13 @@ def test_intervals_are_the_same(tmp_path: Path, metric: LipschitzMetric | None) 
         assert bool(theirs.isfinite().all())
 
 
-def test_the_support_of_one_map_is_as_far_away(tmp_path: Path) -> None:
+def test_support_and_longest_points_of_one_map_are_the_same(tmp_path: Path) -> None:
     model = exact("fc", scope="global")
     hidden, query = blank(model, tmp_path), model.backbone.embed(X)
     with torch.no_grad():
         expected = model.solve(query).neighbors
         found = distances_to(query, hidden.bank_inputs, expected.indices)
     assert torch.equal(found, expected.distances)
-
-
-def test_the_longest_points_of_one_map_are_the_same(tmp_path: Path) -> None:
-    model = exact("fc", scope="global")
-    hidden = blank(model, tmp_path)
     found, expected = (Lipschitz(input_reach(one, None, None, None)) for one in (hidden, model))
     assert (found.inputs, found.features) == (expected.inputs, expected.features)
     assert expected.inputs > 0 < expected.features

@@ -14,14 +14,7 @@ from otad.errors import InputError
 from otad.model.defend import defend
 from otad.model.diagnostics import defended_map, neighborhood_smoothness
 from otad.model.otad import OTAD, load
-from otad.nets import (
-    CNNMetric,
-    FCResNet,
-    PretrainedMetric,
-    SequentialBackbone,
-    fc_resnet,
-    pretrained,
-)
+from otad.nets import FCResNet, PretrainedMetric, SequentialBackbone, fc_resnet, pretrained
 
 
 class FirstFeatures(nn.Module):
@@ -39,21 +32,23 @@ def make(metric: nn.Module | None) -> tuple[OTAD, FCResNet, Tensor, Tensor]:
     return defend(net, x, y, n_neighbors=4, metric=metric), net, x, y
 
 
-def queries() -> Tensor:
-    return torch.rand(15, 6, generator=torch.Generator().manual_seed(5))
+QUERIES = torch.rand(15, 6, generator=torch.Generator().manual_seed(5))
 
 
 def test_a_metric_that_changes_nothing_changes_nothing() -> None:
     plain, *_ = make(None)
     same, *_ = make(nn.Flatten())
-    assert torch.equal(plain(queries()), same(queries()))
+    assert torch.equal(plain(QUERIES), same(QUERIES))
     assert torch.equal(plain.bank_points, same.bank_points)
+    born = OTAD(plain.backbone.train(), plain.bank, n_neighbors=4)  # in evaluation mode
+    assert not any(part.training for part in born.modules())
+    assert torch.equal(born(QUERIES), same(QUERIES))
 
 
 def test_neighbors_are_the_nearest_keys_and_the_map_passes_through_their_pairs() -> None:
     model, net, x, _ = make(FirstFeatures())
-    trace = model.trace(queries())
-    brute = torch.cdist(queries()[:, :2].double(), x[:, :2].double()).topk(4, largest=False)
+    trace = model.trace(QUERIES)
+    brute = torch.cdist(QUERIES[:, :2].double(), x[:, :2].double()).topk(4, largest=False)
     assert torch.equal(trace.neighbors.indices, brute.indices)
     torch.testing.assert_close(trace.neighbors.distances, 3 * brute.values, rtol=1e-5, atol=1e-6)
     features = net.transport(net.embed(x))[0].detach()
@@ -67,9 +62,9 @@ def test_k_nn_and_measures_use_the_same_neighbors() -> None:
     model, *_ = make(FirstFeatures())
     rule = MajorityKnn(model)
     assert torch.equal(
-        rule.neighbors(queries()).indices, model.neighbors(model.query_keys(queries())).indices
+        rule.neighbors(QUERIES).indices, model.neighbors(model.query_keys(QUERIES)).indices
     )
-    assert bool((neighborhood_smoothness(model, queries()) > 0).all())
+    assert bool((neighborhood_smoothness(model, QUERIES) > 0).all())
     with pytest.raises(InputError, match="expected neighbors by embedded inputs"):
         defended_map(model)
 
@@ -77,7 +72,7 @@ def test_k_nn_and_measures_use_the_same_neighbors() -> None:
 def test_the_gradient_is_that_of_the_map_between_fixed_neighbors() -> None:
     model, *_ = make(FirstFeatures())
     model = model.double()
-    x = queries().double().requires_grad_()
+    x = QUERIES.double().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
     step = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     ahead, behind = (model(x.detach() + sign * 1e-6 * step)[:, 0] for sign in (1, -1))
@@ -85,20 +80,17 @@ def test_the_gradient_is_that_of_the_map_between_fixed_neighbors() -> None:
                                atol=1e-5)  # fmt: skip
 
 
-def image_model() -> OTAD:
-    x = torch.rand(30, 1, 8, 8, generator=torch.Generator().manual_seed(3))
-    net = fc_resnet((1, 8, 8), 2, blocks=1, seed=1, bounds=(0.0, 1.0)).eval()
-    metric = CNNMetric((1, 8, 8), key_dim=6, bounds=(0.0, 1.0), seed=3)
-    return defend(net, x, (x.mean((1, 2, 3)) > 0.5).long(), n_neighbors=3, metric=metric)
-
-
 def test_what_cannot_be_described_or_proved_is_refused(tmp_path: Path) -> None:
-    model, *_ = make(FirstFeatures())
+    model, net, *_ = make(FirstFeatures())
     with pytest.raises(InputError, match=r"otad.nets.Metric .* got FirstFeatures"):
         model.save(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     with pytest.raises(InputError, match="got a metric \\(FirstFeatures\\)"):
-        certify(model, queries())
+        certify(model, QUERIES)
+    with pytest.raises(InputError, match=r"metric: .* keys"):
+        OTAD(net, model.bank, metric=FirstFeatures())
+    with pytest.raises(InputError, match=r"keys: expected shape \(60, 2\) with one key per bank"):
+        OTAD(net, model.bank, metric=FirstFeatures(), keys=torch.zeros(59, 2))
 
 
 def test_a_metric_that_could_not_be_read_again_is_not_saved(
@@ -121,15 +113,7 @@ def test_a_metric_that_could_not_be_read_again_is_not_saved(
     wrong, *_ = make(bad)
     with pytest.raises(InputError, match=r"builder_options: expected those by which .*weight"):
         wrong.save(tmp_path)
-    assert torch.equal(load(tmp_path)(queries()), model(queries()))
-
-
-def test_keys_and_metric_belong_together() -> None:
-    model, net, *_ = make(FirstFeatures())
-    with pytest.raises(InputError, match=r"metric: .* keys"):
-        OTAD(net, model.bank, metric=FirstFeatures())
-    with pytest.raises(InputError, match=r"keys: expected shape \(60, 2\) with one key per bank"):
-        OTAD(net, model.bank, metric=FirstFeatures(), keys=torch.zeros(59, 2))
+    assert torch.equal(load(tmp_path)(QUERIES), model(QUERIES))
 
 
 class Normed(nn.Module):
@@ -148,13 +132,13 @@ def test_training_a_larger_module_moves_no_statistics_and_passes_gradients_on() 
     net = SequentialBackbone(body, [nn.Identity()], nn.Linear(6, 2), input_shape=(6,))
     data = torch.rand(60, 6, generator=torch.Generator().manual_seed(0))
     model = defend(net, data, torch.arange(60) % 2, n_neighbors=4, metric=Normed())
-    before, expected = {k: v.clone() for k, v in model.state_dict().items()}, model(queries())
+    before, expected = {k: v.clone() for k, v in model.state_dict().items()}, model(QUERIES)
     larger = nn.Sequential(nn.PReLU(), model).train()
     assert larger.training
-    x = queries().requires_grad_()
+    x = QUERIES.requires_grad_()
     larger(x).sum().backward()
     assert float(x.grad.abs().sum()) > 0
-    assert torch.equal(model.train()(queries()), expected)
+    assert torch.equal(model.train()(QUERIES), expected)
     assert not any(part.training for part in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -162,23 +146,13 @@ def test_training_a_larger_module_moves_no_statistics_and_passes_gradients_on() 
 def test_parts_set_to_training_by_others_are_refused() -> None:
     metric = Normed()
     model, net, *_ = make(metric)
-    expected = model(queries())
+    expected = model(QUERIES)
     for part, name in ((metric, "metric"), (metric.norm, "metric.norm"), (net, "backbone")):
         part.train()
-        with pytest.raises(
-            InputError, match=rf"^model.{name}: expected evaluation mode.* call eval"
-        ):
-            model(queries())
-        with pytest.raises(InputError, match=rf"^model.{name}: expected evaluation mode"):
-            MajorityKnn(model)(queries())
-        assert torch.equal(model.eval()(queries()), expected)
-
-
-def test_a_model_is_born_in_evaluation_mode() -> None:
-    model, net, *_ = make(None)
-    again = OTAD(net.train(), model.bank, n_neighbors=4)
-    assert not any(part.training for part in again.modules())
-    assert torch.equal(again(queries()), model(queries()))
+        for answer in (model, MajorityKnn(model)):
+            with pytest.raises(InputError, match=rf"^model.{name}: .* evaluation .* call eval"):
+                answer(QUERIES)
+        assert torch.equal(model.eval()(QUERIES), expected)
 
 
 def test_a_metric_that_works_in_place_changes_no_data() -> None:

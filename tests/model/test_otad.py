@@ -54,10 +54,8 @@ def test_it_is_its_parts_put_together(task: str, convexity: float, solver: Exact
     bank_features = ours.backbone.transport(bank_inputs)[0].detach()
     distances = (embedded.double()[:, None] - bank_inputs.double()).norm(dim=2)
     nearest = distances.sort(dim=1, stable=True).indices[:, :K]
-    problem = CipProblem(
-        embedded, bank_inputs[nearest], bank_features[nearest], 1.1, convexity
-    )  # fmt: skip
-    solution = solver(problem)
+    pairs = bank_inputs[nearest], bank_features[nearest]
+    solution = solver(CipProblem(embedded, *pairs, 1.1, convexity))
     head = ours.backbone.head
     outputs = (solution.image @ head.weight.T + head.bias).detach()
 
@@ -68,9 +66,8 @@ def test_it_is_its_parts_put_together(task: str, convexity: float, solver: Exact
     assert torch.equal(trace.solution.status, solution.status)
     assert (trace.solution.status == Status.RAISED).any()
     torch.testing.assert_close(trace.solution.image, solution.image)
-    torch.testing.assert_close(
-        trace.outputs, outputs if task == "classification" else outputs[:, 0]
-    )
+    expected = outputs if task == "classification" else outputs[:, 0]
+    torch.testing.assert_close(trace.outputs, expected)
     assert torch.equal(ours(QUERIES), trace.outputs)
 
 
@@ -114,16 +111,23 @@ def test_gradient_is_that_of_finite_differences(mode: str, convexity: float) -> 
     assert (slope.norm(dim=1) > 1e-3).sum() >= 3  # where one neighbor has all weight it is 0
 
 
-def test_a_state_dict_travels_to_a_fresh_module() -> None:
-    old, fresh = model(seed=1), model(seed=2)
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_a_state_dict_travels_to_a_fresh_module(scope: str) -> None:
+    old, fresh = model(seed=1, scope=scope), model(seed=2, scope=scope, smoothness=9.0)
     with torch.no_grad():
-        expected, before = old(QUERIES), fresh(QUERIES)  # both have built their search by now
+        expected, before = old(QUERIES), fresh(QUERIES)  # both have built search and map by now
         assert not torch.equal(expected, before)
         fresh.load_state_dict(old.state_dict())
-        assert torch.equal(fresh(QUERIES), expected)
+        assert torch.equal(fresh.bank_inputs, old.bank_inputs)
     assert fresh.bank_fingerprint == old.bank_fingerprint != model(seed=2).bank_fingerprint
     assert fresh.bank.fingerprint == old.bank_fingerprint
     assert all(isinstance(value, Tensor) for value in old.state_dict().values())
+    assert ("answerer.levels" in old.state_dict()) == (scope == "global")
+    if scope == "global":  # levels carry their curvature; a solver does not
+        assert (fresh.smoothness, fresh.potential.sweeps) == (old.smoothness, old.potential.sweeps)
+        assert torch.equal(fresh(QUERIES), expected)
+    else:
+        assert torch.equal(fresh.replace(smoothness=2.0)(QUERIES), expected)
 
 
 def test_a_bank_that_is_not_resident(tmp_path: Path) -> None:
@@ -180,11 +184,12 @@ def test_a_bank_that_comes_without_its_name_is_searched_anew() -> None:
     assert torch.equal(ours(QUERIES), theirs(QUERIES))
 
 
-def test_a_copy_is_whole_but_for_the_search() -> None:
-    ours = model()
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_a_copy_is_whole_but_for_search_and_map(scope: str) -> None:
+    ours = model(scope=scope)
     expected = ours(QUERIES)
     twin = copy.deepcopy(ours)
-    assert twin._searched is None
+    assert twin._searched is getattr(twin.answerer, "_map", None) is None
     assert torch.equal(twin(QUERIES), expected)
     assert twin.bank_inputs is not ours.bank_inputs
 
@@ -219,6 +224,10 @@ def test_defending_a_plain_sequential() -> None:
     torch.testing.assert_close(ours.bank_features, net[:-1](x).detach())
     torch.testing.assert_close(ours(x), net(x), rtol=1e-3, atol=1e-4)
     assert ours.backbone.head.weight is net[-1].weight
+    values = trained(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, 1))
+    defended = defend(values, x, x.sum(1), n_neighbors=K)
+    assert defended(QUERIES).shape == (40,)
+    torch.testing.assert_close(defended(x), values(x)[:, 0], rtol=1e-3, atol=1e-4)
     images = defend(
         nn.Sequential(nn.Flatten(), *net), x[:, None, None], torch.arange(N) % 3, n_neighbors=K
     )
@@ -236,14 +245,6 @@ def test_defending_a_net_that_works_in_place() -> None:
     assert torch.equal(x, points(N, 0) - 0.5)
     assert torch.equal(in_place.bank_features, plain.bank_features)
     assert torch.equal(in_place(QUERIES), plain(QUERIES))
-
-
-def test_defending_a_regression() -> None:
-    net = trained(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, 1))
-    x = points(N, 0)
-    ours = defend(net, x, x.sum(1), n_neighbors=K)
-    assert ours(QUERIES).shape == (40,)
-    torch.testing.assert_close(ours(x), net(x)[:, 0], rtol=1e-3, atol=1e-4)
 
 
 def test_dimensions_must_be_equal() -> None:
@@ -324,14 +325,11 @@ def test_settings_are_refused_before_the_bank_is_built() -> None:
         defend(never, X, Y)
 
 
-def test_it_describes_itself() -> None:
-    shown = repr(model(solver=ExactCip(mode="paper"), smoothness=1.5))
-    assert "bank=70 points, n_neighbors=6, smoothness=1.5, strong_convexity=0, mode=paper" in shown
-
-
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 1)])
 def test_inputs_of_one_number(shape: tuple[int, ...], generator: torch.Generator) -> None:
     x = torch.randn(30, *shape, generator=generator)
     y = (x.flatten() > 0).long()
     ours = defend(fc_resnet(shape, 2, blocks=1), x, y, n_neighbors=3)
     assert ours(x).shape == (30, 2)
+    shown = "bank=30 points, n_neighbors=3, smoothness=2, strong_convexity=0, mode=consistent"
+    assert shown in repr(ours)
