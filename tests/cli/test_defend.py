@@ -121,7 +121,7 @@ def test_data_of_other_classes_is_refused(terminal: Terminal, workshop: Path) ->
         (["--neighbors", "5000"], "n_neighbors: expected at most the 160 points"),
         (["--smoothness", "0"], "smoothness: expected a"),
         (["--scope", "regional"], "scope: expected one of local, global, got 'regional'"),
-        (["--scope", "global", "--spares", "2"], "expected 'local' where spares"),
+        (["--scope", "global", "--spares", "2"], "spares"),
         (["--scope", "global", "--smoothness", "0.01"], "of 160 bank points contradict the others"),
         (["--bank-dtype", "int8"], "bank_dtype: expected one of float32, float16, bfloat16"),
         (["--per-class", "1000"], "per_class: expected at most"),

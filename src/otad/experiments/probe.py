@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from otad.checks import require
-from otad.cip import ExactCip
 from otad.data import Dataset
 from otad.errors import OtadError
 from otad.experiments.cache import Report
@@ -223,10 +222,10 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
         return model.problem(embedded, model.neighbors(keys).indices)
 
     problem = clock("search", search)
-    if not model.answerer.is_exact:
+    exact = model.answerer.exact_solver
+    if exact is None:
         clock("network", lambda: head(solver(problem).image))
         return clock.seconds
-    exact = cast(ExactCip, solver)
     near = clock("rows", problem.fetched)
     if near is problem:
         del clock.seconds["rows"]  # the steps that need them read them in place
