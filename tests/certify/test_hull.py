@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from certify.one_map import one_map_model
-from certify.small import distance_to, plane_model, queries
+from certify.small import distance_to, global_model, plane_model, queries
 
 from otad.certify import bisectors, certify, hull
 from otad.certify.bisectors import BankBisectors
@@ -85,7 +84,7 @@ def test_small_blocks_and_little_memory_change_nothing(
 ) -> None:
     model = plane_model(6, points=150, n_neighbors=3, strong_convexity=-0.1)
     if scope == "global":
-        model = one_map_model(6)
+        model = global_model(6)
     x = queries(model, 25, 6)
     whole = certify(model, x)
     told: list[tuple[int, int]] = []

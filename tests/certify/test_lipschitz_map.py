@@ -1,4 +1,4 @@
-"""The certificate of one map for the whole bank: closed forms, soundness under search, refusals."""
+"""The certificate of a global map: closed forms, soundness under search, refusals."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from certify.one_map import (
-    on_one_map,
-    one_map_model,
-    some_inputs,
-    strongest_gain,
-    with_potential,
-)
+from certify.small import bank_of, global_model, on_global_map, queries, ring, strongest_gain
 from torch import Tensor
 from torch.nn import functional
 
 from otad.attacks import L2
 from otad.attacks.adaptive import Straight
-from otad.attacks.pgd import Pgd
 from otad.certify import certify, certify_values
 from otad.certify.input_reach import InputReach, Reach, input_reach
 from otad.certify.lipschitz_map import Lipschitz
@@ -27,10 +20,11 @@ from otad.cip import Status
 from otad.cip.whole_bank.lifted_potential import lifted_potential
 from otad.cip.whole_bank.map import GAP, ColumnGeneration
 from otad.cip.whole_bank.pairs import Pairs
-from otad.cip.whole_bank.potential import BankPotential, potential_lines
+from otad.cip.whole_bank.potential import potential_lines
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError
 from otad.evaluate import evaluate
+from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet, lifted_net
 
@@ -55,7 +49,8 @@ def two_point_model(smoothness: float, bend: float = 0.0) -> OTAD:
             weight.zero_()
         net.head.weight.copy_(torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
     points = torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
-    return on_one_map(net, points, points, torch.tensor([0, 1]), bend=bend, smoothness=smoothness)
+    bank = FeatureBank(points, points, torch.tensor([0, 1]), "two points")
+    return on_global_map(net, bank, bend, smoothness)
 
 
 def rule_of(model: OTAD, stretch: Tensor | None = None) -> Lipschitz:
@@ -91,8 +86,8 @@ def test_strong_search_breaks_no_radius(name: str) -> None:
     """150 inputs for each setting, more than 1,300 in all."""
     proved = 0
     for seed in range(3):
-        model = one_map_model(seed, **SETTINGS[name])
-        x = some_inputs(model, 50, seed)
+        model = global_model(seed, **SETTINGS[name])
+        x = queries(model, 50, seed)
         found = certify(model, x)
         assert torch.equal(found.prediction, model(x).argmax(1))
         gain = strongest_gain(model, x, found.radius)
@@ -104,8 +99,8 @@ def test_strong_search_breaks_no_radius(name: str) -> None:
 @pytest.mark.parametrize("unit", [(0.2, 3.0), (2.0, 0.5)])
 def test_distances_are_in_the_unit_asked_for(unit: tuple[float, float]) -> None:
     measured = torch.tensor(unit)
-    model = one_map_model(3, std=(0.5, 2.0))
-    x = some_inputs(model, 60, 3)
+    model = global_model(3, std=(0.5, 2.0))
+    x = queries(model, 60, 3)
     found = certify(model, x, unit=measured)
     assert float(strongest_gain(model, x, found.radius, measured).max()) <= 0
     assert int((found.radius > 0.01).sum()) >= 20
@@ -117,8 +112,8 @@ def test_radii_that_are_too_large_are_broken() -> None:
     """The search finds what is there: with half the L, most radii are refuted."""
     refuted = tried = 0
     for seed in range(3):
-        model = one_map_model(seed, smoothness=None)
-        x = some_inputs(model, 60, seed)
+        model = global_model(seed, smoothness=None)
+        x = queries(model, 60, seed)
         found = certify(model, x)
         rows = found.radius > 0.02
         gain = strongest_gain(model, x, 2 * found.radius)
@@ -129,18 +124,19 @@ def test_radii_that_are_too_large_are_broken() -> None:
 @pytest.mark.parametrize("bend", [0.0, -1.0, 0.2])
 def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
     """Over random pairs of inputs, and pairs found by the power method on the difference."""
-    model = one_map_model(4, dim=4, points=60, bend=bend, noise=0.05 if bend < 0 else 0.0).double()
+    model = global_model(4, dim=4, points=60, bend=bend, noise=0.05 if bend < 0 else 0.0).double()
     rule = rule_of(model, torch.linspace(0.5, 2.0, 4))
     rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
     slopes = rule.slope(rows)
-    start = some_inputs(model, 80, 5).double()
+    start = queries(model, 80, 5).double()
     step = torch.randn(80, 4, generator=torch.Generator().manual_seed(6)).double()
     closest = 0.0
     for row, slope in zip(rows, slopes, strict=True):
         for size in (3.0, 0.3, 1e-3):
             for _ in range(6):
                 step = (size * step / step.norm(dim=1, keepdim=True)).detach().requires_grad_()
-                change = _image(model, start + rule.stretch * step) - _image(model, start).detach()
+                moved = model.solve(start + rule.stretch * step).solution.image
+                change = moved - model.solve(start).solution.image.detach()
                 value = (change @ row).abs()
                 assert bool((value <= slope * size + 1e-9).all())
                 closest = max(closest, float(value.detach().max() / size / slope))
@@ -149,30 +145,19 @@ def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
     assert closest > 0.6, "the search comes near the bound"
 
 
-def _image(model: OTAD, embedded: Tensor) -> Tensor:
-    return model.solve(embedded).solution.image
-
-
-def test_the_slope_is_never_above_that_of_the_lipschitz_constant() -> None:
-    for bend, smoothness in ((0.0, 9.0), (-3.0, 9.0), (-30.0, 9.0), (0.2, 9.0)):
-        model = one_map_model(0, bend=bend, smoothness=smoothness)
-        rows = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).double()
-        wide = rule_of(model, torch.tensor([0.5, 2.0]))
-        even = rule_of(model, torch.tensor([2.0, 2.0]))
-        lipschitz = max(abs(bend), smoothness)
-        plain = 2 * lipschitz * rows.norm(dim=1)
-        torch.testing.assert_close(even.slope(rows), plain)
-        assert bool((wide.slope(rows) <= plain * (1 + 1e-9)).all())
-
-
-def test_coordinates_that_no_input_reaches_cost_nothing() -> None:
-    """A head on lifted coordinates is left with M / 2 of the curvature instead of L."""
-    model = one_map_model(0, bend=-3.0, smoothness=5.0)
-    rule = rule_of(model, torch.tensor([1.5, 0.0]))
-    lifted = torch.tensor([[0.0, 2.0]]).double()
-    assert float(rule.slope(lifted)) == pytest.approx(8 / 2 * 2 * 1.5)
-    reached = torch.tensor([[2.0, 0.0]]).double()
-    assert float(rule.slope(reached)) == pytest.approx(5 * 2 * 1.5)
+@pytest.mark.parametrize("bend", [0.0, -3.0, -30.0, 0.2])
+def test_the_slope_is_never_above_that_of_the_lipschitz_constant(bend: float) -> None:
+    """A head on coordinates that no input reaches is left with M / 2 of the curvature."""
+    model = global_model(0, bend=bend, smoothness=9.0)
+    rows = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).double()
+    stretches = ([0.5, 2.0], [2.0, 2.0], [1.5, 0.0])
+    wide, even, lifted = (rule_of(model, torch.tensor(one)) for one in stretches)
+    lipschitz = max(abs(bend), 9.0)
+    plain = 2 * lipschitz * rows.norm(dim=1)
+    torch.testing.assert_close(even.slope(rows), plain)
+    assert bool((wide.slope(rows) <= plain * (1 + 1e-9)).all())
+    expected = torch.tensor([(9 - bend) / 2 * 1.5, lipschitz * 1.5]).double()
+    torch.testing.assert_close(lifted.slope(torch.eye(2).double().flip(0)), expected)
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.05, 0.5])
@@ -180,14 +165,11 @@ def test_coordinates_that_no_input_reaches_cost_nothing() -> None:
 def test_every_answer_lies_in_its_interval(name: str, eps: float) -> None:
     reached = 0.0
     for seed in range(2):
-        model = one_map_model(seed, task="regression", **SETTINGS[name])
-        x = some_inputs(model, 40, seed)
+        model = global_model(seed, task="regression", **SETTINGS[name])
+        x = queries(model, 40, seed)
         found = certify_values(model, x, eps)
-        angle = torch.linspace(0, 6.2832, 49)
-        steps = (1 - 1e-6) * eps * torch.stack([angle.cos(), angle.sin()], 1)
-        steps = torch.cat([steps, 0.5 * steps])
         with torch.no_grad():
-            answers = model((x[:, None] + steps).flatten(0, 1)).view(len(x), -1).double()
+            answers = model((x[:, None] + ring(eps)[::3]).flatten(0, 1)).view(len(x), -1).double()
         assert bool((answers.amin(1) >= found.low).all())
         assert bool((answers.amax(1) <= found.high).all())
         span = (answers.amax(1) - answers.amin(1)) / (found.high - found.low)
@@ -202,7 +184,7 @@ def test_every_answer_lies_in_its_interval(name: str, eps: float) -> None:
 def test_violated_levels_keep_the_proof_and_miss_the_pairs_by_no_more_than_they_say() -> None:
     """Levels moved at random: still one smooth convex potential, so the same slope; at bank points
     the map is off by at most sqrt(M violation)."""
-    model = one_map_model(1)
+    model = global_model(1)
     potential = model.whole_bank.potential
     drawn_by = torch.Generator().manual_seed(2)
     moved = potential.levels + 0.05 * torch.randn(40, generator=drawn_by).double()
@@ -212,12 +194,11 @@ def test_violated_levels_keep_the_proof_and_miss_the_pairs_by_no_more_than_they_
     violation = float((sides - moved[:, None]).max())
     assert violation > 0.05
     spoiled = replace(potential, levels=moved, violation=violation)
-    bank = model.bank_inputs, model.bank_features, model.bank_labels
-    other = with_potential(model.backbone, *bank, spoiled)
-    off = (_image(other, model.bank_inputs) - model.bank_features).norm(dim=1)
+    other = model.replace(potential=spoiled)
+    off = (other.solve(model.bank_inputs).solution.image - model.bank_features).norm(dim=1)
     assert float(off.max()) <= (potential.modulus * violation) ** 0.5
     assert float(off.max()) > 0.01
-    inputs = some_inputs(other, 60, 3)
+    inputs = queries(other, 60, 3)
     found = certify(other, inputs)
     assert float(strongest_gain(other, inputs, found.radius).max()) <= 0
     (words,) = (words for words in found.assumptions if "violate" in words)
@@ -225,8 +206,8 @@ def test_violated_levels_keep_the_proof_and_miss_the_pairs_by_no_more_than_they_
 
 
 def test_rows_that_were_not_solved_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, values = one_map_model(0), one_map_model(0, task="regression")
-    x = some_inputs(model, 6, 0)
+    model, values = global_model(0), global_model(0, task="regression")
+    x = queries(model, 6, 0)
     assert bool((certify(model, x).radius > 0).any())
     for one in (model, values):
         honest = one.trace
@@ -248,23 +229,22 @@ def test_rows_that_were_not_solved_prove_nothing(monkeypatch: pytest.MonkeyPatch
 
 def test_rounding_is_taken_off() -> None:
     """A margin that errors could have made is none; in float64 nearly all of it counts."""
-    model = one_map_model(0)
+    model = global_model(0)
     with torch.no_grad():
         model.backbone.head.weight[1] = model.backbone.head.weight[0] * (1 + 1e-7)
         model.backbone.head.weight[2] = 0.0
         model.backbone.head.bias.copy_(torch.tensor([0.0, 0.0, -100.0]))
-    x = some_inputs(model, 20, 0)
+    x = queries(model, 20, 0)
     assert bool((certify(model, x).radius == 0).all())
-    double = one_map_model(0).double()
-    single = one_map_model(0)
-    exact, rounded = certify(double, x.double()).radius, certify(single, x).radius
+    exact = certify(global_model(0).double(), x.double()).radius
+    rounded = certify(global_model(0), x).radius
     assert bool((rounded <= exact * (1 + 1e-5)).all())
     torch.testing.assert_close(rounded, exact, rtol=5e-3, atol=1e-4)
 
 
 def test_the_gap_that_is_taken_off_is_the_one_the_solver_allows() -> None:
-    model = one_map_model(2, bend=0.2)
-    embedded = model.backbone.embed(some_inputs(model, 30, 2))
+    model = global_model(2, bend=0.2)
+    embedded = model.backbone.embed(queries(model, 30, 2))
     rule = rule_of(model)
     drift, growth = rule.drift(embedded.double())
     potential = model.whole_bank.potential
@@ -281,25 +261,17 @@ def test_the_gap_that_is_taken_off_is_the_one_the_solver_allows() -> None:
 
 
 def test_a_wrong_constant_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = one_map_model(5, points=60)
-    x = some_inputs(model, 60, 5)
-    y = model(x).argmax(1)
-    attacks = [Straight(points=6), Pgd(steps=20)]
+    model = global_model(5, points=60)
+    x = queries(model, 60, 5)
+    arguments = model, x, model(x).argmax(1), L2(0.3)
+    options = {"attacks": [Straight(points=6)], "flags": False}
     honest = Lipschitz.slope
-    eps = 0.3
-    record = evaluate(model, x, y, L2(eps), attacks=attacks, flags=False)
-    assert record.is_sound
-    assert record.certificate is not None
-    assert set(record.certificate.rules) <= {"lipschitz", "none"}
+    assert evaluate(*arguments, **options).is_sound
     monkeypatch.setattr(Lipschitz, "slope", lambda self, rows: honest(self, rows) / 2)
-    record = evaluate(model, x, y, L2(eps), attacks=attacks, flags=False)
+    record = evaluate(*arguments, **options)
     assert not record.is_sound
     assert "within its certified radius" in record.flags[0].found
-
-
-def test_assumptions_say_what_the_proof_rests_on() -> None:
-    found = certify(one_map_model(0), torch.zeros(1, 2))
-    words = " ".join(found.assumptions)
+    words = " ".join(record.certificate.assumptions)
     for part in ("whole bank", "linear head", "violate", "duality gap", "TF32"):
         assert part in words
     assert "neighbors" not in words
@@ -315,10 +287,9 @@ def lifted_model(
     points = torch.randn(30, 2, generator=drawn_by)
     answers = points @ torch.randn(2, outputs, generator=drawn_by)
     answers = (2 * answers).sin() + 0.2 * torch.randn(30, outputs, generator=drawn_by)
-    inputs, features = functional.pad(points, (0, outputs)), torch.cat([points, answers], 1)
-    labels = torch.zeros(30, dtype=torch.int64 if outputs == 3 else torch.float32)
-    potential = lifted_potential(inputs, features, outputs, lipschitz)
-    return with_potential(net, inputs, features, labels, potential)
+    pairs = functional.pad(points, (0, outputs)), torch.cat([points, answers], 1)
+    potential = lifted_potential(*pairs, outputs, lipschitz)
+    return on_global_map(net, bank_of(*pairs, task), potential=potential)
 
 
 @pytest.mark.parametrize("lipschitz", [None, 3.0])
@@ -327,7 +298,7 @@ def test_a_lift_is_certified_by_its_own_constant(lipschitz: float | None) -> Non
     for seed in range(3):
         model = lifted_model(seed, lipschitz=lipschitz)
         constant = model.smoothness - 1
-        x = some_inputs(model, 60, seed)
+        x = queries(model, 60, seed)
         found = certify(model, x)
         top = model(x).detach().double().topk(2).values
         expected = (top[:, 0] - top[:, 1]) / (2**0.5 * constant / 0.7)
@@ -337,33 +308,26 @@ def test_a_lift_is_certified_by_its_own_constant(lipschitz: float | None) -> Non
         assert float(strongest_gain(model, x, 3 * found.radius).max()) > 0
 
 
-def _random_directions(count: int) -> Tensor:
-    return torch.randn(count, 1, 2, generator=torch.Generator().manual_seed(7))
-
-
 def test_values_of_a_lift() -> None:
     model = lifted_model(0, task="regression")
-    x = some_inputs(model, 30, 0)
+    x = queries(model, 30, 0)
     found = certify_values(model, x, 0.2)
-    width = 2 * 0.2 * (model.smoothness - 1) / 0.7
-    torch.testing.assert_close(
-        found.high - found.low, torch.full_like(found.low, width), rtol=1e-3, atol=1e-3
-    )
-    steps = 0.1999 * functional.normalize(_random_directions(200), dim=2)
-    answers = model((x + steps).flatten(0, 1)).view(200, -1)
-    assert bool((answers.amin(0) >= found.low).all())
-    assert bool((answers.amax(0) <= found.high).all())
+    width = torch.full_like(found.low, 2 * 0.2 * (model.smoothness - 1) / 0.7)
+    torch.testing.assert_close(found.high - found.low, width, rtol=1e-3, atol=1e-3)
+    answers = model((x[:, None] + ring(0.2)[::3]).flatten(0, 1)).view(len(x), -1)
+    assert bool((answers.amin(1) >= found.low).all())
+    assert bool((answers.amax(1) <= found.high).all())
 
 
 def test_an_embedding_of_its_own_needs_a_constant() -> None:
-    class Turned(type(one_map_model(0).backbone)):  # type: ignore[misc]
+    class Turned(type(global_model(0).backbone)):  # type: ignore[misc]
         def embed(self, x: Tensor) -> Tensor:
             e: Tensor = super().embed(x)
             return 1.3 * torch.stack([e[:, 1], -e[:, 0]], 1)
 
-    model = one_map_model(0)
+    model = global_model(0)
     model.backbone.__class__ = Turned
-    x = some_inputs(model, 30, 0)
+    x = queries(model, 30, 0)
     with pytest.raises(InputError, match="embedding_lipschitz: expected a number"):
         certify(model, x)
     found = certify(model, x, embedding_lipschitz=1.3001)
@@ -374,14 +338,10 @@ def test_an_embedding_of_its_own_needs_a_constant() -> None:
 
 def test_a_potential_of_another_model_is_no_secret() -> None:
     """What is certified is the map that answers: with another potential, another radius."""
-    model = one_map_model(6)
-    x = some_inputs(model, 40, 6)
+    model = global_model(6)
+    x = queries(model, 40, 6)
     tight = model.whole_bank.potential
-    loose = BankPotential(
-        tight.levels, 3 * tight.smoothness, 0.0, tight.left_out, tight.sweeps, tight.violation
-    )
-    bank = model.bank_inputs, model.bank_features, model.bank_labels
-    steep = with_potential(model.backbone, *bank, loose)
+    steep = model.replace(potential=replace(tight, smoothness=3 * tight.smoothness))
     first, second = certify(model, x), certify(steep, x)
     assert float(second.radius.median()) < float(first.radius.median())
     assert float(strongest_gain(steep, x, second.radius).max()) <= 0

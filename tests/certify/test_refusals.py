@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from certify.one_map import one_map_model
-from certify.small import plane_model, queries
+from certify.small import global_model, plane_model, queries
 from torch import Tensor, nn
 
 from otad.certify import Certificate, certify, certify_values
-from otad.cip import ExactCip
 from otad.errors import InputError, SolverError
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
@@ -38,7 +36,7 @@ def embedded_model(*, embed: nn.Module) -> OTAD:
     return defend(net, x, y, n_neighbors=2)
 
 
-@pytest.mark.parametrize("make", [plane_model, one_map_model], ids=["local", "global"])
+@pytest.mark.parametrize("make", [plane_model, global_model], ids=["local", "global"])
 def test_another_task_or_head(make: Any) -> None:
     model, values = make(0), make(0, task="regression")
     with pytest.raises(InputError, match=r"regression.*classification.*certify"):
@@ -156,14 +154,9 @@ def test_certificate_counts_and_converts() -> None:
 def test_bank_in_half_precision_and_elsewhere() -> None:
     """A bank that is not resident, in float16, gives the radii of its rounded points."""
     model = plane_model(2, n_neighbors=2)
-    half = FeatureBank(
-        model.bank_inputs.half(), model.bank_features.half(), model.bank_labels, "half"
-    )
-    exact = FeatureBank(half.inputs.float(), half.features.float(), half.labels, "float")
-    x = queries(model, 8, 2)
-    solver = ExactCip(on_failure="fallback")
-    radii = [
-        certify(OTAD(model.backbone, bank, n_neighbors=2, solver=solver, resident=False), x).radius
-        for bank in (half, exact)
-    ]
+    pairs = model.bank_inputs.half(), model.bank_features.half()
+    x, radii = queries(model, 8, 2), []
+    for inputs, features in (pairs, [part.float() for part in pairs]):
+        bank = FeatureBank(inputs, features, model.bank_labels, "rounded")
+        radii.append(certify(model.replace(bank=bank, resident=False), x).radius)
     assert torch.allclose(radii[0], radii[1], rtol=1e-9)

@@ -90,8 +90,7 @@ def certify(
       with |e(x + delta) - e(x)| <= Q |delta / unit|.
     - `metric_lipschitz`: the same for the keys of a metric that has no proved constant of its own
       (`metric.lipschitz`).
-    - `batch_size`: rows in a batch; None fits the working memory.
-    - `progress` is called with (rows done, rows in all) after each batch.
+    - `batch_size`: None fits the working memory. `progress` gets (rows done, rows in all).
 
     Models of local scope have the rules "hull" and "cell", those of global scope "lipschitz". With
     a metric, "hull" needs its constant (and for l = 0 no other), "cell" that of the embedding too,

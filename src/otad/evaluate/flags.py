@@ -44,7 +44,6 @@ class FlagContext:
         return self.y.is_floating_point()
 
     def generator(self, flag: str) -> torch.Generator:
-        """The randomness of a check: always the same."""
         return generator_for(self.seed, "flag", flag)
 
     def sample(self, count: int = SAMPLE) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ NAME = "planted adversarial example is found"
 
 
 class Planted(NamedTuple):
-    """A model, examples (n,*), their right answers (n,), and inputs (n,*) near them made wrong;
-    `train_x`: the training inputs of its bank, where those of the original are known."""
+    """A model, examples (n,*), their right answers (n,), inputs (n,*) near them made wrong, and the
+    training inputs of its bank, where those of the original are known."""
 
     model: nn.Module
     examples: Tensor
@@ -214,7 +214,6 @@ def planted_bank(inputs: Tensor, features: Tensor, labels: Tensor) -> FeatureBan
 
 
 def ready(model: nn.Module, x: Tensor) -> nn.Module:
-    """In the precision of inputs x, in evaluation mode."""
     return (model.double() if x.dtype == torch.float64 else model).eval()
 
 

@@ -53,8 +53,7 @@ def run_attacks(
 ) -> Attacked:
     """Run attacks on examples x (n,*) with right answers y (n,), on the model's device.
 
-    - `eps`: the radii, ascending; that of the threat by default.
-    - `survivors_only`: leave out rows known to be wrong at a distance of at most eps.
+    - `eps`: the radii, ascending; that of the threat by default. `survivors_only`: see `evaluate`.
     - `strongest`: report, for every row, the input with the largest margin of a wrong class (in
       regression, always, the largest error); otherwise the nearest adversarial example of the rows
       that were broken, found by bisection of the way back to the example.
@@ -129,9 +128,8 @@ class Attacked:
         }
 
     def worst(self, eps: float) -> float:
-        if self.is_value:
-            return float(self.gains.mean())
-        return float((self.distances > eps).double().mean())
+        """See `Progress`."""
+        return float((self.gains if self.is_value else (self.distances > eps).double()).mean())
 
     def described(self, attack: Attack) -> tuple[dict[str, Any], Path | None]:
         """Its settings, before it runs and may note something about itself; and where its batches

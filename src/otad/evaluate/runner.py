@@ -65,19 +65,15 @@ def evaluate(
     - `attacks`: a preset ("quick", "standard", "full") or attacks, by name or made, in order.
     - `survivors_only`: leave out rows known to be wrong at a distance of at most eps. Otherwise
       every attack runs on all examples that are right unattacked: slower, but comparable.
-    - `spare_proved`: names of expensive attacks that skip rows with a certified radius above eps,
-      which nothing can break. All other attacks test the certificates.
+    - `spare_proved`: names of expensive attacks that skip rows with a certified radius above eps.
     - `certificate`: also certify. `flags`: also check whether the attacks were too weak. An attack
       that contradicts a certificate is reported in any case (`is_sound`).
-    - `embedding_lipschitz`, `metric_lipschitz`: see `certify`; needed for certificates of a model
-      whose embedding does more than normalize, or whose metric has no constant of its own.
-    - `train_x` (N,*): the training inputs, for attacks that move towards them, where they cannot
-      be computed from the bank.
+    - `embedding_lipschitz`, `metric_lipschitz`: constants that are not known, see `certify`.
+    - `train_x` (N,*): the training inputs, where they cannot be computed from the bank.
     - `folder`: finished batches are saved there, so that a run that was killed resumes and ends
-      with the same record (see `identity` for what names them); at the end also `evaluation.json`
-      and `adversarial.safetensors`: "rows" (m,) and "inputs" (m,*), for each broken row its nearest
-      adversarial example; in regression, for each row that an attack made worse, its worst input
-      at the threat's eps.
+      with the same record; at the end also `evaluation.json` and `adversarial.safetensors`: "rows"
+      (m,) and "inputs" (m,*), for each broken row its nearest adversarial example; in regression,
+      for each row that an attack made worse, its worst input at the threat's eps.
     """
     started = time.perf_counter()
     x, y, threat = _prepared(model, x, y, threat)
@@ -116,19 +112,10 @@ def evaluate(
             missing["certificate"] = str(error)
     skipped = {} if proof is None else dict.fromkeys(spare_proved, torch.tensor(proof.radius))
     run = run_attacks(
-        model,
-        x,
-        y,
-        threat,
-        chosen,
-        eps=radii,
-        survivors_only=survivors_only,
-        certified=skipped,
-        seed=seed,
-        batch_size=batch_size,
-        folder=place,
+        model, x, y, threat, chosen, eps=radii, survivors_only=survivors_only, certified=skipped,
+        seed=seed, batch_size=batch_size, folder=place,
         progress=lambda label, done, _, worst: report(label, certificate + done, worst),
-    )
+    )  # fmt: skip
     scores, solver = _clean(model, x, y, batch_size)
     worst, records = run.worst(threat.eps), tuple(run.records)
     ran = run.right, tuple(chosen), records, proof, seed, train_x
