@@ -224,6 +224,7 @@ def test_refusals(tmp_path: Path, old: str, new: str, message: str) -> None:
         read_experiment(written(tmp_path, SMALL, (old, new)))
 
 
+KNN = '[rows.knn]\nnet = "one"\nmethod = "majority_knn"\n'
 WINE = '[data.wine]\nname = "wine"\n'
 
 
@@ -247,6 +248,8 @@ WINE = '[data.wine]\nname = "wine"\n'
         ('kind = "pixels"', 'kind = "pretrained"', "features: .*''"),
         ('kind = "pixels"', 'kind = "cnn"\nnormalize = "row"', "normalize: .*'row'"),
         ('rows = ["otad"]', 'rows = ["none"]', "speed.rows: .*'none'"),
+        ('rows = ["otad"]', f'rows = ["knn"]\n{KNN}', "method of knn: .*'majority_knn'"),
+        ('row = "otad"', 'row = "taught"', "taught.surrogate: .*'quick'"),
         ('rows = ["otad"]', 'rows = ["otad"]\nplaces = ["moon"]', "places.*'moon'"),
         *(
             ('rows = ["otad"]', f'rows = ["otad"]\n{name} = {{ x = 1 }}', f"speed.{name}: .*'x'")

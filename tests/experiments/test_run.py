@@ -7,8 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -243,30 +243,24 @@ def test_finished_parts_are_read_by_other_experiments(
         reproduce(small, out=tmp_path, seed=1)
 
 
-class OneAtATime:
-    """Calls a function slowly, and fails if it is called meanwhile."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.calls, self.busy = function, 0, False
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        assert not self.busy, "two at once"
-        self.busy, self.calls = True, self.calls + 1
-        time.sleep(0.3)
-        found = self.function(*args, **options)
-        self.busy = False
-        return found
-
-
 def test_two_runs_of_the_same_experiment_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = written(tmp_path, SMALL + SUITE)
-    watched = OneAtATime(run_module.evaluate)
-    monkeypatch.setattr(run_module, "evaluate", watched)
+    path, busy, calls = written(tmp_path, SMALL + SUITE), threading.Lock(), list[int]()
+    evaluate = run_module.evaluate
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        assert busy.acquire(blocking=False), "two at once"
+        calls.append(1)
+        time.sleep(0.3)
+        found = evaluate(*args, **options)
+        busy.release()
+        return found
+
+    monkeypatch.setattr(run_module, "evaluate", slowly)
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: reproduce(path, out=tmp_path / "out"), range(2))
-    assert watched.calls == 2
+    assert calls == [1, 1]
     assert timeless(one) == timeless(other)
 
 
@@ -354,26 +348,34 @@ def test_what_experiments_share_is_one_task() -> None:
     assert len([task for task in quick if task.method == "net"]) == 2, "other settings"
 
 
-def test_refusals(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="unknown experiment 'nothing'"):
-        reproduce_together(["mnist", "nothing"], jobs=2, out=tmp_path)
-    with pytest.raises(InputError, match=r"names: .*mnist"):
-        reproduce_together(["mnist", "elsewhere/mnist.toml"], jobs=2, out=tmp_path)
-    with pytest.raises(InputError, match=r"jobs: .*0"):
-        reproduce_together(["mnist"], jobs=0, out=tmp_path)
-    with pytest.raises(InputError, match="seed"):
-        reproduce(small, out=tmp_path, seed=-1)
-    with pytest.raises(InputError, match="'cuda:7' without CUDA"):
-        reproduce(small, out=tmp_path, device="cuda:7")
-    written(tmp_path, SMALL, ("epochs = 3", "epochs = 3\nspeed = 9"))
-    with pytest.raises(InputError, match=r"train: .*speed"):
-        reproduce(small, out=tmp_path)
-    written(tmp_path, SMALL, ("[rows]", COST.format(143)))
-    with pytest.raises(InputError, match=r"cost.banks: .*142.*143"):
-        reproduce(small, out=tmp_path)
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["mnist", "nothing"], {"jobs": 2}, "unknown experiment 'nothing'"),
+        (["mnist", "elsewhere/mnist.toml"], {}, r"names: .*mnist"),
+        (["mnist"], {"jobs": 0}, r"jobs: .*0"),
+        (["mnist"], {"seed": -1}, "seed"),
+        (["mnist"], {"device": "cuda:7"}, "'cuda:7' without CUDA"),
+    ],
+)
+def test_refusals(names: list[str], options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        reproduce_together(names, out=tmp_path, **options)
 
 
 COST = '[cost]\nnet = "one"\nbanks = [{}]\nqueries = 1\ndevices = ["cpu"]\n[rows]'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("epochs = 3", "epochs = 3\nspeed = 9"), r"train: .*speed"),
+        (("[rows]", COST.format(143)), r"cost.banks: .*142.*143"),
+    ],
+)
+def test_refusals_of_a_file(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        reproduce(written(tmp_path, SMALL, change), out=tmp_path)
 
 
 @pytest.mark.parametrize("table", ["cost", "speed", "evaluate", "points"])
@@ -392,15 +394,22 @@ def test_what_the_data_cannot_give_is_refused_before_training(table: str, tmp_pa
     assert not (tmp_path / ".work" / "nets").exists()
 
 
-def test_a_failing_probe_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = subprocess.run
+def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str) -> list[str]:
+    """The arguments of all probes, which from now on answer with this."""
+    run, probes = subprocess.run, list[str]()
 
-    def fail(command: list[str], **options: Any) -> Any:
+    def answer(command: list[str], **options: Any) -> Any:
         if "otad.experiments.probe" not in command:
             return run(command, **options)
-        return subprocess.CompletedProcess(command, 1, "", "out of luck")
+        probes.append(command[3])
+        return subprocess.CompletedProcess(command, code, out, err)
 
-    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "run", answer)
+    return probes
+
+
+def test_a_failing_probe_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, 1, "", "out of luck")
     with pytest.raises(OtadError, match="the cost failed:\nout of luck"):
         reproduce(written(tmp_path, SMALL, ("[rows]", COST.format(142))), out=tmp_path)
 
@@ -410,15 +419,7 @@ def test_the_speed_of_a_renamed_row_is_known(
 ) -> None:
     found = {"milliseconds": 1.0, "load_seconds": 1.0, "resident": 1, "device_memory": None}
     found |= {"accuracy": 90.0, "seconds": 1.0}
-    run, probes = subprocess.run, list[str]()
-
-    def answer(command: list[str], **options: Any) -> Any:
-        if "otad.experiments.probe" not in command:
-            return run(command, **options)
-        probes.append(command[3])
-        return subprocess.CompletedProcess(command, 0, json.dumps(found), "")
-
-    monkeypatch.setattr(subprocess, "run", answer)
+    probes = answering(monkeypatch, 0, json.dumps(found), "")
     for name in ("old", "new"):
         text = SMALL.replace("c = {", f"{name} = {{").replace('row = "c"', f'row = "{name}"')
         speed = f'[speed]\nrows = ["{name}"]\nplaces = ["memory"]\n'

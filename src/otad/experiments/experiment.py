@@ -1,22 +1,4 @@
-"""An experiment: its TOML file, read and checked.
-
-title = "..."             heading of its section on the page of results
-include = "FILE.toml"     shared tables, or a list of such files, of which later ones win; entries
-                          that no row uses are left out
-[data.NAME]               a data set of the registry, with its options
-[train], [otad]           default settings of all nets, of all rows
-[nets.NAME]               a net, trained on one of the data sets
-[metrics.NAME]            a metric by which rows may find neighbors
-[surrogates.NAME]         a CIP-net that learns the answers of a row, for other rows to use
-[attacks.NAME]            an attack that rows name in their list `attacks`, or in a table of that
-                          name, with changes
-[rows.NAME]               one row of the table: a method on a net, and what was published
-[cost]                    the cost of predictions with banks of several sizes
-[speed]                   the cost of a query for the models of some rows
-[evaluate]                a row under the whole suite of attacks, with certificates
-[curve]                   a figure of the rows over L - l
-[quick]                   changes for a quick run, which tests the code and gives no result
-"""
+"""An experiment: its TOML file (see configs/README.md), read and checked."""
 
 from __future__ import annotations
 
@@ -85,8 +67,13 @@ class Experiment:
                 check_choice(self.metrics[row.metric].data, f"data of rows.{key}.metric", data)
             if row.surrogate is not None:
                 taught = self.rows[self.surrogates[row.surrogate].row]
+                is_taught = taught.method == "otad" and taught.uses_neighbors
+                is_exact = is_taught and taught.surrogate is None
+                require(is_exact, f"rows.{key}.surrogate", "one of an exact local row", taught)
                 asked, known = (f"net {one.net}, K = {one.n_neighbors}" for one in (row, taught))
                 require(asked == known, f"rows.{key}.surrogate", f"one for {asked}", known)
+        for key in self.speed.rows if self.speed else ():
+            check_choice(self.rows[key].method, f"speed: method of {key}", ("net", "otad"))
         for key in (*self.suites, *(self.evaluate.certify if self.evaluate else ())):
             check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
             expected = (self.data_of(self.suites[0]),)
@@ -184,8 +171,7 @@ def _checked(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _table(parent: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    found: dict[str, Any] = from_plain(_TABLE, parent.get(name, {}), f"{where}.{name}")
-    return found
+    return dict(from_plain(_TABLE, parent.get(name, {}), f"{where}.{name}"))
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

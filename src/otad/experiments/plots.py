@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from otad.experiments.records import CostRecord, RunRecord
 from otad.io.files import replacing
@@ -18,18 +19,18 @@ GIGABYTE = 1e9
 
 def draw_costs(costs: Sequence[CostRecord], threads: int, path: Path) -> None:
     """Time and memory against the size of the bank, a line for each device, as SVG."""
-    figure, (time_axes, memory_axes) = _panels(8.0, 3.4, 2)
+    figure, (seconds, memory) = _panels(8.0, 3.4, 2)
     for device in dict.fromkeys(cost.device for cost in costs):
         part = sorted((cost for cost in costs if cost.device == device), key=lambda one: one.bank)
         banks = [cost.bank for cost in part]
         name = f"{device}, {threads} threads" if device == "cpu" else device
-        time_axes.plot(banks, [cost.seconds or 0.0 for cost in part], marker="o", label=name)
+        seconds.plot(banks, [cost.seconds or 0.0 for cost in part], marker="o", label=name)
         resident = [cost.resident / GIGABYTE for cost in part]
-        memory_axes.plot(banks, resident, marker="o", label=f"{name}, resident")
+        memory.plot(banks, resident, marker="o", label=f"{name}, resident")
         on_device = [cost.device_memory / GIGABYTE for cost in part if cost.device_memory]
         if len(on_device) == len(banks):
-            memory_axes.plot(banks, on_device, marker="s", linestyle="--", label=f"{name}, on it")
-    for axes, title in ((time_axes, "seconds"), (memory_axes, "gigabytes beyond the imports")):
+            memory.plot(banks, on_device, marker="s", linestyle="--", label=f"{name}, on it")
+    for axes, title in ((seconds, "seconds"), (memory, "gigabytes beyond the imports")):
         axes.set(xscale="log", yscale="log", xlabel="points in the bank", title=title)
     _save(figure, f"{costs[0].queries:,} predictions", path)
 
@@ -46,23 +47,20 @@ def draw_curve(record: RunRecord, title: str, path: Path) -> None:
     rows = {key: record.rows[key] for key in sorted(curvature, key=curvature.__getitem__)}
     figure, (accuracy, lipschitz, error) = _panels(11.0, 3.6, 3)
 
-    def plot(
-        axes: Axes, values: Iterable[tuple[str, float]], label: str, marker: str = "o"
-    ) -> None:
-        points = [(curvature[key], value) for key, value in values]
-        axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
+    def plot(axes: Axes, label: str, marker: str, value: str, points: Mapping[str, Any]) -> None:
+        known = {key: attrgetter(value)(one) for key, one in points.items() if one is not None}
+        axes.plot([curvature[key] for key in known], [*known.values()], marker=marker, label=label)
 
     for name in dict.fromkeys(name for row in rows.values() for name in row.attacks):
         found = {key: row.attacks[name] for key, row in rows.items() if name in row.attacks}
         label = specs[next(iter(found))].attacks[name].label
-        plot(accuracy, ((key, one.score.value) for key, one in found.items()), label, "s")
-    plot(accuracy, ((key, row.score.value) for key, row in rows.items()), "clean")
-    local = [(key, row.lipschitz) for key, row in rows.items() if row.lipschitz is not None]
-    plot(lipschitz, ((key, one.median) for key, one in local), "median")
-    plot(lipschitz, ((key, one.quantile_99) for key, one in local), "99 %")
-    accounts = [(key, row.account) for key, row in rows.items() if row.account is not None]
-    errors = [(key, one.relative_error) for key, one in accounts]
-    plot(error, ((key, one.mean) for key, one in errors if one is not None), "mean")
+        plot(accuracy, label, "s", "score.value", found)
+    plot(accuracy, "clean", "o", "score.value", rows)
+    local = {key: row.lipschitz for key, row in rows.items()}
+    plot(lipschitz, "median", "o", "median", local)
+    plot(lipschitz, "99 %", "o", "quantile_99", local)
+    accounts = {key: row.account for key, row in rows.items() if row.account is not None}
+    plot(error, "mean", "o", "mean", {key: one.relative_error for key, one in accounts.items()})
     titles = ("accuracy %", "local Lipschitz constant", "relative error")
     for axes, name in zip((accuracy, lipschitz, error), titles, strict=True):
         axes.set(xlabel="L - l", title=name)

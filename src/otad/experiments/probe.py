@@ -1,6 +1,6 @@
 """The cost of predictions in time and memory, each measured in a fresh process:
 
-python -m otad.experiments.probe SETTINGS, the arguments of `measure` in JSON
+python -m otad.experiments.probe ARGUMENTS, those of `measure` as a list in JSON
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def measure_speeds(study: Study) -> tuple[CostRecord, ...]:
 
     def measure(key: str, place: str | None, report: Report) -> CostRecord:
         row, model = study.experiment.rows[key], study.model(key)
-        flags = {"warm": True, "disk": place == "disk", "steps": spec.steps}
+        flags = ["warm"] + ["disk"] * (place == "disk") + ["steps"] * spec.steps
         if not isinstance(model, OTAD):
-            base, flags["net"] = study.bank(row.net), True  # whose bank is not used
+            base, flags = study.bank(row.net), ["warm", "net"]  # without use of its bank
             model = base.replace(bank=base.bank.select(torch.arange(_FEW)))
-        record = probe(model, study.data(row), spec, study.device, **flags)
+        record = probe(model, study.data(row), spec, study.device, *flags)
         return replace(record, place=place, bank=record.bank if place else 0)
 
     for key in spec.rows:
@@ -93,17 +93,16 @@ def measure_speeds(study: Study) -> tuple[CostRecord, ...]:
 
 
 def probe(
-    model: OTAD, data: Dataset, spec: CostSpec | SpeedSpec, device: str, **flags: bool
+    model: OTAD, data: Dataset, spec: CostSpec | SpeedSpec, device: str, *flags: str
 ) -> CostRecord:
     """Measure a model in a fresh process, on the first test points; `flags` of `measure`."""
     x, y = data.test_x[: spec.queries].clone(), data.test_y[: spec.queries].clone()
-    settings: dict[str, Any] = {"device": device, "threads": spec.threads, **flags}
-    settings["batch_size"] = spec.batch_size
     with tempfile.TemporaryDirectory(prefix="otad-probe-") as folder:
-        settings |= {"folder": f"{folder}/model", "queries": f"{folder}/queries.safetensors"}
-        model.save(settings["folder"])
-        save_file({"x": x, "y": y}, settings["queries"])
-        command = [sys.executable, "-m", "otad.experiments.probe", json.dumps(settings)]
+        place, queries = f"{folder}/model", f"{folder}/queries.safetensors"
+        model.save(place)
+        save_file({"x": x, "y": y}, queries)
+        arguments = [place, queries, device, spec.threads, spec.batch_size, *flags]
+        command = [sys.executable, "-m", "otad.experiments.probe", json.dumps(arguments)]
         libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         source = str(Path(__file__).parents[2])  # the very package that runs here
         environment = os.environ | dict.fromkeys(libraries, str(spec.threads))
@@ -118,32 +117,25 @@ def probe(
 
 @torch.no_grad()
 def measure(
-    folder: str,
-    queries: str,
-    device: str,
-    threads: int,
-    batch_size: int,
-    *,
-    disk: bool = False,
-    net: bool = False,
-    warm: bool = False,
-    steps: bool = False,
+    folder: str, queries: str, device: str, threads: int, batch_size: int, *flags: str
 ) -> dict[str, Any]:
     """Fields of `CostRecord`, for the model in a folder and the `x` and `y` of a safetensors file.
 
-    `disk`: the bank stays in its file; `net`: the backbone alone answers; `warm`: also measure
-    queries after every batch was answered once before; `steps`: also the steps of the defense.
+    Flags: "disk", the bank stays in its file; "net", the backbone alone answers; "warm", also
+    measure queries after every batch was answered once before; "steps", also those of the defense.
     """
     torch.set_num_threads(threads)
     square = torch.ones(64, 64, device=device)
     square @ square  # starts the driver of a GPU and loads the matrix library
     before, started = resident_now(), time.perf_counter()
-    model = load(folder, device=device, resident=not disk, verify=False)  # it was just written
+    is_resident = "disk" not in flags
+    model = load(folder, device=device, resident=is_resident, verify=False)  # it was just written
     loaded, data = time.perf_counter(), load_file(queries)
+    answering = model.backbone if "net" in flags else model
     batches = data["x"].split(batch_size)
 
     def predict(batch: Tensor) -> Tensor:
-        outputs: Tensor = (model.backbone if net else model)(batch.to(device)).cpu()
+        outputs: Tensor = answering(batch.to(device)).cpu()
         return outputs
 
     def time_batch(batch: Tensor) -> dict[str, float]:
@@ -154,7 +146,7 @@ def measure(
     begun = time.perf_counter()
     outputs = torch.cat([predict(batch) for batch in batches])
     found: dict[str, Any] = {"seconds": time.perf_counter() - begun}
-    if warm:
+    if "warm" in flags:
         found["milliseconds"] = _medians(batches, time_batch)["all"]
     found |= {
         "load_seconds": loaded - started,
@@ -162,7 +154,7 @@ def measure(
         "device_memory": torch.cuda.max_memory_allocated() if "cuda" in device else None,
         "accuracy": 100 * float((outputs.argmax(1) == data["y"]).double().mean()),
     }
-    if steps and not net:
+    if "steps" in flags:
         found["steps"] = _medians(batches, lambda batch: time_steps(model, batch.to(device)))
     return found
 
@@ -236,4 +228,4 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(**json.loads(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(measure(*json.loads(sys.argv[1]))) + "\n")

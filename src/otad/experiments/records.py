@@ -25,7 +25,7 @@ FORMAT = f"{FAMILY}2"
 
 @dataclass(frozen=True)
 class DataRecord:
-    """A data set as it was loaded; `fingerprint` is of its contents."""
+    """A data set as it was loaded."""
 
     train_size: int
     test_size: int
@@ -122,8 +122,7 @@ class RowRecord:
 
 @dataclass(frozen=True)
 class SuiteRecord:
-    """An evaluation with the whole suite: it is in `folder`, beside the record. `certified`: the
-    accuracy of models on the same points, by row and radius."""
+    """An evaluation in `folder`; `certified` accuracies on the same points, by row and radius."""
 
     row: str
     folder: str
@@ -210,9 +209,7 @@ def _format_of(content: Any) -> str:
 
 def code_fingerprint() -> str:
     """SHA-256 of the library's source files, for the record."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package).as_posix()}\n".encode())
-        digest.update(path.read_bytes())
+        digest.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()

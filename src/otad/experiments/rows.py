@@ -42,7 +42,7 @@ class Subject(NamedTuple):
     report: Report
 
     def batches(self, x: Tensor) -> Iterator[Tensor]:
-        return _batches(x, self.backbone.mean.device, self.report)
+        return batches_of(x, self.backbone.mean.device, self.report)
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
@@ -55,7 +55,8 @@ def points_of(size: int, points: int, seed: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:points]
 
 
-def _batches(x: Tensor, device: torch.device, report: Report) -> Iterator[Tensor]:
+def batches_of(x: Tensor, device: torch.device, report: Report) -> Iterator[Tensor]:
+    """The rows of x in batches on a device, reporting those that are done."""
     for start in range(0, len(x), BATCH):
         yield x[start : start + BATCH].to(device)
         report(min(start + BATCH, len(x)), len(x))
@@ -113,7 +114,7 @@ def certified_scores(
             report(done, len(spec.eps))
         return found
     counts = dict.fromkeys(spec.eps, 0)
-    batches = zip(_batches(x, device, report), y.split(BATCH), strict=True)
+    batches = zip(batches_of(x, device, report), y.split(BATCH), strict=True)
     for inputs, targets in batches:
         certificate = certify(model, inputs, unit=unit)
         for radius in spec.eps:

@@ -24,13 +24,21 @@ from otad.experiments import records
 from otad.experiments.cache import Report, WorkFolder
 from otad.experiments.experiment import Experiment
 from otad.experiments.learn import Learned, N, Source, config_of, fresh_metric, fresh_net, refusing
-from otad.experiments.rows import VERSION, Subject, attack_row, measure_regularity, measure_row
+from otad.experiments.rows import (
+    VERSION,
+    Subject,
+    attack_row,
+    batches_of,
+    measure_regularity,
+    measure_row,
+)
 from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
 from otad.io.codec import digest_of
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 from otad.model.answerer_options import solver_for
 from otad.model.answerers import WholeBankAnswerer
 from otad.model.defend import defend
+from otad.model.folder import Block
 from otad.model.imitation import imitate
 from otad.model.otad import OTAD
 from otad.model.prototypes import PrototypeNet
@@ -45,7 +53,6 @@ Part = TypeVar(
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 MODEL = "method n_neighbors scope smoothness strong_convexity mode climb per_class central"
 """The settings of a row that decide its answers, beside its net, metric and CIP-net."""
-KEY_ROWS = 1024
 T = TypeVar("T")
 
 
@@ -227,19 +234,16 @@ class Study:
     def keys(self, metric: str) -> Tensor:
         """The keys (N,m) of the whole train part."""
         net = self.metric(metric).net
-        batches = self.source(self.experiment.metrics[metric].data).data.train_x.split(KEY_ROWS)
-        found: list[Tensor] = []
+        x = self.source(self.experiment.metrics[metric].data).data.train_x
         with self.timed(f"keys by {metric}") as report, torch.no_grad():
-            for batch in batches:
-                found.append(net(batch.to(net.mean.device)))
-                report(len(found), len(batches))
+            found = [net(batch) for batch in batches_of(x, net.mean.device, report)]
         return torch.cat(found)
 
     def bank_rows(self, row: RowSpec) -> Tensor | None:
         """The points of the train part that are in the bank of a row, None for all."""
-        labels = self.data(row).train_y
         if row.per_class is None:
             return None
+        labels = self.data(row).train_y
         if row.central and row.metric is not None:
             keys = self.keys(row.metric)
             return most_central(keys, labels.to(keys.device), row.per_class).cpu()
@@ -248,14 +252,13 @@ class Study:
 
     def base(self, row: RowSpec) -> OTAD:
         """OTAD over the bank of a row, with its metric and otherwise default settings."""
-        base, rows, changes = self.bank(row.net), self.bank_rows(row), dict[str, Any]()
-        if row.metric is not None:
-            changes = {"metric": self.metric(row.metric).net, "keys": self.keys(row.metric)}
+        base, rows, changes = self.bank(row.net), self.bank_rows(row), Options()
         if rows is not None:
-            rows = rows.to(base.bank.labels.device)
-            changes["bank"] = base.bank.select(rows)
-            if row.metric is not None:
-                changes["keys"] = changes["keys"][rows.to(changes["keys"].device)]
+            changes["bank"] = base.bank.select(rows.to(base.bank.labels.device))
+        if row.metric is not None:
+            keys = self.keys(row.metric)
+            changes["keys"] = keys if rows is None else keys[rows.to(keys.device)]
+            changes["metric"] = self.metric(row.metric).net
         return base.replace(**changes) if changes else base
 
     def model(self, key: str) -> nn.Module:
@@ -292,16 +295,15 @@ class Study:
                 curvature = {"smoothness": row.smoothness, "strong_convexity": row.strong_convexity}
                 with self.timed(label):
                     model = self.base(row).replace(scope=row.scope, **curvature)
-                block = model.answerer.block()
-                assert block is not None
+                block = cast(Block, model.answerer.block())
                 header = {"entry": block.entry, "seconds": self.seconds[label]}
                 write_tensors(path, block.tensors, header)
             tensors, about = read_tensors(path)
         self.report(label, 1, 1)
         found = WholeBankAnswerer.restore({}, about["entry"], tensors)["potential"]
         scalars = found.smoothness, found.strong_convexity, tuple(found.left_out.tolist())
-        record = records.PotentialRecord(*scalars, found.sweeps, found.violation, about["seconds"])
-        return found, record
+        rest = found.sweeps, found.violation, about["seconds"]
+        return found, records.PotentialRecord(*scalars, *rest)
 
     def train_inputs(self, row: RowSpec) -> Tensor | None:
         """The training inputs of a row's bank, where the bank itself does not show them."""
@@ -340,26 +342,25 @@ class Study:
         """A row under attack."""
         row = self.experiment.rows[key]
         spec = replace(row.attacks[name], label="")
-
-        def measure(report: Report) -> records.AttackedScore:
-            return attack_row(spec, self._subject(key, report), self.train_inputs(row))
-
         versions = [ATTACKS[run].version for run in spec.runs if run in ATTACKS]
-        identity = [self.identity(key), spec, PROTOCOL_VERSION, versions]
-        return self.part(f"{key}: {name}", records.AttackedScore, identity, measure)
+        return self.part(
+            f"{key}: {name}",
+            records.AttackedScore,
+            [self.identity(key), spec, PROTOCOL_VERSION, versions],
+            lambda report: attack_row(spec, self._subject(key, report), self.train_inputs(row)),
+        )
 
     def regularity(self, net: str) -> records.Regularity | None:
         """Of a net that OTAD defends by neighbors, with those of the first such row."""
         rows, asked = self.experiment.rows, (net, "otad", True)
         keys = [k for k, row in rows.items() if (row.net, row.method, row.uses_neighbors) == asked]
-
-        def measure(report: Report) -> records.Regularity:
-            return measure_regularity(self._subject(keys[0], report))
-
         if not keys:
             return None
         return self.part(
-            f"regularity of {net}", records.Regularity, self.identity(keys[0]), measure
+            f"regularity of {net}",
+            records.Regularity,
+            self.identity(keys[0]),
+            lambda report: measure_regularity(self._subject(keys[0], report)),
         )
 
     def _subject(self, key: str, report: Report) -> Subject:
