@@ -13,7 +13,7 @@ from otad.attacks.adaptive import Region
 from otad.attacks.adaptive.neighborhood import Neighborhood
 from otad.attacks.pgd import Bpda, Pgd
 from otad.baselines import MajorityKnn
-from otad.cip.whole_bank.lifted_potential import lifted_potential
+from otad.cip.whole_bank.lifted_bank import lifted_potential
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
 from otad.nets import lifted_net

@@ -17,7 +17,7 @@ from otad.certify import certify, certify_values
 from otad.certify.input_reach import InputReach, Reach, input_reach
 from otad.certify.lipschitz_map import Lipschitz
 from otad.cip import Status
-from otad.cip.whole_bank.lifted_potential import lifted_potential
+from otad.cip.whole_bank.lifted_bank import lifted_potential
 from otad.cip.whole_bank.map import GAP, ColumnGeneration
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import potential_lines

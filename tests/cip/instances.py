@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from otad.cip import CipProblem, CipSolution
 
@@ -32,14 +33,7 @@ def convex_map(points: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def random_problem(
-    generator: torch.Generator,
-    batch: int,
-    count: int,
-    dim: int,
-    *,
-    smoothness: float | Tensor = GREATEST_SLOPE,
-    strong_convexity: float = 0.0,
-    noise: float = 0.0,
+    generator, batch, count, dim, *, smoothness=GREATEST_SLOPE, strong_convexity=0.0, noise=0.0
 ) -> CipProblem:
     """Pairs of a convex map, disturbed by `noise`; queries among the anchors.
 
@@ -76,22 +70,11 @@ def assert_same(
 ) -> None:
     """All fields but residuals, each beside its natural size; NaN where NaN is expected."""
     size = problem.images.norm(dim=-1).amax(1)
-    pairs = {
-        "image": size[:, None],
-        "value": value_size(problem),
-        "multipliers": torch.tensor(1.0),
-        "potentials": value_size(problem)[:, None],
-        "smoothness": expected.smoothness,
-        "strong_convexity": torch.tensor(1.0),
-    }
-    for name, unit in pairs.items():
-        torch.testing.assert_close(
-            getattr(found, name) / unit,
-            getattr(expected, name) / unit,
-            rtol=0,
-            atol=tolerance,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    value, one = value_size(problem), torch.tensor(1.0)
+    units = {"image": size[:, None], "value": value, "multipliers": one}
+    units |= {"potentials": value[:, None], "smoothness": expected.smoothness}
+    for name, unit in (units | {"strong_convexity": one}).items():
+        mine, other = (getattr(part, name) / unit for part in (found, expected))
+        assert_close(mine, other, rtol=0, atol=tolerance, equal_nan=True, msg=name)
     assert found.status.tolist() == expected.status.tolist()
     assert torch.equal(found.active, expected.active)

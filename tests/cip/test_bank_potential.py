@@ -1,6 +1,8 @@
-"""One potential for a whole bank: every pair's inequality, least L, contradictions, removal."""
+"""One potential for a whole bank: every pair's inequality, least L, cycles, removal."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -9,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor
+from torch.testing import assert_close
 
+from otad.cip.whole_bank import contradictions, potential
 from otad.cip.whole_bank import pairs as bank_pairs
-from otad.cip.whole_bank import potential
+from otad.cip.whole_bank.contradictions import PairCurvatures, cycle_bound, cycles_of, vertex_cover
+from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import (
     BankPotential,
     Contradiction,
@@ -48,15 +53,9 @@ def gaps(x: Tensor, z: Tensor, levels: Tensor, smoothness: float, bend: float) -
 def is_feasible(x: Tensor, z: Tensor, smoothness: float, bend: float) -> bool:
     """By an LP solver, which knows nothing of cycles: u_j - u_i <= what is left for i and j."""
     room = gaps(x, z, torch.zeros(len(x), dtype=torch.float64), smoothness, bend).numpy()
-    rows, bounds = [], []
-    for i in range(len(x)):
-        for j in range(len(x)):
-            if i != j:
-                row = np.zeros(len(x))
-                row[i], row[j] = -1.0, 1.0
-                rows.append(row)
-                bounds.append(room[i, j])
-    return linprog(np.zeros(len(x)), np.array(rows), bounds, bounds=(None, None)).status == 0
+    i, j = np.nonzero(~np.eye(len(x), dtype=bool))
+    rows = np.eye(len(x))[j] - np.eye(len(x))[i]
+    return linprog(np.zeros(len(x)), rows, room[i, j], bounds=(None, None)).status == 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -66,9 +65,7 @@ def is_feasible(x: Tensor, z: Tensor, smoothness: float, bend: float) -> bool:
     dim=st.integers(1, 6),
     bend=st.sampled_from(BENDS),
 )
-def test_every_pair_is_satisfied_where_levels_are_found(
-    seed: int, size: int, dim: int, bend: float
-) -> None:
+def test_every_pair_is_satisfied_where_levels_are_found(seed, size, dim, bend) -> None:
     x, z = smooth_bank(size, dim, seed)
     found = least_bank_smoothness(x, z, bend)
     off = gaps(x, z, found.levels, found.smoothness, bend)
@@ -95,7 +92,7 @@ def test_a_quadratic_needs_its_own_curvature() -> None:
     found = least_bank_smoothness(x, 1.7 * x, tolerance=1e-6)
     assert found.smoothness == pytest.approx(1.7, rel=2e-6)
     exact = 0.85 * x.square().sum(1)
-    torch.testing.assert_close(found.levels, exact - exact.mean(), rtol=1e-6, atol=1e-6)
+    assert_close(found.levels, exact - exact.mean(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_contradiction_is_a_cycle_of_positive_weight() -> None:
@@ -136,9 +133,7 @@ def test_the_sweeps_go_on_where_all_that_rose_is_left_out(monkeypatch) -> None:
 
 @pytest.mark.parametrize("bend", BENDS)
 @pytest.mark.parametrize(("wide", "high"), [(1e4, 1e-4), (1e-4, 1e4), (1e5, 1e5)])
-def test_the_least_curvature_is_in_the_units_of_the_bank(
-    wide: float, high: float, bend: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_curvature_is_in_the_units_of_the_bank(wide, high, bend, monkeypatch) -> None:
     monkeypatch.setattr(potential, "STEEPEST", 1e12)
     x, z = smooth_bank(30, 3, 12)
     unit = high / wide
@@ -149,12 +144,10 @@ def test_the_least_curvature_is_in_the_units_of_the_bank(
 
 def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     x, z = smooth_bank(45, 4, 7)
-    whole = integrate_bank(x, z, 3.0)
+    whole = integrate_most(x, z, 3.0)
     monkeypatch.setattr(bank_pairs, "BLOCK_BYTES", 16 * 4 * 7)
-    pieces = integrate_bank(x, z, 3.0)
-    assert isinstance(whole, BankPotential)
-    assert isinstance(pieces, BankPotential)
-    torch.testing.assert_close(whole.levels, pieces.levels, rtol=0, atol=1e-12)
+    pieces = integrate_most(x, z, 3.0)
+    assert_close(whole.levels, pieces.levels, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -174,8 +167,12 @@ def test_progress_is_told_of_every_sweep() -> None:
 
 
 def test_equal_inputs_with_different_features_have_no_map() -> None:
-    x, z = smooth_bank(10, 2, 11)
-    x[3] = x[7]
+    x, z = smooth_bank(20, 3, 2)
+    x[4] = x[11]
+    pairs = Pairs(x, z, 0.0)
+    assert PairCurvatures(pairs).largest() == math.inf
+    assert cycle_bound(pairs, torch.tensor([4, 11])) == math.inf
+    assert cycle_bound(pairs, torch.tensor([4])) == 0.0
     with pytest.raises(SolverError, match="equal inputs with different features have no map"):
         least_bank_smoothness(x, z)
 
@@ -199,3 +196,51 @@ def test_refuses_bad_input(change: dict, message: str) -> None:
     given = {"inputs": torch.rand(6, 3), "features": torch.rand(6, 3), "smoothness": 2.0}
     with pytest.raises(InputError, match=message):
         integrate_bank(**(given | change))
+
+
+def test_all_cycles_of_a_map_are_found_once() -> None:
+    parents = torch.tensor([1, 2, 0, 3, 3, 6, 5, 2, 8])
+    found = sorted(tuple(sorted(cycle.tolist())) for cycle in cycles_of(parents))
+    assert found == [(0, 1, 2), (5, 6)]
+    assert cycles_of(torch.arange(4)) == ()
+
+
+@pytest.mark.parametrize("bend", BENDS)
+def test_the_pair_bound_is_the_steepest_pair(bend: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contradictions.BLOCK, "cpu", 16)
+    x, z = smooth_bank(60, 4, 1)
+    images = z - bend * x
+    steps, turns = x[:, None] - x[None], images[:, None] - images[None]
+    ratios = turns.square().sum(2) / (turns * steps).sum(2)
+    expected = float(ratios.nan_to_num(0.0).max())
+    pairs = Pairs(x, z, bend)
+    assert PairCurvatures(pairs).largest() == pytest.approx(expected, rel=1e-12)
+    assert least_bank_smoothness(x, z, bend).modulus >= expected * (1 - 1e-12)
+    first, second = divmod(int(ratios.nan_to_num(0.0).argmax()), 60)
+    assert cycle_bound(pairs, torch.tensor([first, second])) == pytest.approx(expected, rel=1e-9)
+
+
+def test_without_the_contradicting_points_no_pair_contradicts() -> None:
+    x, z = smooth_bank(80, 3, 3, noise=0.1)
+    pairs = Pairs(x, z, 0.0)
+    gone = vertex_cover(PairCurvatures(pairs).above(3.0, "", 0.0), 80)
+    assert 0 < len(gone) < 60
+    assert len(set(gone.tolist())) == len(gone)
+    pairs.included[gone] = False
+    assert PairCurvatures(pairs).largest() <= 3.0
+    assert len(PairCurvatures(pairs).above(3.0, "", 0.0)) == 0
+    assert set(gone.tolist()) <= set(integrate_most(x, z, 3.0).left_out.tolist())
+
+
+def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contradictions, "MOST_PAIRS", 20)
+    x, z = smooth_bank(30, 3, 5)
+    with pytest.raises(SolverError, match=r"smoothness: .*0.1.* 20 pairs"):
+        integrate_most(x, z, 0.1)
+
+
+def test_constant_features_need_no_curvature() -> None:
+    x, z = smooth_bank(12, 3, 4)
+    found = least_bank_smoothness(x, 0 * z + 5.0)
+    assert 0 < found.smoothness < 1e-5
+    assert len(least_bank_smoothness(x[:1], z[:1]).levels) == 1

@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 from cip.instances import converted, normal, random_problem, rows_of
+from torch.testing import assert_close
 
 from otad.cip import CipProblem, CipSolution, ExactCip, Status, least_smoothness
 from otad.errors import SolverError
 
 DOUBLE = torch.float64
 BOTH_MODES = pytest.mark.parametrize("mode", ["consistent", "paper"])
-BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+LOWS = (-0.5, 0.0, 0.3)
 
 
 def check(problem: CipProblem, solution: CipSolution) -> None:
@@ -25,59 +27,55 @@ def check(problem: CipProblem, solution: CipSolution) -> None:
 
 @BOTH_MODES
 @BOTH_DTYPES
-@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
-def test_one_neighbor(low, dtype, mode, generator) -> None:
+def test_one_neighbor(dtype, mode, generator) -> None:
     """h(x) = u + <z, x - x_1> + l/2 |x - x_1|^2 is the lowest potential."""
-    problem = random_problem(generator, 8, 1, 5, smoothness=1.0, strong_convexity=low)
-    problem = converted(problem, dtype)
-    solution = ExactCip(mode=mode)(problem)
-    gap = problem.query - problem.anchors[:, 0]
-    torch.testing.assert_close(solution.image, problem.images[:, 0] + low * gap)
-    value = (problem.images[:, 0] * gap).sum(1) + low / 2 * gap.square().sum(1)
-    torch.testing.assert_close(solution.value, value)
-    assert solution.multipliers.tolist() == [[1.0]] * 8
-    assert solution.potentials.tolist() == [[0.0]] * 8
-    assert solution.status.tolist() == [Status.SOLVED] * 8
-    assert least_smoothness(problem).tolist() == [low] * 8
-    check(problem, solution)
+    for low in LOWS:
+        problem = random_problem(generator, 8, 1, 5, smoothness=1.0, strong_convexity=low)
+        problem = converted(problem, dtype)
+        solution = ExactCip(mode=mode)(problem)
+        gap = problem.query - problem.anchors[:, 0]
+        assert_close(solution.image, problem.images[:, 0] + low * gap)
+        assert_close(solution.value, ((problem.images[:, 0] + low / 2 * gap) * gap).sum(1))
+        assert solution.multipliers.tolist() == [[1.0]] * 8
+        assert solution.potentials.tolist() == [[0.0]] * 8
+        assert solution.status.tolist() == [Status.SOLVED] * 8
+        assert least_smoothness(problem).tolist() == [low] * 8
+        check(problem, solution)
 
 
 @BOTH_MODES
 @BOTH_DTYPES
 @pytest.mark.parametrize("dim", [2, 784])
-@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
+@pytest.mark.parametrize("low", LOWS)
 def test_repeated_pairs_change_nothing(low, dim, dtype, mode, generator) -> None:
     """All neighbors twice: the same mean of paths, hence potentials, hence answer."""
+    order = [3, 0, 1, 2, 2, 3, 4, 4, 0, 1]
+    tolerance = 1e-9 if dtype == DOUBLE else 1e-3
     problem = random_problem(generator, 8, 5, dim, smoothness=1.3, strong_convexity=low)
     problem = converted(problem, dtype)
-    order = [3, 0, 1, 2, 2, 3, 4, 4, 0, 1]
     arrays = problem.anchors[:, order], problem.images[:, order]
     twice = CipProblem(problem.query, *arrays, 1.3, low)
     expected, found = ExactCip(mode=mode)(problem), ExactCip(mode=mode)(twice)
     check(twice, found)
-    tolerance = 1e-9 if dtype == DOUBLE else 1e-3
     assert found.status.tolist() == expected.status.tolist()
-    torch.testing.assert_close(
-        found.smoothness, expected.smoothness, rtol=min(tolerance, 1e-5), atol=0
-    )
+    assert_close(found.smoothness, expected.smoothness, rtol=min(tolerance, 1e-5), atol=0)
     size = problem.images.norm(dim=-1).amax(1)
     assert float(((found.image - expected.image).norm(dim=1) / size).max()) <= tolerance
     weights = torch.zeros_like(expected.multipliers)
     weights.scatter_add_(1, torch.tensor(order).expand(8, -1), found.multipliers)
-    torch.testing.assert_close(weights, expected.multipliers, rtol=0, atol=tolerance)
+    assert_close(weights, expected.multipliers, rtol=0, atol=tolerance)
     levels = (found.potentials - expected.potentials[:, order]).abs().amax(1)
     assert float((levels / size.square()).max()) <= tolerance
 
 
 @BOTH_DTYPES
 @pytest.mark.parametrize("dim", [2, 784])
-@pytest.mark.parametrize("low", [-0.5, 0.0, 0.3])
+@pytest.mark.parametrize("low", LOWS)
 def test_contradicting_images_of_one_anchor(low, dim, dtype, generator) -> None:
     problem = random_problem(generator, 10, 15, dim, strong_convexity=low)
     anchors = problem.anchors.clone()
     anchors[:, 14] = anchors[:, 7]
-    twins = CipProblem(problem.query, anchors, problem.images, 2.4, low)
-    twins = converted(twins, dtype)
+    twins = converted(CipProblem(problem.query, anchors, problem.images, 2.4, low), dtype)
     assert least_smoothness(twins).tolist() == [math.inf] * 10
     with pytest.raises(SolverError, match=r"10 of 10 rows have no solution: 0 \(INFEASIBLE\)"):
         ExactCip()(twins)
@@ -88,18 +86,16 @@ def test_contradicting_images_of_one_anchor(low, dim, dtype, generator) -> None:
 
 @BOTH_MODES
 @BOTH_DTYPES
-@pytest.mark.parametrize("low", [-0.5, 0.0])
-def test_all_images_equal(low, dtype, mode, generator) -> None:
-    problem = random_problem(generator, 6, 7, 4, smoothness=1.0, strong_convexity=low)
-    flat = problem.images[:, :1].expand(-1, 7, -1).contiguous()
-    constant = CipProblem(problem.query, problem.anchors, flat, 1.0, low)
-    constant = converted(constant, dtype)
-    solution = ExactCip(mode=mode)(constant)
-    assert solution.status.tolist() == [Status.SOLVED] * 6
-    check(constant, solution)
-    if low == 0:
-        torch.testing.assert_close(solution.image, constant.images[:, 0])
-        assert least_smoothness(constant).tolist() == [0.0] * 6
+def test_all_images_equal(dtype, mode, generator) -> None:
+    for low in (-0.5, 0.0):
+        problem = random_problem(generator, 6, 7, 4, smoothness=1.0, strong_convexity=low)
+        flat = problem.images[:, :1].expand(-1, 7, -1).contiguous()
+        constant = converted(CipProblem(problem.query, problem.anchors, flat, 1.0, low), dtype)
+        solution = ExactCip(mode=mode)(constant)
+        assert solution.status.tolist() == [Status.SOLVED] * 6
+        check(constant, solution)
+    assert_close(solution.image, constant.images[:, 0])
+    assert least_smoothness(constant).tolist() == [0.0] * 6
 
 
 @BOTH_MODES
@@ -107,6 +103,7 @@ def test_all_images_equal(low, dtype, mode, generator) -> None:
 @pytest.mark.parametrize("slope", [0.3, -0.5, 1.0])
 def test_images_on_the_lower_curvature(slope, dtype, mode, generator) -> None:
     """z_i = l x_i + c: the potential is the parabola itself, whatever L > l."""
+    tolerance = 1e-12 if dtype == DOUBLE else 1e-5
     for count, dim in ((1, 3), (5, 4), (10, 784)):
         anchors = normal(generator, 6, count, dim)
         for query in (normal(generator, 6, dim), torch.zeros(6, dim, dtype=DOUBLE)):
@@ -116,13 +113,10 @@ def test_images_on_the_lower_curvature(slope, dtype, mode, generator) -> None:
                 problem = converted(problem, dtype)
                 solution = ExactCip(mode=mode)(problem)
                 assert solution.smoothness.tolist() == [slope + 1.5] * 6
-                tolerance = 1e-12 if dtype == DOUBLE else 1e-5
                 expected = slope * problem.query + shift
-                torch.testing.assert_close(solution.image, expected, rtol=0, atol=tolerance)
+                assert_close(solution.image, expected, rtol=0, atol=tolerance)
                 least = least_smoothness(problem)
-                torch.testing.assert_close(
-                    least, torch.full_like(least, slope), rtol=0, atol=100 * tolerance
-                )
+                assert_close(least, torch.full_like(least, slope), rtol=0, atol=100 * tolerance)
                 check(problem, solution)
 
 
@@ -134,15 +128,14 @@ def test_linear_map(slope, dtype, mode, generator) -> None:
     anchors = normal(generator, 20, 8, 3)
     problem = CipProblem(normal(generator, 20, 3), anchors, slope * anchors, slope)
     problem = converted(problem, dtype)
-    tolerance = 1e-12 if dtype == DOUBLE else 1e-5
     least = least_smoothness(problem)
-    torch.testing.assert_close(least, torch.full_like(least, slope), rtol=tolerance, atol=0)
+    tolerance = 1e-12 if dtype == DOUBLE else 1e-5
+    assert_close(least, torch.full_like(least, slope), rtol=tolerance, atol=0)
     solution = ExactCip(mode=mode)(problem)
     check(problem, solution)
-    expected = problem.query * slope
     inside = solution.multipliers.gt(0).sum(1) > 3  # in the hull of its neighbors: exact
     assert bool(inside.any())
-    error = (solution.image - expected)[inside].norm(dim=1)
+    error = (solution.image - problem.query * slope)[inside].norm(dim=1)
     assert float(error.max()) <= (1e-6 if dtype == DOUBLE else 1e-2)
 
 
@@ -153,10 +146,8 @@ def test_collinear_images(dtype, mode, generator) -> None:
     direction = torch.nn.functional.normalize(normal(generator, 12, 1, 6), dim=-1)
     anchors = normal(generator, 12, 9, 6)
     height = (anchors * direction).sum(-1, keepdim=True)
-    problem = CipProblem(
-        normal(generator, 12, 6), anchors, (height + 0.5 * height.tanh()) * direction, 1.6
-    )
-    problem = converted(problem, dtype)
+    images = (height + 0.5 * height.tanh()) * direction
+    problem = converted(CipProblem(normal(generator, 12, 6), anchors, images, 1.6), dtype)
     solution = ExactCip(mode=mode)(problem)
     assert solution.status.tolist() == [Status.SOLVED] * 12
     check(problem, solution)
@@ -168,7 +159,7 @@ def test_collinear_images(dtype, mode, generator) -> None:
 @BOTH_DTYPES
 def test_more_neighbors_than_dimensions(dtype, mode, generator) -> None:
     for dim in (1, 2):
-        for low in (-0.5, 0.0, 0.3):
+        for low in LOWS:
             problem = random_problem(generator, 8, 25, dim, smoothness=1.0, strong_convexity=low)
             problem = converted(problem, dtype)
             solution = ExactCip(mode=mode)(problem)
@@ -179,9 +170,8 @@ def test_more_neighbors_than_dimensions(dtype, mode, generator) -> None:
 def test_the_worst_of_many_rows(generator) -> None:
     """In the plane, among thousands of rows some supports are nearly dependent."""
     generator.manual_seed(24)
-    problem = random_problem(
-        generator, 3000, 10, 2, smoothness=1.3, strong_convexity=-0.5, noise=0.1
-    )
+    curvature = {"smoothness": 1.3, "strong_convexity": -0.5}
+    problem = random_problem(generator, 3000, 10, 2, **curvature, noise=0.1)
     solution = ExactCip(mode="paper", on_failure="abstain")(problem)
     solved = ~solution.failed
     assert float(solved.double().mean()) > 0.9
@@ -195,8 +185,7 @@ def test_nearly_infeasible(margin, mode, generator) -> None:
     """Asked for a hair above and a hair below the least smoothness."""
     problem = random_problem(generator, 30, 6, 3, noise=0.05)
     least = least_smoothness(problem)
-    problem = rows_of(problem, least.isfinite())
-    least = least[least.isfinite()]
+    problem, least = rows_of(problem, least.isfinite()), least[least.isfinite()]
     arrays = (problem.query, problem.anchors, problem.images)
     above, below = (CipProblem(*arrays, least * (1 + sign * margin)) for sign in (1, -1))
     solved, raised = ExactCip(mode=mode)(above), ExactCip(mode=mode)(below)
@@ -205,8 +194,8 @@ def test_nearly_infeasible(margin, mode, generator) -> None:
     if margin > 1e-12:
         assert solved.status.eq(Status.SOLVED).all()
         assert raised.status.eq(Status.RAISED).all()
-    torch.testing.assert_close(raised.smoothness, least, rtol=1e-11, atol=0)
-    torch.testing.assert_close(solved.smoothness, least, rtol=margin + 1e-11, atol=0)
+    assert_close(raised.smoothness, least, rtol=1e-11, atol=0)
+    assert_close(solved.smoothness, least, rtol=margin + 1e-11, atol=0)
 
 
 def test_nearly_contradicting(generator) -> None:
@@ -219,63 +208,41 @@ def test_nearly_contradicting(generator) -> None:
         images[:, 5] = images[:, 4] + step
         near = CipProblem(problem.query, anchors, images, 2.4)
         solution = ExactCip(on_failure="abstain")(near)
-        least = least_smoothness(near)
-        assert bool((least >= (1 - 1e-6) / gap).all())
+        assert bool((least_smoothness(near) >= (1 - 1e-6) / gap).all())
         solved = ~solution.failed
-        assert float(near.residual(solution)[solved].max()) <= 1e-9
         assert bool(solved.any())
+        assert float(near.residual(solution)[solved].max()) <= 1e-9
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("anchor_scale", [1e-6, 1.0, 1e6])
-@pytest.mark.parametrize("image_scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("far", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("high", [1e-6, 1.0, 1e6])
 @BOTH_DTYPES
-def test_scales(dtype, image_scale, anchor_scale, mode, generator) -> None:
+def test_scales(dtype, high, far, mode, generator) -> None:
     """Anchors times s and images times t: curvature times t/s, values times s t."""
-    slope = image_scale / anchor_scale
+    slope, tolerance = high / far, 1e-8 if dtype == DOUBLE else 2e-3
+    units = {"image": high, "value": high * far, "potentials": high * far, "multipliers": 1.0}
     for low in (0.0, 0.3):
         problem = random_problem(generator, 10, 8, 5, smoothness=1.4, strong_convexity=low)
-        scaled = CipProblem(
-            anchor_scale * problem.query,
-            anchor_scale * problem.anchors,
-            image_scale * problem.images,
-            slope * 1.4,
-            slope * low,
-        )
-        scaled = converted(scaled, dtype)
+        arrays = far * problem.query, far * problem.anchors, high * problem.images
+        scaled = converted(CipProblem(*arrays, slope * 1.4, slope * low), dtype)
         found, expected = ExactCip(mode=mode)(scaled), ExactCip(mode=mode)(problem)
         check(scaled, found)
         assert found.status.tolist() == expected.status.tolist()
-        tolerance = 1e-8 if dtype == DOUBLE else 2e-3
-        units = {
-            "image": image_scale,
-            "value": image_scale * anchor_scale,
-            "potentials": image_scale * anchor_scale,
-            "multipliers": 1.0,
-            "smoothness": slope,
-        }
-        for name, unit in units.items():
-            torch.testing.assert_close(
-                getattr(found, name).double() / unit,
-                getattr(expected, name),
-                rtol=tolerance,
-                atol=tolerance,
-            )
+        for name, unit in (units | {"smoothness": slope}).items():
+            one, other = getattr(found, name).double() / unit, getattr(expected, name)
+            assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("distance", [1e2, 1e4])
 def test_query_far_from_all_anchors(distance, generator) -> None:
-    for low in (-0.5, 0.0, 0.3):
+    for low in LOWS:
         problem = random_problem(generator, 10, 8, 5, smoothness=1.4, strong_convexity=low)
-        far = CipProblem(
-            distance * normal(generator, 10, 5), problem.anchors, problem.images, 1.4, low
-        )
-        solution = ExactCip()(far)
+        query = distance * normal(generator, 10, 5)
+        far = CipProblem(query, problem.anchors, problem.images, 1.4, low)
+        solution, near = ExactCip()(far), ExactCip()(problem)
         check(far, solution)
-        near = ExactCip()(problem)
-        torch.testing.assert_close(
-            solution.smoothness, near.smoothness, rtol=1e-13 * distance**2, atol=0
-        )
+        assert_close(solution.smoothness, near.smoothness, rtol=1e-13 * distance**2, atol=0)
 
 
 @pytest.mark.parametrize("seed", [25, 33])
@@ -285,5 +252,4 @@ def test_many_pivots_leave_no_rounding_behind(seed: int) -> None:
     anchors = torch.randn(2000, 25, 3, generator=generator).to(DOUBLE)
     query = 0.5 * torch.randn(2000, 3, generator=generator).to(DOUBLE)
     problem = CipProblem(query, anchors, anchors.clone(), 1.00005)
-    solution = ExactCip()(problem)
-    assert float(problem.residual(solution).max()) <= 1e-9
+    assert float(problem.residual(ExactCip()(problem)).max()) <= 1e-9

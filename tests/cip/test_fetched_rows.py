@@ -9,6 +9,7 @@ import pytest
 import torch
 from cip.instances import convex_map, normal
 from torch import Tensor
+from torch.testing import assert_close
 
 from otad.cip import BankProblem, ExactCip
 from otad.cip import problem as problem_module
@@ -49,11 +50,7 @@ def problem_of(bank: FeatureBank, change: Callable[[Tensor], Tensor] | None = No
     generator = torch.Generator().manual_seed(1)
     indices = torch.stack([torch.randperm(N, generator=generator)[:K] for _ in range(B)])
     query = bank.inputs[indices].float().mean(1)
-    parts = (
-        (bank.inputs, bank.features)
-        if change is None
-        else map(change, (bank.inputs, bank.features))
-    )
+    parts = (part if change is None else change(part) for part in (bank.inputs, bank.features))
     return BankProblem(query, *parts, indices, 2.4, 0.1)
 
 
@@ -65,9 +62,7 @@ def solved(problem: BankProblem, solver: ExactCip) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_answers_and_gradients_are_those_of_a_bank_in_memory(
-    bank: FeatureBank, solver: ExactCip, asked: Asked
-) -> None:
+def test_answers_and_gradients_are_those_of_a_bank_in_memory(bank, solver, asked) -> None:
     problem = problem_of(bank)
     found = solved(problem, solver)
     rows = problem.indices.unique().tolist()
@@ -78,9 +73,7 @@ def test_answers_and_gradients_are_those_of_a_bank_in_memory(
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_more_rows_than_fit_are_read_by_blocks(
-    bank: FeatureBank, solver: ExactCip, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_than_fit_are_read_by_blocks(bank, solver, asked, monkeypatch) -> None:
     expected = solved(problem_of(bank, torch.clone), solver)
     needed = 2 * len(problem_of(bank).indices.unique()) * D * 2
     monkeypatch.setattr(problem_module, "_FETCHED_BYTES", needed)
@@ -95,12 +88,9 @@ def test_more_rows_than_fit_are_read_by_blocks(
     assert {len(rows) for rows in asked} == {block * K}
 
 
-def test_a_bank_in_memory_stays_as_it_is(bank: FeatureBank) -> None:
-    problem = problem_of(bank, torch.clone)
-    assert problem.fetched() is problem
-
-
 def test_what_is_brought_is_the_same_problem(bank: FeatureBank) -> None:
+    in_memory = problem_of(bank, torch.clone)
+    assert in_memory.fetched() is in_memory
     problem = problem_of(bank)
     near = problem.fetched()
     rows = slice(2, 7)
@@ -122,4 +112,4 @@ def test_rows_come_to_the_gpu(bank: FeatureBank, change: Callable[[Tensor], Tens
     assert away.fetched().inputs.is_cuda
     near = BankProblem(here.query.cuda(), *(part.cuda() for part in pairs), indices, 2.4, 0.1)
     for mine, theirs in zip(solved(away, ExactCip()), solved(near, ExactCip()), strict=True):
-        torch.testing.assert_close(mine, theirs)
+        assert_close(mine, theirs)

@@ -1,4 +1,4 @@
-"""The slow twin itself: its contract, and answers known in closed form."""
+"""The slow twin: answers known in closed form, and the exact solver against it (690 rows)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cip.instances import normal, random_problem, rows_of
+from cip.instances import CONVEXITIES, converted, normal, random_problem, value_size
+from torch.testing import assert_close
 
-from otad.cip import BankProblem, CipProblem, Status
+from otad.cip import CipProblem, ExactCip, Status
 from otad.cip.reference import (
     CvxpyCip,
     canonical_potentials,
@@ -25,9 +26,9 @@ def test_one_neighbor_in_closed_form(generator) -> None:
     problem = random_problem(generator, 2, 1, 4, smoothness=1.0, strong_convexity=0.3)
     solution = CvxpyCip()(problem)
     gap = problem.query - problem.anchors[:, 0]
-    torch.testing.assert_close(solution.image, problem.images[:, 0] + 0.3 * gap)
+    assert_close(solution.image, problem.images[:, 0] + 0.3 * gap)
     value = (problem.images[:, 0] * gap).sum(1) + 0.15 * gap.square().sum(1)
-    torch.testing.assert_close(solution.value, value)
+    assert_close(solution.value, value)
     assert solution.multipliers.tolist() == [[1.0]] * 2
 
 
@@ -42,9 +43,9 @@ def test_two_neighbors_on_a_line_in_closed_form() -> None:
     solution = CvxpyCip()(CipProblem(query, anchors, anchors.clone(), 2.0))
     assert solution.potentials.tolist() == [[-1.0, 1.0]] * 5
     expected = torch.tensor([[0.0], [0.0], [1.0], [2.0], [2.0]], dtype=torch.float64)
-    torch.testing.assert_close(solution.image, expected)
+    assert_close(solution.image, expected)
     value = torch.tensor([-1.0, -1.0, -0.75, 0.5, 3.0], dtype=torch.float64)
-    torch.testing.assert_close(solution.value, value)
+    assert_close(solution.value, value)
 
 
 def test_potentials_and_least_smoothness_of_a_parabola(generator) -> None:
@@ -79,33 +80,6 @@ def test_contract(generator) -> None:
     assert float(rough.residual.max()) <= 1e-5
 
 
-def test_bank_problem(generator) -> None:
-    inputs = normal(generator, 8, 3)
-    indices = torch.tensor([[0, 1, 2], [5, 3, 1]])
-    query = normal(generator, 2, 3)
-    bank = CvxpyCip()(BankProblem(query, inputs, inputs.tanh(), indices, 1.5))
-    dense = CvxpyCip()(CipProblem(query, inputs[indices], inputs.tanh()[indices], 1.5))
-    assert torch.equal(bank.image, dense.image)
-
-
-def test_given_potentials_are_used(generator) -> None:
-    problem = rows_of(random_problem(generator, 1, 3, 2, smoothness=2.0), slice(0, 1))
-    own = CvxpyCip()(problem)
-    raised = CvxpyCip()(
-        problem,
-        potentials=own.potentials + 5.0,
-        smoothness=torch.tensor([4.0]),
-        strong_convexity=torch.tensor([-1.0]),
-    )
-    assert raised.smoothness.tolist() == [4.0]
-    assert raised.strong_convexity.tolist() == [-1.0]
-    assert float(raised.residual) <= 1e-9  # feasible for more than they were made for
-    assert torch.equal(raised.potentials, own.potentials + 5.0)
-    lifted = CvxpyCip()(problem, potentials=own.potentials + 5.0)
-    torch.testing.assert_close(lifted.value, own.value + 5.0)
-    torch.testing.assert_close(lifted.image, own.image)
-
-
 def test_rows_without_a_solution(generator) -> None:
     problem = random_problem(generator, 3, 4, 2)
     images = problem.images.clone()
@@ -121,7 +95,7 @@ def test_rows_without_a_solution(generator) -> None:
         assert bool(solution.smoothness[1].isnan())
     assert bool(abstained.image[1].isnan().all())
     nearest = (problem.anchors[1] - problem.query[1]).norm(dim=1).argmin()
-    torch.testing.assert_close(fallen.image[1], images[1, nearest])
+    assert_close(fallen.image[1], images[1, nearest])
     assert int(fallen.multipliers[1].argmax()) == int(nearest)
 
 
@@ -140,3 +114,65 @@ def test_missing_cvxpy_names_the_extra(generator, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cvxpy", None)
     with pytest.raises(MissingExtraError, match=r"'cvxpy' .*otad\[reference\]"):
         CvxpyCip()(problem)
+
+
+ALL = range(1, 16)
+CASES = [(2, ALL, 3), (11, ALL, 3), (128, ALL, 1), (784, (1, 2, 3, 4, 6, 8, 10, 11, 13, 15), 1)]
+
+
+@pytest.mark.parametrize("mode", ["consistent", "paper"])
+@pytest.mark.parametrize("strong_convexity", CONVEXITIES)
+@pytest.mark.parametrize(("dim", "counts", "batch"), CASES, ids=["d2", "d11", "d128", "d784"])
+def test_same_answer(dim, counts, batch, strong_convexity, mode, generator) -> None:
+    """Potentials, least smoothness, value, image and multipliers, each found on its own."""
+    generator.manual_seed(100 * dim + 10 * CONVEXITIES.index(strong_convexity) + (mode == "paper"))
+    raised = 0
+    for count in counts:
+        # Below, within and above the range in which the least smoothness lies.
+        smoothness = torch.tensor([3.0, 1.0, 1.6]).roll(count)[:batch].double()
+        curvature = {"smoothness": smoothness, "strong_convexity": strong_convexity}
+        problem = random_problem(generator, batch, count, dim, **curvature)
+        found, expected = ExactCip(mode=mode)(problem), CvxpyCip(mode=mode)(problem)
+        raised += int((found.status == Status.RAISED).sum())
+        assert found.status.tolist() == expected.status.tolist()
+
+        size = problem.images.norm(dim=-1).amax(1)
+        image_error = (found.image - expected.image).norm(dim=1) / size
+        value_error = (found.value - expected.value).abs() / found.value.abs()
+        assert float(image_error.max()) <= 1e-5
+        assert float(value_error.max()) <= 1e-7
+        assert_close(found.smoothness, expected.smoothness, rtol=1e-8, atol=0)
+        assert_close(found.multipliers, expected.multipliers, rtol=0, atol=1e-5)
+        level_error = (found.potentials - expected.potentials).abs().amax(1) / value_size(problem)
+        assert float(level_error.max()) <= 1e-8
+
+        assert float(found.residual.max()) <= 1e-9
+        assert float(problem.residual(found).max()) <= 1e-9
+        assert float(expected.residual.max()) <= 1e-9
+        single = converted(problem, torch.float32)
+        rough = ExactCip(mode=mode)(single)
+        assert rough.image.dtype == torch.float32
+        assert float(rough.residual.max()) <= 1e-5
+        assert float(single.residual(rough).max()) <= 1e-5
+    assert raised >= 3  # the test has seen both kinds
+
+
+@pytest.mark.parametrize("mode", ["consistent", "paper"])
+@pytest.mark.parametrize("potential", ["lowest", "highest"])
+def test_other_potentials_and_a_climb(mode, potential, generator) -> None:
+    """Handed the potentials and the curvature that were found, eq. (3) has the same answer."""
+    for count in (2, 5, 12):
+        problem = random_problem(generator, 4, count, 7, smoothness=1.0, strong_convexity=0.2)
+        solver = ExactCip(mode=mode, potential=potential, climb=(0.3, 0.1))
+        found = solver(problem)
+        expected = CvxpyCip(mode=mode)(
+            problem,
+            potentials=found.potentials,
+            smoothness=found.smoothness,
+            strong_convexity=found.strong_convexity,
+        )
+        assert bool((found.status == Status.RAISED).any())
+        assert float(problem.residual(found).max()) <= 1e-9
+        assert float(problem.residual(expected).max()) <= 1e-9
+        assert_close(found.value, expected.value, rtol=1e-7, atol=1e-7)
+        assert_close(found.image, expected.image, rtol=0, atol=1e-5)

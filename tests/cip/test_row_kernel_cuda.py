@@ -8,8 +8,10 @@ import pytest
 import torch
 from cip.instances import assert_same, random_problem
 from torch import Tensor
+from torch.testing import assert_close
 
 from otad.cip import BankProblem, CipProblem, ExactCip, Status
+from otad.cip.local.stream_triton import can_stream
 from otad.errors import InputError
 from otad.search import neighbors
 from otad.search.neighbors import TorchSearch
@@ -82,7 +84,7 @@ def test_some_rows_by_each_way(generator) -> None:
         fine = [row for row in range(60) if row != 7]
         for name in ("image", "multipliers", "potentials", "smoothness"):
             one, other = (getattr(part, name)[fine] for part in (found, expected))
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8, equal_nan=True)
+            assert_close(one, other, rtol=1e-8, atol=1e-8, equal_nan=True)
 
 
 def test_gradient_equals_the_cpu(generator, monkeypatch) -> None:
@@ -96,7 +98,7 @@ def test_gradient_equals_the_cpu(generator, monkeypatch) -> None:
         ((solution.image * weight).sum() + solution.value.sum()).backward()
         grads.append(query.grad.cpu())
         torch_forbidden(monkeypatch)
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-8, atol=1e-8)
+    assert_close(grads[1], grads[0], rtol=1e-8, atol=1e-8)
 
 
 def bank(dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -118,7 +120,7 @@ def test_streamed_problem_in_float32(generator, monkeypatch) -> None:
     torch_forbidden(monkeypatch)
     found = ExactCip()(problem)
     assert found.status.tolist() == [int(Status.RAISED)] * 64
-    torch.testing.assert_close(found.smoothness.cpu(), expected.smoothness, rtol=1e-4, atol=0)
+    assert_close(found.smoothness.cpu(), expected.smoothness, rtol=1e-4, atol=0)
     size = expected.image.norm(dim=1).max()
     assert float((found.image.cpu() - expected.image).norm(dim=1).max() / size) < 1e-4
     assert float(problem.residual(found).max()) < 1e-5
@@ -176,3 +178,42 @@ def test_what_is_not_finite_is_refused(wrong, generator) -> None:
     indices[1, 2] = 500
     with pytest.raises(InputError, match="indices: expected bank rows 0 to 499, got 0 to 500"):
         BankProblem(torch.zeros_like(queries), inputs, features, indices, 2.0)
+
+
+SHAPES = [
+    (1, 5, 0.0),
+    (3, 17, 0.0),
+    (10, 784, 0.0),
+    (10, 784, -0.5),
+    (33, 500, 0.3),
+    (64, 300, -0.3),
+]
+
+
+def bank_problem(count: int, dim: int, low: float, dtype: torch.dtype, device: str) -> BankProblem:
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(200, dim, generator=generator)
+    noise = 0.01 * torch.randn(200, dim, generator=generator)
+    features = (inputs.clamp(-1, 1) + low * inputs + noise).to(device, dtype)
+    inputs = inputs.to(device, dtype)
+    indices = torch.rand(40, 200, generator=generator).argsort(1)[:, :count].to(device)
+    query = inputs[indices].float().mean(1)
+    return BankProblem(query, inputs, features, indices, 3.0, low)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("count", "dim", "low"), SHAPES)
+def test_streamed_answers_equal_gathered_ones(count, dim, low, dtype) -> None:
+    bank = bank_problem(count, dim, low, dtype, "cuda")
+    everyone = slice(0, 40)
+    anchors, images = bank.anchors_of(everyone).float(), bank.images_of(everyone).float()
+    dense = CipProblem(bank.query, anchors, images, 3.0, low)
+    assert can_stream(bank)
+    assert not can_stream(dense)
+    solver = ExactCip(on_failure="fallback")
+    streamed, gathered = solver(bank), solver(dense)
+    solved = ~streamed.failed & ~gathered.failed
+    assert bool(solved.any())
+    size = gathered.image.norm(dim=1).max()
+    assert float((streamed.image - gathered.image)[solved].norm(dim=1).max() / size) < 1e-4
+    assert float(bank.residual(streamed)[solved].max()) < 1e-5

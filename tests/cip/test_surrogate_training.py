@@ -11,6 +11,7 @@ import torch
 from cip.instances import normal, random_problem, rows_of
 from cip.small_nets import DIM, TEACHER, TINY, K, changed, family, make_net, mean_square
 from torch import Tensor
+from torch.testing import assert_close
 
 from otad.cip import CipProblem, CipSolution, ExactCip
 from otad.cip.surrogate import CipNetEpoch, leave_one_out, train_cip_net
@@ -38,9 +39,7 @@ def test_training_imitates_the_teacher_on_problems_it_has_not_seen() -> None:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("mixed_precision", [False, True])
-def test_the_precision_is_that_of_the_config_within_any_autocast(
-    enabled: bool, mixed_precision: bool
-) -> None:
+def test_the_precision_is_that_of_the_config_within_any_autocast(enabled, mixed_precision) -> None:
     plainly, within = make_net(), make_net()
     config = replace(TINY, mixed_precision=mixed_precision)
     train_cip_net(plainly, family(0, 48), config)
@@ -91,9 +90,7 @@ def test_the_objective_is_the_mixture(alpha: float) -> None:
 
 @pytest.mark.parametrize("mode", ["consistent", "paper"])
 @pytest.mark.parametrize("cached", [True, False])
-def test_the_answers_are_those_of_the_teacher(
-    generator: torch.Generator, mode: str, cached: bool
-) -> None:
+def test_the_answers_are_those_of_the_teacher(generator, mode, cached) -> None:
     """Also where l falls, and where there is no solution but the nearest neighbor."""
     problem = random_problem(generator, 40, K, DIM, strong_convexity=0.3, noise=0.5)
     teacher = ExactCip(mode=mode, climb=(0.5, 0.1), max_smoothness=3.0, on_failure="fallback")
@@ -101,30 +98,7 @@ def test_the_answers_are_those_of_the_teacher(
     assert solution.status.unique().numel() > 1
     targets = TeacherImages(teacher, problem, 16, cached=cached)
     rows = torch.randperm(40, generator=generator)[:25]
-    torch.testing.assert_close(targets(rows), solution.image[rows])
-
-
-def test_cached_answers_train_like_fresh_ones() -> None:
-    problems = family(0, 48)
-    histories = [
-        train_cip_net(make_net(), problems, TINY, cached=cached).history
-        for cached in (True, False)
-    ]  # fmt: skip
-    for kept, fresh in zip(*histories, strict=True):
-        assert kept.loss == pytest.approx(fresh.loss, rel=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
-def test_half_precision_trains_almost_alike() -> None:
-    problems, unseen = family(0, 64), family(1, 64)
-    config = replace(TINY, epochs=4, learning_rate=3e-3)
-    mixed = replace(config, mixed_precision=True)
-    full, half = (
-        train_cip_net(make_net(), problems, one, held_out=unseen).history[-1]
-        for one in (config, mixed)
-    )
-    assert half.held_out_error == pytest.approx(full.held_out_error, rel=0.1)
-    assert half != full
+    assert_close(targets(rows), solution.image[rows])
 
 
 class _StopError(Exception):
@@ -145,14 +119,12 @@ def test_a_run_that_was_stopped_ends_like_an_uninterrupted_one(tmp_path: Path) -
     options = {"alpha": 0.6, "own_features": own}
     whole = make_net()
     expected = train_cip_net(whole, problems, config, checkpoint_dir=tmp_path / "whole", **options)
+    options["checkpoint_dir"] = tmp_path / "cut"
     for epoch in (2, 5):
         with pytest.raises(_StopError):
-            train_cip_net(
-                make_net(), problems, config,
-                checkpoint_dir=tmp_path / "cut", progress=stop_after(epoch), **options,
-            )  # fmt: skip
+            train_cip_net(make_net(), problems, config, progress=stop_after(epoch), **options)
     again = make_net()
-    result = train_cip_net(again, problems, config, checkpoint_dir=tmp_path / "cut", **options)
+    result = train_cip_net(again, problems, config, **options)
     assert result.resumed_after == 5
     assert result == expected
     assert fingerprint(again.state_dict()) == fingerprint(whole.state_dict())
@@ -165,13 +137,9 @@ def test_a_run_that_was_stopped_ends_like_an_uninterrupted_one(tmp_path: Path) -
         {"held_out": family(1, 8)},
     ):
         with pytest.raises(InputError, match="checkpoint of this run"):
-            train_cip_net(
-                make_net(), problems, config, checkpoint_dir=tmp_path / "cut", **options | change
-            )
+            train_cip_net(make_net(), problems, config, **options | change)
     with pytest.raises(InputError, match=r"initial_weights"):
-        train_cip_net(
-            make_net(seed=9), problems, config, checkpoint_dir=tmp_path / "cut", **options
-        )
+        train_cip_net(make_net(seed=9), problems, config, **options)
 
 
 def test_errors_on_problems_held_out_are_those_of_the_problems_given(tmp_path: Path) -> None:

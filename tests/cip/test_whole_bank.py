@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import clarabel
@@ -14,17 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 from torch import Tensor
+from torch.testing import assert_close
 
 from otad.cip import Status
 from otad.cip.whole_bank import pricing
 from otad.cip.whole_bank.map import WholeBank
-from otad.cip.whole_bank.potential import (
-    BankPotential,
-    integrate_bank,
-    integrate_most,
-    least_bank_smoothness,
-)
-from otad.errors import InputError, MissingExtraError
+from otad.cip.whole_bank.pairs import Pairs
+from otad.cip.whole_bank.potential import BankPotential, integrate_most, least_bank_smoothness
+from otad.cip.whole_bank.pricing import Prices
+from otad.errors import InputError
 
 
 def queries(count: int, dim: int, seed: int) -> Tensor:
@@ -48,19 +45,13 @@ def full_program(
     lines = levels + ((query - points) * images).sum(1) + images.square().sum(1) / (2 * modulus)
     count, dim = images.shape
     shift = float(lines.max())  # weights sum to one: a constant moves the value alone
-    quadratic = sparse.block_diag(
-        [sparse.csc_matrix((count, count)), sparse.identity(dim) / modulus], format="csc"
-    )
+    quadratic = sparse.diags([0.0] * count + [1 / modulus] * dim, format="csc")
     linear = np.concatenate([-(lines.numpy() - shift), np.zeros(dim)])
-    constraints = sparse.bmat(
-        [
-            [sparse.csc_matrix(np.ones((1, count))), None],
-            [sparse.csc_matrix(images.numpy().T), -sparse.identity(dim)],
-            [-sparse.identity(count), None],
-        ],
-        format="csc",
-    )
-    bounds = np.concatenate([[1.0], np.zeros(dim), np.zeros(count)])
+    rows = np.zeros((1 + dim + count, count + dim))
+    rows[0, :count], rows[1 : 1 + dim, :count] = 1.0, images.numpy().T
+    rows[1 : 1 + dim, count:], rows[1 + dim :, :count] = -np.eye(dim), -np.eye(count)
+    constraints = sparse.csc_matrix(rows)
+    bounds = np.concatenate([[1.0], np.zeros(dim + count)])
     cones = [clarabel.ZeroConeT(1 + dim), clarabel.NonnegativeConeT(count)]
     options = clarabel.DefaultSettings()
     options.verbose = False
@@ -81,9 +72,9 @@ def test_far_from_the_origin_the_map_is_the_same(bend: float) -> None:
         potential = least_bank_smoothness(x + away, z, bend)
         found = WholeBank(x + away, z, potential)(query + away)
         assert (found.solution.status == int(Status.SOLVED)).all()
-        torch.testing.assert_close(found.solution.image, near.image, rtol=0, atol=1e-8)
+        assert_close(found.solution.image, near.image, rtol=0, atol=1e-8)
         at_bank = WholeBank(x + away, z, potential)(x + away).solution
-        torch.testing.assert_close(at_bank.value, potential.levels, rtol=1e-12, atol=1e-9)
+        assert_close(at_bank.value, potential.levels, rtol=1e-12, atol=1e-9)
 
 
 def test_every_query_is_solved_where_almost_all_points_are_as_good() -> None:
@@ -103,11 +94,10 @@ def test_equals_the_full_program_on_random_banks(bend: float) -> None:
     for seed in range(70):
         size, dim = 5 + (37 * seed) % 396, 1 + seed % 7
         x, z = smooth_bank(size, dim, seed)
-        found_potential = integrate_bank(x, z, 40.0, bend)
+        potential = integrate_most(x, z, 40.0, bend)
         if seed % 5 == 0:  # the least L makes the hardest program
-            found_potential = least_bank_smoothness(x, z, bend, tolerance=0.05)
-        assert isinstance(found_potential, BankPotential)
-        potential = found_potential
+            potential = least_bank_smoothness(x, z, bend, tolerance=0.05)
+        assert len(potential.left_out) == 0
         query = queries(1, dim, seed)
         found = WholeBank(x, z, potential)(query)
         value, image = full_program(x, z, potential, query[0])
@@ -123,14 +113,12 @@ def test_equals_the_full_program_on_random_banks(bend: float) -> None:
     dim=st.integers(1, 6),
     bend=st.sampled_from(BENDS),
 )
-def test_passes_through_every_pair_with_the_level_it_has(
-    seed: int, size: int, dim: int, bend: float
-) -> None:
+def test_passes_through_every_pair_with_the_level_it_has(seed, size, dim, bend) -> None:
     x, z = smooth_bank(size, dim, seed)
     potential = least_bank_smoothness(x, z, bend)
     found = WholeBank(x, z, potential)(x)
-    torch.testing.assert_close(found.solution.image, z, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.solution.value, potential.levels, rtol=0, atol=1e-8)
+    assert_close(found.solution.image, z, rtol=0, atol=1e-6)
+    assert_close(found.solution.value, potential.levels, rtol=0, atol=1e-8)
     assert bool((found.solution.status == int(Status.SOLVED)).all())
 
 
@@ -171,7 +159,7 @@ def test_the_gradient_is_that_of_the_map(bend: float) -> None:
     assert float(off.median()) < 1e-6  # at a kink the two sides differ
     assert float((off < 1e-5).double().mean()) > 0.9
     (slope,) = torch.autograd.grad(found.value.sum(), query)
-    torch.testing.assert_close(slope, found.image)  # the map is the gradient of its potential
+    assert_close(slope, found.image)  # the map is the gradient of its potential
 
 
 def test_the_gap_is_the_whole_truth_about_the_points_not_in() -> None:
@@ -184,9 +172,14 @@ def test_the_gap_is_the_whole_truth_about_the_points_not_in() -> None:
     slopes = lines + (query - image / potential.modulus) @ z.T
     held = slopes.gather(1, found.indices)
     mean = (found.solution.multipliers * held).sum(1)
-    torch.testing.assert_close(slopes.amax(1) - mean, found.gap, rtol=0, atol=1e-9)
-    assert bool((found.solution.multipliers >= 0).all())
-    torch.testing.assert_close(found.solution.multipliers.sum(1), torch.ones(30).double())
+    assert_close(slopes.amax(1) - mean, found.gap, rtol=0, atol=1e-9)
+    weight = found.solution.multipliers
+    assert_close(weight.sum(1), torch.ones(30).double())
+    # Most weight first, and the rest is padding.
+    assert bool((weight[:, :-1] >= weight[:, 1:]).all())
+    assert int((weight > 0).sum(1).max()) == weight.shape[1]
+    assert torch.equal(found.solution.active, weight > 0)
+    assert bool((found.indices == found.indices[:, :1])[weight <= 0].all())
 
 
 def test_points_left_out_have_no_say() -> None:
@@ -199,26 +192,12 @@ def test_points_left_out_have_no_say() -> None:
     levels = potential.levels[kept]
     alone = BankPotential(levels, 4.0, 0.0, torch.empty(0, dtype=torch.int64), 1, 0.0)
     part = WholeBank(x[kept], z[kept], alone)(query)
-    torch.testing.assert_close(whole.solution.image, part.solution.image)
+    assert_close(whole.solution.image, part.solution.image)
     assert not bool((whole.indices[whole.solution.multipliers > 0] == 17).any())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_answers_in_the_dtype_of_the_query_and_batch_by_batch(dtype: torch.dtype) -> None:
-    x, z = smooth_bank(80, 4, 13, dtype=torch.float32)
-    potential = least_bank_smoothness(x, z)
-    bank = WholeBank(x, z, potential)
-    query = queries(12, 4, 14).to(dtype)
-    whole = bank(query).solution.image
-    assert whole.dtype == dtype
-    alone = torch.cat([bank(one).solution.image for one in query.split(1)])
-    torch.testing.assert_close(whole, alone, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("cells", [10**9, 40])
-def test_an_index_only_helps_to_find_the_points(
-    cells: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_only_helps_to_find_the_points(cells, monkeypatch) -> None:
     """With one cell, and with so many that most of the bank is not looked at."""
     pytest.importorskip("faiss", reason="needs the extra `index`")
     monkeypatch.setattr(pricing, "FEWEST_FOR_CELLS", cells)
@@ -232,29 +211,11 @@ def test_an_index_only_helps_to_find_the_points(
     exact, found = (
         WholeBank(x, z, potential, pricing=pricing)(query) for pricing in ("exact", "faiss")
     )
-    torch.testing.assert_close(found.solution.image, exact.solution.image, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.solution.value, exact.solution.value, rtol=0, atol=1e-9)
+    assert_close(found.solution.image, exact.solution.image, rtol=0, atol=1e-6)
+    assert_close(found.solution.value, exact.solution.value, rtol=0, atol=1e-9)
     assert bool((found.solution.status == int(Status.SOLVED)).all())
     assert float(found.gap.max()) < 1e-10
     assert float(found.rounds.double().mean()) <= float(exact.rounds.double().mean()) + 1
-
-
-def test_says_which_extra_an_index_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, z = smooth_bank(20, 3, 17)
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(MissingExtraError, match="index"):
-        WholeBank(x, z, least_bank_smoothness(x, z), pricing="faiss")
-
-
-def test_what_has_weight_comes_first_and_the_rest_is_padding() -> None:
-    x, z = smooth_bank(150, 5, 20)
-    found = WholeBank(x, z, least_bank_smoothness(x, z))(queries(40, 5, 21))
-    weight = found.solution.multipliers
-    assert bool((weight[:, :-1] >= weight[:, 1:]).all())
-    assert int((weight > 0).sum(1).max()) == weight.shape[1]
-    assert torch.equal(found.solution.active, weight > 0)
-    padding = ~found.solution.active
-    assert bool((found.indices == found.indices[:, :1])[padding].all())
 
 
 def test_pieces_of_a_batch_and_threads_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +230,10 @@ def test_pieces_of_a_batch_and_threads_make_no_difference(monkeypatch: pytest.Mo
         pieces = bank(query)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(whole.solution.image, pieces.solution.image, rtol=0, atol=1e-9)
-    torch.testing.assert_close(whole.solution.value, pieces.solution.value, rtol=0, atol=1e-11)
+    assert_close(whole.solution.image, pieces.solution.image, rtol=0, atol=1e-9)
+    assert_close(whole.solution.value, pieces.solution.value, rtol=0, atol=1e-11)
+    rough = bank(query.float()).solution.image
+    assert_close(rough, whole.solution.image.float(), rtol=1e-5, atol=1e-5)  # in its own dtype
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -284,19 +247,88 @@ def test_queries_are_answered_where_they_are(bank_device: str, dtype: torch.dtyp
     moved = replace(potential, levels=potential.levels.to(bank_device))
     found = WholeBank(x.to(bank_device), z.to(bank_device), moved)(query.cuda()).solution
     assert found.image.is_cuda
-    torch.testing.assert_close(found.image.cpu(), expected.image, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.value.cpu(), expected.value, rtol=1e-5, atol=1e-5)
+    assert_close(found.image.cpu(), expected.image, rtol=1e-5, atol=1e-5)
+    assert_close(found.value.cpu(), expected.value, rtol=1e-5, atol=1e-5)
 
 
 def test_refuses_what_does_not_fit() -> None:
     x, z = smooth_bank(20, 3, 17)
     potential = least_bank_smoothness(x, z)
-    with pytest.raises(InputError, match=r"levels: .*\(19,\).*\(20,\)"):
-        WholeBank(x[:19], z[:19], potential)
     bank = WholeBank(x, z, potential)
-    with pytest.raises(InputError, match=r"query: .*\(4, 3\).*\(4, 2\)"):
-        bank(torch.zeros(4, 2))
-    with pytest.raises(InputError, match=r"pricing: .*guess"):
-        WholeBank(x, z, potential, pricing="guess")
-    with pytest.raises(InputError, match=r"query: .*nan"):
-        bank(torch.full((4, 3), torch.nan))
+    for message, work in (
+        (r"levels: .*\(19,\).*\(20,\)", lambda: WholeBank(x[:19], z[:19], potential)),
+        (r"query: .*\(4, 3\).*\(4, 2\)", lambda: bank(torch.zeros(4, 2))),
+        (r"pricing: .*guess", lambda: WholeBank(x, z, potential, pricing="guess")),
+        (r"query: .*nan", lambda: bank(torch.full((4, 3), torch.nan))),
+    ):
+        with pytest.raises(InputError, match=message):
+            work()
+
+
+def setting(size: int, dim: int, seed: int) -> tuple[Pairs, Tensor, Tensor]:
+    x, z = smooth_bank(size, dim, seed)
+    generator = torch.Generator().manual_seed(seed)
+    lines = torch.randn(size, generator=generator, dtype=torch.float64)
+    asked = torch.randn(40, dim, generator=generator, dtype=torch.float64)
+    return Pairs(x, z, 0.0), lines, asked
+
+
+def all_prices(pairs: Pairs, lines: Tensor, asked: Tensor) -> Tensor:
+    return lines + asked @ pairs.read(slice(None))[1].T
+
+
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_the_best_are_those_of_all_products(count: int) -> None:
+    pairs, lines, asked = setting(200, 6, 0)
+    places, close = Prices(pairs).best(asked, lines, count)
+    expected = all_prices(pairs, lines, asked).topk(min(count, 200), dim=1)
+    found = all_prices(pairs, lines, asked).gather(1, places)
+    assert_close(found, expected.values, rtol=0, atol=1e-5)
+    assert torch.equal(places[:, 0], expected.indices[:, 0])
+    assert bool(close[:, 0].all())
+
+
+def test_the_largest_is_right_where_float32_cannot_tell() -> None:
+    """All points lie so close that their prices agree to twelve digits."""
+    x, z = smooth_bank(120, 4, 1)
+    z = z[:1] + 1e-12 * (z - z[:1])
+    z[0] += 100.0  # far from the center, so that float32 keeps nothing of the differences
+    pairs = Pairs(x, z, 0.0)
+    lines = torch.zeros(120, dtype=torch.float64)
+    asked = -torch.rand(10, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    top, place = Prices(pairs).largest(asked, lines)
+    expected, whose = all_prices(pairs, lines, asked).max(1)
+    assert torch.equal(place, whose)
+    assert_close(top, expected, rtol=1e-15, atol=0)
+    single = all_prices(pairs, lines, asked).float().argmax(1)
+    assert not torch.equal(single, whose)
+
+
+def test_points_that_float32_overflows_on_are_priced_in_float64() -> None:
+    pairs, lines, asked = setting(50, 3, 3)
+    top, place = Prices(pairs).largest(1e60 * asked, lines)
+    expected, whose = all_prices(pairs, lines, 1e60 * asked).max(1)
+    assert torch.equal(place, whose)
+    assert_close(top, expected)
+
+
+def test_points_left_out_are_never_best_and_blocks_make_no_difference(monkeypatch) -> None:
+    pairs, lines, asked = setting(90, 5, 4)
+    lines[30:60] = -torch.inf
+    whole = Prices(pairs).largest(asked, lines)
+    assert not bool(((whole[1] >= 30) & (whole[1] < 60)).any())
+    monkeypatch.setitem(pricing.POINTS_AT_ONCE, "cpu", 7)
+    monkeypatch.setitem(pricing.PRODUCTS_AT_ONCE, "cpu", 21)
+    monkeypatch.setattr(pricing, "CACHE_BYTES", 0)
+    pieces = Prices(pairs).largest(asked, lines)
+    assert torch.equal(whole[1], pieces[1])
+    assert_close(whole[0], pieces[0], rtol=0, atol=1e-13)
+
+
+def test_the_largest_of_a_few() -> None:
+    pairs, lines, asked = setting(60, 4, 5)
+    few = torch.tensor([3, 50, 17])
+    top, place = Prices(pairs).largest_of(few, asked, lines)
+    expected, where = all_prices(pairs, lines, asked)[:, few].max(1)
+    assert_close(top, expected)
+    assert torch.equal(place, few[where])

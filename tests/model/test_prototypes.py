@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from training.small_vision import moons
 
-from otad.cip.whole_bank.lifted_potential import least_lipschitz, lifted_potential
+from otad.cip.whole_bank.lifted_bank import least_lipschitz, lifted_potential
 from otad.errors import InputError
 from otad.model.otad import OTAD, load
 from otad.model.prototypes import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from training.small_vision import moons
 
-from otad.cip.whole_bank.lifted_potential import least_lipschitz
+from otad.cip.whole_bank.lifted_bank import least_lipschitz
 from otad.errors import InputError
 from otad.nets import fc_resnet, lifted_net
 from otad.training import TrainConfig, train

@@ -144,5 +144,5 @@ def _steadiness(problem: BankProblem) -> tuple[Tensor, Tensor]:
     tighter = replace(exact, **{name: -TIGHTER * error for name, error in errors.items()})
     steady = ~has_positive_cycle(closure(tighter.weights(1 / modulus))) & gram.is_finite
     error = TIGHTER * (exact.rise_error + exact.bend_error / modulus)
-    potential_error = 3 * gram.count * error  # and as much again for the terms of eq. (3)
+    potential_error = 3 * len(gram.tilt) * error  # and as much again for the terms of eq. (3)
     return steady, 2 * 2 * (modulus * potential_error).sqrt()  # at the query, and where it goes

@@ -16,18 +16,18 @@ Result = TypeVar("Result")
 _BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # measured best
 
 
-def blocks(count: int, size: int) -> Iterator[slice]:
+def blocks(count: int, size: int) -> list[slice]:
     """Consecutive blocks of at most `size` rows."""
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:
     """Blocks of `chunk` rows, or of as many as fill the default working memory of the device."""
     batch, count, dim = problem.shape
     budget = _BLOCK_BYTES.get(problem.query.device.type, 2**26)
-    fitting = max(1, budget // (2 * count * dim * problem.query.element_size()))
-    return list(blocks(batch, fitting if chunk is None else chunk))
+    return blocks(
+        batch, chunk or max(1, budget // (2 * count * dim * problem.query.element_size()))
+    )
 
 
 def run_parts(
@@ -40,19 +40,13 @@ def run_parts(
     """
     allowed = torch.get_num_threads()
     threads = min(allowed, len(parts)) if device.type == "cpu" else 1
-
-    def work_without_gradients(part: Part) -> Result:
-        with torch.no_grad():  # a setting of each thread
-            return work(part)
-
+    without_gradients = torch.no_grad()(work)  # a setting of each thread
     with full_precision(device):
         if threads == 1:
-            return [work_without_gradients(part) for part in parts]
+            return [without_gradients(part) for part in parts]
         try:
-            with ThreadPoolExecutor(
-                threads, initializer=torch.set_num_threads, initargs=(1,)
-            ) as pool:
-                return list(pool.map(work_without_gradients, parts))
+            with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
+                return list(pool.map(without_gradients, parts))
         finally:
             torch.set_num_threads(allowed)  # a thread's setting is the default of new threads
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otad.checks import require
 from otad.cip.execution import blocks
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution
-from otad.errors import InputError
 
 _WORKING_BYTES = 2**26  # float64 memory of one block of rows
 
@@ -22,51 +22,40 @@ def map_curvature(problem: RowProblem, solution: CipSolution) -> tuple[Tensor, T
     return source.smoothness, source.strong_convexity
 
 
+@torch.no_grad()
 def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
     """The largest violation of the optimality conditions, per row (B,), computed in float64.
 
     From the raw data and the solution alone, however it was found: the potentials obey (2) with
     the curvature the solution used; v >= q_i(z'); multipliers >= 0, zero on neighbors left out,
     summing to 1; multiplier times slack is 0; z' = sum_i lambda_i z~_i. Each is divided by the
-    natural size of its terms (see `relative`), so the number has no unit. A row without a
-    solution (NaN) has the residual infinity.
+    natural size of its terms (see `relative`). A row without a solution (NaN) has infinity.
     """
     batch, count, dim = problem.shape
-    if solution.multipliers.shape != (batch, count):
-        raise InputError(
-            f"solution: expected multipliers of shape {(batch, count)}, "
-            f"got {tuple(solution.multipliers.shape)}"
-        )
+    shape = tuple(solution.multipliers.shape)
+    require(shape == (batch, count), "solution", f"multipliers of shape {(batch, count)}", shape)
     chunk = max(1, _WORKING_BYTES // (32 * count * dim))
-    with torch.no_grad():
-        parts = [_grade(problem, solution, rows) for rows in blocks(batch, chunk)]
-    return torch.cat(parts)
+    return torch.cat([_grade(problem, solution, rows) for rows in blocks(batch, chunk)])
 
 
 def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
-    query, anchors, images = (
-        t.double() for t in (problem.query[rows], problem.anchors_of(rows), problem.images_of(rows))
-    )
-    map_smoothness, map_convexity = (t[rows] for t in map_curvature(problem, solution))
-    solution = solution.rows(rows)
-    point, value, weight, potential = (
-        t.double()
-        for t in (solution.image, solution.value, solution.multipliers, solution.potentials)
-    )
-    active = solution.active
+    arrays = problem.query[rows], problem.anchors_of(rows), problem.images_of(rows)
+    query, anchors, images = (part.double() for part in arrays)
+    map_smoothness, map_convexity = (part[rows] for part in map_curvature(problem, solution))
+    found = solution.rows(rows)
+    parts = found.image, found.value, found.multipliers, found.potentials
+    point, value, weight, potential = (part.double() for part in parts)
+    active = found.active
     offset = anchors - query[:, None]
     square = offset.square().sum(-1)
 
     def shifted(smoothness: Tensor, strong_convexity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         low = strong_convexity[:, None]
-        return (
-            images - low[..., None] * offset,
-            (potential - low / 2 * square).masked_fill(~active, 0.0),
-            (smoothness - strong_convexity)[:, None],
-        )
+        level = (potential - low / 2 * square).masked_fill(~active, 0.0)
+        return images - low[..., None] * offset, level, smoothness[:, None] - low
 
     # Eq. (2), with the curvature the potentials were found for.
-    image, level, modulus = shifted(solution.smoothness, solution.strong_convexity)
+    image, level, modulus = shifted(found.smoothness, found.strong_convexity)
     slope = image @ offset.mT  # slope[j, i] = <z~_j, a_i>
     drop = (slope - slope.diagonal(dim1=1, dim2=2)[..., None]).mT  # <z~_j, a_i - a_j> at [i, j]
     spread = torch.cdist(image, image, compute_mode="donot_use_mm_for_euclid_dist").square()
@@ -78,13 +67,13 @@ def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
     image, level, modulus = shifted(map_smoothness, map_convexity)
     distance = (point[:, None] - image).square().sum(-1)
     bound = level - (image * offset).sum(-1) + distance / (2 * modulus)
-    slack = value[:, None] - bound
+    slack = (value[:, None] - bound).masked_fill(~active, 0.0)
     offset_size, image_size = (
-        t.norm(dim=-1).masked_fill(~active, 0.0).amax(1) for t in (offset, images)
+        part.norm(dim=-1).masked_fill(~active, 0.0).amax(1) for part in (offset, images)
     )
+    gaps = potential_gap, (-slack).amax(1), (weight * slack).abs().sum(1)
     return relative(
-        value_gap=torch.maximum(potential_gap, (-slack).masked_fill(~active, 0.0).amax(1)),
-        complementarity=(weight * slack.masked_fill(~active, 0.0)).abs().sum(1),
+        value_gap=torch.stack(gaps).amax(0),
         stationarity=(point - (weight[:, None] @ image)[:, 0]).norm(dim=-1),
         multipliers=weight,
         active=active,
@@ -97,7 +86,6 @@ def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
 def relative(
     *,
     value_gap: Tensor,
-    complementarity: Tensor,
     stationarity: Tensor,
     multipliers: Tensor,
     active: Tensor,
@@ -114,7 +102,7 @@ def relative(
     tiny = torch.finfo(torch.float64).tiny
     value_size = image_size * offset_size + image_size.square() / (2 * modulus)
     violations = (
-        torch.maximum(value_gap, complementarity) / value_size.clamp_min(tiny),
+        value_gap / value_size.clamp_min(tiny),
         stationarity / image_size.clamp_min(tiny),
         torch.where(active, -multipliers, multipliers.abs()).amax(1),
         (multipliers.sum(1) - 1).abs(),

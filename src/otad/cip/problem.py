@@ -15,12 +15,19 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Self, TypeGuard
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_alike, check_finite, check_shape, check_tensor
+from otad.checks import (
+    STORAGE_DTYPES,
+    check_alike,
+    check_finite,
+    check_shape,
+    check_tensor,
+    require,
+)
 from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
@@ -29,6 +36,7 @@ from otad.io.mapped_rows import gathered, in_file
 _FETCHED_BYTES = 2**29  # of rows copied from a bank in a file or on another device
 
 
+@dataclass(frozen=True, eq=False, init=False)
 class _Problem:
     """What both kinds of problem share."""
 
@@ -56,6 +64,24 @@ class _Problem:
         names = ("query", "smoothness", "strong_convexity", *names)
         return self._replaced(**{name: gathered(getattr(self, name), rows) for name in names})
 
+    def _set(
+        self, smoothness: float | Tensor, strong_convexity: float | Tensor, **parts: Tensor
+    ) -> None:
+        """Store the parts and the curvature. Numbers are checked without waiting for the device."""
+        high = _per_row(smoothness, "smoothness", parts["query"])
+        low = _per_row(strong_convexity, "strong_convexity", parts["query"])
+        if isinstance(smoothness, Tensor) or isinstance(strong_convexity, Tensor):
+            good, is_nonzero = bool(((high > 0) & (high > low)).all()), bool(low.any())
+        else:
+            good, is_nonzero = 0 < smoothness > strong_convexity, strong_convexity != 0
+        if not good:
+            row = int(((high <= 0) | (high <= low)).nonzero()[0])
+            got = f"smoothness {high[row].item()} and strong_convexity {low[row].item()}"
+            expected = "a value above 0 and above strong_convexity"
+            raise InputError(f"smoothness: expected {expected}, got {got} in row {row}")
+        curvature = {"smoothness": high, "strong_convexity": low}
+        self.__dict__.update(curvature, has_strong_convexity=is_nonzero, **parts)
+
 
 @dataclass(frozen=True, eq=False, init=False)
 class CipProblem(_Problem):
@@ -66,12 +92,8 @@ class CipProblem(_Problem):
     other than 0. Gradients flow through `query` alone.
     """
 
-    query: Tensor
     anchors: Tensor
     images: Tensor
-    smoothness: Tensor
-    strong_convexity: Tensor
-    has_strong_convexity: bool
 
     def __init__(
         self,
@@ -82,34 +104,30 @@ class CipProblem(_Problem):
         strong_convexity: float | Tensor = 0.0,
     ) -> None:
         check_tensor(query, "query", "B,d")
-        for name, tensor in (("anchors", anchors), ("images", images)):
+        parts = {"anchors": anchors, "images": images}
+        for name, tensor in parts.items():
             check_tensor(tensor, name, "B,K,d", finite=False)
-        batch, dim = query.shape
-        check_shape(anchors, "anchors", (batch, anchors.shape[1], dim), "(B,K,d) to match query")
-        check_shape(images, "images", tuple(anchors.shape), "to match anchors")
-        for name, tensor in (("anchors", anchors), ("images", images)):
+        shape = len(query), anchors.shape[1], query.shape[1]
+        check_shape(anchors, "anchors", shape, "(B,K,d) to match query")
+        check_shape(images, "images", shape, "to match anchors")
+        for name, tensor in parts.items():
             check_alike(tensor, name, query, "query")
             check_finite(tensor, name)
             _refuse_gradient(tensor, name)
-        curvature = _curvature(smoothness, strong_convexity, query)
-        self.__dict__.update(query=query, anchors=anchors, images=images, **curvature)
+        self._set(smoothness, strong_convexity, query=query, **parts)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(B, K, d)."""
         batch, count, dim = self.anchors.shape
         return batch, count, dim
 
     def anchors_of(self, rows: slice) -> Tensor:
-        """The anchors of some rows, on the query's device."""
         return self.anchors[rows]
 
     def images_of(self, rows: slice) -> Tensor:
-        """The images of some rows, on the query's device."""
         return self.images[rows]
 
     def select(self, rows: Tensor) -> Self:
-        """The problem of some rows (b,)."""
         return self._selected(rows, "anchors", "images")
 
 
@@ -122,13 +140,9 @@ class BankProblem(_Problem):
     it is assumed to be finite.
     """
 
-    query: Tensor
     inputs: Tensor
     features: Tensor
     indices: Tensor
-    smoothness: Tensor
-    strong_convexity: Tensor
-    has_strong_convexity: bool
 
     def __init__(
         self,
@@ -140,47 +154,37 @@ class BankProblem(_Problem):
         strong_convexity: float | Tensor = 0.0,
     ) -> None:
         check_tensor(query, "query", "B,d", finite=False)
-        check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
-        check_tensor(features, "features", "N,d", dtypes=STORAGE_DTYPES, finite=False)
+        parts = {"inputs": inputs, "features": features}
+        for name, tensor in parts.items():
+            check_tensor(tensor, name, "N,d", dtypes=STORAGE_DTYPES, finite=False)
         check_tensor(indices, "indices", "B,K", dtypes=(torch.int64,), finite=False)
-        batch, dim = query.shape
-        check_shape(inputs, "inputs", (inputs.shape[0], dim), "(N,d) to match query")
+        check_shape(inputs, "inputs", (len(inputs), query.shape[1]), "(N,d) to match query")
         check_shape(features, "features", tuple(inputs.shape), "to match inputs")
-        check_shape(indices, "indices", (batch, indices.shape[1]), "(B,K) to match query")
+        check_shape(indices, "indices", (len(query), indices.shape[1]), "(B,K) to match query")
         check_alike(features, "features", inputs, "inputs")
-        for name, tensor in (("inputs", inputs), ("features", features)):
+        for name, tensor in parts.items():
             _refuse_gradient(tensor, name)
         _check_values(query, indices, len(inputs))
-        curvature = _curvature(smoothness, strong_convexity, query)
-        indices = indices.to(inputs.device)
-        self.__dict__.update(
-            query=query, inputs=inputs, features=features, indices=indices, **curvature
-        )
+        parts |= {"query": query, "indices": indices.to(inputs.device)}
+        self._set(smoothness, strong_convexity, **parts)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(B, K, d)."""
-        batch, count = self.indices.shape
-        return batch, count, self.query.shape[1]
+        return *self.indices.shape, self.query.shape[1]
 
     def anchors_of(self, rows: slice) -> Tensor:
         """The gathered anchors of some rows, on the query's device, in the bank's dtype."""
         return gathered(self.inputs, self.indices[rows], self.query.device)
 
     def images_of(self, rows: slice) -> Tensor:
-        """The gathered images of some rows, on the query's device, in the bank's dtype."""
         return gathered(self.features, self.indices[rows], self.query.device)
 
     def select(self, rows: Tensor) -> Self:
-        """The problem of some rows (b,)."""
         return self._selected(rows, "indices")
 
     def fetched(self) -> Self:
         """The same with the bank rows it needs copied to the query's device, each read once, if
-        the bank is in a file or on another device.
-
-        Where they are more than fits, they are read block by block, whenever they are needed.
-        """
+        the bank is in a file or on another device and they fit in memory."""
         bank, device = (self.inputs, self.features), self.query.device
         if self.inputs.device == device and in_file(self.inputs) is None:
             return self
@@ -201,55 +205,25 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
             return
     check_finite(query, "query")
     low, high = (int(end) for end in ends)
-    if low < 0 or high >= points:
-        raise InputError(f"indices: expected bank rows 0 to {points - 1}, got {low} to {high}")
-
-
-def _curvature(
-    smoothness: float | Tensor, strong_convexity: float | Tensor, query: Tensor
-) -> dict[str, Tensor | bool]:
-    """L and l (B,), and whether some l is other than 0. Numbers are checked without waiting for the
-    device."""
-    high = _per_row(smoothness, "smoothness", query)
-    low = _per_row(strong_convexity, "strong_convexity", query)
-    if _is_number(smoothness) and _is_number(strong_convexity):
-        good, is_nonzero = 0 < smoothness > strong_convexity, strong_convexity != 0
-    else:
-        good, is_nonzero = bool(((high > 0) & (high > low)).all()), bool(low.any())
-    if not good:
-        row = int(((high <= 0) | (high <= low)).nonzero()[0])
-        raise InputError(
-            "smoothness: expected a value above 0 and above strong_convexity, got smoothness "
-            f"{high[row].item()} and strong_convexity {low[row].item()} in row {row}"
-        )
-    return {"smoothness": high, "strong_convexity": low, "has_strong_convexity": is_nonzero}
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = low >= 0 and high < points
+    require(fits, "indices", f"bank rows 0 to {points - 1}", f"{low} to {high}")
 
 
 def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
-    batch = len(query)
     if isinstance(value, Tensor):
-        if value.dim() == 0:
-            value = value.expand(batch)
+        value = value.expand(len(query)) if value.dim() == 0 else value
         check_tensor(value, name, "B", finite=False)
-        check_shape(value, name, (batch,), "(one value per query) or a number")
-        if value.device != query.device:
-            raise InputError(f"{name}: expected device {query.device}, got {value.device}")
+        check_shape(value, name, (len(query),), "(one value per query) or a number")
+        require(value.device == query.device, name, f"device {query.device}", value.device)
         check_finite(value, name)
         return value.detach().double()
-    if not _is_number(value):
-        raise InputError(f"{name}: expected a number or a tensor (B,), got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise InputError(f"{name}: expected finite values, got {value} at (0,)")
-    return torch.full((batch,), float(value), dtype=torch.float64, device=query.device)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(is_number, name, "a number or a tensor (B,)", type(value).__name__)
+    require(math.isfinite(value), name, "finite values", f"{value} at (0,)")
+    return torch.full((len(query),), float(value), dtype=torch.float64, device=query.device)
 
 
 def _refuse_gradient(tensor: Tensor, name: str) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            f"{name}: expected a constant (gradients flow through query alone), "
-            "got a tensor that requires grad; detach it"
-        )
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    constant = "a constant (gradients flow through query alone)"
+    require(not needs_grad, name, constant, "a tensor that requires grad; detach it")

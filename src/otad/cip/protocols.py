@@ -29,11 +29,8 @@ class RowProblem(Protocol):
 
 
 class Solver(Protocol):
-    """Solves the problems of a batch, like `ExactCip`, or estimates their solutions, like `CipNet`.
-
-    `mode` names the method; `spares`: how many of a problem's neighbors are substitutes, to be
-    searched beyond K; `max_smoothness`: the largest L that a problem may ask for.
-    """
+    """Like `ExactCip` or `CipNet`. `mode` names the method; `spares`: how many of a problem's
+    neighbors are substitutes, searched beyond K; `max_smoothness`: the largest L of a problem."""
 
     @property
     def mode(self) -> str: ...

@@ -1,9 +1,8 @@
 """An independent reference: eqs. (2) and (3) as the paper prints them, one conic program per row.
 
-It shares nothing with the exact solver but the interface: no shift, no Gram matrix, no dual.
-Potentials come from a plain longest-path closure in the paper's own (L, l) form, the least
-smoothness from a linear program (HiGHS), the feature from K quadratic constraints in R^d (CVXPY
-and Clarabel).
+It shares nothing with the exact solver but the interface. Potentials come from a longest-path
+closure in the paper's own (L, l) form, the least smoothness from a linear program (HiGHS), the
+feature from K quadratic constraints in R^d (CVXPY and Clarabel).
 """
 
 from __future__ import annotations
@@ -55,40 +54,27 @@ class CvxpyCip:
         smoothness: Tensor | None = None,
         strong_convexity: Tensor | None = None,
     ) -> CipSolution:
-        requested = (problem.smoothness, problem.strong_convexity)
-        found = (
-            requested[0] if smoothness is None else smoothness,
-            requested[1] if strong_convexity is None else strong_convexity,
+        query, (high, low) = problem.query, (problem.smoothness, problem.strong_convexity)
+        used = (
+            high if smoothness is None else smoothness,
+            low if strong_convexity is None else strong_convexity,
         )
         rows = []
         for i in range(problem.shape[0]):
             at = slice(i, i + 1)
-            parts = (problem.query[at], problem.anchors_of(at), problem.images_of(at))
-            query, anchors, images = (t[0].detach().double().cpu().numpy() for t in parts)
+            parts = (query[at], problem.anchors_of(at), problem.images_of(at))
+            at_query, anchors, images = (part[0].detach().double().cpu().numpy() for part in parts)
             given = None if potentials is None else potentials[i].double().cpu().numpy()
-            curvatures = ([float(t[i]) for t in pair] for pair in (requested, found))
-            rows.append(self._row(query, anchors, images, given, *curvatures))
-        return self._solution(problem, rows)
-
-    def _solution(self, problem: RowProblem, rows: list[tuple[Any, ...]]) -> CipSolution:
-        query = problem.query
+            curvatures = ([float(part[i]) for part in pair] for pair in ((high, low), used))
+            rows.append(self._row(at_query, anchors, images, given, *curvatures))
         kinds = (query.dtype,) * 4 + (torch.float64,) * 2 + (torch.int64,)
-        columns = [
+        image, value, multipliers, levels, high, low, status = (
             torch.as_tensor(np.stack(column)).to(query.device, kind)
             for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)
-        ]
-        image, value, multipliers, levels, high, low, status = columns
+        )
+        none, active = torch.zeros_like(high), torch.ones_like(levels, dtype=torch.bool)
         solution = CipSolution(
-            image=image,
-            value=value,
-            multipliers=multipliers,
-            potentials=levels,
-            smoothness=high,
-            strong_convexity=low,
-            residual=torch.zeros_like(high),
-            status=status,
-            active=torch.ones_like(levels, dtype=torch.bool),
-            mode=self.mode,
+            image, value, multipliers, levels, high, low, none, status, active, self.mode
         )
         return replace(solution, residual=kkt_residual(problem, solution))
 
@@ -99,16 +85,16 @@ class CvxpyCip:
         images: Array,
         levels: Array | None,
         requested: list[float],
-        found: list[float],
+        used: list[float],
     ) -> tuple[Any, ...]:
         """Image, value, multipliers, potentials, smoothness, strong convexity and status."""
-        high, low = found
+        high, low = used
         status = Status.SOLVED
         if levels is None:
             levels, high, status = find_potentials(anchors, images, high, low)
         if not status.failed:
-            used = requested if self.mode == "paper" else (high, low)
-            answer = _Quadratics(anchors - query, images, levels, *used).solve()
+            curvature = requested if self.mode == "paper" else (high, low)
+            answer = _Quadratics(anchors - query, images, levels, *curvature).solve()
             if answer is not None:
                 return *answer, levels, high, low, int(status)
             status = Status.UNSOLVED
@@ -132,12 +118,11 @@ class _Quadratics:
     low: float
 
     def at(self, point: Array) -> Array:
-        """The bounds (K,) at one z'."""
         gaps = self.images - point
         return np.asarray(self.bounds(squares(gaps), (gaps * self.offsets).sum(1)))
 
     def bounds(self, square_z: Any, inner: Any) -> Any:
-        """The same from |z_i - z'|^2 and <z_i - z', x_i - x'>, (K,) each."""
+        """The bounds (K,) from |z_i - z'|^2 and <z_i - z', x_i - x'>, (K,) each."""
         plane = self.levels - (self.images * self.offsets).sum(1)
         return plane + bend(square_z, inner, squares(self.offsets), self.high, self.low)
 
@@ -181,14 +166,13 @@ class _Quadratics:
             newton = np.linalg.lstsq(system, np.append(height[keep], 1.0), rcond=1e-12)[0]
             candidates.append(np.zeros_like(multipliers))
             candidates[-1][keep] = newton[:-1]
-        return min(map(self._imply, candidates), key=lambda graded: graded[0])[1]
-
-    def _imply(self, multipliers: Array) -> tuple[float, Optimum]:
-        """The duality gap of some multipliers, and the optimum they imply."""
-        weights = multipliers.clip(0.0) / multipliers.clip(0.0).sum()
-        image = weights @ (self.images - self.low * self.offsets)
-        height = self.at(image)
-        return float(height.max() - weights @ height), (image, float(height.max()), weights)
+        graded = []
+        for weights in (part.clip(0.0) / part.clip(0.0).sum() for part in candidates):
+            image = weights @ (self.images - self.low * self.offsets)
+            height = self.at(image)
+            optimum = image, float(height.max()), weights
+            graded.append((float(height.max() - weights @ height), optimum))
+        return min(graded, key=lambda pair: pair[0])[1]
 
 
 def bend(square_z: Any, inner: Any, square_x: Array, high: float, low: float) -> Any:
@@ -222,11 +206,8 @@ def difference_bounds(anchors: Array, images: Array, high: float, low: float) ->
 
 
 def canonical_potentials(bounds: Array) -> tuple[Array, float]:
-    """Potentials (K,), mean zero, and the worst cycle beside the largest bound.
-
-    They are the mean of the columns less the mean of the rows, halved, of the longest paths; and
-    feasible unless the cycle is positive.
-    """
+    """Potentials (K,), mean zero, and the worst cycle beside the largest bound: they are feasible
+    unless it is positive."""
     longest = bounds.copy()
     for k in range(len(longest)):
         longest = np.maximum(longest, longest[:, [k]] + longest[[k]])

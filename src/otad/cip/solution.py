@@ -12,18 +12,12 @@ from torch import Tensor
 class Status(IntEnum):
     """How one row was solved."""
 
-    SOLVED = 0
-    """With the requested curvature and all its neighbors."""
-    RAISED = 1
-    """No potential exists for the requested curvature, so it was relaxed."""
-    REPAIRED = 2
-    """A neighbor was left out or substituted to stay within `max_smoothness`."""
-    ESTIMATED = 3
-    """By a network that imitates a solver: an image without any proof."""
-    INFEASIBLE = 4
-    """No potential exists for any allowed curvature."""
-    UNSOLVED = 5
-    """The numbers are out of range or the pivot limit was reached."""
+    SOLVED = 0  # with the requested curvature and all its neighbors
+    RAISED = 1  # no potential exists for the requested curvature, so it was relaxed
+    REPAIRED = 2  # a neighbor was left out or substituted to stay within `max_smoothness`
+    ESTIMATED = 3  # by a network that imitates a solver: an image without any proof
+    INFEASIBLE = 4  # no potential exists for any allowed curvature
+    UNSOLVED = 5  # the numbers are out of range or the pivot limit was reached
 
     @property
     def failed(self) -> bool:
@@ -59,20 +53,13 @@ class CipSolution:
         """The solution of a method that proves nothing: images (B,d), and the weights (B,K) of the
         neighbors, NaN where they are unknown. A row that is not finite is unsolved."""
         found = image.detach().isfinite().all(1)
+        image, weights = (part.masked_fill(~found[:, None], torch.nan) for part in (image, weights))
         unknown = torch.full_like(weights.detach(), torch.nan)
-        no_number = unknown[:, 0].double()
-        return cls(
-            image=image.masked_fill(~found[:, None], torch.nan),
-            value=unknown[:, 0].clone(),
-            multipliers=weights.masked_fill(~found[:, None], torch.nan),
-            potentials=unknown,
-            smoothness=no_number,
-            strong_convexity=no_number.clone(),
-            residual=no_number.clone(),
-            status=torch.where(found, int(Status.ESTIMATED), int(Status.UNSOLVED)),
-            active=torch.ones_like(unknown, dtype=torch.bool),
-            mode=mode,
-        )
+        high, low, residual = (unknown[:, 0].double().clone() for _ in range(3))
+        status = torch.where(found, int(Status.ESTIMATED), int(Status.UNSOLVED))
+        active = torch.ones_like(unknown, dtype=torch.bool)
+        value = unknown[:, 0].clone()
+        return cls(image, value, weights, unknown, high, low, residual, status, active, mode)
 
     @property
     def failed(self) -> Tensor:
@@ -80,6 +67,5 @@ class CipSolution:
         return self.status >= int(Status.INFEASIBLE)
 
     def rows(self, rows: slice) -> CipSolution:
-        """The solution of some rows."""
         names = (name for name in self.__dataclass_fields__ if name != "mode")
         return CipSolution(**{name: getattr(self, name)[rows] for name in names}, mode=self.mode)

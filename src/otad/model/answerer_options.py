@@ -13,7 +13,7 @@ from otad.checks import check_count, check_shape, require
 from otad.cip import ExactCip
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank import potential as potentials
-from otad.cip.whole_bank.lifted_potential import lifted_potential
+from otad.cip.whole_bank.lifted_bank import lifted_potential
 from otad.cip.whole_bank.potential import BankPotential, Progress
 from otad.errors import SolverError
 from otad.model.answerers import (
@@ -114,7 +114,7 @@ def _potential_of(
     """One potential for the bank: of the least L that all its points allow, or of a given L,
     without the points that then contradict others.
 
-    In a lifted bank (see `cip.whole_bank.lifted_potential`) pairs alone decide, and l is 2 - L.
+    In a lifted bank (see `cip.whole_bank.lifted_bank`) pairs alone decide, and l is 2 - L.
     """
     pairs = bank.inputs, bank.features
     if lift:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.checks import check_count, check_shape, check_tensor, require
-from otad.cip.whole_bank.lifted_map import lifted_map
+from otad.cip.whole_bank.lifted_bank import lifted_map
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
 from otad.nets.base import register, squared_lengths

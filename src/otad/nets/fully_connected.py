@@ -5,7 +5,7 @@ For the last one the input x (p numbers) is embedded as (x, 0) in R^(p + C) and 
 (x, g(x)); the head reads g. Let T be the gradient of a function with curvature between 1 - k and
 1 + k. Then T - Id is k-Lipschitz, so its lifted part is a k-Lipschitz map of x; and pairs
 ((x_i, 0), (x_i, g_i)) have such a T exactly where |g_i - g_j| <= k |x_i - x_j|
-(`otad.cip.whole_bank.lifted_potential`). A global map is then any Lipschitz map to R^C, not the
+(`otad.cip.whole_bank.lifted_bank`). A global map is then any Lipschitz map to R^C, not the
 gradient of a convex function on the inputs, and a change of the input does not change what the head
 reads directly.
 """

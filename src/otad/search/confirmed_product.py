@@ -1,9 +1,8 @@
 """Bound in float32, confirm in float64: which rows have the largest <query, row> + offset.
 
-A matrix product in float32 is fast, and wrong by at most a known amount. Here it gives an *upper
-bound* of every score; the rows with the largest bounds are the shortlist, and no row outside it
-scores above the ceiling. The caller computes the scores of the shortlist in float64: a result is
-proved as soon as it lies above the ceiling.
+A matrix product in float32 is fast, and wrong by at most a known amount. It gives an *upper bound*
+of every score; the rows with the largest bounds are the shortlist. The caller computes their scores
+in float64: a result is proved as soon as it is above the ceiling of all other rows.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ def shortlist(
 ) -> Shortlist:
     """The `size` rows with the largest bounds of <query, row> + offset, for queries (b,d).
 
-    `blocks` yields (start, rows (n,d)) over all N rows, in `dtype`: float64 where the bounds of
-    float32 leave the order open. `norms` (N,) are at least |row| and `offsets` (N,) may be -inf,
-    both in float64. Queries are multiplied in parts of about `products_at_once` scores.
+    `blocks` yields (start, rows (n,d)) over all N rows, in `dtype`: float64 where float32 leaves
+    the order open. `norms` (N,) are at least |row| and `offsets` (N,) may be -inf, both in float64.
     """
     count, device = len(norms), queries.device
     size = min(size, count)

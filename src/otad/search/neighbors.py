@@ -19,8 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_count, check_finite, check_shape, check_tensor
-from otad.errors import InputError, MissingExtraError
+from otad.checks import (
+    STORAGE_DTYPES,
+    check_count,
+    check_finite,
+    check_shape,
+    check_tensor,
+    require,
+)
+from otad.errors import MissingExtraError
 from otad.io.mapped_rows import block_of, gathered, in_file
 from otad.search.confirmed_product import product_error, row_norms, shortlist
 
@@ -33,11 +40,8 @@ MODERATE = 2.0**16  # lengths up to this, and down to its inverse, may be square
 
 @dataclass(frozen=True, eq=False)
 class Neighbors:
-    """The K nearest bank points of B queries, nearest first.
-
-    indices (B,K) int64 into the bank; distances (B,K) float64, ascending. Equal distances are
-    ordered by index.
-    """
+    """The K nearest bank points of B queries: indices (B,K) int64 and distances (B,K) float64,
+    ascending; equal distances are ordered by index."""
 
     indices: Tensor
     distances: Tensor
@@ -47,8 +51,7 @@ class NeighborSearch(ABC):
     """Exact l2 search over points (N,d), which must not change afterwards.
 
     Points may be on the CPU (memory-mapped too: they are read in blocks) while queries are on a
-    GPU; the result is on the device of the queries. Nothing is differentiated. Working memory
-    stays near `WORKING_BYTES`.
+    GPU; the result is on the device of the queries. Nothing is differentiated.
 
     With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
     s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2. Points of a moderate size around the origin
@@ -60,14 +63,20 @@ class NeighborSearch(ABC):
         self.points = points.detach() if points.requires_grad else points
         self._work_dtype = torch.promote_types(points.dtype, torch.float32)
         with torch.no_grad():
+            self._plain = True
             mean = self._mean()
-            self._center, self._exponent, self._plain = torch.zeros_like(mean), 0, True
+            self._center, self._exponent = torch.zeros_like(mean), 0
             self._radii = self._lengths()  # (N,) float64, |y|
-            self._plain = self._is_plain(float(row_norms(mean[None])))
+            near = float(row_norms(mean[None])) <= OFF_ORIGIN * float(self._radii.median())
+            self._plain = near and 1 / MODERATE <= float(self._radii.max()) <= MODERATE
             if not self._plain:
                 self._center = mean
                 radii = self._lengths()
-                self._exponent = self._choose_exponent(float(radii.max()))
+                radius = float(radii.max())
+                holds = f"a spread that {self._work_dtype} can hold"
+                require(math.isfinite(radius), "points", holds, radius)
+                limit = 100 if self._work_dtype == torch.float32 else 1000
+                self._exponent = max(-limit, min(limit, math.frexp(radius)[1]))
                 self._radii = radii * 2.0**-self._exponent
             self._radius = float(self._radii.max())
 
@@ -76,11 +85,8 @@ class NeighborSearch(ABC):
 
     @torch.no_grad()
     def __call__(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbors:
-        """The k nearest points of each query (B,d).
-
-        exclude: (B,) int64, for each query the index of a bank point that must not be its
-            neighbor (its own entry); -1 for none.
-        """
+        """The k nearest points of each query (B,d); `exclude` (B,) int64: for each query the index
+        of a bank point that must not be its neighbor (its own entry), -1 for none."""
         self._check(queries, k, exclude)
         queries = queries.detach()
         exclude = None if exclude is None else exclude.to(queries.device)
@@ -91,11 +97,9 @@ class NeighborSearch(ABC):
         check_finite(queries, "queries")  # of other queries nothing is ever proved
         pending = (~proved).nonzero()[:, 0]
         while len(pending):
-            if size == len(self):
-                raise InputError(
-                    f"queries: expected at least k = {k} bank points at a finite distance, got "
-                    f"fewer for {len(pending)} queries, the first at row {int(pending[0])}"
-                )
+            expected = f"at least k = {k} bank points at a finite distance"
+            got = f"fewer for {len(pending)} queries, the first at row {int(pending[0])}"
+            require(size < len(self), "queries", expected, got)
             size = min(size * GROWTH, len(self))
             banned = None if exclude is None else exclude[pending]
             found, lengths, proved = self._attempts(queries[pending], k, size, banned)
@@ -111,16 +115,15 @@ class NeighborSearch(ABC):
     def _attempts(
         self, queries: Tensor, k: int, size: int, banned: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`_attempt` in blocks of queries."""
         square = math.isqrt(WORKING_BYTES // 16)  # so that a block of products is square
         width = max(1, min(self._fit(48), WORKING_BYTES // (128 * size), square))
         if len(queries) <= width:
             return self._attempt(queries, k, size, banned)
-        blocks = queries.split(width)
-        bans = [None] * len(blocks) if banned is None else banned.split(width)
-        parts = [
-            self._attempt(block, k, size, ban) for block, ban in zip(blocks, bans, strict=True)
-        ]
+        parts = []
+        for start in range(0, len(queries), width):
+            rows = slice(start, start + width)
+            ban = None if banned is None else banned[rows]
+            parts.append(self._attempt(queries[rows], k, size, ban))
         indices, lengths, proved = (torch.cat(column) for column in zip(*parts, strict=True))
         return indices, lengths, proved
 
@@ -157,43 +160,27 @@ class NeighborSearch(ABC):
             part = slice(row, row + rows), slice(column, column + columns)
             gap = gathered(self.points, candidates[part], queries.device) - queries[part[0], None]
             squares[part] = _ordered_sum(gap.square_().flatten(0, 1)).view(gap.shape[:2])
-        return _square_roots(squares)
+        # Correctly rounded, hence ascending where the squares are: on some CPUs torch's are not.
+        return squares.sqrt() if squares.is_cuda else torch.from_numpy(np.sqrt(squares.numpy()))
 
     def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(start, y (n,d)) in the working dtype, over all points."""
-        for start, block in self._blocks():
+        rows = self._fit(24)
+        for start in range(0, len(self), rows):
+            block = block_of(self.points, start, start + rows).to(self._work_dtype)
             if not self._plain:
                 block = (block - self._center).mul_(2.0**-self._exponent)
             yield start, block
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
-        rows = self._fit(24)
-        for start in range(0, len(self), rows):
-            yield start, block_of(self.points, start, start + rows).to(self._work_dtype)
-
     def _mean(self) -> Tensor:
         total = torch.zeros_like(self.points[0], dtype=torch.float64)
-        for start, block in self._blocks():
+        for start, block in self._scaled_blocks():
             check_finite(block, f"points[{start}:{start + len(block)}]")
             total += block.sum(0, dtype=torch.float64)
         return (total / len(self)).to(self._work_dtype)
 
     def _lengths(self) -> Tensor:
-        """|y| (N,) in float64."""
         return torch.cat([row_norms(block) for _, block in self._scaled_blocks()])
-
-    def _is_plain(self, mean: float) -> bool:
-        """Whether points of these lengths, with a mean of that length, serve as they are."""
-        moderate = 1 / MODERATE <= float(self._radii.max()) <= MODERATE
-        return moderate and mean <= OFF_ORIGIN * float(self._radii.median())
-
-    def _choose_exponent(self, radius: float) -> int:
-        if not math.isfinite(radius):
-            raise InputError(
-                f"points: expected a spread that {self._work_dtype} can hold, got {radius}"
-            )
-        limit = 100 if self._work_dtype == torch.float32 else 1000
-        return max(-limit, min(limit, math.frexp(radius)[1]))
 
     def _fit(self, bytes_per_number: int) -> int:
         """How many rows of d numbers fit in the memory budget."""
@@ -203,28 +190,22 @@ class NeighborSearch(ABC):
         # On a GPU a look at the numbers would make the host wait: see `__call__`.
         finite = not queries.is_cuda if isinstance(queries, Tensor) else True
         check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES, finite=finite)
-        width = self.points.shape[1]
-        check_shape(queries, "queries", (len(queries), width), "like the points")
-        available = len(self)
+        check_shape(queries, "queries", (len(queries), self.points.shape[1]), "like the points")
+        count = available = len(self)
         if exclude is not None:
             check_tensor(exclude, "exclude", "B", dtypes=(torch.int64,))
             check_shape(exclude, "exclude", (len(queries),), "one for each query")
             low, high = int(exclude.min()), int(exclude.max())
-            if low < -1 or high >= len(self):
-                raise InputError(
-                    f"exclude: expected -1 or an index below {len(self)}, got {low} to {high}"
-                )
+            fits = low >= -1 and high < count
+            require(fits, "exclude", f"-1 or an index below {count}", f"{low} to {high}")
             available -= high >= 0
-        if check_count(k, "k") > available:
-            raise InputError(f"k: expected at most {available} (points left to find), got {k}")
+        most = f"at most {available} (points left to find)"
+        require(check_count(k, "k") <= available, "k", most, k)
 
 
 class TorchSearch(NeighborSearch):
-    """Exact search by matrix products in blocks; needs nothing but torch.
-
-    Points that have to be converted are stored ready for the products if they take up to half of
-    `WORKING_BYTES` in float32.
-    """
+    """Exact search by matrix products in blocks. Points that have to be converted are stored ready
+    for the products if they take up to half of `WORKING_BYTES` in float32."""
 
     def __init__(self, points: Tensor) -> None:
         super().__init__(points)
@@ -277,11 +258,6 @@ def _ordered_sum(rows: Tensor) -> Tensor:
         rows[:, : width - half].add_(rows[:, half:width])
         width = half
     return rows[:, 0]
-
-
-def _square_roots(values: Tensor) -> Tensor:
-    """Correctly rounded, hence ascending where the values are. On some CPUs torch's own are not."""
-    return values.sqrt() if values.is_cuda else torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def import_faiss() -> Any:

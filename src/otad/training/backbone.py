@@ -114,7 +114,7 @@ def pair_excess(embedded: Tensor, features: Tensor, smoothness: float) -> Tensor
 
     The excess of a point is the sum of its violations over all partners. For a lifted net,
     z = (x, g) and e = (x, 0), and L = 2 the condition is |g_i - g_j| <= |x_i - x_j| and sufficient
-    (`cip.whole_bank.lifted_potential`); for other nets cycles of more points matter too.
+    (`cip.whole_bank.lifted_bank`); for other nets cycles of more points matter too.
     """
     steps, moves = embedded - embedded.mean(0).detach(), features - features.mean(0).detach()
     excess = _pair_products(moves, moves) / smoothness - _pair_products(steps, moves)

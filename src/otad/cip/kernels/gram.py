@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit(do_not_specialize=["batches"])
@@ -18,11 +19,11 @@ def gram_kernel(
     squares,
     batches,
     dim,
-    count: tl.constexpr,
-    padded: tl.constexpr,
-    shifts: tl.constexpr,
-    length: tl.constexpr,
-    width: tl.constexpr,
+    count: constexpr,
+    padded: constexpr,
+    shifts: constexpr,
+    length: constexpr,
+    width: constexpr,
 ):
     """One program per query and segment of `length` features: all inner products of the stack
     there, in one pass over the neighbors."""
@@ -70,7 +71,7 @@ def gram_kernel(
 
 
 @triton.jit
-def combine_kernel(points, indices, weights, total, dim, count: tl.constexpr, width: tl.constexpr):
+def combine_kernel(points, indices, weights, total, dim, count: constexpr, width: constexpr):
     """One program per query and stretch of `width` features; zero weights cost no reading."""
     batch = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -80,9 +81,8 @@ def combine_kernel(points, indices, weights, total, dim, count: tl.constexpr, wi
         weight = tl.load(weights + batch * count + k)
         if weight != 0:
             row = tl.load(indices + batch * count + k)
-            answer += weight * tl.load(points + row * dim + j, mask=inside, other=0.0).to(
-                tl.float32
-            )
+            point = tl.load(points + row * dim + j, mask=inside, other=0.0)
+            answer += weight * point.to(tl.float32)
     tl.store(total + batch * dim + j, answer, mask=inside)
 
 
@@ -94,10 +94,10 @@ def dot_kernel(
     dots,
     batches,
     dim,
-    count: tl.constexpr,
-    padded: tl.constexpr,
-    length: tl.constexpr,
-    width: tl.constexpr,
+    count: constexpr,
+    padded: constexpr,
+    length: constexpr,
+    width: constexpr,
 ):
     """One program per query and segment: the products of its neighbors with its own vector."""
     batch = tl.program_id(0).to(tl.int64)

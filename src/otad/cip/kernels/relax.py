@@ -1,9 +1,9 @@
 """Eq. (2) for one row in a Triton kernel: whether potentials exist, and for which curvature.
 
-The same mathematics as `otad.cip.local.potentials` and `otad.cip.local.relax`, for the first
-`count` neighbors of a row. The products are K x K tiles in registers, float64, padded to a power of
-two: slope_ij = <c_j, a_i>, mixed = slope + slope^T, images <c_i, c_j>, offsets <a_i, a_j>. Entries
-of a tile have no addresses: one is read by masking out all others and adding up.
+As `otad.cip.local.potentials` and `otad.cip.local.relax`, for the first `count` neighbors of a row.
+The products are K x K tiles in registers, float64, padded to a power of two: slope_ij = <c_j, a_i>,
+mixed = slope + slope^T, images <c_i, c_j>, offsets <a_i, a_j>. Entries of a tile have no addresses:
+one is read by masking out all others and adding up.
 """
 
 # Kernels are compiled from their source, not called: their arguments carry no Python types.
@@ -12,47 +12,44 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-_MOST_NEWTON_STEPS = tl.constexpr(100)
-_MOST_CLIMB = tl.constexpr(1048576.0)  # as in `otad.cip.local.relax`
+_MOST_NEWTON_STEPS = constexpr(100)
+_MOST_CLIMB = constexpr(1048576.0)  # as in `otad.cip.local.relax`
 
 
 @triton.jit
-def row_of(tile, k, padded: tl.constexpr):
-    """tile[k, :]."""
+def row_of(tile, k, padded: constexpr):
     i = tl.arange(0, padded)
     return tl.sum(tl.where(i[:, None] == k, tile, 0.0), axis=0)
 
 
 @triton.jit
-def column_of(tile, k, padded: tl.constexpr):
-    """tile[:, k]."""
+def column_of(tile, k, padded: constexpr):
     j = tl.arange(0, padded)
     return tl.sum(tl.where(j[None, :] == k, tile, 0.0), axis=1)
 
 
 @triton.jit
-def diagonal_of(tile, padded: tl.constexpr):
-    """tile[k, k] for all k."""
+def diagonal_of(tile, padded: constexpr):
     i = tl.arange(0, padded)
     return tl.sum(tl.where(i[:, None] == i[None, :], tile, 0.0), axis=0)
 
 
 @triton.jit
-def entry_of(vector, k, padded: tl.constexpr):
-    """vector[k]."""
+def entry_of(vector, k, padded: constexpr):
     return tl.sum(tl.where(tl.arange(0, padded) == k, vector, 0.0), axis=0)
 
 
 @triton.jit
-def first_at(vector, value, padded: tl.constexpr):
+def first_at(vector, value, padded: constexpr):
     """The first place where the vector has this value."""
     i = tl.arange(0, padded)
     return tl.min(tl.where(vector == value, i, padded), axis=0)
 
 
 @triton.jit
-def with_cross(tile, k, vector, padded: tl.constexpr):
+def with_cross(tile, k, vector, padded: constexpr):
     """The tile with a vector as row k and as column k."""
     i = tl.arange(0, padded)
     tile = tl.where(i[:, None] == k, vector[None, :], tile)
@@ -61,19 +58,18 @@ def with_cross(tile, k, vector, padded: tl.constexpr):
 
 @triton.jit
 def largest(tile):
-    """The largest entry of a tile."""
     return tl.max(tl.max(tile, axis=1), axis=0)
 
 
 @triton.jit
-def pairs_of(count: tl.constexpr, padded: tl.constexpr):
+def pairs_of(count: constexpr, padded: constexpr):
     """Where both neighbors are among the first `count`."""
     i = tl.arange(0, padded)
     return (i[:, None] < count) & (i[None, :] < count)
 
 
 @triton.jit
-def closure(weights, count: tl.constexpr, padded: tl.constexpr):
+def closure(weights, count: constexpr, padded: constexpr):
     """Longest paths D_ij from j to i, by Floyd and Warshall."""
     longest = weights
     for k in range(count):
@@ -83,7 +79,7 @@ def closure(weights, count: tl.constexpr, padded: tl.constexpr):
 
 
 @triton.jit
-def closure_with_slope(weights, bend, count: tl.constexpr, padded: tl.constexpr):
+def closure_with_slope(weights, bend, count: constexpr, padded: constexpr):
     """Value and slope of the longest closed walk through each neighbor."""
     i = tl.arange(0, padded)
     longest = weights
@@ -98,7 +94,7 @@ def closure_with_slope(weights, bend, count: tl.constexpr, padded: tl.constexpr)
 
 
 @triton.jit
-def shifted(slope, mixed, images, offsets, low, shifts: tl.constexpr):
+def shifted(slope, mixed, images, offsets, low, shifts: constexpr):
     """Slope and images after the shift z~_i = z_i - l a_i that makes l = 0."""
     if shifts:
         images = images - low * mixed + low * low * offsets
@@ -108,16 +104,7 @@ def shifted(slope, mixed, images, offsets, low, shifts: tl.constexpr):
 
 @triton.jit
 def constraints(
-    slope,
-    mixed,
-    images,
-    offsets,
-    low,
-    a_max,
-    c_max,
-    noise,
-    shifts: tl.constexpr,
-    padded: tl.constexpr,
+    slope, mixed, images, offsets, low, a_max, c_max, noise, shifts: constexpr, padded: constexpr
 ):
     """rise, bend of u_i - u_j >= rise_ij + bend_ij / M, and the rounding error of each."""
     slope, images = shifted(slope, mixed, images, offsets, low, shifts)
@@ -129,7 +116,7 @@ def constraints(
 
 
 @triton.jit
-def weights_at(rise, bend, error, flatness, count: tl.constexpr, padded: tl.constexpr):
+def weights_at(rise, bend, error, flatness, count: constexpr, padded: constexpr):
     """Weights of the digraph: -inf beyond the neighbors in use, 0 on the diagonal."""
     i = tl.arange(0, padded)
     weights = rise + bend * flatness - error
@@ -139,7 +126,7 @@ def weights_at(rise, bend, error, flatness, count: tl.constexpr, padded: tl.cons
 
 @triton.jit
 def longest_paths(
-    rise, bend, rise_error, bend_error, flatness, count: tl.constexpr, padded: tl.constexpr
+    rise, bend, rise_error, bend_error, flatness, count: constexpr, padded: constexpr
 ):
     """The closure and its worst cycle; with an allowance for rounding where it is positive."""
     weights = weights_at(rise, bend, rise_error * 0, flatness, count, padded)
@@ -163,9 +150,9 @@ def climbed(
     high,
     low,
     steps,
-    shifts: tl.constexpr,
-    count: tl.constexpr,
-    padded: tl.constexpr,
+    shifts: constexpr,
+    count: constexpr,
+    padded: constexpr,
 ):
     """(L + t up, l - t down) for the first step t with potentials; L is infinite if there is none.
 
@@ -200,9 +187,7 @@ def climbed(
 
 
 @triton.jit
-def greatest_flatness(
-    rise, bend, rise_error, bend_error, count: tl.constexpr, padded: tl.constexpr
-):
+def greatest_flatness(rise, bend, rise_error, bend_error, count: constexpr, padded: constexpr):
     """The largest 1/M without a positive cycle, by Newton's method from above."""
     # Cycles of two neighbors give the first bound.
     rise2, bend2 = rise + tl.trans(rise), bend + tl.trans(bend)

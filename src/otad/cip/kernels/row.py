@@ -1,9 +1,9 @@
 """One row, from inner products to multipliers, in one Triton kernel.
 
 A program holds its row's K x K products in registers and finds potentials, relaxing the curvature
-where it must, then the multipliers, the value and the residual: see
-`otad.cip.local.solve_torch`, which does the same for a batch, step by step. A row that needs more
-(a neighbor to leave out, numbers out of range, too many pivots) is left to it.
+where it must, then the multipliers, the value and the residual, as `otad.cip.local.solve_torch` and
+`otad.cip.local.pivoting` do for a batch. A row that needs more (a neighbor to leave out, numbers
+out of range, too many pivots) is left to them.
 """
 
 # mypy: ignore-errors
@@ -11,70 +11,33 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from otad.cip.kernels.relax import (
     climbed,
     constraints,
     diagonal_of,
+    entry_of,
+    first_at,
     greatest_flatness,
     largest,
     longest_paths,
     pairs_of,
+    row_of,
     shifted,
+    with_cross,
 )
-from otad.cip.kernels.simplex import maximize_on_simplex
 from otad.cip.solution import Status
 
-_INFEASIBLE = tl.constexpr(int(Status.INFEASIBLE))
-_FAILED = tl.constexpr(-1)
-_TINY = tl.constexpr(2.2250738585072014e-308)
+_INFEASIBLE = constexpr(int(Status.INFEASIBLE))
+_FAILED = constexpr(-1)
+_TINY = constexpr(2.2250738585072014e-308)
+_MOST_ROUNDS = constexpr(100)  # a row beyond this is left to the general path
+_REFINEMENTS = constexpr(3)  # beyond the first
 
 
 @triton.jit
-def loaded(
-    products,
-    squares,
-    row,
-    batch,
-    segments: tl.constexpr,
-    count: tl.constexpr,
-    padded: tl.constexpr,
-    shifts: tl.constexpr,
-):
-    """The row's tiles slope, mixed, images and offsets, and its vectors tilt, |a_i|^2, |z_1|^2."""
-    i = tl.arange(0, padded)
-    lines = 2 * count if shifts else count
-    real = i < count
-    both = pairs_of(count, padded)
-    centered = both & (i[:, None] > 0) & (i[None, :] > 0)  # z_1 has the place of c_1 = 0
-    slope = tl.zeros((padded, padded), dtype=tl.float64)
-    mixed = tl.zeros((padded, padded), dtype=tl.float64)
-    images = tl.zeros((padded, padded), dtype=tl.float64)
-    offsets = tl.zeros((padded, padded), dtype=tl.float64)
-    tilt = tl.zeros((padded,), dtype=tl.float64)
-    square = tl.zeros((padded,), dtype=tl.float64)
-    center = tl.full((), 0.0, tl.float64)
-    for segment in range(segments):
-        part = segment * batch + row
-        upper = products + part * lines * 2 * count
-        lower = upper + (lines - count) * 2 * count
-        straight = i[:, None] * 2 * count + i[None, :]
-        turned = i[None, :] * 2 * count + i[:, None]
-        cross = tl.load(lower + turned, mask=both & (i[None, :] > 0), other=0.0).to(tl.float64)
-        slope += cross
-        images += tl.load(lower + count + straight, mask=centered, other=0.0).to(tl.float64)
-        if shifts:
-            other = tl.load(lower + straight, mask=both & (i[:, None] > 0), other=0.0)
-            mixed += cross + other.to(tl.float64)
-            offsets += tl.load(upper + straight, mask=both, other=0.0).to(tl.float64)
-        tilt += tl.load(lower + i, mask=real, other=0.0).to(tl.float64)
-        square += tl.load(squares + part * count + i, mask=real, other=0.0).to(tl.float64)
-        center += tl.load(lower + count).to(tl.float64)
-    return slope, mixed, images, offsets, tilt, square, center
-
-
-@triton.jit
-def levels_of(longest, rule: tl.constexpr, count: tl.constexpr, padded: tl.constexpr):
+def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
     """Potentials of mean zero from the longest paths, and how far they violate eq. (2)."""
     active = tl.arange(0, padded) < count
     paths = tl.where(pairs_of(count, padded), longest, 0.0)
@@ -105,15 +68,15 @@ def row_kernel(
     outcome,
     sensitivity,
     batch,
-    segments: tl.constexpr,
-    total: tl.constexpr,
-    count: tl.constexpr,
-    padded: tl.constexpr,
-    shifts: tl.constexpr,
-    climbs: tl.constexpr,
-    consistent: tl.constexpr,
-    sensitive: tl.constexpr,
-    rule: tl.constexpr,
+    segments: constexpr,
+    total: constexpr,
+    count: constexpr,
+    padded: constexpr,
+    shifts: constexpr,
+    climbs: constexpr,
+    consistent: constexpr,
+    sensitive: constexpr,
+    rule: constexpr,
 ):
     """One program per row, of `total` neighbors of which the first `count` take part.
 
@@ -128,9 +91,35 @@ def row_kernel(
     noise = tl.load(steps)
     cap = tl.load(steps + 3)
     requested_high, requested_low = tl.load(smoothness + row), tl.load(convexity + row)
-    slope, mixed, images, offsets, tilt, square, center = loaded(
-        products, squares, row, batch, segments, total, padded, shifts
-    )
+
+    # The tiles of products; z_1 has the place of c_1 = 0.
+    real = i < total
+    both = real[:, None] & real[None, :]
+    centered = both & (i[:, None] > 0) & (i[None, :] > 0)
+    slope = tl.zeros((padded, padded), dtype=tl.float64)
+    mixed = tl.zeros((padded, padded), dtype=tl.float64)
+    images = tl.zeros((padded, padded), dtype=tl.float64)
+    offsets = tl.zeros((padded, padded), dtype=tl.float64)
+    tilt = tl.zeros((padded,), dtype=tl.float64)
+    square = tl.zeros((padded,), dtype=tl.float64)
+    center = tl.full((), 0.0, tl.float64)
+    lines = 2 * total if shifts else total
+    straight = i[:, None] * 2 * total + i[None, :]
+    turned = i[None, :] * 2 * total + i[:, None]
+    for segment in range(segments):
+        part = segment * batch + row
+        upper = products + part * lines * 2 * total
+        lower = upper + (lines - total) * 2 * total
+        cross = tl.load(lower + turned, mask=both & (i[None, :] > 0), other=0.0).to(tl.float64)
+        slope += cross
+        images += tl.load(lower + total + straight, mask=centered, other=0.0).to(tl.float64)
+        if shifts:
+            other = tl.load(lower + straight, mask=both & (i[:, None] > 0), other=0.0)
+            mixed += cross + other.to(tl.float64)
+            offsets += tl.load(upper + straight, mask=both, other=0.0).to(tl.float64)
+        tilt += tl.load(lower + i, mask=real, other=0.0).to(tl.float64)
+        square += tl.load(squares + part * total + i, mask=real, other=0.0).to(tl.float64)
+        center += tl.load(lower + total).to(tl.float64)
     size = tl.sum(tl.sum(tl.abs(slope) + tl.abs(images), axis=1), axis=0) + tl.abs(center)
     finite = size + tl.sum(tl.abs(tilt) + square, axis=0) < float("inf")
     # Products overflowed: park the row on harmless numbers.
@@ -200,7 +189,6 @@ def row_kernel(
     tiny = tl.full((), _TINY, tl.float64)
     residual = tl.maximum(value_gap / tl.maximum(value_size, tiny), off_simplex)
 
-    real = i < total
     tl.store(shares + row * total + i, weights, mask=real)
     level = tl.where(active, level, float("nan"))
     tl.store(shares + (batch + row) * total + i, level, mask=real)
@@ -216,3 +204,126 @@ def row_kernel(
     if sensitive:
         place = sensitivity + row * total * total + i[:, None] * total + i[None, :]
         tl.store(place, inverse * modulus, mask=real[:, None] & real[None, :])
+
+
+@triton.jit
+def maximize_on_simplex(gram, linear, tolerance, count: constexpr, padded: constexpr):
+    """Weights, d weights / d linear (a tile), and whether the optimum was reached."""
+    active = tl.arange(0, padded) < count
+    scale = tl.max(diagonal_of(gram, padded), axis=0)
+    scale = tl.where(scale > 0, scale, 1.0)
+    quadratic = gram / scale
+    linear = linear / scale
+    # Only differences of the linear term matter; centered, they keep their digits.
+    linear = linear - tl.sum(tl.where(active, linear, 0.0), axis=0) / count
+    weights, inverse, solved = pivot_to_optimum(quadratic, linear, tolerance, count, padded)
+    weights = refined(quadratic, linear, weights, inverse)
+    finite = tl.max(tl.where(tl.abs(weights) < float("inf"), 0, 1), axis=0) == 0
+    return weights, inverse / scale, solved & finite
+
+
+@triton.jit
+def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: constexpr):
+    """Weights, the inverse N on their basis, and whether the rounds were enough.
+
+    `target` is the affine optimum in the basis and the gain of entering outside it; `barrier` is
+    -inf for those that may not enter; `entering` is the one that enters in the next round, or -1.
+    """
+    i = tl.arange(0, padded)
+    active = i < count
+    # The basis of the single best neighbor.
+    worth = tl.where(active, linear - diagonal_of(quadratic, padded) / 2, -float("inf"))
+    start = first_at(worth, tl.max(worth, axis=0), padded)
+    basis = tl.where(i == start, 1.0, linear * 0)
+    row = row_of(quadratic, start, padded)
+    corner = entry_of(row, start, padded)
+    gain = linear - row - entry_of(linear, start, padded) + corner
+    tableau = quadratic - row[:, None] - row[None, :] + corner
+    tableau = with_cross(tableau, start, 1 - basis, padded)
+    target = gain * (1 - basis) + basis
+    weights = basis
+    barrier = tl.where(active & (i != start), 0.0, -float("inf"))
+    floor = tolerance * (1 + tl.max(tl.where(active, tl.abs(gain), 0.0), axis=0))
+    entering = start * 0 - 1
+    done = start < 0
+    # A loop of fixed length: compilers have failed on `while` over tiles and vectors together.
+    for _ in range(_MOST_ROUNDS):
+        if done == 0:
+            due = entering >= 0
+            point = target * basis
+            # Weights that would turn negative: go towards the target until the first reaches zero.
+            fall = tl.minimum(point + tolerance, 0.0)
+            ratio = (weights + tolerance) / (weights + tolerance - fall)
+            step = tl.min(ratio, axis=0)
+            leaving = first_at(ratio, step, padded)
+            blocked = (step < 1) & (due == 0)
+            # Otherwise the target is the new point, and the largest gain may enter.
+            reward = target + barrier
+            most = tl.max(reward, axis=0)
+            best = first_at(reward, most, padded)
+            free = (blocked == 0) & (due == 0)
+            done = free & (most <= floor)
+            # No curvature along the entering direction: move until a weight vanishes, exchange.
+            column = row_of(tableau, best, padded)
+            flat = free & (done == 0) & (entry_of(column, best, padded) <= tolerance)
+
+            fraction = tl.where(due, 0.0, tl.where(blocked, step, 1.0))
+            weights = tl.maximum(weights + fraction * (point - weights), 0.0)
+            moved, ended = moved_along(column, weights, basis, best, tolerance, padded)
+            weights = tl.where(flat, moved, weights)
+            pivot = tl.where(due, entering, tl.where(blocked, leaving, best))
+            pivot = tl.where(flat, ended, pivot)
+            entering = tl.where(flat, best, -1)
+            tableau, target, basis, barrier = pivoted(
+                tableau, target, basis, barrier, pivot, blocked | flat, done, padded
+            )
+    return weights, -tableau * basis[:, None] * basis[None, :], done
+
+
+@triton.jit
+def moved_along(column, weights, basis, best, tolerance, padded: constexpr):
+    """The weights as far as `best` can enter, and the neighbor whose weight becomes zero."""
+    closed = (column > tolerance) & (basis > 0)
+    reach = tl.where(closed, weights / tl.where(closed, column, 1.0), float("inf"))
+    length = tl.min(reach, axis=0)
+    moved = tl.maximum(weights - length * column * basis, 0.0)
+    moved = tl.where(tl.arange(0, padded) == best, length, moved)
+    return moved, first_at(reach, length, padded)
+
+
+@triton.jit
+def pivoted(tableau, target, basis, barrier, pivot, outward, done, padded: constexpr):
+    """Symmetric pivot: a neighbor leaves (outward) or joins the basis, unless done."""
+    pivot = tl.where(done, -1, pivot)
+    chosen = tl.arange(0, padded) == pivot
+    column = row_of(tableau, pivot, padded)
+    aim = entry_of(target, pivot, padded)
+    change = 1 / tl.where(done, 1.0, entry_of(column, pivot, padded))
+    factor = tl.where(outward, -change, change)
+    target = tl.where(chosen, aim * factor, target - column * change * aim)
+    tableau = tableau - (column * change)[:, None] * column[None, :]
+    cross = tl.where(chosen, -change, column * factor)
+    tableau = with_cross(tableau, pivot, cross, padded)
+    basis = tl.where(chosen, tl.where(outward, 0.0, 1.0), basis)
+    barrier = tl.where(chosen, tl.where(outward, 0.0, -float("inf")), barrier)
+    return tableau, target, basis, barrier
+
+
+@triton.jit
+def refined(quadratic, linear, weights, inverse):
+    """Iterative refinement removes the rounding errors of the pivots."""
+    better = refined_once(quadratic, linear, weights, inverse)
+    left = 0
+    while (tl.max(tl.abs(better - weights), axis=0) > 1e-12) & (left < _REFINEMENTS):
+        weights = better
+        better = refined_once(quadratic, linear, weights, inverse)
+        left += 1
+    return better
+
+
+@triton.jit
+def refined_once(quadratic, linear, weights, inverse):
+    gap = linear - tl.sum(quadratic * weights[None, :], axis=1)
+    gap = gap - tl.sum(weights * gap, axis=0)  # the inverse ignores constants; keep them out
+    better = tl.maximum(weights + tl.sum(inverse * gap[None, :], axis=1), 0.0)
+    return better / tl.sum(better, axis=0)

@@ -6,6 +6,6 @@
 4. quadratic program of eq. (3)          `simplex_qp`   with `pivoting` for degenerate rows
 5. feature z' and its gradient           `feature`
 
-`solver` calls steps 2 to 5; `solve_torch` runs 2 to 4 for a batch, and on a GPU `solve_triton` in
-one kernel of `otad.cip.kernels`, which `stream_triton` feeds without gathering neighbors.
+`solver` calls steps 2 to 5; `solve_torch` runs 2 to 4 for a batch, on a GPU one kernel of
+`otad.cip.kernels` does, which `stream_triton` feeds without gathering neighbors.
 """

@@ -23,20 +23,14 @@ from otad.cip.protocols import RowProblem
 
 
 def assemble(
-    problem: RowProblem,
-    multipliers: Tensor,
-    strong_convexity: Tensor,
-    is_shifted: bool,
-    chunk: int | None = None,
+    problem: RowProblem, multipliers: Tensor, convexity: Tensor | None, chunk: int | None = None
 ) -> Tensor:
-    """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows.
-
-    `is_shifted`: whether some l of `strong_convexity` (B,) may be other than 0.
-    """
+    """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows; l is the `convexity` (B,) of the
+    map, None where all of it is 0."""
     image = _combination(problem, multipliers, chunk, anchors=False)
-    if is_shifted:
+    if convexity is not None:
         mean = _combination(problem, multipliers, chunk, anchors=True)
-        image -= strong_convexity[:, None].to(image.dtype) * (mean - problem.query.detach())
+        image -= convexity[:, None].to(image.dtype) * (mean - problem.query.detach())
     return image
 
 
@@ -62,39 +56,28 @@ def feature(
     multipliers: Tensor,
     value: Tensor,
     sensitivity: Tensor | None,
-    strong_convexity: Tensor,
-    is_shifted: bool,
+    convexity: Tensor | None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z' (B,d), value and multipliers, differentiable in the query if gradients are on."""
-    how = strong_convexity, is_shifted, chunk
     if not (problem.query.requires_grad and torch.is_grad_enabled()):
-        return assemble(problem, multipliers, *how), value, multipliers
-    image, value, multipliers = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
-        problem.query, problem, multipliers, value, sensitivity, *how
+        return assemble(problem, multipliers, convexity, chunk), value, multipliers
+    found: tuple[Tensor, Tensor, Tensor] = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
+        problem.query, problem, multipliers, value, sensitivity, convexity, chunk
     )
-    return image, value, multipliers
+    return found
 
 
 class DifferentiableMap(torch.autograd.Function):
     """query -> (image, value, multipliers); everything else is a constant of the map."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        problem: RowProblem,
-        multipliers: Tensor,
-        value: Tensor,
-        sensitivity: Tensor,
-        strong_convexity: Tensor,
-        is_shifted: bool,
-        chunk: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        image = assemble(problem, multipliers, strong_convexity, is_shifted, chunk)
-        ctx.problem, ctx.chunk, ctx.is_shifted = problem, chunk, is_shifted
+    def forward(ctx: Any, query: Tensor, problem: RowProblem, *constants: Any) -> tuple[Any, ...]:
+        multipliers, value, sensitivity, convexity, ctx.chunk = constants
+        image = assemble(problem, multipliers, convexity, ctx.chunk)
+        ctx.problem = problem
         slope = image.masked_fill(value.isnan()[:, None], 0.0)  # a failed row's value is constant
-        ctx.save_for_backward(slope, sensitivity, strong_convexity)
+        ctx.save_for_backward(slope, sensitivity, convexity)
         # Copies: an output that shares memory with an input would confuse autograd.
         return image, value.clone(), multipliers.clone()
 
@@ -103,11 +86,12 @@ class DifferentiableMap(torch.autograd.Function):
     def backward(
         ctx: Any, image_grad: Tensor, value_grad: Tensor, multiplier_grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        slope, sensitivity, strong_convexity = ctx.saved_tensors
+        slope, sensitivity, convexity = ctx.saved_tensors
         dtype, problem = slope.dtype, ctx.problem
-        low = strong_convexity.to(dtype)[:, None]
-        grad = low * image_grad + value_grad[:, None] * slope
-        shift = low if ctx.is_shifted else None
+        grad = value_grad[:, None] * slope
+        shift = None if convexity is None else convexity.to(dtype)[:, None]
+        if shift is not None:
+            grad += shift * image_grad
 
         def work(rows: slice) -> None:
             lines = problem.images_of(rows).to(dtype)
@@ -121,19 +105,15 @@ class DifferentiableMap(torch.autograd.Function):
             grad += _streamed_slope(problem, image_grad, multiplier_grad, sensitivity, shift)
         else:
             run_parts(problem_blocks(problem, ctx.chunk), work, grad.device)
-        return grad, *[None] * 7
+        return grad, *[None] * 6
 
 
 def _streamed_slope(
-    problem: BankProblem,
-    image_grad: Tensor,
-    multiplier_grad: Tensor,
-    sensitivity: Tensor,
-    shift: Tensor | None,
+    problem: BankProblem, image_grad: Tensor, by: Tensor, sensitivity: Tensor, shift: Tensor | None
 ) -> Tensor:
     """Z~^T H (Z~ g + h) for the gradients g (B,d) by the image and h (B,K) by the multipliers."""
     indices = problem.indices
-    pull = streamed_dots(problem.features, indices, image_grad) + multiplier_grad
+    pull = streamed_dots(problem.features, indices, image_grad) + by
     if shift is not None:
         pull -= shift * streamed_dots(problem.inputs, indices, image_grad)
     push = (sensitivity @ pull[..., None])[..., 0].to(image_grad.dtype)

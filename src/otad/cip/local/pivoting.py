@@ -15,7 +15,7 @@ visited twice and the method ends after finitely many pivots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,17 +24,13 @@ _MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is re
 
 
 def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Cholesky factor (B,K,K) of H = G + 1 1^T on the support, of the identity elsewhere.
-
-    H, given as `matrix` (B,K,K), has the same optimum on the simplex as G and is regular on
-    affinely independent images. `support` (B,K) is of ones and zeros. Also whether the images in
-    the support are affinely independent (B,): if not, the factor is meaningless.
-    """
+    """Cholesky factor (B,K,K) of H = G + 1 1^T, the `matrix`, on the `support` (B,K) of ones and
+    zeros, of the identity elsewhere; and whether the images in the support are affinely independent
+    (B,): if not, the factor is meaningless."""
     part = matrix * (support[:, :, None] * support[:, None])
     part.diagonal(dim1=1, dim2=2).add_(1 - support)
     found, failed = torch.linalg.cholesky_ex(part)
-    pivots = found.diagonal(dim1=1, dim2=2)
-    return found, (failed == 0) & (pivots.amin(1) > tolerance**0.5)
+    return found, (failed == 0) & (found.diagonal(dim1=1, dim2=2).amin(1) > tolerance**0.5)
 
 
 def solve(factors: Tensor, sides: Tensor) -> Tensor:
@@ -59,8 +55,8 @@ def pivot_to_optimum(
     `quadratic` (K,K,B) has no diagonal entry above 1, `linear` and `active` are (K,B).
     """
     found = _pivot_all(_start(quadratic, linear, active, tolerance), tolerance)
-    # Each pivot adds rounding errors to those before: so repeat from a fresh tableau of the basis
-    # found. Usually no pivot is left to do.
+    # Pivots add up rounding errors: repeat from a fresh tableau of the basis found. Usually no
+    # pivot is left to do.
     state, regular = _fresh_start(quadratic, linear, active, found[0], tolerance)
     rows = (regular & found[2]).nonzero()[:, 0]
     for held, better in zip(found, _pivot_all(state.columns(rows), tolerance), strict=True):
@@ -99,7 +95,7 @@ class _State:
     gain_floor: Tensor  # (B,) gains up to this count as zero
 
     def columns(self, keep: Tensor) -> _State:
-        return _State(*(getattr(self, field.name).index_select(-1, keep) for field in fields(self)))
+        return _State(*(part.index_select(-1, keep) for part in vars(self).values()))
 
 
 def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) -> _State:
@@ -112,16 +108,23 @@ def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) 
     tableau = quadratic - row[:, None] - row[None] + corner
     basis = torch.zeros_like(linear).scatter_(0, best, 1.0)
     _put(tableau, best, 1 - basis)
-    out = torch.where(active, 0.0, -torch.inf).to(linear)
-    return _State(
-        tableau=tableau,
-        target=gain * (1 - basis) + basis,
-        weights=basis.clone(),
-        basis=basis,
-        barrier=out.scatter_(0, best, -torch.inf),
-        entering=torch.full_like(best[0], -1),
-        gain_floor=tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0)),
-    )
+    target = gain * (1 - basis) + basis
+    return _state(tableau, target, basis.clone(), basis, active, gain, tolerance)
+
+
+def _state(
+    tableau: Tensor,
+    target: Tensor,
+    weights: Tensor,
+    basis: Tensor,
+    active: Tensor,
+    gain: Tensor,
+    tolerance: float,
+) -> _State:
+    barrier = torch.where(active & (basis == 0), 0.0, -torch.inf).to(basis)
+    entering = torch.full_like(weights[0], -1, dtype=torch.int64)
+    gain_floor = tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0))
+    return _State(tableau, target, weights, basis, barrier, entering, gain_floor)
 
 
 def _fresh_start(
@@ -146,17 +149,10 @@ def _fresh_start(
     aim = inner @ linear.mT[:, :, None] + share
     slope = linear.mT[:, :, None] - gram @ aim
     gain = slope - aim.mT @ slope
-    target = (aim * inside[:, :, None] + gain * outside)[:, :, 0].mT
-    state = _State(
-        tableau=tableau.permute(1, 2, 0).contiguous(),
-        target=target.contiguous(),
-        weights=weights.clone(),
-        basis=basis,
-        barrier=torch.where(active & (basis == 0), 0.0, -torch.inf).to(linear),
-        entering=torch.full_like(weights[0], -1, dtype=torch.int64),
-        gain_floor=tolerance * (1 + gain[:, :, 0].mT.masked_fill(~active, 0.0).abs().amax(0)),
-    )
-    return state, regular
+    target = (aim * inside[:, :, None] + gain * outside)[:, :, 0].mT.contiguous()
+    tableau = tableau.permute(1, 2, 0).contiguous()
+    gain = gain[:, :, 0].mT
+    return _state(tableau, target, weights.clone(), basis, active, gain, tolerance), regular
 
 
 def _pick(matrix: Tensor, index: Tensor) -> Tensor:
@@ -172,10 +168,8 @@ def _put(matrix: Tensor, index: Tensor, row: Tensor) -> None:
 
 
 def _advance(state: _State, tolerance: float) -> Tensor:
-    """One pivot in every unfinished row; True for the rows that are finished (B,).
-
-    Masks are multiplied or added where possible: that is many times faster than selecting.
-    """
+    """One pivot in every unfinished row; True for the rows that are finished (B,). Masks are
+    multiplied or added where possible: that is many times faster than selecting."""
     target, weights = state.target, state.weights
     due = state.entering >= 0
     point = target * state.basis

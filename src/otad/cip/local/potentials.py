@@ -9,7 +9,7 @@ Newton's method on 1/M. Arrays are (K,K,B), batch last; inactive neighbors have 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ _MOST_NEWTON_STEPS = 100
 
 @dataclass(frozen=True)
 class Constraints:
-    """u_i - u_j >= rise_ij + bend_ij * flatness, flatness = 1 / M, for the active neighbors.
-
-    `rise_error` and `bend_error` (B,) are the rounding errors of the two: the shift by l may cancel
-    most of their terms. Weights are lowered by them, so that rounding makes no cycle positive.
-    """
+    """u_i - u_j >= rise_ij + bend_ij * flatness, flatness = 1 / M, of the active neighbors. Weights
+    are lowered by the rounding errors (B,) of the two, so that rounding makes no cycle positive."""
 
     rise: Tensor
     bend: Tensor
@@ -42,23 +39,23 @@ class Constraints:
         noise = 2 * gram.noise  # two products make a difference
         return Constraints(rise, bend, active, noise * image * offset, noise * image.square())
 
-    def weights(self, flatness: Tensor) -> Tensor:
-        """w (K,K,B), with -inf wherever a neighbor is left out, and 0 on the diagonal."""
-        error = self.rise_error + self.bend_error * flatness.abs()
-        return self._between_all(self.rise + self.bend * flatness - error)
-
-    def exact_weights(self, flatness: Tensor) -> Tensor:
-        """The same without allowance for rounding."""
-        return self._between_all(self.rise + self.bend * flatness)
-
-    def _between_all(self, weights: Tensor) -> Tensor:
+    def weights(self, flatness: Tensor, *, exact: bool = False) -> Tensor:
+        """w (K,K,B), with -inf wherever a neighbor is left out, and 0 on the diagonal; `exact`:
+        without the allowance for rounding."""
+        weights = self.rise + self.bend * flatness
+        if not exact:
+            weights -= self.rise_error + self.bend_error * flatness.abs()
         weights = _between_active(weights, self.active, -torch.inf)
         weights.diagonal(dim1=0, dim2=1).zero_()
         return weights
 
     def columns(self, rows: Tensor) -> Constraints:
-        parts = (getattr(self, field.name)[..., rows] for field in fields(self))
-        return Constraints(*parts)
+        return Constraints(*(part[..., rows] for part in vars(self).values()))
+
+    def least_modulus(self) -> Tensor:
+        """The least M (B,) without a positive cycle, infinite where none will do."""
+        flatness = greatest_flatness(self)
+        return torch.where(flatness > 0, 1 / flatness, torch.inf)
 
 
 def _between_active(values: Tensor, active: Tensor, fill: float) -> Tensor:
@@ -82,11 +79,8 @@ def has_positive_cycle(longest: Tensor) -> Tensor:
 
 
 def potentials_from_paths(longest: Tensor, active: Tensor, rule: str) -> Tensor:
-    """Feasible potentials (K,B), mean zero over the active neighbors, zero elsewhere.
-
-    The lowest (mean column of D), the highest (minus the mean row), or the canonical one in the
-    middle: deterministic, and equivariant to the order of the neighbors.
-    """
+    """Feasible potentials (K,B), mean zero over the active neighbors, zero elsewhere: the lowest
+    (mean column of D), the highest (minus the mean row), or the canonical one in the middle."""
     count = active.sum(0)
     longest = _between_active(longest, active, 0.0)
     if rule == "lowest":
@@ -102,8 +96,7 @@ def greatest_flatness(constraints: Constraints) -> Tensor:
     """The largest 1/M (B,) without a positive cycle: +inf if every M > 0 will do, <= 0 if none.
 
     Newton's method from above. A closed walk of value s(C) + t(C)/M > 0 proves that 1/M must not
-    exceed -s(C)/t(C); the closure gives the longest such walk and its t(C), so every step is a
-    valid bound, and the last is attained by the critical cycle.
+    exceed -s(C)/t(C); the closure gives the longest such walk, so every step is a valid bound.
     """
     bend, active = constraints.bend, constraints.active
     # Cycles of two neighbors give the first bound.
@@ -114,8 +107,7 @@ def greatest_flatness(constraints: Constraints) -> Tensor:
     for _ in range(_MOST_NEWTON_STEPS):
         if len(todo) == 0:
             break
-        part = constraints.columns(todo)
-        bound = _walk_bound(part, flatness[todo])
+        bound = _walk_bound(constraints.columns(todo), flatness[todo])
         better = bound < flatness[todo]
         todo = todo[better]
         flatness[todo] = bound[better]
@@ -139,33 +131,29 @@ def _walk_bound(constraints: Constraints, flatness: Tensor) -> Tensor:
     return (flatness - gain / rate).masked_fill(~positive, torch.inf).amin(0)
 
 
-def critical(constraints: Constraints, flatness: Tensor) -> Tensor:
-    """The neighbors (K,B) on the cycle that forbids a greater flatness than `flatness` (B,)."""
+def critical(constraints: Constraints) -> Tensor:
+    """The neighbors (K,B) on the cycle that forbids a greater flatness than the greatest."""
+    flatness = greatest_flatness(constraints)
     # Contradicting images of one anchor forbid any flatness above 0, which has no size of its own.
-    size = constraints.rise_error / constraints.bend_error.clamp_min(
-        torch.finfo(flatness.dtype).tiny
-    )
+    tiny = torch.finfo(flatness.dtype).tiny
+    size = constraints.rise_error / constraints.bend_error.clamp_min(tiny)
     beyond = flatness + 1e-7 * torch.maximum(flatness.abs(), 1e-3 * size)
-    gain = closure(constraints.exact_weights(beyond)).diagonal(dim1=0, dim2=1).mT
+    gain = closure(constraints.weights(beyond, exact=True)).diagonal(dim1=0, dim2=1).mT
     # Only that cycle is positive there, by little; a walk of the closure goes round it 2^K times at
     # most, so its neighbors gain at least this share of the largest. The rest is rounding.
     share = gain.amax(0) * 2.0 ** -len(gain)
     return constraints.active & (gain > 0) & (gain >= share)
 
 
-def least_smoothness(problem: RowProblem, *, chunk: int | None = None) -> Tensor:
+@torch.no_grad()
+def least_smoothness(problem: RowProblem) -> Tensor:
     """The least L (B,) for which potentials exist with the problem's strong convexity.
 
     An infimum: equal to the strong convexity where every L above it will do (one neighbor, equal
     images), infinite where none will. The problem's own `smoothness` does not matter.
     """
-    with torch.no_grad():  # in float64: an infimum may depend on differences that cancel
-        precise, low = problem.in_double(), problem.strong_convexity
-        gram = products_of(precise, chunk, with_offsets=problem.has_strong_convexity).gram()
-        active = torch.ones_like(gram.tilt, dtype=torch.bool)
-        return low + modulus(greatest_flatness(Constraints.of(gram, low, active)))
-
-
-def modulus(flatness: Tensor) -> Tensor:
-    """M = 1 / flatness, infinite for flatness <= 0."""
-    return torch.where(flatness > 0, 1 / flatness, torch.inf)
+    low, with_offsets = problem.strong_convexity, problem.has_strong_convexity
+    # in float64: an infimum may depend on differences that cancel
+    gram = products_of(problem.in_double(), None, with_offsets=with_offsets).gram()
+    active = torch.ones_like(gram.tilt, dtype=torch.bool)
+    return low + Constraints.of(gram, low, active).least_modulus()

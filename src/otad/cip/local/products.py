@@ -1,15 +1,14 @@
 """All that the solver needs of a batch: the inner products of its neighbors.
 
 Only here (and in `feature`) is anything of size d touched. The small arrays that follow have the
-batch axis LAST, (K,K,B), so that elementwise work runs over long contiguous rows, and are float64
-whatever the data is.
+batch axis LAST, (K,K,B), so that elementwise work runs over long contiguous rows, in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,13 +35,9 @@ class Gram:
     offsets: Tensor | None
     noise: float
 
-    @property
-    def count(self) -> int:
-        return self.tilt.shape[0]
-
     def _map(self, change: Callable[[Tensor], Tensor]) -> Gram:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {k: change(v) for k, v in values.items() if isinstance(v, Tensor)}
+        parts = vars(self).items()
+        changed: dict[str, Any] = {k: change(v) for k, v in parts if isinstance(v, Tensor)}
         return replace(self, **changed)
 
     @property
@@ -52,16 +47,14 @@ class Gram:
         return (sums + self.squared_distance.sum(0)).isfinite()
 
     def zeroed(self, rows: Tensor) -> Gram:
-        """The same with all products of the rows marked (B,) set to zero."""
         return self._map(lambda part: part.masked_fill(rows, 0.0))
 
     def columns(self, rows: Tensor) -> Gram:
-        """The products of some rows of the batch."""
         return self._map(lambda part: part[..., rows])
 
     def sizes(self, strong_convexity: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The largest |a_i| and |c_i| + |l a_i| (B,): the terms that the shift may cancel."""
-        squares = torch.stack((self.squared_distance, _diagonal(self.images)))
+        squares = torch.stack((self.squared_distance, diagonal(self.images)))
         offset, image = (squares * active).amax(1).sqrt()
         return offset, image + strong_convexity.abs() * offset
 
@@ -79,27 +72,16 @@ class Gram:
         return ShiftedGram(cross, images + low.square() * self.offsets)
 
 
-@dataclass(frozen=True)
-class ShiftedGram:
+class ShiftedGram(NamedTuple):
     """`cross` (K,K,B) <c~_i, a_j> and `images` (K,K,B) <c~_i, c~_j> of the shifted images."""
 
     cross: Tensor
     images: Tensor
 
-    @property
-    def self_cross(self) -> Tensor:
-        """<c~_i, a_i> (K,B)."""
-        return _diagonal(self.cross)
-
-    @property
-    def image_square(self) -> Tensor:
-        """|c~_i|^2 (K,B)."""
-        return _diagonal(self.images)
-
     def difference_bounds(self) -> tuple[Tensor, Tensor]:
         """(s, t), each (K,K,B), such that eq. (2) reads u~_i - u~_j >= s_ij + t_ij / M."""
-        rise = self.cross.transpose(0, 1) - self.self_cross[None]
-        square = self.image_square
+        rise = self.cross.transpose(0, 1) - diagonal(self.cross)[None]
+        square = diagonal(self.images)
         bend = (square[:, None] + square[None]) / 2 - self.images
         return rise, bend.clamp_min(0.0)
 
@@ -122,11 +104,9 @@ class Products:
 
     @property
     def noise(self) -> float:
-        """Relative rounding error."""
         return 2e-7 if self.values.dtype == torch.float32 else 1e-13
 
     def rows(self, rows: Tensor) -> Products:
-        """The products of some rows of the batch."""
         return Products(self.values[:, rows], self.squares[:, rows], self.with_offsets)
 
     def gram(self) -> Gram:
@@ -151,20 +131,22 @@ class Products:
 
 def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -> Products:
     """One pass over the neighbors: by the kernels where they apply, else in blocks of rows.
-
-    `with_offsets`: whether some strong convexity is, or may become, other than 0.
-    """
+    `with_offsets`: whether some strong convexity is, or may become, other than 0."""
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
-    batch, count, _ = problem.shape
+    batch, count, dim = problem.shape
     first = 0 if with_offsets else count
     values = problem.query.new_empty((batch, 2 * count - first, 2 * count))
     squares = problem.query.new_empty((batch, count))
     free: list[Tensor] = []  # stacks to be used again: fresh memory costs as much as filling it
 
     def work(rows: slice) -> None:
-        whole = free.pop() if free else _empty_stack(problem, rows)
-        stack = _fill_stack(whole[: rows.stop - rows.start], problem, rows)
+        query, images = problem.query.detach()[rows], problem.images_of(rows)
+        whole = free.pop() if free else query.new_empty((len(query), 2 * count, dim))
+        stack = whole[: len(query)]
+        center = stack[:, count].copy_(images[:, 0])
+        torch.sub(problem.anchors_of(rows), query[:, None], out=stack[:, :count])
+        torch.sub(images[:, 1:], center[:, None], out=stack[:, count + 1 :])
         torch.bmm(stack[:, first:], stack.mT, out=values[rows])
         squares[rows] = torch.linalg.vector_norm(stack[:, :count], dim=2).square()
         free.append(whole)
@@ -173,34 +155,10 @@ def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -
     return Products(values[None], squares[None], with_offsets)
 
 
-def worst_noise(dim: int) -> float:
-    """Relative rounding error that a sum of `dim` products in float32 cannot exceed.
-
-    It is usually near `Products.noise`, but nearly equal terms are all rounded the same way.
-    """
-    return (dim + 2) * torch.finfo(torch.float32).eps / 2
-
-
 def _sum_in_double(parts: Tensor) -> Tensor:
     return parts[0].double() if len(parts) == 1 else parts.sum(0, dtype=torch.float64)
 
 
-def _diagonal(matrix: Tensor) -> Tensor:
+def diagonal(matrix: Tensor) -> Tensor:
     """(K,K,B) -> (K,B)."""
     return matrix.diagonal(dim1=0, dim2=1).mT
-
-
-def _empty_stack(problem: RowProblem, rows: slice) -> Tensor:
-    _, count, dim = problem.shape
-    return problem.query.new_empty((rows.stop - rows.start, 2 * count, dim))
-
-
-def _fill_stack(stack: Tensor, problem: RowProblem, rows: slice) -> Tensor:
-    """Rows a_1..a_K, z_1, c_2..c_K of every query: (B,2K,d), in the query's dtype."""
-    query, images = problem.query.detach()[rows], problem.images_of(rows)
-    count = images.shape[1]
-    center = stack[:, count]
-    center.copy_(images[:, 0])
-    torch.sub(problem.anchors_of(rows), query[:, None], out=stack[:, :count])
-    torch.sub(images[:, 1:], center[:, None], out=stack[:, count + 1 :])
-    return stack

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.cip.local.potentials import (
-    Constraints,
-    closure,
-    critical,
-    greatest_flatness,
-    has_positive_cycle,
-    modulus,
-)
+from otad.cip.local.potentials import Constraints, closure, critical, has_positive_cycle
 from otad.cip.local.products import Gram
 from otad.cip.solution import Status
 
@@ -40,18 +33,13 @@ class Curvature:
     def constraints(self, gram: Gram) -> Constraints:
         return Constraints.of(gram, self.strong_convexity, self.active)
 
-    @property
-    def flatness(self) -> Tensor:
-        return 1 / (self.smoothness - self.strong_convexity)
-
     def closure(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """Longest paths (K,K,B), and whether potentials exist (B,).
-
-        With exact weights, so that the map passes through its anchors to the last digit; with an
-        allowance for rounding only where a cycle is positive without it.
-        """
-        constraints, flatness = self.constraints(gram), self.flatness
-        longest = closure(constraints.exact_weights(flatness))
+        """Longest paths (K,K,B), and whether potentials exist (B,). With exact weights, so that the
+        map passes through its anchors; with an allowance for rounding only where a cycle is
+        positive without it."""
+        flatness = 1 / (self.smoothness - self.strong_convexity)
+        constraints = self.constraints(gram)
+        longest = closure(constraints.weights(flatness, exact=True))
         positive = has_positive_cycle(longest)
         if bool(positive.any()):
             doubtful = positive.nonzero()[:, 0]
@@ -88,15 +76,14 @@ class Relaxation:
         return found, longest, status
 
     def start(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> Curvature:
-        """The requested curvature, with all neighbors but the spares."""
         active = torch.ones_like(gram.tilt, dtype=torch.bool)
-        active[gram.count - self.spares :] = False
+        active[len(gram.tilt) - self.spares :] = False
         return Curvature(smoothness, strong_convexity, active)
 
     def _relax(self, gram: Gram, requested: Curvature, todo: Tensor, status: Tensor) -> Curvature:
         """Curvature and neighbors for which the rows `todo` have potentials; their `status` is
         filled in."""
-        regular, dropped = gram.count - self.spares, torch.zeros_like(status)
+        regular, dropped = len(gram.tilt) - self.spares, torch.zeros_like(status)
         high, low = requested.smoothness.clone(), requested.strong_convexity.clone()
         found = Curvature(high, low, requested.active)
         while len(todo):
@@ -114,7 +101,7 @@ class Relaxation:
             found.active[self._violator(part, at), todo] = False
             spare = regular + dropped[todo]  # spares are used in order, each once
             dropped[todo] += 1
-            exists = spare < gram.count
+            exists = spare < len(gram.tilt)
             found.active[spare[exists], todo[exists]] = True
             feasible = found.columns(todo).feasible(part)
             status[todo[feasible]] = int(Status.REPAIRED)
@@ -125,7 +112,7 @@ class Relaxation:
         """The nearest curvature that works, infinite smoothness where there is none."""
         if self.climb is not None:
             return self._climbed(gram, at)
-        least = modulus(greatest_flatness(at.constraints(gram)))
+        least = at.constraints(gram).least_modulus()
         # Slightly above the least, so that rounding does not leave a cycle positive.
         least = at.strong_convexity + least * (1 + 16 * gram.noise)
         return Curvature(torch.maximum(least, at.smoothness), at.strong_convexity, at.active)
@@ -168,7 +155,7 @@ class Relaxation:
         """The neighbor (B,) to leave out: the one on the critical cycle farthest from the query."""
         last = self._step(at, self._last_step(at)) if self.climb else at
         constraints = last.constraints(gram)
-        cycle = critical(constraints, greatest_flatness(constraints))
+        cycle = critical(constraints)
         # Rounding may hide the cycle: leave out the farthest neighbor then.
         cycle = torch.where(cycle.any(0), cycle, at.active)
         return gram.squared_distance.masked_fill(~cycle, -torch.inf).argmax(0)

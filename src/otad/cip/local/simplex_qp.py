@@ -19,7 +19,7 @@ are the weights there, and c_i - nu - (H w)_i are the gains of the neighbors out
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ _GUESSES = 8  # rounds of exchange before a row is left to pivoting
 _FEWEST_ROWS = 512  # that are worth a thread of their own
 
 
-@dataclass(frozen=True)
-class SimplexOptimum:
+class SimplexOptimum(NamedTuple):
     """`weights` (K,B); `sensitivity` (K,K,B) = d weights / d linear; `solved` (B,)."""
 
     weights: Tensor
@@ -62,12 +61,8 @@ def maximize_on_simplex(
         parts = (gram[..., rows], linear[:, rows], active[:, rows], first[:, rows])
         return _maximize(*parts, tolerance)
 
-    found = run_parts(list(blocks(batch, width)), work, linear.device)
-    return SimplexOptimum(
-        torch.cat([part.weights for part in found], dim=-1),
-        torch.cat([part.sensitivity for part in found], dim=-1),
-        torch.cat([part.solved for part in found]),
-    )
+    found = run_parts(blocks(batch, width), work, linear.device)
+    return SimplexOptimum(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
 
 
 def _maximize(
@@ -78,27 +73,21 @@ def _maximize(
     quadratic, linear = gram / scale, linear / scale
     # Only differences of the linear term matter; centered, they keep their digits.
     linear = linear - (linear * active).sum(0) / active.sum(0)
-    weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
     solved = torch.ones_like(scale, dtype=torch.bool)
-    todo = _by_exchange(quadratic, linear, active, guess, tolerance, weights, inverse)
+    weights, inverse, todo = _by_exchange(quadratic, linear, active, guess, tolerance)
     if len(todo):
-        weights[:, todo], inverse[..., todo], solved[todo] = pivot_to_optimum(
-            quadratic[..., todo], linear[:, todo], active[:, todo], tolerance
-        )
+        matrix, slope, allowed = (part[..., todo] for part in (quadratic, linear, active))
+        found = pivot_to_optimum(matrix, slope, allowed, tolerance)
+        weights[:, todo], inverse[..., todo], solved[todo] = found
     weights = _refined(quadratic, linear, weights, inverse)
     return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # false of NaN
 
 
 def _by_exchange(
-    quadratic: Tensor,
-    linear: Tensor,
-    active: Tensor,
-    guess: Tensor,
-    tolerance: float,
-    weights: Tensor,
-    inverse: Tensor,
-) -> Tensor:
-    """Fill in weights and inverse of the rows that exchange solves; the rows left over."""
+    quadratic: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and inverse of the rows that exchange solves, zero in the rows left over (n,)."""
+    weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
     place = torch.arange(linear.shape[1], device=linear.device)
     matrix = (quadratic + 1).permute(2, 0, 1).contiguous()  # here the batch comes first
     target, allowed = linear.mT.contiguous(), active.mT.to(linear.dtype)
@@ -129,29 +118,25 @@ def _by_exchange(
             parts = (support, matrix, target, allowed, floor, value, done)
             support, matrix, target, allowed, floor, value, done = (x[left] for x in parts)
         support = torch.where(done[:, None], support, (value > 0).to(support.dtype))
-    return torch.cat([place, *given_up])
+    return weights, inverse, torch.cat([place, *given_up])
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """Iterative refinement removes the rounding errors of the factors.
-
-    Each step makes the error many times smaller; few rows (nearly dependent images) need a second.
-    """
+    """Iterative refinement removes the rounding errors of the factors; few rows (nearly dependent
+    images) need a second step."""
     better = _refined_once(quadratic, linear, weights, inverse)
     for _ in range(_REFINEMENTS):
         rows = ((better - weights).abs().amax(0) > 1e-12).nonzero()[:, 0]
         if len(rows) == 0:
             break
         weights = better.clone()
-        better[:, rows] = _refined_once(
-            quadratic[..., rows], linear[:, rows], weights[:, rows], inverse[..., rows]
-        )
+        parts = (part[..., rows] for part in (quadratic, linear, weights, inverse))
+        better[:, rows] = _refined_once(*parts)
     return better
 
 
 def _refined_once(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
     gap = linear - (quadratic * weights[None]).sum(1)
     gap = gap - (weights * gap).sum(0)  # the inverse ignores constants; do not round them in
-    better = weights + (inverse * gap[None]).sum(1)
-    better = better.clamp_min(0.0)
+    better = (weights + (inverse * gap[None]).sum(1)).clamp_min(0.0)
     return better / better.sum(0)

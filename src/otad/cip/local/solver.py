@@ -1,37 +1,39 @@
-"""The exact, batched, differentiable solver of the convex integration problem."""
+"""The exact, batched, differentiable solver of the convex integration problem.
+
+`solve_torch` takes some five hundred small operations, and launching them on a GPU is most of its
+time. There `solve_triton` launches one kernel that has a program for each row.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice, check_count
+from otad.checks import check_choice, check_count, require
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
-from otad.cip.local.products import Gram, Products, products_of, worst_noise
+from otad.cip.local.products import Gram, Products, products_of
 from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_torch import DualSolution, solve_torch
-from otad.cip.local.solve_triton import can_solve, solve_triton
+from otad.cip.local.stream_triton import has_triton, launch, padded_count
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
-from otad.errors import InputError
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
+_MOST_NEIGHBORS = 32  # registers hold several padded K x K tiles of float64
 
 
 @dataclass(frozen=True)
 class ExactCip:
     """Solves a `CipProblem` or `BankProblem` exactly, all rows at once: Algorithm 2 of the paper
-    from the neighbors on.
-
-    Eq. (3) is a K-dimensional concave quadratic program whatever d is: the cost is one K x K Gram
-    matrix per row and a few pivots on it. The steps may be called one after another: `products` of
-    a problem, `solve` (potentials, relaxation, quadratic program), `solution` (the features).
+    from the neighbors on. The steps may be called one after another: `products`, `solve`
+    (potentials, relaxation, quadratic program), `solution` (the features).
 
     - `mode`: with which curvature eq. (3) is solved where potentials exist only for a larger one:
       that larger one, so that the map passes through all anchors ("consistent"), or the requested
@@ -62,34 +64,28 @@ class ExactCip:
         check_count(self.spares, "spares", least=0)
         if self.chunk is not None:
             check_count(self.chunk, "chunk")
-        if self.climb is not None and not _are_steps(self.climb):
-            raise InputError(
-                "climb: expected two finite steps (delta1, delta2) of at least 0, not both 0, "
-                f"got {self.climb!r}"
-            )
-        if self.max_smoothness is not None and not 0 < self.max_smoothness < math.inf:
-            raise InputError(
-                f"max_smoothness: expected a positive number or None, got {self.max_smoothness!r}"
-            )
+        steps, cap = self.climb, self.max_smoothness
+        if steps is not None:
+            expected = "two finite steps (delta1, delta2) of at least 0, not both 0"
+            is_pair = isinstance(steps, tuple) and len(steps) == 2
+            require(is_pair and all(map(_is_step, steps)) and sum(steps), "climb", expected, steps)
+        positive = cap is None or 0 < cap < math.inf
+        require(positive, "max_smoothness", "a positive number or None", repr(cap))
 
     def __call__(self, problem: RowProblem) -> CipSolution:
         _, count, _ = problem.shape
-        if self.spares >= count:
-            raise InputError(
-                f"spares: expected fewer than the {count} neighbors of a row, got {self.spares}"
-            )
-        if self._cap < math.inf and bool((problem.smoothness > self._cap).any()):
-            raise InputError(
-                "max_smoothness: expected at least the problem's smoothness "
-                f"{problem.smoothness.max().item()}, got {self._cap}"
-            )
+        few = f"fewer than the {count} neighbors of a row"
+        require(self.spares < count, "spares", few, self.spares)
+        if self._cap < math.inf:
+            most = problem.smoothness.max().item()
+            least = f"at least the problem's smoothness {most}"
+            require(most <= self._cap, "max_smoothness", least, self._cap)
         if isinstance(problem, BankProblem):
             problem = problem.fetched()
         return self.solution(problem, self.solve(problem, self.products(problem)))
 
     @property
     def relaxation(self) -> Relaxation:
-        """How the curvature is relaxed where no potentials exist for the requested one."""
         return Relaxation(self.climb, self._cap, self.spares)
 
     @property
@@ -102,7 +98,6 @@ class ExactCip:
 
     @torch.no_grad()
     def products(self, problem: RowProblem) -> Products:
-        """The inner products of all neighbors."""
         with_offsets = problem.has_strong_convexity or self._lowers_convexity
         return products_of(problem, self.chunk, with_offsets=with_offsets)
 
@@ -134,7 +129,9 @@ class ExactCip:
         rows = (found.status != int(Status.SOLVED)).nonzero()[:, 0]
         if len(rows) == 0 or problem.query.dtype == torch.float64:
             return
-        rough = replace(gram.columns(rows), noise=worst_noise(problem.shape[2]))
+        # What a sum of d products in float32 cannot exceed; nearly equal terms come close to it.
+        worst = (problem.shape[2] + 2) * torch.finfo(torch.float32).eps / 2
+        rough = replace(gram.columns(rows), noise=worst)
         requested = problem.smoothness[rows], problem.strong_convexity[rows]
         rows = rows[self.relaxation.start(rough, *requested).feasible(rough)]
         if len(rows):
@@ -151,26 +148,79 @@ class ExactCip:
         query = problem.query
         weight, value = found.multipliers.to(query.dtype), found.value.to(query.dtype)
         lowered = self._lowers_convexity and self.mode == "consistent"
-        how = found.map_convexity, problem.has_strong_convexity or lowered, self.chunk
-        image, value, weight = feature(problem, weight, value, found.sensitivity, *how)
-        return CipSolution(
-            image=image,
-            value=value,
-            multipliers=weight,
-            potentials=found.potentials.to(query.dtype),
-            smoothness=found.smoothness,
-            strong_convexity=found.strong_convexity,
-            residual=found.residual,
-            status=found.status,
-            active=found.active,
-            mode=self.mode,
-        )
+        convexity = found.map_convexity if problem.has_strong_convexity or lowered else None
+        made = feature(problem, weight, value, found.sensitivity, convexity, self.chunk)
+        curvature = found.smoothness, found.strong_convexity
+        graded = found.residual, found.status, found.active
+        potentials = found.potentials.to(query.dtype)
+        return CipSolution(made[0], made[1], made[2], potentials, *curvature, *graded, self.mode)
 
 
-def _are_steps(climb: object) -> bool:
-    return (
-        isinstance(climb, tuple)
-        and len(climb) == 2
-        and all(isinstance(step, (int, float)) and 0 <= step < math.inf for step in climb)
-        and sum(climb) > 0
+def _is_step(step: object) -> bool:
+    return isinstance(step, (int, float)) and 0 <= step < math.inf
+
+
+def can_solve(products: Products) -> bool:
+    return products.values.is_cuda and products.count <= _MOST_NEIGHBORS and has_triton()
+
+
+def solve_triton(
+    products: Products,
+    smoothness: Tensor,
+    strong_convexity: Tensor,
+    relaxation: Relaxation,
+    rule: str,
+    mode: str,
+    dtype: torch.dtype,
+    *,
+    sensitive: bool,
+) -> tuple[DualSolution, Tensor]:
+    """The solution, with multipliers, potentials and value in `dtype` and the sensitivity if
+    `sensitive`, and the outcome (B,) on the CPU: 1 for a solved row, 0 for one that is left to
+    `solve_torch`, -1 for one without a solution."""
+    from otad.cip.kernels.row import row_kernel
+
+    values = products.values
+    segments, batch, _, _ = values.shape
+    total, padded = products.count, padded_count(products.count)
+    climb, cap = relaxation.climb or (0.0, 0.0), relaxation.max_smoothness
+    steps = _settings(products.noise, *climb, cap, device=values.device)
+    shares = values.new_empty((2, batch, total), dtype=dtype)
+    value = values.new_empty(batch, dtype=dtype)
+    numbers = values.new_empty((4, batch), dtype=torch.float64)
+    status = values.new_empty(batch, dtype=torch.int64)
+    outcome = values.new_empty(batch, dtype=torch.int32)
+    active = values.new_empty((batch, total), dtype=torch.int8)
+    sensitivity = values.new_empty((batch, total, total) if sensitive else 0, dtype=torch.float64)
+    inputs = products.squares, smoothness.contiguous(), strong_convexity.contiguous(), steps
+    outputs = shares, value, numbers, status, active, outcome, sensitivity
+    launch(
+        row_kernel,
+        (batch,),
+        values,
+        *inputs,
+        *outputs,
+        batch,
+        segments=segments,
+        total=total,
+        count=total - relaxation.spares,
+        padded=padded,
+        shifts=products.with_offsets,
+        climbs=relaxation.climb is not None,
+        consistent=mode == "consistent",
+        sensitive=sensitive,
+        rule=rule,
+        num_warps=1 if padded == 16 else 4,
     )
+    multipliers, potentials = shares
+    high, low, map_low, residual = numbers
+    slopes, included = sensitivity if sensitive else None, active.view(torch.bool)
+    curvature = high, low, map_low
+    found = multipliers, slopes, value, potentials, *curvature, included, residual, status
+    return DualSolution(*found), outcome.cpu()  # the only synchronization
+
+
+@lru_cache(maxsize=64)
+def _settings(*numbers: float, device: torch.device) -> Tensor:
+    """Numbers for a kernel in float64: as plain arguments they would be rounded to float32."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)

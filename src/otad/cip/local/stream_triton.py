@@ -1,11 +1,9 @@
 """Neighbors streamed from a bank on the GPU, without being gathered into memory.
 
-The work of a batch on one GPU is bound by reading B*K rows of two arrays. Gathering, converting
-and stacking them costs several more passes over as many bytes; these Triton kernels read each
-neighbor once for the inner products and once more, if its multiplier is not zero, for the feature;
-the gradient costs as much again.
-They apply to a float32 batch whose bank is on the same CUDA device; everything else takes the
-path in torch, which they are tested against.
+The work of a batch on one GPU is bound by reading B*K rows of two arrays. These Triton kernels read
+each neighbor once for the inner products and once more, if its multiplier is not zero, for the
+feature; the gradient costs as much again. They apply to a float32 batch whose bank is on the same
+CUDA device; everything else takes the path in torch, which they are tested against.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ def has_triton() -> bool:
 
 
 def can_stream(problem: RowProblem) -> TypeGuard[BankProblem]:
-    """Whether the kernels apply."""
     return (
         isinstance(problem, BankProblem)
         and problem.query.is_cuda
@@ -60,24 +57,11 @@ def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tens
     query = problem.query.detach().contiguous()
     products = query.new_empty((segments, batch, 2 * count - first, 2 * count))
     squares = query.new_empty((segments, batch, count))
-    launch(
-        gram_kernel,
-        (batch, segments),
-        query,
-        problem.inputs.contiguous(),
-        problem.features.contiguous(),
-        problem.indices.contiguous(),
-        products,
-        squares,
-        batch,
-        dim,
-        count=count,
-        padded=padded,
-        shifts=with_offsets,
-        length=min(segment, -(-dim // width) * width),
-        width=width,
-        num_warps=2,
-    )
+    bank = (part.contiguous() for part in (problem.inputs, problem.features, problem.indices))
+    sizes = {"count": count, "padded": padded, "shifts": with_offsets, "width": width}
+    sizes["length"] = min(segment, -(-dim // width) * width)
+    outputs = products, squares
+    launch(gram_kernel, (batch, segments), query, *bank, *outputs, batch, dim, num_warps=2, **sizes)
     return products, squares
 
 
@@ -88,9 +72,8 @@ def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Te
     batch, count = indices.shape
     dim, width = points.shape[1], 1024
     total = weights.new_empty((batch, dim))
-    grid = (batch, -(-dim // width))
     arrays = (points.contiguous(), indices.contiguous(), weights.contiguous(), total)
-    launch(combine_kernel, grid, *arrays, dim, count=count, width=width)
+    launch(combine_kernel, (batch, -(-dim // width)), *arrays, dim, count=count, width=width)
     return total
 
 
@@ -102,20 +85,10 @@ def streamed_dots(points: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:
     dim, width = points.shape[1], 128
     segments = -(-dim // _SEGMENT)
     dots = vectors.new_empty((segments, batch, count))
-    launch(
-        dot_kernel,
-        (batch, segments),
-        points.contiguous(),
-        indices.contiguous(),
-        vectors.contiguous(),
-        dots,
-        batch,
-        dim,
-        count=count,
-        padded=padded_count(count),
-        length=min(_SEGMENT, -(-dim // width) * width),
-        width=width,
-    )
+    arrays = (points.contiguous(), indices.contiguous(), vectors.contiguous(), dots)
+    sizes = {"count": count, "padded": padded_count(count), "width": width}
+    sizes["length"] = min(_SEGMENT, -(-dim // width) * width)
+    launch(dot_kernel, (batch, segments), *arrays, batch, dim, **sizes)
     return dots.sum(0, dtype=torch.float64)
 
 

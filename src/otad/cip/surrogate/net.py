@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice, check_count
+from otad.checks import check_choice, check_count, require
 from otad.cip.execution import blocks
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution
@@ -36,11 +36,10 @@ class CipNet(nn.Module):
     `readout="hull"` the second part is left out and z' is a convex combination, like the solver's.
 
     The net shares the symmetries of the problem by its construction. It sees the shifted images
-    z~_i = z_i - l (x_i - x'), for which l = 0, and only differences from the mean neighbor, in
-    units of their root mean square: r of the inputs, s of the features. What is left of the
-    curvature is the number M r / (M r + s). So translating all x_i and x', reordering the
-    neighbors, or measuring x in other units (and L, l accordingly) changes nothing, and z' moves
-    and scales with the features.
+    z~_i = z_i - l (x_i - x'), and only differences from the mean neighbor, in units of their root
+    mean square: r of the inputs, s of the features; of the curvature it sees M r / (M r + s). So
+    translating all x_i and x', reordering the neighbors, or measuring x in other units (and L, l
+    accordingly) changes nothing, and z' moves and scales with the features.
 
     A network proves nothing: `status` is ESTIMATED, and value, potentials, curvature and residual
     are NaN, as are the multipliers unless z' is made of them ("hull"). A row whose numbers are out
@@ -70,10 +69,8 @@ class CipNet(nn.Module):
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.n_neighbors = check_count(n_neighbors, "n_neighbors")
-        self.width = check_count(width, "width")
-        self.heads = check_count(heads, "heads")
-        if width % heads:
-            raise InputError(f"heads: expected a divisor of the width {width}, got {heads}")
+        self.width, self.heads = check_count(width, "width"), check_count(heads, "heads")
+        require(width % heads == 0, "heads", f"a divisor of the width {width}", heads)
         self.hidden = width if hidden is None else check_count(hidden, "hidden")
         self.readout = check_choice(readout, "readout", READOUTS)
         self.precision = check_choice(precision, "precision", PRECISIONS)
@@ -102,7 +99,8 @@ class CipNet(nn.Module):
         batch, count, _ = problem.shape
         query = problem.query
         chunk = max(1, _BLOCK_BYTES // (2 * count * self.dim * query.element_size()))
-        with self._rounding(query.device):
+        rounds = self.precision == "bfloat16"
+        with torch.autocast(query.device.type, torch.bfloat16) if rounds else nullcontext():
             parts = [self._estimate(problem, rows) for rows in blocks(batch, chunk)]
         image, weights = (torch.cat(column) for column in zip(*parts, strict=True))
         if self.correction is not None:  # the answer is no longer a mean of features
@@ -112,29 +110,18 @@ class CipNet(nn.Module):
     def check_problem(self, problem: RowProblem) -> None:
         """Refuse a problem of another size, dtype or device than the net's."""
         self.check_sizes(*problem.shape[1:], name="problem")
-        query, weight = problem.query, self.from_input.weight
-        if (query.dtype, query.device) != (weight.dtype, weight.device):
-            raise InputError(
-                f"query: expected {weight.dtype} on {weight.device} like the net, "
-                f"got {query.dtype} on {query.device}"
-            )
+        net, given = (
+            f"{part.dtype} on {part.device}" for part in (self.from_input.weight, problem.query)
+        )
+        require(net == given, "query", f"{net} like the net", given)
 
     def check_sizes(self, n_neighbors: int, dim: int, *, name: str = "solver") -> None:
         """Refuse another number of neighbors, or another dimension, than the net's."""
-        if (n_neighbors, dim) != (self.n_neighbors, self.dim):
-            raise InputError(
-                f"{name}: expected {self.n_neighbors} neighbors in dimension {self.dim}, which "
-                f"the CipNet was made for, got {n_neighbors} in dimension {dim}"
-            )
-
-    def _rounding(self, device: torch.device) -> AbstractContextManager[object]:
-        """Makes products in the net's precision, or in that of the caller."""
-        if self.precision == "float32":
-            return nullcontext()
-        return torch.autocast(device.type, torch.bfloat16)
+        fits = (n_neighbors, dim) == (self.n_neighbors, self.dim)
+        own = f"{self.n_neighbors} neighbors in dimension {self.dim}"
+        require(fits, name, f"{own} like the CipNet", f"{n_neighbors} in dimension {dim}")
 
     def _estimate(self, problem: RowProblem, rows: slice) -> tuple[Tensor, Tensor]:
-        """Images (b,d) and multipliers (b,K) of a block of rows."""
         query = problem.query[rows][:, None]
         anchors, images = (
             part.to(query.dtype) for part in (problem.anchors_of(rows), problem.images_of(rows))
@@ -147,7 +134,16 @@ class CipNet(nn.Module):
         query, anchors, features = query - middle, anchors - middle, images - center
         reach, spread = _root_mean_square(query, anchors), _root_mean_square(features)
 
-        tokens = self._tokens(query, anchors, features, reach, spread)
+        # Units come after the product, which commutes with them: it makes the short tokens depend
+        # on the query through its reach, and not the long anchors, whose gradients cost the most.
+        asking, places = (_in_units(self.from_input, part, reach) for part in (query, anchors))
+        values = _in_units(self.from_feature, features, spread)
+        places, values = (
+            places + self.feature_to_input(values),
+            values + self.input_to_feature(places),
+        )
+        kinds = zip((asking, places, values), self.kinds, strict=True)
+        tokens = torch.cat([part + kind for part, kind in kinds], dim=1)  # (b,2K+1,width)
         tokens = tokens + modulus * reach / (modulus * reach + spread) * self.curvature
         for block in self.blocks:
             tokens, _ = block(tokens)
@@ -160,45 +156,16 @@ class CipNet(nn.Module):
         overflow = ~(reach + spread).isfinite()
         return image.masked_fill(overflow[:, 0], torch.nan), weights[..., 0]
 
-    def _tokens(
-        self, query: Tensor, anchors: Tensor, features: Tensor, reach: Tensor, spread: Tensor
-    ) -> Tensor:
-        """(b,2K+1,width): the query, the anchors, the images.
-
-        Units come after the product, which commutes with them: it makes the short tokens depend on
-        the query through its reach, and not the long anchors, whose gradients cost the most.
-        """
-        asking, places = (_in_units(self.from_input, part, reach) for part in (query, anchors))
-        values = _in_units(self.from_feature, features, spread)
-        kinds = self.kinds[:, None]
-        return torch.cat(
-            [
-                asking + kinds[0],
-                places + self.feature_to_input(values) + kinds[1],
-                values + self.input_to_feature(places) + kinds[2],
-            ],
-            dim=1,
-        )
-
     def config(self) -> dict[str, Any]:
         """What `from_config` needs, beside the state dict, to make this net again. Plain JSON."""
-        return {
-            "dim": self.dim,
-            "n_neighbors": self.n_neighbors,
-            "width": self.width,
-            "blocks": len(self.blocks),
-            "heads": self.heads,
-            "hidden": self.hidden,
-            "readout": self.readout,
-            "precision": self.precision,
-        }
+        names = ("dim", "n_neighbors", "width", "blocks", "heads", "hidden", "readout", "precision")
+        return {name: getattr(self, name) for name in names} | {"blocks": len(self.blocks)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CipNet:
         """The net that `config` describes, with fresh weights; load its state dict afterwards."""
-        options = {
-            name: value for name, value in config.items() if name != "chunk"
-        }  # of older files
+        options = dict(config)
+        options.pop("chunk", None)  # of older files
         try:
             return cls(**options)
         except TypeError as error:
@@ -223,7 +190,6 @@ def _root_mean_square(*vectors: Tensor) -> Tensor:
 
 def _zero(layer: nn.Linear) -> nn.Linear:
     layer.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.zero_()
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
     return layer

@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_count, check_shape, check_tensor
+from otad.checks import STORAGE_DTYPES, check_count, check_shape, check_tensor, require
 from otad.cip.judge import map_curvature
 from otad.cip.local.feature import assemble
 from otad.cip.local.solver import ExactCip
 from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.solution import CipSolution
 from otad.cip.surrogate.net import CipNet
-from otad.errors import InputError
 from otad.io.mapped_rows import gathered
 from otad.io.tensor_files import fingerprint
 from otad.search.neighbors import TorchSearch
@@ -79,8 +78,7 @@ Report = Callable[[CipNetEpoch], None]
 @dataclass(frozen=True)
 class CipNetResult:
     """`unit`: the squared length in which errors are measured; `resumed_after`: the last epoch read
-    from a checkpoint, 0 for none; `epochs`: the number requested, of which a run that ran out of
-    time has fewer."""
+    from a checkpoint, 0 for none; `epochs`: the number requested."""
 
     history: tuple[CipNetEpoch, ...]
     unit: float
@@ -109,8 +107,7 @@ def leave_one_out(
     """
     check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
     check_count(n_neighbors, "n_neighbors")
-    if rows is None:
-        rows = torch.arange(len(inputs))
+    rows = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(rows, "rows", "M", dtypes=(torch.int64,))
     query = gathered(inputs, rows).to(torch.promote_types(inputs.dtype, torch.float32))
     indices = TorchSearch(inputs)(query, n_neighbors, exclude=rows).indices
@@ -150,31 +147,40 @@ def train_cip_net(
             net.to(problems.query.device).check_problem(problem)
     teacher = teacher or ExactCip(on_failure="fallback")
     saving = Saving(checkpoint_dir, save_seconds, max_seconds)
-    data = _Data(problems, held_out, own_features, source)
-    run = _CipNetTraining(net, data, config, saving, teacher, alpha, cached=cached)
+    task = _Task(problems, held_out, own_features, source, teacher, alpha, cached)
+    run = _CipNetTraining(net, task, config, saving)
     run.run(progress)
     return CipNetResult(tuple(run.history), run.unit, run.resumed_after, config.epochs)
 
 
 @dataclass(frozen=True, eq=False)
-class _Data:
-    """The arguments of `train_cip_net` of these names."""
+class _Task:
+    """The arguments of `train_cip_net` of these names: what a checkpoint belongs to."""
 
     problems: Problem
     held_out: Problem | None
     own_features: Tensor | None
     source: str | None
+    teacher: Teacher
+    alpha: float
+    cached: bool
 
-    def fingerprints(self) -> dict[str, Any]:
-        own = {} if self.own_features is None else {"own_features": self.own_features}
-        kinds = {"problems": _tensors(self.problems) | own}
+    def identity(self) -> dict[str, Any]:
+        kinds = {"problems": vars(self.problems) | {"own_features": self.own_features}}
         if self.held_out is not None:
-            kinds["held_out"] = _tensors(self.held_out)
+            kinds["held_out"] = vars(self.held_out)
         named = set() if self.source is None else _NAMED_BY_SOURCE
-        return {
-            kind: {name: fingerprint({name: parts[name]}) for name in parts.keys() - named}
+        prints = {
+            kind: {
+                name: fingerprint({name: part})
+                for name, part in parts.items()
+                if isinstance(part, Tensor) and name not in named
+            }
             for kind, parts in kinds.items()
         }
+        uses_teacher = self.alpha > 0 or self.held_out is not None
+        by = {"teacher": stable_repr(self.teacher)} if uses_teacher else {}
+        return prints | {"source": self.source, "alpha": self.alpha, "cached": self.cached} | by
 
 
 class _CipNetTraining(Training[CipNet, CipNetEpoch]):
@@ -183,40 +189,22 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
     label = "training CIP-net"
     rows_on_device = False  # problems may be in files
 
-    def __init__(
-        self,
-        net: CipNet,
-        data: _Data,
-        config: CipNetConfig,
-        saving: Saving,
-        teacher: Teacher,
-        alpha: float,
-        *,
-        cached: bool,
-    ) -> None:
-        self.data, self.teacher, self.alpha, self.cached = data, teacher, alpha, cached
-        self.unit = _unit(data.problems)
+    def __init__(self, net: CipNet, task: _Task, config: CipNetConfig, saving: Saving) -> None:
+        self.task, self.unit = task, _unit(task.problems)
         self.targets: TeacherImages | None = None
         self.held_out_targets: TeacherImages | None = None
-
-        def identity() -> dict[str, Any]:
-            uses_teacher = alpha > 0 or data.held_out is not None
-            by = {"teacher": stable_repr(teacher)} if uses_teacher else {}
-            settings = {"source": data.source, "alpha": alpha, "cached": cached}
-            return data.fingerprints() | settings | by
-
-        super().__init__(net, config, saving, data.problems.query.device, identity)
+        super().__init__(net, config, saving, task.problems.query.device, task.identity)
 
     @property
     def n_rows(self) -> int:
-        return self.data.problems.shape[0]
+        return self.task.problems.shape[0]
 
     def prepare(self) -> None:
-        rows, data = self.config.batch_size, self.data
-        if self.alpha > 0:
-            self.targets = TeacherImages(self.teacher, data.problems, rows, cached=self.cached)
-        if data.held_out is not None:
-            self.held_out_targets = TeacherImages(self.teacher, data.held_out, rows, cached=True)
+        rows, task = self.config.batch_size, self.task
+        if task.alpha > 0:
+            self.targets = TeacherImages(task.teacher, task.problems, rows, cached=task.cached)
+        if task.held_out is not None:
+            self.held_out_targets = TeacherImages(task.teacher, task.held_out, rows, cached=True)
 
     def batches(
         self, row_batches: Sequence[Tensor], generator: torch.Generator
@@ -225,23 +213,23 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         (rows,) = batch
+        task = self.task
         with precision(self.device, mixed=self.config.mixed_precision):
-            image = self.weights.net(self.data.problems.select(rows)).image
+            image = self.weights.net(task.problems.select(rows)).image
         loss, means = image.new_zeros(()), []
         if self.targets is not None:
             error = _mean_square(image - self.targets(rows)) / self.unit
-            loss, means = loss + self.alpha * error, [error.detach()]
-        if self.data.own_features is not None and self.alpha < 1:
-            own = gathered(self.data.own_features, rows, image.device).to(image)
-            loss = loss + (1 - self.alpha) * _mean_square(image - own) / self.unit
+            loss, means = loss + task.alpha * error, [error.detach()]
+        if task.own_features is not None and task.alpha < 1:
+            own = gathered(task.own_features, rows, image.device).to(image)
+            loss = loss + (1 - task.alpha) * _mean_square(image - own) / self.unit
         self.backward(loss)
         self.update(first=first)
         return torch.stack([loss.detach(), *means])
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """The mean of |CIP-net - QCP|^2 / unit over all held-out rows, in full precision."""
-        problem, targets = self.data.held_out, self.held_out_targets
+        problem, targets = self.task.held_out, self.held_out_targets
         if problem is None or targets is None:
             return None
         net = self.weights.best.eval()
@@ -273,8 +261,7 @@ class TeacherImages:
         if cached:
             every = torch.arange(problem.shape[0]).split(batch_size)
             parts = [self._solve(problem.select(rows)) for rows in every]
-            weights, convexity = (torch.cat(column) for column in zip(*parts, strict=True))
-            self._cache = weights, convexity
+            self._cache = torch.cat([part[0] for part in parts]), torch.cat([x[1] for x in parts])
 
     @torch.no_grad()
     def __call__(self, rows: Tensor) -> Tensor:
@@ -283,17 +270,13 @@ class TeacherImages:
             weights, convexity = self._solve(part)
         else:
             weights, convexity = (known[rows.to(known.device)] for known in self._cache)
-        return assemble(part, weights, convexity, bool(convexity.any()))
+        return assemble(part, weights, convexity if convexity.any() else None)
 
     @torch.no_grad()
     def _solve(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        """Multipliers (b,K), and the strong convexity (b,) of the map they belong to."""
         solution = self.teacher(problem)
-        if not bool(solution.multipliers.isfinite().all()):
-            raise InputError(
-                "teacher: expected one that finds multipliers for every row, for instance "
-                "ExactCip(on_failure='fallback'), got NaN"
-            )
+        found = bool(solution.multipliers.isfinite().all())
+        require(found, "teacher", "multipliers for every row, e.g. by on_failure='fallback'", "NaN")
         convexity = map_curvature(problem, solution)[1]
         convexity = torch.where(solution.failed, problem.strong_convexity, convexity)
         return solution.multipliers, convexity
@@ -301,11 +284,6 @@ class TeacherImages:
 
 def _mean_square(difference: Tensor) -> Tensor:
     return difference.square().sum(1).mean()
-
-
-def _tensors(problem: Problem) -> dict[str, Tensor]:
-    parts = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
-    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
 
 @torch.no_grad()
@@ -319,15 +297,14 @@ def _unit(problem: Problem) -> float:
 def _check(
     problems: Problem, config: CipNetConfig, alpha: float, own_features: Tensor | None
 ) -> None:
-    if not isinstance(config, CipNetConfig):
-        raise InputError(f"config: expected a CipNetConfig, got {type(config).__name__}")
-    if not 0 <= alpha <= 1:
-        raise InputError(f"alpha: expected a number from 0 to 1, got {alpha!r}")
-    if alpha < 1 and own_features is None:
-        raise InputError(f"own_features: expected them for alpha = {alpha}, got None")
-    if own_features is not None:
+    is_config = isinstance(config, CipNetConfig)
+    require(is_config, "config", "a CipNetConfig", type(config).__name__)
+    require(0 <= alpha <= 1, "alpha", "a number from 0 to 1", repr(alpha))
+    if own_features is None:
+        require(alpha == 1, "own_features", f"them for alpha = {alpha}", None)
+    else:
         check_tensor(own_features, "own_features", "M,d", dtypes=STORAGE_DTYPES)
         check_shape(own_features, "own_features", tuple(problems.query.shape), "like the queries")
-    device = problems.query.device.type
-    if torch.device(config.device).type != device:
-        raise InputError(f"device: expected {device!r} like the problems, got {config.device!r}")
+    device, asked = problems.query.device.type, config.device
+    same = torch.device(asked).type == device
+    require(same, "device", f"{device!r} like the problems", repr(asked))

@@ -4,9 +4,8 @@ Point j requires u~_i - u~_j >= <z~_j, x_i - x_j> + |z~_i - z~_j|^2 / (2M). Summ
 the left side is 0, so M >= sum |z~_i - z~_j|^2 / 2 over - sum <z~_j, x_i - x_j>: every cycle bounds
 M from below, and the least M is the largest of these bounds. Most often a cycle of two attains it.
 
-A ratio of every pair of points is bounded in float32 and confirmed in float64: all pairs are
-compared by matrix products, block by block, and those that may be the largest, or above a limit,
-are computed again from their differences.
+A ratio of every pair of points is bounded in float32, by matrix products, and confirmed in float64,
+from differences, where it may be the largest or above a limit.
 """
 
 from __future__ import annotations
@@ -60,20 +59,16 @@ class PairRatios(ABC):
         return largest
 
     def above(self, limit: float, name: str, value: float) -> Tensor:
-        """All pairs i < j (k,2) with a ratio above the limit.
-
-        Refuses the `value` of an argument of that `name` for which there are too many to list.
-        """
+        """All pairs i < j (k,2) with a ratio above the limit; refuses the `value` of an argument of
+        that `name` for which there are too many to list."""
         found, count = [torch.zeros(0, 2, dtype=torch.int64, device=self.device)], 0
         for corner, bounds in self._blocks():
             for some in ((bounds > limit).nonzero() + corner).split(self._at_once):
                 found.append(some[self.exact(*some.unbind(1)) > limit])
                 count += len(found[-1])
             if count > MOST_PAIRS:
-                raise SolverError(
-                    f"{name}: expected one that most pairs satisfy, got {value}, which more than "
-                    f"{MOST_PAIRS} pairs exceed"
-                )
+                got = f"{value}, which more than {MOST_PAIRS} pairs exceed"
+                raise SolverError(f"{name}: expected one that most pairs satisfy, got {got}")
         return torch.cat(found)
 
     def _largest_of(self, pairs: Tensor, largest: float) -> float:
@@ -84,7 +79,7 @@ class PairRatios(ABC):
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The first points (2,) of a block of pairs, and the bounds of these; -1 where i >= j."""
-        parts = list(blocks(self.count, BLOCK.get(self.device.type, BLOCK["cpu"])))
+        parts = blocks(self.count, BLOCK.get(self.device.type, BLOCK["cpu"]))
         for number, one in enumerate(parts):
             own = self.read(one)
             for other in parts[number:]:
@@ -96,10 +91,8 @@ class PairRatios(ABC):
 
 
 class PairCurvatures(PairRatios):
-    """|dz|^2 / <dz, dx> of each pair: the least M that its cycle of two allows.
-
-    Pairs that float32 cannot distinguish from equal ones count as 0, and so do points left out.
-    """
+    """|dz|^2 / <dz, dx> of each pair: the least M that its cycle of two allows; 0 for points left
+    out and for pairs that float32 cannot distinguish from equal ones."""
 
     def __init__(self, pairs: Pairs) -> None:
         super().__init__(len(pairs), 4 * pairs.dim, pairs.device)
@@ -130,10 +123,8 @@ class PairCurvatures(PairRatios):
 
 
 def vertex_cover(pairs: Tensor, count: int) -> Tensor:
-    """Points (n,) of 0..count-1 such that every pair (m,2) has one: few, not always the fewest.
-
-    The point that is in most of the remaining pairs is next; of equals, the first.
-    """
+    """Points (n,) of 0..count-1 such that every pair (m,2) has one: few, not always the fewest. The
+    point that is in most of the remaining pairs is next; of equals, the first."""
     one, other = pairs.cpu().numpy().T
     points, partners = np.concatenate([one, other]), np.concatenate([other, one])
     partners = partners[points.argsort(kind="stable")]  # grouped by point
@@ -153,10 +144,9 @@ def cycles_of(parents: Tensor) -> tuple[Tensor, ...]:
     ancestor = parents
     for _ in range(max(1, math.ceil(math.log2(len(parents))))):
         ancestor = ancestor[ancestor]  # now at least N steps up: at a root, or on a cycle
-    entries = ancestor[parents[ancestor] != ancestor].unique().tolist()
     found, seen = [], set()
-    for entry in entries:
-        cycle, point = [], entry
+    for point in ancestor[parents[ancestor] != ancestor].unique().tolist():
+        cycle = []
         while point not in seen:
             seen.add(point)
             cycle.append(point)

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otad.checks import check_choice, check_shape, check_tensor
+from otad.checks import check_choice, check_shape, check_tensor, require
 from otad.cip.execution import run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.simplex_qp import maximize_on_simplex
@@ -35,9 +35,9 @@ from otad.cip.solution import CipSolution, Status
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.cip.whole_bank.pricing import GATHERED_AT_ONCE, IndexPrices, Prices
-from otad.errors import InputError
 
 PRICING = ("exact", "faiss")
+Pricing = Prices | IndexPrices
 ENTRANTS = 16  # points that are added at a time
 MAX_ROUNDS = 200
 GAP = 1e-12  # relative to the size of the terms
@@ -76,78 +76,49 @@ class WholeBank:
         self.pricing = check_choice(pricing, "pricing", PRICING)
         check_tensor(potential.levels, "levels", "N", dtypes=(torch.float64,), finite=False)
         self.inputs, self.features, self.potential = inputs, features, potential
-        self._here = self._placed(inputs.device)
+        self._place(inputs.device)
 
     def __call__(self, query: Tensor) -> WholeBankSolution:
         check_tensor(query, "query", "B,d")
         check_shape(query, "query", (len(query), self.inputs.shape[1]), "like the bank")
-        here = self._here
-        if here.pairs.device != query.device:
-            here = self._here = self._placed(query.device)
+        if self._pairs.device != query.device:
+            self._place(query.device)
         with torch.no_grad():
-            points = query.detach().double() - here.pairs.center
-            first = here.prices if here.index is None else here.index
-            search = ColumnGeneration(here.pairs, here.lines, self.potential.modulus, points, first)
-            if here.index is not None:
-                search.run(here.index)
-            search.run(here.prices)
-        return self._solution(query, here.pairs, search)
+            points = query.detach().double() - self._pairs.center
+            modulus, first = self.potential.modulus, self._prices[0]
+            search = ColumnGeneration(self._pairs, self._lines, modulus, points, first)
+            for prices in self._prices:
+                search.run(prices)
+            value = search.value + self._pairs.offsets_at(points)  # on the scale of the levels
+        return self._solution(query, value, search)
 
-    def _placed(self, device: torch.device) -> _Placed:
+    def _place(self, device: torch.device) -> None:
+        """Store what queries on a device need of the bank."""
         potential = self.potential
-        pairs = Pairs(self.inputs, self.features, potential.strong_convexity, device)
+        self._pairs = pairs = Pairs(self.inputs, self.features, potential.strong_convexity, device)
         check_shape(potential.levels, "levels", (len(pairs),), "with one level per bank point")
         pairs.included[potential.left_out.to(device)] = False
-        lines = potential_lines(pairs, potential)
-        if bool(lines.isnan().any()):
-            raise InputError("levels: expected a number for every point not left out, got NaN")
-        index = IndexPrices(pairs, lines) if self.pricing == "faiss" else None
-        return _Placed(pairs, lines, Prices(pairs), index)
+        self._lines = lines = potential_lines(pairs, potential)
+        require(not lines.isnan().any(), "levels", "a number for every point not left out", "NaN")
+        self._prices: list[Pricing] = [Prices(pairs)]
+        if self.pricing == "faiss":
+            self._prices.insert(0, IndexPrices(pairs, lines))
 
-    def _solution(self, query: Tensor, pairs: Pairs, search: ColumnGeneration) -> WholeBankSolution:
+    def _solution(
+        self, query: Tensor, value: Tensor, search: ColumnGeneration
+    ) -> WholeBankSolution:
         potential, indices = self.potential, search.indices
         high, low = potential.smoothness, potential.strong_convexity
         problem = BankProblem(query, self.inputs, self.features, indices, high, low)
-        rows = query.new_ones(len(query), dtype=torch.float64)
-        weight = search.weights.to(query.dtype)
-        value = _value(query, pairs, search).to(query.dtype)
-        sensitivity, convexity = search.sensitivity, low * rows
-        image, value, weight = feature(problem, weight, value, sensitivity, convexity, low != 0)
+        highs, lows = (torch.full_like(search.gap, number) for number in (high, low))
+        parts = search.weights.to(query.dtype), value.to(query.dtype), search.sensitivity
+        image, value, weight = feature(problem, *parts, lows if low != 0 else None)
         levels = potential.levels[indices.to(potential.levels.device)].to(query)
-        solution = CipSolution(
-            image=image,
-            value=value,
-            multipliers=weight,
-            potentials=levels,
-            smoothness=high * rows,
-            strong_convexity=low * rows,
-            residual=search.gap.clamp_min(0) / search.scale,
-            status=torch.where(search.closed, int(Status.SOLVED), int(Status.UNSOLVED)),
-            active=search.active,
-            mode="consistent",
-        )
+        residual = search.gap.clamp_min(0) / search.scale
+        status = torch.where(search.closed, int(Status.SOLVED), int(Status.UNSOLVED))
+        graded = residual, status, search.active, "consistent"
+        solution = CipSolution(image, value, weight, levels, highs, lows, *graded)
         return WholeBankSolution(solution, indices, search.gap, search.rounds)
-
-
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """What queries on one device need of a bank; `lines` (N,): s_i, -inf where left out."""
-
-    pairs: Pairs
-    lines: Tensor
-    prices: Prices
-    index: IndexPrices | None
-
-
-def _value(query: Tensor, pairs: Pairs, search: ColumnGeneration) -> Tensor:
-    """h(x') on the scale of the levels."""
-    return search.value + pairs.offsets_at(query.detach().double() - pairs.center)
-
-
-class Pricing(Protocol):
-    """Finds the entrants: (b,count) bank points, and which of them may have the largest price."""
-
-    def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
 
 
 class ColumnGeneration:
@@ -227,7 +198,11 @@ class ColumnGeneration:
         rows, entrants = part
         current = self.indices[rows]
         indices = torch.cat([current, entrants], dim=1)
-        active = torch.cat([self.active[rows], self._fresh(current, entrants)], dim=1)
+        # Entrants that are included, not current points, and not repeated.
+        inside = (entrants[:, :, None] == current[:, None]).any(2)
+        again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
+        fresh = self.pairs.included[entrants] & ~inside & ~again
+        active = torch.cat([self.active[rows], fresh], dim=1)
         images = self.pairs.images(indices.flatten()).view(*indices.shape, -1)
         at = self.points[rows] - self.images[rows] / self.modulus
         slopes = self.lines[indices] + (images @ at[:, :, None])[:, :, 0]
@@ -241,18 +216,13 @@ class ColumnGeneration:
         if len(left) == 0:
             return gap, mean, None
         if len(left) < len(rows):
-            indices, active, images = indices[left], active[left], images[left]
-            gains = gains[left]
+            indices, active, images, gains = (x[left] for x in (indices, active, images, gains))
         guess = active & (gains > 0)  # and those that have weight
         guess[:, : current.shape[1]] |= self.active[rows[left]]
         offsets = images.sub_(self.images[rows[left], None])
-        best = maximize_on_simplex(
-            (offsets @ offsets.mT).permute(1, 2, 0).contiguous(),
-            (self.modulus * gains).mT.contiguous(),
-            active.mT.contiguous(),
-            NOISE,
-            guess.mT.contiguous(),
-        )
+        gram = (offsets @ offsets.mT).permute(1, 2, 0).contiguous()
+        slope, included, first = (x.mT.contiguous() for x in (self.modulus * gains, active, guess))
+        best = maximize_on_simplex(gram, slope, included, NOISE, first)
         weights = best.weights.mT
         step = (weights[:, None] @ offsets)[:, 0]
         rise = (weights * gains).sum(1) - step.square().sum(1) / (2 * self.modulus)
@@ -265,12 +235,6 @@ class ColumnGeneration:
         found = (left, indices, weights, sensitivity, step, rise)
         return gap, mean, _Better(*(each[keep] for each in found))
 
-    def _fresh(self, current: Tensor, entrants: Tensor) -> Tensor:
-        """Entrants (b,n) that are not current points, are included, and not repeated."""
-        inside = (entrants[:, :, None] == current[:, None]).any(2)
-        again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
-        return self.pairs.included[entrants] & ~inside & ~again
-
     def _store(self, rows: Tensor, better: _Better) -> None:
         """The points with weight, most of it first, are the current ones now."""
         if not len(rows):
@@ -280,7 +244,11 @@ class ColumnGeneration:
         squares = old.square().sum(1) - new.square().sum(1)
         self.images[rows] = new
         self.mean[rows] += better.rise + squares / (2 * self.modulus)
-        self._widen(int((better.weights > 0).sum(1).max()))
+        more = int((better.weights > 0).sum(1).max()) - self.indices.shape[1]
+        if more > 0:
+            self.indices = torch.cat([self.indices, self.indices[:, :1].expand(-1, more)], dim=1)
+            self.weights, self.active = pad(self.weights, (0, more)), pad(self.active, (0, more))
+            self.sensitivity = pad(self.sensitivity, (0, more, 0, more))
         width = self.indices.shape[1]
         order = better.weights.argsort(dim=1, descending=True)[:, :width]
         weights = better.weights.gather(1, order)
@@ -291,16 +259,8 @@ class ColumnGeneration:
         along = order[:, None].expand(-1, width, -1)
         self.sensitivity[rows] = better.sensitivity.gather(1, across).gather(2, along)
 
-    def _widen(self, width: int) -> None:
-        more = width - self.indices.shape[1]
-        if more > 0:
-            self.indices = torch.cat([self.indices, self.indices[:, :1].expand(-1, more)], dim=1)
-            self.weights, self.active = pad(self.weights, (0, more)), pad(self.active, (0, more))
-            self.sensitivity = pad(self.sensitivity, (0, more, 0, more))
 
-
-@dataclass(frozen=True)
-class _Better:
+class _Better(NamedTuple):
     """Better weights for some rows (n,) of a part: the `step` (n,d) of their z~', the `rise` (n,)
     of their value."""
 

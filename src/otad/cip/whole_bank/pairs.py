@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor
+from otad.cip.execution import blocks
 from otad.io.mapped_rows import gathered
 
 BLOCK_BYTES = 2**28
 SAMPLE = 65  # points from which the middle of a bank is estimated
+
+
+def check_bank(inputs: Tensor, features: Tensor) -> None:
+    check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES)
+    check_tensor(features, "features", "N,d", dtypes=STORAGE_DTYPES)
+    check_shape(features, "features", tuple(inputs.shape), "like the inputs")
+    check_alike(features, "features", inputs, "inputs")
 
 
 class Pairs:
@@ -29,10 +36,7 @@ class Pairs:
         strong_convexity: float,
         device: torch.device | None = None,
     ) -> None:
-        check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES)
-        check_tensor(features, "features", "N,d", dtypes=STORAGE_DTYPES)
-        check_shape(features, "features", tuple(inputs.shape), "like the inputs")
-        check_alike(features, "features", inputs, "inputs")
+        check_bank(inputs, features)
         self.inputs, self.features = inputs, features
         self.strong_convexity = strong_convexity
         self.device = inputs.device if device is None else device
@@ -68,13 +72,10 @@ class Pairs:
             return self._stored(self.features, rows) - self.image_center
         return self.read(rows)[1]
 
-    def blocks(self, width: int | None = None) -> Iterator[slice]:
+    def blocks(self, width: int | None = None) -> list[slice]:
         """Runs of `width` points; by default as many as fit in memory with their square."""
-        if width is None:
-            width = max(1, math.isqrt(BLOCK_BYTES // 8))
-            width = min(width, max(1, BLOCK_BYTES // (16 * self.dim)))
-        for start in range(0, len(self), width):
-            yield slice(start, min(start + width, len(self)))
+        fitting = max(1, min(math.isqrt(BLOCK_BYTES // 8), BLOCK_BYTES // (16 * self.dim)))
+        return blocks(len(self), width or fitting)
 
     def offsets(self) -> Tensor:
         """u - u~ (N,) up to a constant, see `offsets_at`."""
@@ -83,8 +84,8 @@ class Pairs:
     def offsets_at(self, points: Tensor) -> Tensor:
         """The same at centered points (n,d): the tilt that centering z~ removed, and (l/2) |x|^2
         less that of the center."""
-        curved = self.strong_convexity * half_squares(points, self.center)
-        return points @ self.image_center + curved
+        tilt = points @ self.image_center
+        return tilt + self.strong_convexity * half_squares(points, self.center)
 
     def _stored(self, part: Tensor, rows: Tensor | slice) -> Tensor:
         if isinstance(rows, Tensor):

@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from otad.checks import require
 from otad.cip.whole_bank.contradictions import (
     PairCurvatures,
     cycle_bound,
@@ -31,7 +33,7 @@ from otad.cip.whole_bank.contradictions import (
 )
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
-from otad.errors import InputError, SolverError
+from otad.errors import SolverError
 
 ROUNDING = 1e-13  # of a raise, against the size of the numbers it is the difference of
 FLATTEST = 1e-6  # L - l where nothing requires more
@@ -59,16 +61,13 @@ class BankPotential:
 
     @property
     def modulus(self) -> float:
-        """M = L - l."""
         return self.smoothness - self.strong_convexity
 
 
-@dataclass(frozen=True, eq=False)
-class Contradiction:
+class Contradiction(NamedTuple):
     """Cycles of bank points (each a tensor of indices) that no such function passes through."""
 
     cycles: tuple[Tensor, ...]
-    sweeps: int
 
 
 @torch.no_grad()
@@ -90,9 +89,8 @@ def integrate_most(
 ) -> BankPotential:
     """A potential through as many pairs as possible: of every contradiction one point is left out.
 
-    First of pairs that contradict each other, then of longer cycles; it is the point in most such
-    pairs, or the one that contributes most to its cycle. More than half of all points is a
-    `SolverError`.
+    Of pairs that contradict each other the point in most such pairs, then of longer cycles the one
+    that contributes most. More than half of all points is a `SolverError`.
     """
     prices = _prices(inputs, features, smoothness, strong_convexity)
     pairs, modulus = prices.pairs, smoothness - strong_convexity
@@ -101,10 +99,9 @@ def integrate_most(
     def leave_out(points: Tensor) -> None:
         pairs.included[points] = False
         if (gone := int((~pairs.included).sum())) > limit:
-            raise SolverError(
-                f"smoothness: expected one for which at most {limit} of {len(pairs)} bank points "
-                f"contradict the others, got {smoothness}, for which {gone} do so far"
-            )
+            expected = f"one for which at most {limit} of {len(pairs)} points contradict the others"
+            got = f"{smoothness}, for which {gone} do so far"
+            raise SolverError(f"smoothness: expected {expected}, got {got}")
 
     steep = PairCurvatures(pairs).above(modulus, "smoothness", smoothness)
     leave_out(vertex_cover(steep, len(pairs)))
@@ -124,9 +121,9 @@ def least_bank_smoothness(
 ) -> BankPotential:
     """The potential of least L, to a relative `tolerance`.
 
-    No L below the bounds of `cycles` will do. So the first trial is slightly above the largest
-    bound of all pairs, most often the least L itself. Where a trial fails, the cycle it fails by
-    gives a larger bound for the next, which is farther above where such bounds grow too slowly.
+    The first trial is slightly above the largest bound of all pairs, most often the least L itself.
+    Where a trial fails, its cycle gives a larger bound for the next, which is farther above where
+    such bounds grow too slowly.
     """
     prices = _prices(inputs, features, strong_convexity + 1.0, strong_convexity)
     pairs, reach = prices.pairs, tolerance / 2
@@ -159,11 +156,9 @@ def least_bank_smoothness(
 
 
 def _prices(inputs: Tensor, features: Tensor, smoothness: float, strong_convexity: float) -> Prices:
-    if not -math.inf < strong_convexity < smoothness < math.inf:
-        raise InputError(
-            "smoothness: expected a finite value above strong_convexity "
-            f"({strong_convexity}), got {smoothness}"
-        )
+    expected = f"a finite value above strong_convexity ({strong_convexity})"
+    is_above = -math.inf < strong_convexity < smoothness < math.inf
+    require(is_above, "smoothness", expected, smoothness)
     return Prices(Pairs(inputs, features, strong_convexity))
 
 
@@ -174,20 +169,22 @@ def _sweep(
     progress: Progress | None = None,
     leave_out: Callable[[Tensor], None] | None = None,
 ) -> BankPotential | Contradiction:
-    """Sweeps from the levels `start` (N,), by default from the linear guess <x_i, z_i> / 2.
-
-    With `leave_out`, points on cycles are given to it and the sweeps continue without them.
-    """
+    """Sweeps from the levels `start` (N,), by default from the linear guess <x_i, z_i> / 2; points
+    on cycles are given to `leave_out`, if any, and the sweeps continue without them."""
     pairs = prices.pairs
     modulus = smoothness - pairs.strong_convexity
     levels = pairs.products / 2 if start is None else start - pairs.offsets()
     itself = torch.arange(len(pairs), device=levels.device)
     parents, risen = itself, None  # only points that have risen can raise others
+    longest = float(pairs.image_squares.max().sqrt())
+    reach = float(pairs.squares.max().sqrt()) + longest / modulus
     for sweep in range(1, 2 * len(pairs) + 3):  # which are always enough
         target, source = _raised(prices, levels, modulus, risen)
         gain = (target - levels).masked_fill(~pairs.included, 0.0)
         most = max(0.0, float(gain.max()))
-        moved = gain > _roundoff(pairs, levels, modulus)
+        # The largest rise that may be due to rounding.
+        terms = longest * reach + float(levels.abs().max())
+        moved = gain > ROUNDING * math.sqrt(pairs.dim) * terms
         if progress is not None:
             progress(sweep, most)
         if bool(moved.any()):
@@ -195,7 +192,7 @@ def _sweep(
             parents = torch.where(moved, source, parents)
             if cycles := cycles_of(parents):
                 if leave_out is None:
-                    return Contradiction(cycles, sweep)
+                    return Contradiction(cycles)
                 gone = [heaviest_point(pairs, cycle, modulus) for cycle in cycles]
                 leave_out(torch.tensor(gone, device=levels.device))
                 # No point has a parent that is left out.
@@ -204,7 +201,10 @@ def _sweep(
             moved &= pairs.included
             risen = moved.nonzero()[:, 0] if bool(moved.any()) else None
         elif risen is None:
-            return _finished(pairs, levels, smoothness, sweep, most)
+            out, levels = ~pairs.included, levels + pairs.offsets()
+            levels = (levels - levels[~out].mean()).masked_fill(out, math.nan)
+            left_out, low = out.nonzero()[:, 0], pairs.strong_convexity
+            return BankPotential(levels, smoothness, low, left_out, sweep, most)
         else:
             risen = None  # settled: check all pairs once more
     raise SolverError(
@@ -216,10 +216,8 @@ def _sweep(
 def _raised(
     prices: Prices, levels: Tensor, modulus: float, by: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The largest right side (N,) for every point, and the point j it comes from.
-
-    `by` (n,): only these points j; by default all.
-    """
+    """The largest right side (N,) for every point, and the point j it comes from; only points `by`
+    (n,) count, by default all."""
     pairs = prices.pairs
     lines = levels - pairs.products + pairs.image_squares / (2 * modulus)
     lines = lines.masked_fill(~pairs.included, -math.inf)
@@ -235,25 +233,8 @@ def _raised(
     return best + pairs.image_squares / (2 * modulus), source
 
 
-def _roundoff(pairs: Pairs, levels: Tensor, modulus: float) -> float:
-    """The largest rise that may be due to rounding."""
-    longest = float(pairs.image_squares.max().sqrt())
-    reach = float(pairs.squares.max().sqrt()) + longest / modulus
-    terms = longest * reach + float(levels.abs().max())
-    return ROUNDING * math.sqrt(pairs.dim) * terms
-
-
 def potential_lines(pairs: Pairs, potential: BankPotential) -> Tensor:
     """s_i (N,) in centered coordinates; -inf at points left out."""
     lines = potential.levels.to(pairs.device) - pairs.offsets() - pairs.products
     lines = lines + pairs.image_squares / (2 * potential.modulus)
     return lines.masked_fill(~pairs.included, -math.inf)
-
-
-def _finished(
-    pairs: Pairs, levels: Tensor, smoothness: float, sweeps: int, violation: float
-) -> BankPotential:
-    whole = levels + pairs.offsets()
-    whole = (whole - whole[pairs.included].mean()).masked_fill(~pairs.included, math.nan)
-    left_out = (~pairs.included).nonzero()[:, 0]
-    return BankPotential(whole, smoothness, pairs.strong_convexity, left_out, sweeps, violation)

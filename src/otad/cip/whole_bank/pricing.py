@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from otad.cip.execution import full_precision
 from otad.cip.whole_bank.pairs import Pairs
-from otad.search.confirmed_product import Shortlist, shortlist
+from otad.search.confirmed_product import shortlist
 from otad.search.neighbors import import_faiss
 
 CACHE_BYTES = 2**31  # a float32 copy of the bank is cached up to this size
@@ -43,17 +43,17 @@ class Prices:
         self._gathered = max(1, GATHERED_AT_ONCE[self._kind] // pairs.dim)
 
     def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`count` points (b,count) of the largest price for each query q (b,d), the largest first.
-
-        The one of the largest price of all is among them, and so is every one that may be it by
-        float32 alone: those are `close` (b,count).
-        """
+        """`count` points (b,count) of the largest price for each query q (b,d), the largest first;
+        and which of them may be it by float32 alone (b,count): no other point may."""
+        at_once = PRODUCTS_AT_ONCE[self._kind]
         with full_precision(queries.device):
-            found = self._shortlist(queries, lines, count, torch.float32)
+            blocks = self._blocks(torch.float32)
+            found = shortlist(queries, blocks, self._norms, lines, count, at_once)
         indices, close = found.indices, found.bounds >= found.floor[:, None]
         doubtful = (~(found.ceiling < found.floor)).nonzero()[:, 0]
         if len(doubtful):
-            again = self._shortlist(queries[doubtful], lines, count, torch.float64)
+            asked, blocks = queries[doubtful], self._blocks(torch.float64)
+            again = shortlist(asked, blocks, self._norms, lines, count, at_once, torch.float64)
             indices[doubtful] = again.indices
             close[doubtful] = torch.arange(indices.shape[1], device=indices.device) == 0
         return indices, close
@@ -63,11 +63,9 @@ class Prices:
         indices, close = self.best(queries, lines, CONFIRMED)
         prices = queries.new_full(indices.shape, -torch.inf)
         rows, columns = close.nonzero().unbind(1)
+        some = zip(*(part.split(self._gathered) for part in (rows, columns)), strict=True)
         parts = [
-            (self.pairs.images(indices[row, column]) * queries[row]).sum(1)
-            for row, column in zip(
-                rows.split(self._gathered), columns.split(self._gathered), strict=True
-            )
+            (self.pairs.images(indices[row, column]) * queries[row]).sum(1) for row, column in some
         ]
         prices[rows, columns] = torch.cat(parts) + lines[indices[rows, columns]]
         top, column = prices.max(1)
@@ -84,12 +82,6 @@ class Prices:
             top, place = torch.where(better, value, top), torch.where(better, part[where], place)
         return top, place
 
-    def _shortlist(
-        self, queries: Tensor, lines: Tensor, count: int, dtype: torch.dtype
-    ) -> Shortlist:
-        at_once = PRODUCTS_AT_ONCE[self._kind]
-        return shortlist(queries, self._blocks(dtype), self._norms, lines, count, at_once, dtype)
-
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """(start, z~ (n,d)) over all points."""
         is_cached = dtype == torch.float32 and 4 * len(self.pairs) * self.pairs.dim <= CACHE_BYTES
@@ -104,11 +96,8 @@ class Prices:
 
 
 class IndexPrices:
-    """An inverted-file index, on the CPU, of the included points: (z~_i, s_i) against (q, 1).
-
-    It searches a few cells of the bank only, so it may miss the best point; what it finds is worth
-    adding all the same, and an exact round follows.
-    """
+    """An inverted-file index, on the CPU, of the included points: (z~_i, s_i) against (q, 1). It
+    searches a few cells of the bank only, so it may miss the best point: an exact round follows."""
 
     def __init__(self, pairs: Pairs, lines: Tensor) -> None:
         faiss = import_faiss()

@@ -1,4 +1,4 @@
-"""Potentials of lifted banks, by pairs alone: no sweeps, because no longer cycle can contradict.
+"""Lifted banks: potentials by pairs alone, and Lipschitz maps differentiable in the bank itself.
 
 A lifted bank has inputs (x_i, 0) and features (x_i, g_i) in R^(p + C). For curvature between
 l = 1 - k and L = 1 + k, so M = 2k and z~_i = (k x_i, g_i), put u_i = |x_i|^2 / 2. Then
@@ -10,6 +10,11 @@ which is not negative for any pair iff |g_i - g_j| <= k |x_i - x_j|. No other po
 smaller k: the two inequalities of a pair sum up to the same condition whatever u is. So the least k
 is the largest ratio |g_i - g_j| / |x_i - x_j|, and the lifted part of the map is a k-Lipschitz map
 through all (x_i, g_i): an explicit form of Kirszbraun's theorem.
+
+It gives a query x' the value sum_i lambda_i g_i, where lambda minimizes over the simplex, with
+y_i = k (x_i - x'), the dual of the global map without the terms that are the same for all i:
+
+    |sum_i lambda_i y_i|^2 + |sum_i lambda_i g_i|^2 + sum_i lambda_i (|y_i|^2 - |g_i|^2).
 """
 
 from __future__ import annotations
@@ -18,15 +23,18 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from otad.checks import STORAGE_DTYPES, check_alike, check_count, check_shape, check_tensor
+from otad.checks import STORAGE_DTYPES, check_alike, check_count, check_shape, check_tensor, require
 from otad.cip.whole_bank.contradictions import PairRatios, vertex_cover
-from otad.cip.whole_bank.pairs import half_squares
+from otad.cip.whole_bank.map import WholeBank
+from otad.cip.whole_bank.pairs import check_bank, half_squares
 from otad.cip.whole_bank.potential import BankPotential
-from otad.errors import InputError, SolverError
+from otad.errors import SolverError
 from otad.search.confirmed_product import squared_distances
 
 ROUNDING = 1e-14  # of a ratio in float64
+STEADY = 1e-10  # of the largest entry, added to the diagonal of a nearly singular system
 
 
 @torch.no_grad()
@@ -53,7 +61,15 @@ def lifted_potential(
     `lipschitz` is k, by default the least that all pairs allow (1 if all answers are equal). For a
     smaller one, points are left out until no pair is steeper.
     """
-    points, answers = _split(inputs, features, lift)
+    check_bank(inputs, features)
+    width = inputs.shape[1]
+    require(check_count(lift, "lift") < width, "lift", f"fewer than {width} coordinates", lift)
+    points, answers = inputs[:, :-lift], features[:, -lift:]
+    is_lifted = not inputs[:, -lift:].any() and torch.equal(points, features[:, :-lift])
+    expected = (
+        f"0 in the last {lift} coordinates, and features that differ from them in those alone"
+    )
+    require(is_lifted, "inputs", expected, "a bank that is not lifted")
     left_out = torch.zeros(0, dtype=torch.int64, device=inputs.device)
     if lipschitz is None:
         constant = least_lipschitz(points, answers) * (1 + 2 * ROUNDING) or 1.0
@@ -63,9 +79,7 @@ def lifted_potential(
                 "no map passes; with a `lipschitz` given, points are left out"
             )
     else:
-        constant = float(lipschitz)
-        if not 0 < constant < math.inf:
-            raise InputError(f"lipschitz: expected a positive finite number, got {lipschitz!r}")
+        constant = _positive(lipschitz)
         left_out = vertex_cover(steep_pairs(points, answers, constant), len(inputs))
     levels = lifted_levels(points)
     included = torch.ones_like(levels, dtype=torch.bool).index_fill_(0, left_out, False)
@@ -79,21 +93,10 @@ def lifted_levels(points: Tensor) -> Tensor:
     return half_squares(points.double() - center, center)
 
 
-def _split(inputs: Tensor, features: Tensor, lift: int) -> tuple[Tensor, Tensor]:
-    """x (N,p) and g (N,C) of a lifted bank."""
-    check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES)
-    check_tensor(features, "features", "N,d", dtypes=STORAGE_DTYPES)
-    check_shape(features, "features", tuple(inputs.shape), "like the inputs")
-    check_alike(features, "features", inputs, "inputs")
-    if check_count(lift, "lift") >= inputs.shape[1]:
-        raise InputError(f"lift: expected fewer than {inputs.shape[1]} coordinates, got {lift}")
-    points = inputs[:, :-lift]
-    if bool((inputs[:, -lift:] != 0).any()) or not torch.equal(points, features[:, :-lift]):
-        raise InputError(
-            f"inputs: expected 0 in the last {lift} coordinates, and features that differ from "
-            "them in those alone, got a bank that is not lifted"
-        )
-    return points, features[:, -lift:]
+def _positive(lipschitz: float) -> float:
+    fits = 0 < lipschitz < math.inf
+    require(fits, "lipschitz", "a positive finite number", repr(lipschitz))
+    return float(lipschitz)
 
 
 class PairSlopes(PairRatios):
@@ -108,10 +111,8 @@ class PairSlopes(PairRatios):
         self.centers = tuple(part.mean(0, dtype=torch.float64) for part in self.parts)
 
     def read(self, rows: slice) -> tuple[Tensor, ...]:
-        return tuple(
-            (part[rows].double() - center).float()
-            for part, center in zip(self.parts, self.centers, strict=True)
-        )
+        centered = zip(self.parts, self.centers, strict=True)
+        return tuple((part[rows].double() - center).float() for part, center in centered)
 
     def bounds(self, own: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Tensor:
         """Infinite where float32 cannot separate the points."""
@@ -126,3 +127,47 @@ class PairSlopes(PairRatios):
             for part in self.parts
         )
         return torch.where(rise > 0, rise / run, 0.0)
+
+
+def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float = 1.0) -> Tensor:
+    """Values (B,C) at queries (B,p) of the k-Lipschitz map of points (N,p) and answers (N,C).
+
+    It passes through the pairs where `least_lipschitz` is at most k, and is k-Lipschitz either way.
+    Gradients reach the query, the points and the answers: lambda solves the linear system of its
+    support, which stays the same nearby.
+    """
+    check_tensor(query, "query", "B,p")
+    check_tensor(points, "points", "N,p")
+    check_tensor(answers, "answers", "N,C")
+    lift = answers.shape[1]
+    check_shape(points, "points", (len(points), query.shape[1]), "like the queries")
+    check_shape(answers, "answers", (len(points), lift), "one for each point")
+    for name, part in (("points", points), ("answers", answers)):
+        check_alike(part, name, query, "query")
+    k = _positive(lipschitz)
+    with torch.no_grad():  # the points (B,W) with weight, and which of them have it
+        nothing = torch.zeros(0, dtype=torch.int64, device=query.device)
+        potential = BankPotential(lifted_levels(points), 1 + k, 1 - k, nothing, 0, 0.0)
+        bank = functional.pad(points, (0, lift)), torch.cat([points, answers], dim=1)
+        found = WholeBank(*bank, potential)(functional.pad(query, (0, lift)))
+        active = (found.solution.multipliers > 0).double()
+    steps = k * (points[found.indices].double() - query.double()[:, None])
+    values = answers[found.indices].double()
+    weights = _weights(steps, values, active)
+    return (weights[:, :, None] * values).sum(1).to(query.dtype)
+
+
+def _weights(steps: Tensor, values: Tensor, active: Tensor) -> Tensor:
+    """lambda (B,W) on its support: 2 Q lambda + c = mu, sum lambda = 1, with Q of all (y_i, g_i)
+    and 1 on the diagonal for points without weight."""
+    gram = (steps @ steps.mT + values @ values.mT) * active[:, :, None] * active[:, None]
+    slope = steps.square().sum(2) - values.square().sum(2)
+    largest = gram.detach().diagonal(dim1=1, dim2=2).amax(1)[:, None, None]
+    eye = torch.eye(active.shape[1], dtype=gram.dtype, device=gram.device)
+    system = 2 * gram + torch.diag_embed(1 - active) + STEADY * largest * eye
+    system = torch.cat([system, active[:, :, None]], dim=2)
+    last = functional.pad(active, (0, 1))[:, None]
+    right = functional.pad(-slope * active, (0, 1), value=1.0)
+    solved = torch.linalg.solve(torch.cat([system, last], dim=1), right[:, :, None])
+    weights: Tensor = solved[:, :-1, 0] * active
+    return weights
