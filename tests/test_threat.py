@@ -57,7 +57,7 @@ def assert_within(ball: LpBall, moved: Tensor, x: Tensor) -> None:
 
 
 @given(balls_and_inputs(), st.sampled_from([1e-9, 0.3, 10.0, 1e8]))
-def test_projection_is_within_and_stays_put(case, distance) -> None:
+def test_projections_and_random_points_are_within(case, distance) -> None:
     ball, x, generator = case
     moved = x + distance * torch.randn(x.shape, generator=generator).to(x)
     found = ball.project(moved, x)
@@ -66,13 +66,8 @@ def test_projection_is_within_and_stays_put(case, distance) -> None:
     assert bool((ball.distance(found, x) <= ball.eps).all())
     again = ball.project(found, x)
     torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-6 * ball.eps)
-
-
-@given(balls_and_inputs())
-def test_random_points_are_within(case) -> None:
-    ball, x, generator = case
-    assert_within(ball, ball.inside(x, generator), x)
-    assert_within(ball, ball.surface(x, generator), x)
+    for drawn in (ball.inside(x, generator), ball.surface(x, generator)):
+        assert_within(ball, drawn, x)
 
 
 @given(balls_and_inputs(), st.sampled_from([0.3, 10.0, 1e8]))
@@ -86,13 +81,6 @@ def test_clip_is_the_projection_where_bounds_cut_nothing(case, distance) -> None
         expected = expected.clamp(*ball.bounds)
     slack = 16 * torch.finfo(x.dtype).eps * (x.abs().max() + ball.eps)
     assert (found - expected).abs().max() <= slack
-
-
-@BOTH
-def test_projection_leaves_what_is_inside(kind, generator) -> None:
-    x = torch.rand(50, 6, generator=generator, dtype=torch.float64)
-    moved = x + 0.01 * torch.randn(50, 6, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(kind(1.0).project(moved, x), moved, rtol=1e-14, atol=1e-14)
 
 
 @BOTH
@@ -115,6 +103,7 @@ def test_projection_is_the_nearest_point(kind, generator) -> None:
     nearest = (points - moved).norm(dim=1).min()
     found = (ball.project(moved, x) - moved).norm()
     assert 0 <= nearest - found < 0.05
+    torch.testing.assert_close(kind(9.0).project(moved, x), moved, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -151,6 +140,9 @@ def test_surface_has_full_length(kind, generator) -> None:
     ball = kind(0.3, scale=torch.tensor([1.0, 2.0, 0.1, 1.0, 1.0]))
     lengths = ball.distance(ball.surface(x, generator), x)
     assert bool((lengths > 0.3 * (1 - 1e-5)).all())
+    bounded, x = kind(0.5, (0.0, 1.0)), torch.zeros(200, 30)  # at a bound in every feature
+    assert float(bounded.distance(bounded.surface(x, generator), x).min()) > 0.499
+    x = torch.zeros(300, 5)
     assert ball.surface(x, generator).std(0).gt(0).all()
 
 
@@ -191,15 +183,8 @@ def test_bounds_are_those_of_the_dtype() -> None:
     x = torch.full((1, 2), 0.3)
     assert float(x[0, 0]) > 0.3
     Linf(0.1, bounds=(0.0, 0.3)).check_inputs(x)
-    with pytest.raises(InputError, match="bounds"):
+    with pytest.raises(InputError, match=r"x: .*0.3"):
         Linf(0.1, bounds=(0.0, 0.3)).check_inputs(x.double())
-
-
-def test_randomness_is_that_of_the_generator() -> None:
-    x = torch.zeros(5, 3)
-    draws = [L2(1.0).inside(x, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
 
 
 @BOTH
@@ -208,22 +193,13 @@ def test_in_words_and_json(kind) -> None:
     for word in (kind.norm, "0.5", "(0.0, 1.0)", "own unit", "1 features immutable"):
         assert word in ball.describe()
     assert "unbounded" in kind(0.5).describe()
-    plain = json.loads(json.dumps(ball.to_dict()))
-    assert plain == {
-        "norm": kind.norm,
-        "eps": 0.5,
-        "bounds": [0.0, 1.0],
-        "scale": [1.0, 1.0],
-        "mutable": [True, False],
-    }
+    plain = {"norm": kind.norm, "eps": 0.5, "bounds": [0.0, 1.0]}
+    plain |= {"scale": [1.0, 1.0], "mutable": [True, False]}
+    assert json.loads(json.dumps(ball.to_dict())) == plain
     larger = ball.with_eps(2.0)
     assert (larger.eps, larger.bounds, larger.scale) == (2.0, ball.bounds, ball.scale)
     assert NORMS[kind.norm] is kind
-
-
-@BOTH
-def test_numbers_of_arrays_and_tensors_are_plain_in_json(kind) -> None:
-    x = torch.tensor([[0.25, 0.75]])
+    x = torch.tensor([[0.25, 0.75]])  # numbers of arrays and tensors become plain
     ball = kind(np.float32(0.5), bounds=(x.min(), x.max()))
     assert json.loads(json.dumps(ball.to_dict())) == kind(0.5, (0.25, 0.75)).to_dict()
 
@@ -241,7 +217,7 @@ def test_numbers_of_arrays_and_tensors_are_plain_in_json(kind) -> None:
         ({"eps": 1.0, "mutable": torch.ones(2)}, "mutable: expected dtype bool, got torch.float32"),
     ],
 )
-def test_refusals(options, message) -> None:
+def test_refused_balls(options, message) -> None:
     with pytest.raises(InputError, match=message):
         L2(**options)
 
@@ -251,7 +227,7 @@ def test_refusals(options, message) -> None:
     [
         ({"scale": torch.ones(3)}, r"scale: expected shape \(2,\) like one input, got \(3,\)"),
         ({"mutable": torch.ones(2, 1, dtype=torch.bool)}, "mutable: expected shape"),
-        ({"bounds": (0.0, 1.0)}, "x: expected values within the bounds .* got values from 0.5 to"),
+        ({"bounds": (0.0, 1.0)}, "x: expected values within .*1.0.* got values from 0.5 to"),
     ],
 )
 def test_inputs_that_do_not_fit(options, message) -> None:
@@ -274,9 +250,3 @@ def test_bounds_cost_no_length(seed, eps) -> None:
     nearest = (x + low * (moved - x)).clamp(0, 1)
     found = L2(eps, (0.0, 1.0)).project(moved, x)
     torch.testing.assert_close(found, nearest, rtol=0, atol=2e-6)
-
-
-def test_random_steps_are_of_full_length_at_the_bounds(generator) -> None:
-    x = torch.zeros(200, 30)
-    ball = L2(0.5, (0.0, 1.0))
-    assert float(ball.distance(ball.surface(x, generator), x).min()) > 0.499

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from otad.checks import check_finite
-from otad.errors import InputError
+from otad.checks import check_finite, check_shape, require
 
 FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
 FILLINGS = 8  # rounds of giving the features that can still move what the others cannot use
@@ -36,25 +35,19 @@ class LpBall(ABC):
     norm: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise InputError(f"eps: expected a finite number of at least 0, got {self.eps!r}")
-        if self.bounds is not None and not -math.inf < self.bounds[0] < self.bounds[1] < math.inf:
-            raise InputError(
-                f"bounds: expected finite (low, high) with low < high, got {self.bounds!r}"
-            )
+        require(0 <= self.eps < math.inf, "eps", "a finite number of at least 0", repr(self.eps))
         # Plain numbers, as a record holds them, also where NumPy or torch gave them.
         object.__setattr__(self, "eps", float(self.eps))
         if self.bounds is not None:
+            fits = -math.inf < self.bounds[0] < self.bounds[1] < math.inf
+            require(fits, "bounds", "finite (low, high) with low < high", repr(self.bounds))
             object.__setattr__(self, "bounds", tuple(map(float, self.bounds)))
         if self.scale is not None:
             check_finite(self.scale, "scale")
-            if not bool((self.scale > 0).all()):
-                raise InputError(
-                    f"scale: expected positive values, got {float(self.scale.min())}; "
-                    "features that cannot change belong in `mutable`"
-                )
-        if self.mutable is not None and self.mutable.dtype != torch.bool:
-            raise InputError(f"mutable: expected dtype bool, got {self.mutable.dtype}")
+            expected = "positive values (features that cannot change belong in `mutable`)"
+            require((self.scale > 0).all(), "scale", expected, float(self.scale.min()))
+        if self.mutable is not None:
+            require(self.mutable.dtype == torch.bool, "mutable", "dtype bool", self.mutable.dtype)
 
     def with_eps(self, eps: float) -> Self:
         """The same ball in another size."""
@@ -62,21 +55,14 @@ class LpBall(ABC):
 
     def check_inputs(self, x: Tensor) -> None:
         """Refuse inputs (B,*input_shape) that the ball's own tensors or bounds do not fit."""
-        for name in ("scale", "mutable"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != x.shape[1:]:
-                raise InputError(
-                    f"{name}: expected shape {tuple(x.shape[1:])} like one input, "
-                    f"got {tuple(tensor.shape)}"
-                )
+        for name, tensor in (("scale", self.scale), ("mutable", self.mutable)):
+            if tensor is not None:
+                check_shape(tensor, name, tuple(x.shape[1:]), "like one input")
         if self.bounds is not None:
             low, high = (float(value) for value in torch.aminmax(x.detach()))
             lowest, highest = x.new_tensor(self.bounds).tolist()  # 0.3 is another number in float32
-            if low < lowest or high > highest:
-                raise InputError(
-                    f"x: expected values within the bounds {self.bounds}, "
-                    f"got values from {low} to {high}"
-                )
+            fits = lowest <= low and high <= highest
+            require(fits, "x", f"values within {self.bounds}", f"values from {low} to {high}")
 
     def distance(self, moved: Tensor, x: Tensor) -> Tensor:
         """|(moved - x) / scale|_p (B,) in float64; infinite where an immutable feature changed."""
@@ -91,15 +77,15 @@ class LpBall(ABC):
 
     def project(self, moved: Tensor, x: Tensor) -> Tensor:
         """The points (B,*) of the ball, bounds included, nearest to `moved` in units of `scale`;
-        their measured distance never exceeds eps.
-
-        Cutting a step to eps and then clipping it would leave only a fraction of it for images
-        that are black or white nearly everywhere.
-        """
-        step = self._masked(moved - x) / self._scale(x)
-        step = self._shorten(step.flatten(1), self._room(step, x)).view_as(x) * self._scale(x)
-        shrink = FIRST_SHRINK
-        result = self._reached(x, step)
+        their measured distance never exceeds eps. (Cutting a step to eps and then clipping it would
+        leave only a fraction of it for images that are black or white nearly everywhere.)"""
+        step, room = self._masked(moved - x) / self._scale(x), None
+        if self.bounds is not None:  # how far each feature can go in the direction of its step
+            low, high = self.bounds
+            room = torch.where(step < 0, x - low, high - x) / self._scale(x)
+            room = room.clamp_min(0.0).flatten(1)
+        step = self._shorten(step.flatten(1), room).view_as(x) * self._scale(x)
+        shrink, result = FIRST_SHRINK, self._reached(x, step)
         while bool((outside := self.distance(result, x) > self.eps).any()):
             shrink *= 2
             step = torch.where(per_row(outside, x), step * max(0.0, 1 - shrink), step)
@@ -107,11 +93,9 @@ class LpBall(ABC):
         return result
 
     def clip(self, moved: Tensor, x: Tensor) -> Tensor:
-        """`moved` (B,*) shortened to the ball and then clipped to the bounds.
-
-        For training: a CUDA graph can capture it, as it reads nothing back from the GPU. It is not
-        the nearest point where bounds cut the step, and may exceed eps by rounding.
-        """
+        """`moved` (B,*) shortened to the ball and then clipped to the bounds, for training: a CUDA
+        graph can capture it, as it reads nothing back from the GPU. It is not the nearest point
+        where bounds cut the step, and may exceed eps by rounding."""
         step = self._masked(moved - x) / self._scale(x)
         moved = x + self._shorten(step.flatten(1), None).view_as(x) * self._scale(x)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
@@ -123,14 +107,13 @@ class LpBall(ABC):
     def random_step(
         self, x: Tensor, generator: torch.Generator, *, dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        """Uniformly random steps (B,*) of the ball, bounds aside, drawn on the device of the
-        generator; `dtype` is that of the random lengths."""
+        """Uniformly random steps (B,*) of the ball, bounds aside; `dtype`: of their lengths."""
         return self._masked(self._random(x, generator, dtype)) * self._scale(x)
 
     def surface(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Random steps of full length eps (B,*), as far as the bounds let them be."""
-        drawn = _normal(x, generator)
-        return self.project(x + BEYOND * self.eps * self.steepest(drawn), x)
+        """Random points (B,*) at distance eps, as far as the bounds let them be."""
+        step = self.steepest(_normal(x, generator))
+        return self.project(x + BEYOND * self.eps * step, x)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         """The step of length 1 along which a function with this gradient (B,*) grows most."""
@@ -156,13 +139,11 @@ class LpBall(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """In plain JSON, for a record."""
-        return {
-            "norm": self.norm,
-            "eps": self.eps,
-            "bounds": None if self.bounds is None else list(self.bounds),
-            "scale": None if self.scale is None else self.scale.flatten().tolist(),
-            "mutable": None if self.mutable is None else self.mutable.flatten().tolist(),
-        }
+        bounds = None if self.bounds is None else list(self.bounds)
+        plain: dict[str, Any] = {"norm": self.norm, "eps": self.eps, "bounds": bounds}
+        for name, tensor in (("scale", self.scale), ("mutable", self.mutable)):
+            plain[name] = None if tensor is None else tensor.flatten().tolist()
+        return plain
 
     def _scale(self, x: Tensor) -> Tensor:
         return x.new_ones(()) if self.scale is None else self.scale.to(x)
@@ -174,21 +155,12 @@ class LpBall(ABC):
         """x + step within the bounds, each feature rounded towards x: where floating-point numbers
         are too far apart for its step it does not move, and others need not be shortened for it"""
         moved = x + step
-        too_far = (moved - x).abs() > step.abs()
-        moved = torch.where(too_far, moved.nextafter(x), moved)
+        moved = torch.where((moved - x).abs() > step.abs(), moved.nextafter(x), moved)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
-
-    def _room(self, step: Tensor, x: Tensor) -> Tensor | None:
-        """How far each feature can go in the direction of its step (B,n), in units of `scale`."""
-        if self.bounds is None:
-            return None
-        low, high = self.bounds
-        room = torch.where(step < 0, x - low, high - x) / self._scale(x)
-        return room.clamp_min(0.0).flatten(1)
 
     @abstractmethod
     def _length(self, step: Tensor) -> Tensor:
-        """|step|_p of rows (B,n)."""
+        """|step|_p (B,) of rows (B,n)."""
 
     @abstractmethod
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:

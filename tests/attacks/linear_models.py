@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,18 +78,26 @@ class Recorder(nn.Module):
         return torch.cdist(asked, x.flatten(1)).argmin(1).bincount(minlength=len(x))
 
 
-class AbstainsAbove(nn.Module):
-    """Right everywhere, but silent (NaN) where the mean of an input exceeds a level."""
+class Function(nn.Module):
+    """A function of inputs (B,*) as a model, in evaluation mode."""
 
-    def __init__(self, level: float) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.level = level
+        self.function = function
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = x.flatten(1).mean(1)
-        logits = torch.stack([2 - mean, mean], 1)
-        return logits.masked_fill(mean[:, None] > self.level, torch.nan)
+        return self.function(x)
+
+
+def abstains_above(level: float) -> nn.Module:
+    """Right everywhere, but silent (NaN) where the mean of an input exceeds a level."""
+
+    def logits(x: Tensor) -> Tensor:
+        mean = x.flatten(1).mean(1, keepdim=True)
+        return torch.cat([2 - mean, mean], 1).masked_fill(mean > level, torch.nan)
+
+    return Function(logits)
 
 
 def global_randomness() -> tuple[object, ...]:

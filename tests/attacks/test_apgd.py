@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from attacks.linear_models import Function, Recorder
 from torch import Tensor, nn
 
-from otad.attacks.apgd import Apgd, _Path, checkpoints
-from otad.attacks.pgd import Pgd
+from otad.attacks.pgd import Apgd, Pgd, checkpoints
 from otad.threat import L2, Linf, LpBall
 
 
@@ -35,21 +35,8 @@ def test_checkpoints_are_the_published_ones() -> None:
         assert min(found.values()) > 0
 
 
-class Hilly(nn.Module):
-    """A regressor with many hills, and a record of where it was asked."""
-
-    def __init__(self, weights: Tensor) -> None:
-        super().__init__()
-        self.weights = weights
-        self.asked: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.asked.append(x.detach().clone())
-        return (2 * x @ self.weights.T).sin().sum(1) + x.square().sum(1)
-
-
 def transcribed(
-    model: Hilly, x: Tensor, y: Tensor, eps: float, steps: int, order: int
+    model: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int, order: int
 ) -> list[Tensor]:
     """Algorithm 1 of Croce and Hein (2020) for one example, with all history in lists."""
 
@@ -104,33 +91,14 @@ def test_same_path_as_the_pseudo_code(kind, steps, generator) -> None:
     for _ in range(4):
         x = torch.randn(3, generator=generator, dtype=torch.float64)
         y = torch.zeros((), dtype=torch.float64)
-        model = Hilly(weights).eval()
+        hills = Function(lambda x: (2 * x @ weights.T).sin().sum(1) + x.square().sum(1))
+        model = Recorder(hills)
         Apgd(steps=steps, random_start=False)(
             model, x[None], y[None], kind(1.0), generator=generator
         )
         found = torch.cat(model.asked)[1:-1]  # without the example itself, and the final check
         expected = transcribed(model, x, y, 1.0, steps, 2 if kind is L2 else 0)
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
-
-
-def test_rule_at_a_checkpoint() -> None:
-    """Halved: too few rises (row 0), or no news at the same step (1). Not if the step is new (2),
-    or the best is (3). Rows that are halved go back to their best point."""
-    ones = torch.ones(4)
-    path = _Path(torch.arange(4), torch.zeros(4, 1), torch.zeros(4, 1), ones, ones[:, None], 2.0)
-    path.move(torch.full((4, 1), 5.0), 0.5 * ones, 3 * ones[:, None])
-    path.raised = torch.tensor([5, 6, 6, 6])
-    path.step_is_old = torch.tensor([False, True, False, True])
-    path.best_value = torch.tensor([1.0, 1.0, 1.0, 2.0])
-    path.adapt(8)
-    assert path.step.tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert path.step_is_old.tolist() == [False, False, True, True]
-    assert path.point.flatten().tolist() == [0.0, 0.0, 5.0, 5.0]
-    assert path.gradient.flatten().tolist() == [1.0, 1.0, 3.0, 3.0]
-    assert path.value.tolist() == [1.0, 1.0, 0.5, 0.5]
-    path.raised = torch.tensor([8, 8, 8, 8])
-    path.adapt(8)  # nothing new: only those whose step was kept are halved now
-    assert path.step.tolist() == [1.0, 1.0, 1.0, 1.0]
 
 
 BALLS = [L2(0.25, bounds=(0.0, 1.0)), Linf(0.08, bounds=(0.0, 1.0))]

@@ -50,9 +50,7 @@ def assert_legal(found: Tensor, x: Tensor, norm: float, eps: float) -> None:
     assert float(found.max()) <= 1
 
 
-def test_autoattack_runs_and_its_flags_tell_what_otad_is(
-    case: Case, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_autoattack_runs_and_its_flags_tell_what_otad_is(case, caplog) -> None:
     """It finds points without gradient (see the test below), and that Square, which needs none,
     breaks what its gradient attacks could not: an honest evaluation needs attacks of other kinds.
     """
@@ -75,9 +73,7 @@ def test_autoattack_runs_and_its_flags_tell_what_otad_is(
         assert not any(absent in flag for flag in flags)
 
 
-def test_the_model_is_flat_exactly_where_one_neighbor_carries_the_answer(
-    case: Case, generator: torch.Generator
-) -> None:
+def test_the_model_is_flat_exactly_where_one_neighbor_carries_the_answer(case, generator) -> None:
     model, x, _ = case
     moved = L2(1.5, (0.0, 1.0)).surface(x.repeat(8, 1, 1, 1), generator).requires_grad_()
     trace = model.trace(moved)
@@ -88,7 +84,7 @@ def test_the_model_is_flat_exactly_where_one_neighbor_carries_the_answer(
     assert torch.equal(flat, (trace.solution.multipliers > 0).sum(1) == 1)
 
 
-def test_foolbox_runs(case: Case) -> None:
+def test_foolbox_runs(case) -> None:
     foolbox = pytest.importorskip("foolbox", reason="needs the extra clients")
     model, x, y = case
     client = foolbox.PyTorchModel(model, bounds=(0, 1))
@@ -102,7 +98,7 @@ def test_foolbox_runs(case: Case) -> None:
     assert bool((found != x).flatten(1).any(1).all())
 
 
-def test_art_runs(case: Case) -> None:
+def test_art_runs(case) -> None:
     pytest.importorskip("art", reason="needs the extra clients")
     classification = pytest.importorskip("art.estimators.classification")
     evasion = pytest.importorskip("art.attacks.evasion")

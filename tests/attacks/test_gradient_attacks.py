@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from attacks.linear_models import Function, Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from otad.attacks.apgd import Apgd
-from otad.attacks.base import Attack
-from otad.attacks.pgd import Bpda, MetricAttack, Pgd
+from otad.attacks.base import Attack, AttackResult, margin
+from otad.attacks.objectives import LOSSES, cross_entropy, dlr, loss_for
+from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer
 from otad.attacks.random_search import RandomNoise
-from otad.attacks.transfer import Transfer
 from otad.errors import InputError
 from otad.threat import L2, Linf, LpBall
 
@@ -47,26 +49,6 @@ MAKERS: dict[str, Callable[[nn.Module], Attack]] = {
 EVERY = pytest.mark.parametrize("maker", list(MAKERS.values()), ids=list(MAKERS))
 
 
-class Watched(nn.Module):
-    """A model that notes the rows of each question, and of each gradient taken through it."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.asked: list[Tensor] = []
-        self.backwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.asked.append(x.detach().clone())
-        if x.requires_grad:
-            x.register_hook(self._count)
-        outputs: Tensor = self.net(x)
-        return outputs
-
-    def _count(self, gradient: Tensor) -> None:
-        self.backwards += len(gradient)
-
-
 def examples(count: int = 40, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     return torch.rand(count, 6, generator=generator, dtype=dtype)
@@ -89,9 +71,9 @@ def test_no_question_leaves_the_ball(maker, kind, eps, bounds, scaled, masked, s
     scale = torch.rand(3, 2, generator=generator) + 0.1 if scaled else None
     mutable = torch.rand(3, 2, generator=generator) < 0.6 if masked else None
     ball = kind(eps, bounds=bounds, scale=scale, mutable=mutable)
-    model = Watched(small_net(seed)).eval()
-    y = model.net(x).argmax(1)
-    result = maker(model.net)(model, x, y, ball, generator=generator)
+    model = Recorder(small_net(seed)).eval()
+    y = model.model(x).argmax(1)
+    result = maker(model.model)(model, x, y, ball, generator=generator)
     for point in [*model.asked, result.inputs]:
         step = point.double() - x.double()
         if mutable is not None:
@@ -106,83 +88,41 @@ def test_no_question_leaves_the_ball(maker, kind, eps, bounds, scaled, masked, s
 
 
 @EVERY
-def test_same_seed_same_result(maker) -> None:
-    net = small_net()
-    x = examples()
-    y = net(x).argmax(1)
-    attack = maker(net)
-    once, again, other = (
-        attack(net, x, y, L2(0.2), generator=torch.Generator().manual_seed(seed))
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(once.inputs, again.inputs)
-    assert torch.equal(once.forwards, again.forwards)
-    assert not torch.equal(once.inputs, other.inputs)
+def test_same_seed_same_result_in_every_mode_and_it_is_what_the_model_says(maker) -> None:
+    net, x = small_net().double(), examples(dtype=torch.float64)
+    y, attack = net(x).argmax(1), maker(net)
 
+    def found(seed: int) -> AttackResult:
+        generator = torch.Generator().manual_seed(seed)
+        return attack(net, x.clone(), y.clone(), Linf(0.1), generator=generator)
 
-@EVERY
-def test_gradients_are_taken_where_others_take_none(maker) -> None:
-    net = small_net()
-    x = torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
-    y = net(x).argmax(1)
-
-    attack = maker(small_net(seed=1))
-
-    def found() -> Tensor:
-        seed = torch.Generator().manual_seed(0)
-        return attack(net, x.clone(), y.clone(), L2(0.3), generator=seed).inputs
-
-    expected = found()
-    for mode in (torch.no_grad, torch.inference_mode):
+    once = found(1)
+    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
         with mode():
-            assert torch.equal(found(), expected)
+            again = found(1)
+            assert torch.equal(once.inputs, again.inputs)
+            assert torch.equal(once.forwards, again.forwards)
+    assert not torch.equal(once.inputs, found(2).inputs)
+    assert once.inputs.dtype == torch.float64
+    assert torch.equal(once.broken, net(once.inputs).argmax(1) != y)
+    assert bool(once.broken.any())
+    assert not once.inputs.requires_grad
+    assert all(weights.grad is None for weights in net.parameters())
 
 
 @EVERY
 def test_questions_and_gradients_are_counted(maker, generator) -> None:
-    model = Watched(small_net()).eval()
+    model = Recorder(small_net()).eval()
     x = examples()
-    y = model.net(x).argmax(1)
+    y = model.model(x).argmax(1)
     y[:5] = (y[:5] + 1) % 3
-    attack = maker(model.net)
+    attack = maker(model.model)
     result = attack(model, x, y, L2(0.3), generator=generator)
     assert attack.needs.gradients or not result.backwards.any()
     assert 0 < result.accuracy < (len(x) - 5) / len(x)
     assert int(result.forwards.sum()) == sum(map(len, model.asked))
-    assert int(result.backwards.sum()) == model.backwards
+    assert int(result.backwards.sum()) == model.gradients
     assert result.forwards[:5].tolist() == [1] * 5
-
-
-@EVERY
-def test_results_are_what_the_model_says(maker, generator) -> None:
-    net = small_net().double()
-    x = examples(dtype=torch.float64)
-    y = net(x).argmax(1)
-    result = maker(net)(net, x, y, Linf(0.1), generator=generator)
-    assert result.inputs.dtype == torch.float64
-    assert torch.equal(result.broken, net(result.inputs).argmax(1) != y)
-    assert bool(result.broken.any())
-    assert not result.inputs.requires_grad
-    assert all(weights.grad is None for weights in net.parameters())
-
-
-class Steps(nn.Module):
-    """A model without a gradient: which side of 1/2 the first feature is on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        side = (x.flatten(1)[:, 0] > 0.5).float()
-        return torch.stack([1 - side, side, torch.zeros_like(side)], 1)
-
-
-class Constant(nn.Module):
-    """A model whose outputs have a gradient, but none in its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weights.expand(len(x), 3)
 
 
 @EVERY
@@ -190,26 +130,23 @@ def test_no_gradient_no_harm(maker, generator) -> None:
     net = small_net()
     x = examples()
     x[:, 0] = x[:, 0].round()  # half a unit away from the step
-    for model in (Steps().eval(), Constant().eval()):
+    weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]))
+    constant = Function(lambda x: weights.expand(len(x), 3))  # a gradient, but not in its inputs
+    for model in (Function(lambda x: torch.eye(3)[(x[:, 0] > 0.5).long()]), constant):
         result = maker(net)(model, x, model(x).argmax(1), L2(0.4), generator=generator)
         assert result.accuracy == 1
-    blind = Transfer(Constant().eval(), Pgd(steps=3))
+    blind = Transfer(constant, Pgd(steps=3))
     assert not blind(net, x, net(x).argmax(1), L2(0.01), generator=generator).broken.all()
-
-
-class Shy(nn.Module):
-    """Abstains outside the ball of radius 0.1 around the origin."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        far = x.flatten(1).norm(dim=1, keepdim=True) > 0.1
-        return torch.tensor([1.0, 0.0, 0.0]).expand(len(x), 3).masked_fill(far, torch.nan)
 
 
 @EVERY
 def test_an_abstention_is_found_and_kept(maker, generator) -> None:
-    x = torch.zeros(10, 6)
-    y = torch.zeros(10, dtype=torch.int64)
-    result = maker(small_net())(Shy().eval(), x, y, L2(1.0), generator=generator)
+    def shy(x: Tensor) -> Tensor:
+        far = x.flatten(1).norm(dim=1, keepdim=True) > 0.1
+        return torch.tensor([1.0, 0.0, 0.0]).expand(len(x), 3).masked_fill(far, torch.nan)
+
+    x, y = torch.zeros(10, 6), torch.zeros(10, dtype=torch.int64)
+    result = maker(small_net())(Function(shy), x, y, L2(1.0), generator=generator)
     assert bool(result.abstained.all())
     assert bool(result.broken.all())
 
@@ -235,26 +172,6 @@ def test_regression(maker, bounds, generator) -> None:
     assert not result.broken.any()
 
 
-@pytest.mark.parametrize("attack", [Pgd, Apgd])
-def test_refused_settings(attack) -> None:
-    for options, message in (
-        ({"steps": 0}, "steps.*0"),
-        ({"restarts": -1}, "restarts.*-1"),
-        ({"restarts": 2, "random_start": False}, "restarts.*1.*2"),
-        ({"loss": "hinge"}, "loss.*hinge"),
-    ):
-        with pytest.raises(InputError, match=message):
-            attack(**options)
-
-
-@pytest.mark.parametrize("attack", [Pgd(loss="dlr"), Apgd(loss="dlr")])
-def test_dlr_needs_three_classes(attack, generator) -> None:
-    net = small_net(classes=2)
-    x = examples()
-    with pytest.raises(InputError, match=r"loss.*dlr.*3.*2"):
-        attack(net, x, net(x).argmax(1), L2(0.1), generator=generator)
-
-
 @pytest.mark.parametrize(
     ("maker", "name"),
     [
@@ -275,3 +192,44 @@ def test_refused_networks(maker, name, generator) -> None:
     assert set(y.tolist()) == {0, 1, 2}
     with pytest.raises(InputError, match=r"expected (shape \(40, 3\)|labels from 0 to 1)"):
         maker(small_net(classes=2))(net, x, y, L2(0.1), generator=generator)
+
+
+LOGITS = torch.tensor([[3.0, 1.0, 2.5, 0.0], [0.0, 5.0, 4.0, 1.0]], dtype=torch.float64)
+Y = torch.tensor([0, 2])
+
+
+def test_closed_forms() -> None:
+    assert margin(LOGITS, Y).tolist() == [-0.5, 1.0]
+    expected = torch.tensor([-0.5 / 2.0, 1.0 / 4.0], dtype=torch.float64)
+    torch.testing.assert_close(dlr(LOGITS, Y), expected)
+    torch.testing.assert_close(dlr(7 * LOGITS - 3, Y), expected)
+    assert math.isfinite(float(dlr(torch.zeros(1, 3), torch.tensor([0]))))
+    shares = LOGITS.exp() / LOGITS.exp().sum(1, keepdim=True)
+    torch.testing.assert_close(cross_entropy(LOGITS, Y), -shares[[0, 1], Y].log())
+    values = torch.tensor([1.0, -2.0])
+    assert loss_for("dlr", values)(values, torch.tensor([3.0, -2.0])).tolist() == [4.0, 0.0]
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_gradients_are_those_of_finite_differences(name, generator) -> None:
+    logits = torch.randn(20, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = torch.randint(5, (20,), generator=generator)
+    assert torch.autograd.gradcheck(lambda logits: LOSSES[name](logits, y), logits)
+
+
+def test_only_the_margin_is_never_flat() -> None:
+    """A model that is very sure: the softmax has no gradient left in float32."""
+    logits = torch.tensor([[200.0, 0.0, -1.0]], requires_grad=True)
+    y = torch.tensor([0])
+    (flat,) = torch.autograd.grad(cross_entropy(logits, y).sum(), logits)
+    (steep,) = torch.autograd.grad(margin(logits, y).sum(), logits)
+    assert not flat.any()
+    assert steep.tolist() == [[-1.0, 1.0, 0.0]]
+
+
+def test_choice_of_loss() -> None:
+    assert loss_for("dlr", Y) is dlr
+    with pytest.raises(InputError, match=r"loss.*hinge"):
+        loss_for("hinge", Y)
+    with pytest.raises(InputError, match=r"loss.*dlr.*3.*2"):
+        dlr(LOGITS[:, :2], torch.tensor([0, 1]))

@@ -15,8 +15,8 @@ from PIL import Image
 import otad
 from otad.data import Dataset
 from otad.evaluate import PRESETS, Evaluation, runner
-from otad.evaluate.presets import Choice
 from otad.evaluate.records import SANDWICH
+from otad.evaluate.suite import Choice
 from otad.nets import LipschitzMetric, vision_transformer
 
 TWO = ("--attack", "straight", "--attack", "region", "--no-flags")

@@ -1,14 +1,11 @@
 """Attacks on a model, each within a ball around every example."""
 
-from otad.attacks.apgd import Apgd
 from otad.attacks.autoattack import AutoAttackSuite, Square
 from otad.attacks.base import ATTACKS, Attack, AttackResult, register_attack
 from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.ngopt import NgOpt
-from otad.attacks.pgd import Bpda, MetricAttack, Pgd
-from otad.attacks.pixle import Pixle
-from otad.attacks.random_search import RandomNoise, RandomSearch
-from otad.attacks.transfer import Transfer
+from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer
+from otad.attacks.random_search import Pixle, RandomNoise, RandomSearch
 from otad.threat import L2, Linf, LpBall
 
 __all__ = [

@@ -7,17 +7,17 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Attack, Survivors, Target, gain_of, register_attack
-from otad.attacks.library_adapters import UnitBox, own_randomness, require
-from otad.attacks.needs import Knowledge, Needs
+from otad.attacks.base import Attack, Survivors, Target, gain_of, option, register_attack
+from otad.attacks.library_adapters import UnitBox, import_extra, own_randomness
+from otad.attacks.needs import Knowledge, Needs, Setting
 from otad.attacks.objectives import cross_entropy
-from otad.checks import check_choice, check_count
+from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.threat import LpBall, per_row
 
@@ -32,37 +32,25 @@ class SquareWindows(Attack):
     """Attacks that include Square of pyautoattack, which cannot tile every image in l2."""
 
     @classmethod
-    def misfit(
-        cls,
-        known: Knowledge,
-        input_shape: Sequence[int] | None = None,
-        task: str = "classification",
-        threat: LpBall | None = None,
-    ) -> str | None:
-        reason = super().misfit(known, input_shape, task, threat)
-        if reason is None and input_shape is not None and threat is not None:
-            reason = cls.windows_misfit(input_shape, threat)
-        return reason
+    def misfit(cls, known: Knowledge, setting: Setting | None = None) -> str | None:
+        reason = super().misfit(known, setting)
+        if reason or setting is None or setting.threat is None:
+            return reason
+        return cls.windows_misfit(setting.input_shape, setting.threat)
 
     @staticmethod
     def windows_misfit(input_shape: Sequence[int], threat: LpBall) -> str | None:
-        """Why the library's first l2 step, windows of a fifth of the height, fails on such images.
-
-        From a margin of half of what five windows leave, it lays as many as the sides hold: the
-        last one may stick out, which only windows of a single pixel survive.
-        """
-        if threat.norm != "l2":
-            return None
+        """Why the library's first l2 step, windows of a fifth of the height, fails on such images:
+        from a margin of half of what five windows leave, it lays as many as the sides hold, and
+        only a window of a single pixel may stick out."""
         height, width = input_shape[1:]
         side = height // 5
         margin = (height - 5 * side) // 2
         ends = [margin + length // side * side - length for length in (height, width) if side]
-        if side == 1 or (side > 1 and max(ends) <= 0):
+        if threat.norm != "l2" or side == 1 or (side > 1 and max(ends) <= 0):
             return None
-        return (
-            "expected images whose sides the l2 windows of Square can tile (28 x 28, 32 x 32, "
-            f"...), got {height} x {width}; random_search takes any shape"
-        )
+        expected = "images that the l2 windows of Square can tile, such as 28 x 28 or 32 x 32"
+        return f"expected {expected}, got {height} x {width}; random_search takes any shape"
 
     def check_windows(self, x: Tensor, ball: LpBall) -> None:
         if reason := self.windows_misfit(x.shape[1:], ball):
@@ -72,29 +60,20 @@ class SquareWindows(Attack):
 @register_attack
 @dataclass(frozen=True, eq=False)
 class Square(SquareWindows):
-    """Random search over square windows of images (B,C,H,W), without gradients.
+    """Random search over square windows of images (B,C,H,W): `queries` answers for each example in
+    each of `restarts`. `loss`: what a change must improve, "margin" or "ce" (cross-entropy); in
+    regression, always the error."""
 
-    - `queries`: the most answers asked for each example, in each restart.
-    - `restarts`: how often the examples that survive are attacked.
-    - `loss`: what a change must improve, "margin" or "ce" (cross-entropy). In regression, always
-      the error.
-    """
-
-    queries: int = 2000
-    restarts: int = 1
-    loss: str = "margin"
+    queries: int = option(2000, check_count, least=2)
+    restarts: int = option(1, check_count)
+    loss: str = option("margin", check_choice, choices=("margin", "ce"))
     name = "square"
     family = "black-box"
     needs = Needs(images=True, unit_box=True, package="pyautoattack")
 
-    def __post_init__(self) -> None:
-        check_count(self.queries, "queries", least=2)
-        check_count(self.restarts, "restarts")
-        check_choice(self.loss, "loss", ("margin", "ce"))
-
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         self.check_windows(x, ball)
-        box, survivors = UnitBox.of(ball), Survivors(target, x, ball)
+        box, survivors = UnitBox(ball), Survivors(target, x, ball)
 
         def judge(units: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
             moved = survivors.project(box.from_unit(units), rows)
@@ -102,7 +81,7 @@ class Square(SquareWindows):
             alive = survivors.judge(moved, outputs, rows)
             return alive.to(x) * 2 - 1, self._losses(outputs, target.targets(rows))
 
-        engine = require("pyautoattack.square").SquareAttack(
+        engine = import_extra("pyautoattack.square").SquareAttack(
             None,
             norm=LIBRARY_NORMS[ball.norm],
             n_queries=self.queries - 1,  # it asks once before it counts
@@ -142,35 +121,26 @@ class AutoAttackSuite(SquareWindows):
     are right in total and spread evenly over the examples.
     """
 
-    variant: str = "standard"
+    variant: str = option("standard", check_choice, choices=VARIANTS)
     attacks: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list, init=False, repr=False)
     name = "autoattack"
     family = "white-box"
-    needs = Needs(
-        gradients=True,
-        images=True,
-        unit_box=True,
-        package="pyautoattack",
-        tasks=("classification",),
-    )
+    needs = replace(Square.needs, gradients=True, tasks=("classification",))
 
     def __post_init__(self) -> None:
-        check_choice(self.variant, "variant", VARIANTS)
-        if (self.variant == "custom") != bool(self.attacks):
-            raise InputError(
-                "attacks: expected some with variant 'custom' and none otherwise, "
-                f"got {self.attacks!r} with {self.variant!r}"
-            )
+        super().__post_init__()
+        fits = (self.variant == "custom") == bool(self.attacks)
+        got = f"{self.attacks!r} with {self.variant!r}"
+        require(fits, "attacks", "some with variant 'custom' and none otherwise", got)
         for part in self.attacks:
             check_choice(part, "attacks", PARTS)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         self.remarks.clear()
-        box = UnitBox.of(ball)
-        library, checks = require("pyautoattack"), require("pyautoattack.checks")
-        model = _Counted(target, box, x.dtype)
-        units = box.to_unit(x).float()
+        library, checks = import_extra("pyautoattack"), import_extra("pyautoattack.checks")
+        box = UnitBox(ball)
+        model, units = _Counted(target, box, x.dtype), box.to_unit(x).float()
         with own_randomness(generator) as seed:
             suite = library.AutoAttack(
                 model,
@@ -181,14 +151,18 @@ class AutoAttackSuite(SquareWindows):
                 seed=seed,
                 device=x.device,
             )
-            with _contained(target, suite.logger, checks, self.remarks):
+            with _contained(target, suite, checks, self.remarks):
                 self._fit_to_classes(suite, int(model(box.to_unit(x[:1])).shape[1]))
                 if "square" in suite.attacks_to_run:
                     self.check_windows(x, ball)
                 found, _ = suite.run_standard_evaluation(units, target.y, batch_size=len(x))
-        self.remarks.extend(model.remarks())
-        target.forwards += _spread(model.forwards, target.forwards)
-        target.backwards += _spread(model.backwards, target.backwards)
+        if not model.has_gradient:
+            self.remarks.append("the model has no gradient: the gradient attacks went nowhere")
+        if count := model.abstained:
+            self.remarks.append(f"the model abstained on {count} queries, taken for equal logits")
+        places = torch.arange(len(x), device=x.device)  # the rest goes to the first examples
+        target.forwards += model.forwards // len(x) + (places < model.forwards % len(x))
+        target.backwards += model.backwards // len(x) + (places < model.backwards % len(x))
         # The library holds x in single precision: where it changed nothing, return exactly x.
         unchanged = per_row((found == units).flatten(1).all(1), x)
         return torch.where(unchanged, x, box.from_unit(found.to(x.dtype)))
@@ -198,40 +172,29 @@ class AutoAttackSuite(SquareWindows):
         impossible = [part for part in suite.attacks_to_run if NEED_CLASSES.get(part, 2) > classes]
         if impossible:
             suite.attacks_to_run = [p for p in suite.attacks_to_run if p not in impossible]
-            self.remarks.append(
-                f"left out, as there are only {classes} classes: {', '.join(impossible)}"
-            )
-        if not suite.attacks_to_run:
-            raise InputError(
-                f"attacks: expected one that can be run with {classes} classes, "
-                f"got {', '.join(self.attacks)}"
-            )
-        targeted = {"apgd-t", "fab-t"}.intersection(suite.attacks_to_run)
-        if targeted and classes - 1 < TARGETS:
-            self.remarks.append(
-                f"{classes - 1} target classes instead of {TARGETS}, as there are no more"
-            )
-        suite.apgd_targeted.n_target_classes = min(TARGETS, classes - 1)
-        suite.fab.n_target_classes = min(TARGETS, classes - 1)
+            left_out = ", ".join(impossible)
+            self.remarks.append(f"left out, as there are only {classes} classes: {left_out}")
+        expected = f"one that can be run with {classes} classes"
+        require(suite.attacks_to_run, "attacks", expected, ", ".join(self.attacks))
+        targets = min(TARGETS, classes - 1)
+        if targets < TARGETS and {"apgd-t", "fab-t"}.intersection(suite.attacks_to_run):
+            remark = f"{targets} target classes instead of {TARGETS}, as there are no more"
+            self.remarks.append(remark)
+        suite.apgd_targeted.n_target_classes = suite.fab.n_target_classes = targets
 
 
 class _Counted:
     """The model on [0, 1] as the library calls it; counts answers and gradients of single rows."""
 
     def __init__(self, target: Target, box: UnitBox, dtype: torch.dtype) -> None:
-        self.target = target
-        self.box = box
-        self.dtype = dtype
-        self.forwards = 0
-        self.backwards = 0
-        self.abstained = 0
+        self.target, self.box, self.dtype = target, box, dtype
+        self.forwards = self.backwards = self.abstained = 0
         self.has_gradient = True
 
     def __call__(self, units: Tensor) -> Tensor:
         self.forwards += len(units)
         moved = self.box.from_unit(units).to(self.dtype)
-        wants_gradient = moved.requires_grad
-        if wants_gradient:
+        if wants_gradient := moved.requires_grad:
             moved.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0))
         logits: Tensor = self.target.model(moved).to(units.dtype)
         silent = logits.isnan().any(1, keepdim=True)
@@ -247,33 +210,12 @@ class _Counted:
     def _count_gradient(self, gradient: Tensor) -> None:
         self.backwards += len(gradient)
 
-    def remarks(self) -> Iterator[str]:
-        if not self.has_gradient:
-            yield "the model has no gradient: the gradient attacks went nowhere"
-        if self.abstained:
-            yield (
-                f"the model abstained on {self.abstained} queries, "
-                "which the library takes for equal logits"
-            )
-
-
-def _spread(total: int, like: Tensor) -> Tensor:
-    """Integers that sum to `total`, as equal as can be."""
-    shares = torch.full_like(like, total // len(like))
-    shares[: total % len(like)] += 1
-    return shares
-
 
 @contextmanager
-def _contained(
-    target: Target, logger: logging.Logger, checks: Any, remarks: list[str]
-) -> Iterator[None]:
-    """Undo what the library does to its surroundings, and add its warnings to `remarks`.
-
-    FAB calls `backward`, which would leave gradients in the model's own weights. The check for
-    dynamic models counts calls over all models ever checked, and removes a debugger's trace
-    function.
-    """
+def _contained(target: Target, suite: Any, checks: Any, remarks: list[str]) -> Iterator[None]:
+    """Undo what the library does to its surroundings, and add its warnings to `remarks`: FAB leaves
+    gradients in the model's weights, and the check for dynamic models counts calls over all models
+    ever checked and removes a debugger's trace function."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -282,7 +224,7 @@ def _contained(
 
     weights = [weight for weight in target.model.parameters() if weight.requires_grad]
     listener, tracer = Listener(level=logging.WARNING), sys.gettrace()
-    logger.addHandler(listener)
+    suite.logger.addHandler(listener)
     checks.funcs.update(dict.fromkeys(checks.funcs, 0))
     for weight in weights:
         weight.requires_grad_(False)
@@ -291,5 +233,5 @@ def _contained(
     finally:
         for weight in weights:
             weight.requires_grad_(True)
-        logger.removeHandler(listener)
+        suite.logger.removeHandler(listener)
         sys.settrace(tracer)

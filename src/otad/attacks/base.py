@@ -6,15 +6,23 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.needs import Knowledge, Needs
-from otad.checks import WORKING_DTYPES, check_evaluation, check_finite, check_shape, check_tensor
+from otad.attacks.needs import Knowledge, Needs, Setting
+from otad.checks import (
+    WORKING_DTYPES,
+    check_evaluation,
+    check_finite,
+    check_shape,
+    check_tensor,
+    require,
+)
 from otad.errors import InputError
 from otad.threat import LpBall
 
@@ -29,10 +37,8 @@ def margin(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def gain_of(outputs: Tensor, y: Tensor) -> Tensor:
-    """How far an attack has come (B,): the margin, in regression |f - y|.
-
-    A model that abstains (NaN) does not answer correctly: infinite.
-    """
+    """How far an attack has come (B,): the margin, in regression |f - y|; infinite where the model
+    abstains (NaN), as that is no correct answer."""
     found = (outputs - y).abs() if y.is_floating_point() else margin(outputs, y)
     return found.masked_fill(found.isnan(), math.inf)
 
@@ -59,33 +65,33 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple
 
 
 class Target:
-    """The model under attack with the right answers; counts how often it is asked.
-
-    `y` (B,): labels (int64) or, in regression, values. `tolerance`: a regression is broken once
-    its error exceeds it. `rows` (int64) select some of the B examples, all by default.
-    """
+    """The model under attack with the right answers `y` (B,): labels (int64) or, in regression,
+    values, broken once their error exceeds `tolerance`. Counts how often it is asked. `rows`
+    (int64) select some of the B examples, all by default."""
 
     def __init__(self, model: nn.Module, y: Tensor, tolerance: float = math.inf) -> None:
-        self.model = model
-        self.y = y
-        self.tolerance = tolerance
+        self.model, self.y, self.tolerance = model, y, tolerance
         self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         self.backwards = torch.zeros_like(self.forwards)
 
     def targets(self, rows: Tensor | None = None) -> Tensor:
         return self.y if rows is None else self.y[rows]
 
+    def _count(self, counter: Tensor, rows: Tensor | None) -> None:
+        rows = torch.arange(len(self.y), device=self.y.device) if rows is None else rows
+        counter.index_add_(0, rows, torch.ones_like(rows))
+
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Outputs for inputs x (n,*), one for each of `rows`, without gradient."""
-        _count(self.forwards, rows)
+        self._count(self.forwards, rows)
         with torch.no_grad():
             outputs: Tensor = self.model(x)
         return outputs
 
     def evaluate(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> Evaluated:
         """Outputs, and the loss with its gradient in x (zero where the model has none)."""
-        _count(self.forwards, rows)
-        _count(self.backwards, rows)
+        self._count(self.forwards, rows)
+        self._count(self.backwards, rows)
         outputs = x
 
         def value_of(inputs: Tensor) -> Tensor:
@@ -104,23 +110,13 @@ class Target:
         return (outputs.argmax(1) != y) | outputs.isnan().any(1)
 
     def is_done(self, gain: Tensor) -> Tensor:
-        """Whether more work on examples with this gain (n,) is useless: a wrong class is wrong, but
-        an error may always grow."""
+        """Whether a larger gain (n,) is useless: of a class, but an error may always grow."""
         return gain == math.inf if self.y.is_floating_point() else gain > 0
 
 
-def _count(counter: Tensor, rows: Tensor | None) -> None:
-    if rows is None:
-        counter += 1
-    else:
-        counter.index_add_(0, rows, torch.ones_like(rows))
-
-
 class Survivors:
-    """Which examples x (B,*) are not broken yet, and the best input in the ball found for each.
-
-    `inputs` (B,*), `gain` (B,): see `gain_of`; infinite once nothing can be better.
-    """
+    """Which examples x (B,*) are not broken yet, and the best `inputs` (B,*) of the ball found,
+    with their `gain` (B,): see `gain_of`; infinite once nothing can be better."""
 
     def __init__(self, target: Target, x: Tensor, ball: LpBall) -> None:
         self.target, self.x, self.ball = target, x, ball
@@ -141,19 +137,16 @@ class Survivors:
         return self.ball.project(moved, self.x[rows])
 
     def offer(self, moved: Tensor, rows: Tensor) -> None:
-        """Ask the model about inputs (n,*) of the ball; keep those with more gain, also where the
-        example is broken already."""
+        """Ask about inputs (n,*); keep those with more gain, also of broken examples."""
         self._keep(moved, gain_of(self.target(moved, rows), self.target.targets(rows)), rows)
 
     def ask(self, moved: Tensor, rows: Tensor) -> Tensor:
-        """Ask the model about inputs (n,*) of the ball, one for each of `rows`; see `judge`."""
+        """Ask about inputs (n,*), one for each of `rows`; see `judge`."""
         return self.judge(moved, self.target(moved, rows), rows)
 
     def judge(self, moved: Tensor, outputs: Tensor, rows: Tensor) -> Tensor:
-        """Record the model's outputs at inputs (n,*); which of them (bool) are not broken.
-
-        The first broken input of an example is final.
-        """
+        """Record the model's outputs at inputs (n,*); which of them (bool) are not broken. The
+        first broken input of an example is final."""
         broken = self.target.is_broken(outputs, rows)
         gain = gain_of(outputs, self.target.targets(rows))
         # Tied logits break an example at gain 0, and nothing later may count as better.
@@ -164,20 +157,6 @@ class Survivors:
         better = gain > self.gain[rows]
         self.inputs[rows[better]] = moved[better]
         self.gain[rows[better]] = gain[better].to(self.gain.dtype)
-
-
-class Best:
-    """For each example the input that got furthest so far."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.inputs = x.clone()
-        self.gain = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
-
-    def offer(self, inputs: Tensor, gain: Tensor, rows: Tensor | None = None) -> None:
-        places = torch.arange(len(inputs)) if rows is None else rows
-        better = gain > self.gain[places]
-        self.inputs[places[better]] = inputs[better]
-        self.gain[places[better]] = gain[better].to(self.gain.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,12 +184,16 @@ class AttackResult:
         return float((~self.broken).double().mean())
 
 
+def option(default: Any, check: Callable[..., object], **limits: Any) -> Any:
+    """A dataclass field of an attack, whose values `check(value, name, **limits)` may refuse."""
+    return field(default=default, metadata={"check": partial(check, **limits)})
+
+
 class Attack(ABC):
     """Looks for an input within a ball around each example that a model answers wrongly.
 
-    A new attack sets `name`, `family` and `needs` and writes `run`; `register_attack` makes it
-    available by its name. `run` may return anything: `__call__` projects, asks the model again and
-    measures, so no attack can claim more than it found.
+    A new attack sets `name`, `family` and `needs` and writes `run`. `run` may return anything:
+    `__call__` projects, asks the model again and measures, so no attack can claim too much.
     """
 
     name: ClassVar[str]
@@ -218,37 +201,33 @@ class Attack(ABC):
     needs: ClassVar[Needs] = Needs()
     version: ClassVar[int] = 1  # raise it when results change: cached results are named by it
 
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]  # called for dataclasses only
+            if check := one.metadata.get("check"):
+                check(getattr(self, one.name), one.name)
+
     @classmethod
     def for_model(cls, known: Knowledge, **options: Any) -> Self:
-        """The attack for a model of which this is known. Overridden by attacks that take some of
-        it, such as the network inside; `options` are those of the class."""
+        """The attack for a model of which this is known; `options` are those of the class. A field
+        with metadata "known" is by default that attribute of `known`."""
         accepted = tuple(inspect.signature(cls).parameters)
-        if unknown := [option for option in options if option not in accepted]:
-            raise InputError(
-                f"attack: expected options of {cls.name}, which are {', '.join(accepted)}, "
-                f"got {', '.join(unknown)}"
-            )
+        unknown = ", ".join(name for name in options if name not in accepted)
+        expected = f"options of {cls.name}, which are {', '.join(accepted)}"
+        require(not unknown, "attack", expected, unknown)
+        declared: dict[str, Any] = getattr(cls, "__dataclass_fields__", {})
+        for name, one in declared.items():
+            if source := one.metadata.get("known"):
+                options.setdefault(name, getattr(known, source))
         try:
             return cls(**options)
         except TypeError as error:  # an option of a type that its check cannot compare
-            raise InputError(
-                f"attack: expected options of {cls.name}, got {options}: {error}"
-            ) from error
+            raise InputError(f"attack: expected {expected}, got {options}: {error}") from error
 
     @classmethod
-    def misfit(
-        cls,
-        known: Knowledge,
-        input_shape: Sequence[int] | None = None,
-        task: str = "classification",
-        threat: LpBall | None = None,
-    ) -> str | None:
-        """Why the attack does not fit a model, or (with `input_shape`, of one input) such inputs
-        under such a threat; None where it fits."""
+    def misfit(cls, known: Knowledge, setting: Setting | None = None) -> str | None:
+        """Why the attack does not fit a model, or in that setting; None where it fits."""
         reason = cls.needs.unmet_by_model(known)
-        if reason is None and input_shape is not None:
-            reason = cls.needs.unmet_by_inputs(input_shape, task, threat)
-        return reason
+        return cls.needs.unmet_in(setting) if reason is None and setting is not None else reason
 
     @abstractmethod
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
@@ -266,24 +245,26 @@ class Attack(ABC):
         generator: torch.Generator,
         tolerance: float = math.inf,
     ) -> AttackResult:
-        """Attack examples x (B,*) with right answers y (B,), all in one batch.
-
-        `generator` (on the CPU) is the only source of randomness. In classification, examples that
-        are answered wrongly already are not attacked.
-        """
-        _check(model, x, y, ball)
+        """Attack examples x (B,*) with right answers y (B,), all in one batch, but for those whose
+        class is wrong already. `generator` (on the CPU) is the only source of randomness."""
+        check_evaluation(model, "model")
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
+            raise InputError("x: expected a tensor of at least one example (B,*input_shape)")
+        require(x.dtype in WORKING_DTYPES, "x", "dtype float32 or float64", x.dtype)
+        check_finite(x, "x")
+        check_tensor(y, "y", "B", dtypes=(torch.int64, *WORKING_DTYPES))
+        check_shape(y, "y", (len(x),), "with one target per example")
+        ball.check_inputs(x)
         self.check_inputs(x, y, ball)
         started = time.perf_counter()
-        target = Target(model, y, tolerance)
+        x, target = x.detach(), Target(model, y, tolerance)
         clean = target(x)
         check_outputs(clean, y)
         broken = target.is_broken(clean)
-        x = x.detach()
         inputs, outputs = x.clone(), clean.clone()
         rows = (~broken).nonzero()[:, 0]
         if len(rows):
-            inner = Target(model, y[rows], tolerance)
-            examples = x[rows]
+            inner, examples = Target(model, y[rows], tolerance), x[rows]
             # A copy, as an attack may work in place; in one piece, though images may be permuted.
             given = examples.clone(memory_format=torch.contiguous_format)
             found = self.run(inner, given, ball, generator).detach()
@@ -311,35 +292,21 @@ class Attack(ABC):
     def check_inputs(self, x: Tensor, y: Tensor, ball: LpBall) -> None:
         """Refuse examples and a threat that the attack does not fit."""
         task = "regression" if y.is_floating_point() else "classification"
-        if reason := self.needs.unmet_by_inputs(x.shape[1:], task, ball):
+        if reason := self.needs.unmet_in(Setting(x.shape[1:], task, ball)):
             raise InputError(f"{self.name}: {reason}")
 
 
-ATTACKS: dict[str, type[Attack]] = {}
-"""Every registered attack by name."""
-
+ATTACKS: dict[str, type[Attack]] = {}  # every registered attack by name
 _Class = TypeVar("_Class", bound=type[Attack])
 
 
 def register_attack(attack: _Class) -> _Class:
-    """Class decorator: make the attack available by its name, in suites and on the command line."""
-    known = ATTACKS.setdefault(attack.name, attack)
-    if (known.__module__, known.__qualname__) != (attack.__module__, attack.__qualname__):
-        raise InputError(f"name: expected one that is not taken, got {attack.name!r}")
+    """Class decorator: make the attack available by its name."""
+    known = ATTACKS.get(attack.name, attack)
+    same = (known.__module__, known.__qualname__) == (attack.__module__, attack.__qualname__)
+    require(same, "name", "one that is not taken", repr(attack.name))
     ATTACKS[attack.name] = attack
     return attack
-
-
-def _check(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall) -> None:
-    check_evaluation(model, "model")
-    if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
-        raise InputError("x: expected a tensor of at least one example (B,*input_shape)")
-    if x.dtype not in WORKING_DTYPES:
-        raise InputError(f"x: expected dtype float32 or float64, got {x.dtype}")
-    check_finite(x, "x")
-    check_tensor(y, "y", "B", dtypes=(torch.int64, *WORKING_DTYPES))
-    check_shape(y, "y", (len(x),), "with one target per example")
-    ball.check_inputs(x)
 
 
 def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
@@ -347,14 +314,10 @@ def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
     if y.is_floating_point():
         check_shape(outputs, name, (len(y),), "of values, as y holds values")
         return
-    if outputs.dim() != 2 or len(outputs) != len(y) or outputs.shape[1] < 2:
-        raise InputError(
-            f"{name}: expected logits ({len(y)}, C) of at least 2 classes, as y holds labels, "
-            f"got outputs of shape {tuple(outputs.shape)}"
-        )
+    shape = tuple(outputs.shape)
+    fits = len(shape) == 2 and shape[0] == len(y) and shape[1] >= 2
+    expected = f"logits ({len(y)}, C) of at least 2 classes, as y holds labels"
+    require(fits, name, expected, f"outputs of shape {shape}")
     low, high = (int(value) for value in torch.aminmax(y))
-    if low < 0 or high >= outputs.shape[1]:
-        raise InputError(
-            f"y: expected labels from 0 to {outputs.shape[1] - 1}, got the unknown label "
-            f"{low if low < 0 else high}"
-        )
+    known = low >= 0 and high < shape[1]
+    require(known, "y", f"labels from 0 to {shape[1] - 1}", f"{low} to {high}")

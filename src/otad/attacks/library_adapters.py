@@ -6,7 +6,6 @@ import importlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from otad.errors import InputError, MissingExtraError
 from otad.threat import LpBall
 
 
-def require(module: str) -> Any:
+def import_extra(module: str) -> Any:
     """A module of the extra `attacks`."""
     try:
         return importlib.import_module(module)
@@ -27,10 +26,8 @@ def require(module: str) -> Any:
 
 @contextmanager
 def own_randomness(generator: torch.Generator) -> Iterator[int]:
-    """A seed drawn from `generator`, which also seeds the global generators inside the block.
-
-    Those of torch, NumPy and Python are as they were before when the block ends.
-    """
+    """A seed drawn from `generator`, which also seeds the global generators of torch, NumPy and
+    Python inside the block; after it they are as they were before."""
     seed = int(torch.randint(2**31 - 1, (), generator=generator))
     of_numpy, of_python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -44,22 +41,14 @@ def own_randomness(generator: torch.Generator) -> Iterator[int]:
             random.setstate(of_python)
 
 
-@dataclass(frozen=True)
 class UnitBox:
-    """The affine map between inputs in [low, high] and the [0, 1] that image libraries expect."""
+    """The affine map between inputs in the bounds and the [0, 1] that image libraries expect."""
 
-    low: float
-    high: float
-
-    @staticmethod
-    def of(ball: LpBall) -> UnitBox:
+    def __init__(self, ball: LpBall) -> None:
         if ball.bounds is None:
             raise InputError("bounds: expected the lowest and highest input value, got None")
-        return UnitBox(*ball.bounds)
-
-    @property
-    def width(self) -> float:
-        return self.high - self.low
+        self.low, self.high = ball.bounds
+        self.width = self.high - self.low
 
     def to_unit(self, x: Tensor) -> Tensor:
         return ((x - self.low) / self.width).clamp(0.0, 1.0)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from otad.threat import NORMS, LpBall
 
-TASKS = ("classification", "regression")
-
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """What an attacker knows about a model beside its answers and gradients.
-
-    By default nothing, as of a plain network. Of a model that answers from a bank:
+    """What an attacker knows about a model beside its answers and gradients: by default nothing, as
+    of a plain network. Of a model that answers from a bank:
 
     - `network`: the undefended network inside.
     - `keys`: maps inputs (B,*) to the points (B,d) whose neighbors in the bank are searched.
@@ -32,9 +30,13 @@ class Knowledge:
     knows_inputs: bool = False
     train_x: Tensor | None = None
 
-    @property
-    def has_bank(self) -> bool:
-        return self.keys is not None
+
+class Setting(NamedTuple):
+    """What is attacked: inputs of shape `input_shape` each, a task, and the threat if known."""
+
+    input_shape: Sequence[int]
+    task: str
+    threat: LpBall | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,29 +61,25 @@ class Needs:
     unit_box: bool = False
     package: str | None = None
     norms: tuple[str, ...] = tuple(NORMS)
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = ("classification", "regression")
 
     def unmet_by_model(self, known: Knowledge) -> str | None:
         """Why the attack does not fit a model, None where it fits."""
         if self.network and known.network is None:
             return "it needs the network inside a defended model; pgd attacks a plain network"
-        if (self.bank or self.affine_keys or self.train_inputs) and not known.has_bank:
+        if (self.bank or self.affine_keys or self.train_inputs) and known.keys is None:
             return "it needs a model that answers from a bank of training points"
         if self.affine_keys and not known.affine_keys:
-            return (
-                "it needs neighbors of inputs that are only normalized, and this model searches "
-                "them by a metric or an embedding; the attack keys follows its gradient"
-            )
+            return "it needs neighbors of inputs that are only normalized; see the attack keys"
         if self.train_inputs and not known.knows_inputs:
             return "it needs the training inputs, which the bank does not hold; pass train_x"
         if self.package is not None and find_spec(self.package) is None:
             return f"{self.package} is not installed: pip install 'otad[attacks]'"
         return None
 
-    def unmet_by_inputs(
-        self, input_shape: Sequence[int], task: str, threat: LpBall | None
-    ) -> str | None:
+    def unmet_in(self, setting: Setting) -> str | None:
         """Why the attack does not fit such inputs under such a threat, None where it fits."""
+        input_shape, task, threat = setting
         if task not in self.tasks:
             return f"it attacks {' and '.join(self.tasks)} models, got {task}"
         if self.images and len(input_shape) != 3:

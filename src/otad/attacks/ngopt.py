@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,15 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otad.attacks.base import Attack, Survivors, Target, gain_of, register_attack
-from otad.attacks.library_adapters import own_randomness, require
+from otad.attacks.base import Attack, Survivors, Target, gain_of, option, register_attack
+from otad.attacks.library_adapters import import_extra, own_randomness
 from otad.attacks.needs import Needs
-from otad.checks import check_count
-from otad.errors import InputError
+from otad.checks import check_count, require
 from otad.threat import LpBall
 
 WEIGHT = 10.0  # of the margin against the size of the step
 HISTORY = 16  # candidates that the library archives: by default all of them, in 784 dimensions
+
+
+def _check_sigma(value: float, name: str) -> None:
+    require(0 < value < math.inf, name, "a finite positive number", repr(value))
 
 
 @register_attack
@@ -31,10 +34,9 @@ HISTORY = 16  # candidates that the library archives: by default all of them, in
 class NgOpt(Attack):
     """min over delta of 10 max(0, logit_y - max_{c != y} logit_c) + |delta|_2^2.
 
-    Every candidate is projected into the ball before it is judged. In regression the error is
-    maximized. NGOpt chooses an optimizer by dimension and budget: with 850 answers, CMA for 2 to 17
-    features, and the (1+1) evolution strategy from 21. Each example has its own, and all advance
-    together.
+    Every candidate is projected into the ball. In regression the error is maximized. NGOpt chooses
+    an optimizer by dimension and budget: with 850 answers, CMA for 2 to 17 features, and the (1+1)
+    evolution strategy from 21. Each example has its own, and all advance together.
 
     - `budget`: the most answers asked for each example.
     - `sigma`: the standard deviation of the first step, in units of the ball's `scale`.
@@ -42,18 +44,12 @@ class NgOpt(Attack):
       more than one, a script of yours needs the usual `if __name__ == "__main__":`.
     """
 
-    budget: int = 850
-    sigma: float = 0.1
-    processes: int = 1
+    budget: int = option(850, check_count)
+    sigma: float = option(0.1, _check_sigma)
+    processes: int = option(1, check_count)
     name = "ngopt"
     family = "black-box"
     needs = Needs(package="nevergrad")
-
-    def __post_init__(self) -> None:
-        check_count(self.budget, "budget")
-        check_count(self.processes, "processes")
-        if not 0 < self.sigma < math.inf:
-            raise InputError(f"sigma: expected a finite positive number, got {self.sigma!r}")
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors = Survivors(target, x, ball)
@@ -61,20 +57,22 @@ class NgOpt(Attack):
         if not len(free):
             return x
         scale = torch.ones_like(x[0]) if ball.scale is None else ball.scale.to(x)
-        settings = len(free), self.budget, self.sigma
-        with (
-            own_randomness(generator) as seed,
-            _optimizers(settings, range(seed, seed + len(x)), self.processes) as optimizers,
-        ):
+        settings, count = (len(free), self.budget, self.sigma), min(self.processes, len(x))
+        import_extra("nevergrad")
+        with own_randomness(generator) as seed, ExitStack() as stack:
+            seeds = dict(enumerate(range(seed, seed + len(x))))
+            made = _Optimizers(settings, seeds) if count == 1 else _Pool(settings, seeds, count)
+            optimizers = stack.enter_context(closing(made))
             rows = survivors.rows
             for _ in range(self.budget):
-                values = torch.from_numpy(optimizers.ask(rows.tolist()))
+                asked = optimizers.ask(rows.tolist())
+                values = torch.from_numpy(np.stack([asked[row] for row in rows.tolist()]))
                 moved = x[rows].clone()
                 moved.flatten(1)[:, free] += values.to(x) * scale.flatten()[free]
                 moved = survivors.project(moved, rows)
                 outputs = target(moved, rows)
                 losses = _losses(outputs, target.targets(rows), (moved - x[rows]) / scale)
-                optimizers.tell(rows.tolist(), losses)
+                optimizers.tell(dict(zip(rows.tolist(), losses, strict=True)))
                 rows = rows[survivors.judge(moved, outputs, rows)]
                 if not len(rows):
                     break
@@ -82,110 +80,80 @@ class NgOpt(Attack):
 
 
 def _losses(outputs: Tensor, y: Tensor, step: Tensor) -> list[float]:
-    gain = gain_of(outputs, y).double().clamp_max(1e30)
-    found = -gain
+    found = -gain_of(outputs, y).double().clamp_max(1e30)
     if not y.is_floating_point():
         found = WEIGHT * found.clamp_min(0.0) + step.double().flatten(1).square().sum(1)
-    losses: list[float] = found.tolist()
-    return losses
+    return [float(loss) for loss in found]
 
 
 Settings = tuple[int, int, float]
 """Dimension, budget, and the standard deviation of the first step."""
 
 
-@contextmanager
-def _optimizers(
-    settings: Settings, seeds: Sequence[int], processes: int
-) -> Iterator[_Optimizers | _Pool]:
-    """An optimizer for each seed. The number of processes makes no difference to the results."""
-    require("nevergrad")
-    if processes == 1:
-        yield _Optimizers(settings, dict(enumerate(seeds)))
-        return
-    pool = _Pool(settings, seeds, min(processes, len(seeds)))
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
 class _Optimizers:
-    """Optimizers in this process, by row: `ask` for candidates (n,d), `tell` their losses (n,)."""
+    """Optimizers in this process, by row: `ask` for candidates (d,), `tell` their losses."""
 
     def __init__(self, settings: Settings, seeds: dict[int, int]) -> None:
         self._optimizers = {row: _optimizer(settings, seed) for row, seed in seeds.items()}
         self._asked: dict[int, Any] = {}
 
-    def ask(self, rows: Sequence[int]) -> NDArray[np.float64]:
+    def ask(self, rows: Sequence[int]) -> dict[int, NDArray[np.float64]]:
         self._asked = {row: self._optimizers[row].ask() for row in rows}
-        return np.stack([self._asked[row].value for row in rows])
+        return {row: candidate.value for row, candidate in self._asked.items()}
 
-    def tell(self, rows: Sequence[int], losses: Sequence[float]) -> None:
-        for row, loss in zip(rows, losses, strict=True):
+    def tell(self, losses: dict[int, float]) -> None:
+        for row, loss in losses.items():
             self._optimizers[row].tell(self._asked[row], loss)
 
+    def close(self) -> None:
+        """Nothing to end in this process."""
 
-class _Pool:
-    """The same in several processes: row i is in process i modulo their number, so that all have
-    about as many rows left at any time."""
 
-    def __init__(self, settings: Settings, seeds: Sequence[int], processes: int) -> None:
+class _Pool(_Optimizers):
+    """The same in several processes, which makes no difference to the results. Row i is in process
+    i modulo their number, so that all have about as many rows left at any time."""
+
+    def __init__(self, settings: Settings, seeds: dict[int, int], processes: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share a GPU's driver
         self._members: list[tuple[Connection, Any]] = []
         for place in range(processes):
             ours, theirs = context.Pipe()
-            own = dict(list(enumerate(seeds))[place::processes])
+            own = dict(list(seeds.items())[place::processes])
             process = context.Process(target=_serve, args=(theirs, settings, own), daemon=True)
             process.start()
             theirs.close()
             self._members.append((ours, process))
 
-    def ask(self, rows: Sequence[int]) -> NDArray[np.float64]:
-        shares = self._shares(rows)
-        for pipe, share in shares:
-            pipe.send(("ask", share))
-        found = {
-            row: value
-            for pipe, share in shares
-            for row, value in zip(share, pipe.recv(), strict=True)
-        }
-        return np.stack([found[row] for row in rows])
+    def ask(self, rows: Sequence[int]) -> dict[int, NDArray[np.float64]]:
+        for place, (pipe, _) in enumerate(self._members):
+            pipe.send(("ask", [row for row in rows if row % len(self._members) == place]))
+        return {row: value for pipe, _ in self._members for row, value in pipe.recv().items()}
 
-    def tell(self, rows: Sequence[int], losses: Sequence[float]) -> None:
-        loss_of = dict(zip(rows, losses, strict=True))
-        for pipe, share in self._shares(rows):
-            pipe.send(("tell", share, [loss_of[row] for row in share]))
+    def tell(self, losses: dict[int, float]) -> None:
+        for place, (pipe, _) in enumerate(self._members):
+            own = {row: losses[row] for row in losses if row % len(self._members) == place}
+            pipe.send(("tell", own))
 
     def close(self) -> None:
         for pipe, process in self._members:
             pipe.close()  # which ends the process
             process.join()
 
-    def _shares(self, rows: Sequence[int]) -> list[tuple[Connection, list[int]]]:
-        """The rows of each process that has any."""
-        shares: dict[int, list[int]] = {}
-        for row in rows:
-            shares.setdefault(row % len(self._members), []).append(row)
-        return [(self._members[place][0], share) for place, share in shares.items()]
-
 
 def _serve(pipe: Connection, settings: Settings, seeds: dict[int, int]) -> None:
     """What a process of a pool does until the pipe is closed."""
     own = _Optimizers(settings, seeds)
-    while True:
-        try:
-            action, *rest = pipe.recv()
-        except EOFError:
-            return
-        if action == "ask":
-            pipe.send(own.ask(*rest))
-        else:
-            own.tell(*rest)
+    with suppress(EOFError):
+        while True:
+            action, argument = pipe.recv()
+            if action == "ask":
+                pipe.send(own.ask(argument))
+            else:
+                own.tell(argument)
 
 
 def _optimizer(settings: Settings, seed: int) -> Any:
-    nevergrad = require("nevergrad")
+    nevergrad = import_extra("nevergrad")
     dimension, budget, sigma = settings
     space = nevergrad.p.Array(shape=(dimension,)).set_mutation(sigma=sigma)
     space.random_state = np.random.RandomState(seed % 2**32)

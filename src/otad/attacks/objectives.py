@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from otad.attacks.base import Evaluated, Loss, Target, margin, value_and_gradient
-from otad.checks import check_choice, check_evaluation, check_shape
-from otad.errors import InputError
+from otad.checks import check_choice, check_evaluation, check_shape, require
 
 Objective = Callable[[Tensor, Tensor], Evaluated]
 """Inputs (n,*), and the examples they belong to (n,) int64 -> what is climbed there."""
@@ -21,46 +21,43 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def dlr(logits: Tensor, y: Tensor) -> Tensor:
-    """Difference of logits ratio (Croce and Hein 2020): the margin over the gap between the
-    largest and the third largest logit. It does not change when the logits are scaled or shifted.
-    """
-    if logits.shape[1] < 3:
-        raise InputError(f"loss: dlr expected at least 3 classes, got {logits.shape[1]}")
+    """Difference of logits ratio (Croce and Hein 2020): the margin over the gap between the largest
+    and the third largest logit, which scaling and shifting the logits does not change."""
+    require(logits.shape[1] >= 3, "loss: dlr", "at least 3 classes", logits.shape[1])
     top = logits.topk(3, dim=1).values
     return margin(logits, y) / (top[:, 0] - top[:, 2] + 1e-12)
-
-
-def squared_error(values: Tensor, y: Tensor) -> Tensor:
-    """(values - y)^2, for regression."""
-    return (values - y).square()
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "dlr": dlr, "margin": margin}
 """Each (n,) and large where the model is wrong. In regression there is only the squared error."""
 
 
-def check_loss(name: str) -> str:
-    return check_choice(name, "loss", tuple(LOSSES))
+check_loss = partial(check_choice, choices=tuple(LOSSES))
 
 
 def loss_for(name: str, y: Tensor) -> Loss:
     """The loss of that name for labels y, the squared error for values y."""
-    return squared_error if y.is_floating_point() else LOSSES[check_loss(name)]
+    if y.is_floating_point():
+        return lambda values, y: (values - y).square()
+    return LOSSES[check_loss(name, "loss")]
 
 
-def own_gradient(target: Target, loss: Loss) -> Objective:
-    """The loss of the attacked model, along its own gradient."""
-    return lambda moved, rows: target.evaluate(moved, loss, rows)
+def asking(target: Target, climbed: Callable[[Tensor, Tensor], Tensor]) -> Objective:
+    """Climb a function (n,) of inputs (n,*) and their examples, while the attacked model answers"""
+
+    def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
+        outputs = target(moved, rows)
+        return Evaluated(outputs, *value_and_gradient(lambda x: climbed(x, rows), moved))
+
+    return evaluate
 
 
 def substitute_gradient(
     target: Target, loss: Loss, network: nn.Module, *, straight_through: bool = False
 ) -> Objective:
-    """The gradient of a network g in place of the attacked model f, which only answers.
-
-    By default the loss of g is climbed. With `straight_through` the loss is taken at the outputs
-    o = f(x) and only the Jacobian is approximated: J_g(x)^T dl/do (BPDA, Athalye et al. 2018).
-    """
+    """Climb the loss of a network g in place of the attacked model f, which only answers; with
+    `straight_through` the loss is taken at the outputs o = f(x) and only the Jacobian is that of g:
+    J_g(x)^T dl/do (BPDA, Athalye et al. 2018)."""
     name = "network" if straight_through else "substitute"
     check_evaluation(network, name)
 
@@ -69,8 +66,7 @@ def substitute_gradient(
 
         def climbed(inputs: Tensor) -> Tensor:
             passed = network(inputs)
-            reason = "of outputs like the attacked model's"
-            check_shape(passed, name, tuple(outputs.shape), reason)
+            check_shape(passed, name, tuple(outputs.shape), "like the attacked model's outputs")
             return loss(outputs + (passed - passed.detach()) if straight_through else passed, y)
 
         return Evaluated(outputs, *value_and_gradient(climbed, moved))

@@ -1,58 +1,42 @@
-"""Projected gradient ascent (Madry et al. 2018) along whatever gradient there is."""
+"""Projected gradient ascent (Madry et al. 2018), also with step sizes of its own (Auto-PGD, Croce
+and Hein 2020), along whatever gradient there is; and the transfer of what it finds."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import (
-    Attack,
-    Evaluated,
-    Survivors,
-    Target,
-    register_attack,
-    value_and_gradient,
-)
-from otad.attacks.needs import Knowledge, Needs
-from otad.attacks.objectives import (
-    Objective,
-    check_loss,
-    loss_for,
-    own_gradient,
-    substitute_gradient,
-)
-from otad.checks import check_count
-from otad.errors import InputError
-from otad.threat import LpBall
+from otad.attacks.base import Attack, Survivors, Target, check_outputs, option, register_attack
+from otad.attacks.needs import Needs
+from otad.attacks.objectives import Objective, asking, check_loss, loss_for, substitute_gradient
+from otad.checks import check_count, check_evaluation, require
+from otad.threat import LpBall, per_row
 
 ALL_STEPS = 2.5  # default steps together, in units of eps: across the ball and a little further
+FIRST_STEP = 2.0  # of APGD, in units of eps
+MOMENTUM = 0.75  # of APGD: weight of the gradient step, the rest is the step before
+ENOUGH = 0.75  # of APGD: share of steps that has to raise the loss for the step size to stay
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ascent(Attack):
-    """`steps` of gradient ascent, from `restarts` random points of the ball.
+    """`steps` of gradient ascent, from `restarts` random points of the ball or, without
+    `random_start`, from the example itself. The attacked model judges every iterate, the last one
+    as well; an example that is broken costs nothing more."""
 
-    The attacked model judges every iterate, the last one as well; an example that is broken costs
-    nothing more. Without `random_start` the ascent starts at the example itself.
-    """
-
-    steps: int = 100
-    restarts: int = 1
+    steps: int = option(100, check_count)
+    restarts: int = option(1, check_count)
     random_start: bool = True
 
     def __post_init__(self) -> None:
-        check_count(self.steps, "steps")
-        check_count(self.restarts, "restarts")
-        if self.restarts > 1 and not self.random_start:
-            raise InputError(
-                f"restarts: expected 1 without a random start, got {self.restarts}, all the same"
-            )
+        super().__post_init__()
+        fits = self.restarts == 1 or self.random_start
+        require(fits, "restarts", "1 without a random start", f"{self.restarts}, all the same")
 
     @abstractmethod
     def objective(self, target: Target, x: Tensor) -> Objective:
@@ -76,43 +60,30 @@ class Ascent(Attack):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelAscent(Ascent):
-    """Ascent of a loss of the model, or of a `substitute` in its place.
+    """Ascent of a `loss` of `LOSSES` (in regression, of the squared error) of the model, or of a
+    `substitute` in its place (the network behind a defense, say)."""
 
-    `loss`: one of `LOSSES`; in regression, always the squared error. A `substitute` (the network
-    behind a defense, say) is climbed in the model's place, while the model judges every iterate.
-    """
-
-    loss: str = "margin"
+    loss: str = option("margin", check_loss)
     substitute: nn.Module | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_loss(self.loss)
 
     def objective(self, target: Target, x: Tensor) -> Objective:
         loss = loss_for(self.loss, target.y)
         if self.substitute is None:
-            return own_gradient(target, loss)
+            return lambda moved, rows: target.evaluate(moved, loss, rows)
         return substitute_gradient(target, loss, self.substitute)
+
+
+def _check_step_size(value: float | None, name: str) -> None:
+    require(value is None or 0 < value < math.inf, name, "a positive number or None", repr(value))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ProjectedAscent(Ascent):
-    """x <- project(x + step_size * eps * steepest(gradient)), `steps` times.
+    """x <- project(x + step_size * eps * steepest(gradient)), `steps` times; `step_size` is 2.5 /
+    steps by default. `last_only`: judge only the last iterate, as many papers do. Weaker."""
 
-    - `step_size`: in units of eps, 2.5 / steps by default.
-    - `last_only`: judge the last iterate of each restart only, as many papers do. Weaker.
-    """
-
-    step_size: float | None = None
+    step_size: float | None = option(None, _check_step_size)
     last_only: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.step_size is not None and not 0 < self.step_size < math.inf:
-            raise InputError(
-                f"step_size: expected a positive number or None, got {self.step_size!r}"
-            )
 
     def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
         moved, ball = start, survivors.ball
@@ -139,28 +110,120 @@ class Pgd(ModelAscent, ProjectedAscent):
 
 
 @register_attack
-@dataclass(frozen=True, eq=False)
-class Bpda(ProjectedAscent):
-    """BPDA + PGD as in the OTAD paper: the network's backward pass at the defense's answers.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Apgd(ModelAscent):
+    """`steps` of gradient ascent with momentum, each example with a step size of its own:
 
-    The paper approximates the back-propagation of the convex integration by the original
-    `network`, see `substitute_gradient`, and takes 100 steps on MNIST and 20 elsewhere. It does not
-    report its step size. Its figures are those of `last_only`.
+        z = project(x_k + step * steepest(gradient)),
+        x_{k+1} = project(x_k + 0.75 (z - x_k) + 0.25 (x_k - x_{k-1})).
+
+    The step begins at 2 eps. At every checkpoint it is halved, and the ascent continues from the
+    best point so far, if fewer than 3/4 of the steps since the last checkpoint raised the loss, or
+    if neither the step nor the best loss has changed since then.
     """
 
-    network: nn.Module
-    loss: str = "cross_entropy"
+    name = "apgd"
+    family = "white-box"
+    needs = Needs(gradients=True)
+
+    def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
+        outputs, value, gradient = climbed(start, rows)
+        ball = survivors.ball
+        path = _Path(rows, survivors.x[rows], start, value, gradient, FIRST_STEP * ball.eps)
+        path.select(survivors.judge(start, outputs, rows))
+        intervals = checkpoints(self.steps)
+        for k in range(1, self.steps + 1):
+            if not len(path.rows):
+                return
+            moved = path.next_point(ball, MOMENTUM if k > 1 else 1.0)
+            if k == self.steps:
+                survivors.ask(moved, path.rows)
+                return
+            outputs, value, gradient = climbed(moved, path.rows)
+            alive = survivors.judge(moved, outputs, path.rows)
+            path.move(moved, value, gradient)
+            path.select(alive)
+            if k in intervals:
+                path.adapt(intervals[k])
+
+
+def checkpoints(steps: int) -> dict[int, int]:
+    """Each checkpoint w_j, and the number of steps since the one before: w_j = ceil(p_j steps),
+    p_0 = 0, p_1 = 0.22, p_{j+1} = p_j + max(p_j - p_{j-1} - 0.03, 0.06)."""
+    found: dict[int, int] = {}
+    before, share, width = 0, 0.22, 0.22
+    while share <= 1:
+        mark = math.ceil(share * steps - 1e-9)  # a whole number that was rounded up stays
+        if mark > before:
+            found[mark] = mark - before
+        before, width = mark, max(width - 0.03, 0.06)
+        share += width
+    return found
+
+
+class _Path:
+    """The state of an ascent: every tensor has one entry per example that is not broken."""
+
+    def __init__(
+        self, rows: Tensor, x: Tensor, start: Tensor, value: Tensor, gradient: Tensor, step: float
+    ) -> None:
+        self.rows, self.x = rows, x
+        self.point = self.previous = self.best = start
+        self.value = self.best_value = self.marked_value = value
+        self.gradient = self.best_gradient = gradient
+        self.step = start.new_full((len(start),), step)  # values of float64 targets are float64
+        self.raised = torch.zeros_like(rows)  # steps that raised the loss since the checkpoint
+        self.step_is_old = torch.ones_like(rows, dtype=torch.bool)  # as at the checkpoint before
+
+    def select(self, alive: Tensor) -> None:
+        """Continue with these examples (bool) only."""
+        if not bool(alive.all()):
+            for name, tensor in vars(self).items():
+                setattr(self, name, tensor[alive])
+
+    def next_point(self, ball: LpBall, momentum: float) -> Tensor:
+        step = per_row(self.step, self.point) * ball.steepest(self.gradient)
+        ahead = ball.project(self.point + step, self.x)
+        inertia = self.point - self.previous
+        moved = self.point + momentum * (ahead - self.point) + (1 - momentum) * inertia
+        return ball.project(moved, self.x)
+
+    def move(self, point: Tensor, value: Tensor, gradient: Tensor) -> None:
+        """Go there, and remember the best point."""
+        self.raised = self.raised + (value > self.value)
+        self.previous, self.point = self.point, point
+        self.value, self.gradient = value, gradient
+        better = value > self.best_value
+        rows = per_row(better, point)
+        self.best = torch.where(rows, point, self.best)
+        self.best_value = torch.where(better, value, self.best_value)
+        self.best_gradient = torch.where(rows, gradient, self.best_gradient)
+
+    def adapt(self, taken: int) -> None:
+        """At a checkpoint, `taken` steps after the last: halve the step, go to the best."""
+        stuck = self.step_is_old & (self.best_value == self.marked_value)
+        halved = (self.raised < ENOUGH * taken) | stuck
+        self.step = torch.where(halved, self.step / 2, self.step)
+        rows = per_row(halved, self.point)
+        self.point = torch.where(rows, self.best, self.point)
+        self.gradient = torch.where(rows, self.best_gradient, self.gradient)
+        self.value = torch.where(halved, self.best_value, self.value)
+        self.step_is_old, self.marked_value = ~halved, self.best_value
+        self.raised = torch.zeros_like(self.raised)
+
+
+@register_attack
+@dataclass(frozen=True, eq=False)
+class Bpda(ProjectedAscent):
+    """BPDA + PGD as in the OTAD paper: the backward pass of the original `network` at the defense's
+    answers, see `substitute_gradient`. The paper takes 100 steps on MNIST and 20 elsewhere, of a
+    size it does not report. Its figures are those of `last_only`."""
+
+    network: nn.Module = field(metadata={"known": "network"})
+    loss: str = option("cross_entropy", check_loss)
     name = "bpda"
     family = "white-box"
     needs = Needs(network=True)
-
-    @classmethod
-    def for_model(cls, known: Knowledge, **options: Any) -> Self:
-        return super().for_model(known, **{"network": known.network} | options)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_loss(self.loss)
 
     def objective(self, target: Target, x: Tensor) -> Objective:
         loss = loss_for(self.loss, target.y)
@@ -170,40 +233,67 @@ class Bpda(ProjectedAscent):
 @register_attack
 @dataclass(frozen=True, eq=False)
 class MetricAttack(ProjectedAscent):
-    """The OTAD paper's attack on the metric: push an input away from where its neighbors are.
+    """The OTAD paper's attack on the metric: climbs |psi(x + delta) - psi(x)|^2, psi being the
+    `metric`, the embedding (B,*) -> (B,d) in which neighbors are searched."""
 
-    Climbs |psi(x + delta) - psi(x)|^2, psi being the `metric`, the embedding (B,*) -> (B,d) in
-    which neighbors are searched. The labels play no part in it; the model judges every iterate.
-    """
-
-    metric: Callable[[Tensor], Tensor]
+    metric: Callable[[Tensor], Tensor] = field(metadata={"known": "keys"})
     name = "metric"
     family = "adaptive"
     needs = Needs(network=True)
 
-    @classmethod
-    def for_model(cls, known: Knowledge, **options: Any) -> Self:
-        return super().for_model(known, **{"metric": known.keys} | options)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.random_start:
-            raise InputError(
-                "random_start: expected True, got False: at the example itself the gradient is 0"
-            )
+        reason = "False: at the example itself the gradient is 0"
+        require(self.random_start, "random_start", "True", reason)
 
     def objective(self, target: Target, x: Tensor) -> Objective:
         with torch.no_grad():
             anchors = self.metric(x)
-        if anchors.dim() < 2 or len(anchors) != len(x):
-            raise InputError(
-                f"metric: expected an embedding ({len(x)}, d), got shape {tuple(anchors.shape)}"
-            )
+        fits = anchors.dim() >= 2 and len(anchors) == len(x)
+        require(fits, "metric", f"an embedding ({len(x)}, d)", f"shape {tuple(anchors.shape)}")
 
-        def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
-            def distance(inputs: Tensor) -> Tensor:
-                return (self.metric(inputs) - anchors[rows]).flatten(1).square().sum(1)
+        def distance(inputs: Tensor, rows: Tensor) -> Tensor:
+            return (self.metric(inputs) - anchors[rows]).flatten(1).square().sum(1)
 
-            return Evaluated(target(moved, rows), *value_and_gradient(distance, moved))
+        return asking(target, distance)
 
-        return evaluate
+
+@register_attack
+@dataclass(frozen=True, eq=False)
+class Transfer(Attack):
+    """Run the `inner` attack on `source` (the undefended network, say), `starts` times; the model
+    under attack is only asked about each result. In regression, with `Pgd` inside, this is the
+    OTAD paper's non-adaptive white-box attack."""
+
+    source: nn.Module = field(metadata={"known": "network"})
+    inner: Attack = field(default_factory=Pgd)
+    starts: int = option(1, check_count)
+    name = "transfer"
+    family = "black-box"
+    needs = Needs(network=True)
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        check_evaluation(self.source, "source")
+        self.inner.check_inputs(x, target.y, ball)
+        with torch.no_grad():
+            check_outputs(self.source(x), target.y, "source")
+        survivors = Survivors(target, x, ball)
+        for _ in range(self.starts):
+            rows = survivors.rows
+            if not len(rows):
+                break
+            source, examples = Unbreakable(self.source, target.targets(rows)), x[rows]
+            found = self.inner.run(source, examples, ball, generator).detach()
+            moved = torch.where(found.isfinite(), found, examples)
+            survivors.ask(survivors.project(moved, rows), rows)
+        return survivors.inputs
+
+
+class Unbreakable(Target):
+    """A source is pushed as far as it goes: what just breaks it seldom breaks another model."""
+
+    def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
+        return torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
+
+    def is_done(self, gain: Tensor) -> Tensor:
+        return torch.zeros_like(gain, dtype=torch.bool)

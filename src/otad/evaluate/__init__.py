@@ -1,9 +1,8 @@
 """Robustness by the protocol: worst case over many attacks, proofs beneath it, flags beside it."""
 
-from otad.evaluate.presets import PRESETS
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation, Flag, SolverRecord
 from otad.evaluate.runner import evaluate
-from otad.evaluate.suite import ATTACKS, make_attack
+from otad.evaluate.suite import ATTACKS, PRESETS, make_attack
 
 __all__ = [
     "ATTACKS",

@@ -22,7 +22,7 @@ from otad.evaluate.flags import CHECKS, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
 from otad.evaluate.protocol import Progress, run_attacks
 from otad.evaluate.records import Evaluation
-from otad.evaluate.suite import backbone_of, defended_of, named_attacks, suite
+from otad.evaluate.suite import backbone_of, defended_of, suite
 from otad.io.environment import Environment
 from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
@@ -82,15 +82,7 @@ def evaluate(
     constants = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
     check_constants(model, constants)
     task = "regression" if y.is_floating_point() else "classification"
-    where = x.shape[1:], task, threat, train_x
-    missing: dict[str, str] = {}
-    if isinstance(attacks, str):
-        chosen, missing = suite(model, attacks, *where)
-    else:
-        chosen = named_attacks(model, attacks, *where)
-        names = [attack.name for attack in chosen]
-        once = len(set(names)) == len(names) > 0
-        require(once, "attacks", "at least one, each name once", names)
+    chosen, missing = suite(model, attacks, x.shape[1:], task, threat, train_x)
     for name in spare_proved:
         check_choice(name, "spare_proved", [attack.name for attack in chosen])
         require(certificate, "spare_proved", "none with certificate=False", name)

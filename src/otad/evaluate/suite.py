@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -11,80 +12,111 @@ from otad.attacks import ATTACKS as ATTACKS
 from otad.attacks import Attack, Knowledge, LpBall
 from otad.attacks.adaptive.neighborhood import defended_of as defended_of
 from otad.attacks.adaptive.neighborhood import knowledge_of
-from otad.checks import check_choice
+from otad.attacks.needs import Setting
+from otad.checks import check_choice, require
 from otad.errors import InputError
-from otad.evaluate.presets import PRESETS as PRESETS
-from otad.evaluate.presets import Choice
 from otad.nets import Backbone
+
+
+class Choice(NamedTuple):
+    """The name of an attack and its options; `affine`: only for models whose keys are (True) or are
+    not (False) affine in the input, so that straight lines lead to the neighbors."""
+
+    name: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    affine: bool | None = None
+
+
+# Strong and cheap first: expensive attacks skip the examples that these break. Attacks that know
+# nothing about the model come late and show what the others have missed (see the flags).
+_STANDARD = [
+    Choice("straight"),
+    Choice("keys", {"restarts": 3}, affine=False),
+    Choice("soft_knn"),
+    Choice("metric", {"steps": 50, "restarts": 3}, affine=False),
+    Choice("bisector", affine=True),
+    Choice("region", affine=True),
+    Choice("pgd"),
+    Choice("apgd", {"restarts": 3}),
+    Choice("bpda"),
+    Choice("metric", {"steps": 20}, affine=True),
+    Choice("transfer"),
+    Choice("noise"),
+    Choice("square", {"queries": 1000}),
+    Choice("random_search", {"queries": 500}),
+    Choice("pixle"),
+]
+_QUICK_KEYS = {"steps": 20, "targets": 2, "temperatures": (0.1,), "restarts": 1, "polish": 20}
+PRESETS = {
+    "quick": [
+        Choice("straight", {"points": 12}),
+        Choice("keys", _QUICK_KEYS, affine=False),
+        Choice("soft_knn", {"temperatures": (0.1, 0.01), "steps": 20}),
+        Choice("metric", {"steps": 20}, affine=False),
+        Choice("region", {"rounds": 1}, affine=True),
+        Choice("pgd", {"steps": 20}),
+        Choice("bpda", {"steps": 20}),
+        Choice("transfer"),
+        Choice("noise", {"draws": 20}),
+        Choice("square", {"queries": 200}),
+        Choice("random_search", {"queries": 200}),
+    ],
+    "standard": _STANDARD,
+    "full": [*_STANDARD, Choice("ngopt"), Choice("autoattack")],
+}
 
 
 def backbone_of(model: nn.Module) -> Backbone | None:
     """The network inside a model, None if there is none of this library."""
-    defended = defended_of(model)
-    if defended is not None:
-        return defended.backbone
-    return model if isinstance(model, Backbone) else None
+    inside = getattr(defended_of(model), "backbone", model)
+    return inside if isinstance(inside, Backbone) else None
 
 
 def make_attack(
     name: str, model: nn.Module, *, train_x: Tensor | None = None, **options: Any
 ) -> Attack:
-    """The attack of that name on a model; `options` are those of its class.
+    """The attack of that name on a model; `options` are those of its class. `train_x` (N,*): the
+    training inputs, where they cannot be computed from the bank (see `Straight`)."""
+    return _made(name, knowledge_of(model, train_x), None, **options)
 
-    `train_x` (N,*input_shape): the training inputs, for attacks that move towards them, where they
-    cannot be computed from the bank (see `Straight`).
-    """
+
+def _made(name: str, known: Knowledge, setting: Setting | None, **options: Any) -> Attack:
     check_choice(name, "attack", tuple(ATTACKS))
-    return _made(name, knowledge_of(model, train_x), options)
-
-
-def choices_of(known: Knowledge, preset: str) -> list[Choice]:
-    """The attacks of a preset for the kind of keys a model has."""
-    check_choice(preset, "preset", tuple(PRESETS))
-    return [one for one in PRESETS[preset] if one.affine in (None, known.affine_keys)]
+    if reason := ATTACKS[name].misfit(known, setting):
+        raise InputError(f"attack: expected one that fits, got {name}: {reason}")
+    return ATTACKS[name].for_model(known, **options)
 
 
 def suite(
     model: nn.Module,
-    preset: str,
+    attacks: str | Sequence[str | Attack],
     input_shape: Sequence[int],
     task: str,
     threat: LpBall | None = None,
     train_x: Tensor | None = None,
 ) -> tuple[list[Attack], dict[str, str]]:
-    """The attacks of a preset, in order, and why others of it are missing, by name."""
-    attacks: list[Attack] = []
-    missing: dict[str, str] = {}
-    known = knowledge_of(model, train_x)
-    for name, options, _ in choices_of(known, preset):
-        if reason := ATTACKS[name].misfit(known, input_shape, task, threat):
-            missing[name] = reason
-        else:
-            attacks.append(_made(name, known, options))
-    return attacks, missing
+    """The attacks of a preset, in order, and why others of it are missing, by name. Of attacks
+    that are chosen one by one, none is left out: one that does not fit is refused."""
+    known, setting = knowledge_of(model, train_x), Setting(input_shape, task, threat)
+    if not isinstance(attacks, str):
+        return _chosen(attacks, known, setting), {}
+    check_choice(attacks, "preset", tuple(PRESETS))
+    choices = [one for one in PRESETS[attacks] if one.affine in (None, known.affine_keys)]
+    reasons = {one.name: ATTACKS[one.name].misfit(known, setting) for one in choices}
+    fitting = [one for one in choices if reasons[one.name] is None]
+    made = [ATTACKS[one.name].for_model(known, **one.options) for one in fitting]
+    return made, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def named_attacks(
-    model: nn.Module,
-    attacks: Sequence[str | Attack],
-    input_shape: Sequence[int],
-    task: str,
-    threat: LpBall | None = None,
-    train_x: Tensor | None = None,
-) -> list[Attack]:
-    """Attacks chosen one by one, in order: one that does not fit is refused, not left out."""
-    known, chosen = knowledge_of(model, train_x), []
+def _chosen(attacks: Sequence[str | Attack], known: Knowledge, setting: Setting) -> list[Attack]:
+    chosen = []
     for attack in attacks:
         if isinstance(attack, str):
-            check_choice(attack, "attack", tuple(ATTACKS))
-            attack = _made(attack, known, {}, input_shape, task, threat)
+            attack = _made(attack, known, setting)
         elif not isinstance(attack, Attack):
             raise InputError(f"attacks: expected names or attacks, got {type(attack).__name__}")
         chosen.append(attack)
+    names = [attack.name for attack in chosen]
+    unique = names and len(set(names)) == len(names)
+    require(unique, "attacks", "at least one, each name once", names)
     return chosen
-
-
-def _made(name: str, known: Knowledge, options: Mapping[str, Any], *inputs: Any) -> Attack:
-    if reason := ATTACKS[name].misfit(known, *inputs):
-        raise InputError(f"attack: expected one that fits, got {name}: {reason}")
-    return ATTACKS[name].for_model(known, **options)

@@ -6,9 +6,7 @@ but where one point has all the weight it is constant as well; there they aim at
 other points get some.
 """
 
-from otad.attacks.adaptive.keys import Keys
-from otad.attacks.adaptive.region import Bisector, Region
-from otad.attacks.adaptive.soft_knn import SoftKnn
-from otad.attacks.adaptive.straight import Straight
+from otad.attacks.adaptive.ascent import Keys, SoftKnn
+from otad.attacks.adaptive.lines import Bisector, Region, Straight
 
 __all__ = ["Bisector", "Keys", "Region", "SoftKnn", "Straight"]

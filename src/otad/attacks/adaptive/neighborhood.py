@@ -1,7 +1,9 @@
-"""What an attacker who knows everything reads off a bank: where its points are, how they vote."""
+"""What an attacker who knows everything reads off a bank: where its points are, how they vote.
+Attacks on a bank work on blocks of examples and a view of the bank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -9,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from otad.attacks.base import Survivors
 from otad.attacks.needs import Knowledge
+from otad.attacks.pgd import Apgd
 from otad.baselines import Knn
-from otad.checks import check_shape
+from otad.checks import check_shape, require
 from otad.cip.whole_bank.pairs import Pairs, middle_of
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.errors import InputError
@@ -37,18 +41,13 @@ def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
     """What an attacker knows about a model. `train_x` (N,*): the inputs its bank was made from."""
     defended = defended_of(model)
     if defended is None:
-        if train_x is not None:
-            raise InputError("train_x: expected None, as the model has no bank, got inputs")
+        require(train_x is None, "train_x", "None, as the model has no bank", "inputs")
         return Knowledge()
     if train_x is not None:
         check_training_inputs(defended, train_x)
-    return Knowledge(
-        network=defended.backbone,
-        keys=defended.backbone.embed if defended.metric is None else defended.metric,
-        affine_keys=has_affine_keys(defended),
-        knows_inputs=knows_inputs(defended, train_x),
-        train_x=train_x,
-    )
+    keys = defended.backbone.embed if defended.metric is None else defended.metric
+    affine, known = has_affine_keys(defended), knows_inputs(defended, train_x)
+    return Knowledge(defended.backbone, keys, affine, known, train_x)
 
 
 def has_affine_keys(model: OTAD) -> bool:
@@ -57,14 +56,13 @@ def has_affine_keys(model: OTAD) -> bool:
 
 
 def knows_inputs(model: OTAD, train_x: Tensor | None) -> bool:
-    """Whether the training inputs of the bank are known: given, or only normalized there."""
+    """Whether the training inputs are given, or only normalized in the bank."""
     return train_x is not None or only_normalizes(model.backbone)
 
 
 @torch.no_grad()
 def check_training_inputs(model: OTAD, train_x: object) -> Tensor:
-    """Refuse inputs (N,*input_shape) that are not those the bank was made from, row by row; a
-    sample of the rows is embedded again."""
+    """Refuse inputs (N,*) other than those the bank was made from; a sample is embedded again."""
     backbone, points = model.backbone, len(model.bank_labels)
     if not isinstance(train_x, Tensor) or train_x.dtype != backbone.mean.dtype:
         got = train_x.dtype if isinstance(train_x, Tensor) else type(train_x).__name__
@@ -74,9 +72,8 @@ def check_training_inputs(model: OTAD, train_x: object) -> Tensor:
     again = backbone.embed(train_x[rows.to(train_x.device)].to(backbone.mean.device))
     known = model.bank_inputs[rows.to(model.bank_inputs.device)].to(again)
     off = (again - known).norm(dim=1) > SAME * (again.norm(dim=1) + known.norm(dim=1))
-    if bool(off.any()):
-        row = int(rows[int(off.nonzero()[0, 0])])
-        raise InputError(f"train_x: expected the inputs the bank was made from, row {row} is not")
+    found = f"others in row {rows[int(off.int().argmax())]}"
+    require(not off.any(), "train_x", "the inputs the bank was made from", found)
     return train_x
 
 
@@ -96,14 +93,6 @@ def head_outputs(owner: OTAD, like: Tensor) -> Tensor:
         cached = state, torch.cat([head(part.to(like)) for part in features.split(rows)])
         _HEAD_OUTPUTS[owner] = cached
     return cached[1]
-
-
-def label_outputs(owner: OTAD, like: Tensor) -> Tensor:
-    """For k-NN: 1 for the label of each bank point (N,C), in regression its value (N,)."""
-    labels = owner.bank_labels.to(like.device)
-    if not labels.is_floating_point():
-        labels = one_hot(labels, owner.backbone.n_outputs)
-    return labels.to(like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,30 +134,34 @@ class Neighborhood:
         owner = defended_of(model)
         if owner is None:
             raise InputError(
-                "model: expected OTAD or k-NN on its bank, which an attack on neighbors needs, "
-                f"got {type(model).__name__}"
+                f"model: expected OTAD or k-NN on its bank, got {type(model).__name__}"
             )
         points = owner.bank_points.to(like)
         points = points[:, : points.shape[1] - _lift_of(owner)]
         if train_x is not None:
             shape = (len(points), *owner.backbone.input_shape)
             check_shape(train_x, "train_x", shape, "with a row per bank point")
-        outputs = (head_outputs if model is owner else label_outputs)(owner, like)
+        if model is owner:
+            outputs = head_outputs(owner, like)
+        else:  # k-NN: 1 for the label of each point, in regression its value
+            labels = owner.bank_labels.to(like.device)
+            classes = None if labels.is_floating_point() else owner.backbone.n_outputs
+            outputs = (labels if classes is None else one_hot(labels, classes)).to(like)
         votes = outputs.argmax(1) if outputs.dim() == 2 else outputs
         count = int(getattr(model, "n_neighbors", owner.n_neighbors))
-        center = _center_of(points)
-        if bool(center.any()):
+        center = middle_of(points)
+        if bool(center.norm() > OFF_ORIGIN * points.norm(dim=1).median()):
             points = points - center
+        else:
+            center = torch.zeros_like(center)
         squares = points.square().sum(1)
         return Neighborhood(owner, points, squares, votes, outputs, count, center, train_x=train_x)
 
     @staticmethod
     def views(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> list[Neighborhood]:
-        """Every way in which points of the bank decide: as neighbors; for a global map, of the
-        points it passes through, by its tangents as well."""
+        """Every way in which points decide: as neighbors; for a global map, by tangents too."""
         neighbors = Neighborhood.of(model, like, train_x)
-        owner = neighbors.owner
-        potential = owner.answerer.potential if model is owner else None
+        potential = model.answerer.potential if isinstance(model, OTAD) else None
         return [neighbors] if potential is None else _views_of_map(neighbors, potential)
 
     def embed(self, x: Tensor) -> Tensor:
@@ -177,25 +170,18 @@ class Neighborhood:
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
-        if not has_affine_keys(self.owner):
-            raise InputError(
-                "model: expected neighbors of inputs that are only normalized, so that straight "
-                "lines to bank points are known, got "
-                f"{type(self.owner.metric or self.owner.backbone).__name__}"
-            )
+        searched_by = type(self.owner.metric or self.owner.backbone).__name__
+        expected = "neighbors of inputs that are only normalized"
+        require(has_affine_keys(self.owner), "model", expected, searched_by)
         return self._denormalized(points + self.center, like)
 
     def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:
         """The inputs (B,*input_shape) that points (B,) were made from."""
-        rows = indices if self.members is None else self.members[indices]
+        owner, rows = self.owner, indices if self.members is None else self.members[indices]
         if self.train_x is not None:
             return self.train_x[rows.to(self.train_x.device)].to(like)
-        owner = self.owner
-        if not knows_inputs(owner, None):
-            raise InputError(
-                "train_x: expected the training inputs, as they cannot be computed from what "
-                f"{type(owner.backbone).__name__} embeds, got None"
-            )
+        expected = f"the training inputs, which {type(owner.backbone).__name__} hides"
+        require(knows_inputs(owner, None), "train_x", expected, None)
         points = owner.bank_inputs[rows.to(owner.bank_inputs.device)].to(like)
         return self._denormalized(points[:, : points.shape[1] - owner.backbone.lift], like)
 
@@ -224,10 +210,6 @@ class Neighborhood:
         width = share * torch.maximum(reach, CLOSEST * ranks.mean(1, keepdim=True))
         return width.clamp_min(torch.finfo(ranks.dtype).tiny)
 
-    def rows_at_once(self) -> int:
-        """How many examples a block of ranks should have."""
-        return max(1, SCORES_AT_ONCE // len(self.sites))
-
     def is_wrong(self, y: Tensor) -> Tensor:
         """Which bank points (B,N) vote against the right answers y (B,)."""
         return self.votes[None] != y[:, None]
@@ -235,8 +217,7 @@ class Neighborhood:
     def nearest_classes(self, ranks: Tensor, y: Tensor) -> Tensor:
         """Classes (B,C) by the rank (B,N) of the first point that votes for each of them, those
         without any and the right ones y (B,) last."""
-        classes = self.outputs.shape[1]
-        first = ranks.new_full((len(y), classes), torch.inf)
+        first = ranks.new_full((len(y), self.outputs.shape[1]), torch.inf)
         first.scatter_reduce_(1, self.votes.expand(len(y), -1), ranks, "amin")
         return first.scatter_(1, y[:, None], torch.inf).argsort(1)
 
@@ -254,13 +235,6 @@ def _lift_of(model: OTAD) -> int:
     return model.backbone.lift if model.metric is None else 0
 
 
-def _center_of(points: Tensor) -> Tensor:
-    """The middle of points (N,d) far off the origin; for others 0, which serves as well."""
-    middle = middle_of(points)
-    far = middle.norm() > OFF_ORIGIN * points.norm(dim=1).median()
-    return torch.where(far, middle, 0.0)
-
-
 @torch.no_grad()
 def _views_of_map(neighbors: Neighborhood, potential: BankPotential) -> list[Neighborhood]:
     """Of the points that a global map passes through: points that were left out have no vote."""
@@ -271,21 +245,58 @@ def _views_of_map(neighbors: Neighborhood, potential: BankPotential) -> list[Nei
     places = neighbors.sites[members]
     shift = pairs.center.clone()
     shift[: places.shape[1]] -= neighbors.center
-    common = replace(
-        neighbors,
-        sites=places,
-        offsets=neighbors.offsets[members],
-        votes=neighbors.votes[members],
-        outputs=neighbors.outputs[members],
-        n_neighbors=min(neighbors.n_neighbors, len(members)),
-        members=members,
-    )
-    sites, offsets = [], []
-    for rows in members.split(8192):
-        images = pairs.images(rows)
-        offsets.append(2 * (images @ shift - levels[rows]))
-        sites.append(images[:, : places.shape[1]].to(like))
-    tangents = replace(
-        common, sites=torch.cat(sites), offsets=torch.cat(offsets).to(like), by_tangents=True
-    )
-    return [common, tangents]
+    names = ("sites", "offsets", "votes", "outputs")
+    taken = {name: getattr(neighbors, name)[members] for name in names}
+    count = min(neighbors.n_neighbors, len(members))
+    common = replace(neighbors, members=members, n_neighbors=count, **taken)
+    sites, offsets = torch.empty_like(places), torch.empty_like(common.offsets)
+    for part in torch.arange(len(members), device=members.device).split(8192):
+        rows, images = members[part], pairs.images(members[part])
+        offsets[part] = (2 * (images @ shift - levels[rows])).to(like)
+        sites[part] = images[:, : places.shape[1]].to(like)
+    return [common, replace(common, sites=sites, offsets=offsets, by_tangents=True)]
+
+
+class Block:
+    """The examples x (n,*) of an attack, numbered `rows`, their right answers y (n,), and one view
+    of the bank."""
+
+    def __init__(self, survivors: Survivors, bank: Neighborhood, rows: Tensor) -> None:
+        self.survivors, self.bank, self.rows = survivors, bank, rows
+        self.target = survivors.target
+        self.x, self.y = survivors.x[rows], self.target.targets(rows)
+        self.is_regression = self.y.is_floating_point()
+
+    def remaining(self) -> Block:
+        """Without the examples that are broken."""
+        return Block(self.survivors, self.bank, self.survivors.among(self.rows))
+
+    def offer(self, moved: Tensor) -> None:
+        """Ask the model about inputs (n,*) of the ball; see `Survivors.offer`."""
+        self.survivors.offer(moved, self.rows)
+
+    def try_point(self, embedded: Tensor) -> Tensor:
+        """Offer embedded points (n,d) as inputs projected into the ball, which are returned."""
+        moved = self.survivors.project(self.bank.inputs(embedded, self.x), self.rows)
+        self.offer(moved)
+        return moved
+
+
+def blocks_of(survivors: Survivors, train_x: Tensor | None = None) -> Iterator[Block]:
+    """For each view of the bank, all examples in blocks that fit in memory."""
+    x = survivors.x
+    for bank in Neighborhood.views(survivors.target.model, x, train_x):
+        size = max(1, SCORES_AT_ONCE // len(bank.sites))
+        for rows in torch.arange(len(x), device=x.device).split(size):
+            yield Block(survivors, bank, rows)
+
+
+def polish(survivors: Survivors, steps: int) -> Tensor:
+    """`steps` of APGD with the model's own gradient from the best inputs found (B,*): among wrong
+    neighbors it weighs them as the model does, as no attack on neighbors can. k-NN has none."""
+    target, x = survivors.target, survivors.x
+    if steps == 0 or not isinstance(target.model, OTAD):
+        return survivors.inputs
+    climber, again = Apgd(steps=steps), Survivors(target, x, survivors.ball)
+    climber.climb(again, climber.objective(target, x), survivors.inputs, again.rows)
+    return again.inputs

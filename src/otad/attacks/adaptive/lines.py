@@ -1,4 +1,4 @@
-"""The shortest step that makes chosen bank points the neighbors.
+"""Steps towards wrong bank points that are known in closed form.
 
 Bank point i is nearer than j to x + delta iff 2 <x_i - x_j, delta> > d_i^2 - d_j^2, in the space
 where neighbors are searched: a half-space of steps. So the shortest step after which each of some
@@ -10,20 +10,82 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from otad.attacks.adaptive.blocks import Block, blocks_of, polish
-from otad.attacks.base import Attack, Survivors, Target, register_attack
+from otad.attacks.adaptive.neighborhood import Block, blocks_of, polish
+from otad.attacks.base import Attack, Survivors, Target, option, register_attack
 from otad.attacks.needs import Needs
-from otad.checks import check_count
+from otad.checks import check_count, require
 from otad.threat import LpBall
 
+REACH = 200  # in regression: the nearest points among which the extreme values are chosen
 ITERATIONS = 150
 OVERSHOOT = 1.02  # past the bisectors, on which the right points would still be level
 FAR = 1e3  # times a step: its direction, to go as far as the ball allows
+
+
+def _check_shares(shares: tuple[float, ...], name: str) -> None:
+    fits = shares and all(0 < share <= 1 for share in shares)
+    require(fits, name, "numbers in (0, 1]", shares)
+
+
+@register_attack
+@dataclass(frozen=True, eq=False)
+class Straight(Attack):
+    """Straight lines from the example to training inputs that vote against its answer, tried at the
+    given `shares` of the radius.
+
+    Aims are the inputs of the `points` nearest such bank points (with a metric: nearest by keys),
+    and the means of the nearest 3, 6, 12, ... of them, over all wrong classes and over the two
+    nearest; in regression, the lowest and highest values among the nearest points. For a global
+    map, points are the nearest by distance, and once more those whose tangents come first. Where
+    the embedding does more than normalize, `train_x` (N,*), the inputs of the bank, must be given.
+    """
+
+    points: int = option(24, check_count)
+    shares: tuple[float, ...] = option((1.0, 0.75, 0.5), _check_shares)
+    train_x: Tensor | None = field(default=None, metadata={"known": "train_x"})
+    name = "straight"
+    family = "adaptive"
+    needs = Needs(train_inputs=True)
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        survivors = Survivors(target, x, ball)
+        for block in blocks_of(survivors, self.train_x):
+            for aim in self._aims(block):
+                for share in self.shares:
+                    # Nearest to the aim within a share of the radius: in l2 on the line to it, in
+                    # l-infinity every feature goes as far as it can.
+                    block.offer(ball.with_eps(share * ball.eps).project(aim, block.x))
+        return survivors.inputs
+
+    def _aims(self, block: Block) -> list[Tensor]:
+        """Inputs (n,*) to move towards."""
+        bank, x, y = block.bank, block.x, block.y
+        if block.is_regression:
+            near = bank.nearest(x, None, REACH)
+            order = (bank.votes[near] - y[:, None]).argsort(1)
+            count = max(1, min(self.points, near.shape[1]) // 2)
+            ends = torch.cat([order[:, :count], order[:, -count:]], dim=1)
+            return [bank.training_inputs(i, x) for i in near.gather(1, ends).unbind(1)]
+        wrong = bank.is_wrong(y)
+        near = bank.nearest(x, wrong, self.points)
+        first = bank.votes[near[:, 0]][:, None]
+        others = wrong & (bank.votes[None] != first)
+        second = bank.votes[bank.nearest(x, others, 1)[:, 0]][:, None]
+        of_class = [wrong & (bank.votes[None] == aim) for aim in (first, second)]
+        groups = [near, *(bank.nearest(x, allowed, self.points) for allowed in of_class)]
+        sizes = [3 * 2**k for k in range(self.points.bit_length()) if 3 * 2**k <= self.points]
+        aims = [bank.training_inputs(i, x) for i in near.unbind(1)]
+        for group, size in itertools.product(groups, sizes):
+            total = torch.zeros_like(x)
+            for i in group[:, :size].unbind(1):  # one at a time: never B*K*d numbers at once
+                total += bank.training_inputs(i, x)
+            aims.append(total / min(size, group.shape[1]))
+        return aims
 
 
 @register_attack
@@ -36,15 +98,11 @@ class Bisector(Attack):
     `polish`: so many steps of APGD continue from the best of them.
     """
 
-    pairs: int = 10
-    polish: int = 50
+    pairs: int = option(10, check_count)
+    polish: int = option(50, check_count, least=0)
     name = "bisector"
     family = "adaptive"
     needs = Needs(affine_keys=True, gradients=True)
-
-    def __post_init__(self) -> None:
-        check_count(self.pairs, "pairs")
-        check_count(self.polish, "polish", least=0)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors = Survivors(target, x, ball)
@@ -56,17 +114,14 @@ class Bisector(Attack):
         bank, embedded = block.bank, block.bank.embed(block.x)
         wrong, right = _opponents(block, block.x, self.pairs, bank.n_neighbors)
         ranks, mean = bank.ranks_of(embedded, right), bank.sites[right].mean(1)
-        of_mean = ranks.mean(1) if bank.by_tangents else _square(embedded - mean)
-        others = (
-            (bank.sites[right[:, 0]], ranks[:, 0]),
-            (bank.sites[right[:, -1]], ranks[:, -1]),
-            (mean, of_mean),
-        )
+        of_mean = ranks.mean(1) if bank.by_tangents else (embedded - mean).square().sum(1)
+        others = [(bank.sites[right[:, place]], ranks[:, place]) for place in (0, -1)]
         for i in wrong.unbind(1):
             near, rank = bank.sites[i], bank.ranks_of(embedded, i[:, None])[:, 0]
-            for other, before in others:
+            for other, before in (*others, (mean, of_mean)):
                 gap = near - other
-                length = ((rank - before) / (2 * _square(gap)).clamp_min(1e-12)).clamp_min(0)
+                square = gap.square().sum(1)
+                length = ((rank - before) / (2 * square).clamp_min(1e-12)).clamp_min(0)
                 for stretch in (OVERSHOOT, 2.0, FAR):
                     step = gap * (length[:, None] * stretch if stretch < FAR else FAR)
                     block.try_point(embedded + step)
@@ -84,21 +139,15 @@ class Region(Attack):
     found. `polish`: so many steps of APGD continue from the best of them all.
     """
 
-    singles: int = 8
-    classes: int = 3
+    singles: int = option(8, check_count, least=0)
+    classes: int = option(3, check_count)
     sizes: tuple[int, ...] = (3, 6)
-    opponents: int = 20
-    rounds: int = 3
-    polish: int = 50
+    opponents: int = option(20, check_count)
+    rounds: int = option(3, check_count)
+    polish: int = option(50, check_count, least=0)
     name = "region"
     family = "adaptive"
     needs = Needs(affine_keys=True, gradients=True)
-
-    def __post_init__(self) -> None:
-        for field in ("singles", "polish"):
-            check_count(getattr(self, field), field, least=0)
-        for field in ("classes", "opponents", "rounds"):
-            check_count(getattr(self, field), field)
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors = Survivors(target, x, ball)
@@ -111,7 +160,7 @@ class Region(Attack):
             for place, size in itertools.product(places, self.sizes):
                 block = block.remaining()
                 here = block.x
-                for _ in range(self.rounds if len(block) else 0):
+                for _ in range(self.rounds if len(block.rows) else 0):
                     here = _step(block, *_opponents(block, here, size, self.opponents, place))
         return polish(survivors, self.polish)
 
@@ -172,7 +221,3 @@ def _opponents(
             chosen, allowed = allowed & of_class, allowed & ~of_class
         allowed = torch.where(chosen.any(1, keepdim=True), chosen, wrong)
     return bank.nearest(x, allowed, wrong_count), bank.nearest(x, ~wrong, right_count)
-
-
-def _square(rows: Tensor) -> Tensor:
-    return rows.square().sum(1)

@@ -1,0 +1,219 @@
+"""Ascent on the place of an input among the bank, where no straight line leads there.
+
+Behind a metric, or an embedding that does more than normalize, steps to bank points are not known
+in closed form, but where a step leads has a gradient. Two things determine an answer: which points
+are the neighbors, and what weight each has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otad.attacks.adaptive.neighborhood import Block, Neighborhood, blocks_of, polish
+from otad.attacks.base import (
+    Attack,
+    Evaluated,
+    Survivors,
+    Target,
+    option,
+    register_attack,
+    value_and_gradient,
+)
+from otad.attacks.needs import Needs
+from otad.attacks.objectives import Objective, asking, loss_for
+from otad.attacks.pgd import Apgd
+from otad.checks import check_count, require
+from otad.threat import L2, LpBall
+
+ASK_EVERY = 5  # steps: the smooth approximation needs no answers of the model
+LOSSES = ("rank", "vote", "joint")
+SIGHT = 4.0  # the nearest wrong points weigh at least exp(-SIGHT) of the nearest right ones
+UNIT = L2(1.0)
+
+
+def _check_temperatures(shares: tuple[float, ...], name: str) -> None:
+    require(shares and min(shares) > 0, name, "positive shares, at least one", shares)
+
+
+def _check_losses(losses: tuple[str, ...], name: str) -> None:
+    require(losses and {*losses} <= {*LOSSES}, name, f"some of {LOSSES}", losses)
+
+
+@register_attack
+@dataclass(frozen=True)
+class SoftKnn(Attack):
+    """Every bank point i votes with weight exp(-|e - x_i|^2 / T), e the embedded input.
+
+    The attack climbs log(weight of the wrong votes) - log(weight of the right ones), where wrong
+    votes are those for one class at a time, for the `targets` classes that come nearest. Its
+    gradient points from the right neighbors to the wrong ones. In regression it climbs the weighted
+    mean of the votes, and then descends it. T is a share of the squared distance to the K-th
+    neighbor of the example, and each share in `temperatures` is tried: small ones see the nearest
+    points alone, large ones the whole region. `polish`: so many steps of APGD continue from the
+    best point.
+
+    For a global map the same is done once more with tangents of its potential in place of squared
+    distances: their log-sum-exp is a smooth potential, whose gradient map sees all points.
+    """
+
+    temperatures: tuple[float, ...] = option((0.3, 0.1, 0.03, 0.01), _check_temperatures)
+    steps: int = option(40, check_count)
+    targets: int = option(3, check_count)
+    polish: int = option(50, check_count, least=0)
+    name = "soft_knn"
+    family = "adaptive"
+    needs = Needs(bank=True, gradients=True)
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        survivors = Survivors(target, x, ball)
+        places = range(2 if target.y.is_floating_point() else self.targets)
+        for block in blocks_of(survivors):
+            for temperature, place in itertools.product(self.temperatures, places):
+                block = block.remaining()
+                if len(block.rows):
+                    self._climb(block, temperature, place)
+        return polish(survivors, self.polish)
+
+    def _climb(self, block: Block, temperature: float, place: int) -> None:
+        bank, ball, moved = block.bank, block.survivors.ball, block.x
+        with torch.no_grad():
+            ranks = bank.ranks(bank.embed(moved))
+            width, wrong = bank.width(ranks, temperature), bank.is_wrong(block.y)
+            if not block.is_regression:
+                aims = bank.nearest_classes(ranks, block.y)
+                aim = aims[:, min(place, aims.shape[1] - 1)]
+                chosen = (bank.votes[None] == aim[:, None]) & wrong
+
+        def smooth(inputs: Tensor) -> Tensor:
+            scores = -bank.ranks(bank.embed(inputs)) / width
+            if not block.is_regression:
+                return _advantage(scores, chosen, ~wrong)
+            mean: Tensor = scores.softmax(1) @ bank.votes.to(scores)
+            return -mean if place else mean
+
+        for step in range(1, self.steps + 1):
+            _, gradient = value_and_gradient(smooth, moved)
+            # From a step across the ball down to none: what is climbed is smooth, so few will do.
+            stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
+            moved = block.survivors.project(moved + stride * ball.steepest(gradient), block.rows)
+            if step % ASK_EVERY == 0 or step == self.steps:
+                block.offer(moved)
+
+
+def _advantage(scores: Tensor, wrong: Tensor, right: Tensor) -> Tensor:
+    """How much more the wrong points weigh than the right ones (n,), from scores (n,N)."""
+    sums = [scores.masked_fill(~side, -math.inf).logsumexp(1) for side in (wrong, right)]
+    # Without a point on one side, the other side alone still says where to go.
+    towards, away = (torch.where(total.isfinite(), total, 0.0) for total in sums)
+    return towards - away
+
+
+@register_attack
+@dataclass(frozen=True, eq=False)
+class Keys(Attack):
+    """With s_i the squared distance of bank point i where neighbors are searched (its key), APGD
+    climbs in turn, while the model judges every iterate:
+
+    - "rank": the mean of s over the K/2 nearest right points less that over the K nearest points of
+      a wrong class, both searched again at each step, for each of the `targets` classes that come
+      nearest. Once the latter are all nearer, the answer can be no other.
+    - "vote": the margin (in regression the error) of sum_i p_i outputs_i, with p the softmax of
+      -s / T: points count by how clearly the head reads their features. T is a share of the K-th
+      of the s where the input now is, for each share in `temperatures`, or as much as it takes to
+      see the nearest wrong points.
+    - "joint": the model's own margin, along its gradient at fixed neighbors and that of "vote",
+      both of length 1: neighbors and their weights at a time, from the best point so far.
+
+    From the example itself, and again from `restarts` - 1 random points. `polish`: so many steps of
+    APGD with the model's own gradient continue from the best point. "rank" is for classes alone.
+    """
+
+    losses: tuple[str, ...] = option(LOSSES, _check_losses)
+    steps: int = option(50, check_count)
+    targets: int = option(3, check_count)
+    temperatures: tuple[float, ...] = option((0.3, 0.05), _check_temperatures)
+    restarts: int = option(2, check_count)
+    polish: int = option(50, check_count, least=0)
+    name = "keys"
+    family = "adaptive"
+    needs = Needs(bank=True, gradients=True)
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        survivors, climber = Survivors(target, x, ball), Apgd(steps=self.steps)
+        starts = [x, *(ball.inside(x, generator) for _ in range(self.restarts - 1))]
+        for block in blocks_of(survivors):
+            for start, (objective, from_best) in itertools.product(starts, [*self._plans(block)]):
+                rows = survivors.among(block.rows)
+                if len(rows):
+                    begin = survivors.inputs if from_best else start
+                    climber.climb(survivors, objective, begin[rows], rows)
+        return polish(survivors, self.polish)
+
+    def _plans(self, block: Block) -> Iterator[tuple[Objective, bool]]:
+        """What to climb, and whether from the best point so far."""
+        for name in self.losses:
+            if name != "rank":
+                is_joint = name == "joint"
+                for temperature in self.temperatures:
+                    yield _by_vote(block, temperature, jointly=is_joint), is_joint
+            elif not block.is_regression:
+                with torch.no_grad():
+                    ranks = block.bank.ranks(block.bank.embed(block.x))
+                aims = block.bank.nearest_classes(ranks, block.y)
+                for place in range(min(self.targets, aims.shape[1] - 1)):
+                    yield _by_rank(block, aims[:, place]), False
+
+
+def _by_rank(block: Block, aims: Tensor) -> Objective:
+    """Towards a class `aims` (n,) for each example of the block."""
+    bank, target = block.bank, block.target
+
+    def lead(inputs: Tensor, rows: Tensor) -> Tensor:
+        aim = aims[rows - block.rows[0]]  # rows of a block are consecutive
+        embedded = bank.embed(inputs)
+        ranks, y = bank.ranks(embedded.detach()), target.targets(rows)
+        right, near = ~bank.is_wrong(y), max(1, bank.n_neighbors // 2)
+        away = _mean_rank(bank, embedded, ranks.masked_fill(~right, math.inf), near)
+        of_class = bank.votes[None] == aim[:, None]
+        wrong_ranks = ranks.masked_fill(~of_class, math.inf)
+        return away - _mean_rank(bank, embedded, wrong_ranks, bank.n_neighbors)
+
+    return asking(target, lead)
+
+
+def _by_vote(block: Block, temperature: float, *, jointly: bool) -> Objective:
+    """The loss of the soft vote of the bank; `jointly`: that of the model, along both gradients."""
+    bank, target = block.bank, block.target
+    loss = loss_for("margin", target.y)
+
+    def voted(inputs: Tensor, rows: Tensor) -> Tensor:
+        ranks, y = bank.ranks(bank.embed(inputs)), target.targets(rows)
+        width = bank.width(ranks.detach(), temperature)
+        if not y.is_floating_point():
+            wrong = bank.is_wrong(y)
+            others, own = (
+                ranks.detach().masked_fill(hidden, math.inf).amin(1, keepdim=True)
+                for hidden in (~wrong, wrong)
+            )
+            width = torch.maximum(width, ((others - own) / SIGHT).nan_to_num(0.0, 0.0, 0.0))
+        return loss((-ranks / width).softmax(1) @ bank.outputs, y)
+
+    def both(moved: Tensor, rows: Tensor) -> Evaluated:
+        own = target.evaluate(moved, loss, rows)
+        _, by_keys = value_and_gradient(lambda x: voted(x, rows), moved)
+        return own._replace(gradient=UNIT.steepest(own.gradient) + UNIT.steepest(by_keys))
+
+    return both if jointly else asking(target, voted)
+
+
+def _mean_rank(bank: Neighborhood, embedded: Tensor, ranks: Tensor, count: int) -> Tensor:
+    """The mean rank (n,) of the first `count` of those with a finite rank (n,N)."""
+    first = ranks.topk(min(count, ranks.shape[1]), largest=False)
+    counts = first.values.isfinite()
+    return (bank.ranks_of(embedded, first.indices) * counts).sum(1) / counts.sum(1).clamp_min(1)
