@@ -12,10 +12,8 @@ Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Score:
-    """`value` over `n` points with its 95 % interval [low, high].
-
-    "accuracy" is in percent, with Wilson's interval; "mse" with the normal one for a mean.
-    """
+    """`value` over `n` points with its 95 % interval [low, high]: "accuracy" in percent, with
+    Wilson's interval; "mse" with the normal one for a mean."""
 
     metric: str
     value: float
@@ -30,11 +28,8 @@ class Score:
 
 
 def score_of(outputs: Tensor, targets: Tensor) -> Score:
-    """Logits (B,C) against labels, or values (B,) against targets.
-
-    An abstention (NaN) is not right, and in regression infinitely wrong: the mean over a sample
-    with one is infinite, and so are both ends of its interval.
-    """
+    """Logits (B,C) against labels, or values (B,) against targets. An abstention (NaN) is wrong,
+    and in regression infinitely wrong: then the mean and both ends of its interval are infinite."""
     n = len(targets)
     if outputs.dim() == 2:
         return share_score(int(is_right(outputs, targets).sum()), n)

@@ -21,10 +21,9 @@ class SolverAccount:
     is one. `residual`: the largest, graded in float64, of the answers that are not estimates.
     `share_raised`: the share that needed a larger L than was asked for.
 
-    Where it was asked for: `changed_by_potential`, the share of class predictions that differ
-    between the two extreme potentials (None where there is no choice); `relative_error` between
-    the features of the net and of the answers; `least_smoothness`, the least L for which the K
-    neighbors of an input can be integrated.
+    Where asked for: `changed_by_potential`, the share of class predictions that differ between the
+    two extreme potentials (None without a choice); `relative_error` between the features of the
+    net and of the answers; `least_smoothness`, the least L for the K neighbors of an input.
     """
 
     statuses: dict[str, float]

@@ -133,11 +133,9 @@ class FeatureBank:
         path: str | Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> FeatureBank:
-        """One pass of `transport` over x (N, ...), with labels y (N,).
-
-        With a path, batches are written to that file and the bank is mapped from it, so it need not
-        fit in memory. `progress` is called with (rows done, rows in all) after each batch.
-        """
+        """One pass of `transport` over x (N, ...), with labels y (N,), to memory or to the file at
+        `path`, which is then mapped. `progress` is called with (rows done, rows in all) after each
+        batch."""
         check_count(batch_size, "batch_size")
         require(dtype in BANK_DTYPES, "dtype", "float16, bfloat16 or float32", dtype)
         for name, value in (("x", x), ("y", y)):
@@ -171,11 +169,9 @@ class FeatureBank:
         verify: bool = True,
         mmap: bool = True,
     ) -> FeatureBank:
-        """The bank of a file, mapped from it or (`mmap=False`) read into memory.
-
-        `verify` reads the file once, in blocks, and refuses one changed byte or value that is not
-        finite. `expect_fingerprint` refuses the bank of another net or of other data.
-        """
+        """The bank of a file, mapped from it or (`mmap=False`) read into memory. `verify` reads the
+        file once and refuses one changed byte or value that is not finite; `expect_fingerprint`
+        refuses the bank of another net or of other data."""
         path = Path(path)
         tensors, metadata = tensor_files.map_sealed(path)
         kind, version = metadata.get("format"), metadata.get("version")

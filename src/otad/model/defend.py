@@ -43,10 +43,8 @@ def defend(
     of its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
     `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
     are the training data. With `bank_path` the bank is written there as it is made and mapped from
-    the file. With a `metric` (see `OTAD`), which is put in evaluation mode too, neighbors are
-    searched among its keys. `progress` is called with (rows done, rows in all) while the bank is
-    made, and `sweep_progress` with (sweeps done, largest raise of a level) while a global potential
-    is found.
+    the file. `progress` is called with (rows done, rows in all) while the bank is made; for all
+    else see `OTAD`.
     """
     shape = x.shape[1:] if isinstance(x, Tensor) else None
     is_value = isinstance(y, Tensor) and y.is_floating_point()

@@ -43,13 +43,13 @@ def imitate(
     held_out: int = 0,
     **options: Any,
 ) -> Imitation:
-    """Train a network on the answers of a model of local scope, and let it replace the solver.
+    """Train a network on the answers of a model of local scope, and let it replace the solver in a
+    copy. `config` is by default that of `recipe_for`, `net` one of `fresh_net`.
 
-    `config` is by default that of `recipe_for` the model's device, `net` one of `fresh_net`. The
-    lessons are all points of the bank but `held_out` random ones, on which the error is measured
+    The lessons are all bank points but `held_out` random ones, on which the error is measured
     after each epoch. With `alpha` below 1 the net also learns the backbone's own features of those
     points, as in the paper; then it gives up robustness. Other options are those of
-    `otad.cip.surrogate.train_cip_net`. The given model is not changed.
+    `otad.cip.surrogate.train_cip_net`.
     """
     solver = model.answerer.exact_solver
     if solver is None:

@@ -143,10 +143,8 @@ class OTAD(BankModule):
     def solve(
         self, embedded: Tensor, keys: Tensor | None = None, *, exclude: Tensor | None = None
     ) -> Answer:
-        """The answer to embedded inputs (B,d).
-
-        `keys` (B,m): the same inputs where neighbors are searched, if that is another space.
-        """
+        """The answer to embedded inputs (B,d); `keys` (B,m): the same inputs where neighbors are
+        searched, if that is another space."""
         known = keys is not None or self.metric is None
         require(known, "keys", "query keys, as neighbors are searched by a metric", None)
         return self.answerer.answer(self, embedded, embedded if keys is None else keys, exclude)
@@ -191,10 +189,8 @@ class OTAD(BankModule):
         return model
 
     def save(self, folder: str | Path, **notes: Any) -> Path:
-        """Write the model to a folder (safetensors + JSON card); the path of the card.
-
-        `notes` (data, classes, metrics, ... in plain JSON) are added to those the model has.
-        """
+        """Write the model to a folder (safetensors + JSON card); the path of the card. `notes`
+        (data, classes, metrics, ... in plain JSON) are added to those the model has."""
         answerer, metric, keys = self.answerer, self.metric, self.bank_keys
         own = ("n_neighbors", "smoothness", "strong_convexity", "search")
         settings = {name: getattr(self, name) for name in own} | answerer.settings()
@@ -235,11 +231,8 @@ def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
 def load(
     folder: str | Path, *, device: str = "cpu", resident: bool = True, verify: bool = True
 ) -> OTAD:
-    """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`.
-
-    With `resident=False` the bank stays mapped from its file. `verify=False` skips reading the
-    whole bank for its checksum.
-    """
+    """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`. With
+    `resident=False` the bank stays mapped from its file; `verify=False` skips its checksum."""
     folder = Path(folder)
     card = read_card(folder)
     try:
