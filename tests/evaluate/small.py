@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, LpBall
 from otad.attacks.base import Target
-from otad.evaluate import AttackRecord, Evaluation, evaluate
+from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.flags import FlagContext
-from otad.evaluate.protocol import Attacked
+from otad.evaluate.protocol import run_attacks
 from otad.io.codec import to_plain
 from otad.model.defend import defend
 from otad.model.otad import OTAD
@@ -105,11 +105,9 @@ def run_plane(**options: Any) -> Evaluation:
     return evaluate(Plane().eval(), x, y, L2(0.4), **(settings | options))
 
 
-def identity_net(
-    n_outputs: int, *, task: str = "classification", bounds: tuple[float, float] | None = None
-) -> FCResNet:
+def identity_net(n_outputs: int, task: str) -> FCResNet:
     """A net of two inputs that leaves them as they are; class 1 where the first is positive."""
-    net = fc_resnet((2,), n_outputs, blocks=1, task=task, bounds=bounds)
+    net = fc_resnet((2,), n_outputs, blocks=1, task=task, bounds=(-1.0, 1.0))
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()
@@ -119,52 +117,30 @@ def identity_net(
     return net.eval()
 
 
-def two_sides(seed: int = 0, *, task: str = "classification") -> tuple[OTAD, Tensor, Tensor]:
-    """OTAD on 200 points of a square, K = 3, and 30 test points of it."""
-    generator = torch.Generator().manual_seed(seed)
-    points = torch.rand(230, 2, generator=generator) * 2 - 1
-    y = (points[:, 0] > 0).long() if task == "classification" else points[:, 0].clone()
-    net = identity_net(2 if task == "classification" else 1, task=task, bounds=(-1.0, 1.0))
-    model = defend(net, points[:200], y[:200], n_neighbors=3, smoothness=1.5)
-    return model, points[200:], y[200:]
+def two_sides(
+    *, task: str = "classification", points: int = 200, examples: int = 30, **options: Any
+) -> tuple[OTAD, Tensor, Tensor]:
+    """OTAD on points of a square, K = 3, and test examples of it. The features are the inputs: in
+    global scope the map is nearly the identity, and no gradient is zero."""
+    x = torch.rand(points + examples, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    y = (x[:, 0] > 0).long() if task == "classification" else x[:, 0].clone()
+    net = identity_net(2 if task == "classification" else 1, task)
+    options = {"n_neighbors": 3, "smoothness": 1.5} | options
+    return defend(net, x[:points], y[:points], **options), x[points:], y[points:]
 
 
 def timeless(record: Evaluation) -> Any:
     """A record without what differs from run to run by its nature."""
-
-    def stripped(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                name: stripped(item)
-                for name, item in value.items()
-                if name not in ("seconds", "environment")
-            }
-        return [stripped(item) for item in value] if isinstance(value, list) else value
-
-    return stripped(to_plain(record))
+    plain = to_plain(record) | {"environment": None}
+    for part in (plain, plain["certificate"] or {}, *plain["attacks"]):
+        part.pop("seconds", None)
+    return plain
 
 
 def context_of(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **more: Any) -> FlagContext:
     """What a check gets, without an evaluation around it."""
-    right = Attacked(model, x, y, ball).right
-    return FlagContext(model, x, y, ball, right, **more)
+    return FlagContext(model, x, y, ball, run_attacks(model, x, y, ball, []).right, **more)
 
 
-def record_of(
-    family: str, attacked: tuple[int, ...], broken: tuple[int, ...], *, eps: float = 0.4
-) -> AttackRecord:
-    """An attack that broke these rows, all at distance eps."""
-    return AttackRecord(
-        attack=f"some {family}",
-        family=family,
-        eps=eps,
-        settings={},
-        attacked=attacked,
-        broken=broken,
-        distances=(eps,) * len(broken),
-        abstained=(),
-        errors=(),
-        forwards=0,
-        backwards=0,
-        seconds=0.0,
-    )
+def verdicts(record: Evaluation) -> dict[str, str]:
+    return {flag.name: flag.verdict for flag in record.flags}

@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from evaluate.small import (
-    Blind,
-    Plane,
-    Slope,
-    Walk,
-    context_of,
-    plane_data,
-    record_of,
-    two_sides,
-)
+from attacks.test_one_map import lifted_stairs, stairs, two_colors
+from evaluate.small import Blind, Plane, Slope, Walk, context_of, plane_data, two_sides, verdicts
 from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, Linf, LpBall
@@ -27,9 +19,9 @@ from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomNoise
 from otad.baselines import MajorityKnn
 from otad.certify import Certificate
-from otad.evaluate import Evaluation, Flag, certificate_check, evaluate, strength_flags
+from otad.evaluate import AttackRecord, Flag, certificate_check, evaluate, strength_flags
 from otad.evaluate.certificate_check import certificate_holds, prove
-from otad.evaluate.flags import CHECKS, FlagContext, remark_flag
+from otad.evaluate.flags import CHECKS, Check, FlagContext, remark_flag
 from otad.evaluate.model_flags import (
     batch_independence,
     finite_differences,
@@ -46,9 +38,6 @@ from otad.evaluate.strength_flags import (
     more_steps,
     white_box_is_strongest,
 )
-from otad.model.otad import OTAD
-
-CERTAIN = (1e6,) * 40
 
 
 def plane_context(model: nn.Module | None = None, **options: Any) -> FlagContext:
@@ -56,8 +45,10 @@ def plane_context(model: nn.Module | None = None, **options: Any) -> FlagContext
     return context_of((model or Plane()).eval(), x, y, L2(0.4), **options)
 
 
-def verdicts(record: Evaluation) -> dict[str, str]:
-    return {flag.name: flag.verdict for flag in record.flags}
+def record_of(family: str, attacked: tuple[int, ...], broken: tuple[int, ...]) -> AttackRecord:
+    """An attack that broke these rows, all at distance 0.4."""
+    rows = {"attacked": attacked, "broken": broken, "distances": (0.4,) * len(broken)}
+    return AttackRecord(attack=f"some {family}", family=family, eps=0.4, settings={}, **rows)
 
 
 Forward = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -110,29 +101,23 @@ def test_a_model_without_gradients_is_flagged(model: nn.Module) -> None:
     assert found["the model is not randomized"] == PASS
 
 
-def test_gradients_of_another_function_are_flagged() -> None:
-    context = plane_context(OPPOSITE_GRADIENT)
-    assert finite_differences(context).verdict == FAIL
-    assert gradient_share(context).verdict == PASS
-
-
-@pytest.mark.parametrize("model", [FAILS_IN_DOUBLE, REFUSES_DOUBLE], ids=["fails", "refuses"])
-def test_a_model_that_insists_on_float32_is_compared_in_float32(model: nn.Module) -> None:
-    found = finite_differences(plane_context(model))
-    assert found.verdict == PASS
-    assert found.found.endswith("float32")
-
-
-def test_a_randomized_model_is_flagged() -> None:
-    x, y = plane_data()
-    record = evaluate(RANDOMIZED, x, y, L2(0.4), attacks=[Walk()])
-    assert verdicts(record)["the model is not randomized"] == FAIL
-
-
-def test_a_model_that_looks_at_the_whole_batch_is_flagged() -> None:
-    context = plane_context(DEPENDS_ON_BATCH)
-    assert batch_independence(context).verdict == FAIL
-    assert randomness(context).verdict == PASS
+@pytest.mark.parametrize(
+    ("model", "check", "verdict"),
+    [
+        (OPPOSITE_GRADIENT, finite_differences, FAIL),
+        (OPPOSITE_GRADIENT, gradient_share, PASS),
+        (RANDOMIZED, randomness, FAIL),
+        (DEPENDS_ON_BATCH, batch_independence, FAIL),
+        (DEPENDS_ON_BATCH, randomness, PASS),
+        (FAILS_IN_DOUBLE, finite_differences, PASS),
+        (REFUSES_DOUBLE, finite_differences, PASS),
+    ],
+)
+def test_checks_of_a_model(model: nn.Module, check: Check, verdict: str) -> None:
+    flag = check(plane_context(model))
+    assert flag.verdict == verdict
+    if model in (FAILS_IN_DOUBLE, REFUSES_DOUBLE):
+        assert flag.found.endswith("float32")
 
 
 def test_otad_passes_the_checks_of_its_gradients_and_answers() -> None:
@@ -142,9 +127,8 @@ def test_otad_passes_the_checks_of_its_gradients_and_answers() -> None:
         assert check(context).verdict == PASS
     changes = neighbor_changes(context)
     moved = context.threat.surface(context.sample()[0], context.generator(changes.name))
-    before, after = (
-        model.neighbors(points).indices.sort(1).values for points in (context.sample()[0], moved)
-    )
+    ends = context.sample()[0], moved
+    before, after = (model.neighbors(points).indices.sort(1).values for points in ends)
     share = (before != after).any(1).double().mean()
     assert changes.found.startswith(f"for {share:.0%} of")
 
@@ -168,13 +152,12 @@ def test_a_wrong_certificate_is_contradicted(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_check_of_certificates_is_strict_to_the_last_digit() -> None:
-    certificate = CertificateRecord(CERTAIN, (), (), (), 0.0)
+    certificate = CertificateRecord((), (), (), ())
     record = record_of("white-box", (3,), (3,))
     for radius, verdict in ((0.4, PASS), (0.4 + 1e-15, FAIL)):
         one = replace(certificate, radius=(radius,) * 40)
-        assert (
-            certificate_holds(plane_context(records=(record,), certificate=one)).verdict == verdict
-        )
+        flag = certificate_holds(plane_context(records=(record,), certificate=one))
+        assert flag.verdict == verdict
     assert certificate_holds(plane_context(records=(record,))).verdict == NOT_RUN
 
 
@@ -204,24 +187,35 @@ def test_linf_radii_hold_in_linf() -> None:
     assert (in_units <= radii * 2 + 1e-6).all()
 
 
-@pytest.mark.parametrize("scope", ["local", "global"])
-def test_weaknesses_are_planted_in_double_precision_too(scope: str) -> None:
-    model, x, y = two_sides()
-    twin = OTAD(model.backbone, model.bank, n_neighbors=3, smoothness=1.5, scope=scope).double()
-    context = context_of(twin.eval(), x.double(), y, L2(0.2), attacks=(Straight(points=8),))
-    assert planted_example(context).verdict == PASS
+def in_double(scope: str) -> tuple[nn.Module, Tensor, Tensor]:
+    model, x, y = two_sides(scope=scope)
+    return model.double().eval(), x.double(), y
 
 
-@pytest.mark.parametrize("rule", ["otad", "knn"])
-def test_a_planted_weakness_is_found_by_attacks_that_know_the_bank(rule: str) -> None:
-    otad, x, y = two_sides()
-    model = otad if rule == "otad" else MajorityKnn(otad).eval()
+def k_nn(model: nn.Module, x: Tensor, y: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
+    return MajorityKnn(model).eval(), x, y
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        two_sides,
+        lambda: k_nn(*two_sides()),
+        lambda: in_double("local"),
+        lambda: in_double("global"),
+        lambda: (stairs(), *two_colors(40, 2)),
+        lambda: (lifted_stairs(), *two_colors(40, 2)),
+        lambda: k_nn(stairs(), *two_colors(40, 2)),
+    ],
+    ids=["local", "knn", "local 64", "global 64", "global", "lifted", "knn of global"],
+)
+def test_a_planted_weakness_is_found_by_attacks_that_know_the_bank(make: Any) -> None:
+    model, x, y = make()
+    ball = L2(0.1, (-1.0 if float(x.min()) < 0 else 0.0, 1.0))
     soft = SoftKnn(temperatures=(0.1,), targets=1, steps=5)
-    for attacks, verdict in (
-        ((Straight(points=2, shares=(1.0,)), soft), PASS),
-        ((RandomNoise(draws=1),), FAIL),
-    ):
-        context = context_of(model, x, y, L2(0.1), attacks=attacks)
+    knowing, blind = (Straight(points=2, shares=(1.0, 0.5)), soft), (RandomNoise(draws=1),)
+    for attacks, verdict in ((knowing, PASS), (blind, FAIL)):
+        context = context_of(model, x, y, ball, attacks=attacks)
         assert planted_example(context).verdict == verdict
     assert planted_example(plane_context(attacks=(Walk(),))).verdict == NOT_RUN
 
@@ -291,8 +285,7 @@ def test_attacks_that_fail_with_everything_allowed_are_flagged() -> None:
 def test_a_regression_runs_the_flags_that_make_sense() -> None:
     x, _ = plane_data()
     context = context_of(Slope().eval(), x, 2 * x[:, 0] - 0.5, L2(0.3), attacks=(Walk(),))
-    raised = [check(context) for check in CHECKS]
-    flags = {flag.name: flag.verdict for flag in raised}
+    flags = {flag.name: flag.verdict for flag in (check(context) for check in CHECKS)}
     assert FAIL not in flags.values()
     assert flags["more steps never help the defense"] == PASS
     assert flags["gradients agree with finite differences"] == PASS

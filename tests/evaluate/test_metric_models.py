@@ -1,4 +1,4 @@
-"""The whole protocol on models whose neighbors are sought by a metric: tiny images, tiny nets."""
+"""The whole protocol on models whose neighbors are searched by a metric: tiny images, tiny nets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from attacks.keyed import SHAPE, keyed_model, tiles, token_net
-from evaluate.small import context_of, timeless
+from evaluate.small import context_of, timeless, verdicts
 from torch import Tensor
 
 from otad.attacks import L2
@@ -96,8 +96,8 @@ def test_planted_keys_are_found_by_who_looks_for_them_alone(rule: str) -> None:
     x, y = tiles(30, 5)
     ball = L2(0.1, (0.0, 1.0))
     for attack in (QUICK, Straight(points=12, train_x=train_x), make_attack("soft_knn", model)):
-        context = context_of(attacked, x, y, ball, attacks=(attack,))
-        flag = planted_example(replace(context, train_x=train_x))
+        context = context_of(attacked, x, y, ball, attacks=(attack,), train_x=train_x)
+        flag = planted_example(context)
         assert flag.verdict == PASS, (attack.name, flag.found)
     blind = planted_example(context_of(attacked, x, y, ball, attacks=(RandomNoise(draws=1),)))
     assert blind.verdict == FAIL
@@ -105,8 +105,7 @@ def test_planted_keys_are_found_by_who_looks_for_them_alone(rule: str) -> None:
 
 def test_planted_training_inputs_are_those_of_the_planted_bank() -> None:
     model, train_x = keyed_model()
-    x, y = tiles(30, 6)
-    context = replace(context_of(model, x, y, L2(0.1, (0.0, 1.0))), train_x=train_x)
+    context = context_of(model, *tiles(30, 6), L2(0.1, (0.0, 1.0)), train_x=train_x)
     (planted,) = plant(context, model, *context.sample(4))
     assert isinstance(planted.model, OTAD)
     assert planted.train_x is not None
@@ -119,10 +118,9 @@ def test_planted_training_inputs_are_those_of_the_planted_bank() -> None:
 def test_one_map_behind_an_embedding_is_attacked_the_same_way() -> None:
     x, y = tiles(60, 0)
     model = defend(token_net(x, y), x, y, scope="global")
-    examples, answers = tiles(30, 9)
     attacks, _ = suite(model, "quick", SHAPE, "classification", BALL, x)
     assert {"straight", "keys"} <= {attack.name for attack in attacks}
-    context = replace(context_of(model, examples, answers, BALL), train_x=x)
+    context = context_of(model, *tiles(30, 9), BALL, train_x=x)
     for attack in (QUICK, Straight(points=6, train_x=x)):
         result = attack(model, *context.sample(), L2(1.5, (0.0, 1.0)), generator=torch.Generator())
         assert result.accuracy < 0.7, attack.name
@@ -135,11 +133,9 @@ def test_one_map_behind_an_embedding_is_attacked_the_same_way() -> None:
 def test_flags_look_at_neighbors_by_key() -> None:
     model, _ = keyed_model()
     x, y = tiles(40, 7)
-    tiny, wide = (
-        neighbor_changes(context_of(model, x, y, L2(eps, (0.0, 1.0)))).found for eps in (1e-7, 2.0)
-    )
-    assert tiny.startswith("for 0%")
-    assert wide.startswith("for 100%")
+    for eps, share in ((1e-7, "0%"), (2.0, "100%")):
+        found = neighbor_changes(context_of(model, x, y, L2(eps, (0.0, 1.0)))).found
+        assert found.startswith(f"for {share}")
     flag = finite_differences(context_of(model, x, y, BALL))
     assert flag.verdict == PASS
     assert "float64" in flag.found
@@ -150,11 +146,10 @@ def test_all_flags_are_raised_on_a_metric_model(proved: tuple[OTAD, Tensor]) -> 
     x, y = tiles(16, 8)
     attacks = [QUICK, "straight", replace(make_attack("soft_knn", model), steps=10, polish=5)]
     found = evaluate(model, x, y, L2(0.3, (0.0, 1.0)), attacks=attacks, train_x=train_x)
-    verdicts = {flag.name: flag.verdict for flag in found.flags}
-    assert verdicts["certificate sandwich"] == PASS
-    assert verdicts["planted adversarial example is found"] == PASS
-    assert verdicts["a large eps drives accuracy to chance"] == PASS
-    assert [name for name, verdict in verdicts.items() if verdict == NOT_RUN] == [
-        "white-box at least as strong as black-box"
-    ]
+    raised = verdicts(found)
+    assert raised["certificate sandwich"] == PASS
+    assert raised["planted adversarial example is found"] == PASS
+    assert raised["a large eps drives accuracy to chance"] == PASS
+    not_run = [name for name, verdict in raised.items() if verdict == NOT_RUN]
+    assert not_run == ["white-box at least as strong as black-box"]
     assert found.is_sound

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluate.small import (
-    RADII,
-    Plane,
-    Slant,
-    Walk,
-    Wander,
-    plane_data,
-    run_plane,
-    timeless,
-)
+from evaluate.small import RADII, Plane, Slant, Walk, Wander, plane_data, run_plane, timeless
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -49,40 +40,29 @@ def test_survivors_are_those_of_the_closed_form() -> None:
     assert [one.attack for one in record.attacks] == ["slant", "walk"] * 3
 
 
-def test_every_attack_meets_every_right_row_if_nobody_is_spared() -> None:
+def test_attacks_on_all_rows_and_the_nearest_examples_they_find() -> None:
+    """Every attack runs on every right row; adversarial examples are drawn back to the boundary,
+    and the curve of the worst case is that of the nearest."""
     x, _ = plane_data()
     record = run_plane(survivors_only=False)
     for one in record.attacks:
         assert one.attacked == record.clean_right
         length = distances_along(x, 2**0.5 if one.attack == "slant" else 1.0)
         assert one.broken == tuple(row for row in one.attacked if length[row] <= one.eps)
-    share = len(record.clean_right) - len(record.attacks[2].broken)
-    assert record.per_attack["slant"] == pytest.approx(share / record.n)
-
-
-def test_adversarial_examples_are_drawn_back_to_the_boundary() -> None:
-    x, _ = plane_data()
-    for one in run_plane(survivors_only=False).attacks:
-        length = distances_along(x, 2**0.5 if one.attack == "slant" else 1.0)
         for row, distance in zip(one.broken, one.distances, strict=True):
             assert length[row] - 1e-6 <= distance <= length[row] + one.eps / 2**HALVINGS + 1e-6
-        asked = len(one.attacked) * 2 + len(one.broken) * (HALVINGS + 1)
-        assert one.forwards == asked
+        assert one.forwards == len(one.attacked) * 2 + len(one.broken) * (HALVINGS + 1)
         assert one.backwards == 0
-
-
-def test_the_curve_of_the_worst_case_is_that_of_the_nearest_examples() -> None:
-    x, _ = plane_data()
-    record = run_plane(survivors_only=False)
+    share = len(record.clean_right) - len(record.attacks[2].broken)
+    assert record.per_attack["slant"] == pytest.approx(share / record.n)
     right = torch.zeros(len(x), dtype=torch.bool)
     right[list(record.clean_right)] = True
     values = []
     for eps in (0.0, 0.1, 0.25, 0.4, 0.5, 0.6):
-        standing = right & (distances_along(x, 1.0) + 0.6 / 2**HALVINGS > eps)
+        most = right & (distances_along(x, 1.0) + 0.6 / 2**HALVINGS > eps)
         fewest = right & (distances_along(x, 1.0) > eps)
-        found = record.worst_case(eps).value / 100
-        assert float(fewest.double().mean()) <= found <= float(standing.double().mean())
-        values.append(found)
+        values.append(record.worst_case(eps).value / 100)
+        assert float(fewest.double().mean()) <= values[-1] <= float(most.double().mean())
     assert values == sorted(values, reverse=True)
     assert record.worst_case_accuracy == record.worst_case(0.4).value / 100
 
@@ -115,10 +95,8 @@ def test_a_run_killed_after_any_batch_ends_with_the_same_record(
         again = run_plane(attacks=attacks, folder=folder)
         assert timeless(again) == timeless(whole)
         assert sorted(path.name for path in (folder / "parts").iterdir()) == files
-        first, second = (
-            load_file(one / "adversarial.safetensors") for one in (folder, tmp_path / "whole")
-        )
-        assert torch.equal(first["inputs"], second["inputs"])
+        files_of = [one / "adversarial.safetensors" for one in (folder, tmp_path / "whole")]
+        assert torch.equal(*(load_file(path)["inputs"] for path in files_of))
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluate.small import (
-    Plane,
-    Slope,
-    Walk,
-    Wander,
-    plane_data,
-    run_plane,
-    two_sides,
-)
+from evaluate.small import Plane, Slope, Walk, Wander, plane_data, run_plane, two_sides
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -37,17 +29,20 @@ from otad.nets import FCResNet
 
 @pytest.mark.parametrize("flags", [True, False])
 def test_progress_rises_to_the_end_with_a_falling_worst_case(flags: bool) -> None:
-    told: list[tuple[str, int, int, float]] = []
-    record = run_plane(eps=(0.4,), flags=flags, progress=lambda *now: told.append(now))
+    reported: list[tuple[str, int, int, float]] = []
+    record = run_plane(eps=(0.4,), flags=flags, progress=lambda *now: reported.append(now))
     count = len(CHECKS) if flags else 1
-    assert [now[0] for now in told if "red flag" in now[0]] == [
+    assert [now[0] for now in reported if "red flag" in now[0]] == [
         f"red flag {place} of {count}" for place in range(1, count + 1)
     ]
-    assert [now[:2] for now in told][:2] == [("certificates", 0), ("slant, eps 0.4", 1)]  # before
-    assert told[-1][0] == "done"
-    done, worst = [now[1] for now in told], [now[3] for now in told]
+    assert [now[:2] for now in reported][:2] == [
+        ("certificates", 0),
+        ("slant, eps 0.4", 1),
+    ]  # before
+    assert reported[-1][0] == "done"
+    done, worst = [now[1] for now in reported], [now[3] for now in reported]
     assert done == sorted(done)
-    assert done[-1] == told[-1][2]
+    assert done[-1] == reported[-1][2]
     assert worst == sorted(worst, reverse=True)
     assert worst[-1] == record.worst_case_accuracy
 
@@ -68,8 +63,6 @@ def test_an_embedding_of_its_own_is_certified_by_its_constant() -> None:
     assert "embedding_lipschitz" in without.missing["certificate"]
     proof = evaluate(other, x, y, L2(0.1), embedding_lipschitz=2.0, **options).certificate
     plain = evaluate(model, x, y, L2(0.1), **options).certificate
-    assert proof is not None
-    assert plain is not None
     assert any("by 2 at most" in words for words in proof.assumptions)
     hull = [row for row, rule in enumerate(plain.rules) if rule == "hull"]
     assert len(hull) > 10
@@ -110,7 +103,13 @@ def test_regression_records_errors_of_all_rows(tmp_path: Path) -> None:
 
 def test_otad_is_compared_with_its_relatives_and_accounts_for_its_solver() -> None:
     model, x, y = two_sides()
-    record = evaluate(model, x, y, L2(0.1), attacks=[Wander()], flags=False, batch_size=11)
+    attacks = [Straight(points=3, shares=(1.0,)), RandomNoise(draws=3)]
+    options = {"eps": (0.05, 0.2), "attacks": attacks, "flags": False, "batch_size": 11}
+    record = evaluate(model, x, y, L2(0.2), **options)
+    assert max(record.certificate.radius) > 0
+    for eps in record.eps:  # the truth is between what is certified and what was attacked
+        assert record.certified_accuracy(eps).value <= record.worst_case(eps).value
+    assert record.is_sound
     with torch.no_grad():
         answers = {
             "net": model.backbone(x),
@@ -171,19 +170,6 @@ def test_a_knn_rule_is_evaluated_by_the_bank_it_shares() -> None:
     assert record.worst_case_accuracy < record.clean["knn_majority"].value / 100
 
 
-def test_certified_and_attacked_accuracy_enclose_the_truth() -> None:
-    model, x, y = two_sides()
-    attacks = [Straight(points=3, shares=(1.0,)), RandomNoise(draws=3)]
-    record = evaluate(model, x, y, L2(0.2), eps=(0.05, 0.2), attacks=attacks, flags=False)
-    assert record.certificate is not None
-    assert max(record.certificate.radius) > 0
-    for eps in record.eps:
-        certified = record.certified_accuracy(eps)
-        assert certified is not None
-        assert certified.value <= record.worst_case(eps).value
-    assert record.is_sound
-
-
 def test_a_foreign_module_has_neither_bank_nor_certificate() -> None:
     x, y = plane_data()
     record = evaluate(Plane().eval(), x, y, Linf(0.3), attacks="quick", flags=False)
@@ -221,27 +207,17 @@ def test_an_eps_of_zero_and_a_model_that_is_never_right_are_no_special_cases() -
         ({"attacks": []}, "attacks.*at least one"),
         ({"attacks": [3]}, "attacks.*int"),
         ({"batch_size": 0}, "batch_size.*1"),
-    ],
-)
-def test_wrong_settings_are_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        run_plane(**change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
         ({"y": torch.zeros(3, dtype=torch.int64)}, "y.*40.*3"),
         ({"y": torch.full((40,), 2)}, "y.*label 2"),
         ({"x": torch.full((40, 3), torch.inf)}, "x.*finite"),
-        ({"x": [[0.0]]}, "x.*Tensor"),
+        ({"x": [[0.0]]}, "x.*Tensor.*list"),
         ({"threat": 0.1}, "threat.*float"),
         ({"model": Plane().train()}, "evaluation mode"),
         ({"model": len}, "model.*Module"),
         ({"model": two_sides()[0], "threat": L2(0.1, bounds=(-2.0, 1.0))}, r"threat.*-2\.0"),
     ],
 )
-def test_wrong_examples_are_refused(change: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     x, y = plane_data()
     given = {"model": Plane().eval(), "x": x, "y": y, "threat": L2(0.1), "attacks": [Walk()]}
     with pytest.raises(InputError, match=message):
@@ -254,20 +230,14 @@ def test_a_record_with_quantiles_of_the_curvature_alone_is_read(tmp_path: Path) 
     path = tmp_path / "evaluation.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     whole = content["solver"].pop("smoothness")
+    read = []
     for used in ([1.5, 1.5, 1.6, 2.0, 2.5], []):
         content["solver"]["smoothness"] = used
         path.write_text(json.dumps(content), encoding="utf-8")
-        solver = Evaluation.read(path).solver
-        assert solver is not None
-        found = solver.smoothness
-        assert (found is None) == (not used)
-        if found is not None:
-            assert [found.least, found.median, found.most] == [1.5, 1.5, 2.5]
-            assert found.count == record.n == whole["count"]
-
-
-def test_a_record_of_another_kind_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.json"
+        read.append(Evaluation.read(path).solver.smoothness)
+    assert [read[0].least, read[0].median, read[0].most] == [1.5, 1.5, 2.5]
+    assert read[0].count == record.n == whole["count"]
+    assert read[1] is None
     path.write_text(json.dumps({"format": "something-else"}), encoding="utf-8")
-    with pytest.raises(InputError, match="expected an evaluation of format otad-evaluation-1"):
+    with pytest.raises(InputError, match=r"format otad-evaluation-1.*something-else"):
         Evaluation.read(path)
