@@ -25,16 +25,8 @@ from otad.cip.whole_bank.potential import least_bank_smoothness
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-TINY = solver.Grid(
-    batches=(1, 3),
-    neighbors=(2,),
-    dims=(4,),
-    base=(3, 2, 4),
-    largest=100,
-    budget=0.001,
-    repeats=2,
-    bank=solver.BankCase(20, 6, 3, 8, dtypes=("float16",), chunks=(None, 4)),
-)
+BANK = solver.BankCase(20, 6, 3, 8, dtypes=("float16",), chunks=(None, 4))
+TINY = solver.Grid((1, 3), (2,), (4,), (3, 2, 4), largest=100, budget=0.001, repeats=2, bank=BANK)
 EXACT = {"ours, float32": 1e-5, "ours, float64": 1e-12, "ProxQP": 1e-6}
 CONIC = 1e-3  # the square root of the tolerance on the objective
 
@@ -46,9 +38,8 @@ def test_every_solver_finds_our_images(peer: Peer) -> None:
     instance = random_instance(4, 5, 7, seed=0, strong_convexity=QUESTIONS[peer.question])
     found, own_seconds = peer.prepare(instance, CPU)(slice(1, 3))
     assert found.shape == (2, 7)
-    assert np.abs(np.asarray(found) - instance.solution.image[1:3].numpy()).max() < EXACT.get(
-        peer.name, CONIC
-    )
+    off = np.abs(np.asarray(found) - instance.solution.image[1:3].numpy()).max()
+    assert off < EXACT.get(peer.name, CONIC)
     if peer.name not in EXACT:
         assert own_seconds is not None
         assert own_seconds > 0
@@ -149,10 +140,8 @@ def test_the_small_preset_is_recorded_beside_another_checkout(
     record = json.loads((tmp_path / written[0]).read_text())
     assert (record["format"], record["seed"], record["config"]["base"]) == (1, 3, [3, 2, 4])
     assert record["environment"]["threads"] == 1
-    asked = [peer.name for peer in PEERS if peer.installed] + 2 * [
-        "beside, float32",
-        "beside, float64",
-    ]
+    asked = [peer.name for peer in PEERS if peer.installed]
+    asked += 2 * ["beside, float32", "beside, float64"]
     rows = record["measurements"]
     assert Counter(row["peer"] for row in rows) == {k: 2 * n for k, n in Counter(asked).items()}
     for row in rows:
@@ -182,7 +171,7 @@ def test_the_batch_shrinks_where_the_dimension_is_large() -> None:
 
 
 def test_the_bank_case_is_compared_with_its_floor() -> None:
-    rows = list(solver._bank_case(TINY.bank, CPU, seed=0, repeats=2, copy_bytes=2**20))
+    rows = list(solver._bank_case(BANK, CPU, seed=0, repeats=2, copy_bytes=2**20))
     assert [row["chunk"] for row in rows] == [None, 4]
     for row in rows:
         assert row["gathered_bytes"] == 6 * 3 * 2 * 8 * 2  # B K pairs of d float16 numbers

@@ -25,20 +25,6 @@ def test_version(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], ("demo", "reproduce")),
-        (["demo"], ("--out", "Example: otad demo")),
-    ],
-)
-def test_help_teaches(cli: CliRunner, arguments: list[str], expected: tuple[str, ...]) -> None:
-    result = cli.invoke(main, [*arguments, "--help"], env={"COLUMNS": "100"})
-    assert result.exit_code == 0
-    for text in expected:
-        assert text in result.stdout
-
-
-@pytest.mark.parametrize(
     "command",
     [
         "demo",
@@ -58,12 +44,6 @@ def test_every_seed_is_one_that_generators_take(cli: CliRunner, command: str) ->
         assert result.stderr == f"otad: seed: expected an integer of {bound}, got {seed}\n"
 
 
-def test_an_experiment_wants_a_device_that_computes(cli: CliRunner) -> None:
-    result = cli.invoke(main, ["reproduce", "mnist", "--device", "meta"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("otad: device: expected one that is present, got 'meta'")
-
-
 def test_commands_are_listed_in_the_order_of_use(cli: CliRunner) -> None:
     shown = cli.invoke(main, ["--help"], env={"COLUMNS": "120"}).stdout
     listed = [line.strip(" │").split()[0] for line in shown.splitlines() if line.startswith("│ ")]
@@ -72,24 +52,27 @@ def test_commands_are_listed_in_the_order_of_use(cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_shows_their_first_sentence(name: str) -> None:
+def test_the_help_shows_the_first_sentence_and_an_example(cli: CliRunner, name: str) -> None:
     command = load_command(name)
     assert command.name == name
     assert command.help.partition("\n\n")[0].replace("\n", " ") == COMMANDS[name]
-
-
-@pytest.mark.parametrize("command", ["attack", "certify", "evaluate"])
-def test_help_shows_an_example_to_type(cli: CliRunner, command: str) -> None:
-    shown = cli.invoke(main, [command, "--help"], env={"COLUMNS": "100"}).stdout
-    assert f"Example: otad {command} digits-model test" in shown
+    shown = cli.invoke(main, [name, "--help"], env={"COLUMNS": "100"}).stdout
+    assert f"Example: otad {name} " in shown
     assert "--json" in shown
 
 
-def test_library_error_is_one_line_and_exit_code_2(cli: CliRunner) -> None:
-    result = cli.invoke(main, ["train", "no_such_data", "--out", "net"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("otad: data: expected a registered name")
-    assert result.stdout == ""
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train no_such_data --out net", "otad: data: "),
+        ("reproduce mnist --device meta", "otad: device: expected one that is present, got 'meta'"),
+        ("predict model test --batch-size many", "--batch-size"),
+    ],
+)
+def test_an_error_of_the_user_is_exit_code_2(cli: CliRunner, command: str, message: str) -> None:
+    result = cli.invoke(main, command.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
     assert not list(Path.cwd().iterdir())
 
 
@@ -101,9 +84,3 @@ def test_other_errors_keep_their_traceback(cli: CliRunner, monkeypatch: pytest.M
     result = cli.invoke(main, ["train", "digits", "--out", "net"])
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
-
-
-def test_wrong_option_is_exit_code_2(cli: CliRunner) -> None:
-    result = cli.invoke(main, ["predict", "model", "test", "--batch-size", "many"])
-    assert result.exit_code == 2
-    assert "--batch-size" in result.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from sklearn.datasets import load_diabetes, load_digits
 from typer.testing import CliRunner
 
@@ -57,6 +58,16 @@ def write_body(path: Path, rows: int = 120) -> None:
         writer.writerow([*BODY, "remark", "progression"])
         for values, target in zip(bunch.data[:rows, :4], bunch.target[:rows], strict=True):
             writer.writerow([*values, "none", target])
+
+
+def write_cells(path: Path, counts: np.ndarray, **obs: list[str]) -> Any:
+    """Cells by genes a, b, c as an .h5ad file; returns them."""
+    anndata = pytest.importorskip("anndata", reason="needs the extra singlecell")
+    cells = anndata.AnnData(counts.astype(np.float32), obs=obs)
+    cells.obs_names = [f"cell {k}" for k in range(len(counts))]
+    cells.var_names = ["a", "b", "c"]
+    cells.write_h5ad(path)
+    return cells
 
 
 def read_csv(path: str) -> list[dict[str, str]]:

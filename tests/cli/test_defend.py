@@ -16,31 +16,25 @@ from otad.cli.sources import TrainedNet
 from otad.data import Dataset
 
 
-def test_the_card_tells_data_reading_and_metrics(workshop: Path, digits: Dataset) -> None:
-    notes = otad.load(workshop / "digits-model").notes
+def test_the_card_contains_data_reading_and_metrics(workshop: Path, digits: Dataset) -> None:
+    model = otad.load(workshop / "digits-model")
+    notes, metrics = model.notes, model.notes["metrics"]
     assert notes["data"]["name"] == "digits"
     assert notes["data"]["fingerprint"] == digits.fingerprint()
     assert notes["classes"] == [str(digit) for digit in range(10)]
     assert notes["bounds"] == [0.0, 1.0]
     assert notes["preparation"] is None
-    assert notes["metrics"]["rows"] == len(digits.test_x)
     assert otad.load(workshop / "body-model").notes["feature_names"] == ["age", "sex", "bmi", "bp"]
-
-
-def test_the_metrics_are_those_of_the_saved_model(workshop: Path, digits: Dataset) -> None:
-    net = TrainedNet.read(workshop / "digits-net").net
-    model = otad.load(workshop / "digits-model")
-    metrics = model.notes["metrics"]
     with torch.no_grad():
         trace = model.trace(digits.test_x)
-        by_net = (net(digits.test_x).argmax(1) == digits.test_y).double().mean()
-    right = (trace.outputs.argmax(1) == digits.test_y).double().mean()
-    assert metrics["net"] == pytest.approx(float(by_net))
-    assert metrics["otad"] == pytest.approx(float(right))
+        by_net = TrainedNet.read(workshop / "digits-net").net(digits.test_x)
+    for name, outputs in (("net", by_net), ("otad", trace.outputs)):
+        right = (outputs.argmax(1) == digits.test_y).double().mean()
+        assert metrics[name] == pytest.approx(float(right))
     used = trace.solution.smoothness
     assert metrics["share_raised"] == pytest.approx(float((used > 2).double().mean()))
     assert metrics["smoothness"]["most"] == pytest.approx(float(used.max()))
-    assert sum(metrics["status"].values()) == len(digits.test_x)
+    assert metrics["rows"] == sum(metrics["status"].values()) == len(digits.test_x)
 
 
 def test_options_reach_the_model(terminal: Terminal, workshop: Path) -> None:
@@ -62,7 +56,7 @@ def test_options_reach_the_model(terminal: Terminal, workshop: Path) -> None:
     assert model.bank_labels.bincount().tolist() == [6] * 10
 
 
-def test_one_map_for_the_whole_bank(terminal: Terminal, workshop: Path, digits: Dataset) -> None:
+def test_a_global_map(terminal: Terminal, workshop: Path, digits: Dataset) -> None:
     """Made, shown, and then read from the model by the commands that use it."""
     arguments = ("defend", workshop / "digits-net", "--scope", "global")
     record = terminal.json(*arguments, "--out", "model", "--json")
@@ -88,14 +82,11 @@ def test_one_map_for_the_whole_bank(terminal: Terminal, workshop: Path, digits: 
     assert json.loads(explained)["scope"] == "global"
 
 
-def test_data_that_moved_is_read_as_for_the_training(terminal: Terminal, workshop: Path) -> None:
+def test_data_may_move_or_be_replaced(terminal: Terminal, workshop: Path) -> None:
     shutil.copy(workshop / "body.csv", "moved.csv")
     result = terminal.succeed("defend", workshop / "body-net", "moved.csv", "--out", "model")
     assert "not the data" not in result.stderr
     assert otad.load("model").notes["metrics"]["metric"] == "mse"
-
-
-def test_other_data_is_allowed_and_told(terminal: Terminal, workshop: Path) -> None:
     write_digits(Path("more.npz"), 300)
     result = terminal.succeed("defend", workshop / "digits-net", "more.npz", "--out", "model")
     assert "more.npz is not the data the net was trained on" in result.stderr
@@ -112,53 +103,16 @@ def test_data_of_other_classes_is_refused(terminal: Terminal, workshop: Path) ->
     assert "expected input_shape [1, 8, 8] like the data the net was trained on" in message
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--climb", "0.2"], "climb: expected two numbers such as 0.2,0.2, got '0.2'"),
-        (["--climb", "-1,0"], "climb: expected two finite steps"),
-        (["--mode", "loose"], "mode: expected one of consistent, paper, got 'loose'"),
-        (["--neighbors", "5000"], "n_neighbors: expected at most the 160 points"),
-        (["--smoothness", "0"], "smoothness: expected a"),
-        (["--scope", "regional"], "scope: expected one of local, global, got 'regional'"),
-        (["--scope", "global", "--spares", "2"], "spares"),
-        (["--scope", "global", "--smoothness", "0.01"], "of 160 bank points contradict the others"),
-        (["--bank-dtype", "int8"], "bank_dtype: expected one of float32, float16, bfloat16"),
-        (["--per-class", "1000"], "per_class: expected at most"),
-        (["--device", "cuda:99"], "device: expected one that is present, got 'cuda:99'"),
-        (["--device", "quantum"], "device: expected one that is present, got 'quantum'"),
-    ],
-)
-def test_refusals_leave_no_model(
-    terminal: Terminal, workshop: Path, options: list[str], message: str
-) -> None:
-    refused = terminal.refuse("defend", workshop / "digits-net", "--out", "model", *options)
-    assert message in refused
-    assert not Path("model").exists()
-
-
 def test_a_folder_without_a_whole_net_is_refused(terminal: Terminal, workshop: Path) -> None:
     Path("empty").mkdir()
     assert "got no net.safetensors" in terminal.refuse("defend", "empty", "--out", "model")
     shutil.copytree(workshop / "digits-net", "cut")
-    content = Path("cut/net.safetensors").read_bytes()
-    Path("cut/net.safetensors").write_bytes(content[:-100])
-    assert "expected a whole safetensors file" in terminal.refuse("defend", "cut", "--out", "model")
-    Path("cut/net.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "the file is damaged" in terminal.refuse("defend", "cut", "--out", "model")
     Path("cut/net.safetensors").write_bytes(Path("cut/checkpoint.safetensors").read_bytes())
     message = terminal.refuse("defend", "cut", "--out", "model")
     assert "expected a net with its config" in message
 
 
-def test_points_of_each_class_need_classes(terminal: Terminal, workshop: Path) -> None:
-    options = ("--out", "model", "--per-class", 5)
-    message = terminal.refuse("defend", workshop / "body-net", *options)
-    assert "per_class: expected only for data with classes, got a regression" in message
-    assert not Path("model").exists()
-
-
-def test_a_card_of_the_users_own_is_kept(terminal: Terminal, workshop: Path) -> None:
+def test_a_card_of_the_users_own_is_not_replaced(terminal: Terminal, workshop: Path) -> None:
     Path("mine").mkdir()
     Path("mine/card.json").write_text("{}")
     for command, source in (("defend", "digits-net"), ("imitate", "digits-model")):

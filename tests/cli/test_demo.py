@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,9 @@ from cli.small import Terminal
 
 import otad
 from otad.cli import demo
+from otad.cli.console import show
+from otad.evaluate import PRESETS
+from otad.evaluate.presets import Choice
 from otad.evaluate.records import Evaluation
 from otad.report import map_pictures
 
@@ -22,13 +24,22 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RECIPE", replace(demo.RECIPE, epochs=2))
     monkeypatch.setattr(demo, "ATTACKED", 8)
     monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
-    monkeypatch.setattr(demo, "SUITE", ("straight", "noise"))
+    monkeypatch.setitem(PRESETS, "quick", [Choice("straight"), Choice("noise")])
     monkeypatch.setattr(map_pictures, "LINES", 5)
 
 
 @pytest.mark.usefixtures("short")
-def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> None:
+def test_the_demo_leaves_report_model_and_predictions(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts: dict[str, str] = {}
+    monkeypatch.setattr(
+        demo, "show", lambda *args, **shown: facts.update(shown["facts"]) or show(*args, **shown)
+    )
     record = terminal.json("demo", "--out", "there", "--seed", 1, "--json")
+    for name, path in (("report", "report.html"), ("robustness", "robustness.md")):
+        assert f"there/{path}" in facts[name]
+    assert "2 attacks on 8 digits" in facts["under attack"]
     page = Path(record["report"]).read_text(encoding="utf-8")
     assert f"{record['otad']:.1%}" in page
     assert f"{record['share_raised']:.1%}" in page
@@ -42,7 +53,7 @@ def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> Non
 
     assert not Path("there/evaluation/parts").exists()
 
-    # How robust it is stands in the record, on the page and in Markdown alike.
+    # The robustness is in the record, on the page and in Markdown alike.
     assert record["evaluation"] == "there/evaluation/evaluation.json"
     evaluation = Evaluation.read(Path(record["evaluation"]))
     assert (evaluation.n, evaluation.eps, evaluation.seed) == (8, (0.5, 2.0), 1)
@@ -78,16 +89,3 @@ def test_the_demo_leaves_report_model_and_predictions(terminal: Terminal) -> Non
 
     # What the summary proposes next works on what was left behind.
     terminal.succeed("explain", record["model"], "test", "--row", 0)
-
-
-@pytest.mark.usefixtures("short")
-def test_the_demo_ends_by_saying_where_things_are(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hasty = functools.partial(demo.evaluate, flags=False)
-    monkeypatch.setattr(demo, "evaluate", hasty)
-    monkeypatch.setattr(demo, "SUITE", ("noise",))
-    result = terminal.succeed("demo")
-    for name in ("report.html", "robustness.md", "model", "predictions.csv"):
-        assert f"demo-output/{name}" in result.stdout
-    assert "under attack" in result.stdout

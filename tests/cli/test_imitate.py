@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from cli.small import Terminal
 
@@ -36,7 +35,7 @@ def test_the_new_model_is_trained_tested_and_saved(terminal: Terminal, workshop:
     assert "estimated by a network" in terminal.succeed("explain", "nn", "test").stdout
 
 
-def test_out_of_time_it_goes_on_later(terminal: Terminal, workshop: Path) -> None:
+def test_out_of_time_it_resumes_later(terminal: Terminal, workshop: Path) -> None:
     arguments = ("imitate", workshop / "digits-model", "--out", "nn", *TINY, "--save-seconds", 0)
     short = terminal.succeed(*arguments, "--max-seconds", "0.001")
     assert "Out of time after epoch 1 of 2" in short.stdout
@@ -51,16 +50,10 @@ def test_out_of_time_it_goes_on_later(terminal: Terminal, workshop: Path) -> Non
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_regression_and_a_model_that_names_no_data(terminal: Terminal, workshop: Path) -> None:
+def test_a_regression(terminal: Terminal, workshop: Path) -> None:
     options = (*TINY, "--readout", "hull", "--alpha", "0.5", "--solve-anew")
     shown = terminal.succeed("imitate", workshop / "body-model", "--out", "nn", *options).stdout
     assert "mse by CIP-net" in shown
-    model = otad.load(workshop / "body-model")
-    model.notes = {}
-    model.save("nameless")
-    result = terminal.succeed("imitate", "nameless", "--out", "other", *TINY)
-    assert "the model names no data, so it is not tested" in result.stderr
-    assert isinstance(otad.load("other").solver, CipNet)
 
 
 def test_without_its_data_a_model_is_imitated_untested(terminal: Terminal, workshop: Path) -> None:
@@ -70,28 +63,11 @@ def test_without_its_data_a_model_is_imitated_untested(terminal: Terminal, works
     result = terminal.succeed("imitate", "model", "--out", "nn", *TINY)
     assert "note: the new model will not be tested: NPZ file not found" in result.stderr
     assert isinstance(otad.load("nn").solver, CipNet)
-    model.notes = {"data": "some digits"}
-    model.save("model")
-    result = terminal.succeed("imitate", "model", "--out", "other", *TINY)
-    assert "the model names no data, so it is not tested" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--heads", "3"], "heads: expected a divisor of the width 32, got 3"),
-        (["--readout", "loose"], "readout: expected one of free, hull, got 'loose'"),
-        (["--alpha", "2"], "alpha: expected a number from 0 to 1, got 2.0"),
-        (["--held-out", "500"], "held_out: expected fewer than all 160 points, got 500"),
-        (["--device", "cuda:99"], "device: expected one that is present"),
-    ],
-)
-def test_refusals_leave_nothing(
-    terminal: Terminal, workshop: Path, options: list[str], message: str
-) -> None:
-    refused = terminal.refuse("imitate", workshop / "digits-model", "--out", "nn", *TINY, *options)
-    assert message in refused
-    assert not Path("nn").exists()
+    for name, notes in (("named", {"data": "some digits"}), ("nameless", {})):
+        model.notes = notes
+        model.save("model")
+        result = terminal.succeed("imitate", "model", "--out", name, *TINY)
+        assert "the model names no data, so it is not tested" in result.stderr
 
 
 def test_the_model_itself_is_not_overwritten(terminal: Terminal, model_copy: Path) -> None:

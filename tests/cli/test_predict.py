@@ -122,31 +122,6 @@ def test_color_becomes_gray_as_in_pillow(terminal: Terminal, workshop: Path) -> 
     assert found[0] == pytest.approx(found[1], abs=0.05)  # Pillow rounds to 256 levels
 
 
-def test_cells_are_prepared_as_for_the_training(terminal: Terminal) -> None:
-    anndata = pytest.importorskip("anndata", reason="needs the extra singlecell")
-    random = np.random.default_rng(0)
-    kinds = np.arange(60) % 2
-    counts = random.poisson(np.where(kinds[:, None] == 0, [9, 1, 3], [1, 9, 3])).astype(np.float32)
-    cells = anndata.AnnData(counts, obs={"kind": [f"kind {k}" for k in kinds]})
-    cells.var_names = ["a", "b", "c"]
-    cells.obs_names = [f"cell {k}" for k in range(60)]
-    cells.write_h5ad("cells.h5ad")
-    terminal.succeed("train", "cells.h5ad", "--label", "kind", "--out", "net", "--epochs", 20)
-    terminal.succeed("defend", "net", "--out", "model")
-    terminal.succeed("predict", "model", "cells.h5ad", "--out", "all.csv", "--batch-size", 11)
-    said = [line["prediction"] for line in read_csv("all.csv")]
-    right = np.mean([name == f"kind {k}" for name, k in zip(said, kinds, strict=True)])
-    assert right > 0.9
-    cells[:, ["c", "a", "b"]].copy().write_h5ad("turned.h5ad")
-    terminal.succeed("predict", "model", "turned.h5ad", "--out", "turned.csv")
-    assert Path("turned.csv").read_text() == Path("all.csv").read_text()
-    cells[:, ["c", "a"]].copy().write_h5ad("short.h5ad")
-    assert "1 of them: b" in terminal.refuse("predict", "model", "short.h5ad", "--out", "x.csv")
-    Path("cells.csv").write_text("a,b,c\n1,2,3\n")
-    message = terminal.refuse("predict", "model", "cells.csv", "--out", "x.csv")
-    assert "expected an .h5ad file" in message
-
-
 def test_refused_inputs_leave_no_file(terminal: Terminal, workshop: Path) -> None:
     write_body(Path("body.csv"))
     Path("short.csv").write_text("age,bmi\n1,2\n")
@@ -159,31 +134,25 @@ def test_refused_inputs_leave_no_file(terminal: Terminal, workshop: Path) -> Non
     Path("notes.txt").write_text("hello")
     digits, body = workshop / "digits-model", workshop / "body-model"
     for model, source, message in (
-        (body, "short.csv", "expected the 4 columns the model was trained on, 2 are missing: sex"),
+        (body, "short.csv", "2 of them: sex, bp"),
         (body, "words.csv", "words.csv line 2, column 'bp': expected a finite number, got 'high'"),
-        (body, "wide.npz", "x: expected shape (2, 4) as the net declares, got (2, 5)"),
-        (body, "empty.npz", "expected at least one row in x"),
+        (body, "wide.npz", "got (2, 5)"),
+        (body, "empty.npz", "empty.npz, x: expected at least one row"),
         (body, "nan.npz", "x: expected finite values, got nan"),
-        (body, "images", "expected no images, as the model takes inputs of shape (4,)"),
+        (body, "images", "images: expected inputs of shape (4,)"),
         (body, "cells.h5ad", "input file not found"),
         (body, "absent.csv", "input file not found"),
         (body, "notes.txt", "input: expected 'test', an image folder or a file that ends in .csv"),
         (digits, "body.csv", "as the model has no feature names"),
         (digits, "bright.npz", "x: expected values within the declared bounds (0.0, 1.0)"),
         (digits, "images", "expected images, got an empty folder"),
-        ("absent", "test", "absent: expected a model folder with card.json, got none"),
+        ("absent", "test", "absent: expected a model folder with card.json"),
     ):
         assert message in terminal.refuse("predict", model, source, "--out", "p.csv")
         assert not list(Path().glob("*p.csv*"))
-
-
-def test_a_model_with_two_features_of_one_name_takes_no_table(
-    terminal: Terminal, workshop: Path
-) -> None:
     model = otad.load(workshop / "body-model")
     model.notes["feature_names"] = ["age", "sex", "age", "bp"]
     model.save("model")
-    write_body(Path("body.csv"))
     message = terminal.refuse("predict", "model", "body.csv", "--out", "p.csv")
     assert "feature names: expected distinct names, got repeated age" in message
 
@@ -205,7 +174,7 @@ def test_a_model_saved_from_python_will_do(terminal: Terminal, workshop: Path) -
     terminal.succeed("predict", workshop / "digits-model", "x.npz", "--out", "ours.csv")
     assert Path("mine.csv").read_text() == Path("ours.csv").read_text()
     message = terminal.refuse("predict", "mine", "test", "--out", "p.csv")
-    assert "'test' needs a model made by `otad defend`" in message
+    assert "input: expected for 'test' a model made by `otad defend`" in message
 
 
 def test_test_rows_of_changed_data_are_refused(terminal: Terminal) -> None:
@@ -216,15 +185,6 @@ def test_test_rows_of_changed_data_are_refused(terminal: Terminal) -> None:
     write_digits(Path("digits.npz"), 150)
     message = terminal.refuse("predict", "model", "test", "--out", "p.csv")
     assert "expected 'digits.npz' as it was when the model was made" in message
-
-
-def test_a_damaged_model_is_refused(terminal: Terminal, model_copy: Path) -> None:
-    bank = next(model_copy.glob("bank-*.safetensors"))
-    content = bank.read_bytes()
-    bank.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    np.savez("x.npz", x=np.zeros((1, 8, 8)))
-    message = terminal.refuse("predict", model_copy, "x.npz", "--out", "p.csv")
-    assert "the file is damaged" in message
 
 
 def test_data_named_by_a_relative_path_is_found_from_other_folders(
@@ -243,11 +203,11 @@ def test_data_named_by_a_relative_path_is_found_from_other_folders(
     assert str(tmp_path) not in card
     monkeypatch.chdir(elsewhere)
     predict = ("predict", "../made/model", "test", "--out")
-    told = terminal.refuse(*predict, "p.csv")
-    assert str(elsewhere / "body.csv") in told
-    assert "from --data-dir, and those that a net or a model notes from the folder" in told
+    message = terminal.refuse(*predict, "p.csv")
+    assert str(elsewhere / "body.csv") in message
+    assert "--data-dir" in message
     terminal.succeed(*predict, "p.csv", "--data-dir", made_in)
     before = (made_in / "body.csv").read_text()
-    told = terminal.refuse(*predict, made_in / "body.csv", "--data-dir", made_in)
-    assert "which would overwrite" in told
+    message = terminal.refuse(*predict, made_in / "body.csv", "--data-dir", made_in)
+    assert "which would overwrite" in message
     assert (made_in / "body.csv").read_text() == before

@@ -21,7 +21,7 @@ REFUSED = "out: expected another place than that of an input, got "
 
 @pytest.fixture
 def tables(terminal: Terminal, workshop: Path) -> dict[str, bytes]:
-    """In the folder of the terminal: inputs, right answers and units, by their contents."""
+    """In the folder of the terminal: inputs, targets and units, by their contents."""
     write_body(Path("body.csv"), 10)
     Path("answers.csv").write_text("progression\n" + "100\n" * 10)
     Path("units.json").write_text(json.dumps(dict.fromkeys(BODY, 1.0)))
@@ -63,7 +63,7 @@ def test_the_model_and_its_data_are_kept(terminal: Terminal, workshop: Path) -> 
         before = out.read_bytes()
         assert REFUSED in terminal.refuse("predict", "model", "test", "--out", out)
         assert out.read_bytes() == before
-    for _ in range(2):  # what is no part of the model may lie beside it, and be replaced
+    for _ in range(2):  # what is no part of the model may be beside it, and be replaced
         terminal.succeed("predict", "model", "test", "--out", "model/answers.csv")
 
 
@@ -80,13 +80,10 @@ def test_pictures_in_a_folder_are_kept(terminal: Terminal, workshop: Path) -> No
     terminal.succeed(*command, "why.png")
 
 
-def test_the_word_test_is_no_file(terminal: Terminal, workshop: Path) -> None:
+def test_names_that_are_no_files(terminal: Terminal, workshop: Path) -> None:
     Path("test").mkdir()
     for _ in range(2):
         terminal.succeed("predict", workshop / "body-model", "test", "--out", "test/answers.csv")
-
-
-def test_a_model_of_a_registered_set_names_no_file(terminal: Terminal, workshop: Path) -> None:
     model = otad.load(workshop / "body-model")
     model.notes["data"]["choice"]["data"] = "red-wine"
     model.save("model")

@@ -9,21 +9,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import typer
 from torch import Tensor
 
-from otad.attacks.base import Attack, AttackResult, Target, gain_of
+from otad.attacks.base import Attack, AttackResult
+from otad.checks import require
 from otad.cli import options as opt
 from otad.cli.console import describe_score, progress_bar, show
 from otad.cli.inputs import Examples, class_names_of, open_examples
-from otad.cli.sources import files_of, refuse_overwriting, training_inputs
-from otad.errors import InputError
+from otad.cli.sources import open_model, training_inputs
 from otad.evaluate import ATTACKS, make_attack
-from otad.io.codec import to_plain
 from otad.io.files import replacing
-from otad.model import otad as models
 from otad.model.otad import OTAD
-from otad.scores import Score, score_of, share_score
+from otad.scores import score_of, share_score
 from otad.threat import LpBall
 
 NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "metric")
@@ -33,11 +30,10 @@ NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "m
 def attack(
     model_dir: opt.ModelDir,
     input: opt.Input,
-    eps: Annotated[float, typer.Option(help="How far an input may be changed.")],
-    name: Annotated[str, typer.Option("--attack", help=f"One of {', '.join(ATTACKS)}.")] = "pgd",
+    eps: Annotated[float, opt.option("How far an input may be changed.")],
+    name: Annotated[str, opt.option(f"One of {', '.join(ATTACKS)}.", "--attack")] = "pgd",
     option: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of the attack, such as steps=100. Repeatable."),
+        list[str] | None, opt.option("An option of the attack, such as steps=100. Repeatable.")
     ] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,
@@ -45,10 +41,9 @@ def attack(
     scale: opt.Scale = None,
     targets: opt.Targets = None,
     rows: opt.Rows = None,
-    seed: Annotated[int, opt.seed_option("Seed of the attack, and of the rows --rows draws.")] = 0,
+    seed: opt.Seed = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the inputs it found, as an NPZ file.", dir_okay=False),
+        Path | None, opt.option("NPZ file for the inputs it found.", dir_okay=False)
     ] = None,
     batch_size: opt.BatchSize = 500,
     data_dir: opt.DataDir = None,
@@ -65,19 +60,22 @@ def attack(
 
     Example: otad attack wine-model wines.csv --norm linf --eps 0.1 --unit std
     """
-    if out is not None and out.suffix.lower() != ".npz":
-        raise InputError(f"out: expected a name that ends in .npz, got {out.name}")
+    if out is not None:
+        require(out.suffix.lower() == ".npz", "out", "a name that ends in .npz", out.name)
     options = read_options(option or ())
-    model = models.load(model_dir, device=str(opt.check_device(device)))
-    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
+    model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     ball = opt.threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
     chosen = make_attack(name, model, train_x=training_inputs(model, data_dir), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
-    clean = _clean_score(model, examples, batch_size)
+    y = examples.targets
+    with torch.no_grad():
+        outputs = torch.cat([model(part) for part in examples.x.split(batch_size)])
+    clean = score_of(outputs, y)
     found = _run(chosen, model, examples, ball, seed=seed, batch_size=batch_size)
-    attacked = _score(found.broken, found.gain, examples.targets)
-    if out is not None:
-        _write(out, model, examples, found)
+    if y.is_floating_point():  # the gain is |f - y|
+        attacked = score_of(found.gain, torch.zeros_like(found.gain))
+    else:
+        attacked = share_score(int((~found.broken).sum()), len(y))
     record = {
         "attack": name,
         "options": options,
@@ -99,9 +97,9 @@ def attack(
         "time": f"{found.seconds:.1f} s",
     }
     if out is not None:
+        _write(out, model, examples, found)
         facts["inputs found"] = str(out)
-    title = f"Attacked {len(examples)} rows by {name}"
-    show(to_plain(record), as_json, title=title, facts=facts)
+    show(record, as_json, title=f"Attacked {len(examples)} rows by {name}", facts=facts)
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
@@ -109,12 +107,9 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not (name.isidentifier() and equals):
-            raise InputError(f"option: expected name=value such as steps=100, got {text!r}")
-        if name in options:
-            raise InputError(f"option: expected each name once, got {name} more than once")
-        if name in NOT_OPTIONS:
-            raise InputError(f"option: expected none that is part of the model, got {name}")
+        require(name.isidentifier() and equals, "option", "name=value", repr(text))
+        require(name not in options, "option", "each name once", f"{name} again")
+        require(name not in NOT_OPTIONS, "option", "none that is part of the model", name)
         try:
             options[name] = json.loads(value)
         except ValueError:
@@ -139,24 +134,6 @@ def _run(
         if isinstance(value, Tensor)
     }
     return AttackResult(**tensors, seconds=sum(part.seconds for part in parts))
-
-
-def _clean_score(model: OTAD, examples: Examples, batch_size: int) -> Score:
-    broken, gain = [], []
-    parts = (examples.x.split(batch_size), examples.targets.split(batch_size))
-    for x, y in zip(*parts, strict=True):
-        target = Target(model, y)
-        outputs = target(x)
-        broken.append(target.is_broken(outputs))
-        gain.append(gain_of(outputs, y))
-    return _score(torch.cat(broken), torch.cat(gain), examples.targets)
-
-
-def _score(broken: Tensor, gain: Tensor, y: Tensor) -> Score:
-    """The share of right labels; in regression, where the gain is |f - y|, the mean square."""
-    if y.is_floating_point():
-        return score_of(gain, torch.zeros_like(gain))
-    return share_score(int((~broken).sum()), len(y))
 
 
 def _write(out: Path, model: OTAD, examples: Examples, found: AttackResult) -> None:

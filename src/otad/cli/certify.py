@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
-import typer
 from torch import Tensor
 
 from otad.certify import certify as certify_inputs
@@ -24,17 +22,14 @@ from otad.cli.console import (
     write_csv,
 )
 from otad.cli.inputs import Examples, class_names_of, open_examples
-from otad.cli.sources import files_of, refuse_overwriting
-from otad.io.codec import to_plain
-from otad.model import otad as models
+from otad.cli.sources import open_model
 from otad.model.otad import OTAD
-from otad.scores import Score, score_of, share_score
+from otad.scores import score_of, share_score
 
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "most": 1.0}
 
 
-@dataclass(frozen=True)
-class _Proved:
+class _Proved(NamedTuple):
     """For the record, in words, and as lines of a CSV file (with all digits: a rounded radius might
     be too large)."""
 
@@ -42,25 +37,21 @@ class _Proved:
     facts: dict[str, str]
     columns: tuple[str, ...]
     lines: Sequence[tuple[str, ...]]
-    assumptions: tuple[str, ...]
+    assumptions: Sequence[str]
 
 
 def certify(
     model_dir: opt.ModelDir,
     input: opt.Input,
-    eps: Annotated[
-        str, typer.Option(help="Distances to certify at, separated by commas.")
-    ] = "0.25,0.5,1",
+    eps: Annotated[str, opt.option("Distances, separated by commas.")] = "0.25,0.5,1",
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
-    out: Annotated[
-        Path | None, typer.Option(help="CSV file to write, with every row.", dir_okay=False)
-    ] = None,
+    out: Annotated[Path | None, opt.option("CSV file for every row.", dir_okay=False)] = None,
     targets: opt.Targets = None,
     rows: opt.Rows = None,
-    seed: Annotated[int, opt.seed_option("Seed of the rows --rows draws.")] = 0,
+    seed: opt.Seed = 0,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
@@ -76,8 +67,7 @@ def certify(
     Example: otad certify digits-model test --eps 0.5,1 --out radii.csv
     """
     radii = sorted(opt.read_radii(eps))
-    model = models.load(model_dir, device=str(opt.check_device(device)))
-    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
+    model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     options = {
         "unit": opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale,
@@ -103,7 +93,7 @@ def certify(
         "assumptions": list(proved.assumptions),
         "csv": None if out is None else str(out),
     }
-    show(to_plain(record), as_json, title=f"Certified {len(examples)} rows", facts=facts)
+    show(record, as_json, title=f"Certified {len(examples)} rows", facts=facts)
 
 
 def _prove_classes(
@@ -111,7 +101,7 @@ def _prove_classes(
 ) -> _Proved:
     with progress_bar("certifying") as advance:
         found = certify_inputs(model, examples.x, progress=advance, **options)
-    certified: dict[str, Score] = {}
+    certified = {}
     if examples.y is not None:
         for eps in radii:
             right = int(found.holds(examples.y, eps).sum())
@@ -120,9 +110,8 @@ def _prove_classes(
     record = {"certified": certified, "radius": quantiles, "rules": rules}
     facts = {f"certified at {eps}": describe_score(score) for eps, score in certified.items()}
     facts |= {"radius": describe_quantiles(quantiles), "rules": describe_counts(rules)}
-    names = class_names_of(model)
+    names, radius = class_names_of(model), map(str, found.radius.tolist())
     predictions = (names[label] for label in found.prediction.tolist())
-    radius = map(str, found.radius.tolist())
     lines = list(zip(examples.names, predictions, radius, found.rules, strict=True))
     return _Proved(record, facts, ("row", "prediction", "radius", "rule"), lines, found.assumptions)
 
@@ -130,7 +119,7 @@ def _prove_classes(
 def _prove_values(
     model: OTAD, examples: Examples, radii: list[float], options: dict[str, Any]
 ) -> _Proved:
-    record: dict[str, Any] = {"intervals": {}}
+    intervals: dict[str, dict[str, Any]] = {}
     facts: dict[str, str] = {}
     assumptions: dict[str, None] = {}  # of all intervals, in order
     lines: list[tuple[str, ...]] = []
@@ -139,18 +128,18 @@ def _prove_values(
             found = certify_values(model, examples.x, eps, **options)
             assumptions |= dict.fromkeys(found.assumptions)
             radius, width = opt.radius_text(eps), _quantiles(found.high - found.low)
-            record["intervals"][radius] = {"width": width}
+            intervals[radius] = {"width": width}
             facts[f"width at {radius}"] = describe_quantiles(width)
             if examples.y is not None:
-                ends = (found.low - examples.y).abs(), (found.high - examples.y).abs()
-                worst = torch.maximum(*ends)
+                worst = (found.low - examples.y).abs().maximum((found.high - examples.y).abs())
                 score = score_of(worst, torch.zeros_like(worst))
-                record["intervals"][radius]["certified"] = score
+                intervals[radius]["certified"] = score
                 facts[f"mse at most, at {radius}"] = describe_score(score)
             bounds = zip(examples.names, found.low.tolist(), found.high.tolist(), strict=True)
             lines += [(name, radius, str(low), str(high)) for name, low, high in bounds]
             advance(done, len(radii))
-    return _Proved(record, facts, ("row", "eps", "low", "high"), lines, tuple(assumptions))
+    columns = ("row", "eps", "low", "high")
+    return _Proved({"intervals": intervals}, facts, columns, lines, tuple(assumptions))
 
 
 def _quantiles(values: Tensor) -> dict[str, float]:

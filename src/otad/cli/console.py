@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from otad.io.codec import to_plain
 from otad.io.files import replacing
 from otad.progress import bars
 from otad.scores import Score
@@ -35,14 +36,12 @@ def progress_bar(description: str) -> Iterator[Advance]:
 def attack_bar(*, of_values: bool = False) -> Iterator[Callable[[str, int, int, float], None]]:
     """The bar of an evaluation: the running attack and the worst case so far, which is an error
     for a regression (`of_values`) and a share otherwise."""
+    so_far = "{}: mean error {:.4g}" if of_values else "{}: worst case {:.1%}"
     with bars(passing=True) as bar:
         task = bar.add_task("attacking", total=None)
-
-        def advance(label: str, done: int, total: int, worst: float) -> None:
-            so_far = f"mean error {worst:.4g}" if of_values else f"worst case {worst:.1%}"
-            bar.update(task, description=f"{label}: {so_far}", completed=done, total=total)
-
-        yield advance
+        yield lambda label, done, total, worst: bar.update(
+            task, description=so_far.format(label, worst), completed=done, total=total
+        )
 
 
 def remark(message: str) -> None:
@@ -52,7 +51,7 @@ def remark(message: str) -> None:
 def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping[str, str]) -> None:
     """The result of a command on stdout: the whole record as JSON, or the facts as a table."""
     if as_json:
-        typer.echo(json.dumps(record, allow_nan=False))
+        typer.echo(json.dumps(to_plain(dict(record)), allow_nan=False))
         return
     # Names of files and classes may contain brackets, which are not markup.
     table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
+from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_quantiles, progress_bar, remark, show
-from otad.cli.options import AsJson, DataDir, Device, check_device, seed_option
 from otad.cli.sources import DataChoice, TrainedNet, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
-from otad.errors import InputError
 from otad.evaluate.identity import DEFENDED, NET
 from otad.model import defend as building
 from otad.model.answerer_options import solver_for
@@ -29,65 +28,43 @@ def defend(
     net_dir: Annotated[
         Path, typer.Argument(metavar="NET_DIR", help="Folder written by `otad train`.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the model.", file_okay=False)],
+    out: opt.OutFolder,
     data: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[DATA]",
-            help="The training data, if it is elsewhere now; it is read as for the training.",
-        ),
+        typer.Argument(metavar="[DATA]", help="The training data, if it is elsewhere now."),
     ] = None,
-    data_dir: DataDir = None,
+    data_dir: opt.DataDir = None,
     scope: Annotated[
-        str,
-        typer.Option(
-            help="local: each input by its nearest training points; global: one map through all "
-            "training points, continuous and certified everywhere."
-        ),
+        str, opt.option("local: by the nearest training points; global: a map through all.")
     ] = "local",
-    neighbors: Annotated[
-        int, typer.Option(help="K, the number of training points per prediction; local scope.")
-    ] = 10,
+    neighbors: Annotated[int, opt.option("K, training points per prediction; local.")] = 10,
     smoothness: Annotated[
         float | None,
-        typer.Option(
-            help="L, the Lipschitz constant of the map; by default 2, in global scope the least "
-            "that all training points allow."
-        ),
+        opt.option("L, the Lipschitz constant of the map.  [default: 2; global: the least]"),
     ] = None,
-    strong_convexity: Annotated[float, typer.Option(help="l, may be negative.")] = 0.0,
+    strong_convexity: Annotated[float, opt.option("l, may be negative.")] = 0.0,
     mode: Annotated[
-        str,
-        typer.Option(
-            help="Where neighbors need a larger L: consistent uses it, paper as Algorithm 2 does."
-        ),
+        str, opt.option("Where L is too small: consistent raises it, paper as Algorithm 2 does.")
     ] = "consistent",
     climb: Annotated[
         str | None,
-        typer.Option(
-            help="Steps D1,D2 by which L grows and l falls until neighbors agree, such as 0.2,0; "
-            "by default the exact least L."
-        ),
+        opt.option("Steps by which L grows and l falls, such as 0.2,0.  [default: the least L]"),
     ] = None,
     max_smoothness: Annotated[
-        float | None, typer.Option(help="Largest L; contradicting neighbors are left out.")
+        float | None, opt.option("Largest L; contradicting neighbors are left out.")
     ] = None,
-    spares: Annotated[int, typer.Option(help="Further neighbors that replace those left out.")] = 0,
-    bank_dtype: Annotated[
-        str, typer.Option(help="float32, or float16 or bfloat16 for half the size.")
-    ] = "float32",
-    per_class: Annotated[
-        int | None, typer.Option(help="Use only this many random training points of each class.")
-    ] = None,
-    seed: Annotated[int, seed_option("Seed of the points that --per-class draws.")] = 0,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    spares: Annotated[int, opt.option("Further neighbors that replace those left out.")] = 0,
+    bank_dtype: Annotated[str, opt.option(f"One of {', '.join(BANK_DTYPES)}.")] = "float32",
+    per_class: Annotated[int | None, opt.option("Random training points per class.")] = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Build the bank of training points, test the model, and save it.
 
     Predictions are interpolated from the nearest training points by a map with
     Lipschitz constant L. Where neighbors contradict that, L is raised for that row
-    alone and reported. In global scope one map through all training points answers
+    alone and reported. In global scope a map through all training points answers
     every input; points that contradict L are left out and reported.
 
     Example: otad defend digits-net --out digits-model
@@ -96,13 +73,9 @@ def defend(
 
     Example: otad defend net wine.csv --out model --neighbors 15 --smoothness 1.5
     """
-    solver = solver_for(
-        scope,
-        mode=mode,
-        climb=None if climb is None else _steps(climb),
-        max_smoothness=max_smoothness,
-        spares=spares,
-    )
+    steps = None if climb is None else opt.read_numbers(climb, "climb")
+    require(steps is None or len(steps) == 2, "climb", "two numbers such as 0.2,0", repr(climb))
+    solver = solver_for(scope, mode=mode, climb=steps, max_smoothness=max_smoothness, spares=spares)
     trained = TrainedNet.read(net_dir)
     before = DataChoice.from_json(trained.about["data"]["choice"])
     choice = DataChoice(data or before.data, before.seed, before.options)
@@ -110,7 +83,9 @@ def defend(
     refuse_foreign_card(out)
     dataset = choice.load(data_dir)
     about = describe_data(dataset, choice)
-    _check_fit(trained.about, about)
+    for name in ("task", "input_shape", "classes", "feature_names"):
+        expected = f"{name} {trained.about[name]} like the data the net was trained on"
+        require(about[name] == trained.about[name], "data", expected, about[name])
     if about["data"]["fingerprint"] != trained.about["data"]["fingerprint"]:
         remark(f"note: {choice.data} is not the data the net was trained on")
     model = build_model(
@@ -126,14 +101,12 @@ def defend(
         strong_convexity=strong_convexity,
         solver=solver,
     )
-    with progress_bar("testing") as advance:
-        assessment = assess(model, dataset.test_x, dataset.test_y, progress=advance)
     if per_class is not None:
         about["data"]["kept"] = {"per_class": per_class, "seed": seed}
-    model.notes = model_notes(about, dataset, assessment)
+    assessment, card = assess_and_save(model, dataset, about, out)
     record = {
         "model": str(out),
-        "card": str(model.save(out)),
+        "card": str(card),
         "bank_points": len(model.bank_inputs),
         **scope_record(model),
         **assessment.to_dict(),
@@ -159,7 +132,7 @@ def build_model(
     """The model of a net with the train part as its bank; `options` as in `otad.defend`."""
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
     x, y = bank_part(dataset, per_class, seed)
-    net = trained.net.to(check_device(device))
+    net = trained.net.to(opt.check_device(device))
     with bars(passing=True) as shown:
         bank = shown.add_task("building the bank", total=None)
         sweeps = shown.add_task("integrating it, sweeps", total=None, visible=False)
@@ -180,14 +153,16 @@ def scope_record(model: OTAD) -> dict[str, Any]:
     return {name: described[name] for name in ("scope", "potential") if name in described}
 
 
-def model_notes(about: dict[str, Any], dataset: Dataset, assessment: Assessment) -> dict[str, Any]:
-    """What the card of a model says beside its settings: data, how to read inputs, metrics."""
-    preparation = dataset.preparation
-    return {
-        **about,
-        "preparation": None if preparation is None else preparation.to_json(),
-        "metrics": assessment.to_dict(),
-    }
+def assess_and_save(
+    model: OTAD, dataset: Dataset, about: dict[str, Any], out: Path, *, baselines: bool = False
+) -> tuple[Assessment, Path]:
+    """Test the model, note on its card data, how to read inputs and metrics, and save it."""
+    test = dataset.test_x, dataset.test_y
+    with progress_bar("testing") as advance:
+        assessment = assess(model, *test, baselines=baselines, progress=advance)
+    preparation = None if dataset.preparation is None else dataset.preparation.to_json()
+    model.notes = {**about, "preparation": preparation, "metrics": assessment.to_dict()}
+    return assessment, model.save(out)
 
 
 def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
@@ -215,21 +190,3 @@ def _spread(distribution: dict[str, float | None] | None) -> str:
         return "none"
     marks = {"median": "median", "quantile_90": "90%", "most": "most"}
     return describe_quantiles({mark: distribution[name] for name, mark in marks.items()}, digits=3)
-
-
-def _check_fit(net: dict[str, Any], data: dict[str, Any]) -> None:
-    """Inputs and outputs of the net must mean the same as in the data."""
-    for name in ("task", "input_shape", "classes", "feature_names"):
-        if net[name] != data[name]:
-            raise InputError(
-                f"data: expected {name} {net[name]} like the data the net was trained on, "
-                f"got {data[name]}"
-            )
-
-
-def _steps(text: str) -> tuple[float, float]:
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError as error:
-        raise InputError(f"climb: expected two numbers such as 0.2,0.2, got {text!r}") from error
-    return first, second

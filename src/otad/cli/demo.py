@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from otad.attacks import L2, Attack
+from otad.cli import options as opt
 from otad.cli.console import attack_bar, remark, show
-from otad.cli.defend import build_model, model_notes, scope_record
+from otad.cli.defend import assess_and_save, build_model, scope_record
+from otad.cli.evaluate import report_on
 from otad.cli.inputs import open_inputs
-from otad.cli.options import AsJson, seed_option
 from otad.cli.predict import write_predictions
 from otad.cli.sources import DataChoice, TrainedNet, describe_data
 from otad.cli.train import train_net, training_record
 from otad.data import Dataset
-from otad.evaluate import Evaluation, evaluate
+from otad.evaluate import evaluate
 from otad.evaluate.identity import DEFENDED, NET
 from otad.evaluate.records import FAIL
 from otad.evaluate.suite import suite
@@ -32,29 +31,23 @@ from otad.model.otad import OTAD
 from otad.model.prototypes import prototype_net
 from otad.nets import lifted_net
 from otad.report import model_report as sections
-from otad.report.assessment import assess
-from otad.report.evaluation_report import evaluation_report
-from otad.report.examples import Adversarial, cases_section
+from otad.report.assessment import Assessment, assess
+from otad.report.examples import cases_section
 from otad.report.map_pictures import draw_map
 from otad.report.model_report import Contender
 from otad.report.page import Report
-from otad.scores import Score
 from otad.training import TrainConfig
 
 RECIPE = TrainConfig(epochs=40, batch_size=64, energy_weight=0.01)
 BLOCKS, NEIGHBORS, SMOOTHNESS = 5, 10, 2.0
 ATTACKED, EPS, RADII = 100, 0.5, (0.25, 0.5, 1.0, 1.5)
-SUITE: str | tuple[str, ...] = "quick"
+SUITE = "quick"
 # Expensive, and on a smooth global map they find nothing that the other attacks do not find.
 SKIPPED = ("straight", "soft_knn", "square", "random_search")
 
 
 def demo(
-    out: Annotated[
-        Path, typer.Option(help="Folder for the files written.", file_okay=False)
-    ] = Path("demo-output"),
-    seed: Annotated[int, seed_option("Seed of split, weights and order of the rows.")] = 0,
-    as_json: AsJson = False,
+    out: opt.OutFolder = Path("demo-output"), seed: opt.Seed = 0, as_json: opt.AsJson = False
 ) -> None:
     """Train, defend, attack and certify on handwritten digits, and write a report.
 
@@ -70,22 +63,20 @@ def demo(
     dataset = choice.load()
     about = describe_data(dataset, choice)
     config = replace(RECIPE, seed=seed)
+    shape: dict[str, Any] = {"options": {"blocks": BLOCKS}, "progress": True}
+    test = dataset.test_x, dataset.test_y
 
     remark(f"training on {len(dataset.train_x)} digits, with and without the energy term")
-    net, result = train_net(dataset, config, blocks=BLOCKS, progress=True)
+    net, result = train_net(dataset, config, **shape)
     trained = TrainedNet(net, about)
-    trained.write(out / "net", training_record(net, result, config, about))
-    rough, _ = train_net(dataset, replace(config, energy_weight=0.0), blocks=BLOCKS, progress=True)
+    trained.write(out / "net", training_record(net, result, config, about, 0.0))
+    rough, _ = train_net(dataset, replace(config, energy_weight=0.0), **shape)
 
     remark("building the bank of training points and testing")
     options: dict[str, Any] = {"n_neighbors": NEIGHBORS, "smoothness": SMOOTHNESS}
     model = build_model(trained, dataset, **options)
-    assessment = assess(model, dataset.test_x, dataset.test_y, baselines=True)
-    model.notes = model_notes(about, dataset, assessment)
-    card = model.save(out / "model")
-    other = assess(
-        build_model(TrainedNet(rough, about), dataset, **options), dataset.test_x, dataset.test_y
-    )
+    assessment, card = assess_and_save(model, dataset, about, out / "model", baselines=True)
+    other = assess(build_model(TrainedNet(rough, about), dataset, **options), *test)
 
     remark("predicting and explaining")
     model = models.load(out / "model")  # what was saved is what is shown
@@ -96,13 +87,27 @@ def demo(
     cost_number, cost_section = sections.measure_cost(model, dataset.test_x, card.parent)
 
     remark(f"attacking and certifying {ATTACKED} digits")
-    evaluation, robust = _evaluate(model, dataset, out / "evaluation", seed)
+    folder = out / "evaluation"
+    how: dict[str, Any] = {"eps": RADII, "attacks": SUITE, "folder": folder}
+    local = _attack("local", model, assessment, dataset, seed=seed, **how)
+    evaluation = local.evaluation
+    x, y = (part[:ATTACKED] for part in test)
+    title = "How robust is the digits model?"
+    robust = report_on(evaluation, model, x, y, folder, title=title)
+    shutil.rmtree(folder / "parts")  # which only a killed run needs
 
     remark("the same with a global map")
-    one_map = _global_map(trained, dataset, out / "global-model", seed)
-    points = _map_of_points(dataset, seed)
-    local = Contender("local", model, assessment, evaluation)
-    beside = sections.scopes_section(local, [one_map, points], radii=RADII, eps=EPS)
+    whole = build_model(trained, dataset, scope="global", n_neighbors=NEIGHBORS)
+    tested, _ = assess_and_save(whole, dataset, about, out / "global-model")
+    how = {"flags": False, "attacks": _fast_attacks(whole, dataset), "seed": seed}
+    through_all = _attack("global", whole, tested, dataset, **how)
+    # Without a net: a global map through the training points, each with its own label.
+    frame = lifted_net(dataset.input_shape, len(dataset.classes), blocks=0, bounds=dataset.bounds)
+    points = prototype_net(frame, dataset.train_x, dataset.train_y, neighbors=1)
+    lifted = OTAD(points, points.bank(), scope="global", n_neighbors=NEIGHBORS).eval()
+    how["attacks"] = _fast_attacks(lifted, dataset)
+    without_net = _attack("global, no net", lifted, assess(lifted, *test), dataset, **how)
+    beside = sections.scopes_section(local, [through_all, without_net], radii=RADII, eps=EPS)
     robust = replace(robust, sections=[*robust.sections, beside])
     robust.write(out / "robustness.md")
 
@@ -134,9 +139,7 @@ def demo(
         f"torch {here.versions['torch']}, Python {here.python}; {here.cpu}; seed {seed}",
     ).write(out / "report.html")
 
-    proved, proved_globally, proved_by_points = (
-        one.evaluation.certified_accuracy(EPS) for one in (local, one_map, points)
-    )
+    robustness, globally, by_points = map(_robustness, (local, through_all, without_net))
     record: dict[str, Any] = {
         "report": str(report),
         "model": str(out / "model"),
@@ -144,39 +147,33 @@ def demo(
         **assessment.to_dict(),
         "share_raised_without_energy": other.share_raised,
         "robustness": str(out / "robustness.md"),
-        "evaluation": str(out / "evaluation" / "evaluation.json"),
-        "worst_case_accuracy": evaluation.worst_case_accuracy,
-        "certified_accuracy": None if proved is None else proved.value / 100,
+        "evaluation": str(folder / "evaluation.json"),
+        **robustness,
         "global": {
             "model": str(out / "global-model"),
-            **scope_record(one_map.model),
-            "otad": one_map.assessment.scores[DEFENDED],
-            "attacks": list(one_map.evaluation.per_attack),
-            "worst_case_accuracy": one_map.evaluation.worst_case_accuracy,
-            "certified_accuracy": proved_globally and proved_globally.value / 100,
+            **scope_record(whole),
+            "attacks": list(through_all.evaluation.per_attack),
+            **globally,
         },
-        "points": {
-            "otad": points.assessment.scores[DEFENDED],
-            "worst_case_accuracy": points.evaluation.worst_case_accuracy,
-            "certified_accuracy": proved_by_points and proved_by_points.value / 100,
-        },
+        "points": by_points,
         "flags_failed": [flag.name for flag in evaluation.flags if flag.verdict == FAIL],
         "demo_seconds": time.perf_counter() - started,
     }
+    figures = "{otad:.2%} right; {worst_case_accuracy:.1%} left by attacks, {certified:.1%} proved"
     facts = {
         "accuracy of the net": f"{assessment.scores[NET]:.2%} on {len(assessment)} test digits",
-        "accuracy of OTAD": f"{assessment.scores[DEFENDED]:.2%}",
         "L raised": f"{assessment.share_raised:.1%} of the rows ({other.share_raised:.1%} without "
         "the energy term)",
-        "under attack": f"{evaluation.worst_case_accuracy:.1%} remain right in the worst case of "
-        f"{len(evaluation.per_attack)} attacks, l2 up to {EPS:g}, on {evaluation.n} digits",
-        "certified": f"{_percent(proved)} are right under any attack, l2 up to {EPS:g}",
-        "global map": f"{one_map.assessment.scores[DEFENDED]:.2%} right, L = "
-        f"{one_map.curvature}; {one_map.evaluation.worst_case_accuracy:.1%} left by "
-        f"{len(one_map.evaluation.per_attack)} attacks, "
-        f"{_percent(proved_globally)} proved, l2 up to {EPS:g}",
-        "global map, no net": f"{points.assessment.scores[DEFENDED]:.2%} right; "
-        f"{points.evaluation.worst_case_accuracy:.1%} left, {_percent(proved_by_points)} proved",
+        "under attack": f"{len(evaluation.per_attack)} attacks on {evaluation.n} digits, "
+        f"l2 up to {EPS:g}",
+        **{
+            name: figures.format(**found, certified=found["certified_accuracy"] or 0.0)
+            for name, found in (
+                ("OTAD", robustness),
+                (f"global map, L = {through_all.curvature}", globally),
+                ("global map, no net", by_points),
+            )
+        },
         "report": f"{report}  (open it in a browser)",
         "robustness": f"{out / 'robustness.md'}",
         "model": f"{out / 'model'}",
@@ -187,57 +184,25 @@ def demo(
     show(record, as_json, title="otad demo", facts=facts)
 
 
-def _evaluate(model: OTAD, dataset: Dataset, folder: Path, seed: int) -> tuple[Evaluation, Report]:
-    """The suite on some test digits, and its report."""
+def _attack(
+    name: str, model: OTAD, assessment: Assessment, dataset: Dataset, **options: Any
+) -> Contender:
+    """The model evaluated on the first test digits; `options` as in `evaluate`."""
     x, y = dataset.test_x[:ATTACKED], dataset.test_y[:ATTACKED]
     with attack_bar() as progress:
-        evaluation = evaluate(
-            model, x, y, L2(EPS), eps=RADII, attacks=SUITE, seed=seed, folder=folder,
-            progress=progress,
-        )  # fmt: skip
-    report = evaluation_report(
-        evaluation,
-        model=model,
-        x=x,
-        y=y,
-        adversarial=Adversarial.read(folder / "adversarial.safetensors"),
-        classes=dataset.classes,
-        title="How robust is the digits model?",
-    )
-    shutil.rmtree(folder / "parts")  # which only a killed run needs
-    return evaluation, report
+        found = evaluate(model, x, y, L2(EPS), progress=progress, **options)
+    return Contender(name, model, assessment, found)
 
 
-def _global_map(trained: TrainedNet, dataset: Dataset, folder: Path, seed: int) -> Contender:
-    """The net with a global map, saved in `folder`."""
-    model = build_model(trained, dataset, scope="global", n_neighbors=NEIGHBORS)
-    assessment = assess(model, dataset.test_x, dataset.test_y)
-    model.notes = model_notes(trained.about, dataset, assessment)
-    model.save(folder)
-    return Contender("global", model, assessment, _attack_global(model, dataset, seed))
+def _fast_attacks(model: OTAD, dataset: Dataset) -> list[Attack]:
+    made, _ = suite(model, SUITE, dataset.input_shape, dataset.task, L2(EPS))
+    return [attack for attack in made if attack.name not in SKIPPED]
 
 
-def _map_of_points(dataset: Dataset, seed: int) -> Contender:
-    """Without a net: a global map through the training points, each with its own label."""
-    frame = lifted_net(dataset.input_shape, len(dataset.classes), blocks=0, bounds=dataset.bounds)
-    points = prototype_net(frame, dataset.train_x, dataset.train_y, neighbors=1)
-    model = OTAD(points, points.bank(), scope="global", n_neighbors=NEIGHBORS).eval()
-    assessment = assess(model, dataset.test_x, dataset.test_y)
-    return Contender("global, no net", model, assessment, _attack_global(model, dataset, seed))
-
-
-def _attack_global(model: OTAD, dataset: Dataset, seed: int) -> Evaluation:
-    """Attacks that are not `SKIPPED`, on the first test digits."""
-    attacks: Sequence[str | Attack] = [name for name in SUITE if name not in SKIPPED]
-    if isinstance(SUITE, str):
-        made, _ = suite(model, SUITE, dataset.input_shape, dataset.task, L2(EPS))
-        attacks = [attack for attack in made if attack.name not in SKIPPED]
-    x, y = dataset.test_x[:ATTACKED], dataset.test_y[:ATTACKED]
-    with attack_bar() as progress:
-        return evaluate(
-            model, x, y, L2(EPS), attacks=attacks, flags=False, seed=seed, progress=progress
-        )
-
-
-def _percent(score: Score | None) -> str:
-    return "0.0%" if score is None else f"{score.value:.1f}%"
+def _robustness(one: Contender) -> dict[str, Any]:
+    proved = one.evaluation.certified_accuracy(EPS)
+    return {
+        "otad": one.assessment.scores[DEFENDED],
+        "worst_case_accuracy": one.evaluation.worst_case_accuracy,
+        "certified_accuracy": None if proved is None else proved.value / 100,
+    }

@@ -2,78 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.cli import options as opt
 from otad.cli.console import attack_bar, describe_score, show
 from otad.cli.inputs import class_names_of, open_examples
-from otad.cli.sources import files_of, refuse_overwriting, training_inputs
-from otad.errors import InputError
+from otad.cli.sources import open_model, training_inputs
 from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
-from otad.io.codec import to_plain
-from otad.model import otad as models
+from otad.model.otad import OTAD
+from otad.report.evaluation_report import evaluation_report
+from otad.report.examples import Adversarial
+from otad.report.page import Report
 
 
 def evaluate(
     model_dir: opt.ModelDir,
     input: opt.Input,
-    eps: Annotated[
-        str, typer.Option(help="How far an input may be changed: one radius, or several: 0.5,1,2.")
-    ],
+    eps: Annotated[str, opt.option("How far an input may be changed, such as 0.5,1,2.")],
     headline: Annotated[
-        float | None,
-        typer.Option(help="The radius of the headline figure; by default the first of --eps."),
+        float | None, opt.option("Radius of the headline figure.  [default: the first of --eps]")
     ] = None,
-    suite: Annotated[
-        str, typer.Option(help=f"Which attacks to run: {', '.join(PRESETS)}.")
-    ] = "standard",
+    suite: Annotated[str, opt.option(f"Attacks to run: {', '.join(PRESETS)}.")] = "standard",
     attack: Annotated[
         list[str] | None,
-        typer.Option(help=f"Run this attack instead of a suite. Repeatable: {', '.join(ATTACKS)}."),
+        opt.option(f"Run this attack instead of a suite. Repeatable: {', '.join(ATTACKS)}."),
     ] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
     all_rows: Annotated[
-        bool,
-        typer.Option(
-            "--all-rows",
-            help="Run every attack on every row, even on those already broken: more expensive, but "
-            "the attacks can be compared.",
-        ),
+        bool, opt.option("Attack rows already broken too, to compare attacks.", "--all-rows")
     ] = False,
     spare_proved: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Skip this attack on rows whose certificate covers the radius: no attack can "
-            "break those. Repeatable."
-        ),
+        list[str] | None, opt.option("Skip this attack on certified rows. Repeatable.")
     ] = None,
     no_flags: Annotated[
-        bool,
-        typer.Option(
-            "--no-flags",
-            help="Skip the checks for attacks that are too weak. Whether an attack refutes a "
-            "certificate is always checked.",
-        ),
+        bool, opt.option("Skip the checks for attacks that are too weak.", "--no-flags")
     ] = False,
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
     targets: opt.Targets = None,
     rows: opt.Rows = None,
-    seed: Annotated[int, opt.seed_option("Seed of the attacks, and of the rows --rows draws.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)] = Path(
-        "evaluation"
-    ),
+    seed: opt.Seed = 0,
+    out: opt.OutFolder = Path("evaluation"),
     batch_size: opt.BatchSize = 250,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
@@ -91,23 +71,12 @@ def evaluate(
 
     Example: otad evaluate wine-model test --norm linf --eps 0.1 --unit std --immutable alcohol
     """
-    from otad.report.evaluation_report import evaluation_report
-    from otad.report.examples import Adversarial
-
     radii = opt.read_radii(eps)
-    if headline is not None and headline not in radii:
-        raise InputError(f"headline: expected one of --eps {eps}, got {headline:g}")
+    radius = radii[0] if headline is None else headline
+    require(radius in radii, "headline", f"one of --eps {eps}", f"{radius:g}")
     check_choice(suite, "suite", tuple(PRESETS))
-    model = models.load(model_dir, device=str(opt.check_device(device)))
-    refuse_overwriting(out, input, targets, scale, *files_of(model, model_dir, data_dir))
-    threat = opt.threat_to(
-        model,
-        norm,
-        radii[0] if headline is None else headline,
-        immutable=immutable,
-        unit=unit,
-        scale=scale,
-    )
+    model = open_model(model_dir, device, data_dir, out, input, targets, scale)
+    threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir)
     with attack_bar(of_values=y.is_floating_point()) as progress:
@@ -129,30 +98,33 @@ def evaluate(
             folder=out,
             progress=progress,
         )
-    report = evaluation_report(
+    title = f"How robust is {model_dir.resolve().name}?"
+    report = report_on(evaluation, model, x, y, out, train_x=train_x, title=title)
+    files = {
+        "evaluation": str(out / "evaluation.json"),
+        "report": str(report.write(out / "report.html")),
+        "markdown": str(report.write(out / "report.md")),
+    }
+    title = f"Evaluated {len(examples)} rows, {threat.describe()}"
+    show(_record(evaluation) | files, as_json, title=title, facts=_facts(evaluation) | files)
+    if not evaluation.is_sound:
+        raise typer.Exit(1)
+
+
+def report_on(
+    evaluation: Evaluation, model: OTAD, x: Tensor, y: Tensor, folder: Path, **options: Any
+) -> Report:
+    """The report of an evaluation stored in a folder; `options` as in `evaluation_report`."""
+    return evaluation_report(
         evaluation,
         model=model,
         x=x,
         y=y,
-        adversarial=Adversarial.read(out / "adversarial.safetensors"),
+        adversarial=Adversarial.read(folder / "adversarial.safetensors"),
         classes=class_names_of(model) or None,
         feature_names=model.notes.get("feature_names"),
-        train_x=train_x,
-        title=f"How robust is {model_dir.resolve().name}?",
+        **options,
     )
-    files = {
-        "evaluation": out / "evaluation.json",
-        "report": report.write(out / "report.html"),
-        "markdown": report.write(out / "report.md"),
-    }
-    show(
-        _record(evaluation) | {name: str(path) for name, path in files.items()},
-        as_json,
-        title=f"Evaluated {len(examples)} rows, {threat.describe()}",
-        facts=_facts(evaluation) | {name: str(path) for name, path in files.items()},
-    )
-    if not evaluation.is_sound:
-        raise typer.Exit(1)
 
 
 def _record(evaluation: Evaluation) -> dict[str, object]:
@@ -162,19 +134,19 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
     found["rows"] = evaluation.n
     found["flags"] = {flag.name: flag.verdict for flag in evaluation.flags}
 
-    def at_each(value: Callable[[float], object]) -> dict[str, object]:
-        return {opt.radius_text(eps): value(eps) for eps in evaluation.eps}
-
+    radii = {opt.radius_text(eps): eps for eps in evaluation.eps}
     if evaluation.task == "classification":
-        found["worst_case"] = at_each(evaluation.worst_case)
-        found["certified"] = at_each(evaluation.certified_accuracy)
+        found["worst_case"] = {text: evaluation.worst_case(eps) for text, eps in radii.items()}
+        found["certified"] = {
+            text: evaluation.certified_accuracy(eps) for text, eps in radii.items()
+        }
         found["per_attack"] = evaluation.per_attack
     else:
-        found["mean_worst_error"] = at_each(lambda eps: fmean(evaluation.worst_errors(eps)))
+        errors = {text: fmean(evaluation.worst_errors(eps)) for text, eps in radii.items()}
+        found["mean_worst_error"] = errors
         if evaluation.certificate is not None:
             found["mean_certified_error"] = fmean(evaluation.certificate.worst_errors)
-    plain: dict[str, object] = to_plain(found)
-    return plain
+    return found
 
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:

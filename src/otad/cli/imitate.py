@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from torch import Tensor
 
-from otad.cip.surrogate import CipNetConfig
 from otad.cli import options as opt
 from otad.cli.console import progress_bar, remark, show
 from otad.cli.inputs import open_inputs
@@ -23,25 +22,19 @@ from otad.model.imitation import imitate as imitate_model
 from otad.model.otad import OTAD
 from otad.report.assessment import Assessment, assess
 
-
-def _training(help: str, *names: str) -> Any:
-    return opt.panel_option(opt.TRAINING, help, *names)
+_training = partial(opt.option, panel=opt.TRAINING)
+CHANGES = ("epochs", "batch_size", "learning_rate", "mixed_precision", "seed")
 
 
 def imitate(
     model_dir: opt.ModelDir,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the new model and its checkpoints.", file_okay=False)
-    ],
+    out: opt.OutFolder,
     data_dir: opt.DataDir = None,
-    seed: Annotated[
-        int, opt.seed_option("Seed of the weights and of the order of the points.")
-    ] = 0,
+    seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
     width: Annotated[
-        int | None,
-        _training("Of each token.  [default: twice the features, at most the paper's 2048]"),
+        int | None, _training("Of each token.  [default: twice the features, at most 2048]")
     ] = None,
     blocks: Annotated[int, _training("Of the transformer.")] = 6,
     heads: Annotated[int, _training("Of each attention.")] = 16,
@@ -49,32 +42,20 @@ def imitate(
         str, _training("free, or hull: answers are weighted means of the neighbors' features.")
     ] = "free",
     alpha: Annotated[
-        float, _training("Share of the exact answers; the rest are the backbone's own features.")
+        float, _training("Share of the exact answers; the rest are the backbone's features.")
     ] = 1.0,
     epochs: Annotated[int | None, _training("Passes over the bank.  [default: 20]")] = None,
     batch_size: Annotated[int | None, _training("Rows per step.  [default: 256]")] = None,
-    learning_rate: Annotated[
-        float | None, _training("Its highest value.  [default: 0.0003]")
-    ] = None,
+    learning_rate: Annotated[float | None, _training("The highest.  [default: 0.0003]")] = None,
     mixed_precision: Annotated[
         bool | None,
-        _training(
-            "Compute layers in bfloat16.  [default: on a GPU]", "--mixed-precision/--full-precision"
-        ),
+        _training("Use bfloat16.  [default: on a GPU]", "--mixed-precision/--full-precision"),
     ] = None,
-    held_out: Annotated[
-        int, _training("Random points of the bank on which to measure the error instead.")
-    ] = 0,
+    held_out: Annotated[int, _training("Random points of the bank to measure the error on.")] = 0,
     cached: Annotated[
-        bool,
-        _training(
-            "Solve each problem once and store its weights, or every time it comes up.",
-            "--solve-once/--solve-anew",
-        ),
+        bool, _training("Solve each problem once, or in every epoch.", "--solve-once/--solve-anew")
     ] = True,
-    save_seconds: Annotated[
-        float, _training("Seconds between checkpoints, each three times the size of the network.")
-    ] = 60.0,
+    save_seconds: Annotated[float, _training("Seconds between checkpoints.")] = 60.0,
     max_seconds: Annotated[
         float | None, _training("Stop in time; the same command resumes the training.")
     ] = None,
@@ -90,19 +71,13 @@ def imitate(
 
     Example: otad imitate vit-model --out vit-nn --device cuda --max-seconds 500
     """
+    changes = opt.given(locals(), CHANGES)
     refuse_overwriting(out, model_dir)
     refuse_foreign_card(out)
     model = models.load(model_dir, device=str(opt.check_device(device)))
-    changes: dict[str, Any] = {
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "mixed_precision": mixed_precision,
-        "seed": seed,
-    }
     if epochs is not None:
         changes["warmup"] = min(recipe_for(model).warmup, epochs / 2)
-    config = replace(recipe_for(model), **opt.given(changes))
+    config = replace(recipe_for(model), **changes)
     net = fresh_net(model, width=width, blocks=blocks, heads=heads, readout=readout, seed=seed)
     test_part = _test_part(model, data_dir)  # reports what is missing before the training
     imitation = imitate_model(
@@ -117,42 +92,36 @@ def imitate(
         max_seconds=max_seconds,
         progress=True,
     )
-    record = imitation_record(imitation, config, alpha)
-    if not imitation.result.finished:
-        done = len(imitation.result.history)
-        title = f"Out of time after epoch {done} of {config.epochs}"
-        show(record, as_json, title=title, facts={"next": "the same command resumes"})
-        return
-    tested = None if test_part is None else _test(model, imitation.model, *test_part)
-    notes = {"imitation": record}
-    if tested is not None:
-        record |= {"exact": tested[0].to_dict(), "estimated": tested[1].to_dict()}
-        notes["metrics"] = record["estimated"]
-    card = imitation.model.save(out, **notes)
-    show(
-        record | {"model": str(out), "card": str(card)},
-        as_json,
-        title="Imitated",
-        facts=_facts(imitation, tested)
-        | {"model": str(out), "next": f"otad evaluate {out} test --eps EPS --out DIR"},
-    )
-
-
-def imitation_record(imitation: Imitation, config: CipNetConfig, alpha: float) -> dict[str, Any]:
-    """The training, in plain JSON."""
     history = imitation.result.history
-    return {
+    record: dict[str, Any] = {
         "alpha": alpha,
         "train_config": asdict(config),
         "unit": imitation.result.unit,
         "seconds": sum(epoch.seconds for epoch in history),
         "history": [vars(epoch) for epoch in history],
     }
+    if not imitation.result.finished:
+        done = len(history)
+        title = f"Out of time after epoch {done} of {config.epochs}"
+        show(record, as_json, title=title, facts={"next": "the same command resumes"})
+        return
+    notes, tested = {"imitation": record}, None
+    if test_part is not None:
+        with progress_bar("testing the solver") as advance:
+            exact = assess(model, *test_part, progress=advance)
+        with progress_bar("testing the network") as advance:
+            tested = exact, assess(imitation.model, *test_part, progress=advance)
+        record |= {"exact": exact.to_dict(), "estimated": tested[1].to_dict()}
+        notes["metrics"] = record["estimated"]
+    card = imitation.model.save(out, **notes)
+    facts = _facts(imitation, tested) | {"model": str(out)}
+    facts["next"] = f"otad evaluate {out} test --eps EPS --out DIR"
+    show(record | {"model": str(out), "card": str(card)}, as_json, title="Imitated", facts=facts)
 
 
 def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | None:
-    """Inputs and targets of the test part of a model's data. The training does not need them; where
-    they are not available, the new model is not tested, and a note says so."""
+    """Inputs and targets of the test part of a model's data. Where they are not available, the new
+    model is not tested, and a note says so."""
     if not data_card(model):
         remark("note: the model names no data, so it is not tested")
         return None
@@ -163,13 +132,6 @@ def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | No
         return None
     targets = rows.targets(None)
     return None if targets is None else (rows.read(slice(0, len(rows))), targets)
-
-
-def _test(exact: OTAD, estimated: OTAD, x: Tensor, y: Tensor) -> tuple[Assessment, Assessment]:
-    with progress_bar("testing the solver") as advance:
-        solved = assess(exact, x, y, progress=advance)
-    with progress_bar("testing the network") as advance:
-        return solved, assess(estimated, x, y, progress=advance)
 
 
 def _facts(imitation: Imitation, tested: tuple[Assessment, Assessment] | None) -> dict[str, str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.errors import InputError
 from otad.io.codec import read_json
 from otad.model.otad import OTAD
@@ -21,21 +20,16 @@ READING, THREAT, TRAINING = "Reading the data", "Changes of an input", "Network 
 UNITS = ("1", "std")
 
 
-def panel_option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    """An option that the help shows in a panel of its own."""
+def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """An option of a command, in a panel of the help."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
-def seed_option(help: str) -> Any:
-    """A whole number that every generator accepts."""
-    return typer.Option(help=help, callback=check_seed)
-
-
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else there.")
-]
-Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:1.")]
-BatchSize = Annotated[int, typer.Option(help="Rows at a time.", min=1)]
+AsJson = Annotated[bool, option("Print one JSON object to stdout, and nothing else.", "--json")]
+Seed = Annotated[int, option("Seed of everything that is drawn at random.", callback=check_seed)]
+Device = Annotated[str, option("Where to compute: cpu, cuda or cuda:1.")]
+BatchSize = Annotated[int, option("Rows at a time.", min=1)]
+OutFolder = Annotated[Path, option("Folder for everything that is written.", file_okay=False)]
 ModelDir = Annotated[
     Path, typer.Argument(metavar="MODEL_DIR", help="Model folder written by `otad defend`.")
 ]
@@ -43,71 +37,52 @@ Input = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="CSV, NPZ (array x), image folder or .h5ad; or the word test, for the test part of "
-        "the data the model was made from.",
+        help="CSV, NPZ (array x), image folder or .h5ad; or test: the test part of its data.",
     ),
 ]
 DataDir = Annotated[
     Path | None,
-    panel_option(
-        READING,
-        "Folder of the registered data sets, by default the one in OTAD_DATA; and of data that was "
-        "named by a path relative to it.",
-    ),
+    option("Folder of the data sets and of relative paths.  [default: OTAD_DATA]", panel=READING),
 ]
 Targets = Annotated[
     str | None,
-    panel_option(
-        READING,
-        "Where the targets are: a column of the CSV, an obs column of the .h5ad, an array of the "
-        "NPZ, or another CSV or NPZ file with one target per row. By default those the model was "
-        "trained on: the target column, the array y, the folder of each image.",
+    option(
+        "Column of the CSV, obs column of the .h5ad, array of the NPZ, or another CSV or NPZ file "
+        "with the targets. By default the column trained on, array y, the folder of each image.",
+        panel=READING,
     ),
 ]
-Rows = Annotated[
-    int | None, typer.Option(help="Use only this many rows, drawn at random by --seed.", min=1)
-]
+Rows = Annotated[int | None, option("Use only this many random rows.", min=1)]
 EmbeddingLipschitz = Annotated[
     float | None,
-    typer.Option(
-        help="Lipschitz constant of the embedding in which neighbors are searched; certificates "
-        "need it where the embedding does more than normalize."
-    ),
+    option("Lipschitz constant of the embedding; needed where it does more than normalize."),
 ]
 MetricLipschitz = Annotated[
     float | None,
-    typer.Option(
-        help="Lipschitz constant of the metric by which neighbors are searched; certificates need "
-        "it where the metric does not know its own."
-    ),
+    option("Lipschitz constant of the metric; needed where the metric does not know its own."),
 ]
-Norm = Annotated[str, panel_option(THREAT, "How a change is measured: l2 or linf.")]
+Norm = Annotated[str, option("How a change is measured: l2 or linf.", panel=THREAT)]
 Immutable = Annotated[
     list[str] | None,
-    panel_option(THREAT, 'Features that cannot change, such as "age,sex". Repeatable.'),
+    option('Features that cannot change, such as "age,sex". Repeatable.', panel=THREAT),
 ]
 Unit = Annotated[
     str | None,
-    panel_option(
-        THREAT,
-        "1 measures the change of every feature as it is, which is the default; std in units of "
-        "the standard deviation of the feature in the training data.",
-    ),
+    option("1, or std: standard deviations of the training data.  [default: 1]", panel=THREAT),
 ]
 Scale = Annotated[
     Path | None,
-    panel_option(
-        THREAT,
-        'JSON file with the unit of each feature, {"alcohol": 0.5, ...}: with linf, a feature may '
-        "change by eps times its unit.",
+    option(
+        'JSON file with the unit of each feature, {"alcohol": 0.5, ...}.',
+        panel=THREAT,
         dir_okay=False,
     ),
 ]
 
 
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given."""
-    return {name: value for name, value in options.items() if value not in (None, [])}
+def given(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Those of the named options that were given."""
+    return {name: options[name] for name in names if options[name] not in (None, [])}
 
 
 def check_device(name: str) -> torch.device:
@@ -122,16 +97,20 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def read_radii(text: str) -> tuple[float, ...]:
-    """Numbers of at least 0, separated by commas, in the given order."""
+def read_numbers(text: str, option: str) -> tuple[float, ...]:
+    """Numbers separated by commas."""
     try:
-        radii = tuple(float(part) for part in text.split(","))
+        return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise InputError(f"eps: expected numbers such as 0.5,1,2, got {text!r}") from error
-    if len(set(radii)) < len(radii):
-        raise InputError(f"eps: expected distinct numbers, got {text!r}")
-    if not all(0 <= eps < float("inf") for eps in radii):
-        raise InputError(f"eps: expected finite numbers of at least 0, got {text!r}")
+        raise InputError(f"{option}: expected numbers such as 0.5,1, got {text!r}") from error
+
+
+def read_radii(text: str) -> tuple[float, ...]:
+    """Distinct finite numbers of at least 0, in the given order."""
+    radii = read_numbers(text, "eps")
+    require(len(set(radii)) == len(radii), "eps", "distinct numbers", repr(text))
+    valid = all(0 <= eps < float("inf") for eps in radii)
+    require(valid, "eps", "finite numbers of at least 0", repr(text))
     return radii
 
 
@@ -152,8 +131,7 @@ def threat_to(
 ) -> LpBall:
     """The ball around inputs of the model, within the bounds that it declares."""
     ball = NORMS[check_choice(norm, "norm", tuple(NORMS))]
-    if unit is not None and scale is not None:
-        raise InputError("scale: expected either --unit or --scale, got both")
+    require(unit is None or scale is None, "scale", "either --unit or --scale", "both")
     device, mutable, units, frozen = model.backbone.mean.device, None, None, []
     if immutable:
         names = _feature_names(model, "immutable")
@@ -161,17 +139,16 @@ def threat_to(
             frozen += [text] if text in names else [part.strip() for part in text.split(",")]
         _refuse_unknown(frozen, names, "immutable")
         mutable = torch.tensor([name not in frozen for name in names], device=device)
-        if not bool(mutable.any()):
-            raise InputError("immutable: expected at least one feature to be left, got all of them")
+        require(mutable.any(), "immutable", "at least one feature to be left", "all of them")
     if scale is not None:
-        units = _read_scale(model, scale, frozen)
+        units = torch.tensor(_read_scale(model, scale, frozen), device=device)
     elif unit is not None and check_choice(unit, "unit", UNITS) == "std":
         units = model.backbone.std.detach().clone()
     return ball(eps, bounds=model.backbone.bounds, scale=units, mutable=mutable)
 
 
-def _read_scale(model: OTAD, path: Path, frozen: Sequence[str]) -> Tensor:
-    """The unit of every feature that can change."""
+def _read_scale(model: OTAD, path: Path, frozen: Sequence[str]) -> list[float]:
+    """The unit of every feature, 1 for those that cannot change."""
     names, content = _feature_names(model, "scale"), read_json(path)
     if not isinstance(content, dict) or not all(
         isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -180,25 +157,17 @@ def _read_scale(model: OTAD, path: Path, frozen: Sequence[str]) -> Tensor:
         raise InputError(f'{path}: expected a number for each feature, {{"name": 0.5, ...}}')
     _refuse_unknown(list(content), names, str(path))
     missing = [name for name in names if name not in content and name not in frozen]
-    if missing:
-        raise InputError(
-            f"{path}: expected a unit for every feature that can change, "
-            f"got none for {', '.join(missing)}"
-        )
-    units = [float(content.get(name, 1.0)) for name in names]
-    return torch.tensor(units, device=model.backbone.mean.device)
+    expected = "a unit for every feature that can change"
+    require(not missing, str(path), expected, f"none for {', '.join(missing)}")
+    return [float(content.get(name, 1.0)) for name in names]
 
 
 def _feature_names(model: OTAD, option: str) -> list[str]:
     shape = model.backbone.input_shape
-    if len(shape) != 1:
-        raise InputError(f"{option}: expected a model of tables, got one of inputs {shape}")
+    require(len(shape) == 1, option, "a model of tables", f"one of inputs {shape}")
     return list(map(str, model.notes.get("feature_names") or range(shape[0])))
 
 
 def _refuse_unknown(asked: Sequence[str], names: Sequence[str], option: str) -> None:
     for name in asked:
-        if name not in names:
-            raise InputError(
-                f"{option}: unknown feature {name!r}, expected one of {', '.join(names)}"
-            )
+        require(name in names, option, f"features out of {', '.join(names)}", repr(name))

@@ -14,17 +14,15 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
+from otad.checks import require
 from otad.cip import Status
+from otad.cli import options as opt
 from otad.cli.console import describe_counts, progress_bar, remark, show, write_csv
 from otad.cli.inputs import InputRows, open_inputs
-from otad.cli.options import AsJson, BatchSize, DataDir, Device, Input, ModelDir, check_device
-from otad.cli.sources import files_of, refuse_overwriting, training_inputs
-from otad.errors import InputError
+from otad.cli.sources import open_model, training_inputs
 from otad.explain import Explanation
 from otad.explain import explain as explain_inputs
-from otad.io.codec import to_plain
 from otad.io.files import replacing
-from otad.model import otad as models
 from otad.model.otad import OTAD, Trace
 from otad.scores import abstained, is_right, squared_errors
 from otad.training.supervised import METRICS
@@ -34,13 +32,13 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def predict(
-    model_dir: ModelDir,
-    input: Input,
-    out: Annotated[Path, typer.Option(help="CSV file to write.", dir_okay=False)],
-    data_dir: DataDir = None,
-    batch_size: BatchSize = 1000,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    model_dir: opt.ModelDir,
+    input: opt.Input,
+    out: Annotated[Path, opt.option("CSV file to write.", dir_okay=False)],
+    data_dir: opt.DataDir = None,
+    batch_size: opt.BatchSize = 1000,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Predict every row of an input, and report what each prediction rests on.
 
@@ -55,15 +53,14 @@ def predict(
 
     Example: otad predict wine-model new-wines.csv --out predictions.csv
     """
-    model = models.load(model_dir, device=str(check_device(device)))
-    refuse_overwriting(out, input, *files_of(model, model_dir, data_dir))
+    model = open_model(model_dir, device, data_dir, out, input)
     rows = open_inputs(model, input, data_dir)
     targets = rows.targets(None) if input == "test" else None
     record = write_predictions(model, rows, targets, out, batch_size)
     metrics = (metric for metric in METRICS.values() if metric in record)
     facts = {metric: f"{record[metric]:.4f}" for metric in metrics}
     facts |= {"rows": describe_counts(record["status"]), "predictions": str(out)}
-    show(to_plain(record), as_json, title=f"Predicted {record['rows']} rows", facts=facts)
+    show(record, as_json, title=f"Predicted {record['rows']} rows", facts=facts)
 
 
 def write_predictions(
@@ -96,44 +93,37 @@ def write_predictions(
 
 
 def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterator[list[str]]:
-    if trace.outputs.dim() == 2:
-        largest, labels = trace.outputs.softmax(1).max(1)
+    outputs, nearest = trace.outputs, trace.neighbors
+    if outputs.dim() == 2:
+        largest, labels = outputs.softmax(1).max(1)
         predictions = [str(classes[code]) if classes else str(code) for code in labels.tolist()]
         probabilities = [f"{value:.6f}" for value in largest.tolist()]
     else:
-        predictions = [f"{value:.7g}" for value in trace.outputs.tolist()]
+        predictions = [f"{value:.7g}" for value in outputs.tolist()]
         probabilities = [""] * len(predictions)
-    for row in abstained(trace.outputs).nonzero()[:, 0].tolist():
+    for row in abstained(outputs).nonzero()[:, 0].tolist():
         predictions[row] = probabilities[row] = ""
-    for name, *cells, smoothness, status in zip(
-        names,
-        predictions,
-        probabilities,
-        trace.neighbors.indices[:, 0].tolist(),
-        (f"{value:.6g}" for value in trace.neighbors.distances[:, 0].tolist()),
-        trace.solution.smoothness.tolist(),
-        trace.solution.status.tolist(),
-        strict=True,
-    ):
+    points = (column[:, 0].tolist() for column in (nearest.indices, nearest.distances))
+    solved = (column.tolist() for column in (trace.solution.smoothness, trace.solution.status))
+    columns = zip(names, predictions, probabilities, *points, *solved, strict=True)
+    for name, prediction, probability, index, distance, smoothness, status in columns:
         used = "" if math.isnan(smoothness) else f"{smoothness:.6g}"
-        yield [name, *map(str, cells), used, Status(status).name.lower()]
+        found = [str(index), f"{distance:.6g}", used, Status(status).name.lower()]
+        yield [name, prediction, probability, *found]
 
 
 def explain(
-    model_dir: ModelDir,
-    input: Input,
-    row: Annotated[int, typer.Option(help="Which row, counted from 0.")] = 0,
+    model_dir: opt.ModelDir,
+    input: opt.Input,
+    row: Annotated[int, opt.option("Which row, counted from 0.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write a picture (.png, .svg, .pdf; images only) or all numbers (.json).",
-            dir_okay=False,
-        ),
+        opt.option("Picture (.png, .svg, .pdf; of images) or numbers (.json).", dir_okay=False),
     ] = None,
-    top: Annotated[int, typer.Option(help="How many training points to show.", min=1)] = 5,
-    data_dir: DataDir = None,
-    device: Device = "cpu",
-    as_json: AsJson = False,
+    top: Annotated[int, opt.option("How many training points to show.", min=1)] = 5,
+    data_dir: opt.DataDir = None,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Show the training points a prediction rests on, with weight, label and distance.
 
@@ -143,10 +133,10 @@ def explain(
 
     Example: otad explain digits-model test --row 3 --out why.png
     """
-    if out is not None and out.suffix.lower() not in (*PICTURES, ".json"):
-        raise InputError(f"out: expected a name that ends in {', '.join(PICTURES)} or .json")
-    model = models.load(model_dir, device=str(check_device(device)))
-    refuse_overwriting(out, input, *files_of(model, model_dir, data_dir))
+    if out is not None:
+        ends = f"a name that ends in {', '.join(PICTURES)} or .json"
+        require(out.suffix.lower() in (*PICTURES, ".json"), "out", ends, out.name)
+    model = open_model(model_dir, device, data_dir, out, input)
     x = open_inputs(model, input, data_dir).row(row).to(device)
     explanation = explain_inputs(
         model,
@@ -166,8 +156,8 @@ def explain(
 
 def _write_explanation(explanation: Explanation, out: Path, top: int) -> None:
     kind = out.suffix.lower()
-    if kind != ".json" and explanation.inputs.dim() == 1:
-        raise InputError(f"out: expected a .json file, as only images can be drawn, got {out.name}")
+    drawn = kind == ".json" or explanation.inputs.dim() > 1
+    require(drawn, "out", "a .json file, as only images can be drawn", out.name)
     with replacing(out) as partial:
         if kind == ".json":
             text = json.dumps(explanation.to_dict(inputs=True), indent=2, allow_nan=False)

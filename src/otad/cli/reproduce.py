@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from otad.checks import require
+from otad.cli import options as opt
 from otad.cli.console import remark
-from otad.cli.options import check_device, seed_option
-from otad.errors import InputError
 from otad.io.codec import read_json
 
 ALL = "all"
@@ -24,34 +24,20 @@ def reproduce(
             help=f"Experiments, {ALL!r}, or paths of your own .toml; without any, lists them.",
         ),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data sets, by default the one in OTAD_DATA.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder for records.", file_okay=False)] = Path(
-        "results"
-    ),
+    data_dir: opt.DataDir = None,
+    device: opt.Device = "cpu",
+    out: opt.OutFolder = Path("results"),
     work: Annotated[
-        Path | None,
-        typer.Option(help="Folder for nets and finished parts; by default --out/.work."),
+        Path | None, opt.option("Folder for nets and finished parts.  [default: --out/.work]")
     ] = None,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Processes at once; measurements of speed still run alone.")
-    ] = 1,
+    jobs: Annotated[int, opt.option("Processes at once; timings still run alone.", min=1)] = 1,
     max_seconds: Annotated[
-        float | None,
-        typer.Option(help="Stop a training that takes longer; the same command resumes it."),
+        float | None, opt.option("Stop a training in time; the same command resumes it.")
     ] = None,
-    seed: Annotated[int, seed_option("Seed of training and draws.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small data: a test run without meaningful results.")
-    ] = False,
-    page: Annotated[
-        Path | None, typer.Option(help="Then render all records of --out to this Markdown page.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON, several as a list.")
-    ] = False,
+    seed: opt.Seed = 0,
+    quick: Annotated[bool, opt.option("Small data, for a test run.", "--quick")] = False,
+    page: Annotated[Path | None, opt.option("Markdown page for all records of --out.")] = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Reproduce published tables, with the published figures beside ours.
 
@@ -67,13 +53,13 @@ def reproduce(
         for name in known:
             typer.echo(name)
     else:
-        if ALL in names and len(names) > 1:
-            raise InputError(f"names: expected {ALL!r} alone, got {', '.join(names)}")
+        alone = ALL not in names or len(names) == 1
+        require(alone, "names", f"{ALL!r} alone", ", ".join(names))
         records = experiments.reproduce_together(
             list(known) if names == [ALL] else names,
             jobs=jobs,
             data_dir=data_dir,
-            device=str(check_device(device)),
+            device=str(opt.check_device(device)),
             out=out,
             work=work,
             max_seconds=max_seconds,

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otad import data
 from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
+from otad.checks import require
+from otad.cli.options import check_device
 from otad.data import Dataset
 from otad.data.registry import find_first
 from otad.errors import InputError
 from otad.io.files import replacing
 from otad.io.tensor_files import read_tensors, write_tensors
+from otad.model import otad as models
 from otad.model.folder import CARD
 from otad.model.otad import OTAD
 from otad.nets import Backbone, build
@@ -27,8 +30,7 @@ NET_FILE = "net.safetensors"
 RECORD_FILE = "training.json"
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A kind of data on disk: its reader, and the options that the reader needs and accepts."""
 
     title: str
@@ -46,19 +48,15 @@ _KINDS = {
     ".npz": _Kind("an NPZ file", data.load_npz, (), ("task",)),
 }
 _RELATIVE = (
-    "relative paths start from the current folder or from --data-dir, and those that a net or a "
-    "model notes from the folder it was made in"
+    "relative paths start from the current folder or --data-dir; a net or a model notes them from "
+    "the folder it was made in"
 )
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """A data set as the user named it, and the options for reading it.
-
-    `data` is a registered name or a path. `options` are those given: target, task, features, label,
-    drop, genes, normalize, size, resize, test_fraction. An option that has no meaning for the data
-    is refused.
-    """
+    """A data set as the user named it, by a registered name or a path, with the options that were
+    given for reading it (those of `otad train`)."""
 
     data: str
     seed: int = 0
@@ -77,32 +75,28 @@ class DataChoice:
         return list(dict.fromkeys((path, path if data_dir is None else data_dir / path)))
 
     def load(self, data_dir: Path | None = None) -> Dataset:
-        """Read it. `data_dir` is the folder of the registered sets (None: that in OTAD_DATA) and of
-        relative paths."""
+        """Read it; `data_dir` is the folder of the registered sets and of relative paths."""
         path = self.path_from(data_dir)
         if path is None:
             return data.load(self.data, data_dir, seed=self.seed, **self.options)
         kind = _FOLDER if path.is_dir() else _KINDS.get(path.suffix.lower())
         if kind is None:
+            absent = "" if path.exists() else f", which does not exist: {_RELATIVE}"
             raise InputError(
-                f"data: expected a registered name ({', '.join(data.names())}) or the path of an "
-                f"image folder or of a file that ends in {', '.join(_KINDS)}, got {self.data!r}"
-                f"{'' if path.exists() else f', which does not exist: {_RELATIVE}'}"
+                f"data: expected a registered name ({', '.join(data.names())}), an image folder or "
+                f"a file that ends in {', '.join(_KINDS)}, got {self.data!r}{absent}"
             )
         for name in kind.needs:
-            if name not in self.options:
-                raise InputError(f"{path}: {_flag(name)} is needed to read {kind.title}")
+            require(name in self.options, str(path), f"{_flag(name)} for {kind.title}", "none")
         for name in self.options:
-            if name not in (*kind.needs, *kind.accepts, "test_fraction"):
-                raise InputError(f"{path}: {_flag(name)} has no meaning for {kind.title}")
+            known = name in (*kind.needs, *kind.accepts, "test_fraction")
+            require(known, str(path), f"only options of {kind.title}", _flag(name))
         find_first(self._places(data_dir), kind.title.partition(" ")[2], _RELATIVE)
         return kind.read(path, seed=self.seed, **self.options)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"data": self.data, "seed": self.seed, "options": dict(self.options)}
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> DataChoice:
+        """From `asdict`, which the cards of nets and models contain."""
         return cls(record["data"], record["seed"], record["options"])
 
 
@@ -119,7 +113,7 @@ def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
             "fingerprint": dataset.fingerprint(),
             "train_rows": len(dataset.train_x),
             "test_rows": len(dataset.test_x),
-            "choice": choice.to_json(),
+            "choice": asdict(choice),
         },
         "task": dataset.task,
         "input_shape": list(dataset.input_shape),
@@ -143,8 +137,7 @@ def bank_part(
     x, y = dataset.train_x, dataset.train_y
     if per_class is None:
         return x, y
-    if dataset.task == "regression":
-        raise InputError("per_class: expected only for data with classes, got a regression")
+    require(dataset.classes, "per_class", "data with classes", "a regression")
     rows = data.subset_per_class(y, per_class, torch.Generator().manual_seed(seed))
     return x[rows], y[rows]
 
@@ -169,21 +162,19 @@ class TrainedNet:
     net: Backbone
     about: dict[str, Any]
 
-    def write(self, folder: Path, record: Mapping[str, Any]) -> None:
-        """The net with its config, and the record of its training."""
+    def write(self, folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
+        """The net with its config, and the record of its training; returns their paths."""
         header = {"config": self.net.config(), "about": self.about}
         write_tensors(folder / NET_FILE, self.net.state_dict(), header)
         with replacing(folder / RECORD_FILE) as partial:
             text = json.dumps(record, indent=2, allow_nan=False)
             partial.write_text(text + "\n", encoding="utf-8")
+        return {"net": str(folder / NET_FILE), "record": str(folder / RECORD_FILE)}
 
     @staticmethod
     def read(folder: Path) -> TrainedNet:
         path = folder / NET_FILE
-        if not path.is_file():
-            raise InputError(
-                f"{folder}: expected a folder written by `otad train`, got no {NET_FILE}"
-            )
+        require(path.is_file(), str(folder), "a folder written by `otad train`", f"no {NET_FILE}")
         tensors, header = read_tensors(path)
         try:
             net, about = build(header["config"]), dict(header["about"])
@@ -198,27 +189,25 @@ def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
     be read differently afterwards. The word test, None and names of columns are not files."""
     if out is None:
         return
+    expected = "another place than that of an input"
     for given in inputs:
         if given in (None, "test") or not os.path.exists(given):
             continue
-        if out.exists() and out.samefile(given):
-            raise InputError(
-                f"out: expected another place than that of an input, got {out}, "
-                f"which would overwrite {given}"
-            )
+        same = out.exists() and out.samefile(given)
+        require(not same, "out", expected, f"{out}, which would overwrite {given}")
         is_model = (Path(given) / CARD).is_file()  # its folder may contain other files
-        if not is_model and Path(given).resolve() in out.resolve().parents:
-            raise InputError(
-                f"out: expected another place than the folder of an input, got {out}, "
-                f"which would be read as part of {given}"
-            )
+        inside = not is_model and Path(given).resolve() in out.resolve().parents
+        require(not inside, "out", expected, f"{out}, which would be read as part of {given}")
 
 
-def files_of(model: OTAD, model_dir: Path, data_dir: Path | None) -> Iterator[Path]:
-    """The files of a model, and the user's own files that it was made from."""
-    yield model_dir / CARD
-    yield from model_dir.glob("*.safetensors")
+def open_model(
+    folder: Path, device: str, data_dir: Path | None, out: Path | None, *inputs: str | Path | None
+) -> OTAD:
+    """The model in a folder. Refuses an `out` that is one of its files, a file that it was made
+    from, or one of the `inputs`."""
+    model = models.load(folder, device=str(check_device(device)))
+    files = [*inputs, folder / CARD, *folder.glob("*.safetensors")]
     if card := data_card(model):
-        path = DataChoice.from_json(card["choice"]).path_from(data_dir)
-        if path is not None:
-            yield path
+        files.append(DataChoice.from_json(card["choice"]).path_from(data_dir))
+    refuse_overwriting(out, *files)
+    return model

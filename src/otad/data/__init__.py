@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from otad.data import named  # noqa: F401, it registers the data sets
 from otad.data.cells import CellPreparation, CellTable, load_h5ad, read_h5ad
-from otad.data.dataset import Dataset, Task
+from otad.data.dataset import Dataset, Standardizer, Task
 from otad.data.images import list_images, load_image_folder, read_images
 from otad.data.npz import load_npz, read_npz
-from otad.data.preprocess import Standardizer
 from otad.data.registry import (
     DatasetInfo,
     MissingDataError,

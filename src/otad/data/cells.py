@@ -14,8 +14,7 @@ from scipy import sparse
 from torch import Tensor
 
 from otad.checks import check_count, require
-from otad.data.dataset import Dataset, refuse_repeats
-from otad.data.preprocess import Standardizer, encode_classes, encode_labels
+from otad.data.dataset import Dataset, Standardizer, encode_classes, encode_labels, refuse_repeats
 from otad.data.registry import find_first
 from otad.data.splits import holdout
 from otad.errors import InputError, MissingExtraError
@@ -188,15 +187,6 @@ def load_h5ad(
     kept, held = holdout(y, test_fraction, seed, task="classification")
     train, test = cells.rows(kept.tolist()), cells.rows(held.tolist())
     prepare = CellPreparation.fit(train, genes=genes, normalize=normalize)
-    return Dataset(
-        name=name or path.stem,
-        train_x=prepare(train),
-        train_y=y[kept],
-        test_x=prepare(test),
-        test_y=y[held],
-        task="classification",
-        source=source,
-        classes=classes,
-        feature_names=prepare.genes,
-        preparation=prepare,
-    )
+    parts = prepare(train), y[kept], prepare(test), y[held]
+    about: dict[str, Any] = {"feature_names": prepare.genes, "preparation": prepare}
+    return Dataset(name or path.stem, *parts, "classification", source, classes, **about)

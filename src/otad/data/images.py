@@ -16,8 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from otad.checks import check_count, require
-from otad.data.dataset import Dataset
-from otad.data.preprocess import encode_labels
+from otad.data.dataset import Dataset, encode_labels
 from otad.data.registry import MissingDataError, find_first
 from otad.data.splits import holdout
 from otad.errors import InputError
@@ -94,17 +93,10 @@ def load_image_folder(
         train_paths, train_y = [paths[i] for i in kept.tolist()], labels[kept]
         test_paths, test_y = [paths[i] for i in held.tolist()], labels[held]
     readable = class_labels or {}
-    return Dataset(
-        name=name or root.name,
-        train_x=read_images(train_paths, size, resize=resize),
-        train_y=train_y,
-        test_x=read_images(test_paths, size, resize=resize),
-        test_y=test_y,
-        task="classification",
-        source=source,
-        classes=tuple(readable.get(label, label) for label in classes),
-        bounds=(0.0, 1.0),
-    )
+    train = read_images(train_paths, size, resize=resize), train_y
+    test = read_images(test_paths, size, resize=resize), test_y
+    names = tuple(readable.get(label, label) for label in classes)
+    return _dataset(train, test, classes=names, name=name or root.name, source=source)
 
 
 def _scan(folder: Path, known: Sequence[str] | None) -> tuple[Sequence[str], list[Path], Tensor]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, require
-from otad.data.dataset import TASKS, Dataset, Task
-from otad.data.preprocess import class_names, encode_labels
+from otad.data.dataset import TASKS, Dataset, Task, class_names, encode_labels
 from otad.data.registry import find_first
 from otad.data.splits import split_rows
 from otad.errors import InputError
@@ -53,14 +52,9 @@ def load_npz(
     }
     if "test_x" not in arrays:
         return split_rows(x, targets, test_fraction, seed, **about)
-    return Dataset(
-        train_x=x,
-        train_y=targets,
-        test_x=as_inputs(arrays["test_x"], path, "test_x"),
-        test_y=as_targets(arrays["test_y"], path, "test_y", classes),
-        task=task,
-        **about,
-    )
+    test_x = as_inputs(arrays["test_x"], path, "test_x")
+    test_y = as_targets(arrays["test_y"], path, "test_y", classes)
+    return Dataset(about.pop("name"), x, targets, test_x, test_y, task, **about)
 
 
 def read_npz(path: Path, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> Arrays:

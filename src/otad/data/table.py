@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, require
-from otad.data.dataset import TASKS, Dataset, Task
-from otad.data.preprocess import encode_classes
+from otad.data.dataset import TASKS, Dataset, Task, encode_classes
 from otad.data.registry import find_first
 from otad.data.splits import split_rows
 from otad.errors import InputError
