@@ -67,7 +67,7 @@ def test_failing_flags_are_named(terminal: Terminal, nearest: Path) -> None:
     written = Evaluation.read(Path("there/evaluation.json"))
     assert len(written.flags) > 5
     failing = [flag.name for flag in written.flags if flag.verdict == "FAIL"]
-    assert failing  # one neighbor: no gradient to follow, which is told
+    assert failing  # one neighbor: no gradient to follow, which is reported
     shown = " ".join(result.stdout.split())
     assert f"{len(failing)} FAIL" in shown
     for name in failing:
@@ -81,11 +81,11 @@ def test_a_refuted_certificate_is_exit_code_1(
 ) -> None:
     prove = runner.prove
 
-    def boast(*arguments: Any, **named: Any) -> Any:
+    def exaggerate(*arguments: Any, **named: Any) -> Any:
         proof = prove(*arguments, **named)
         return replace(proof, radius=tuple(radius + 2 for radius in proof.radius))
 
-    monkeypatch.setattr(runner, "prove", boast)
+    monkeypatch.setattr(runner, "prove", exaggerate)
     options = ("--eps", "1.5", "--rows", 20, *TWO)
     result = terminal.run("evaluate", nearest, "test", *options)
     assert result.exit_code == 1

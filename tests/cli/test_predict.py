@@ -1,4 +1,4 @@
-"""`otad predict`: every kind of input, the CSV it writes, and refusals."""
+"""`otad predict` and `otad explain`: every kind of input, what they write, and refusals."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from PIL import Image
 
 import otad
 from otad.cip import ExactCip
+from otad.cli.sources import bank_part
 from otad.data import Dataset
 from otad.model.bank import FeatureBank
 
@@ -89,7 +90,7 @@ def test_columns_are_found_by_name_and_others_ignored(terminal: Terminal, worksh
     assert "accuracy" not in result.stdout
 
 
-def test_images_of_a_folder_flat_or_in_subfolders(terminal: Terminal, workshop: Path) -> None:
+def test_images_flat_or_in_subfolders_gray_or_in_color(terminal: Terminal, workshop: Path) -> None:
     whole = np.load(workshop / "digits.npz")
     levels = (whole["x"][:6] * 255).round().astype(np.uint8)
     for number, pixels in enumerate(levels):
@@ -106,17 +107,12 @@ def test_images_of_a_folder_flat_or_in_subfolders(terminal: Terminal, workshop: 
     assert list(answers["flat"].values()) == list(answers["bytes.npz"].values())
     for name, probability in answers["sorted"].items():
         assert answers["flat"][Path(name).name] == probability
-
-
-def test_color_becomes_gray_as_in_pillow(terminal: Terminal, workshop: Path) -> None:
-    Path("color").mkdir()
-    Path("gray").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     color = Image.fromarray(pixels)
-    color.save("color/a.png")
-    color.convert("L").save("gray/a.png")
     found = []
-    for source in ("color", "gray"):
+    for source, image in (("color", color), ("gray", color.convert("L"))):
+        Path(source).mkdir()
+        image.save(Path(source, "a.png"))
         terminal.succeed("predict", workshop / "digits-model", source, "--out", "p.csv")
         found.append(float(read_csv("p.csv")[0]["distance"]))
     assert found[0] == pytest.approx(found[1], abs=0.05)  # Pillow rounds to 256 levels
@@ -211,3 +207,46 @@ def test_data_named_by_a_relative_path_is_found_from_other_folders(
     message = terminal.refuse(*predict, made_in / "body.csv", "--data-dir", made_in)
     assert "which would overwrite" in message
     assert (made_in / "body.csv").read_text() == before
+
+
+def test_the_weights_are_those_of_the_trace(
+    terminal: Terminal, workshop: Path, digits: Dataset
+) -> None:
+    model = otad.load(workshop / "digits-model")
+    options = ("--row", 3, "--json", "--out", "why.json")
+    result = terminal.succeed("explain", workshop / "digits-model", "test", *options)
+    record = json.loads(result.stdout)
+    with torch.no_grad():
+        trace = model.trace(digits.test_x[3:4])
+    weights = {neighbor["index"]: neighbor["weight"] for neighbor in record["neighbors"]}
+    found = trace.neighbors.indices[0].tolist(), trace.solution.multipliers[0].tolist()
+    assert weights == pytest.approx(dict(zip(*found, strict=True)))
+    assert record["prediction"] == str(int(trace.outputs.argmax()))
+    written = json.loads(Path("why.json").read_text())
+    assert written["neighbors"][0]["index"] == record["neighbors"][0]["index"]
+    assert torch.tensor(written["inputs"]).shape == (1, 8, 8)
+    result = terminal.succeed("explain", workshop / "digits-model", "test", "--out", "why.png")
+    assert Path("why.png").read_bytes().startswith(b"\x89PNG")
+    assert "wrote why.png" in result.stderr
+    assert "weight" in result.stdout
+
+
+def test_images_are_found_where_the_bank_has_some_of_them_only(
+    terminal: Terminal, workshop: Path, digits: Dataset
+) -> None:
+    shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
+    training = ("--epochs", 1, "--optimizer", "adamw", "--learning-rate", 0.01)
+    terminal.succeed("train", workshop / "digits.npz", "--out", "net", *shape, *training)
+    terminal.succeed("defend", "net", "--out", "model", "--per-class", 6, "--seed", 1)
+    terminal.succeed("explain", "model", "test", "--out", "why.json")
+    kept, _ = bank_part(digits, per_class=6, seed=1)
+    for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
+        assert torch.equal(torch.tensor(neighbor["inputs"]), kept[neighbor["index"]])
+    command = ("attack", "model", "test", "--attack", "straight", "--eps", 0.5, "--rows", 5)
+    terminal.succeed(*command)
+
+
+def test_tables_get_their_columns_by_name(terminal: Terminal, workshop: Path) -> None:
+    result = terminal.succeed("explain", workshop / "body-model", workshop / "body.csv")
+    for name in ("age", "bmi", "weight", "distance"):
+        assert name in result.stdout

@@ -57,7 +57,7 @@ def test_inputs_are_kept(
 
 
 def test_the_model_and_its_data_are_kept(terminal: Terminal, workshop: Path) -> None:
-    """The word test stands for the file that the model was made from."""
+    """The word test means the file that the model was made from."""
     shutil.copytree(workshop / "body-model", "model")
     for out in (workshop / "body.csv", Path("model/card.json"), *Path("model").glob("bank-*")):
         before = out.read_bytes()

@@ -106,8 +106,7 @@ def test_an_interrupted_training_resumes_to_the_same_net(
 def test_json_is_all_on_stdout(terminal: Terminal) -> None:
     write_digits(Path("digits.npz"))
     options = ("--validation", 0.2, "--alpha", 0.5, "--seed", 3, "--hidden", 7)
-    result = terminal.succeed("train", "digits.npz", "--out", "net", "--json", *QUICK, *options)
-    record = json.loads(result.stdout)
+    record = terminal.json("train", "digits.npz", "--out", "net", *QUICK, *options)
     assert record["net"] == str(Path("net/net.safetensors"))
     assert record["net_config"]["hidden"] == 7
     assert record["train_config"]["energy_weight"] == 0.5

@@ -65,7 +65,7 @@ def test_the_separator_is_read_off_the_header(tmp_path: Path, separator: str) ->
         ("length;mm,width", "1,2", ("length;mm", "width")),
         ("a;b;c", "1,5;2,5;3,5", ("a", "b", "c")),
         ('"a,b,c";d', '"1,2,3";4', ("a,b,c", "d")),
-        ("a,b", '"one\ntwo, three",4', ("a", "b")),  # the first row goes on in the next line
+        ("a,b", '"one\ntwo, three",4', ("a", "b")),  # the first row continues in the next line
     ],
 )
 def test_names_may_hold_other_separators(

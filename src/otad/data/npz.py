@@ -19,7 +19,7 @@ from otad.errors import InputError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 _OPTIONAL = ("test_x", "test_y", "feature_names")
-# RuntimeError where the bytes of a damaged file tell of a password or of an unknown method.
+# RuntimeError where a damaged file seems to need a password or an unknown method.
 _UNREADABLE = (
     OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError,
 )  # fmt: skip

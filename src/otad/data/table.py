@@ -27,7 +27,7 @@ class Table:
     path: Path
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    lines: tuple[int, ...]  # where each row stands in the file, for error messages
+    lines: tuple[int, ...]  # of each row in the file, for error messages
 
     def texts(self, column: str) -> list[str]:
         """The cells of one column; an empty cell is refused."""
