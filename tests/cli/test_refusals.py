@@ -48,7 +48,7 @@ COMMANDS = {
         ("defend", "--neighbors 5000", "n_neighbors: .*160"),
         ("defend", "--smoothness 0", "smoothness: "),
         ("defend", "--scope regional", "scope: .*local, global, got 'regional'"),
-        ("defend", "--scope global --spares 2", "'local' where spares"),
+        ("defend", "--scope global --spares 2", "scope: .*'local'.*spares.*'global'"),
         ("defend", "--scope global --smoothness 0.01", "160 bank points"),
         ("defend", "--bank-dtype int8", "bank_dtype: .*float32, float16, bfloat16"),
         ("defend", "--per-class 1000", "per_class: .*1000"),
