@@ -13,8 +13,8 @@ import otad
 from otad.cli import demo
 from otad.cli.console import show
 from otad.evaluate import PRESETS
-from otad.evaluate.presets import Choice
 from otad.evaluate.records import Evaluation
+from otad.evaluate.suite import Choice
 from otad.report import map_pictures
 
 
