@@ -91,3 +91,15 @@ def check_count(value: object, name: str, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name}: expected an integer of at least {least}, got {value!r}")
     return value
+
+
+def check_device(name: str) -> torch.device:
+    """A device that is present and computes: a number comes back from it."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    # torch asserts that it was built with CUDA, and imports the drivers of rarer devices
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"device: expected one that is present, got {name!r}: {reason}") from error
+    return device

@@ -49,7 +49,7 @@ COMMANDS = {
         ("defend", "--smoothness 0", "smoothness: "),
         ("defend", "--scope regional", "scope: .*local, global, got 'regional'"),
         ("defend", "--scope global --spares 2", "scope: .*'local'.*spares.*'global'"),
-        ("defend", "--scope global --smoothness 0.01", "160 bank points"),
+        ("defend", "--scope global --smoothness 0.01", "160 points"),
         ("defend", "--bank-dtype int8", "bank_dtype: .*float32, float16, bfloat16"),
         ("defend", "--per-class 1000", "per_class: .*1000"),
         ("defend values", "--per-class 5", "per_class: .*regression"),

@@ -208,7 +208,7 @@ def test_an_eps_of_zero_and_a_model_that_is_never_right_are_no_special_cases() -
         ({"attacks": [3]}, "attacks.*int"),
         ({"batch_size": 0}, "batch_size.*1"),
         ({"y": torch.zeros(3, dtype=torch.int64)}, "y.*40.*3"),
-        ({"y": torch.full((40,), 2)}, "y.*label 2"),
+        ({"y": torch.full((40,), 2)}, "y.*0 to 1.*2"),
         ({"x": torch.full((40, 3), torch.inf)}, "x.*finite"),
         ({"x": [[0.0]]}, "x.*Tensor.*list"),
         ({"threat": 0.1}, "threat.*float"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from otad.checks import check_choice, require
+from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_quantiles, progress_bar, remark, show
 from otad.cli.sources import DataChoice, TrainedNet, bank_part, describe_data, refuse_overwriting
@@ -132,7 +132,7 @@ def build_model(
     """The model of a net with the train part as its bank; `options` as in `otad.defend`."""
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
     x, y = bank_part(dataset, per_class, seed)
-    net = trained.net.to(opt.check_device(device))
+    net = trained.net.to(check_device(device))
     with bars(passing=True) as shown:
         bank = shown.add_task("building the bank", total=None)
         sweeps = shown.add_task("integrating it, sweeps", total=None, visible=False)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from otad.checks import check_device
 from otad.cli import options as opt
 from otad.cli.console import progress_bar, remark, show
 from otad.cli.inputs import open_inputs
@@ -74,7 +75,7 @@ def imitate(
     changes = opt.given(locals(), CHANGES)
     refuse_overwriting(out, model_dir)
     refuse_foreign_card(out)
-    model = models.load(model_dir, device=str(opt.check_device(device)))
+    model = models.load(model_dir, device=str(check_device(device)))
     if epochs is not None:
         changes["warmup"] = min(recipe_for(model).warmup, epochs / 2)
     config = replace(recipe_for(model), **changes)

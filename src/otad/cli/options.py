@@ -85,18 +85,6 @@ def given(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: options[name] for name in names if options[name] not in (None, [])}
 
 
-def check_device(name: str) -> torch.device:
-    """A device that is present and computes: a number comes back from it."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    # torch asserts that it was built with CUDA, and imports the drivers of rarer devices
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"device: expected one that is present, got {name!r}: {reason}") from error
-    return device
-
-
 def read_numbers(text: str, option: str) -> tuple[float, ...]:
     """Numbers separated by commas."""
     try:

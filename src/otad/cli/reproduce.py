@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from otad.checks import require
+from otad.checks import check_device, require
 from otad.cli import options as opt
 from otad.cli.console import remark
 from otad.io.codec import read_json
@@ -59,7 +59,7 @@ def reproduce(
             list(known) if names == [ALL] else names,
             jobs=jobs,
             data_dir=data_dir,
-            device=str(opt.check_device(device)),
+            device=str(check_device(device)),
             out=out,
             work=work,
             max_seconds=max_seconds,

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from otad import data
 from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
-from otad.checks import require
-from otad.cli.options import check_device
+from otad.checks import check_device, require
 from otad.data import Dataset
 from otad.data.registry import find_first
 from otad.errors import InputError

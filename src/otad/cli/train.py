@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from otad import training
+from otad.checks import check_device
 from otad.cli import options as opt
 from otad.cli.console import show
 from otad.cli.sources import DataChoice, TrainedNet, describe_data, refuse_overwriting
@@ -94,7 +95,7 @@ def train(
     if epochs is not None:  # a short training is not all warm-up
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
     config = training.recipe(recipe, **changes, seed=seed, device=device)
-    opt.check_device(device)
+    check_device(device)
     dataset = choice.load(data_dir)
     trained, result = train_net(
         dataset,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from otad.attacks import L2
-from otad.checks import check_count, require
+from otad.checks import check_count, check_device
 from otad.data.dataset import refuse_repeats
 from otad.errors import OtadError
 from otad.evaluate.runner import evaluate
@@ -71,8 +71,7 @@ def reproduce_together(
     """
     check_count(jobs, "jobs")
     check_seed(seed)
-    is_present = not device.startswith("cuda") or torch.cuda.is_available()
-    require(is_present, "device", "one that is present", f"{device!r} without CUDA")
+    check_device(device)
     refuse_repeats((Path(name).stem for name in names), "names")
     experiments = [read_experiment(name, quick=quick) for name in names]
     deadline = None if max_seconds is None else time.time() + max_seconds

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice, require
+from otad.checks import check_choice, check_device, require
 from otad.io.tensor_files import fingerprint
 from otad.nets.inputs import InputNet
 from otad.training.augmentation import AUGMENTATIONS, Augmentation, choose_augmentation
@@ -142,9 +142,7 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         only = f"only the label {int(labels[0])}"
         require(varied, "train_y", "at least two classes", only)
         self.augment = choose_augmentation(config.augment, augment, net)
-        device = torch.device(config.device)
-        present = device.type != "cuda" or torch.cuda.is_available()
-        require(present, "device", "an available one", f"{config.device!r} without CUDA")
+        device = check_device(config.device)
 
         def identity() -> dict[str, object]:
             prints = {name: fingerprint({name: tensor}) for name, tensor in parts.items()}
