@@ -157,3 +157,17 @@ def test_pivoting_alone(dim, generator) -> None:
     assert float((slope - level)[active].max()) <= 1e-10
     image, other = (torch.einsum("kb,bkd->bd", w, vectors) for w in (weights, expected))
     assert_close(image, other, rtol=0, atol=1e-9)
+
+
+def test_rows_do_not_disturb_each_other(generator: torch.Generator) -> None:
+    vectors, linear = normal(generator, 50, 6, 3), normal(generator, 6, 50)
+    gram = torch.einsum("bik,bjk->ijb", vectors, vectors)
+    active = torch.ones(6, 50, dtype=torch.bool)
+    together = maximize_on_simplex(gram, linear, active, TOLERANCE)
+    gram[..., 7] = torch.nan
+    linear[:, 8] = torch.inf
+    mixed = maximize_on_simplex(gram, linear, active, TOLERANCE)
+    good = torch.ones(50, dtype=torch.bool)
+    good[7:9] = False
+    assert mixed.solved.tolist() == good.tolist()
+    assert torch.equal(mixed.weights[:, good], together.weights[:, good])
