@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import clarabel
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,8 @@ from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import BankPotential, integrate_most, least_bank_smoothness
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError
+
+clarabel = pytest.importorskip("clarabel", reason="needs the extra 'reference' (clarabel)")
 
 
 def queries(count: int, dim: int, seed: int) -> Tensor:
