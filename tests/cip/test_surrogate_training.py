@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +38,20 @@ def test_training_imitates_the_teacher_on_problems_it_has_not_seen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("mixed_precision", [False, True])
-def test_the_precision_is_that_of_the_config_within_any_autocast(enabled, mixed_precision) -> None:
-    plainly, within = make_net(), make_net()
-    config = replace(TINY, mixed_precision=mixed_precision)
-    train_cip_net(plainly, family(0, 48), config)
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        train_cip_net(within, family(0, 48), config)
-    assert fingerprint(plainly.state_dict()) == fingerprint(within.state_dict())
+def test_the_precision_is_that_of_the_config_within_any_autocast() -> None:
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for mixed, autocast in itertools.product((False, True), repeat=2):
+        net, kinds = make_net(), set()
+        net.blocks[0].attn.proj.register_forward_hook(
+            lambda _layer, _given, output, kinds=kinds: kinds.add(output.dtype)
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            train_cip_net(net, family(0, 48), replace(TINY, mixed_precision=mixed))
+        assert kinds == {torch.bfloat16 if mixed else torch.float32}
+        assert {weight.dtype for weight in net.parameters()} == {torch.float32}
+        found[mixed].add(fingerprint(net.state_dict()))
+    assert len(found[False]) == len(found[True]) == 1
+    assert found[False] != found[True]
 
 
 def own_features_of(problem: CipProblem) -> Tensor:

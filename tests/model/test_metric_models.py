@@ -14,7 +14,8 @@ from otad.errors import InputError
 from otad.model.defend import defend
 from otad.model.diagnostics import defended_map, neighborhood_smoothness
 from otad.model.otad import OTAD, load
-from otad.nets import FCResNet, PretrainedMetric, SequentialBackbone, fc_resnet, pretrained
+from otad.nets import FCResNet, PretrainedMetric, SequentialBackbone, fc_resnet
+from otad.nets.adapt import _BUILDERS
 
 
 class FirstFeatures(nn.Module):
@@ -101,7 +102,7 @@ def test_a_metric_that_could_not_be_read_again_is_not_saved(
     def linear(width: int) -> nn.Module:
         return nn.Linear(6, width)
 
-    monkeypatch.setitem(pretrained._BUILDERS, "linear-for-test", linear)
+    monkeypatch.setitem(_BUILDERS, "linear-for-test", linear)
     good, bad = (
         PretrainedMetric(
             linear(3), input_shape=(6,), builder="linear-for-test", builder_options={"width": width}

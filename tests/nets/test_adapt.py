@@ -27,17 +27,8 @@ def x() -> Tensor:
     return torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def plain() -> nn.Sequential:
-    layers = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in layers.parameters():
-            weight.uniform_(-0.5, 0.5, generator=generator)
-    return layers
-
-
-def test_an_adapted_sequential_computes_the_same(plain: nn.Sequential, x: Tensor) -> None:
+def test_an_adapted_sequential_computes_the_same(x: Tensor) -> None:
+    plain = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
     net = adapt(plain)
     assert torch.equal(net(x), plain(x))
     z, energy = net.transport(net.embed(x))
@@ -48,11 +39,8 @@ def test_an_adapted_sequential_computes_the_same(plain: nn.Sequential, x: Tensor
     assert adapt(net) is net
     flat = adapt(nn.Sequential(nn.Flatten(), *plain), input_shape=(2, 3), bounds=(0, 1))
     assert torch.equal(flat(x.reshape(5, 2, 3)), plain(x))
-
-
-def test_a_linear_model_has_no_transport(x: Tensor) -> None:
-    net = adapt(nn.Sequential(nn.Linear(6, 2, bias=False)))
-    z, energy = net.transport(net.embed(x))
+    linear = adapt(nn.Sequential(nn.Linear(6, 2, bias=False)))  # has no transport
+    z, energy = linear.transport(linear.embed(x))
     assert torch.equal(z, x)
     assert torch.equal(energy, torch.zeros(5))
 
@@ -117,24 +105,16 @@ def test_an_embedding_that_works_in_place_leaves_inputs_and_mean(x: Tensor) -> N
     assert norm.num_batches_tracked == 0
 
 
-def test_the_equal_dimension_rule_is_explained_with_both_dimensions() -> None:
-    narrowing = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
-    with pytest.raises(InputError, match=r"dimension 784 like .* got dimension 128: .* one space"):
-        adapt(narrowing)
-    embedded = SequentialBackbone(narrowing[0], [narrowing[1]], narrowing[2], input_shape=(784,))
-    assert embedded.dim == 128  # the remedy the message names
-    with pytest.raises(InputError, match=r"in_features 4 like the embedded input, got 5: .*space"):
-        SequentialBackbone(nn.Linear(6, 4), [], nn.Linear(5, 2), input_shape=(6,))
-
-
 @pytest.mark.parametrize(
     ("net", "message"),
     [
         (nn.Linear(3, 2), "a Backbone or a non-empty nn.Sequential, got Linear"),
         (nn.Sequential(), "got Sequential; give its parts"),
         (nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), "nn.Linear as last layer, got Softmax"),
-        (nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), "the first layer is ReLU"),
+        (nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), "input_shape: .*None for ReLU"),
         (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), "at least 2 for classification"),
+        (nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 2)), "dimension 9 like .* got 5: .*space"),
+        (nn.Sequential(spectral_norm(nn.Linear(6, 2))), "head: .* without parametrization"),
     ],
 )
 def test_a_net_that_cannot_be_split_is_refused(net: nn.Module, message: str) -> None:
@@ -142,15 +122,18 @@ def test_a_net_that_cannot_be_split_is_refused(net: nn.Module, message: str) -> 
         adapt(net)
 
 
-def test_modules_that_do_not_fit_are_named() -> None:
-    with pytest.raises(InputError, match=r"blocks\[0\]: expected a module that takes .* \(1, 6\)"):
-        SequentialBackbone(None, [nn.Linear(5, 6)], nn.Linear(6, 2), input_shape=(6,))
-    with pytest.raises(InputError, match=r"embed: expected an output of shape \(B,d\), got"):
-        SequentialBackbone(nn.Identity(), [], nn.Linear(6, 2), input_shape=(2, 6))
-    with pytest.raises(InputError, match=r"head: expected an nn\.Linear, got Identity"):
-        SequentialBackbone(None, [], nn.Identity(), input_shape=(6,))
-    with pytest.raises(InputError, match=r"head: .*parametrized"):
-        adapt(nn.Sequential(nn.Linear(6, 6), spectral_norm(nn.Linear(6, 2))))
+@pytest.mark.parametrize(
+    ("embed", "blocks", "head", "shape", "message"),
+    [
+        (None, [nn.Linear(5, 6)], nn.Linear(6, 2), (6,), r"blocks\[0\]: .*takes .* \(1, 6\)"),
+        (nn.Identity(), [], nn.Linear(6, 2), (2, 6), r"embed: .*shape \(B,d\), got"),
+        (None, [], nn.Identity(), (6,), r"head: expected an nn\.Linear .*Identity"),
+        (nn.Linear(6, 4), [], nn.Linear(5, 2), (6,), "in_features .* 4 like .*, got 5: .*space"),
+    ],
+)
+def test_modules_that_do_not_fit_are_named(embed, blocks, head, shape, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SequentialBackbone(embed, blocks, head, input_shape=shape)
 
 
 def test_modules_that_json_cannot_describe_are_refused() -> None:
@@ -166,10 +149,6 @@ def test_modules_that_json_cannot_describe_are_refused() -> None:
         net.config()
     remove_spectral_norm(layer)
     assert net.config() == config
-
-
-def test_an_unknown_layer_in_a_config_is_refused() -> None:
-    config = adapt(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))).config()
     config["blocks"][0]["layers"][0]["layer"] = "os.system"
-    with pytest.raises(InputError, match=r"expected one of Identity, .* got 'os\.system'"):
+    with pytest.raises(InputError, match=r"layer: .*Identity.* got 'os\.system'"):
         build(config)

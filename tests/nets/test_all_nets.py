@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,46 +11,30 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from otad import nets
 from otad.errors import InputError
-from otad.nets import (
-    AttentionMetric,
-    Backbone,
-    CNNMetric,
-    FCResNet,
-    LiftedNet,
-    LinearHead,
-    LipschitzMetric,
-    Metric,
-    ResNetMetric,
-    VisionTransformer,
-    ViTMetric,
-    build,
-    build_metric,
-    fc_resnet,
-    register,
-    register_metric,
-)
 from otad.nets.inputs import InputNet
 
 SHAPE = (3, 8, 8)
 TOKENS = {"patch": 4, "width": 12, "heads": 3}
+VIT = TOKENS | {"blocks": 1, "class_token": True, "final_norm": True}
 NETS: dict[str, tuple[type[InputNet], dict[str, Any]]] = {
-    "residual": (FCResNet, {"blocks": 2, "hidden": 5}),
-    "plain": (FCResNet, {"blocks": 2, "hidden": 5, "residual": False}),
-    "lifted": (LiftedNet, {"blocks": 2, "hidden": (7,)}),
-    "vit": (VisionTransformer, TOKENS | {"blocks": 1, "class_token": True, "final_norm": True}),
-    "metric_resnet": (ResNetMetric, {"widths": (4, 6), "depth": 1}),
-    "metric_cnn": (CNNMetric, {"widths": (4, 6)}),
-    "metric_vit": (ViTMetric, TOKENS | {"blocks": 2}),
-    "metric_attention": (AttentionMetric, TOKENS),
-    "metric_lipschitz": (LipschitzMetric, {"widths": (12, 16), "depth": 1}),
+    "residual": (nets.FCResNet, {"blocks": 2, "hidden": 5}),
+    "plain": (nets.FCResNet, {"blocks": 2, "hidden": 5, "residual": False}),
+    "lifted": (nets.LiftedNet, {"blocks": 2, "hidden": (7,)}),
+    "vit": (nets.VisionTransformer, VIT),
+    "metric_resnet": (nets.ResNetMetric, {"widths": (4, 6), "depth": 1}),
+    "metric_cnn": (nets.CNNMetric, {"widths": (4, 6)}),
+    "metric_vit": (nets.ViTMetric, TOKENS | {"blocks": 2}),
+    "metric_attention": (nets.AttentionMetric, TOKENS),
+    "metric_lipschitz": (nets.LipschitzMetric, {"widths": (12, 16), "depth": 1}),
 }
 EVERY = pytest.mark.parametrize("name", NETS)
 
 
 def make(name: str, seed: int = 0) -> InputNet:
     kind, options = NETS[name]
-    sizes = {"key_dim": 5} if issubclass(kind, Metric) else {"n_outputs": 4}
+    sizes = {"key_dim": 5} if issubclass(kind, nets.Metric) else {"n_outputs": 4}
     common = {"bounds": (0.0, 1.0), "mean": 0.2, "std": 0.5, "seed": seed}
     return kind(SHAPE, **sizes, **common, **options)
 
@@ -84,7 +68,7 @@ def test_gradients_reach_every_weight_of_a_metric(name: str) -> None:
 def test_a_net_is_rebuilt_from_json_and_safetensors(name: str) -> None:
     net = make(name, seed=9)
     net(images())  # changes batch statistics
-    rebuild: Callable[..., InputNet] = build_metric if isinstance(net, Metric) else build
+    rebuild = nets.build_metric if isinstance(net, nets.Metric) else nets.build
     twin = rebuild(json.loads(json.dumps(net.config())))
     twin.load_state_dict(load(save(net.state_dict())))
     assert torch.equal(twin.eval()(images()), net.eval()(images()))
@@ -108,23 +92,24 @@ def test_nets_have_the_default_dtype(name: str) -> None:
 
 
 def test_registered_classes_are_built_by_name() -> None:
-    class Shift(Backbone):
+    class Shift(nets.Backbone):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
-            self.head = LinearHead(self.dim, self.n_outputs, self.task).to_empty(device="cpu")
+            self.head = nets.LinearHead(self.dim, self.n_outputs, self.task).to_empty(device="cpu")
 
         def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
             return e + 1, torch.full((len(e),), float(self.dim))
 
-    class Half(Metric):
+    class Half(nets.Metric):
         projection = torch.nn.Identity()
 
         def features(self, u: Tensor) -> Tensor:
             return u / 2
 
-    nets = (Shift(input_shape=(3,), n_outputs=2), Half((3,), key_norm="free", key_dim=3))
-    for net, decorator, rebuild in zip(
-        nets, (register, register_metric), (build, build_metric), strict=True
+    half = Half((3,), key_norm="free", key_dim=3)
+    for net, decorator, rebuild in (
+        (Shift(input_shape=(3,), n_outputs=2), nets.register, nets.build),
+        (half, nets.register_metric, nets.build_metric),
     ):
         name = type(net).__name__
         with pytest.raises(InputError, match=rf"got {name}; .*otad\.nets\.{decorator.__name__}"):
@@ -133,19 +118,19 @@ def test_registered_classes_are_built_by_name() -> None:
         assert type(rebuild(net.config())) is type(net)
         with pytest.raises(InputError, match=r"kind.*'for-test'"):
             decorator("for-test")(type(net))
-    assert torch.equal(nets[1](torch.ones(1, 3)), torch.full((1, 3), 0.5))
-    assert nets[1].lipschitz is None
+    assert torch.equal(half(torch.ones(1, 3)), torch.full((1, 3), 0.5))
+    assert half.lipschitz is None
 
 
 @pytest.mark.parametrize(
     ("rebuild", "config", "message"),
     [
-        (build, {}, "kind.*fc_resnet.*'None'"),
-        (build, {"kind": "transformer"}, "'transformer'"),
-        (build, {"kind": "fc_resnet", "depth": 3}, "options of fc_resnet"),
-        (build, {"kind": "sequential"}, "options of sequential"),
-        (build_metric, {"kind": "guess"}, "kind.*cnn.*'guess'"),
-        (build_metric, {"kind": "cnn"}, "options of cnn"),
+        (nets.build, {}, "kind.*fc_resnet.*'None'"),
+        (nets.build, {"kind": "transformer"}, "'transformer'"),
+        (nets.build, {"kind": "fc_resnet", "depth": 3}, "options of fc_resnet"),
+        (nets.build, {"kind": "sequential"}, "options of sequential"),
+        (nets.build_metric, {"kind": "guess"}, "kind.*cnn.*'guess'"),
+        (nets.build_metric, {"kind": "cnn"}, "options of cnn"),
     ],
 )
 def test_an_unknown_config_is_refused(rebuild, config: dict, message: str) -> None:
@@ -170,6 +155,6 @@ def test_an_unknown_config_is_refused(rebuild, config: dict, message: str) -> No
     ],
 )
 def test_bad_inputs_are_refused(x: object, message: str) -> None:
-    net = fc_resnet((2, 2), 3, bounds=(0, 1))
+    net = nets.fc_resnet((2, 2), 3, bounds=(0, 1))
     with pytest.raises(InputError, match=f"pixels: .*{message}"):
         net.check_inputs(x, "pixels")

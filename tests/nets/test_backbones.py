@@ -54,12 +54,14 @@ def test_the_head_is_linear_and_the_forward_pass_ends_in_it() -> None:
 
 
 def test_twins_have_the_same_parameters_and_the_paper_s_width() -> None:
-    sizes = [
-        {name: tuple(value.shape) for name, value in make((3, 3), 10).named_parameters()}
-        for make in (fc_resnet, plain_net)
-    ]
+    residual, plain = (make((200,), 10) for make in (fc_resnet, plain_net))
+    sizes = [[weight.shape for weight in net.parameters()] for net in (residual, plain)]
     assert sizes[0] == sizes[1]
-    assert sum(p.numel() for p in fc_resnet((9,), 10).parameters()) == 5 * 2 * (81 + 9) + 100
+    count = sum(weight.numel() for weight in residual.parameters())
+    assert count == 5 * 2 * (200 * 200 + 200) + 10 * 201
+    # Without shortcuts the signal keeps its size at the start.
+    e = torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
+    assert 0.3 < float(plain.transport(e)[0].detach().std()) < 3.0
 
 
 def test_drawn_weights_have_the_stated_variance() -> None:
@@ -67,12 +69,6 @@ def test_drawn_weights_have_the_stated_variance() -> None:
     draw_linear(layer, torch.Generator().manual_seed(0), gain=1.5)
     assert layer.weight.var().item() == pytest.approx(1.5**2 / 400, rel=0.02)
     assert layer.bias.abs().max().item() <= 400**-0.5
-
-
-def test_the_plain_twin_keeps_the_size_of_its_signal_at_the_start() -> None:
-    net = plain_net((200,), 2, blocks=5)
-    e = torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
-    assert 0.3 < float(net.transport(e)[0].detach().std()) < 3.0
 
 
 @pytest.mark.parametrize(
@@ -105,28 +101,31 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("task", "y", "message"),
     [
-        ("classification", torch.tensor([0, 3]), "labels from 0 to 2, got the unknown label 3"),
-        ("classification", torch.tensor([0, -1]), "got the unknown label -1"),
-        ("classification", torch.tensor([0.0, 1.0]), "expected dtype int64, got float32"),
-        ("classification", torch.tensor([0, 1, 2]), r"expected shape \(2,\) with one target"),
-        ("classification", torch.tensor([[0, 1]]), "expected 1 axes"),
-        ("regression", torch.tensor([0, 1]), "expected dtype float32, got int64"),
-        ("regression", torch.tensor([0.0, float("nan")]), "expected finite values, got nan"),
+        ("classification", [0, 3], "labels from 0 to 2, got .*label 3"),
+        ("classification", [0, -1], "label -1"),
+        ("classification", [0.0, 1.0], "dtype int64, got float32"),
+        ("classification", [0, 1, 2], r"shape \(2,\)"),
+        ("classification", [[0, 1]], "1 axes"),
+        ("regression", [0, 1], "dtype float32, got int64"),
+        ("regression", [0.0, float("nan")], "finite values, got nan"),
     ],
 )
-def test_bad_targets_are_refused(task: str, y: Tensor, message: str) -> None:
+def test_bad_targets_are_refused(task: str, y: list, message: str) -> None:
     net = fc_resnet((4,), 3 if task == "classification" else 1, task=task)
-    with pytest.raises(InputError, match=message):
-        net.check_targets(y, 2)
+    with pytest.raises(InputError, match=f"y: .*{message}"):
+        net.check_targets(torch.tensor(y), 2)
 
 
 def test_an_input_is_embedded_with_zeros_behind_it() -> None:
-    net = lifted_net((2, 3), 4, mean=0.4, std=0.3)
+    net = lifted_net((2, 3), 4, blocks=0, mean=0.4, std=0.3)
     x = _inputs(5, 2, 3)
     embedded = net.embed(x)
     assert (net.dim, net.lift, embedded.shape) == (10, 4, (5, 10))
     torch.testing.assert_close(embedded[:, :6], ((x - 0.4) / 0.3).flatten(1))
     assert not embedded[:, 6:].any()
+    features, energy = net.transport(embedded)  # without blocks nothing is added
+    assert torch.equal(features, embedded)
+    assert not energy.any()
 
 
 def test_transport_writes_into_the_lift_alone_and_sums_its_steps() -> None:
@@ -152,13 +151,6 @@ def test_the_head_reads_the_lift_and_training_leaves_it_alone() -> None:
     torch.testing.assert_close(before, torch.eye(9)[6:])
     assert not net.head.bias.any()
     assert not torch.equal(net.blocks[0][0].weight, weights)
-
-
-def test_without_blocks_the_answer_is_nothing() -> None:
-    net = lifted_net((6,), 3, blocks=0)
-    features, energy = net.transport(net.embed(_inputs(4, 6)))
-    torch.testing.assert_close(features, net.embed(_inputs(4, 6)))
-    assert not energy.any()
 
 
 def test_regression_lifts_one_coordinate_and_takes_the_units_of_targets() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from otad.errors import InputError, MissingExtraError
-from otad.nets import pretrained
+from otad.nets.adapt import _BUILDERS, PretrainedMetric, efficientnet_lite0, register_features
 from otad.nets.base import Metric, build_metric
 from otad.nets.lipschitz import LipschitzMetric, OrthogonalLinear, fold, max_min, shift
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
-from otad.nets.pretrained import PretrainedMetric, efficientnet_lite0, register_features
 
 
 def _images(rows: int = 6, seed: int = 1) -> Tensor:
@@ -25,28 +25,14 @@ def _small(**options) -> CNNMetric:
     return CNNMetric((3, 8, 8), key_dim=5, bounds=(0, 1), widths=(4, 6), **options)
 
 
-def _size(metric: Metric) -> int:
-    return sum(weight.numel() for weight in metric.parameters())
-
-
 def test_default_nets_for_32_x_32_images_have_the_stated_size() -> None:
     kinds = ResNetMetric, CNNMetric, ViTMetric, AttentionMetric, LipschitzMetric
-    sizes = [_size(kind((3, 32, 32))) for kind in kinds]
+    nets = [kind((3, 32, 32)) for kind in kinds]
+    sizes = [sum(weight.numel() for weight in net.parameters()) for net in nets]
     assert sizes == [2_807_872, 337_984, 981_888, 685_440, 1_847_744]
-
-
-def test_the_resnet_is_the_first_three_stages_of_a_resnet_18() -> None:
-    def block(before: int, after: int) -> int:
-        change = before != after
-        norms = 2 * after * (2 + change)
-        return 9 * before * after + 9 * after * after + change * before * after + norms
-
-    sides = ((64, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256))
-    stem, projection = 27 * 64 + 2 * 64, 256 * 128
-    metric = ResNetMetric((3, 32, 32))
-    assert stem + sum(block(*side) for side in sides) + projection == _size(metric)
-    assert metric.key_dim == 128
-    assert metric.blocks(torch.zeros(1, 64, 32, 32)).shape == (1, 256, 8, 8)
+    assert {net.key_dim for net in nets} == {128}
+    # as the first three stages of a ResNet-18
+    assert nets[0].blocks(torch.zeros(1, 64, 32, 32)).shape == (1, 256, 8, 8)
 
 
 def test_key_norms_are_the_three_stated_maps() -> None:
@@ -59,11 +45,8 @@ def test_key_norms_are_the_three_stated_maps() -> None:
         lengths = keys.norm(dim=1, keepdim=True)
         torch.testing.assert_close(unit(u), keys / lengths)
         torch.testing.assert_close(ball(u), keys / lengths.clamp(min=1))
-
-
-def test_inputs_are_normalized_inside() -> None:
-    metric, plain = _small(mean=0.4, std=0.3).eval(), _small().eval()
-    torch.testing.assert_close(metric(_images()), plain((_images() - 0.4) / 0.3))
+    normalizing, plain = _small(mean=0.4, std=0.3).eval(), _small().eval()
+    torch.testing.assert_close(normalizing(u), plain((u - 0.4) / 0.3))
 
 
 def _extractor() -> nn.Sequential:
@@ -121,38 +104,35 @@ def _wide(width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(12, width))
 
 
+def _longer(**_: int) -> nn.Module:
+    return nn.Sequential(*_wide(), nn.Linear(4, 4, bias=False))
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("builder", "extractor", "options", "message"),
     [
-        ({"width": 7}, r"1\.weight \(6, 12\), got \{'width': 7\}, .* 1\.weight \(7, 12\)"),
-        ({}, r"1\.weight \(6, 12\), got \{\}, which gives 1\.weight \(4, 12\)"),
-        ({"height": 6}, "builder_options: expected .* makes the extractor again, got: .*'height'"),
-        ({"width": object()}, "builder_options: expected plain JSON values .* got: .* object"),
+        (_wide, _wide(6), {"width": 7}, r"\(6, 12\), got \{'width': 7\}, .*\(7, 12\)"),
+        (_wide, _wide(6), {}, r"1\.weight \(6, 12\), got \{\}, .*1\.weight \(4, 12\)"),
+        (_wide, _wide(6), {"height": 6}, "got: .*'height'"),
+        (_wide, _wide(6), {"width": object()}, "plain JSON values .* got: .* object"),
+        (_longer, _wide(), {}, r"with 2\.weight .*gives 2\.weight"),
+        (_wide, _longer(), {}, r"with 2\.weight .*gives 2\.weight"),
+        (_wide, _wide(6), {"width": 6}, None),
     ],
 )
-def test_options_that_do_not_make_the_extractor_again_are_not_described(
-    options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+def test_only_options_that_make_the_extractor_again_are_described(
+    builder, extractor, options: dict, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(pretrained._BUILDERS, "wide-for-test", _wide)
-    given = {"input_shape": (3, 2, 2), "builder": "wide-for-test"}
-    metric = PretrainedMetric(_wide(6), builder_options=options, **given)
-    with pytest.raises(InputError, match=message):
-        metric.config()
-    metric = PretrainedMetric(_wide(6), builder_options={"width": 6}, **given)
+    monkeypatch.setitem(_BUILDERS, "for-test", builder)
+    given = {"builder": "for-test", "builder_options": options}
+    metric = PretrainedMetric(extractor, input_shape=(3, 2, 2), **given)
     before = torch.random.get_rng_state()
-    assert metric.config()["extractor"]["options"] == {"width": 6}
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_an_extractor_with_other_parts_is_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    def longer() -> nn.Module:
-        return nn.Sequential(*_wide(), nn.Linear(4, 4, bias=False))
-
-    for makes, made in ((longer, _wide()), (_wide, longer())):
-        monkeypatch.setitem(pretrained._BUILDERS, "parts-for-test", makes)
-        metric = PretrainedMetric(made, input_shape=(3, 2, 2), builder="parts-for-test")
-        with pytest.raises(InputError, match=r"with 2\.weight .*which gives 2\.weight"):
+    if message is None:
+        assert metric.config()["extractor"]["options"] == options
+    else:
+        with pytest.raises(InputError, match=f"builder_options: .*{message}"):
             metric.config()
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +155,9 @@ def test_an_extractor_with_other_parts_is_not_described(monkeypatch: pytest.Monk
         (lambda: PretrainedMetric(nn.Flatten(), nn.Linear(3, 2), input_shape=(2, 2)),
          "projection: expected in_features 4 like the features, got 3"),
         (lambda: PretrainedMetric(_wide().double(), input_shape=(3, 2, 2)),
-         r"extractor: expected a module that takes a float32 tensor of shape \(1, 3, 2, 2\)"),
+         r"extractor: .*float32 of shape \(1, 3, 2, 2\)"),
         (lambda: PretrainedMetric(_wide(), nn.Linear(4, 2).double(), input_shape=(3, 2, 2)),
-         r"projection: expected a module that takes a float32 tensor of shape \(1, 4\)"),
+         r"projection: .*float32 of shape \(1, 4\)"),
         (lambda: PretrainedMetric(nn.Flatten(), nn.ReLU(), input_shape=(2, 2)),
          "projection: expected an nn.Linear or None, got ReLU"),
     ],
@@ -216,12 +196,12 @@ def _lipschitz(seed: int, **options) -> LipschitzMetric:
     return metric
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_no_jacobian_of_the_lipschitz_net_exceeds_its_constant(seed: int) -> None:
     metric = _lipschitz(seed, std=0.25).double().eval()
     assert 4.0 <= metric.lipschitz < 4.001
     largest = 0.0
-    for x in _images(8, seed=seed).double():
+    for x in _images(6, seed=seed).double():
         jacobian = torch.autograd.functional.jacobian(lambda v: metric(v[None])[0], x)
         largest = max(largest, float(torch.linalg.svdvals(jacobian.flatten(1))[0]))
     assert 0.7 * metric.lipschitz < largest <= metric.lipschitz
@@ -295,11 +275,8 @@ def test_cached_matrices_follow_the_weights() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(pretrained.importlib, "import_module", absent)
-    with pytest.raises(MissingExtraError, match="'efficientnet_lite_pytorch'"):
+    monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
+    with pytest.raises(MissingExtraError, match="efficientnet_lite_pytorch"):
         efficientnet_lite0()
 
 

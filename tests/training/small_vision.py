@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-import pytest
 import torch
 from torch import Tensor, nn
 
 from otad.io.tensor_files import fingerprint
 from otad.nets import CNNMetric, VisionTransformer, vision_transformer
-from otad.training import EpochRecord
 
 FILE = "checkpoint.safetensors"
-_AUTOCAST = [partial(torch.autocast, "cpu", torch.bfloat16, enabled=on) for on in (False, True)]
-CALLER_MODES = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, *_AUTOCAST])
+KEYS = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
+LABELS = torch.tensor([0, 0, 1, 1])
 
 
 def images(rows: int = 60, channels: int = 3) -> tuple[Tensor, Tensor]:
@@ -46,15 +41,3 @@ def small_cnn(channels: int = 3) -> CNNMetric:
 
 def weights_print(net: nn.Module) -> str:
     return fingerprint(net.state_dict())
-
-
-class StopError(Exception):
-    pass
-
-
-def stop_after(epoch: int) -> Callable[[EpochRecord], None]:
-    def report(record: EpochRecord) -> None:
-        if record.epoch == epoch:
-            raise StopError
-
-    return report

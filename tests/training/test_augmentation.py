@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
+from scipy.ndimage import map_coordinates
 from torch import Tensor
 
 from otad.errors import InputError
 from otad.training.augmentation import (
     IMAGE_OPS,
-    TRIVIAL_OPS,
     Compose,
     Cutout,
     RandomCrop,
     RandomFlip,
     TrivialAugment,
     cutmix,
-    host_rng,
     mix_some,
     mixup,
 )
@@ -94,66 +93,41 @@ def test_solarize_inverts_what_is_brighter_than_the_threshold() -> None:
     torch.testing.assert_close(changed.flatten(), torch.tensor([0.1, 0.5, 0.3, 0.0]))
 
 
-def _sample(image: Tensor, row: float, column: float) -> Tensor:
-    """Bilinear, gray outside."""
-    total = torch.zeros(image.shape[0])
-    top, left = math.floor(row), math.floor(column)
-    for r in (top, top + 1):
-        for c in (left, left + 1):
-            inside = 0 <= r < image.shape[1] and 0 <= c < image.shape[2]
-            value = image[:, r, c] if inside else torch.full_like(total, 0.5)
-            total += (1 - abs(row - r)) * (1 - abs(column - c)) * value
-    return total
-
-
 def _moved(image: Tensor, name: str, a: float) -> Tensor:
-    """One image, pixel by pixel: where does each come from?"""
-    channels, height, width = image.shape
-    result = torch.empty(channels, height, width)
+    """One image, pixel by pixel, by SciPy's bilinear interpolation; gray outside."""
+    _, height, width = image.shape
     middle_y, middle_x = (height - 1) / 2, (width - 1) / 2
-    turn = math.radians(135 * a)
-    for row in range(height):
-        for column in range(width):
-            y, x = row - middle_y, column - middle_x
-            cosine, sine = math.cos(turn), math.sin(turn)
-            source = {
-                "rotate": (sine * x + cosine * y, cosine * x - sine * y),
-                "shear_x": (y, x + a * y),
-                "shear_y": (y + a * x, x),
-                "translate_x": (y, x - a * width),
-                "translate_y": (y - a * height, x),
-            }[name]
-            result[:, row, column] = _sample(image, source[0] + middle_y, source[1] + middle_x)
-    return result
+    y, x = np.mgrid[:height, :width] - np.array([middle_y, middle_x])[:, None, None]
+    cosine, sine = math.cos(math.radians(135 * a)), math.sin(math.radians(135 * a))
+    source = {
+        "rotate": (sine * x + cosine * y, cosine * x - sine * y),
+        "shear_x": (y, x + a * y),
+        "shear_y": (y + a * x, x),
+        "translate_x": (y, x - a * width),
+        "translate_y": (y - a * height, x),
+    }[name]
+    at = [source[0] + middle_y + 1, source[1] + middle_x + 1]
+    padded = np.pad(image.numpy(), ((0, 0), (1, 1), (1, 1)), constant_values=0.5)
+    channels = [map_coordinates(one, at, order=1, cval=0.5) for one in padded]
+    return torch.from_numpy(np.stack(channels))
 
 
 @pytest.mark.parametrize("name", ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"])
-def test_geometry_is_that_of_one_pixel_after_another(name: str) -> None:
+def test_geometry_is_that_of_scipy(name: str) -> None:
     x, amount = _images(3), torch.tensor([-0.7, 0.21, 0.5])
     changed = IMAGE_OPS[name](x, amount)
     for image, result, a in zip(x, changed, amount.tolist(), strict=True):
         torch.testing.assert_close(result, _moved(image, name, a), atol=1e-5, rtol=0)
 
 
-def test_a_quarter_turn_and_whole_pixel_moves_are_exact() -> None:
-    x = _images(1, height=9, width=9)
-    turned = IMAGE_OPS["rotate"](x, torch.tensor([90 / 135]))
-    torch.testing.assert_close(turned, x.rot90(1, (2, 3)), atol=1e-5, rtol=0)
-    moved = IMAGE_OPS["translate_x"](x, torch.tensor([2 / 9]))
-    torch.testing.assert_close(moved[..., 2:], x[..., :-2], atol=1e-5, rtol=0)
-    torch.testing.assert_close(moved[..., :2], torch.full_like(x[..., :2], 0.5))
-
-
 def test_crops_are_windows_of_the_padded_image_at_all_places() -> None:
     x = _images(200, 1, 5, 6)
     changed = RandomCrop(1)(x, torch.Generator().manual_seed(0))
     padded = torch.nn.functional.pad(x, [1] * 4)
-    places = set()
-    for k in range(200):
-        windows = {(i, j): padded[k, :, i : i + 5, j : j + 6] for i in range(3) for j in range(3)}
-        (place,) = (at for at, window in windows.items() if torch.equal(changed[k], window))
-        places.add(place)
-    assert len(places) == 9
+    windows = padded.unfold(2, 5, 1).unfold(3, 6, 1).flatten(2, 3)  # (200, 1, 9, 5, 6)
+    found = (windows == changed[:, :, None]).flatten(3).all(3).squeeze(1)
+    assert bool((found.sum(1) == 1).all())
+    assert bool(found.any(0).all())
 
 
 def test_flips_mirror_some_images_whole() -> None:
@@ -162,7 +136,6 @@ def test_flips_mirror_some_images_whole() -> None:
     flipped = (changed == x.flip(3)).flatten(1).all(1)
     assert torch.equal(flipped, (changed != x).flatten(1).any(1))
     assert 0.2 < flipped.double().mean() < 0.4
-    assert torch.equal(RandomFlip(0.0)(x, torch.Generator()), x)
 
 
 def test_cutout_grays_a_square() -> None:
@@ -200,27 +173,9 @@ def test_in_small_batches_too_every_op_has_the_same_chance() -> None:
     x, generator = _images(1).expand(2, -1, -1, -1), torch.Generator().manual_seed(0)
     policy = TrivialAugment(ops=("identity", "brightness", "autocontrast"))
     stretched = IMAGE_OPS["autocontrast"](x, torch.ones(2))[0]
-    met = {"same": 0, "stretched": 0, "other": 0}
-    for _ in range(300):
-        for image in policy(x, generator):
-            whole = torch.equal(image, stretched)
-            met["same" if torch.equal(image, x[0]) else "stretched" if whole else "other"] += 1
-    assert all(160 < count < 240 for count in met.values())
-
-
-def test_the_host_s_numbers_follow_the_generator_and_move_it_on() -> None:
-    first, again = (torch.Generator().manual_seed(4) for _ in range(2))
-    drawn = [host_rng(first).random() for _ in range(3)]
-    assert drawn == [host_rng(again).random() for _ in range(3)]
-    assert len(set(drawn)) == 3
-    assert host_rng(torch.Generator().manual_seed(5)).random() != drawn[0]
-
-
-def test_at_strength_zero_the_policy_is_the_identity() -> None:
-    x = _images(60)
-    changed = TrivialAugment(strength=0.0)(x, torch.Generator())
-    torch.testing.assert_close(changed, x, atol=1e-5, rtol=0)
-    assert len(TRIVIAL_OPS) == 14
+    images = torch.cat([policy(x, generator) for _ in range(300)])
+    met = [(images == one).flatten(1).all(1).sum() for one in (x[0], stretched)]
+    assert all(160 < count < 240 for count in (*met, len(images) - sum(met)))
 
 
 def test_a_pipeline_is_decided_by_its_generator_and_stays_in_bounds() -> None:
@@ -233,23 +188,24 @@ def test_a_pipeline_is_decided_by_its_generator_and_stays_in_bounds() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     assert first.shape == x.shape
     assert 0 <= first.min() <= first.max() <= 1
-    assert repr(ALL) == repr(Compose(ALL.steps))
+    weakest = TrivialAugment(strength=0.0)(x, torch.Generator())
+    torch.testing.assert_close(weakest, x, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "options", "message"),
     [
-        (lambda: RandomCrop(-1), "padding: expected an integer of at least 0"),
-        (lambda: RandomFlip(1.5), "probability: expected a number from 0 to 1, got 1.5"),
-        (lambda: Cutout(0), "size: expected an integer"),
-        (lambda: TrivialAugment(strength=2), "strength: expected a number from 0 to 1"),
-        (lambda: TrivialAugment(ops=("twirl",)), "ops: expected one of identity, brightness"),
-        (lambda: TrivialAugment(ops=()), "ops: expected at least one"),
+        (RandomCrop, {"padding": -1}, "at least 0, got -1"),
+        (RandomFlip, {"probability": 1.5}, "from 0 to 1, got 1.5"),
+        (Cutout, {"size": 0}, "at least 1, got 0"),
+        (TrivialAugment, {"strength": 2}, "from 0 to 1, got 2"),
+        (TrivialAugment, {"ops": ("twirl",)}, "brightness.*'twirl'"),
+        (TrivialAugment, {"ops": ()}, "at least one"),
     ],
 )
-def test_bad_settings_are_refused(make, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        make()
+def test_bad_settings_are_refused(kind: type, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(options))}: .*{message}"):
+        kind(**options)
 
 
 def test_mixup_mixes_images_and_labels_by_one_share(generator: torch.Generator) -> None:
@@ -277,9 +233,7 @@ def test_some_batches_are_mixed_one_way_or_the_other(generator: torch.Generator)
     kinds = {"none": 0, "mixup": 0, "cutmix": 0}
     for _ in range(400):
         mixed, shares = mix_some(x, y, 6, generator, probability=0.5)
-        torch.testing.assert_close(shares.sum(1), torch.ones(6))
         if torch.equal(mixed, x):
-            assert torch.equal(shares, torch.eye(6)) or shares.max() < 1
             kinds["none" if torch.equal(shares, torch.eye(6)) else "cutmix"] += 1
         else:
             kinds["cutmix" if set(mixed.unique().tolist()) == {0.0, 1.0} else "mixup"] += 1

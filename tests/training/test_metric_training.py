@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from training.small_vision import CALLER_MODES, images, small_cnn, weights_print
+from training.small_vision import KEYS, LABELS, images, small_cnn
 
 from otad.errors import InputError, MissingExtraError
+from otad.nets.adapt import PretrainedMetric
 from otad.nets.base import Metric
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric_nets import CNNMetric
-from otad.nets.pretrained import PretrainedMetric
 from otad.training.adversary import Adversary
 from otad.training.metric import MetricConfig, encode, neighbor_accuracy, train_metric
 from otad.training.metric_losses import neighborhood_loss
 
-KEYS = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
-LABELS = torch.tensor([0, 0, 1, 1])
 SHORT = MetricConfig(epochs=3, batch_size=16, learning_rate=0.01)
 
 
@@ -57,30 +54,24 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 def _attacked_accuracy(metric: Metric, eps: float) -> float:
     """Accuracy among 5 neighbors under a longer attack than any used in training."""
     (train_x, train_y), (x, y) = _points(300, 0), _points(150, 1)
-    references = encode(metric, train_x)
-    adversary = Adversary(eps, steps=20)
-    moved = adversary.attack(
-        metric,
-        x,
-        lambda keys: neighborhood_loss(keys, y, references, train_y),
-        adversary.start(x, torch.Generator().manual_seed(1)),
-    )
-    return neighbor_accuracy(encode(metric, moved), y, references, train_y, n_neighbors=5)
+    known, adversary = (encode(metric, train_x), train_y), Adversary(eps, steps=20)
+    start = adversary.start(x, torch.Generator().manual_seed(1))
+    moved = adversary.attack(metric, x, lambda keys: neighborhood_loss(keys, y, *known), start)
+    return neighbor_accuracy(encode(metric, moved), y, *known, n_neighbors=5)
 
 
-@pytest.mark.parametrize("references", ["batch", "bank"])
-def test_adversarial_training_makes_neighbors_robust(references: str) -> None:
-    config = MetricConfig(
-        epochs=12, batch_size=75, learning_rate=5e-3, references=references, n_neighbors=5
-    )
+def test_adversarial_training_makes_neighbors_robust() -> None:
+    config = MetricConfig(epochs=12, batch_size=75, learning_rate=5e-3, n_neighbors=5)
     data = (*_points(300, 0), *_points(150, 1))
-    plain, robust = _metric(), _metric()
-    clean = train_metric(plain, data, config).final
-    assert clean.val_score > 0.98  # the faint direction gives it away ...
-    assert _attacked_accuracy(plain, 0.2) < 0.3  # ... and is easily crossed
-    hardened = train_metric(robust, data, replace(config, adversary=Adversary(0.2, steps=5))).final
-    assert hardened.val_score > 0.85  # the strong direction is right nine times of ten
-    assert _attacked_accuracy(robust, 0.2) > 0.65
+    plain = _metric()
+    assert train_metric(plain, data, config).final.val_score > 0.98  # by the faint direction ...
+    assert _attacked_accuracy(plain, 0.2) < 0.3  # ... which is easily crossed
+    for references in ("batch", "bank"):
+        attacked = {"references": references, "adversary": Adversary(0.2, steps=5)}
+        robust = _metric()
+        result = train_metric(robust, data, replace(config, **attacked))
+        assert result.final.val_score > 0.85  # the strong direction is right nine times of ten
+        assert _attacked_accuracy(robust, 0.2) > 0.65
 
 
 @pytest.mark.parametrize("loss", ["neighborhood", "means", "triplet", "contrastive"])
@@ -98,8 +89,7 @@ def test_every_loss_finds_what_separates_classes(loss: str) -> None:
     result = train_metric(metric, data, config)
     assert untrained < 0.75
     assert result.final.val_score > 0.93
-    assert result.metric == "accuracy"
-    assert not metric.training
+    assert (result.metric, metric.training) == ("accuracy", False)
 
 
 def test_the_lipschitz_metric_learns_under_attack_and_keeps_its_constant() -> None:
@@ -126,15 +116,11 @@ def test_scores_are_those_of_the_final_weights() -> None:
 
 
 def test_augmented_images_are_what_the_net_sees() -> None:
-    x, y = images()
-    seen = []
-
     def blacken(images: Tensor, generator: torch.Generator) -> Tensor:
-        seen.append((len(images), generator.device))
+        assert (len(images), generator.device) == (16, torch.device("cpu"))
         return torch.zeros_like(images)
 
-    result = train_metric(small_cnn(), (x, y), replace(SHORT, epochs=1), augment=blacken)
-    assert seen == [(16, torch.device("cpu"))] * 3
+    result = train_metric(small_cnn(), images(), replace(SHORT, epochs=1), augment=blacken)
     assert result.final.train_score < 0.6  # all images are alike
 
 
@@ -162,19 +148,6 @@ def test_a_metric_in_double_precision_learns(references: str) -> None:
     result = train_metric(metric, (_X.double(), _Y), replace(SHORT, references=references))
     assert math.isfinite(result.final.loss)
     assert metric.projection.weight.dtype == torch.float64
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16
-@CALLER_MODES
-@pytest.mark.parametrize("mixed_precision", [False, True])
-def test_the_mode_of_the_caller_does_not_matter(mode: Callable, mixed_precision: bool) -> None:
-    plainly, within = small_cnn(), small_cnn()
-    adversary = Adversary(0.1, steps=1, weight_share=0.1)
-    config = replace(SHORT, adversary=adversary, mixed_precision=mixed_precision)
-    train_metric(plainly, (_X, _Y), config)
-    with mode():
-        train_metric(within, (_X, _Y), config)
-    assert weights_print(plainly) == weights_print(within)
 
 
 def test_encoding_restores_modes_and_labels_may_be_any_numbers() -> None:

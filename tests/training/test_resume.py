@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from factories import run_script
 from torch import Tensor, nn
-from training.small_vision import (
-    FILE,
-    StopError,
-    images,
-    small_cnn,
-    small_vit,
-    stop_after,
-    weights_print,
-)
+from training.small_vision import FILE, images, small_cnn, small_vit, weights_print
 
 from otad.errors import InputError
-from otad.io.tensor_files import read_tensors, write_tensors
+from otad.io.tensor_files import read_tensors
 from otad.nets import SequentialBackbone, fc_resnet
-from otad.training import MetricConfig, TrainConfig, TrainResult, loop, recipe, train, train_metric
+from otad.training import (
+    EpochRecord,
+    MetricConfig,
+    TrainConfig,
+    TrainResult,
+    loop,
+    recipe,
+    train,
+    train_metric,
+)
 from otad.training.adversary import Adversary
 from otad.training.augmentation import Compose, RandomFlip
 
 # A CPU without bfloat16 warns once and computes it all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 
-CONFIG = TrainConfig(epochs=4, batch_size=16, learning_rate=0.05, energy_weight=0.01, warmup=1)
-VIT = recipe("vit_cifar10", epochs=4, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
-METRIC = MetricConfig(epochs=4, batch_size=16, learning_rate=0.01)
+CONFIG = TrainConfig(epochs=3, batch_size=16, learning_rate=0.05, energy_weight=0.01, warmup=1)
+VIT = recipe("vit_cifar10", epochs=3, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
+METRIC = MetricConfig(epochs=3, batch_size=16, learning_rate=0.01)
 ATTACKED = replace(METRIC, adversary=Adversary(0.3, steps=2))
 
 
@@ -45,11 +48,6 @@ def table(rows: int = 100) -> tuple[Tensor, ...]:
     x = torch.rand(rows, 3, generator=torch.Generator().manual_seed(0))
     y = (x.sum(1) > 1.5).long()
     return x[20:], y[20:], x[:20], y[:20]
-
-
-def pictures() -> tuple[Tensor, ...]:
-    x, y = images()
-    return x[:50], y[:50], x[50:], y[50:]
 
 
 def small_net(seed: int = 0, **options: Any):
@@ -66,7 +64,6 @@ CASES: dict[str, Case] = {
     "adamw": (small_net, replace(CONFIG, optimizer="adamw")),
     "vit": (small_vit, VIT),
     "vit, sgd": (small_vit, replace(VIT, optimizer="sgd", mixed_precision=False)),
-    "vit, no average": (small_vit, replace(VIT, augment="light", ema=0)),
     "metric": (small_cnn, replace(METRIC, optimizer="sgd", ema=0.5, augment="light")),
     "metric, bank": (small_cnn, replace(ATTACKED, references="bank")),
     "metric, mixed": (small_cnn, replace(ATTACKED, mixed_precision=True, channels_last=True)),
@@ -82,44 +79,53 @@ EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 def fit(case: Case, net: nn.Module, **options: Any) -> TrainResult:
     trainer: Any = train_metric if isinstance(case[1], MetricConfig) else train
-    return trainer(net, table() if case[0] is small_net else pictures(), case[1], **options)
+    x, y = images(48)
+    data = table() if case[0] is small_net else (x[:34], y[:34], x[34:], y[34:])
+    return trainer(net, data, case[1], **options)
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_after(epoch: int) -> Callable[[EpochRecord], None]:
+    def report(record: EpochRecord) -> None:
+        if record.epoch == epoch:
+            raise StopError
+
+    return report
 
 
 @EVERY
 def test_a_stopped_run_ends_like_an_uninterrupted_one(tmp_path: Path, case: Case) -> None:
     whole, resumed, bare, finished = (case[0]() for _ in range(4))
     expected = fit(case, whole, checkpoint_dir=tmp_path / "whole")
-    for epoch in (1, 3):
+    for epoch in (1, 2):
         with pytest.raises(StopError):
             fit(case, case[0](), checkpoint_dir=tmp_path / "cut", progress=stop_after(epoch))
     result = fit(case, resumed, checkpoint_dir=tmp_path / "cut")
-    assert (result, result.resumed_after) == (expected, 3)
+    assert (result, result.resumed_after) == (expected, 2)
     torch.manual_seed(123)  # the global generator has no influence, and keeps its state
     state = torch.random.get_rng_state()
     assert fit(case, bare) == expected
     assert torch.equal(state, torch.random.get_rng_state())
     before = (tmp_path / "cut" / FILE).read_bytes()
-    again = fit(case, finished, checkpoint_dir=tmp_path / "cut", progress=stop_after(4))
-    assert again.resumed_after == 4
+    again = fit(case, finished, checkpoint_dir=tmp_path / "cut", progress=stop_after(3))
+    assert again.resumed_after == 3
     assert len({weights_print(net) for net in (whole, resumed, bare, finished)}) == 1
     assert (tmp_path / "whole" / FILE).read_bytes() == before
     assert (tmp_path / "cut" / FILE).read_bytes() == before
     assert os.listdir(tmp_path / "cut") == [FILE]
 
 
-class Clock:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look at it takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
+    monkeypatch.setattr(loop, "monotonic", partial(next, itertools.count(1.0)))
 
 
-def test_a_run_out_of_time_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "monotonic", Clock())
+@pytest.mark.usefixtures("clock")
+def test_a_run_out_of_time_resumes(tmp_path: Path) -> None:
     data, config = images(), replace(VIT, epochs=7)
     whole, net = small_vit(), small_vit()
     expected = train(whole, data, config)
@@ -140,10 +146,10 @@ def test_a_run_out_of_time_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (len(single.history), single.finished) == (1, False)
 
 
+@pytest.mark.usefixtures("clock")
 def test_checkpoints_may_be_rarer_than_epochs_but_the_last_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "monotonic", Clock())
     saved: list[int] = []
     save = loop.save_run
 
@@ -160,21 +166,69 @@ def test_checkpoints_may_be_rarer_than_epochs_but_the_last_is_there(
     assert (tmp_path / "rare" / FILE).read_bytes() == (tmp_path / "each" / FILE).read_bytes()
 
 
-def test_a_run_killed_twenty_times_ends_with_the_same_file(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("kill_repeatedly.py")
-    paths = os.pathsep.join(path for path in sys.path if path)
-    output = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-        timeout=120,
-    ).stdout
-    whole, unrenamed, *random_kills, final = (json.loads(line) for line in output.splitlines())
-    assert whole == final == {"killed": False, "epochs": 100, "files": [FILE]}
-    assert (unrenamed["killed"], unrenamed["epochs"], len(unrenamed["files"])) == (True, 2, 2)
-    reached = [kill["epochs"] for kill in random_kills]
-    assert [kill["killed"] for kill in random_kills] == 20 * [True]
+KILLS = """
+    import json, os, random, signal, sys
+    from pathlib import Path
+    import torch
+    from otad.io.tensor_files import read_tensors
+    from otad.nets import fc_resnet
+    from otad.training import TrainConfig, train
+
+    base, file = Path(sys.argv[1]), sys.argv[2]
+    x = torch.rand(32, 3, generator=torch.Generator().manual_seed(0))
+    data = x, (x.sum(1) > 1.5).long()
+    config = TrainConfig(epochs=20, batch_size=16, energy_weight=0.01, ema=0.9)
+    config.make_optimizer(torch.nn.Linear(1, 1))  # torch's lazy imports
+
+    def attempt(name, die_at_rename=0, die_at_call=0):
+        folder, renames, calls, rename = base / name, 0, 0, os.replace
+
+        def count(*event):
+            nonlocal calls
+            calls += 1
+            if calls == die_at_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def counted_rename(*names):
+            nonlocal renames
+            renames += 1
+            if renames == die_at_rename:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(*names)
+            sys.setprofile(count)  # from the first checkpoint of this process on
+
+        if not (pid := os.fork()):
+            os.replace = counted_rename
+            try:
+                train(fc_resnet((3,), 2, blocks=1), data, config, checkpoint_dir=folder)
+                sys.setprofile(None)
+                (base / "calls").write_text(str(calls))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        epochs = len(read_tensors(folder / file).header["history"])
+        print(json.dumps([status, epochs, len(os.listdir(folder))]), flush=True)
+
+    attempt("whole")
+    per_epoch = int((base / "calls").read_text()) // 19
+    attempt("cut", die_at_rename=3)
+    dice = random.Random(0)
+    for _ in range(8):
+        attempt("cut", die_at_call=dice.randrange(1, per_epoch * 3 // 2))
+    attempt("cut")
+    """
+
+
+def test_a_run_killed_nine_times_ends_with_the_same_file(tmp_path: Path) -> None:
+    """SIGKILL before a rename, then at random function calls. Forks of one process pay the imports
+    once."""
+    rows = [json.loads(line) for line in run_script(KILLS, tmp_path, FILE)]
+    whole, unrenamed, *at_random, final = rows
+    assert whole == final == [0, 20, 1]
+    assert unrenamed == [signal.SIGKILL, 2, 2]  # the new file is written, not yet in its place
+    assert [status for status, _, _ in at_random] == 8 * [signal.SIGKILL]
+    reached = [epochs for _, epochs, _ in at_random]
     assert reached == sorted(set(reached))  # every run resumed where the last one was killed
     assert (tmp_path / "whole" / FILE).read_bytes() == (tmp_path / "cut" / FILE).read_bytes()
 
@@ -189,7 +243,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_pat
     flipped = {"augment": RandomFlip(0.25)}
     others = [
         (r"config\.learning_rate \(0\.1 here, 0\.05 there\)", {"learning_rate": 0.1}, {}),
-        (r"config\.epochs \(6 here, 4 there\)", {"epochs": 6}, {}),
+        (r"config\.epochs \(6 here, 3 there\)", {"epochs": 6}, {}),
         (r"config\.ema \(0\.5 here, 0\.0 there\)", {"ema": 0.5}, {}),
         (r"augment \('RandomFlip\(probability=0\.25\)' here, None there\)", {}, flipped),
         (r"net\.initial_weights", {}, {"net": small_net(seed=1)}),
@@ -208,46 +262,34 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_pat
 
 
 def test_a_checkpoint_of_another_metric_training_is_refused(tmp_path: Path) -> None:
-    config = replace(ATTACKED, epochs=1)
-    train_metric(small_cnn(), images(), config, checkpoint_dir=tmp_path)
-    others = {
-        r"config\.adversary\.eps": {"adversary": Adversary(0.4, steps=2)},
-        r"config\.adversary\.norm": {"adversary": Adversary(0.3, steps=2, norm="linf")},
-        r"config\.temperature": {"temperature": 0.2},
-    }
-    for message, changes in others.items():
-        with pytest.raises(InputError, match=f"differs in {message}"):
-            train_metric(small_cnn(), images(), replace(config, **changes), checkpoint_dir=tmp_path)
+    config, data = replace(ATTACKED, epochs=1), images(16)
+    train_metric(small_cnn(), data, config, checkpoint_dir=tmp_path)
+    for name, value in {"eps": 0.4, "norm": "linf"}.items():
+        other = replace(config, adversary=replace(config.adversary, **{name: value}))
+        with pytest.raises(InputError, match=rf"differs in config\.adversary\.{name}"):
+            train_metric(small_cnn(), data, other, checkpoint_dir=tmp_path)
 
 
-def test_own_modules_are_recognized_by_their_structure(tmp_path: Path) -> None:
-    class Half(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x / 2
-
-    def resumed_after(*blocks: nn.Module) -> int:
-        net = SequentialBackbone(None, blocks, small_net().head, input_shape=(3,))
-        return train(net, table(), CONFIG, checkpoint_dir=tmp_path).resumed_after
-
-    assert (resumed_after(Half()), resumed_after(Half())) == (0, 4)
-    with pytest.raises(InputError, match=r"differs in net\.structure"):
-        resumed_after(Half(), Half())
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
 
 
-def test_own_augmentations_are_recognized_at_any_memory_address(tmp_path: Path) -> None:
-    def dimming(share: float) -> Compose:
+def test_own_modules_and_augmentations_are_recognized_at_any_address(tmp_path: Path) -> None:
+    def resumed_after(n_blocks: int, share: float) -> int:
         def dim(x: Tensor, _: torch.Generator) -> Tensor:
             return share * x
 
-        return Compose((dim, RandomFlip(share)))
+        blocks, head = [Half() for _ in range(n_blocks)], fc_resnet((192,), 3, blocks=1).head
+        net = SequentialBackbone(None, blocks, head, input_shape=(3, 8, 8))
+        options = {"augment": Compose((dim, RandomFlip(share))), "checkpoint_dir": tmp_path}
+        return train(net, images(), CONFIG, **options).resumed_after
 
-    def resumed_after(augment: Compose) -> int:
-        net = fc_resnet((3, 8, 8), 3, blocks=1, hidden=4, bounds=(0, 1))
-        return train(net, images(), CONFIG, augment=augment, checkpoint_dir=tmp_path).resumed_after
-
-    assert (resumed_after(dimming(0.5)), resumed_after(dimming(0.5))) == (0, 4)
+    assert (resumed_after(1, 0.5), resumed_after(1, 0.5)) == (0, 3)
     with pytest.raises(InputError, match=r"differs in augment .*RandomFlip\(probability=0\.25\)"):
-        resumed_after(dimming(0.25))
+        resumed_after(1, 0.25)
+    with pytest.raises(InputError, match=r"differs in net\.structure"):
+        resumed_after(2, 0.5)
 
 
 def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -259,9 +301,3 @@ def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(InputError, match=FILE):
             train(small_net(), table(), config, checkpoint_dir=tmp_path)
-
-
-def test_shared_weights_are_saved(tmp_path: Path) -> None:
-    shared = torch.zeros(3)
-    write_tensors(tmp_path / FILE, {"a": shared, "b": shared, "c": shared[:2]}, {})
-    assert set(read_tensors(tmp_path / FILE).tensors) == {"a", "b", "c"}

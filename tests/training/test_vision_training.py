@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.small_vision import images, small_cnn, small_vit, weights_print
 
 from otad.errors import InputError
-from otad.nets import CNNMetric, fc_resnet, vision_transformer
+from otad.nets import fc_resnet, vision_transformer
 from otad.training import MetricConfig, TrainConfig, backbone, recipe, train, train_metric
 from otad.training.augmentation import mix_some
 from otad.training.loop import Averaged, epoch_batches
@@ -29,7 +30,7 @@ def test_the_recipe_learns() -> None:
     x, y = images(120)
     net = small_vit()
     # A tiny net on few images needs neither policies that hide a row nor a long average.
-    config = replace(WHOLE, epochs=25, learning_rate=0.02, augment="none", mixing=0.2)
+    config = replace(WHOLE, epochs=15, learning_rate=0.02, augment="none", mixing=0.2)
     result = train(net, (x[:90], y[:90], x[90:], y[90:]), config)
     assert result.final.val_score > 0.9
     assert (net(x[90:]).argmax(1) == y[90:]).double().mean() > 0.9
@@ -52,17 +53,18 @@ def test_the_average_is_that_of_the_weights_after_every_step() -> None:
 
 
 def test_whole_numbers_are_copied_into_the_average_and_statistics_averaged() -> None:
-    metric = CNNMetric((1, 8, 8), widths=(2, 3), key_dim=2)
+    metric = small_cnn()
     run = Averaged(metric, 0.9)
-    state = {name: value.clone() for name, value in metric.state_dict().items()}
-    for number, first in enumerate((True, False), start=1):
+    for number, first in ((1, True), (2, False)):
         for value in metric.state_dict().values():
             value.fill_(number)
         run.update(first=first)
+    kinds = set()
     for value in run.best.state_dict().values():
+        kinds.add(value.is_floating_point())
         expected = 1.1 if value.is_floating_point() else 2
         torch.testing.assert_close(value, torch.full_like(value, expected))
-    assert any(not value.is_floating_point() for value in state.values())
+    assert kinds == {True, False}
     assert Averaged(metric, 0.0).best is metric
 
 
@@ -137,26 +139,15 @@ def test_mixed_precision_is_bfloat16_but_for_weights_and_energies() -> None:
 def test_bytes_are_trained_on_like_the_floats_they_stand_for() -> None:
     x, y = images()
     levels = (x * 255).round().to(torch.uint8)
-    config = replace(PLAIN, augment="light")
-    by_floats, by_bytes = small_vit(), small_vit()
-    expected = train(by_floats, (x[:45], y[:45], x[45:], y[45:]), config)
-    stored = (levels[:45], y[:45], levels[45:], y[45:])
-    assert train(by_bytes, stored, config) == expected
-    assert weights_print(by_bytes) == weights_print(by_floats)
-    by_floats, by_bytes = small_cnn(), small_cnn()
-    short = MetricConfig(epochs=2, batch_size=16)
-    expected = train_metric(by_floats, (x[:45], y[:45], x[45:], y[45:]), short)
-    assert train_metric(by_bytes, stored, short) == expected
-    assert weights_print(by_bytes) == weights_print(by_floats)
-    wide = vision_transformer((3, 8, 8), 3, width=4, blocks=1, heads=1, bounds=(-1, 1))
-    seen = []
-
-    def note(images: Tensor, _: torch.Generator) -> Tensor:
-        seen.append(images)
-        return images
-
-    train(wide, (levels[:16], y[:16]), replace(PLAIN, epochs=1), augment=note)
-    torch.testing.assert_close(seen[0].sum(), (2 * x[:16] - 1).sum())
+    config = replace(PLAIN, epochs=2, augment="light")
+    metric = MetricConfig(epochs=2, batch_size=16)
+    for make, fit, settings in ((small_vit, train, config), (small_cnn, train_metric, metric)):
+        by_floats, by_bytes = make(), make()
+        expected = fit(by_floats, (x[:45], y[:45], x[45:], y[45:]), settings)
+        assert fit(by_bytes, (levels[:45], y[:45], levels[45:], y[45:]), settings) == expected
+        assert weights_print(by_bytes) == weights_print(by_floats)
+    wide = fc_resnet((3, 8, 8), 3, blocks=1, hidden=4, bounds=(-1, 1))
+    torch.testing.assert_close(wide.from_bytes(levels), 2 * x - 1)
 
 
 def test_several_batches_are_augmented_at_once_and_all_rows_met(
@@ -174,9 +165,6 @@ def test_several_batches_are_augmented_at_once_and_all_rows_met(
     train(small_vit(), (x, y), replace(PLAIN, epochs=1), augment=note)
     assert [len(images) for images in met] == [32, 28]
     assert torch.equal(torch.cat(met).flatten(1).sum(1).sort()[0], x.flatten(1).sum(1).sort()[0])
-    met.clear()
-    train(small_vit(), (x, y), replace(PLAIN, epochs=1, whole_batches=True), augment=note)
-    assert [len(images) for images in met] == [32, 16]
 
 
 class _Questions(TorchDispatchMode):
@@ -205,15 +193,14 @@ def test_the_host_asks_the_device_nothing_within_an_epoch() -> None:
 
 
 def test_rows_without_a_whole_batch_wait_for_another_epoch() -> None:
-    config = replace(PLAIN, whole_batches=True)
-    left_out = []
-    for epoch in range(1, 30):
-        batches = epoch_batches(20, config, epoch)
-        assert [len(rows) for rows in batches] == [16]
-        left_out.append(set(range(20)) - set(batches[0].tolist()))
+    whole = replace(PLAIN, whole_batches=True)
+    batches = [epoch_batches(20, whole, epoch) for epoch in range(1, 30)]
+    left_out = [set(range(20)) - set(rows.tolist()) for (rows,) in batches]
+    assert {len(rows) for rows in left_out} == {4}
     assert set.union(*left_out) == set(range(20))
-    assert [len(rows) for rows in epoch_batches(20, PLAIN, 1)] == [16, 4]
-    assert [len(rows) for rows in epoch_batches(5, config, 1)] == [5]
+    cases = {(20, PLAIN): [16, 4], (5, whole): [5], (16, whole): [16], (32, whole): [16, 16]}
+    for (rows, config), sizes in cases.items():
+        assert [len(batch) for batch in epoch_batches(rows, config, 1)] == sizes
 
 
 def test_the_transformer_compiles_in_one_piece_to_the_same_net(
@@ -222,7 +209,7 @@ def test_the_transformer_compiles_in_one_piece_to_the_same_net(
     whole = partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", whole)
     plain, fused = small_vit(), small_vit()
-    config = replace(PLAIN, epochs=2, whole_batches=True, mixed_precision=True, energy_weight=1e-3)
+    config = replace(PLAIN, epochs=1, whole_batches=True, mixed_precision=True, energy_weight=1e-3)
     expected = train(plain, images(), config)
     result = train(fused, images(), replace(config, compiled=True))
     torch._dynamo.reset()
@@ -231,27 +218,17 @@ def test_the_transformer_compiles_in_one_piece_to_the_same_net(
         torch.testing.assert_close(one, two, atol=2e-3, rtol=1e-2)
 
 
-def test_where_compiling_fails_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_when_called(function, **_options):
-        def call(*_args):
-            raise TorchDynamoException("no compiler\nand a long story")
-
-        return call
-
-    def fails_at_once(function, **_options):
-        raise RuntimeError("not on this Python")
-
-    config = replace(PLAIN, compiled=True)
-    for compile, reason in ((fails_when_called, "no compiler$"), (fails_at_once, "this Python$")):
+def test_a_failure_to_compile_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    when_called = Mock(return_value=Mock(side_effect=TorchDynamoException("no compiler\nand more")))
+    at_once = Mock(side_effect=RuntimeError("not on this Python"))
+    for compile, reason in ((when_called, "no compiler$"), (at_once, "this Python$")):
         monkeypatch.setattr(torch, "compile", compile)
         with pytest.raises(InputError, match=f"compiled: expected a net and .* {reason}"):
-            train(small_vit(), images(), config)
+            train(small_vit(), images(), replace(PLAIN, compiled=True))
 
 
 _X, _Y = images(12)
 _BYTES = (_X * 255).to(torch.uint8)
-
-
 _UNBOUNDED = partial(vision_transformer, (3, 8, 8), 3, width=4, blocks=1, heads=1)
 _REGRESSION = partial(fc_resnet, (2,), 1, task="regression", blocks=1)
 _VALUES = torch.rand(8, 2), torch.rand(8)

@@ -1,6 +1,12 @@
 """Backbones and metrics, and adapters for the user's own modules."""
 
-from otad.nets.adapt import SequentialBackbone, adapt, only_normalizes
+from otad.nets.adapt import (
+    PretrainedMetric,
+    SequentialBackbone,
+    adapt,
+    only_normalizes,
+    register_features,
+)
 from otad.nets.base import (
     Backbone,
     LinearHead,
@@ -13,7 +19,6 @@ from otad.nets.base import (
 from otad.nets.fully_connected import FCResNet, LiftedNet, fc_resnet, lifted_net, plain_net
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
-from otad.nets.pretrained import PretrainedMetric, register_features
 from otad.nets.vit import VisionTransformer, vision_transformer
 
 __all__ = [

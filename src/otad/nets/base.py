@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.checks import check_choice, check_count, check_shape, check_tensor, require
-from otad.nets.inputs import InputNet, Registry
-
-TASKS = ("classification", "regression")
-KEY_NORMS = ("unit", "ball", "free")
+from otad.nets.inputs import InputNet, Registry, Sizes
 
 
 class LinearHead(nn.Linear):
-    """w.z + b: logits (B,C), or for regression one value per row (B,)."""
+    """W z + b: logits (B,C), or for regression one value per row (B,)."""
 
     def __init__(self, dim: int, n_outputs: int, task: str, *, bias: bool = True) -> None:
         # On the meta device: the owner sets the parameters, not the global generator.
@@ -46,32 +43,30 @@ class LinearHead(nn.Linear):
 class Backbone(InputNet, ABC):
     """x -> head(transport(embed(x))), with input and feature in one space R^d.
 
-    `embed(x)` (B,d) takes inputs (B,*input_shape) within `bounds` and normalizes them itself;
-    `transport(e)` returns features z (B,d) and the energy (B,) of the path,
-    sum_k |x^k - x^(k-1)|^2, which for residual blocks is sum_k |R_k(x^(k-1))|^2;
-    `head(z)` (B,C), or (B,) for regression, is linear in z. `lift`: number of coordinates, the
-    last ones, that are 0 in every embedded input and all that `transport` changes (`LiftedNet`).
+    `embed(x)` (B,d) normalizes inputs (B,*input_shape); `transport(e)` returns features z (B,d) and
+    the energy (B,) of the path, sum_k |x^k - x^(k-1)|^2; `head(z)` (B,C), or (B,) for regression,
+    is linear. `lift`: how many coordinates, the last ones, are 0 in every embedded input and all
+    that `transport` changes (`LiftedNet`).
     """
 
-    family: ClassVar[Registry[Backbone]] = Registry("backbone", "otad.nets.register")
+    family: ClassVar[Registry[Backbone]] = Registry("register")
     settings: ClassVar[Sequence[str]] = ("n_outputs", "task")
     head: LinearHead
     lift: int = 0
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         n_outputs: int,
         *,
         task: str = "classification",
         dim: int | None = None,
         **options: Any,
     ) -> None:
-        """`dim` is d where `embed` changes the size; `options` (bounds, mean, std) are those of
-        `InputNet`."""
+        """`dim` is d where `embed` changes the size; `options` are those of `InputNet`."""
         super().__init__(input_shape, **options)
         self.dim = math.prod(self.input_shape) if dim is None else check_count(dim, "dim")
-        self.task = check_choice(task, "task", TASKS)
+        self.task = check_choice(task, "task", ("classification", "regression"))
         self.n_outputs = check_count(n_outputs, "n_outputs")
         expected = "1 for regression and at least 2 for classification"
         fits = (n_outputs == 1) == (task == "regression")
@@ -95,9 +90,9 @@ class Backbone(InputNet, ABC):
         check_shape(targets, name, (rows,), "with one target per input")
         if self.task == "classification":
             low, high = (int(value) for value in torch.aminmax(targets))
-            unknown = f"the unknown label {low if low < 0 else high}"
             expected = f"labels from 0 to {self.n_outputs - 1}"
-            require(0 <= low <= high < self.n_outputs, name, expected, unknown)
+            known = 0 <= low <= high < self.n_outputs
+            require(known, name, expected, f"the unknown label {low if low < 0 else high}")
         return targets
 
 
@@ -109,29 +104,22 @@ class Metric(InputNet, ABC):
     is convex, so projecting to it never lengthens a distance; k / |k| does, without limit near 0.
     """
 
-    family: ClassVar[Registry[Metric]] = Registry("metric", "otad.nets.register_metric")
+    family: ClassVar[Registry[Metric]] = Registry("register_metric")
     settings: ClassVar[Sequence[str]] = ("key_dim", "key_norm")
     projection: nn.Module
     is_capturable: ClassVar[bool] = True
     """Whether a CUDA graph can capture a training step (`MetricConfig.cuda_graph`)."""
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        *,
-        key_dim: int = 128,
-        key_norm: str = "unit",
-        **options: Any,
+        self, input_shape: Sizes, *, key_dim: int = 128, key_norm: str = "unit", **options: Any
     ) -> None:
-        """`options` (bounds, mean, std) are those of `InputNet`."""
         super().__init__(input_shape, **options)
         self.key_dim = check_count(key_dim, "key_dim")
-        self.key_norm = check_choice(key_norm, "key_norm", KEY_NORMS)
+        self.key_norm = check_choice(key_norm, "key_norm", ("unit", "ball", "free"))
 
     @property
     def lipschitz(self) -> float | None:
-        """A proved Q with |key(x) - key(x')| <= Q |x - x'| in l2 in evaluation mode, None where
-        none is known."""
+        """A proved Q with |key(x) - key(x')| <= Q |x - x'| in l2 in evaluation mode, if known."""
         return None
 
     @abstractmethod

@@ -5,9 +5,7 @@ For the last one the input x (p numbers) is embedded as (x, 0) in R^(p + C) and 
 (x, g(x)); the head reads g. Let T be the gradient of a function with curvature between 1 - k and
 1 + k. Then T - Id is k-Lipschitz, so its lifted part is a k-Lipschitz map of x; and pairs
 ((x_i, 0), (x_i, g_i)) have such a T exactly where |g_i - g_j| <= k |x_i - x_j|
-(`otad.cip.whole_bank.lifted_bank`). A global map is then any Lipschitz map to R^C, not the
-gradient of a convex function on the inputs, and a change of the input does not change what the head
-reads directly.
+(`otad.cip.whole_bank.lifted_bank`). A global map is then any Lipschitz map to R^C.
 """
 
 from __future__ import annotations
@@ -23,24 +21,23 @@ from torch.nn import functional
 
 from otad.checks import check_count, require
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
-from otad.nets.inputs import draw_linear, linear
+from otad.nets.inputs import Sizes, draw_linear, linear
 
 
 @register("fc_resnet")
 class FCResNet(Backbone):
     """m blocks of width d, each R_k = Linear(d,h) - ReLU - Linear(h,d), h = d unless given, with
-    weights drawn from `seed`.
+    weights drawn from `seed`; residual nets and plain ones have the same parameters.
 
     residual:  x^k = x^(k-1) + R_k(x^(k-1)), energy sum_k |R_k(x^(k-1))|^2;
     plain:     x^k = R_k(x^(k-1)),           energy sum_k |x^k - x^(k-1)|^2.
-    Both have the same parameters, so only the connections differ.
     """
 
     settings = ("blocks", "hidden", "residual")
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         n_outputs: int,
         *,
         blocks: int = 5,
@@ -55,13 +52,9 @@ class FCResNet(Backbone):
         generator = torch.Generator().manual_seed(seed)
         # With a shortcut, start near the identity by small steps (PyTorch's own gain); without
         # one, the signal must keep its size through every layer.
-        first, second = (3**-0.5, 3**-0.5) if residual else (2**0.5, 1.0)
+        gains = (3**-0.5, 3**-0.5) if residual else (2**0.5, 1.0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(
-                linear(self.dim, self.hidden, generator, gain=first),
-                nn.ReLU(),
-                linear(self.hidden, self.dim, generator, gain=second),
-            )
+            _stack((self.dim, self.hidden, self.dim), gains, generator)
             for _ in range(check_count(blocks, "blocks"))
         )
         self.head = draw_linear(LinearHead(self.dim, n_outputs, self.task), generator)
@@ -78,7 +71,7 @@ class FCResNet(Backbone):
 fc_resnet = FCResNet
 
 
-def plain_net(input_shape: Sequence[int], n_outputs: int, **options: Any) -> FCResNet:
+def plain_net(input_shape: Sizes, n_outputs: int, **options: Any) -> FCResNet:
     """The same layers as `fc_resnet` without residual connections."""
     return FCResNet(input_shape, n_outputs, residual=False, **options)
 
@@ -88,20 +81,19 @@ class LiftedNet(Backbone):
     """(x, g) -> (x, g + R_k(x, g)) for m blocks R_k: R^(p+C) -> R^C, with g = 0 at first.
 
     R_k is fully connected with ReLU between layers of the widths `hidden` and drawn from `seed`;
-    the energy is sum_k |R_k|^2. `lift` is C, or 1 in regression: the last coordinates of R^d,
-    d = p + C. The head reads g and is not trained. Without blocks g is 0, for nets that find it in
-    another way (`otad.model.prototypes`).
+    the energy is sum_k |R_k|^2. `lift` is C, or 1 in regression. The head reads g and is not
+    trained. Without blocks g is 0, for nets that find it otherwise (`otad.model.prototypes`).
     """
 
     settings = ("blocks", "hidden")
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         n_outputs: int,
         *,
         blocks: int = 1,
-        hidden: Sequence[int] = (512, 512),
+        hidden: Sizes = (512, 512),
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -111,24 +103,17 @@ class LiftedNet(Backbone):
         require(len(hidden) > 0, "hidden", "the width of at least one layer", "none")
         self.hidden = tuple(check_count(width, "hidden") for width in hidden)
         generator = torch.Generator().manual_seed(seed)
+        widths, gains = (self.dim, *hidden, self.lift), (*[2**0.5] * len(hidden), 3**-0.5)
         self.blocks = nn.ModuleList(
-            self._block(generator) for _ in range(check_count(blocks, "blocks", least=0))
+            _stack(widths, gains, generator) for _ in range(check_count(blocks, "blocks", least=0))
         )
         self.head = LinearHead(self.dim, self.n_outputs, self.task).to_empty(device="cpu")
-        with torch.no_grad():
-            self.head.weight.copy_(torch.eye(self.dim)[-self.lift :])
-            self.head.bias.zero_()
         self.head.requires_grad_(False)
-
-    def _block(self, generator: torch.Generator) -> nn.Sequential:
-        layers: list[nn.Module] = []
-        for before, after in itertools.pairwise((self.dim, *self.hidden)):
-            layers += [linear(before, after, generator, gain=2**0.5), nn.ReLU()]
-        return nn.Sequential(*layers, linear(self.hidden[-1], self.lift, generator))
+        self.head.weight.copy_(torch.eye(self.dim)[-self.lift :])
+        self.head.bias.zero_()
 
     def embed(self, x: Tensor) -> Tensor:
-        """(B,*input_shape) -> (B,p+C): normalized, flattened, and padded with zeros."""
-        return functional.pad(self.normalize(x).flatten(1), (0, self.lift))
+        return functional.pad(super().embed(x), (0, self.lift))
 
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         inputs, lifted = e[:, : -self.lift], e[:, -self.lift :]
@@ -141,3 +126,11 @@ class LiftedNet(Backbone):
 
 
 lifted_net = LiftedNet
+
+
+def _stack(widths: Sizes, gains: Sequence[float], generator: torch.Generator) -> nn.Sequential:
+    """Linear layers between these widths, with ReLU between the layers."""
+    layers: list[nn.Module] = []
+    for (before, after), gain in zip(itertools.pairwise(widths), gains, strict=True):
+        layers += [linear(before, after, generator, gain=gain), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from otad.checks import check_choice, check_count, check_finite, check_shape, check_tensor, require
 from otad.errors import InputError
 
+Sizes = Sequence[int]
 AnyClass = TypeVar("AnyClass", bound=type)
 AnyLinear = TypeVar("AnyLinear", bound=nn.Linear)
 
@@ -23,14 +24,14 @@ class InputNet(nn.Module):
     kind: ClassVar[str]
     family: ClassVar[Registry[Any]]
     settings: ClassVar[Sequence[str]] = ("input_shape", "bounds")
-    """The arguments of the constructor that `config` holds, each an attribute of the same name. A
-    subclass lists only those it adds."""
+    """Arguments of the constructor that `config` holds, attributes of the same name. A subclass
+    lists only those it adds."""
     mean: Tensor
     std: Tensor
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         *,
         bounds: Sequence[float] | None = None,
         mean: float | Sequence[float] | Tensor = 0.0,
@@ -46,20 +47,16 @@ class InputNet(nn.Module):
             ordered = len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
             require(ordered, "bounds", "two finite numbers low < high", repr(bounds))
             self.bounds = float(bounds[0]), float(bounds[1])
-        self.register_buffer("mean", self._per_input(mean, "mean"))
-        self.register_buffer("std", self._per_input(std, "std"))
+        for name, value in (("mean", mean), ("std", std)):
+            given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # that of layers
+            check_finite(given, name)
+            try:
+                self.register_buffer(name, given.expand(self.input_shape).clone())
+            except RuntimeError as error:
+                expected = f"a shape that broadcasts to {self.input_shape}"
+                got = tuple(given.shape)
+                raise InputError(f"{name}: expected {expected}, got {got}") from error
         require((self.std > 0).all(), "std", "positive values", self.std.min().item())
-
-    def _per_input(self, value: float | Sequence[float] | Tensor, name: str) -> Tensor:
-        given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # that of layers
-        check_finite(given, name)
-        try:
-            return given.expand(self.input_shape).clone()
-        except RuntimeError as error:
-            raise InputError(
-                f"{name}: expected a shape that broadcasts to {self.input_shape}, "
-                f"got {tuple(given.shape)}"
-            ) from error
 
     def normalize(self, x: Tensor) -> Tensor:
         """(x - mean) / std, same shape as x."""
@@ -75,8 +72,8 @@ class InputNet(nn.Module):
     def check_inputs(
         self, x: object, name: str = "x", *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Inputs (B,*input_shape) of the net's dtype, finite and within the declared bounds; or of
-        another dtype, whose values are not checked."""
+        """Inputs (B,*input_shape) of the net's dtype, finite and within the bounds; or of another
+        `dtype`, whose values are not checked."""
         axes = ",".join(["B", *map(str, self.input_shape)])
         bounds = None if dtype else self.bounds
         finite = not (dtype or bounds)
@@ -84,20 +81,26 @@ class InputNet(nn.Module):
         check_shape(inputs, name, (len(inputs), *self.input_shape), "as the net declares")
         if bounds is not None:
             low, high = torch.stack(torch.aminmax(inputs.detach())).tolist()
-            if not bounds[0] <= low <= high <= bounds[1]:  # also where one of them is NaN
+            within = bounds[0] <= low <= high <= bounds[1]
+            if not within:  # also where one of them is NaN
                 check_finite(inputs, name)
-                raise InputError(
-                    f"{name}: expected values within the declared bounds {bounds}, "
-                    f"got values from {low} to {high}"
-                )
+            expected = f"values within the declared bounds {bounds}"
+            require(within, name, expected, f"values from {low} to {high}")
         return inputs
 
     def config(self) -> dict[str, Any]:
         """What is needed, beside the state dict, to build this net again. Plain JSON."""
         classes = reversed(type(self).__mro__)
         names = [name for cls in classes for name in cls.__dict__.get("settings", ())]
-        own = {name: _plain(getattr(self, name)) for name in names}
-        return {"kind": self.family.kind_of(self)} | own
+        got = f"{type(self).__name__}; decorate it with otad.nets.{self.family.decorator}(name)"
+        require("kind" in vars(type(self)), "net", "a registered class to describe", got)
+        described: dict[str, Any] = {"kind": self.kind}
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, nn.ModuleList):  # of blocks, which are counted
+                value = len(value)
+            described[name] = list(value) if isinstance(value, tuple) else value
+        return described
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> Self:
@@ -105,42 +108,26 @@ class InputNet(nn.Module):
         return cls(**options)
 
 
-def _plain(value: Any) -> Any:
-    """A setting as JSON: the number of blocks in place of a list of them."""
-    if isinstance(value, nn.ModuleList):
-        return len(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
 AnyNet = TypeVar("AnyNet", bound=InputNet)
 
 
 class Registry(Generic[AnyNet]):
-    """The registered classes of one family of nets, by kind."""
+    """The classes of one family of nets by kind, registered by the decorator of this name."""
 
-    def __init__(self, family: str, decorator: str) -> None:
-        self._family, self._decorator = family, decorator
+    def __init__(self, decorator: str) -> None:
+        self.decorator = decorator
         self._kinds: dict[str, type[AnyNet]] = {}
 
     def register(self, kind: str) -> Callable[[AnyClass], AnyClass]:
-        """Class decorator: lets `build` (for a metric `build_metric`) make this class from its
-        `config()`."""
+        """Class decorator: `build` or `build_metric` makes this class from its `config()`."""
 
-        def name_class(cls: AnyClass) -> AnyClass:
+        def add(cls: AnyClass) -> AnyClass:
             require(kind not in self._kinds, "kind", "a new name", f"{kind!r}, which is registered")
             cls.kind = kind  # type: ignore[attr-defined]
             self._kinds[kind] = cls
             return cls
 
-        return name_class
-
-    def kind_of(self, net: AnyNet) -> str:
-        if type(net) not in self._kinds.values():
-            raise InputError(
-                f"net: expected a registered kind of {self._family} to describe, got "
-                f"{type(net).__name__}; decorate the class with {self._decorator}(name)"
-            )
-        return net.kind
+        return add
 
     def build(self, config: Mapping[str, Any]) -> AnyNet:
         """The net `config` describes, with fresh weights; load its state dict afterwards."""
@@ -154,8 +141,7 @@ class Registry(Generic[AnyNet]):
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while, in which batch statistics do not change; then every part is in
-    its previous mode again."""
+    """Evaluation mode within the context; then every part is in its previous mode again."""
     modes = {module: module.training for module in net.modules()}
     net.eval()
     try:
@@ -186,10 +172,9 @@ def draw_linear(
     return layer
 
 
-def check_image_shape(input_shape: Sequence[int], multiple: int) -> tuple[int, int, int]:
+def check_image_shape(input_shape: Sizes, multiple: int) -> tuple[int, int, int]:
     """(C,H,W) with sides that are multiples of a number."""
     fits = len(input_shape) == 3 and not any(side % multiple for side in input_shape[1:])
     expected = f"images (C,H,W) with sides that {multiple} divides"
     require(fits, "input_shape", expected, tuple(input_shape))
-    channels, height, width = input_shape
-    return channels, height, width
+    return input_shape[0], input_shape[1], input_shape[2]

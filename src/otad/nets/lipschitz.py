@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from otad.checks import check_count, require
 from otad.nets.base import Metric, register_metric
-from otad.nets.inputs import check_image_shape
+from otad.nets.inputs import Sizes, check_image_shape
 
 
 @register_metric("lipschitz")
@@ -24,8 +24,7 @@ class LipschitzMetric(Metric):
     matrices act on the channels of each place (with shifts between them like convolutions), and
     `max_min` sorts pairs. Each entry of `widths` is a stage: fold, mix to that many channels, then
     `depth` times shift and mix. Keys are not scaled to unit length, which would stretch distances.
-
-    Plain matrix products, since a GPU may round convolutions to ten bits.
+    No convolutions, which a GPU may round to ten bits.
     """
 
     settings = ("widths", "depth")
@@ -33,9 +32,9 @@ class LipschitzMetric(Metric):
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         *,
-        widths: Sequence[int] = (64, 128, 256, 256, 512),
+        widths: Sizes = (64, 128, 256, 256, 512),
         depth: int = 2,
         key_norm: str = "free",
         seed: int = 0,
@@ -50,25 +49,19 @@ class LipschitzMetric(Metric):
         side = 2 ** len(self.widths)
         channels, height, across = check_image_shape(input_shape, side)
         generator = torch.Generator().manual_seed(seed)
-        stages = []
-        for width in self.widths:
-            stages.append(Stage(4 * channels, width, self.depth, generator))
-            channels = width
-        self.stages = nn.Sequential(*stages)
-        places = (height // side) * (across // side)
-        self.projection = OrthogonalLinear(channels * places, self.key_dim, generator)
+        self.stages = nn.Sequential()
+        for before, width in itertools.pairwise((channels, *self.widths)):
+            self.stages.append(Stage(4 * before, width, self.depth, generator))
+        size = self.widths[-1] * (height // side) * (across // side)
+        self.projection = OrthogonalLinear(size, self.key_dim, generator)
 
     def features(self, u: Tensor) -> Tensor:
-        maps: Tensor = self.stages(u.movedim(1, 3))
-        return maps.flatten(1)
+        return self.stages(u.movedim(1, 3)).flatten(1)  # type: ignore[no-any-return]
 
     @property
     def lipschitz(self) -> float:
-        """Product of bounds on the norm of every matrix as it is stored, over the smallest std.
-
-        |W|^2 = |W W^T| <= 1 + |W W^T - I|_F, in float64. It holds for exact arithmetic on these
-        weights; evaluating in float32 adds a relative rounding error near 1e-6 to the keys.
-        """
+        """Product of bounds on the norm of every matrix as it is stored, over the smallest std; for
+        exact arithmetic: keys in float32 have a relative rounding error near 1e-6."""
         matrices = [part for part in self.modules() if isinstance(part, OrthogonalLinear)]
         stretch = math.prod(matrix.norm_bound() for matrix in matrices)
         return stretch / float(self.std.double().min())
@@ -77,9 +70,9 @@ class LipschitzMetric(Metric):
 class OrthogonalLinear(nn.Linear):
     """x W^T + b with orthonormal rows or columns of W, whichever are fewer.
 
-    W is the Cayley transform of a free skew matrix, cut to size (torch's own parametrization), so
-    it stays orthogonal in training. In evaluation mode W is computed once and cached until the mode
-    is set or weights are loaded; gradients then reach only the input.
+    W is the Cayley transform of a free skew matrix, cut to size, so it stays orthogonal in
+    training. In evaluation mode W is computed once and cached until the mode is set or weights are
+    loaded; gradients then reach only the input.
     """
 
     def __init__(self, before: int, after: int, generator: torch.Generator) -> None:
@@ -97,10 +90,9 @@ class OrthogonalLinear(nn.Linear):
             weight = self.weight if self.training else self._cached_weight()
         return functional.linear(input, weight, self.bias)
 
-    def train(self, mode: bool = True) -> OrthogonalLinear:
+    def train(self, mode: bool = True) -> Self:
         self._cached = None  # fused optimizers change weights unnoticed
-        super().train(mode)
-        return self
+        return super().train(mode)
 
     def _cached_weight(self) -> Tensor:
         free = self.get_parameter("parametrizations.weight.original")
@@ -114,7 +106,7 @@ class OrthogonalLinear(nn.Linear):
 
     @torch.no_grad()
     def norm_bound(self) -> float:
-        """An upper bound on |W|, near 1."""
+        """An upper bound on |W|, near 1: |W|^2 = |W W^T| <= 1 + |W W^T - I|_F, in float64."""
         wide = self.weight.double()
         wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT
         off = wide @ wide.mT - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
@@ -138,16 +130,13 @@ class Stage(nn.Module):
 
 def fold(x: Tensor) -> Tensor:
     """(B,H,W,c) -> (B,H/2,W/2,4c): each 2 x 2 square of places becomes one."""
-    tiled = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, c)
-    folded: Tensor = tiled.movedim(3, 2).flatten(3)
-    return folded
+    tiled: Tensor = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, c)
+    return tiled.movedim(3, 2).flatten(3)
 
 
 def shift(x: Tensor) -> Tensor:
     """Move four fifths of the channels one place up, down, left and right, around the edges."""
     part = x.shape[3] // 5
-    if part == 0:
-        return x
     *groups, rest = x.split([part] * 4 + [x.shape[3] - 4 * part], dim=3)
     steps = ((1, 1), (-1, 1), (1, 2), (-1, 2))
     moved = [group.roll(*step) for group, step in zip(groups, steps, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -12,45 +13,42 @@ from torch.nn import functional
 
 from otad.checks import check_count, require
 from otad.nets.base import Metric, register_metric
-from otad.nets.inputs import check_image_shape, linear
+from otad.nets.inputs import Sizes, check_image_shape, linear
 from otad.nets.vit import Attention, Block, PatchEmbedding, check_tokens, draw_tokens
 
 
 @register_metric("resnet")
 class ResNetMetric(Metric):
-    """Per entry of `widths` a stage of `depth` residual blocks, each stage after the first at half
-    the resolution, then the mean over all places; by default the first three stages of a ResNet-18.
-    """
+    """A stage of `depth` residual blocks for each of `widths`, each stage after the first at half
+    the resolution; then the mean over all places. By default three stages of a ResNet-18."""
 
     settings = ("widths", "depth")
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         *,
-        widths: Sequence[int] = (64, 128, 256),
+        widths: Sizes = (64, 128, 256),
         depth: int = 2,
         seed: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(input_shape, **options)
         channels, _, _ = check_image_shape(input_shape, 1)
-        self.widths = _check_widths(widths)
-        self.depth = check_count(depth, "depth")
+        self.widths, self.depth = _check_widths(widths), check_count(depth, "depth")
         generator = torch.Generator().manual_seed(seed)
-        self.stem = _convolution(channels, self.widths[0], generator)
-        blocks, before = [], self.widths[0]
+        before = self.widths[0]
+        self.stem, self.blocks = _convolution(channels, before, generator), nn.Sequential()
         for stage, width in enumerate(self.widths):
             for place in range(self.depth):
                 stride = 2 if stage > 0 and place == 0 else 1
-                blocks.append(ResidualBlock(before, width, stride, generator))
+                self.blocks.append(ResidualBlock(before, width, stride, generator))
                 before = width
-        self.blocks = nn.Sequential(*blocks)
         self.projection = _projection(before, self.key_dim, generator)
 
     def features(self, u: Tensor) -> Tensor:
-        maps: Tensor = self.blocks(functional.relu(self.stem(u)))
-        return maps.mean((2, 3))
+        maps = self.blocks(functional.relu(self.stem(u)))
+        return maps.mean((2, 3))  # type: ignore[no-any-return]
 
 
 class ResidualBlock(nn.Module):
@@ -76,29 +74,17 @@ class CNNMetric(Metric):
     settings = ("widths",)
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        *,
-        widths: Sequence[int] = (64, 128),
-        seed: int = 0,
-        **options: Any,
+        self, input_shape: Sizes, *, widths: Sizes = (64, 128), seed: int = 0, **options: Any
     ) -> None:
         super().__init__(input_shape, **options)
         channels, _, _ = check_image_shape(input_shape, 4)
         self.widths = _check_widths(widths, count=2)
-        first, second = self.widths
         generator = torch.Generator().manual_seed(seed)
-        self.layers = nn.Sequential(
-            _convolution(channels, first, generator),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            _convolution(first, second, generator),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.AdaptiveAvgPool2d(4),
-            nn.Flatten(),
-        )
-        self.projection = _projection(16 * second, self.key_dim, generator)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise((channels, *self.widths)):
+            layers += [_convolution(before, after, generator), nn.ReLU(), nn.MaxPool2d(2)]
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.projection = _projection(16 * self.widths[1], self.key_dim, generator)
 
     def features(self, u: Tensor) -> Tensor:
         return self.layers(u)  # type: ignore[no-any-return]
@@ -111,7 +97,7 @@ class _TokenMetric(Metric):
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         *,
         patch: int = 4,
         width: int = 384,
@@ -136,8 +122,8 @@ class _TokenMetric(Metric):
     def mix(self, tokens: Tensor) -> Tensor: ...
 
     def features(self, u: Tensor) -> Tensor:
-        mixed: Tensor = self.norm(self.mix(self.patch_embed(u) + self.pos_embed))
-        return mixed.mean(1)
+        tokens = self.mix(self.patch_embed(u) + self.pos_embed)
+        return self.norm(tokens).mean(1)  # type: ignore[no-any-return]
 
 
 @register_metric("vit")
@@ -146,7 +132,7 @@ class ViTMetric(_TokenMetric):
 
     settings = ("blocks",)
 
-    def __init__(self, input_shape: Sequence[int], *, blocks: int = 1, **options: Any) -> None:
+    def __init__(self, input_shape: Sizes, *, blocks: int = 1, **options: Any) -> None:
         self.n_blocks = check_count(blocks, "blocks")
         super().__init__(input_shape, **options)
 
@@ -190,7 +176,7 @@ def _convolution(
     return nn.Sequential(layer, nn.BatchNorm2d(after))
 
 
-def _check_widths(widths: Sequence[int], count: int | None = None) -> tuple[int, ...]:
+def _check_widths(widths: Sizes, count: int | None = None) -> tuple[int, ...]:
     expected = "at least one width" if count is None else f"{count} widths"
     require(len(widths) == (count or len(widths) or 1), "widths", expected, tuple(widths))
     return tuple(check_count(width, "widths") for width in widths)

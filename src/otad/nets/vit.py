@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from otad.checks import check_count, require
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
-from otad.nets.inputs import check_image_shape, draw_linear, linear
+from otad.nets.inputs import Sizes, check_image_shape, draw_linear, linear
 
 
 class TokenHead(LinearHead):
@@ -24,11 +23,9 @@ class TokenHead(LinearHead):
 
     @property
     def matrix(self) -> Tensor:
-        """The same map as a matrix on all of z."""
         if self.pool == "mean":
             return self.weight.repeat(1, self.tokens) / self.tokens
-        rest = self.weight.new_zeros(self.out_features, (self.tokens - 1) * self.width)
-        return torch.cat([self.weight, rest], dim=1)
+        return functional.pad(self.weight, (0, (self.tokens - 1) * self.width))
 
     def forward(self, input: Tensor) -> Tensor:
         tokens = input.unflatten(1, (self.tokens, self.width))
@@ -85,8 +82,7 @@ class PatchEmbedding(nn.Module):
                 parameter.uniform_(-bound, bound, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens: Tensor = self.proj(x).flatten(2).transpose(1, 2)
-        return tokens
+        return self.proj(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 @register("vit")
@@ -94,10 +90,9 @@ class VisionTransformer(Backbone):
     """A ViT whose input and feature space is that of all its tokens, d = T * width.
 
     `embed` is the linear patch embedding plus positions; `transport` the residual blocks, with the
-    energy of both steps of each; the head reads the mean of the tokens (or the class token), so
-    it is linear in z. `final_norm` puts a LayerNorm after the blocks, as part of the transport.
-    Parameters are named as in timm, so its weights load with `strict=False`; fresh ones are drawn
-    from `seed`. The defaults are the paper's for 32 x 32 images.
+    energy of both steps of each, and with `final_norm` a LayerNorm; the head reads the mean of the
+    tokens or the class token. Parameters are named as in timm, so its weights load with
+    `strict=False`; fresh ones are drawn from `seed`. Defaults: the paper's for 32 x 32 images.
     """
 
     settings = (
@@ -107,7 +102,7 @@ class VisionTransformer(Backbone):
 
     def __init__(
         self,
-        input_shape: Sequence[int],
+        input_shape: Sizes,
         n_outputs: int,
         *,
         patch: int = 4,
@@ -143,8 +138,7 @@ class VisionTransformer(Backbone):
         tokens = self.patch_embed(self.normalize(x))
         if self.cls_token is not None:
             tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], dim=1)
-        embedded: Tensor = (tokens + self.pos_embed).flatten(1)
-        return embedded
+        return (tokens + self.pos_embed).flatten(1)  # type: ignore[no-any-return]
 
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         x, energy = e.unflatten(1, (self.tokens, self.width)), e.new_zeros(e.shape[0])
@@ -161,7 +155,7 @@ def draw_tokens(count: int, width: int, generator: torch.Generator) -> nn.Parame
     return nn.Parameter(0.02 * torch.randn(1, count, width, generator=generator))
 
 
-def check_tokens(input_shape: Sequence[int], patch: int, width: int, heads: int) -> tuple[int, int]:
+def check_tokens(input_shape: Sizes, patch: int, width: int, heads: int) -> tuple[int, int]:
     """Channels of the images and number of patches, for a width that the heads share."""
     channels, height, across = check_image_shape(input_shape, check_count(patch, "patch"))
     shared = check_count(width, "width") % check_count(heads, "heads") == 0

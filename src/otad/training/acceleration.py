@@ -5,28 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from otad.errors import InputError
 
-Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
-Step = Callable[..., Tensor]
-"""A training step on the tensors of a batch, with the keyword `first`; it returns one tensor."""
-
 _WARMUP_STEPS = 3  # before the capture, so that libraries have chosen their kernels
 
 
 @contextmanager
 def precision(device: torch.device | str, *, mixed: bool) -> Iterator[None]:
-    """Layers compute in bfloat16 where autocast allows it, or without autocast.
-
-    The cache of cast weights is cleared at both ends: torch itself keeps it inside an outer
-    autocast, where every step would see the weights of the first one.
-    """
+    """Layers compute in bfloat16 where autocast allows it, or without autocast. The cache of cast
+    weights is cleared at both ends: torch itself keeps it inside an outer autocast, where every
+    step would see the weights of the first one."""
     torch.clear_autocast_cache()
     try:
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed):
@@ -35,28 +29,28 @@ def precision(device: torch.device | str, *, mixed: bool) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def compiled(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+def compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
     """The function under torch.compile, or an `InputError` where that fails."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
-    try:
+    with _compile_errors(RuntimeError):  # this Python or system is not supported
         fused = torch.compile(function, dynamic=False)
-    except RuntimeError as error:  # this Python or system is not supported
-        raise _compile_error(error) from error
 
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-        try:
-            return fused(*args, **kwargs)
-        except TorchDynamoException as error:
-            raise _compile_error(error) from error
+    def call(*args: Any) -> Returned:
+        with _compile_errors(TorchDynamoException):
+            return fused(*args)
 
     return call
 
 
-def _compile_error(error: Exception) -> InputError:
-    reason, kind = str(error).strip().partition("\n")[0], type(error).__name__
-    expected = "a net and a machine on which torch.compile works"
-    return InputError(f"compiled: expected {expected}, got {kind}: {reason}")
+@contextmanager
+def _compile_errors(kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        reason, name = str(error).strip().partition("\n")[0], type(error).__name__
+        expected = "a net and a machine on which torch.compile works"
+        raise InputError(f"compiled: expected {expected}, got {name}: {reason}") from error
 
 
 class CapturedStep:
@@ -64,13 +58,11 @@ class CapturedStep:
 
     The first steps run normally on a side stream. Then one is captured, which runs nothing; from
     there on each call copies its batch to the captured tensors and replays the graph. So the step
-    must not read values back from the GPU, and what changes between steps, such as the learning
-    rate, must be in tensors.
+    must read nothing back from the GPU, and what changes, such as the learning rate, is a tensor.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._warmed_up = 0
+    def __init__(self, step: Callable[..., Tensor]) -> None:
+        self._step, self._warmed_up = step, 0
         self._captured: tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None = None
 
     def __call__(self, *batch: Tensor, first: bool) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from otad.checks import check_choice, check_count, require
 from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
-from otad.threat import NORMS, LpBall
+from otad.threat import NORMS
 from otad.training.config import check_range
 
 Perturbation = list[tuple[Tensor, Tensor]]
@@ -24,11 +24,8 @@ Perturbation = list[tuple[Tensor, Tensor]]
 class Adversary:
     """`steps` of steepest ascent within the ball of radius `eps` in `norm` ("l2" or "linf") and the
     bounds of the net, from a random point of the ball; `step_size` is 2.5 eps / steps by default.
-
-    `weight_share`: the gradient of a training step is taken at weights that are perturbed to
-    raise the loss too, each matrix by this share of its norm; 0 for none (adversarial weight
-    perturbation, arXiv:2004.05884).
-    """
+    The gradient of a training step is taken at weights perturbed to raise the loss too, each matrix
+    by `weight_share` of its norm (adversarial weight perturbation, arXiv:2004.05884)."""
 
     eps: float
     steps: int = 7
@@ -40,20 +37,17 @@ class Adversary:
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")
         check_choice(self.norm, "norm", tuple(NORMS))
-        check_range(self.eps, "eps", 1e-12, math.inf)
-        if self.step_size is not None:
-            check_range(self.step_size, "step_size", 1e-12, math.inf)
+        for name in ("eps", "step_size"):
+            if (value := getattr(self, name)) is not None:
+                check_range(value, name, 1e-12, math.inf)
         check_range(self.weight_share, "weight_share", 0.0, 1.0)
-
-    def ball(self, bounds: tuple[float, float] | None) -> LpBall:
-        return NORMS[self.norm](self.eps, bounds)
 
     def attack(
         self, metric: Metric, x: Tensor, loss: Callable[[Tensor], Tensor], start: Tensor
     ) -> Tensor:
         """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,), found from
         `start` (B,*input_shape) with the metric in evaluation mode."""
-        ball = self.ball(metric.bounds)
+        ball = NORMS[self.norm](self.eps, metric.bounds)
         step_size = self.step_size or 2.5 * self.eps / self.steps
         perturbed = ball.clip(start, x)
         with evaluating(metric):
@@ -70,7 +64,7 @@ class Adversary:
         """Uniform in the ball around x, drawn on the device of the generator; or x itself."""
         if not self.random_start:
             return x
-        return x + self.ball(None).random_step(x, generator, dtype=x.dtype)
+        return x + NORMS[self.norm](self.eps).random_step(x, generator, dtype=x.dtype)
 
 
 def steepest_perturbation(loss: Tensor, net: nn.Module, share: float) -> Perturbation:
@@ -87,7 +81,7 @@ def steepest_perturbation(loss: Tensor, net: nn.Module, share: float) -> Perturb
 
 @contextmanager
 def perturbed_weights(perturbation: Perturbation) -> Iterator[None]:
-    """Perturb the weights for a while; then restore them bit for bit."""
+    """Perturb the weights within the context; then restore them bit for bit."""
     before = [(weight, weight.detach().clone()) for weight, _ in perturbation]
     with torch.no_grad():
         for weight, step in perturbation:

@@ -1,9 +1,7 @@
 """Random changes of training images, for whole batches on the device they are on.
 
-An augmentation is a callable of images (B,C,H,W) in [0, 1] and a generator that returns images of
-the same shape. The generator may be on the CPU or on the device of the images, where drawing does
-not stall a GPU; the same seed draws other numbers there. Augmentations are frozen dataclasses, so
-`repr` describes them.
+An augmentation is a callable of images (B,C,H,W) in [0, 1] and a generator, on the CPU or on their
+device, that returns images of the same shape; it is a frozen dataclass, so `repr` describes it.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ from torch.nn import functional
 
 from otad.checks import check_choice, check_count, require
 from otad.nets.inputs import InputNet
+from otad.training.config import check_share
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 _LEVELS = 256
 
 
 # Operations on images (B,C,H,W) with an amount (B,) for each image; an amount of 0 changes nothing.
-
-
 def sharpness(x: Tensor, amount: Tensor) -> Tensor:
     """Away from the image smoothed over 3 x 3 pixels; the border is unchanged."""
     if min(x.shape[2:]) < 3:
@@ -106,8 +103,7 @@ def _gray(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     red, green, blue = x.split(1, dim=1)
-    gray: Tensor = 0.299 * red + 0.587 * green + 0.114 * blue
-    return gray
+    return 0.299 * red + 0.587 * green + 0.114 * blue  # type: ignore[no-any-return]
 
 
 IMAGE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -172,8 +168,7 @@ class RandomFlip:
     probability: float = 0.5
 
     def __post_init__(self) -> None:
-        share = self.probability
-        require(0 <= share <= 1, "probability", "a number from 0 to 1", share)
+        check_share(self.probability, "probability")
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         chosen = _uniform((len(x), 1, 1, 1), x, generator) < self.probability
@@ -201,18 +196,16 @@ class Cutout:
 
 @dataclass(frozen=True)
 class TrivialAugment:
-    """One op with a random amount for each image; the ops share the images of a batch evenly.
-
-    Amounts are uniform in [-strength, strength]. At strength 1 the ranges are those of the wide
-    TrivialAugment: enhancements by up to its factor, 135 degrees, shears by 1, translations by the
-    whole side, 2 of 8 bits.
-    """
+    """One op for each image, by an amount uniform in [-strength, strength]; the ops share the
+    images of a batch evenly. At strength 1 the ranges are those of the wide TrivialAugment:
+    enhancements by up to its factor, 135 degrees, shears by 1, translations by the whole side, 2 of
+    8 bits."""
 
     strength: float = 1.0
     ops: tuple[str, ...] = TRIVIAL_OPS
 
     def __post_init__(self) -> None:
-        require(0 <= self.strength <= 1, "strength", "a number from 0 to 1", self.strength)
+        check_share(self.strength, "strength")
         require(self.ops, "ops", "at least one", "none")
         for name in self.ops:
             check_choice(name, "ops", TRIVIAL_OPS)
@@ -233,11 +226,7 @@ class TrivialAugment:
 
 def mixup(x: Tensor, y: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """s x + (1 - s) x' with s uniform in (0, 1), and the labels (B,) mixed in the same way as
-    shares (B,classes).
-
-    The partner x' of an image is at the mirrored place of the batch, which is random because
-    batches are; so a GPU draws nothing.
-    """
+    shares (B,classes). The partner x' is at the mirrored place of the batch, which is random."""
     share = host_rng(generator).betavariate(1.0, 1.0)
     return share * x + (1 - share) * x.flip(0), _label_shares(y, classes, share, x)
 
@@ -269,8 +258,8 @@ def mix_some(
 
 
 def host_rng(generator: torch.Generator) -> random.Random:
-    """A generator for the host, seeded by the state of one that may be on a GPU: reading a number
-    drawn there would stall it. The generator advances, so the next call returns another one."""
+    """Random numbers for the host from a generator that may be on a GPU, where reading a number
+    would stall it. The generator advances."""
     rng = random.Random(generator.get_state().numpy().tobytes())
     torch.rand(1, generator=generator, device=generator.device)
     return rng
@@ -281,9 +270,8 @@ def _label_shares(y: Tensor, classes: int, own: float, like: Tensor) -> Tensor:
     return own * shares + (1 - own) * shares.flip(0)
 
 
-def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=like.dtype)
-    return drawn.to(like.device)
+def _uniform(shape: tuple[int, ...], x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device, dtype=x.dtype).to(x)
 
 
 def _integers(bound: int, shape: tuple[int, ...], x: Tensor, generator: torch.Generator) -> Tensor:
@@ -300,13 +288,11 @@ AUGMENTATIONS: dict[str, Augmentation | None] = {
 
 
 def choose_augmentation(name: str, own: Augmentation | None, net: InputNet) -> Augmentation | None:
-    """The named augmentation or the user's own, if the inputs of the net are images."""
-    named = AUGMENTATIONS[name]
-    if named is None:
+    """The named augmentation, if the inputs of the net are images; for "none" the user's own."""
+    if name == "none":
         return own
     require(own is None, "augment", "a name or an augmentation", f"{name!r} and {own!r}")
     images = len(net.input_shape) == 3 and net.bounds == (0.0, 1.0)
-    expected = "'none' unless inputs are images (C,H,W) within bounds (0, 1)"
     got = f"{name!r} for shape {net.input_shape} within {net.bounds}"
-    require(images, "augment", expected, got)
-    return named
+    require(images, "augment", "'none' unless for images (C,H,W) within (0, 1)", got)
+    return AUGMENTATIONS[name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch.nn import functional
 from otad.checks import check_choice, require
 from otad.nets.base import Backbone, LinearHead
 from otad.training.acceleration import compiled, precision
-from otad.training.augmentation import Augmentation, mix_some
-from otad.training.loop import Batches, Saving
-from otad.training.supervised import Data, InputConfig, Report, SupervisedTraining, TrainResult
+from otad.training.augmentation import mix_some
+from otad.training.config import check_share
+from otad.training.loop import Batches
+from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
 
 Loss = Callable[[Tensor, Tensor, LinearHead], Tensor]
 """outputs (B,C) or values (B,), targets, the head of the outputs -> mean loss. Targets are labels
@@ -33,10 +35,8 @@ _AUGMENTED_ROWS = 4096
 
 @dataclass(frozen=True)
 class TrainConfig(InputConfig):
-    """Settings of one training of a backbone; the defaults of the optimizer are the paper's.
-
-    The objective of a batch is mean loss + `energy_weight` * mean energy (the paper's alpha, for
-    means instead of sums). Settings beside those of `LoopConfig` and `InputConfig`:
+    """Settings of `train` beside those of `LoopConfig` and `InputConfig`. The objective of a batch
+    is mean loss + `energy_weight` (the paper's alpha) * mean energy.
 
     - `loss`: a name of `LOSSES`: "fit" for cross-entropy or squared error, with `label_smoothing`;
       "margin" for margins (o_y - o_j) / |w_y - w_j| of at least `target_margin`.
@@ -61,28 +61,23 @@ class TrainConfig(InputConfig):
         self.check_ranges(0.0, math.inf, "energy_weight", "pair_weight")
         self.check_ranges(1e-12, math.inf, "target_margin", "pair_smoothness")
         self.check_ranges(0.0, 1.0, "label_smoothing")
-        share = isinstance(self.mixing, int | float) and 0 <= self.mixing <= 1
-        require(share, "mixing", "a number from 0 to 1", repr(self.mixing))
+        check_share(self.mixing, "mixing")
 
 
 def fit_loss(task: str, config: TrainConfig) -> Loss:
     """Cross-entropy, or for regression the squared error."""
-    smoothing = config.label_smoothing
+    smoothing, loss = config.label_smoothing, functional.mse_loss
     if task == "classification":
-        return lambda outputs, targets, _head: functional.cross_entropy(
-            outputs, targets, label_smoothing=smoothing
-        )
-    require(smoothing == 0, "label_smoothing", "0 for regression", smoothing)
-    return lambda outputs, targets, _head: functional.mse_loss(outputs, targets)
+        loss = partial(functional.cross_entropy, label_smoothing=smoothing)
+    else:
+        require(smoothing == 0, "label_smoothing", "0 for regression", smoothing)
+    return lambda outputs, targets, _head: loss(outputs, targets)
 
 
 def margin_loss(task: str, config: TrainConfig) -> Loss:
-    """The mean of what scaled margins lack to `target_margin`.
-
-    If features change by at most K times the change of the input, a label y is certain within
-    min over j of (o_y - o_j) / (K |w_y - w_j|). The loss asks for wide margins in these terms; K is
-    bounded by other terms (`pair_excess`, energy) or by the net.
-    """
+    """The mean of what scaled margins lack to `target_margin`. If features change by at most K
+    times the change of the input, a label y is certain within min over j of
+    (o_y - o_j) / (K |w_y - w_j|); K is bounded by `pair_excess`, the energy or the net."""
     require(task == "classification", "loss", "'fit' for regression", "'margin'")
     for name in ("label_smoothing", "mixing"):
         value = getattr(config, name)
@@ -112,59 +107,52 @@ def pair_excess(embedded: Tensor, features: Tensor, smoothness: float) -> Tensor
 
         |z_i - z_j|^2 / L  <=  <z_i - z_j, e_i - e_j>.
 
-    The excess of a point is the sum of its violations over all partners. For a lifted net,
-    z = (x, g) and e = (x, 0), and L = 2 the condition is |g_i - g_j| <= |x_i - x_j| and sufficient
+    The excess of a point is the sum of its violations. For a lifted net, z = (x, g) and e = (x, 0),
+    and L = 2 the condition is |g_i - g_j| <= |x_i - x_j| and sufficient
     (`cip.whole_bank.lifted_bank`); for other nets cycles of more points matter too.
     """
+
+    def pair_products(one: Tensor, other: Tensor) -> Tensor:
+        """<a_i - a_j, b_i - b_j> of all pairs (B,B)."""
+        products = one @ other.mT
+        own = products.diagonal()
+        return own[:, None] + own - products - products.mT
+
     steps, moves = embedded - embedded.mean(0).detach(), features - features.mean(0).detach()
-    excess = _pair_products(moves, moves) / smoothness - _pair_products(steps, moves)
+    excess = pair_products(moves, moves) / smoothness - pair_products(steps, moves)
     return excess.clamp_min(0.0).sum(1).mean()
-
-
-def _pair_products(one: Tensor, other: Tensor) -> Tensor:
-    """<a_i - a_j, b_i - b_j> of all pairs (B,B)."""
-    products = one @ other.mT
-    own = products.diagonal()
-    return own[:, None] + own - products - products.mT
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train(
-    net: Backbone,
-    data: Data,
-    config: TrainConfig,
-    *,
-    augment: Augmentation | None = None,
-    progress: Report | bool = False,
-    **saving: Any,
+    net: Backbone, data: Data, config: TrainConfig, *, progress: Progress = False, **options: Any
 ) -> TrainResult:
     """Train `net` in place, leaving it on `config.device` in evaluation mode.
 
     `data` is a `Split`, or (train_x, train_y) or (train_x, train_y, val_x, val_y), and is moved to
-    the device as a whole. Inputs may be bytes, 0 to 255 over the bounds of the net. `augment` is
-    your own augmentation in place of `config.augment`; it gets several batches at once.
+    the device as a whole. Inputs may be bytes, 0 to 255 over the bounds of the net. `progress` is
+    called with each `EpochRecord`; True draws a bar. `options` are:
 
-    `saving` are `checkpoint_dir`, `save_seconds` and `max_seconds`. With a `checkpoint_dir` the run
-    is saved there after every epoch, or every `save_seconds`. A call with the same initial net,
-    data and config resumes a killed run and ends with the same weights bit for bit. With
-    `max_seconds` a run stops in time, after at least one epoch, with a result that is not
-    `finished`, and resumes in the same way. `progress` is called with each `EpochRecord`; True
-    draws a bar.
+    - `augment`: your own augmentation in place of `config.augment`; it gets several batches at once
+    - `checkpoint_dir`: the run is saved there after every epoch, or every `save_seconds`; a call
+      with the same initial net, data and config resumes a killed run and ends with the same weights
+      bit for bit
+    - `max_seconds`: stop in time, after at least one epoch, with a result that is not `finished`
     """
-    return BackboneTraining(net, data, config, augment, Saving(**saving)).fit(progress)
+    return BackboneTraining(net, data, config, **options).fit(progress)
 
 
 class BackboneTraining(SupervisedTraining[Backbone]):
     config: TrainConfig
 
-    def __init__(self, net: Backbone, data: Data, config: TrainConfig, *options: Any) -> None:
+    def __init__(self, net: Backbone, data: Data, config: TrainConfig, **options: Any) -> None:
         images = net.task == "classification" and len(net.input_shape) == 3
         got = f"{config.mixing} for {net.task} of shape {net.input_shape}"
         expected = "0 unless images (C,H,W) are classified"
         require(images or config.mixing == 0, "mixing", expected, got)
         self.loss = LOSSES[config.loss](net.task, config)
         self.forward = self._forward
-        super().__init__(net, data, config, *options)
+        super().__init__(net, data, config, **options)
 
     def check_targets(self, net: Backbone, y: Tensor, rows: int, name: str) -> None:
         net.check_targets(y, rows, name)

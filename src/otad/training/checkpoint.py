@@ -1,7 +1,7 @@
 """Training state in one safetensors file: atomically replaced, checksummed, without pickle.
 
-Tensors and a JSON header are in the same file, so one rename makes a whole epoch valid: a kill at
-any moment leaves the file of the previous epoch or the new one, never a mixture.
+Tensors and a JSON header are in one file, which one rename replaces: a kill at any moment leaves
+the file of the previous epoch or the new one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ _RENAMED = {"config.replayed": "config.cuda_graph"}
 # What a setting means that only one of two descriptions of a run has: files of version 1 have all
 # settings of a backbone in every config.
 _ABSENT = {
+    **dict.fromkeys(("config.compiled", "config.cuda_graph"), False),
+    **{f"config.{name}": 0.0 for name in ("energy_weight", "label_smoothing", "mixing")},
     "config.adversary.norm": "l2",
     "config.augment": "none",
-    "config.compiled": False,
-    "config.cuda_graph": False,
-    "config.energy_weight": 0.0,
-    "config.label_smoothing": 0.0,
     "config.loss": "fit",
-    "config.mixing": 0.0,
     "config.pair_smoothness": 2.0,
     "config.pair_weight": 0.0,
     "config.target_margin": 1.0,
@@ -105,14 +102,11 @@ def load_run(
         for name, moment in of_weight.items():
             if moment.dim() > 1:
                 of_weight[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
-    records: list[dict[str, Any]] = header["history"]
-    return records
+    return header["history"]  # type: ignore[no-any-return]
 
 
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Any, *path: str) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
-        return {_RENAMED.get(prefix, prefix): tree}
-    leaves: dict[str, Any] = {}
-    for name, branch in tree.items():
-        leaves |= _flatten(branch, f"{prefix}.{name}" if prefix else name)
-    return leaves
+        return {_RENAMED.get(".".join(path), ".".join(path)): tree}
+    branches = (_flatten(branch, *path, name) for name, branch in tree.items())
+    return {leaf: value for branch in branches for leaf, value in branch.items()}

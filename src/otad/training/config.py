@@ -19,7 +19,7 @@ _UNDECAYED = ("pos_embed", "cls_token")
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Settings of the training loop; each trainer has its own config with more of them.
+    """Settings of the training loop; each trainer adds its own.
 
     - `optimizer`: "sgd" or "adamw"; `momentum` is AdamW's first beta.
     - `schedule`: `warmup` epochs raise the learning rate linearly from zero; then "cosine" lowers
@@ -63,8 +63,8 @@ class LoopConfig:
         try:
             torch.device(self.device)
         except RuntimeError as error:
-            got = repr(self.device)
-            raise InputError(f"device: expected a device such as 'cpu', got {got}") from error
+            expected = "a device such as 'cpu'"
+            raise InputError(f"device: expected {expected}, got {self.device!r}") from error
 
     def check_ranges(self, least: float, bound: float, *names: str) -> None:
         for name in names:
@@ -95,15 +95,13 @@ class LoopConfig:
             for weight in net.parameters()
         )
         fused = dense and torch.device(self.device).type in ("cpu", "cuda")
-        groups, decay, rate = self.parameter_groups(net), self.weight_decay, self.learning_rate
+        common: dict[str, Any] = {"weight_decay": self.weight_decay, "fused": fused}
+        groups, rate = self.parameter_groups(net), self.learning_rate
         if self.optimizer == "sgd":
-            return torch.optim.SGD(groups, rate, self.momentum, weight_decay=decay, fused=fused)
-        betas, captured = (self.momentum, 0.999), self.captures_steps
-        # A CUDA graph reads the rate from a tensor.
-        lr = torch.tensor(rate, device=self.device) if captured else rate
-        return torch.optim.AdamW(
-            groups, lr, betas, weight_decay=decay, capturable=captured, fused=fused
-        )
+            return torch.optim.SGD(groups, rate, self.momentum, **common)
+        if self.captures_steps:  # a CUDA graph reads the rate from a tensor
+            common |= {"lr": torch.tensor(rate, device=self.device), "capturable": True}
+        return torch.optim.AdamW(groups, betas=(self.momentum, 0.999), **{"lr": rate} | common)
 
     def parameter_groups(self, net: nn.Module) -> list[dict[str, Any]]:
         """One group, or for `decay_on` "matrices" two: biases, scales of normalization, position
@@ -127,3 +125,8 @@ def check_range(value: object, name: str, least: float, bound: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     expected = f"a number of at least {least:g} and below {bound:g}"
     require(number and least <= value < bound, name, expected, repr(value))  # type: ignore[operator]
+
+
+def check_share(value: object, name: str) -> None:
+    share = isinstance(value, int | float) and 0 <= value <= 1
+    require(share, name, "a number from 0 to 1", repr(value))

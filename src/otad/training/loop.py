@@ -35,10 +35,8 @@ _log = logging.getLogger("otad")
 class Saving:
     """Where and how often a run is saved and when it stops, which does not change what it learns.
 
-    The run is saved in `checkpoint_dir` after an epoch if the last save is `save_seconds` ago, and
-    at the end. It stops early, after at least one epoch, if another epoch of the same length would
-    end more than `max_seconds` after the start.
-    """
+    It is saved in `checkpoint_dir` after an epoch if the last save is `save_seconds` ago, and at
+    the end; it stops if another epoch would end more than `max_seconds` after the start."""
 
     checkpoint_dir: str | Path | None = None
     save_seconds: float = 0.0
@@ -51,10 +49,6 @@ class Saving:
             require(self.max_seconds > 0, "max_seconds", "a positive number", self.max_seconds)
             expected, got = "with a checkpoint_dir to resume from", f"{self.max_seconds} without"
             require(self.checkpoint_dir is not None, "max_seconds", expected, got)
-
-    def is_out_of_time(self, now: float, lap: float) -> bool:
-        """Whether another epoch of `lap` seconds would end too late."""
-        return self.max_seconds is not None and now + lap > self.started + self.max_seconds
 
 
 class Training(ABC, Generic[AnyNet, AnyRecord]):
@@ -108,11 +102,11 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         """One gradient step; means over the batch of the loss and of other finite values (m,)."""
 
-    @abstractmethod
     def record(
         self, epoch: int, means: Sequence[float], score: float | None, seconds: float
     ) -> AnyRecord:
         """What is reported of an epoch, from the means of its steps and the validation score."""
+        return self.record_type(epoch, *means, score, seconds)  # type: ignore[no-any-return]
 
     def prepare(self) -> None:
         """Work before the first epoch of this process, if any epoch remains."""
@@ -126,6 +120,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         resulting weights in evaluation mode."""
         now = saved_at = monotonic()
         config, done = self.config, len(self.history)
+        deadline = self.saving.started + (self.saving.max_seconds or math.inf)
         with (
             precision(self.device, mixed=False),  # whatever the caller uses
             reporting(progress, config.epochs, done, self.label) as report,
@@ -137,7 +132,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                 record = self.run_epoch(epoch)
                 self.history.append(record)
                 now = monotonic()
-                is_last = epoch == config.epochs or self.saving.is_out_of_time(now, now - began)
+                is_last = epoch == config.epochs or now + (now - began) > deadline
                 if is_last or now - saved_at >= self.saving.save_seconds:
                     if self.path is not None:
                         run = self.weights, self.optimizer, self.history
@@ -165,17 +160,20 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                 with torch.cuda.device(self.device):
                     torch.cuda.manual_seed(seed)
             for number, batch in enumerate(self.batches(row_batches, generator)):
-                self.set_rate(epoch - 1 + (number + 0.5) / len(row_batches))
+                rate = self.config.rate_at(epoch - 1 + (number + 0.5) / len(row_batches))
+                for group in self.optimizer.param_groups:
+                    if isinstance(group["lr"], Tensor):
+                        group["lr"].fill_(rate)
+                    else:
+                        group["lr"] = rate
                 means.append(self._step(*batch, first=epoch == 1 and number == 0))
         sizes = torch.tensor([len(rows) for rows in row_batches], dtype=torch.float64)
         values = (sizes @ torch.stack(means).cpu().double() / sizes.sum()).tolist()
         weights = self.weights.net.parameters()
         total = torch.stack([weight.detach().sum() for weight in weights]).sum()
-        diverged = (
-            f"{self.config.learning_rate}, which made loss or weights infinite in epoch {epoch}"
-        )
-        finite = math.isfinite(sum(values) + float(total))
-        require(finite, "learning_rate", "one at which training converges", diverged)
+        finite, rate = math.isfinite(sum(values) + float(total)), self.config.learning_rate
+        got = f"{rate}, which made loss or weights infinite in epoch {epoch}"
+        require(finite, "learning_rate", "one at which training converges", got)
         score = self.validate()
         return self.record(epoch, values, score, perf_counter() - started)
 
@@ -192,23 +190,14 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         self.optimizer.step()
         self.weights.update(first=first)
 
-    def set_rate(self, epoch: float) -> None:
-        rate = self.config.rate_at(epoch)
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-
 
 class Averaged(nn.Module, Generic[AnyNet]):
     """A net and, for a decay above 0, the running average of its weights. After step t it is
 
         a_1 = w_1,    a_t = decay a_(t-1) + (1 - decay) w_t,
 
-    for the statistics of batch normalization too; integers are copied. torch's own
-    `AveragedModel` reads its counter from the GPU once for every weight and step.
-    """
+    for the statistics of batch normalization too; integers are copied. torch's `AveragedModel`
+    reads its counter from the GPU once for every weight and step."""
 
     def __init__(self, net: AnyNet, decay: float) -> None:
         super().__init__()
@@ -225,17 +214,15 @@ class Averaged(nn.Module, Generic[AnyNet]):
     def update(self, *, first: bool) -> None:
         if self.average is None:
             return
-        states = (
-            itertools.chain(net.parameters(), net.buffers()) for net in (self.average, self.net)
-        )
-        pairs = [(one.detach(), other.detach()) for one, other in zip(*states, strict=True)]
-        floats = [] if first else [pair for pair in pairs if pair[0].is_floating_point()]
-        for averaged, current in pairs:
+        nets, floats = (self.average, self.net), []
+        states = (itertools.chain(net.parameters(), net.buffers()) for net in nets)
+        for averaged, current in zip(*states, strict=True):
             if first or not averaged.is_floating_point():
                 averaged.copy_(current)
+            else:
+                floats.append((averaged.detach(), current.detach()))
         if floats:
-            averages, weights = zip(*floats, strict=True)
-            self._average_into(averages, weights, 0)
+            self._average_into(*zip(*floats, strict=True), 0)
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -250,10 +237,9 @@ def epoch_batches(
     unless it is the only one."""
     generator = torch.Generator().manual_seed(epoch_seed(config.seed, epoch))
     order = torch.randperm(n_rows, generator=generator).to(device)  # the same for all devices
-    batches: tuple[Tensor, ...] = order.split(config.batch_size)
-    if config.whole_batches and len(batches) > 1 and len(batches[-1]) < config.batch_size:
-        batches = batches[:-1]
-    return batches
+    if config.whole_batches and n_rows > config.batch_size:
+        order = order[: n_rows - n_rows % config.batch_size]
+    return order.split(config.batch_size)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -15,15 +15,9 @@ from otad.checks import check_choice, check_count, check_shape, check_tensor, re
 from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
 from otad.training.acceleration import precision
-from otad.training.adversary import (
-    Adversary,
-    Perturbation,
-    perturbed_weights,
-    steepest_perturbation,
-)
-from otad.training.augmentation import Augmentation
+from otad.training.adversary import Adversary, perturbed_weights, steepest_perturbation
 from otad.training.config import check_range
-from otad.training.loop import Batches, Saving
+from otad.training.loop import Batches
 from otad.training.metric_losses import (
     LOSSES,
     OWN_LOSSES,
@@ -31,14 +25,14 @@ from otad.training.metric_losses import (
     neighborhood_loss,
     squared_distances,
 )
-from otad.training.supervised import Data, InputConfig, Report, SupervisedTraining, TrainResult
+from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
 
 _ENCODED_ROWS = 1024  # at a time
 
 
 @dataclass(frozen=True)
 class MetricConfig(InputConfig):
-    """Settings of one run of `train_metric` beside those of `LoopConfig` and `InputConfig`.
+    """Settings of `train_metric` beside those of `LoopConfig` and `InputConfig`.
 
     - `loss`: "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive" (the
       last two by the extra `metric`), with its `margin`; `temperature` is for the first two.
@@ -86,13 +80,7 @@ class MetricConfig(InputConfig):
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train_metric(
-    metric: Metric,
-    data: Data,
-    config: MetricConfig,
-    *,
-    augment: Augmentation | None = None,
-    progress: Report | bool = False,
-    **saving: Any,
+    metric: Metric, data: Data, config: MetricConfig, *, progress: Progress = False, **options: Any
 ) -> TrainResult:
     """Train `metric` in place, leaving it on `config.device` in evaluation mode.
 
@@ -101,9 +89,7 @@ def train_metric(
     inputs and weights if there is an adversary. The validation score is the accuracy of a vote
     among the nearest training keys. The energy is 0.
     """
-    expected = f"False for a {type(metric).__name__}, which synchronizes with a GPU"
-    require(metric.is_capturable or not config.cuda_graph, "cuda_graph", expected, "True")
-    return MetricTraining(metric, data, config, augment, Saving(**saving)).fit(progress)
+    return MetricTraining(metric, data, config, **options).fit(progress)
 
 
 @torch.no_grad()
@@ -132,10 +118,12 @@ def neighbor_accuracy(
 class MetricTraining(SupervisedTraining[Metric]):
     config: MetricConfig
 
-    def __init__(self, metric: Metric, data: Data, config: MetricConfig, *options: Any) -> None:
+    def __init__(self, net: Metric, data: Data, config: MetricConfig, **options: Any) -> None:
+        expected = f"False for a {type(net).__name__}, which synchronizes with a GPU"
+        require(net.is_capturable or not config.cuda_graph, "cuda_graph", expected, "True")
         self.loss = make_loss(config.loss, config.margin_used, config.temperature)
         self.bank: Tensor | None = None
-        super().__init__(metric, data, config, *options)
+        super().__init__(net, data, config, **options)
 
     def check_targets(self, net: Metric, y: Tensor, rows: int, name: str) -> None:
         least = int(check_tensor(y, name, "B", dtypes=(torch.int64,)).min())
@@ -158,7 +146,8 @@ class MetricTraining(SupervisedTraining[Metric]):
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         """One gradient step; the batch means of loss, energy (0) and score (3,)."""
         x, y, rows, start = batch
-        perturbed, adversary, on_weights = x, self.config.adversary, Perturbation()
+        perturbed, adversary = x, self.config.adversary
+        on_weights: list[tuple[Tensor, Tensor]] = []
         if adversary is not None:
             perturbed = self._attack(adversary, x, y, rows, start)
             if (share := adversary.weight_share) > 0:
@@ -200,12 +189,12 @@ class MetricTraining(SupervisedTraining[Metric]):
         with precision(self.device, mixed=self.config.mixed_precision):
             with evaluating(metric):
                 clean = metric(x).float().detach()  # with `no_grad` autocast would cache its casts
-            among = self._references(clean, y, rows)
+            among = (y, *self._references(clean, y, rows))
 
-            def wrongness(keys: Tensor) -> Tensor:
-                return neighborhood_loss(keys, y, *among, temperature=temperature)
+            def loss(keys: Tensor) -> Tensor:
+                return neighborhood_loss(keys, *among, temperature=temperature)
 
-            return adversary.attack(metric, x, wrongness, start)
+            return adversary.attack(metric, x, loss, start)
 
     def _references(self, clean: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys to search neighbors in, their labels, and each row's own place among them."""

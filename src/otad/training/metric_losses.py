@@ -12,12 +12,8 @@ from torch import Tensor
 
 from otad.errors import MissingExtraError
 
-LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}
-"""Every loss by name, with its usual margin."""
-
-OWN_LOSSES = ("neighborhood", "means")
-"""Those implemented here; pytorch-metric-learning has the rest."""
-
+LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}  # usual margins
+OWN_LOSSES = ("neighborhood", "means")  # pytorch-metric-learning has the rest
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """keys (B,m), labels (B,), references (R,m), their labels (R,), own place among them (B,) -> mean
 loss. Except for "neighborhood" the references are the same batch in the same order."""
@@ -109,21 +105,18 @@ def make_loss(name: str, margin: float, temperature: float) -> Loss:
         return lambda *batch: row_loss(*batch, temperature=temperature, margin=margin).mean()
     losses, distances = _library("losses"), _library("distances")
     plain = distances.LpDistance(normalize_embeddings=False)  # the metric scales its keys itself
-    miner: Any = None
+    options: dict[str, Any] = {"margin": margin, "distance": plain}
     if name == "triplet":
-        loss = losses.TripletMarginLoss(margin=margin, distance=plain)
-        miner = _library("miners").TripletMarginMiner(
-            margin=margin, type_of_triplets="semihard", distance=plain
-        )
+        miner = _library("miners").TripletMarginMiner(type_of_triplets="semihard", **options)
+        loss = losses.TripletMarginLoss(**options)
     else:
-        loss = losses.ContrastiveLoss(pos_margin=0.0, neg_margin=margin, distance=plain)
+        miner, loss = None, losses.ContrastiveLoss(neg_margin=margin, distance=plain)
 
     def mean_over_pairs(keys: Tensor, labels: Tensor, references: Tensor, *_rest: Tensor) -> Tensor:
         # The same object: the library then leaves out pairs of a row with itself.
         among = {"ref_emb": references, "ref_labels": labels}
         found = None if miner is None else miner(keys, labels, **among)
-        value: Tensor = loss(keys, labels, found, **among)
-        return value
+        return loss(keys, labels, found, **among)  # type: ignore[no-any-return]
 
     return mean_over_pairs
 

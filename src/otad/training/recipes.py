@@ -13,9 +13,10 @@ from otad.checks import check_choice
 from otad.data import Standardizer
 from otad.errors import InputError
 from otad.nets import Backbone, fc_resnet, lifted_net, vision_transformer
+from otad.nets.inputs import Sizes
 from otad.training.backbone import TrainConfig, train
 from otad.training.loop import reporting
-from otad.training.supervised import EpochRecord, Report, TrainResult
+from otad.training.supervised import EpochRecord, Progress, TrainResult
 
 BACKBONES: dict[str, Callable[..., Backbone]] = {
     "fc_resnet": fc_resnet,
@@ -57,21 +58,16 @@ def recipe(name: str, **changes: Any) -> TrainConfig:
 
 
 def make_backbone(
-    kind: str,
-    input_shape: Sequence[int],
-    n_outputs: int,
-    *,
-    inputs: Standardizer | None = None,
-    **options: Any,
+    kind: str, shape: Sizes, n_outputs: int, *, inputs: Standardizer | None = None, **options: Any
 ) -> Backbone:
-    """A fresh net of a kind of `BACKBONES` that standardizes its inputs by `inputs`, if any.
-
-    `options` are those of the kind, such as `seed`, `task`, `bounds`, `blocks`.
+    """A fresh net of a kind of `BACKBONES` for inputs of this shape, which it standardizes by
+    `inputs`, if any; `options` are those of the kind, such as `seed`, `task`, `bounds`, `blocks`.
     """
     make = BACKBONES[check_choice(kind, "kind", tuple(BACKBONES))]
-    statistics = {} if inputs is None else {"mean": inputs.mean, "std": inputs.std}
+    if inputs is not None:
+        options |= {"mean": inputs.mean, "std": inputs.std}
     try:
-        return make(input_shape, n_outputs, **statistics, **options)
+        return make(shape, n_outputs, **options)
     except TypeError as error:
         raise InputError(f"options: expected those of {kind!r}, got: {error}") from error
 
@@ -87,7 +83,7 @@ def fit_backbone(
     bounds: Sequence[float] | None = None,
     inputs: Standardizer | None = None,
     options: Mapping[str, Any] | None = None,
-    progress: Report | bool = False,
+    progress: Progress = False,
     **saving: Any,
 ) -> tuple[Backbone, TrainResult]:
     """Make a net for the data (train_x, train_y) or (train_x, train_y, val_x, val_y) and train it.
@@ -97,29 +93,26 @@ def fit_backbone(
     the head takes over their units, in which the records are too. `options` give the size of the
     net; the rest is as in `make_backbone` and `train`.
     """
-    train_x, train_y = data[0], data[1]
+    train_x, parts, units = data[0], list(data), None
     if inputs is None:
         inputs = Standardizer.fit(train_x, "channel" if train_x.dim() == 4 else "feature")
     about: dict[str, Any] = {"inputs": inputs, "seed": config.seed, "task": task, "bounds": bounds}
     net = make_backbone(kind, train_x.shape[1:], n_outputs, **about, **options or {})
     net.to(train_x.dtype)
-    parts = list(data)
-    units = Standardizer.fit(train_y) if task == "regression" else None
-    if units is not None:
+    if task == "regression":
+        units = Standardizer.fit(data[1])
         parts[1::2] = [units(targets).to(train_x.dtype) for targets in parts[1::2]]
 
     def in_units(record: EpochRecord) -> EpochRecord:
         if units is None:
             return record
-        square, score = float(units.std) ** 2, record.val_score
-        score = None if score is None else square * score
-        loss, train_score = square * record.loss, square * record.train_score
-        return replace(record, loss=loss, train_score=train_score, val_score=score)
+        square, values = float(units.std) ** 2, vars(record)
+        names = [name for name in ("loss", "train_score", "val_score") if values[name] is not None]
+        return replace(record, **{name: square * values[name] for name in names})
 
     with reporting(progress, config.epochs, 0) as report:
-        result = train(
-            net, parts, config, progress=lambda record: report(in_units(record)), **saving
-        )
+        saving["progress"] = lambda record: report(in_units(record))
+        result = train(net, parts, config, **saving)
         result = replace(result, history=tuple(map(in_units, result.history)))
         report(result.final)  # also where all epochs are from a checkpoint
     if units is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ class InputConfig(LoopConfig):
     """Settings of trainings on inputs, which may be images.
 
     - `augment`: a name of `otad.training.augmentation.AUGMENTATIONS`.
-    - `cuda_graph`: on a GPU, capture one step of AdamW on whole batches as a CUDA graph and replay
-      it, so that the host launches one graph per step. Without effect on other devices.
+    - `cuda_graph`: on a GPU, capture one step of AdamW on whole batches and replay it.
     """
 
     augment: str = "none"
@@ -38,10 +37,9 @@ class InputConfig(LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.augment, "augment", tuple(AUGMENTATIONS))
-        capturable = self.optimizer == "adamw" and self.whole_batches
+        fits = not self.cuda_graph or (self.optimizer == "adamw" and self.whole_batches)
         got = f"{self.optimizer!r} and whole_batches={self.whole_batches}"
-        expected = "only with optimizer 'adamw' and whole_batches"
-        require(capturable or not self.cuda_graph, "cuda_graph", expected, got)
+        require(fits, "cuda_graph", "only with optimizer 'adamw' and whole_batches", got)
 
     @property
     def captures_steps(self) -> bool:
@@ -50,11 +48,9 @@ class InputConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Means over the training batches of one epoch, and the score on the validation data after it.
-
-    A score is the accuracy, or for regression the mean squared error. `seconds` is 0 for an epoch
-    read from a checkpoint: files contain nothing that differs from run to run.
-    """
+    """Means over the training batches of one epoch, and the score on the validation data after it:
+    the accuracy, or for regression the mean squared error. `seconds` is 0 for an epoch read from a
+    checkpoint: files contain nothing that differs from run to run."""
 
     epoch: int
     loss: float
@@ -65,10 +61,8 @@ class EpochRecord:
 
     def __str__(self) -> str:
         validation = "" if self.val_score is None else f", validation {self.val_score:.4f}"
-        return (
-            f"epoch {self.epoch}: loss {self.loss:.4f}, energy {self.energy:.4g}, "
-            f"train {self.train_score:.4f}{validation}"
-        )
+        losses = f"loss {self.loss:.4f}, energy {self.energy:.4g}"
+        return f"epoch {self.epoch}: {losses}, train {self.train_score:.4f}{validation}"
 
 
 @dataclass(frozen=True)
@@ -111,12 +105,10 @@ class Split(Protocol):
 
 
 Data = Split | Sequence[Tensor]
-Report = Callable[[EpochRecord], None]
+Progress = Callable[[EpochRecord], None] | bool
 
 
 class SupervisedTraining(Training[Net, EpochRecord]):
-    """A training on inputs with targets, whose tensors are all on the device."""
-
     record_type: ClassVar[type] = EpochRecord
 
     def __init__(
@@ -124,13 +116,13 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         net: Net,
         data: Data,
         config: InputConfig,
-        augment: Augmentation | None,
-        saving: Saving,
+        augment: Augmentation | None = None,
+        **saving: Any,
     ) -> None:
         self.metric = METRICS[getattr(net, "task", "classification")]
         parts = parts_of(data)
-        for kind in ("train", "val")[: len(parts) // 2]:
-            x, x_name, y_name = parts[f"{kind}_x"], f"{kind}_x", f"{kind}_y"
+        for x_name, y_name in (_PARTS[:2], _PARTS[2:])[: len(parts) // 2]:
+            x = parts[x_name]
             # Bytes take a quarter of the memory.
             stored = torch.uint8 if isinstance(x, Tensor) and x.dtype == torch.uint8 else None
             fits = net.bounds is not None or stored is None
@@ -142,13 +134,12 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         only = f"only the label {int(labels[0])}"
         require(varied, "train_y", "at least two classes", only)
         self.augment = choose_augmentation(config.augment, augment, net)
-        device = check_device(config.device)
 
         def identity() -> dict[str, object]:
             prints = {name: fingerprint({name: tensor}) for name, tensor in parts.items()}
             return {"augment": None if augment is None else stable_repr(augment), "data": prints}
 
-        super().__init__(net, config, saving, device, identity)
+        super().__init__(net, config, Saving(**saving), check_device(config.device), identity)
         self.data = {name: tensor.detach().to(self.device) for name, tensor in parts.items()}
 
     @abstractmethod
@@ -159,26 +150,19 @@ class SupervisedTraining(Training[Net, EpochRecord]):
     def n_rows(self) -> int:
         return len(self.data["train_x"])
 
-    def record(
-        self, epoch: int, means: Sequence[float], score: float | None, seconds: float
-    ) -> EpochRecord:
-        loss, energy, train_score = means
-        return EpochRecord(epoch, loss, energy, train_score, score, seconds)
-
-    def fit(self, progress: Report | bool) -> TrainResult:
+    def fit(self, progress: Progress) -> TrainResult:
         self.run(progress)
         return TrainResult(tuple(self.history), self.metric, self.resumed_after, self.config.epochs)
 
 
 def parts_of(data: Data) -> dict[str, Tensor]:
     """train_x, train_y and, where given, val_x and val_y, unchecked."""
-    found: dict[str, Tensor | None]
-    if isinstance(data, Sequence):
-        found = dict(zip((*_PARTS, "more"), data, strict=False))
-    else:
-        found = {name: getattr(data, name, None) for name in _PARTS}
-    parts = {name: part for name, part in found.items() if part is not None}
+    given: Sequence[Tensor | None] = (
+        data if isinstance(data, Sequence) else [getattr(data, name, None) for name in _PARTS]
+    )
+    named = zip((*_PARTS, "more"), given, strict=False)
+    parts = {name: part for name, part in named if part is not None}
     expected = f"{', '.join(_PARTS[:2])} or {', '.join(_PARTS)}"
-    got = ", ".join(parts) or type(data).__name__
+    got = ", ".join(parts) or "none of them"
     require(tuple(parts) in (_PARTS[:2], _PARTS), "data", expected, got)
     return parts
