@@ -93,6 +93,14 @@ def check_count(value: object, name: str, *, least: int = 1) -> int:
     return value
 
 
+def check_positive(value: float | Sequence[float], name: str, *, most: float = math.inf) -> None:
+    """A finite positive number, at most `most`, or several of them."""
+    values = value if isinstance(value, Sequence) else (value,)
+    fits = values and all(0 < one <= most and one < math.inf for one in values)
+    limit = "" if most == math.inf else f" up to {most:g}"
+    require(fits, name, f"finite positive numbers{limit}", repr(value))
+
+
 def check_device(name: str) -> torch.device:
     """A device that is present and computes: a number comes back from it."""
     try:

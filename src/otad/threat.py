@@ -33,6 +33,7 @@ class LpBall(ABC):
     scale: Tensor | None = None
     mutable: Tensor | None = None
     norm: ClassVar[str]
+    order: ClassVar[float]  # p
 
     def __post_init__(self) -> None:
         require(0 <= self.eps < math.inf, "eps", "a finite number of at least 0", repr(self.eps))
@@ -50,7 +51,6 @@ class LpBall(ABC):
             require(self.mutable.dtype == torch.bool, "mutable", "dtype bool", self.mutable.dtype)
 
     def with_eps(self, eps: float) -> Self:
-        """The same ball in another size."""
         return replace(self, eps=eps)
 
     def check_inputs(self, x: Tensor) -> None:
@@ -67,9 +67,7 @@ class LpBall(ABC):
     def distance(self, moved: Tensor, x: Tensor) -> Tensor:
         """|(moved - x) / scale|_p (B,) in float64; infinite where an immutable feature changed."""
         step = moved.detach().double() - x.detach().double()
-        if self.scale is not None:
-            step = step / self.scale.to(step)
-        found = self._length(step.flatten(1))
+        found = self._length((step / self._scale(step)).flatten(1))
         if self.mutable is not None:
             frozen = ~self.mutable.to(step.device)
             found = found.masked_fill((step[:, frozen] != 0).any(1), math.inf)
@@ -102,18 +100,16 @@ class LpBall(ABC):
 
     def inside(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Uniformly random points of the ball (B,*), as far as the bounds let them be."""
-        return self.project(x + self.random_step(x, generator), x)
+        return self.project(x + self.random_step(x, generator, torch.float64), x)
 
-    def random_step(
-        self, x: Tensor, generator: torch.Generator, *, dtype: torch.dtype = torch.float64
-    ) -> Tensor:
+    def random_step(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """Uniformly random steps (B,*) of the ball, bounds aside; `dtype`: of their lengths."""
         return self._masked(self._random(x, generator, dtype)) * self._scale(x)
 
     def surface(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Random points (B,*) at distance eps, as far as the bounds let them be."""
-        step = self.steepest(_normal(x, generator))
-        return self.project(x + BEYOND * self.eps * step, x)
+        drawn = torch.randn(x.shape, generator=generator, device=generator.device).to(x)
+        return self.project(x + BEYOND * self.eps * self.steepest(drawn), x)
 
     def steepest(self, gradient: Tensor) -> Tensor:
         """The step of length 1 along which a function with this gradient (B,*) grows most."""
@@ -123,9 +119,8 @@ class LpBall(ABC):
 
     def free_features(self, x: Tensor) -> Tensor:
         """The numbers (int64) of the features of a flat input that can change."""
-        if self.mutable is None:
-            return torch.arange(x[0].numel(), device=x.device)
-        return self.mutable.to(x.device).flatten().nonzero()[:, 0]
+        mutable = torch.ones_like(x[0]) if self.mutable is None else self.mutable.to(x.device)
+        return mutable.flatten().nonzero()[:, 0]
 
     def describe(self) -> str:
         """The threat model in words."""
@@ -158,9 +153,10 @@ class LpBall(ABC):
         moved = torch.where((moved - x).abs() > step.abs(), moved.nextafter(x), moved)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
 
-    @abstractmethod
     def _length(self, step: Tensor) -> Tensor:
         """|step|_p (B,) of rows (B,n)."""
+        lengths: Tensor = torch.linalg.vector_norm(step, self.order, dim=1)
+        return lengths
 
     @abstractmethod
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
@@ -178,13 +174,10 @@ class LpBall(ABC):
 class L2(LpBall):
     """Euclidean length."""
 
-    norm = "l2"
-
-    def _length(self, step: Tensor) -> Tensor:
-        return _euclidean(step)
+    norm, order = "l2", 2.0
 
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
-        share = (self.eps / _euclidean(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
+        share = (self.eps / self._length(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
         if room is None:
             return step * share
         # Nearest is min(share * |step|, room) for the largest share <= 1 that fits. It is met from
@@ -203,11 +196,11 @@ class L2(LpBall):
     def _unit(self, gradient: Tensor) -> Tensor:
         largest = gradient.abs().amax(1, keepdim=True)  # first, as squares of small numbers vanish
         scaled = gradient / largest.masked_fill(largest == 0, 1.0)
-        return scaled / _euclidean(scaled).clamp_min(0.5)[:, None]
+        return scaled / self._length(scaled).clamp_min(0.5)[:, None]
 
     def _random(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        drawn = self._masked(_normal(x, generator))
-        direction = self._unit(drawn.flatten(1)).view_as(x)
+        drawn = torch.randn(x.shape, generator=generator, device=generator.device).to(x)
+        direction = self._unit(self._masked(drawn).flatten(1)).view_as(x)
         share = torch.rand(len(x), generator=generator, device=generator.device, dtype=dtype)
         count = x[0].numel() if self.mutable is None else int(self.mutable.sum())
         return direction * per_row((self.eps * share.pow(1 / max(1, count))).to(x), x)
@@ -216,10 +209,7 @@ class L2(LpBall):
 class Linf(LpBall):
     """The largest change of any feature."""
 
-    norm = "linf"
-
-    def _length(self, step: Tensor) -> Tensor:
-        return step.abs().amax(1)
+    norm, order = "linf", math.inf
 
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
         return step.clamp(-self.eps, self.eps)  # what is beyond the bounds is cut off anyway
@@ -238,13 +228,3 @@ NORMS: dict[str, type[LpBall]] = {ball.norm: ball for ball in (L2, Linf)}
 def per_row(values: Tensor, like: Tensor) -> Tensor:
     """Values (n,) in the shape (n,1,...) that broadcasts over `like` (n,*)."""
     return values.view(-1, *[1] * (like.dim() - 1))
-
-
-def _normal(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers like x, drawn on the device of the generator."""
-    return torch.randn(x.shape, generator=generator, device=generator.device).to(x)
-
-
-def _euclidean(rows: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return lengths

@@ -1,4 +1,4 @@
-"""Small models whose bank lies in the unit square, and the distances that brute force finds."""
+"""Small models whose bank is in the unit square, and the distances that brute force finds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from otad.nets import FCResNet, fc_resnet
 BOX = (0.0, 1.0)
 BANK_ATTACKS: list[Attack] = [
     Straight(points=6),
-    Bisector(pairs=4, polish=10),
-    SoftKnn(steps=15, polish=10),
-    Region(polish=10),
+    Bisector(pairs=3, polish=5),
+    SoftKnn((0.1, 0.01), 15, 1, polish=5),
+    Region(singles=4, classes=1, sizes=(3,), rounds=2, polish=5),
 ]
 
 
 def blobs(size: int, seed: int, task: str = "classification") -> tuple[Tensor, Tensor]:
     """Two classes left and right of 0.5 in the unit square, or the value of the first feature."""
     drawn = torch.rand(size, 2, generator=torch.Generator().manual_seed(seed))
-    if task == "regression":
-        return drawn, drawn[:, 0].clone()
-    return drawn, (drawn[:, 0] > 0.5).long()
+    first = drawn[:, 0].clone()
+    return drawn, first if task == "regression" else (first > 0.5).long()
 
 
 def first_feature_net(task: str = "classification") -> FCResNet:
@@ -43,11 +42,8 @@ def first_feature_net(task: str = "classification") -> FCResNet:
     return net.eval()
 
 
-def local_model(
-    size: int = 40, *, neighbors: int = 1, seed: int = 0, task: str = "classification"
-) -> OTAD:
-    x, y = blobs(size, seed, task)
-    return defend(first_feature_net(task), x, y, n_neighbors=neighbors)
+def local_model(size: int = 40, *, neighbors: int = 1, task: str = "classification") -> OTAD:
+    return defend(first_feature_net(task), *blobs(size, 0, task), n_neighbors=neighbors)
 
 
 def stairs(
@@ -64,10 +60,10 @@ def stairs(
     return OTAD(net, bank, scope="global", potential=potential, n_neighbors=3).eval()
 
 
-def true_distances(model: OTAD, x: Tensor, y: Tensor, nodes: int = 300) -> Tensor:
+@torch.no_grad()
+def true_distances(model: OTAD, x: Tensor, y: Tensor, nodes: int) -> Tensor:
     """Brute force: how far the nearest wrong node of a fine grid is from each input (B,)."""
     axis = torch.linspace(0, 1, nodes)
     grid = torch.cartesian_prod(axis, axis)
-    with torch.no_grad():
-        answers = torch.cat([model(part).argmax(1) for part in grid.split(20_000)])
+    answers = torch.cat([model(part).argmax(1) for part in grid.split(20_000)])
     return torch.cdist(x, grid).masked_fill(answers[None] == y[:, None], torch.inf).amin(1)

@@ -31,10 +31,9 @@ def tiles(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return 0.4 * drawn + 0.3 * y.view(-1, 1, 1, 1), y
 
 
-def token_net(x: Tensor, y: Tensor, **options: float | str) -> VisionTransformer:
+def token_net(x: Tensor, y: Tensor) -> VisionTransformer:
     """A small ViT whose head is fitted to classes or values by least squares."""
-    outputs = 1 if y.is_floating_point() else 3
-    task = "regression" if outputs == 1 else "classification"
+    outputs, task = (1, "regression") if y.is_floating_point() else (3, "classification")
     net = vision_transformer(
         SHAPE, outputs, patch=2, width=8, blocks=1, heads=2, bounds=(0.0, 1.0), task=task
     ).eval()
@@ -49,11 +48,10 @@ def token_net(x: Tensor, y: Tensor, **options: float | str) -> VisionTransformer
 
 
 def keyed_model(
-    *, neighbors: int = 5, size: int = 90, metric: nn.Module | None = None, values: bool = False
+    *, neighbors: int = 5, metric: nn.Module | None = None, values: bool = False
 ) -> tuple[OTAD, Tensor]:
-    """The model, and the training inputs its bank does not tell."""
-    x, y = tiles(size, seed=0)
+    """A model with a bank of 90 images, and these images, which its bank does not hold."""
+    x, y = tiles(90, seed=0)
     if values:
         y = x.mean((1, 2, 3))
-    model = defend(token_net(x, y), x, y, n_neighbors=neighbors, metric=metric or Bent())
-    return model, x
+    return defend(token_net(x, y), x, y, n_neighbors=neighbors, metric=metric or Bent()), x

@@ -11,7 +11,8 @@ from attacks import linear_models as models
 from torch import Tensor, nn
 
 from otad.attacks import L2, Linf
-from otad.attacks.autoattack import AutoAttackSuite, Square
+from otad.attacks.library_attacks import AutoAttackSuite, Square
+from otad.attacks.needs import Setting
 from otad.errors import InputError
 
 square = pytest.importorskip("pyautoattack.square", reason="needs the extra attacks")
@@ -197,5 +198,5 @@ def test_the_sizes_refused_are_those_the_library_fails_on() -> None:
             works = True
         except (RuntimeError, ZeroDivisionError):
             works = False
-        allowed = Square.windows_misfit(x.shape[1:], BALLS[0]) is None
+        allowed = Square.needs.unmet_in(Setting(x.shape[1:], "classification", BALLS[0])) is None
         assert works == allowed, (height, width)

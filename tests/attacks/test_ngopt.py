@@ -11,7 +11,7 @@ from attacks.linear_models import (
 )
 
 from otad.attacks import L2
-from otad.attacks.ngopt import NgOpt, _losses, _Optimizers
+from otad.attacks.library_attacks import NgOpt, _losses, _Optimizers
 
 nevergrad = pytest.importorskip("nevergrad", reason="needs the extra attacks")
 

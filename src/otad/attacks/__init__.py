@@ -1,9 +1,8 @@
 """Attacks on a model, each within a ball around every example."""
 
-from otad.attacks.autoattack import AutoAttackSuite, Square
 from otad.attacks.base import ATTACKS, Attack, AttackResult, register_attack
+from otad.attacks.library_attacks import AutoAttackSuite, NgOpt, Square
 from otad.attacks.needs import Knowledge, Needs
-from otad.attacks.ngopt import NgOpt
 from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer
 from otad.attacks.random_search import Pixle, RandomNoise, RandomSearch
 from otad.threat import L2, Linf, LpBall

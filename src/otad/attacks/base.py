@@ -44,8 +44,7 @@ def gain_of(outputs: Tensor, y: Tensor) -> Tensor:
 
 
 class Evaluated(NamedTuple):
-    """At inputs (n,*): the `outputs` of the attacked model, the `value` (n,) of what an attack
-    maximizes there, and its `gradient` (n,*)."""
+    """Outputs of the attacked model, what an attack maximizes (n,), and its gradient (n,*)."""
 
     outputs: Tensor
     value: Tensor
@@ -67,10 +66,13 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple
 class Target:
     """The model under attack with the right answers `y` (B,): labels (int64) or, in regression,
     values, broken once their error exceeds `tolerance`. Counts how often it is asked. `rows`
-    (int64) select some of the B examples, all by default."""
+    (int64) select some of the B examples, all by default. One that is not `breakable` is attacked
+    as far as it goes."""
 
-    def __init__(self, model: nn.Module, y: Tensor, tolerance: float = math.inf) -> None:
-        self.model, self.y, self.tolerance = model, y, tolerance
+    def __init__(
+        self, model: nn.Module, y: Tensor, tolerance: float = math.inf, *, breakable: bool = True
+    ) -> None:
+        self.model, self.y, self.tolerance, self.breakable = model, y, tolerance, breakable
         self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         self.backwards = torch.zeros_like(self.forwards)
 
@@ -92,26 +94,25 @@ class Target:
         """Outputs, and the loss with its gradient in x (zero where the model has none)."""
         self._count(self.forwards, rows)
         self._count(self.backwards, rows)
-        outputs = x
+        outputs: list[Tensor] = []
 
         def value_of(inputs: Tensor) -> Tensor:
-            nonlocal outputs
-            outputs = self.model(inputs)
-            return loss(outputs, self.targets(rows))
+            outputs.append(self.model(inputs))
+            return loss(outputs[0], self.targets(rows))
 
         value, gradient = value_and_gradient(value_of, x)
-        return Evaluated(outputs.detach(), value.detach(), gradient)
+        return Evaluated(outputs[0].detach(), value, gradient)
 
     def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
         """Whether answers (n,) are wrong: another class, an abstention, an error too large."""
         y = self.targets(rows)
         if y.is_floating_point():
-            return ~((outputs - y).abs() <= self.tolerance)
-        return (outputs.argmax(1) != y) | outputs.isnan().any(1)
+            return ~((outputs - y).abs() <= self.tolerance) & self.breakable
+        return ((outputs.argmax(1) != y) | outputs.isnan().any(1)) & self.breakable
 
     def is_done(self, gain: Tensor) -> Tensor:
         """Whether a larger gain (n,) is useless: of a class, but an error may always grow."""
-        return gain == math.inf if self.y.is_floating_point() else gain > 0
+        return (gain == math.inf if self.y.is_floating_point() else gain > 0) & self.breakable
 
 
 class Survivors:
@@ -125,7 +126,6 @@ class Survivors:
 
     @property
     def rows(self) -> Tensor:
-        """The examples (int64) that are not broken."""
         return self.among(torch.arange(len(self.gain), device=self.gain.device))
 
     def among(self, rows: Tensor) -> Tensor:
@@ -133,7 +133,6 @@ class Survivors:
         return rows[~self.target.is_done(self.gain[rows])]
 
     def project(self, moved: Tensor, rows: Tensor) -> Tensor:
-        """Inputs (n,*), one for each of `rows`, moved into the ball."""
         return self.ball.project(moved, self.x[rows])
 
     def offer(self, moved: Tensor, rows: Tensor) -> None:
@@ -141,7 +140,6 @@ class Survivors:
         self._keep(moved, gain_of(self.target(moved, rows), self.target.targets(rows)), rows)
 
     def ask(self, moved: Tensor, rows: Tensor) -> Tensor:
-        """Ask about inputs (n,*), one for each of `rows`; see `judge`."""
         return self.judge(moved, self.target(moved, rows), rows)
 
     def judge(self, moved: Tensor, outputs: Tensor, rows: Tensor) -> Tensor:
@@ -161,13 +159,10 @@ class Survivors:
 
 @dataclass(frozen=True, eq=False)
 class AttackResult:
-    """What an attack found, one row per example.
-
-    `inputs` (B,*): the best it found within the ball. `broken` (B,): the model's answer there is
+    """`inputs` (B,*): the best found within the ball. `broken` (B,): the model's answer there is
     wrong (or was, unattacked: then `inputs` is the example itself). `abstained` (B,): it gave none.
     `distance` (B,) float64: measured from the example. `gain` (B,): see `gain_of`. `forwards`,
-    `backwards` (B,): how often the model was asked for an answer, for a gradient.
-    """
+    `backwards` (B,): how often the model was asked for an answer, for a gradient."""
 
     inputs: Tensor
     broken: Tensor
@@ -190,11 +185,9 @@ def option(default: Any, check: Callable[..., object], **limits: Any) -> Any:
 
 
 class Attack(ABC):
-    """Looks for an input within a ball around each example that a model answers wrongly.
-
-    A new attack sets `name`, `family` and `needs` and writes `run`. `run` may return anything:
-    `__call__` projects, asks the model again and measures, so no attack can claim too much.
-    """
+    """Looks for an input within a ball around each example that a model answers wrongly. A new
+    attack sets `name`, `family` and `needs` and writes `run`, which may return anything:
+    `__call__` projects, asks the model again and measures, so no attack can claim too much."""
 
     name: ClassVar[str]
     family: ClassVar[str]  # "white-box", "black-box", "adaptive" or "random"
@@ -203,8 +196,9 @@ class Attack(ABC):
 
     def __post_init__(self) -> None:
         for one in fields(self):  # type: ignore[arg-type]  # called for dataclasses only
-            if check := one.metadata.get("check"):
-                check(getattr(self, one.name), one.name)
+            value, check = getattr(self, one.name), one.metadata.get("check")
+            if check is not None and value is not one.default:
+                check(value, one.name)
 
     @classmethod
     def for_model(cls, known: Knowledge, **options: Any) -> Self:
@@ -226,8 +220,7 @@ class Attack(ABC):
     @classmethod
     def misfit(cls, known: Knowledge, setting: Setting | None = None) -> str | None:
         """Why the attack does not fit a model, or in that setting; None where it fits."""
-        reason = cls.needs.unmet_by_model(known)
-        return cls.needs.unmet_in(setting) if reason is None and setting is not None else reason
+        return cls.needs.unmet_by_model(known) or (setting and cls.needs.unmet_in(setting))
 
     @abstractmethod
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:

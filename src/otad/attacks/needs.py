@@ -15,14 +15,11 @@ from otad.threat import NORMS, LpBall
 @dataclass(frozen=True, eq=False)
 class Knowledge:
     """What an attacker knows about a model beside its answers and gradients: by default nothing, as
-    of a plain network. Of a model that answers from a bank:
-
-    - `network`: the undefended network inside.
-    - `keys`: maps inputs (B,*) to the points (B,d) whose neighbors in the bank are searched.
-    - `affine_keys`: the keys are the normalized inputs, so straight lines stay straight.
-    - `knows_inputs`: the training inputs can be computed from the bank, or are given as `train_x`
-      (N,*), a row per bank point.
-    """
+    of a plain network. Of a model that answers from a bank: the undefended `network` inside; the
+    `keys`, which map inputs (B,*) to the points (B,d) whose neighbors in the bank are searched;
+    whether they are the normalized inputs (`affine_keys`), so that straight lines stay straight;
+    whether the attacker `knows_inputs` of training, as they can be computed from the bank or are
+    given as `train_x` (N,*), a row per bank point."""
 
     network: nn.Module | None = None
     keys: Callable[[Tensor], Tensor] | None = None
@@ -41,16 +38,12 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an attack needs.
-
-    - `gradients`: it follows gradients of the attacked model; where there are none it goes nowhere.
-    - `network`: the undefended network inside a defended model.
-    - `bank`: a model that answers from a bank; `affine_keys`, `train_inputs`: see `Knowledge`.
-    - `images`: inputs (channels, height, width).
-    - `unit_box`: bounded inputs and a threat that treats all features alike.
-    - `package`: one of the extra `attacks`.
-    - `norms`, `tasks`: those it works for.
-    """
+    """What an attack needs: `gradients` of the attacked model, without which it goes nowhere; the
+    undefended `network` inside a defended model; a model that answers from a `bank`; its
+    `affine_keys` or `train_inputs` (see `Knowledge`); `images` (channels, height, width);
+    `unit_box`, bounded inputs and a threat that treats all features alike; images that the
+    `windows` of pyautoattack's Square can tile; a `package` of the extra `attacks`. `norms`,
+    `tasks`: those it works for."""
 
     gradients: bool = False
     network: bool = False
@@ -59,6 +52,7 @@ class Needs:
     train_inputs: bool = False
     images: bool = False
     unit_box: bool = False
+    windows: bool = False
     package: str | None = None
     norms: tuple[str, ...] = tuple(NORMS)
     tasks: tuple[str, ...] = ("classification", "regression")
@@ -93,4 +87,19 @@ class Needs:
         for name in ("scale", "mutable"):
             if self.unit_box and getattr(threat, name) is not None:
                 return f"it treats all features alike, got a threat with `{name}`"
+        if self.windows and threat.norm == "l2" and not _can_tile(*input_shape[1:]):
+            expected = "images that the l2 windows of Square can tile, such as 28 x 28 or 32 x 32"
+            got = " x ".join(map(str, input_shape[1:]))
+            return f"expected {expected}, got {got}; random_search takes any shape"
         return None
+
+
+def _can_tile(height: int, width: int) -> bool:
+    """Whether the library's first l2 step, windows of a fifth of the height, fits an image: from a
+    margin of half of what five windows leave, it lays as many as the sides hold, and only a window
+    of a single pixel may stick out."""
+    side = height // 5
+    margin = (height - 5 * side) // 2
+    return side == 1 or (
+        side > 1 and all(margin + length // side * side <= length for length in (height, width))
+    )

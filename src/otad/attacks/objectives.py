@@ -29,9 +29,6 @@ def dlr(logits: Tensor, y: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "dlr": dlr, "margin": margin}
-"""Each (n,) and large where the model is wrong. In regression there is only the squared error."""
-
-
 check_loss = partial(check_choice, choices=tuple(LOSSES))
 
 
@@ -42,12 +39,12 @@ def loss_for(name: str, y: Tensor) -> Loss:
     return LOSSES[check_loss(name, "loss")]
 
 
-def asking(target: Target, climbed: Callable[[Tensor, Tensor], Tensor]) -> Objective:
-    """Climb a function (n,) of inputs (n,*) and their examples, while the attacked model answers"""
+def asking(target: Target, climbed: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:
+    """Climb a function (n,) of inputs (n,*), their examples and the attacked model's outputs."""
 
     def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
         outputs = target(moved, rows)
-        return Evaluated(outputs, *value_and_gradient(lambda x: climbed(x, rows), moved))
+        return Evaluated(outputs, *value_and_gradient(lambda x: climbed(x, rows, outputs), moved))
 
     return evaluate
 
@@ -61,14 +58,11 @@ def substitute_gradient(
     name = "network" if straight_through else "substitute"
     check_evaluation(network, name)
 
-    def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
-        outputs, y = target(moved, rows), target.targets(rows)
+    def climbed(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:
+        passed = network(inputs)
+        check_shape(passed, name, tuple(outputs.shape), "like the attacked model's outputs")
+        if straight_through:
+            passed = outputs + (passed - passed.detach())
+        return loss(passed, target.targets(rows))
 
-        def climbed(inputs: Tensor) -> Tensor:
-            passed = network(inputs)
-            check_shape(passed, name, tuple(outputs.shape), "like the attacked model's outputs")
-            return loss(outputs + (passed - passed.detach()) if straight_through else passed, y)
-
-        return Evaluated(outputs, *value_and_gradient(climbed, moved))
-
-    return evaluate
+    return asking(target, climbed)

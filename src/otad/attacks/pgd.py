@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from otad.attacks.base import Attack, Survivors, Target, check_outputs, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, check_loss, loss_for, substitute_gradient
-from otad.checks import check_count, check_evaluation, require
+from otad.checks import check_count, check_evaluation, check_positive, require
 from otad.threat import LpBall, per_row
 
 ALL_STEPS = 2.5  # default steps together, in units of eps: across the ball and a little further
@@ -39,8 +39,7 @@ class Ascent(Attack):
         require(fits, "restarts", "1 without a random start", f"{self.restarts}, all the same")
 
     @abstractmethod
-    def objective(self, target: Target, x: Tensor) -> Objective:
-        """What to climb."""
+    def objective(self, target: Target, x: Tensor) -> Objective: ...
 
     @abstractmethod
     def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
@@ -65,6 +64,8 @@ class ModelAscent(Ascent):
 
     loss: str = option("margin", check_loss)
     substitute: nn.Module | None = None
+    family = "white-box"
+    needs = Needs(gradients=True)
 
     def objective(self, target: Target, x: Tensor) -> Objective:
         loss = loss_for(self.loss, target.y)
@@ -73,16 +74,12 @@ class ModelAscent(Ascent):
         return substitute_gradient(target, loss, self.substitute)
 
 
-def _check_step_size(value: float | None, name: str) -> None:
-    require(value is None or 0 < value < math.inf, name, "a positive number or None", repr(value))
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ProjectedAscent(Ascent):
     """x <- project(x + step_size * eps * steepest(gradient)), `steps` times; `step_size` is 2.5 /
     steps by default. `last_only`: judge only the last iterate, as many papers do. Weaker."""
 
-    step_size: float | None = option(None, _check_step_size)
+    step_size: float | None = option(None, check_positive)
     last_only: bool = False
 
     def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
@@ -105,8 +102,6 @@ class Pgd(ModelAscent, ProjectedAscent):
     """PGD with the model's own gradient, or with that of a `substitute`."""
 
     name = "pgd"
-    family = "white-box"
-    needs = Needs(gradients=True)
 
 
 @register_attack
@@ -119,12 +114,9 @@ class Apgd(ModelAscent):
 
     The step begins at 2 eps. At every checkpoint it is halved, and the ascent continues from the
     best point so far, if fewer than 3/4 of the steps since the last checkpoint raised the loss, or
-    if neither the step nor the best loss has changed since then.
-    """
+    if neither the step nor the best loss has changed since then."""
 
     name = "apgd"
-    family = "white-box"
-    needs = Needs(gradients=True)
 
     def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
         outputs, value, gradient = climbed(start, rows)
@@ -136,15 +128,13 @@ class Apgd(ModelAscent):
             if not len(path.rows):
                 return
             moved = path.next_point(ball, MOMENTUM if k > 1 else 1.0)
-            if k == self.steps:
-                survivors.ask(moved, path.rows)
-                return
-            outputs, value, gradient = climbed(moved, path.rows)
-            alive = survivors.judge(moved, outputs, path.rows)
-            path.move(moved, value, gradient)
-            path.select(alive)
-            if k in intervals:
-                path.adapt(intervals[k])
+            if k < self.steps:
+                outputs, value, gradient = climbed(moved, path.rows)
+                path.move(moved, value, gradient)
+                path.select(survivors.judge(moved, outputs, path.rows))
+                if k in intervals:
+                    path.adapt(intervals[k])
+        survivors.ask(moved, path.rows)
 
 
 def checkpoints(steps: int) -> dict[int, int]:
@@ -176,7 +166,6 @@ class _Path:
         self.step_is_old = torch.ones_like(rows, dtype=torch.bool)  # as at the checkpoint before
 
     def select(self, alive: Tensor) -> None:
-        """Continue with these examples (bool) only."""
         if not bool(alive.all()):
             for name, tensor in vars(self).items():
                 setattr(self, name, tensor[alive])
@@ -189,7 +178,6 @@ class _Path:
         return ball.project(moved, self.x)
 
     def move(self, point: Tensor, value: Tensor, gradient: Tensor) -> None:
-        """Go there, and remember the best point."""
         self.raised = self.raised + (value > self.value)
         self.previous, self.point = self.point, point
         self.value, self.gradient = value, gradient
@@ -243,8 +231,8 @@ class MetricAttack(ProjectedAscent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        reason = "False: at the example itself the gradient is 0"
-        require(self.random_start, "random_start", "True", reason)
+        expected = "True, as the gradient is 0 at the example itself"
+        require(self.random_start, "random_start", expected, False)
 
     def objective(self, target: Target, x: Tensor) -> Objective:
         with torch.no_grad():
@@ -252,7 +240,7 @@ class MetricAttack(ProjectedAscent):
         fits = anchors.dim() >= 2 and len(anchors) == len(x)
         require(fits, "metric", f"an embedding ({len(x)}, d)", f"shape {tuple(anchors.shape)}")
 
-        def distance(inputs: Tensor, rows: Tensor) -> Tensor:
+        def distance(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:
             return (self.metric(inputs) - anchors[rows]).flatten(1).square().sum(1)
 
         return asking(target, distance)
@@ -282,18 +270,10 @@ class Transfer(Attack):
             rows = survivors.rows
             if not len(rows):
                 break
-            source, examples = Unbreakable(self.source, target.targets(rows)), x[rows]
+            # Pushed as far as it goes: what just breaks the source seldom breaks another model.
+            source = Target(self.source, target.targets(rows), breakable=False)
+            examples = x[rows]
             found = self.inner.run(source, examples, ball, generator).detach()
             moved = torch.where(found.isfinite(), found, examples)
             survivors.ask(survivors.project(moved, rows), rows)
         return survivors.inputs
-
-
-class Unbreakable(Target):
-    """A source is pushed as far as it goes: what just breaks it seldom breaks another model."""
-
-    def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
-        return torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
-
-    def is_done(self, gain: Tensor) -> Tensor:
-        return torch.zeros_like(gain, dtype=torch.bool)

@@ -17,7 +17,6 @@ GROWTH = 1.5  # of the step after a success; four failures undo it (the one-fift
 LONGEST = 2.0  # step, in units of eps: across the ball
 SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # the best points of a cube are its corners
 
-
 Share = tuple[float, float]
 
 
@@ -54,8 +53,7 @@ class RandomSearch(Attack):
 
     How many features: log-uniform from one to all. The change is a random step in the ball's own
     norm: in l2 of a length that each example adapts by the one-fifth rule, in l-infinity from one
-    face of the ball to the other. It needs no gradient, no bounds and no image.
-    """
+    face of the ball to the other."""
 
     queries: int = option(2000, check_count, least=2)
     name = "random_search"
@@ -76,8 +74,8 @@ class RandomSearch(Attack):
             rows = rows[alive]
             if not len(rows):
                 break
-            step = ball.steepest(_sparse_draw(x[rows], free, generator))
-            step = per_row(length[rows], x) * step
+            drawn = _sparse_draw(x[rows], free, generator)
+            step = per_row(length[rows], x) * ball.steepest(drawn)
             moved = survivors.project(survivors.inputs[rows] + step, rows)
         return survivors.inputs
 
@@ -101,15 +99,12 @@ class Pixle(Attack):
 
     Each iteration draws a patch of the original image and a place for each of its pixels, and
     writes them over the best image of the restarts before. The arrangement with the lowest
-    probability of the right class is where the next restart begins; one that is answered
-    wrongly ends the attack. In regression the error counts instead.
-
-    The original knows no ball: give one that covers the bounds. Within a smaller one each
-    arrangement is projected before it is judged.
+    probability of the right class (in regression, the largest error) is where the next restart
+    begins; a wrong answer ends the attack. The original knows no ball: give one that covers the
+    bounds. Within a smaller one each arrangement is projected before it is judged.
 
     - `x_dimensions`, `y_dimensions`: least and largest side of a patch, as a share of the image's.
-    - `restarts`, `max_iterations`: their product is the most answers asked for each example.
-    """
+    - `restarts`, `max_iterations`: their product is the most answers asked for each example."""
 
     x_dimensions: Share = option((0.03, 0.06), _check_share)
     y_dimensions: Share = option((0.03, 0.06), _check_share)

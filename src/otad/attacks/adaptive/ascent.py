@@ -1,9 +1,5 @@
-"""Ascent on the place of an input among the bank, where no straight line leads there.
-
-Behind a metric, or an embedding that does more than normalize, steps to bank points are not known
-in closed form, but where a step leads has a gradient. Two things determine an answer: which points
-are the neighbors, and what weight each has.
-"""
+"""Ascent on the place of an input among the bank, where no straight line leads there: behind a
+metric, or an embedding that does more than normalize."""
 
 from __future__ import annotations
 
@@ -15,30 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.adaptive.neighborhood import Block, Neighborhood, blocks_of, polish
-from otad.attacks.base import (
-    Attack,
-    Evaluated,
-    Survivors,
-    Target,
-    option,
-    register_attack,
-    value_and_gradient,
-)
+from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of
+from otad.attacks.base import Evaluated, Survivors, option, register_attack, value_and_gradient
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
 from otad.attacks.pgd import Apgd
-from otad.checks import check_count, require
-from otad.threat import L2, LpBall
+from otad.checks import check_count, check_positive, require
+from otad.threat import L2
 
 ASK_EVERY = 5  # steps: the smooth approximation needs no answers of the model
 LOSSES = ("rank", "vote", "joint")
 SIGHT = 4.0  # the nearest wrong points weigh at least exp(-SIGHT) of the nearest right ones
 UNIT = L2(1.0)
-
-
-def _check_temperatures(shares: tuple[float, ...], name: str) -> None:
-    require(shares and min(shares) > 0, name, "positive shares, at least one", shares)
 
 
 def _check_losses(losses: tuple[str, ...], name: str) -> None:
@@ -47,38 +31,30 @@ def _check_losses(losses: tuple[str, ...], name: str) -> None:
 
 @register_attack
 @dataclass(frozen=True)
-class SoftKnn(Attack):
+class SoftKnn(BankAttack):
     """Every bank point i votes with weight exp(-|e - x_i|^2 / T), e the embedded input.
 
     The attack climbs log(weight of the wrong votes) - log(weight of the right ones), where wrong
-    votes are those for one class at a time, for the `targets` classes that come nearest. Its
-    gradient points from the right neighbors to the wrong ones. In regression it climbs the weighted
-    mean of the votes, and then descends it. T is a share of the squared distance to the K-th
-    neighbor of the example, and each share in `temperatures` is tried: small ones see the nearest
-    points alone, large ones the whole region. `polish`: so many steps of APGD continue from the
-    best point.
+    votes are those for one class at a time, for the `targets` classes that come nearest. In
+    regression it climbs the weighted mean of the votes, and then descends it. T is a share of the
+    squared distance to the K-th neighbor of the example, and each share in `temperatures` is tried:
+    small ones see the nearest points alone, large ones the whole region. For a global map the same
+    is done once more with tangents of its potential in place of squared distances: their
+    log-sum-exp is a smooth potential, whose gradient map sees all points."""
 
-    For a global map the same is done once more with tangents of its potential in place of squared
-    distances: their log-sum-exp is a smooth potential, whose gradient map sees all points.
-    """
-
-    temperatures: tuple[float, ...] = option((0.3, 0.1, 0.03, 0.01), _check_temperatures)
+    temperatures: tuple[float, ...] = option((0.3, 0.1, 0.03, 0.01), check_positive)
     steps: int = option(40, check_count)
     targets: int = option(3, check_count)
-    polish: int = option(50, check_count, least=0)
     name = "soft_knn"
-    family = "adaptive"
     needs = Needs(bank=True, gradients=True)
 
-    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors = Survivors(target, x, ball)
-        places = range(2 if target.y.is_floating_point() else self.targets)
+    def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         for block in blocks_of(survivors):
-            for temperature, place in itertools.product(self.temperatures, places):
-                block = block.remaining()
-                if len(block.rows):
-                    self._climb(block, temperature, place)
-        return polish(survivors, self.polish)
+            for temperature in self.temperatures:
+                for place in range(2 if block.is_regression else self.targets):
+                    block = block.remaining()
+                    if len(block.rows):
+                        self._climb(block, temperature, place)
 
     def _climb(self, block: Block, temperature: float, place: int) -> None:
         bank, ball, moved = block.bank, block.survivors.ball, block.x
@@ -116,7 +92,7 @@ def _advantage(scores: Tensor, wrong: Tensor, right: Tensor) -> Tensor:
 
 @register_attack
 @dataclass(frozen=True, eq=False)
-class Keys(Attack):
+class Keys(BankAttack):
     """With s_i the squared distance of bank point i where neighbors are searched (its key), APGD
     climbs in turn, while the model judges every iterate:
 
@@ -130,22 +106,19 @@ class Keys(Attack):
     - "joint": the model's own margin, along its gradient at fixed neighbors and that of "vote",
       both of length 1: neighbors and their weights at a time, from the best point so far.
 
-    From the example itself, and again from `restarts` - 1 random points. `polish`: so many steps of
-    APGD with the model's own gradient continue from the best point. "rank" is for classes alone.
-    """
+    From the example itself, and again from `restarts` - 1 random points. "rank" is for classes
+    alone."""
 
     losses: tuple[str, ...] = option(LOSSES, _check_losses)
     steps: int = option(50, check_count)
     targets: int = option(3, check_count)
-    temperatures: tuple[float, ...] = option((0.3, 0.05), _check_temperatures)
+    temperatures: tuple[float, ...] = option((0.3, 0.05), check_positive)
     restarts: int = option(2, check_count)
-    polish: int = option(50, check_count, least=0)
     name = "keys"
-    family = "adaptive"
     needs = Needs(bank=True, gradients=True)
 
-    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors, climber = Survivors(target, x, ball), Apgd(steps=self.steps)
+    def search(self, survivors: Survivors, generator: torch.Generator) -> None:
+        climber, x, ball = Apgd(steps=self.steps), survivors.x, survivors.ball
         starts = [x, *(ball.inside(x, generator) for _ in range(self.restarts - 1))]
         for block in blocks_of(survivors):
             for start, (objective, from_best) in itertools.product(starts, [*self._plans(block)]):
@@ -153,7 +126,6 @@ class Keys(Attack):
                 if len(rows):
                     begin = survivors.inputs if from_best else start
                     climber.climb(survivors, objective, begin[rows], rows)
-        return polish(survivors, self.polish)
 
     def _plans(self, block: Block) -> Iterator[tuple[Objective, bool]]:
         """What to climb, and whether from the best point so far."""
@@ -174,15 +146,15 @@ def _by_rank(block: Block, aims: Tensor) -> Objective:
     """Towards a class `aims` (n,) for each example of the block."""
     bank, target = block.bank, block.target
 
-    def lead(inputs: Tensor, rows: Tensor) -> Tensor:
+    def lead(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:
         aim = aims[rows - block.rows[0]]  # rows of a block are consecutive
         embedded = bank.embed(inputs)
-        ranks, y = bank.ranks(embedded.detach()), target.targets(rows)
-        right, near = ~bank.is_wrong(y), max(1, bank.n_neighbors // 2)
-        away = _mean_rank(bank, embedded, ranks.masked_fill(~right, math.inf), near)
-        of_class = bank.votes[None] == aim[:, None]
-        wrong_ranks = ranks.masked_fill(~of_class, math.inf)
-        return away - _mean_rank(bank, embedded, wrong_ranks, bank.n_neighbors)
+        ranks = bank.ranks(embedded.detach())
+        of_right, of_aim = (
+            ranks.masked_fill(bank.is_wrong(vote), math.inf) for vote in (target.targets(rows), aim)
+        )
+        away = _mean_rank(bank, embedded, of_right, max(1, bank.n_neighbors // 2))
+        return away - _mean_rank(bank, embedded, of_aim, bank.n_neighbors)
 
     return asking(target, lead)
 
@@ -192,7 +164,7 @@ def _by_vote(block: Block, temperature: float, *, jointly: bool) -> Objective:
     bank, target = block.bank, block.target
     loss = loss_for("margin", target.y)
 
-    def voted(inputs: Tensor, rows: Tensor) -> Tensor:
+    def voted(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:
         ranks, y = bank.ranks(bank.embed(inputs)), target.targets(rows)
         width = bank.width(ranks.detach(), temperature)
         if not y.is_floating_point():
@@ -206,7 +178,7 @@ def _by_vote(block: Block, temperature: float, *, jointly: bool) -> Objective:
 
     def both(moved: Tensor, rows: Tensor) -> Evaluated:
         own = target.evaluate(moved, loss, rows)
-        _, by_keys = value_and_gradient(lambda x: voted(x, rows), moved)
+        _, by_keys = value_and_gradient(lambda x: voted(x, rows, own.outputs), moved)
         return own._replace(gradient=UNIT.steepest(own.gradient) + UNIT.steepest(by_keys))
 
     return both if jointly else asking(target, voted)

@@ -1,10 +1,7 @@
-"""Steps towards wrong bank points that are known in closed form.
-
-Bank point i is nearer than j to x + delta iff 2 <x_i - x_j, delta> > d_i^2 - d_j^2, in the space
-where neighbors are searched: a half-space of steps. So the shortest step after which each of some
-wrong points is nearer than each of some right ones is a projection on a polyhedron, found in its
-dual. Tangents of the potential of a global map meet in planes just as well.
-"""
+"""Steps towards wrong bank points that are known in closed form. Bank point i is nearer than j to
+x + delta iff 2 <x_i - x_j, delta> > d_i^2 - d_j^2, in the space where neighbors are searched. So
+the shortest step after which some wrong points are nearer than some right ones is a projection on
+a polyhedron. Tangents of the potential of a global map meet in planes just as well."""
 
 from __future__ import annotations
 
@@ -15,21 +12,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from otad.attacks.adaptive.neighborhood import Block, blocks_of, polish
+from otad.attacks.adaptive.neighborhood import BankAttack, Block, blocks_of
 from otad.attacks.base import Attack, Survivors, Target, option, register_attack
 from otad.attacks.needs import Needs
-from otad.checks import check_count, require
+from otad.checks import check_count, check_positive
 from otad.threat import LpBall
 
 REACH = 200  # in regression: the nearest points among which the extreme values are chosen
 ITERATIONS = 150
 OVERSHOOT = 1.02  # past the bisectors, on which the right points would still be level
 FAR = 1e3  # times a step: its direction, to go as far as the ball allows
-
-
-def _check_shares(shares: tuple[float, ...], name: str) -> None:
-    fits = shares and all(0 < share <= 1 for share in shares)
-    require(fits, name, "numbers in (0, 1]", shares)
 
 
 @register_attack
@@ -42,11 +34,10 @@ class Straight(Attack):
     and the means of the nearest 3, 6, 12, ... of them, over all wrong classes and over the two
     nearest; in regression, the lowest and highest values among the nearest points. For a global
     map, points are the nearest by distance, and once more those whose tangents come first. Where
-    the embedding does more than normalize, `train_x` (N,*), the inputs of the bank, must be given.
-    """
+    the embedding does more than normalize, `train_x` (N,*), the bank's inputs, must be given."""
 
     points: int = option(24, check_count)
-    shares: tuple[float, ...] = option((1.0, 0.75, 0.5), _check_shares)
+    shares: tuple[float, ...] = option((1.0, 0.75, 0.5), check_positive, most=1.0)
     train_x: Tensor | None = field(default=None, metadata={"known": "train_x"})
     name = "straight"
     family = "adaptive"
@@ -90,36 +81,26 @@ class Straight(Attack):
 
 @register_attack
 @dataclass(frozen=True)
-class Bisector(Attack):
-    """Across the bisector of one wrong and one right bank point, for several pairs.
-
-    The pairs are those of the `pairs` nearest wrong and the K nearest right points. The shortest
-    step across a bisector is along x_i - x_j; steps go just across it, and on to the radius.
-    `polish`: so many steps of APGD continue from the best of them.
-    """
+class Bisector(BankAttack):
+    """Across the bisector of one wrong and one right bank point, for all pairs of the `pairs`
+    nearest wrong and the K nearest right points. The shortest step across a bisector is along
+    x_i - x_j; steps go just across it, and on to the radius."""
 
     pairs: int = option(10, check_count)
-    polish: int = option(50, check_count, least=0)
     name = "bisector"
-    family = "adaptive"
     needs = Needs(affine_keys=True, gradients=True)
 
-    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors = Survivors(target, x, ball)
+    def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         for block in blocks_of(survivors):
-            self._cross(block)
-        return polish(survivors, self.polish)
-
-    def _cross(self, block: Block) -> None:
-        bank, embedded = block.bank, block.bank.embed(block.x)
-        wrong, right = _opponents(block, block.x, self.pairs, bank.n_neighbors)
-        ranks, mean = bank.ranks_of(embedded, right), bank.sites[right].mean(1)
-        of_mean = ranks.mean(1) if bank.by_tangents else (embedded - mean).square().sum(1)
-        others = [(bank.sites[right[:, place]], ranks[:, place]) for place in (0, -1)]
-        for i in wrong.unbind(1):
-            near, rank = bank.sites[i], bank.ranks_of(embedded, i[:, None])[:, 0]
-            for other, before in (*others, (mean, of_mean)):
-                gap = near - other
+            bank, embedded = block.bank, block.bank.embed(block.x)
+            wrong, right = _opponents(block, block.x, self.pairs, bank.n_neighbors)
+            ranks, mean = bank.ranks_of(embedded, right), bank.sites[right].mean(1)
+            of_mean = ranks.mean(1) if bank.by_tangents else (embedded - mean).square().sum(1)
+            others = [(bank.sites[right[:, place]], ranks[:, place]) for place in (0, -1)]
+            for i, (other, before) in itertools.product(
+                wrong.unbind(1), (*others, (mean, of_mean))
+            ):
+                gap, rank = bank.sites[i] - other, bank.ranks_of(embedded, i[:, None])[:, 0]
                 square = gap.square().sum(1)
                 length = ((rank - before) / (2 * square).clamp_min(1e-12)).clamp_min(0)
                 for stretch in (OVERSHOOT, 2.0, FAR):
@@ -129,29 +110,24 @@ class Bisector(Attack):
 
 @register_attack
 @dataclass(frozen=True)
-class Region(Attack):
+class Region(BankAttack):
     """Greedy search over regions: sets of wrong bank points made nearer than all right ones near.
 
     Each of the `singles` nearest wrong points alone is made nearer than the `opponents` nearest
-    right points; so are, for each of the nearest wrong classes (`classes` of them; in regression
-    for higher and for lower values) and each size in `sizes`, the nearest so many points of that
-    class; then, `rounds` times, the same is tried with the points that are nearest at the input so
-    found. `polish`: so many steps of APGD continue from the best of them all.
-    """
+    right points; so are, for each of the `classes` nearest wrong classes (in regression for higher
+    and for lower values) and each size in `sizes`, the nearest so many points of that class; then,
+    `rounds` times, the same is tried with the points that are nearest at the input so found."""
 
     singles: int = option(8, check_count, least=0)
     classes: int = option(3, check_count)
     sizes: tuple[int, ...] = (3, 6)
     opponents: int = option(20, check_count)
     rounds: int = option(3, check_count)
-    polish: int = option(50, check_count, least=0)
     name = "region"
-    family = "adaptive"
     needs = Needs(affine_keys=True, gradients=True)
 
-    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors = Survivors(target, x, ball)
-        places = range(2 if target.y.is_floating_point() else self.classes)
+    def search(self, survivors: Survivors, generator: torch.Generator) -> None:
+        places = range(2 if survivors.target.y.is_floating_point() else self.classes)
         for block in blocks_of(survivors):
             if self.singles:
                 wrong, right = _opponents(block, block.x, self.singles, self.opponents)
@@ -162,7 +138,6 @@ class Region(Attack):
                 here = block.x
                 for _ in range(self.rounds if len(block.rows) else 0):
                     here = _step(block, *_opponents(block, here, size, self.opponents, place))
-        return polish(survivors, self.polish)
 
 
 def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
@@ -177,11 +152,9 @@ def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
 
 
 def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
-    """The shortest delta (B,d) with 2 <gaps_k, delta> >= need_k for all k, (B,n,d) and (B,n).
-
-    delta = 2 sum mu_k gaps_k where mu >= 0 maximizes <need, mu> - |2 sum mu_k gaps_k|^2 / 2, by
-    accelerated projected ascent.
-    """
+    """The shortest delta (B,d) with 2 <gaps_k, delta> >= need_k for all k, (B,n,d) and (B,n):
+    2 sum mu_k gaps_k where mu >= 0 maximizes <need, mu> - |2 sum mu_k gaps_k|^2 / 2, by
+    accelerated projected ascent."""
     gram = 4 * gaps @ gaps.mT
     # the largest eigenvalue, bounded by the largest row sum
     rate = 1 / gram.abs().sum(2).amax(1, keepdim=True).clamp_min(1e-12)
@@ -199,12 +172,10 @@ def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
 def _opponents(
     block: Block, x: Tensor, wrong_count: int, right_count: int, place: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Bank points near x (n,*) to move towards (n,wrong_count), and away from (n,right_count).
-
-    Wrong votes and right ones; with `place`, wrong votes of the class that is the place-th nearest.
-    In regression, of the nearest points those with the values furthest from y, and those nearest to
-    it; with `place` 0 the highest and the lowest values, with 1 the other way round.
-    """
+    """Bank points near x (n,*) to move towards (n,wrong_count), and away from (n,right_count): with
+    wrong votes (with `place`, for the class that is the place-th nearest) and right ones. In
+    regression, of the nearest points those with the values furthest from y, and those nearest to
+    it; with `place` 0 the highest and the lowest values, with 1 the other way round."""
     bank, y = block.bank, block.y
     if block.is_regression:
         near = bank.nearest(x, None, 10 * (wrong_count + right_count))

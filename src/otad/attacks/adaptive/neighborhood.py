@@ -1,8 +1,8 @@
-"""What an attacker who knows everything reads off a bank: where its points are, how they vote.
-Attacks on a bank work on blocks of examples and a view of the bank."""
+"""What an attacker who knows everything reads off a bank: where its points are, how they vote."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from otad.attacks.base import Survivors
+from otad.attacks.base import Attack, Survivors, Target, option
 from otad.attacks.needs import Knowledge
 from otad.attacks.pgd import Apgd
 from otad.baselines import Knn
-from otad.checks import check_shape, require
+from otad.checks import check_count, check_shape, require
 from otad.cip.whole_bank.pairs import Pairs, middle_of
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import only_normalizes
+from otad.threat import LpBall
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
 FEATURES_AT_ONCE = 2**25  # numbers of a block of features
@@ -46,13 +47,9 @@ def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
     if train_x is not None:
         check_training_inputs(defended, train_x)
     keys = defended.backbone.embed if defended.metric is None else defended.metric
-    affine, known = has_affine_keys(defended), knows_inputs(defended, train_x)
+    affine = defended.metric is None and only_normalizes(defended.backbone)
+    known = knows_inputs(defended, train_x)
     return Knowledge(defended.backbone, keys, affine, known, train_x)
-
-
-def has_affine_keys(model: OTAD) -> bool:
-    """Whether neighbors are searched among inputs that are only normalized."""
-    return model.metric is None and only_normalizes(model.backbone)
 
 
 def knows_inputs(model: OTAD, train_x: Tensor | None) -> bool:
@@ -98,23 +95,20 @@ def head_outputs(owner: OTAD, like: Tensor) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class Neighborhood:
     """The bank of a model as its attacker sees it: N points, of which the first in rank decide.
-    Coordinates that no input reaches, those of a lift, are left off.
 
-    The rank of point i for an embedded input e is offsets_i - 2 <sites_i, e>, up to a number that
-    is the same for all i: the lowest comes first, and i is before j beyond a plane with the normal
-    sites_i - sites_j. Embedded inputs are taken about `center` (d,), which is 0 unless the bank
-    is far off the origin. There are two such views:
+    The rank of point i for an embedded input e (with a metric: its key) is, up to a number that is
+    the same for all i, offsets_i - 2 <sites_i, e>: i is before j beyond a plane with the normal
+    sites_i - sites_j. Coordinates of a lift, which no input reaches, are left off. Embedded inputs
+    are taken about `center` (d,), 0 unless the bank is far off the origin. There are two views:
 
     - neighbors: the rank is |e - x_i|^2, so sites are the bank points (N,d) and offsets |x_i|^2;
     - tangents (`by_tangents`), for a global map: its potential is the smoothed maximum of its
       tangents u~_i + <z~_i, e - x_i>, and between two of them the map is half-way where they meet.
       So sites are z~_i, and offsets 2 (<z~_i, x_i> - u~_i).
 
-    With a metric "embedded" means its keys, for inputs and bank alike. `votes` (N,): the class each
-    point votes for on its own, in regression its value; `outputs` (N,C) or (N,): the outputs it
-    would give. `n_neighbors`: K. `members` (N,): which points of the bank these are, None for all.
-    `train_x`: the training inputs of the whole bank, where the attacker was given them.
-    """
+    `votes` (N,): the class each point votes for on its own, in regression its value; `outputs`
+    (N,C) or (N,): those it would give. `members` (N,): which points of the bank these are, None for
+    all. `train_x`: the training inputs of the whole bank, where the attacker was given them."""
 
     owner: OTAD
     sites: Tensor
@@ -131,13 +125,12 @@ class Neighborhood:
     @torch.no_grad()
     def of(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> Neighborhood:
         """The neighbors of an OTAD model, or of k-NN on the bank of one, on the device of `like`"""
-        owner = defended_of(model)
+        owner, got = defended_of(model), type(model).__name__
         if owner is None:
-            raise InputError(
-                f"model: expected OTAD or k-NN on its bank, got {type(model).__name__}"
-            )
+            raise InputError(f"model: expected OTAD or k-NN on its bank, got {got}")
         points = owner.bank_points.to(like)
-        points = points[:, : points.shape[1] - _lift_of(owner)]
+        if owner.metric is None:  # the last coordinates of a lifted bank, which no input reaches
+            points = points[:, : points.shape[1] - owner.backbone.lift]
         if train_x is not None:
             shape = (len(points), *owner.backbone.input_shape)
             check_shape(train_x, "train_x", shape, "with a row per bank point")
@@ -162,17 +155,39 @@ class Neighborhood:
         """Every way in which points decide: as neighbors; for a global map, by tangents too."""
         neighbors = Neighborhood.of(model, like, train_x)
         potential = model.answerer.potential if isinstance(model, OTAD) else None
-        return [neighbors] if potential is None else _views_of_map(neighbors, potential)
+        return [neighbors] if potential is None else neighbors._of_map(potential)
+
+    @torch.no_grad()
+    def _of_map(self, potential: BankPotential) -> list[Neighborhood]:
+        """Both views of the points that the map passes through: those left out have no vote."""
+        owner, like = self.owner, self.sites
+        bank = owner.bank_inputs, owner.bank_features
+        pairs = Pairs(*bank, potential.strong_convexity, like.device)
+        levels = potential_lines(pairs, potential) - pairs.image_squares / (2 * potential.modulus)
+        members = levels.isfinite().nonzero()[:, 0]
+        names = ("sites", "offsets", "votes", "outputs")
+        taken = {name: getattr(self, name)[members] for name in names}
+        count = min(self.n_neighbors, len(members))
+        common = replace(self, members=members, n_neighbors=count, **taken)
+        width = common.sites.shape[1]
+        shift = pairs.center.clone()
+        shift[:width] -= self.center
+        sites, offsets = torch.empty_like(common.sites), torch.empty_like(common.offsets)
+        for part in torch.arange(len(members), device=members.device).split(8192):
+            images = pairs.images(members[part])
+            offsets[part] = (2 * (images @ shift - levels[members[part]])).to(like)
+            sites[part] = images[:, :width].to(like)
+        return [common, replace(common, sites=sites, offsets=offsets, by_tangents=True)]
 
     def embed(self, x: Tensor) -> Tensor:
-        keys = self.owner.query_keys(x)
-        return keys[:, : keys.shape[1] - _lift_of(self.owner)] - self.center
+        return self.owner.query_keys(x)[:, : self.sites.shape[1]] - self.center
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
-        searched_by = type(self.owner.metric or self.owner.backbone).__name__
+        metric, backbone = self.owner.metric, self.owner.backbone
+        fits = metric is None and only_normalizes(backbone)
         expected = "neighbors of inputs that are only normalized"
-        require(has_affine_keys(self.owner), "model", expected, searched_by)
+        require(fits, "model", expected, type(metric or backbone).__name__)
         return self._denormalized(points + self.center, like)
 
     def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:
@@ -230,36 +245,8 @@ class Neighborhood:
         return scores.topk(min(count, scores.shape[1]), largest=False).indices
 
 
-def _lift_of(model: OTAD) -> int:
-    """How many of the last coordinates, where neighbors are searched, no input reaches."""
-    return model.backbone.lift if model.metric is None else 0
-
-
-@torch.no_grad()
-def _views_of_map(neighbors: Neighborhood, potential: BankPotential) -> list[Neighborhood]:
-    """Of the points that a global map passes through: points that were left out have no vote."""
-    owner, like = neighbors.owner, neighbors.sites
-    pairs = Pairs(owner.bank_inputs, owner.bank_features, potential.strong_convexity, like.device)
-    levels = potential_lines(pairs, potential) - pairs.image_squares / (2 * potential.modulus)
-    members = levels.isfinite().nonzero()[:, 0]
-    places = neighbors.sites[members]
-    shift = pairs.center.clone()
-    shift[: places.shape[1]] -= neighbors.center
-    names = ("sites", "offsets", "votes", "outputs")
-    taken = {name: getattr(neighbors, name)[members] for name in names}
-    count = min(neighbors.n_neighbors, len(members))
-    common = replace(neighbors, members=members, n_neighbors=count, **taken)
-    sites, offsets = torch.empty_like(places), torch.empty_like(common.offsets)
-    for part in torch.arange(len(members), device=members.device).split(8192):
-        rows, images = members[part], pairs.images(members[part])
-        offsets[part] = (2 * (images @ shift - levels[rows])).to(like)
-        sites[part] = images[:, : places.shape[1]].to(like)
-    return [common, replace(common, sites=sites, offsets=offsets, by_tangents=True)]
-
-
 class Block:
-    """The examples x (n,*) of an attack, numbered `rows`, their right answers y (n,), and one view
-    of the bank."""
+    """The examples x (n,*) numbered `rows`, their right answers y (n,), and a view of the bank."""
 
     def __init__(self, survivors: Survivors, bank: Neighborhood, rows: Tensor) -> None:
         self.survivors, self.bank, self.rows = survivors, bank, rows
@@ -268,11 +255,9 @@ class Block:
         self.is_regression = self.y.is_floating_point()
 
     def remaining(self) -> Block:
-        """Without the examples that are broken."""
         return Block(self.survivors, self.bank, self.survivors.among(self.rows))
 
     def offer(self, moved: Tensor) -> None:
-        """Ask the model about inputs (n,*) of the ball; see `Survivors.offer`."""
         self.survivors.offer(moved, self.rows)
 
     def try_point(self, embedded: Tensor) -> Tensor:
@@ -291,12 +276,23 @@ def blocks_of(survivors: Survivors, train_x: Tensor | None = None) -> Iterator[B
             yield Block(survivors, bank, rows)
 
 
-def polish(survivors: Survivors, steps: int) -> Tensor:
-    """`steps` of APGD with the model's own gradient from the best inputs found (B,*): among wrong
-    neighbors it weighs them as the model does, as no attack on neighbors can. k-NN has none."""
-    target, x = survivors.target, survivors.x
-    if steps == 0 or not isinstance(target.model, OTAD):
-        return survivors.inputs
-    climber, again = Apgd(steps=steps), Survivors(target, x, survivors.ball)
-    climber.climb(again, climber.objective(target, x), survivors.inputs, again.rows)
-    return again.inputs
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BankAttack(Attack):
+    """Searches near bank points. Then `polish` steps of APGD with the model's own gradient continue
+    from the best inputs: it weighs wrong neighbors as the model does. k-NN has no gradient."""
+
+    polish: int = option(50, check_count, least=0)
+    family = "adaptive"
+
+    @abstractmethod
+    def search(self, survivors: Survivors, generator: torch.Generator) -> None:
+        """Offer inputs to `survivors`."""
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        survivors, again = Survivors(target, x, ball), Survivors(target, x, ball)
+        self.search(survivors, generator)
+        if self.polish == 0 or not isinstance(target.model, OTAD):
+            return survivors.inputs
+        climber = Apgd(steps=self.polish)
+        climber.climb(again, climber.objective(target, x), survivors.inputs, again.rows)
+        return again.inputs
