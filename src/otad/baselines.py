@@ -16,15 +16,13 @@ __all__ = ["MajorityKnn", "MeanFeatureKnn"]
 
 
 class Knn(nn.Module, ABC):
-    """x (B,*input_shape) -> scores (B,C) or values (B,), from the K nearest bank points of `model`.
-
-    The model's bank, embedding and kind of search are shared, not copied. There is no gradient.
-    """
+    """x (B,*input_shape) -> scores (B,C) or values (B,), from the K nearest bank points of `model`,
+    without a gradient."""
 
     def __init__(self, model: OTAD, n_neighbors: int | None = None) -> None:
         super().__init__()
-        count = model.n_neighbors if n_neighbors is None else n_neighbors
-        points = len(model.bank_inputs)
+        count, points = n_neighbors, len(model.bank_inputs)
+        count = model.n_neighbors if count is None else count
         fits = check_count(count, "n_neighbors") <= points
         require(fits, "n_neighbors", f"at most the {points} points of the bank", count)
         self.model, self.n_neighbors = model, count

@@ -1,8 +1,7 @@
-"""scikit-learn's front door: `OTADClassifier` and `OTADRegressor`.
+"""`OTADClassifier` and `OTADRegressor`, with the conventions of scikit-learn.
 
 `fit` standardizes the inputs inside the model, trains a residual network with the transport energy
-of the paper's eq. (1), and defends it with the bank of its training points. Vectors (n, d) and
-images (n, c, h, w) alike; numbers of any dtype are taken and worked with in float32.
+of the paper's eq. (1), and defends it with the bank of its training points.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from otad.data import Task, holdout
 from otad.explain import Explanation, explain
 from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
-from otad.nets import Backbone
 from otad.training import TrainConfig, fit_backbone
 
 LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
@@ -69,16 +67,16 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
 
     @torch.inference_mode(False)  # weights made in that mode could not be trained
     def fit(self, X: Any, y: Any) -> Self:
-        """Learn from inputs X (n, d) or (n, c, h, w) and y (n,), one answer for each: labels of any
-        type, or in regression numbers. A fit that is refused leaves all of an earlier one."""
+        """Learn from inputs X (n, d) or (n, c, h, w) of any dtype, worked with in float32, and y
+        (n,): labels of any type, or in regression numbers. A fit that is refused leaves all of an
+        earlier one."""
         fitted = copy(self)
         fitted._fit(X, y)
         self.__dict__ = fitted.__dict__
         return self
 
     @abstractmethod
-    def _fit(self, X: Any, y: Any) -> None:
-        """Learn, in place."""
+    def _fit(self, X: Any, y: Any) -> None: ...
 
     def explain(self, X: Any) -> list[Explanation]:
         """For each input the training points its prediction rests on; X may be a single input."""
@@ -102,14 +100,13 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         return torch.tensor(inputs), column_or_1d(targets, warn=True)
 
     def _check_inputs(self, X: Any) -> Tensor:
+        check_is_fitted(self, "module_")
         inputs = validate_data(self, X, dtype=np.float32, allow_nd=True, reset=False)
         return torch.tensor(inputs, device=self.module_.backbone.mean.device)
 
     def _unit(self, unit: Any) -> Tensor | None:
-        """What distances of inputs are measured in, as a tensor where the model is."""
-        if unit is None:
-            return None
-        return torch.tensor(np.asarray(unit, np.float64), device=self.module_.backbone.mean.device)
+        device = self.module_.backbone.mean.device
+        return None if unit is None else torch.tensor(np.asarray(unit, np.float64), device=device)
 
     def _given(self, *names: str) -> dict[str, Any]:
         """Parameters as plain Python values; grid searches hand over numpy's."""
@@ -123,8 +120,8 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         solving = self._given("mode", "climb", "max_smoothness", "on_failure")
         return asked | {"solver": solver_for(asked["scope"], **solving)}
 
-    def _train(self, x: Tensor, y: Tensor, n_outputs: int) -> tuple[Backbone, Tensor]:
-        """The trained network, and the rows (indices) it was trained on."""
+    def _learn(self, x: Tensor, y: Tensor, n_outputs: int, **notes: Any) -> None:
+        """Train a network and defend it, with notes for the card of the model."""
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         recipe = ("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer", "device")
         config = TrainConfig(**self._given("energy_weight", *recipe), seed=seed)
@@ -136,27 +133,18 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         check_settings(len(rows), **self._settings())
         blocks, hidden, bounds = self._given("n_blocks", "hidden", "bounds").values()
         hidden = max(LEAST_WIDTH, math.prod(x.shape[1:])) if hidden is None else hidden
-        net, result = fit_backbone(
-            parts,
-            config,
-            task=self._task,
-            n_outputs=n_outputs,
-            bounds=bounds,
-            options={"blocks": blocks, "hidden": hidden},
-            progress=self.verbose > 0,
-        )
+        options: dict[str, Any] = {"task": self._task, "n_outputs": n_outputs, "bounds": bounds}
+        options["options"] = {"blocks": blocks, "hidden": hidden}
+        net, result = fit_backbone(parts, config, progress=self.verbose > 0, **options)
         self.history_, self.n_iter_ = result.history, len(result.history)
-        return net, rows
-
-    def _defend(self, net: Backbone, x: Tensor, y: Tensor, **notes: Any) -> None:
-        self.module_ = defend(net, x, y, **self._settings())
+        targets = y.float() if y.is_floating_point() else y
+        self.module_ = defend(net, x[rows], targets[rows], **self._settings())
         if hasattr(self, "feature_names_in_"):
             notes["feature_names"] = self.feature_names_in_.tolist()
         self.module_.notes = notes
 
     def _outputs(self, X: Any) -> Array:
         """Logits (n, C) or values (n,), float64."""
-        check_is_fitted(self, "module_")
         inputs = self._check_inputs(X)
         with torch.no_grad():
             outputs = [self.module_(rows) for rows in inputs.split(ROWS_AT_ONCE)]
@@ -171,9 +159,9 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     n_neighbors, smoothness, strong_convexity : the map asked for: training points used for a
         prediction (K), and the largest and smallest curvature of its potential (L, l). L is 2
         where it is None.
-    scope : "local", a map through the K nearest training points of each input; or "global", one map
-        through all training points for every input. Then `smoothness` None is the least L that
-        all of them allow, and for a smaller one those that contradict the others are left out.
+    scope : "local", a map through the K nearest training points of each input; or "global", the
+        same map for all inputs, through all training points. Then `smoothness` None is the least L
+        that all of them allow, and for a smaller one those that contradict others are left out.
     n_blocks, hidden : residual blocks of the network, and their inner width (None: that of the
         inputs, but at least 64).
     energy_weight : the paper's alpha. The larger, the more the network resembles optimal
@@ -182,8 +170,8 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     mode, climb, max_smoothness, on_failure ("fallback", "raise") : as in `otad.cip.ExactCip`; in
         local scope.
     bounds : lowest and highest legal input value, such as (0, 1) for pixels; None for no bounds.
-    validation_fraction : share of the rows kept out of training and bank; the network's score on
-        them after each epoch is in `history_`.
+    validation_fraction : share of the rows that training and bank do not use; the network's score
+        on them after each epoch is in `history_`.
     device, random_state, verbose : where to work, the seed, and whether to draw a progress bar.
 
     Attributes
@@ -206,10 +194,8 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         self.classes_, codes = np.unique(labels, return_inverse=True)
         found = f"one class: {labels[0]!r}"
         require(len(self.classes_) > 1, "y", "at least two classes", found)
-        targets = torch.tensor(codes)
-        net, rows = self._train(inputs, targets, len(self.classes_))
-        names = [str(label) for label in self.classes_]
-        self._defend(net, inputs[rows], targets[rows], classes=names)
+        names = list(map(str, self.classes_))
+        self._learn(inputs, torch.tensor(codes), len(names), classes=names)
 
     def predict(self, X: Any) -> Array:
         """The label of each input (n,)."""
@@ -223,8 +209,7 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """The softmax of the logits (n, C), columns in the order of `classes_`."""
-        logits = self._outputs(X)
-        shares: Array = softmax(logits, axis=1)
+        shares: Array = softmax(self._outputs(X), axis=1)
         return shares
 
     def certify(self, X: Any, *, unit: Any = None) -> Certificate:
@@ -234,8 +219,8 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         for plain input units. Labels in the certificate are positions in `classes_`. See
         `otad.certify.certify` for what it assumes and refuses.
         """
-        check_is_fitted(self, "module_")
-        return certify(self.module_, self._check_inputs(X), unit=self._unit(unit))
+        inputs = self._check_inputs(X)
+        return certify(self.module_, inputs, unit=self._unit(unit))
 
 
 class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
@@ -249,9 +234,7 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
 
     def _fit(self, X: Any, y: Any) -> None:
         inputs, values = self._check_training_data(X, y)
-        targets = torch.tensor(values.astype(np.float64))
-        net, rows = self._train(inputs, targets, 1)
-        self._defend(net, inputs[rows], targets[rows].float())
+        self._learn(inputs, torch.tensor(values.astype(np.float64)), 1)
 
     def predict(self, X: Any) -> Array:
         """The value of each input (n,)."""
@@ -262,5 +245,5 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
 
         `unit` as in `OTADClassifier.certify`; see `otad.certify.certify_values`.
         """
-        check_is_fitted(self, "module_")
-        return certify_values(self.module_, self._check_inputs(X), eps, unit=self._unit(unit))
+        inputs = self._check_inputs(X)
+        return certify_values(self.module_, inputs, eps, unit=self._unit(unit))

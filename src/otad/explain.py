@@ -37,8 +37,8 @@ BAR = 0.07
 @dataclass(frozen=True, eq=False)
 class Neighbor:
     """A training point: its row in the bank, the weight of its feature in the answer (None where
-    this is no weighted mean of features), its label, its distance to the query in the space in
-    which neighbors are searched, and its raw inputs where they are known."""
+    this is no weighted mean of features), its label, its distance to the query where neighbors are
+    searched, and its raw inputs where they are known."""
 
     index: int
     weight: float | None
@@ -59,9 +59,8 @@ class Explanation:
 
     `prediction` is a label or a value (None where the solver abstained), `probabilities` those of
     all classes (None in regression), `neighbors` the training points found, nearest first; for a
-    global map those with weight, most weight first. `status`, `smoothness` (the L that was used),
-    `residual` and, for a global map, the duality `gap` (else None) say how the convex integration
-    problem was solved; `inputs` is the query itself.
+    global map those with weight, most weight first. `status`, `smoothness` (the L used), `residual`
+    and the duality `gap` of a global map say how the problem was solved; `inputs` is the query.
     """
 
     prediction: Label | None
@@ -77,12 +76,11 @@ class Explanation:
 
     @property
     def scope(self) -> str:
-        """Whether the input's own neighbors were integrated, or the whole bank."""
         return "local" if self.gap is None else "global"
 
     @property
     def n_weighted(self) -> int | None:
-        """How many neighbors got weight; None where the answer gives no weights."""
+        """How many neighbors have weight; None where the answer gives no weights."""
         known = [it.weight for it in self.neighbors if it.weight is not None]
         return sum(weight > 0 for weight in known) if len(known) == len(self.neighbors) else None
 
@@ -143,8 +141,7 @@ class Explanation:
         return "\n".join(lines)
 
     def table(self, *, top: int = 5, max_features: int = 40) -> Table:
-        """The query beside its `top` heaviest neighbors, feature by feature where these are few
-        numbers (a vector) and known."""
+        """The query beside its `top` heaviest neighbors, by feature where they are known vectors."""
         shown = self.heaviest(top)
         table = Table(title=escape(f"prediction: {self._answer()}"), caption=self.account)
         table.add_column("")
@@ -167,21 +164,34 @@ class Explanation:
         return table
 
     def figure(self, *, top: int = 6) -> Figure:
-        """The query image beside its `top` heaviest neighbors, framed by whether labels agree."""
-        panels = []
+        """The query image beside its `top` heaviest neighbors, framed by whether labels agree; gray
+        levels as `bounds` say, or else over the range of the values shown."""
+        from matplotlib.figure import Figure
+
+        panels = [_Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)]
         for it in self.heaviest(top):
             if it.inputs is None:
                 raise InputError(f"train_x: expected the image of row {it.index}, got none")
             detail = "" if it.weight is None else f"weight {it.weight:.3f}\n"
             detail += f"distance {it.distance:#.3g}"
             panels.append(_Panel(it.inputs, _text(it.label), detail, self._color(it), it.weight))
-        query = _Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)
+        width = 2 * EDGE + len(panels) * SIDE + (len(panels) - 2) * GAP + BREAK
+        height = ABOVE + SIDE + BELOW
+        figure = Figure(figsize=(width, height), facecolor="white")
+        low = min(float(panel.image.min()) for panel in panels)
+        high = max(float(panel.image.max()) for panel in panels)
+        for number, panel in enumerate(panels):
+            left = EDGE + number * (SIDE + GAP) + (BREAK - GAP if number else 0.0)
+            _draw_panel(figure, panel, left, *(self.bounds or (low, high)))
         order = "nearest first" if self.n_weighted is None else "by weight"
         heading = f"training points behind the answer, {order}"
-        return _draw(query, panels, heading, self.account, self.bounds)
+        beside, top_line = EDGE + SIDE + BREAK, height - 0.2
+        texts = (EDGE, top_line, "query"), (beside, top_line, heading), (beside, 0.16, self.account)
+        for left, bottom, text in texts:
+            figure.text(left / width, bottom / height, text, color=SOFT, fontsize=8.5, va="center")
+        return figure
 
     def _certainty(self) -> str:
-        """The probability of the prediction, as text."""
         if self.prediction is None or self.probabilities is None:
             return ""
         return f"probability {self.probabilities[self.prediction]:.3f}"
@@ -206,9 +216,9 @@ def explain(
 ) -> list[Explanation]:
     """One explanation for each input x (B,*input_shape), by a single trace of the batch.
 
-    `classes` names the C classes (else they are numbers), `feature_names` the d features of a
-    vector. The raw inputs of training points are computed from the bank where the backbone only
-    normalizes and flattens; for another one, give the `train_x` (N,*input_shape) of the bank.
+    `classes` names the C classes, `feature_names` the d features of a vector. The raw inputs of
+    training points are computed from the bank where the backbone only normalizes and flattens; for
+    another one, give the `train_x` (N,*input_shape) of the bank.
     """
     backbone, labels = model.backbone, _class_labels(model.backbone, classes)
     names = None if feature_names is None else tuple(map(str, feature_names))
@@ -218,41 +228,28 @@ def explain(
         trace = model.trace(x)
     raw = _raw_inputs(model, trace.neighbors.indices, train_x)
     solution, outputs = trace.solution, trace.outputs.double().cpu()
-    answers = zip(
-        trace.neighbors.indices.tolist(),
-        solution.multipliers.double().tolist(),
-        trace.labels.tolist(),
-        trace.neighbors.distances.tolist(),
-        raw,
-        strict=True,
-    )
+    weights, neighbors = solution.multipliers.double(), trace.neighbors
+    parts = neighbors.indices, weights, trace.labels, neighbors.distances
     found = []
-    for row, answer in enumerate(answers):
-        neighbors = [
-            Neighbor(
-                index=index,
-                weight=None if math.isnan(weight) else weight,
-                label=labels[label] if labels else label,
-                distance=distance,
-                inputs=inputs,
-            )
+    for row, answer in enumerate(zip(*(part.tolist() for part in parts), raw, strict=True)):
+        points = [
+            Neighbor(index, _finite(weight), labels[label] if labels else label, distance, inputs)
             for index, weight, label, distance, inputs in zip(*answer, strict=True)
             if model.answerer.rests_on_neighbors or weight > 0  # others pad a narrow support
         ]
-        prediction, probabilities = _prediction(outputs[row], labels)
-        one = Explanation(
-            prediction=prediction,
-            probabilities=probabilities,
-            neighbors=tuple(neighbors),
-            status=Status(int(solution.status[row])),
-            smoothness=float(solution.smoothness[row]),
-            residual=float(solution.residual[row]),
-            gap=None if trace.gap is None else float(trace.gap[row]),
-            inputs=x[row].cpu(),
-            feature_names=names,
-            bounds=backbone.bounds,
+        found.append(
+            Explanation(
+                *_prediction(outputs[row], labels),
+                neighbors=tuple(points),
+                status=Status(int(solution.status[row])),
+                smoothness=float(solution.smoothness[row]),
+                residual=float(solution.residual[row]),
+                gap=None if trace.gap is None else float(trace.gap[row]),
+                inputs=x[row].cpu(),
+                feature_names=names,
+                bounds=backbone.bounds,
+            )
         )
-        found.append(one)
     return found
 
 
@@ -310,42 +307,14 @@ def _finite(value: float) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class _Panel:
-    """An image (C,H,W) or (H,W), its label, further lines of text, the color of its frame, and
-    its weight from 0 to 1, drawn as a bar. What has no weight is drawn pale."""
+    """An image (C,H,W) or (H,W), its label, further lines of text, the color of its frame, and its
+    weight from 0 to 1, drawn as a bar; an image of weight 0 is drawn pale."""
 
     image: Tensor
     label: str
     detail: str
     color: str
     weight: float | None = None
-
-
-def _draw(
-    query: _Panel,
-    neighbors: Sequence[_Panel],
-    heading: str,
-    caption: str,
-    bounds: tuple[float, float] | None,
-) -> Figure:
-    """The query on the left, its neighbors in a row below the `heading`; gray levels as `bounds`
-    say, or else over the range of the values shown. No global state of matplotlib is changed."""
-    from matplotlib.figure import Figure
-
-    panels = [query, *neighbors]
-    width = 2 * EDGE + len(panels) * SIDE + (len(panels) - 2) * GAP + BREAK
-    figure = Figure(figsize=(width, ABOVE + SIDE + BELOW), facecolor="white")
-    low = min(float(panel.image.min()) for panel in panels)
-    high = max(float(panel.image.max()) for panel in panels)
-    low, high = bounds or (low, high)
-    for number, panel in enumerate(panels):
-        left = EDGE + number * (SIDE + GAP) + (BREAK - GAP if number else 0.0)
-        _draw_panel(figure, panel, left, low, high)
-    beside, top = EDGE + SIDE + BREAK, ABOVE + SIDE + BELOW - 0.2
-    texts = (EDGE, top, "query"), (beside, top, heading), (beside, 0.16, caption)
-    for left, height, text in texts:
-        place = (left / width, height / figure.get_figheight())
-        figure.text(*place, text, color=SOFT, fontsize=8.5, va="center")
-    return figure
 
 
 def _draw_panel(figure: Figure, panel: _Panel, left: float, low: float, high: float) -> None:

@@ -32,8 +32,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """The value as `kind`: a dataclass, tuple, dict, optional or plain type. Errors name its
-    place, `where`."""
+    """The value as a dataclass, tuple, dict, optional or plain type. Errors name `where`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -90,6 +89,6 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def digest_of(content: Any, length: int = 24) -> str:
-    """A name for plain values, of so many hexadecimal digits: equal values, equal names."""
+    """A name of so many hexadecimal digits for plain values: equal values, equal names."""
     text = json.dumps(to_plain(content), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:length]

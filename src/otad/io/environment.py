@@ -32,10 +32,13 @@ class Environment:
 
     @staticmethod
     def now(device: torch.device, threads: int) -> Environment:
-        cpu = _cpu_name()
+        cpu, git = _cpu_name(), ("git", "-C", str(Path(__file__).parent))
+        # None in a repository that does not track this file, such as that around an environment
+        tracked = _output(*git, "ls-files", ".")
+        describe = "describe", "--always", "--dirty", "--abbrev=40"
         return Environment(
             started=datetime.now(UTC).isoformat(timespec="seconds"),
-            commit=_commit_of(Path(__file__).parent),
+            commit=_output(*git, *describe) if tracked else None,
             python=platform.python_version(),
             versions={name: _version(name) for name in PACKAGES.split()},
             platform=platform.platform(),
@@ -51,14 +54,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _commit_of(folder: Path) -> str | None:
-    """The commit `folder` was checked out at, "-dirty" if changed since; None if unknown, or in a
-    repository that does not track it, such as that around an environment."""
-    if not _output("git", "-C", str(folder), "ls-files", "."):
-        return None
-    return _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40")
 
 
 def _cpu_name() -> str:
@@ -80,23 +75,20 @@ def _output(*command: str) -> str | None:
 
 def resident_now() -> int:
     """Bytes of resident memory; on systems that do not report it, the peak so far."""
-    return _status("VmRSS") or _peak_of_usage()
+    return _memory("VmRSS")
 
 
 def resident_peak() -> int:
     """Peak of resident memory in bytes."""
-    return _status("VmHWM") or _peak_of_usage()  # whose value starts from the parent's peak
+    return _memory("VmHWM")
 
 
-def _status(name: str) -> int | None:
+def _memory(name: str) -> int:
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else ()
-    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-    return next(found, None)
-
-
-def _peak_of_usage() -> int:
-    import resource  # which Windows does not have
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    import resource  # which Windows does not have; its value starts from the parent's peak
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,9 +1,7 @@
 """Rows of memory-mapped tensors, read from the file by their position.
 
-Every row that is read through a memory map stays in the resident memory of the process, and for a
-row of some KB the system maps up to 2 MB: after some thousand rows the whole file is resident. So
-`gathered` and `block_of` read rows of a mapped tensor from its file instead, which uses no further
-memory and is faster, too.
+Rows read through a memory map stay in resident memory, with up to 2 MB around each: after some
+thousand rows the whole file is resident. Reading them from the file needs no memory and is faster.
 """
 
 from __future__ import annotations
@@ -35,7 +33,12 @@ class FileRows:
 
     def read(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
         """The rows (M,...) of these indices (M,)."""
-        places = self._offsets(rows)
+        if rows.numel() > 0:
+            low, high = (int(end) for end in rows.aminmax())
+            expected = f"0 to {self.shape[0] - 1}, the rows of {self.path}"
+            require(low >= 0 and high < self.shape[0], "rows", expected, f"{low} to {high}")
+        # Python integers: 32 bits cannot count the bytes of a large file.
+        places = [self.offset + row * self.row_bytes for row in rows.tolist()]
         if hasattr(os, "posix_fadvise"):  # the disk may fetch them all at once
             for place in places:
                 os.posix_fadvise(self._file, place, self.row_bytes, os.POSIX_FADV_WILLNEED)
@@ -50,16 +53,6 @@ class FileRows:
         found, memory = self._empty(max(0, stop - start), pinned=False)
         self._fill(memory, self.offset + start * self.row_bytes)
         return found
-
-    def _offsets(self, rows: Tensor) -> list[int]:
-        if rows.numel() == 0:
-            return []
-        rows = rows.cpu()
-        low, high = (int(end) for end in rows.aminmax())
-        expected = f"0 to {self.shape[0] - 1}, the rows of {self.path}"
-        require(low >= 0 and high < self.shape[0], "rows", expected, f"{low} to {high}")
-        # Python integers: 32 bits cannot count the bytes of a large file.
-        return [self.offset + row * self.row_bytes for row in rows.tolist()]
 
     def _empty(self, count: int, pinned: bool) -> tuple[Tensor, memoryview]:
         found = torch.empty((count, *self.shape[1:]), dtype=self.dtype, pin_memory=pinned)
@@ -78,10 +71,8 @@ _IN_FILES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mapped tensor -> its F
 
 
 def remember(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """From now on read rows of these tensors, mapped from a safetensors file, by position.
-
-    Except for tensors made in inference mode, whose changes torch does not count.
-    """
+    """From now on read rows of these tensors, mapped from a safetensors file, by position; except
+    for tensors made in inference mode, whose changes torch does not count."""
     if not hasattr(os, "preadv"):
         return  # rows are read through the map
     with path.open("rb") as file:
@@ -107,7 +98,8 @@ def gathered(points: Tensor, indices: Tensor, device: torch.device | None = None
     if rows is None:
         found = points.index_select(0, flat.to(points.device)).to(device)
     else:
-        found = rows.read(flat, pinned=device.type == "cuda").to(device, non_blocking=True)
+        pinned = device.type == "cuda"
+        found = rows.read(flat.cpu(), pinned=pinned).to(device, non_blocking=True)
     return found.view(*indices.shape, *points.shape[1:])
 
 

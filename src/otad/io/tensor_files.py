@@ -1,9 +1,7 @@
 """Sealed safetensors files: the one file format of banks, checkpoints and models.
 
-A sealed file is an ordinary safetensors file (8 bytes of header length, a JSON header, the bytes of
-the tensors) whose metadata has a `checksum`: the SHA-256 of the file itself with these 64
-characters all "0". Files are replaced atomically, and equal contents give equal files.
-"""
+The metadata of a sealed file has a `checksum`: the SHA-256 of the file itself with these 64
+characters all "0". Files are replaced atomically, and equal contents give equal files."""
 
 from __future__ import annotations
 
@@ -56,8 +54,7 @@ def read_tensors(path: Path) -> TensorFile:
     mapped, metadata = map_sealed(path)
     if list(metadata) == [OLD_FORMAT]:
         checksum, text = metadata[OLD_FORMAT][:64], metadata[OLD_FORMAT][64:]
-        found = hashlib.sha256((fingerprint(mapped) + text).encode()).hexdigest()
-        _compare(path, checksum, found)
+        _compare(path, checksum, hashlib.sha256((fingerprint(mapped) + text).encode()).hexdigest())
     else:
         ours = metadata.get("format") == FORMAT
         require(ours, str(path), f"format {FORMAT!r}", sorted(metadata))
@@ -70,9 +67,7 @@ def write_sealed(
     path: Path, layout: Layout, metadata: Mapping[str, str], rows: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Write a sealed file from the next `rows` of a tensor, again and again, in its own dtype.
-
-    Tensors of wider dtypes have to come first in the layout, so that all are aligned.
-    """
+    Tensors of wider dtypes have to come first in the layout, so that all are aligned."""
     header: dict[str, object] = {"__metadata__": {**metadata, "checksum": _UNSEALED}}
     starts, stops, stop = {}, {}, 0
     for name, (dtype, shape) in layout.items():
@@ -117,8 +112,7 @@ def map_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def check_seal(path: Path) -> None:
     """Refuse a sealed file in which any byte was changed; it is read in blocks."""
-    _, stored, found = _read_seal(path)
-    _compare(path, stored, found)
+    _compare(path, *_read_seal(path)[1:])
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -135,8 +129,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def fingerprint_of(
     net: nn.Module | Mapping[str, Tensor], data: Mapping[str, Tensor] | None = None, note: str = ""
 ) -> str:
-    """SHA-256 of the weights (a module or its state), the data by name, and a note, which may say
-    what the weights do not show, such as the settings of the net."""
+    """SHA-256 of the weights (a module or its state), the data by name, and a note."""
     state = net.state_dict() if isinstance(net, nn.Module) else net
     tensors = {f"net/{name}": tensor for name, tensor in state.items()}
     tensors |= {f"data/{name}": tensor for name, tensor in (data or {}).items()}

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from otad.cip import Status, least_smoothness
-from otad.model.diagnostics import Distribution, changed_by_potential
+from otad.cip import Status
+from otad.model.diagnostics import Distribution, changed_by_potential, neighborhood_smoothness
 from otad.model.otad import OTAD, Trace
 
 
 @dataclass(frozen=True)
 class SolverAccount:
-    """How `n` answers were found, in plain values.
-
-    `statuses`: the share of the answers by status. `smoothness`: the L that was used, where there
-    is one. `residual`: the largest, graded in float64, of the answers that are not estimates.
-    `share_raised`: the share that needed a larger L than was asked for.
+    """How `n` answers were found: the share of each status, the L used, the largest residual in
+    float64 of those that are no estimates, and the share that needed a larger L than asked for.
 
     Where asked for: `changed_by_potential`, the share of class predictions that differ between the
     two extreme potentials (None without a choice); `relative_error` between the features of the
@@ -41,32 +38,28 @@ class SolverAccount:
         return {name: round(share * self.n) for name, share in self.statuses.items() if share}
 
 
+@dataclass(eq=False)
 class AccountBuilder:
-    """Answers batches and gathers the account of all of them."""
+    """Answers batches and gathers the account of all of them, with the measures asked for."""
 
-    def __init__(
-        self,
-        model: OTAD,
-        *,
-        potentials: bool = False,
-        relative_error: bool = False,
-        least_smoothness: bool = False,
-    ) -> None:
-        self.model = model
-        chooses = model.answerer.chooses_potential and model.backbone.task == "classification"
-        self._asks_potentials = potentials and chooses
-        self._asks_error = relative_error
-        self._asks_least = least_smoothness
+    model: OTAD
+    _: KW_ONLY
+    potentials: bool = False
+    relative_error: bool = False
+    least_smoothness: bool = False
+
+    def __post_init__(self) -> None:
+        is_class = self.model.backbone.task == "classification"
+        self.potentials &= is_class and self.model.answerer.chooses_potential
         self._rows: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def rows(self, name: str) -> Tensor | None:
-        """One value per answer (n,): "status", "smoothness", "residual", and what was asked for of
-        "changed_by_potential", "relative_error", "least_smoothness"."""
+        """One value per answer (n,) of a measure, where it was asked for."""
         return torch.cat(self._rows[name]) if name in self._rows else None
 
     @torch.no_grad()
     def add(self, x: Tensor, trace: Trace | None = None) -> Trace:
-        """Answer inputs (B,*input_shape), unless their trace is given, and keep the account."""
+        """Answer inputs (B,*input_shape), unless their trace is given, and add them."""
         model, backbone = self.model, self.model.backbone
         trace = model.trace(x) if trace is None else trace
         embedded, solution = backbone.embed(x), trace.solution
@@ -75,39 +68,30 @@ class AccountBuilder:
             "smoothness": solution.smoothness,
             "residual": model.answerer.residual(model, embedded, trace),
         }
-        if self._asks_potentials:
+        if self.potentials:
             found["changed_by_potential"] = changed_by_potential(model, embedded, trace.neighbors)
-        if self._asks_error:
+        if self.relative_error:
             learned = backbone.transport(embedded)[0]
             error = (learned - solution.image).square().sum(1)
             found["relative_error"] = error / learned.square().sum(1)
-        if self._asks_least:
-            indices = trace.neighbors.indices
-            if not model.answerer.rests_on_neighbors:  # those are the points with weight
-                indices = model.neighbors(model.query_keys(x)).indices
-            nearest = model.problem(embedded, indices[:, : model.n_neighbors])
-            found["least_smoothness"] = least_smoothness(nearest)
+        if self.least_smoothness:
+            found["least_smoothness"] = neighborhood_smoothness(model, x)
         for name, values in found.items():
             self._rows[name].append(values.cpu())
         return trace
 
     def account(self) -> SolverAccount:
-        status, smoothness, residual = (
-            torch.cat(self._rows[name]) for name in ("status", "smoothness", "residual")
-        )
-        exact, asked = residual[status < int(Status.ESTIMATED)], self.model.smoothness
-        changed = self.rows("changed_by_potential")
+        found = {name: torch.cat(values) for name, values in self._rows.items()}
+        status, smoothness = found["status"], found["smoothness"]
+        exact, asked = found["residual"][status < int(Status.ESTIMATED)], self.model.smoothness
+        changed, nothing = self.rows("changed_by_potential"), torch.empty(0)
         return SolverAccount(
             statuses={one.name.lower(): float((status == one).double().mean()) for one in Status},
             smoothness=Distribution.of(smoothness),
             residual=float(exact.max()) if len(exact) else None,
-            relative_error=self._distribution("relative_error"),
+            relative_error=Distribution.of(found.get("relative_error", nothing)),
             changed_by_potential=None if changed is None else float(changed.double().mean()),
-            least_smoothness=self._distribution("least_smoothness"),
+            least_smoothness=Distribution.of(found.get("least_smoothness", nothing)),
             share_raised=float((smoothness > asked * (1 + 1e-9)).double().mean()),
             n=len(status),
         )
-
-    def _distribution(self, name: str) -> Distribution | None:
-        values = self.rows(name)
-        return None if values is None else Distribution.of(values)

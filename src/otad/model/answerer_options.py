@@ -36,17 +36,15 @@ def make_answerer(
     **settings: Any,
 ) -> Answerer:
     """The answerer that these arguments of `OTAD` ask for, with the `settings` of `check_settings`;
-    a potential that is not given is found here, by sweeps over all pairs. `lift`: see
-    `nets.LiftedNet`."""
+    a potential that is not given is found here. `lift`: see `nets.LiftedNet`."""
     local = check_settings(len(bank), dim=bank.dim, **settings)
     if local is not None:
-        given = "scope 'local'"
-        require(potential is None, "potential", "with scope 'global' alone", given)
+        require(potential is None, "potential", "with scope 'global' alone", "scope 'local'")
         return local
     smoothness = settings.get("smoothness")
     if potential is None:
         convexity = settings.get("strong_convexity", 0.0)
-        potential = _potential_of(bank, smoothness, convexity, sweep_progress, lift)
+        potential = _find_potential(bank, smoothness, convexity, sweep_progress, lift)
     agrees = smoothness is None or math.isclose(smoothness, potential.smoothness)
     expected = f"{potential.smoothness}, that of the potential, or None"
     require(agrees, "smoothness", expected, smoothness)
@@ -82,10 +80,7 @@ def check_settings(
     dim: int | None = None,
 ) -> NeighborAnswerer | None:
     """Refuse what cannot be asked of a bank of so many points, before any long work is done; the
-    answerer of these settings in local scope.
-
-    `dim` (d): where it is known, a network that was made for another dimension is refused.
-    """
+    answerer of these settings in local scope. `dim` (d): that of the bank, where it is known."""
     local, spares = None, 0
     if is_global(scope):
         for name, given in (("solver", solver), ("metric", metric)):
@@ -104,18 +99,15 @@ def check_settings(
     return local
 
 
-def _potential_of(
+def _find_potential(
     bank: FeatureBank,
     smoothness: float | None,
     convexity: float,
     progress: Progress | None,
     lift: int,
 ) -> BankPotential:
-    """One potential for the bank: of the least L that all its points allow, or of a given L,
-    without the points that then contradict others.
-
-    In a lifted bank (see `cip.whole_bank.lifted_bank`) pairs alone decide, and l is 2 - L.
-    """
+    """Of the least L that all points allow, or of a given L, without points that contradict others.
+    In a lifted bank (see `cip.whole_bank.lifted_bank`) pairs alone decide, and l is 2 - L."""
     pairs = bank.inputs, bank.features
     if lift:
         expected = "0, its default, for a lifted net, where it is 2 - L"
@@ -129,8 +121,7 @@ def _potential_of(
         found = potentials.least_bank_smoothness(*pairs, convexity, progress=progress)
     except SolverError as error:
         raise SolverError(
-            f"{error}. With a given smoothness, points that contradict others are left out; a net "
-            "trained with more transport energy needs fewer, or none"
+            f"{error}. With a given smoothness, points that contradict others are left out"
         ) from error
     least = f"None, and the least for strong_convexity {convexity} is {found.smoothness}"
     require(found.smoothness > 0, "smoothness", "a value above 0", least)

@@ -1,7 +1,5 @@
-"""Answerers: how a model finds the feature of an embedded query.
-
-Each one solves, describes, saves and loads itself, and declares what applies to it.
-"""
+"""Answerers find the feature of an embedded query. Each one solves, describes, saves and loads
+itself, and declares what applies to it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -49,30 +47,19 @@ class Answer:
 
 
 class Answerer(nn.Module, ABC):
-    """How a model answers an embedded query, with the curvature (L, l) of its maps. It declares:
+    """How a model answers an embedded query, with the curvature (L, l) of its maps."""
 
-    - `scope`: "local" where each query has a map of its own, "global" where one map answers all.
-    - `rules`: the certificate rules that can apply; `refusal`: the reason where none can.
-    - `rests_on_neighbors`: answers depend on the nearest neighbors of a query, and may jump where
-      these change. Otherwise `Answer.neighbors` are the points with weight, padded to equal width.
-    - `exact_solver`: what solves small problems exactly, where something does.
-    - `chooses_potential`: several potentials are feasible, and the answer depends on the choice.
-    - `always_answers`: no row raises an error or is left without an answer.
-    - `mode`: how the solver uses a raised L, in one word; `spares`: substitutes it may take among
-      the neighbors, which are searched in addition to the K.
-    """
-
-    scope: ClassVar[str]
+    scope: ClassVar[str]  # "local": a map for each query; "global": the same map for all
     card_entry: ClassVar[str | None] = None  # where a model card describes the saved tensors
     card_version: ClassVar[int]
-    rules: tuple[str, ...] = ()
-    refusal: str | None = None
-    rests_on_neighbors: ClassVar[bool]
-    exact_solver: ExactCip | None = None
-    chooses_potential: bool = False
-    always_answers: bool = True
-    mode: str
-    spares: int = 0
+    rules: tuple[str, ...] = ()  # the certificate rules that can apply
+    refusal: str | None = None  # the reason where none can
+    rests_on_neighbors: ClassVar[bool]  # else `Answer.neighbors` are the points with weight, padded
+    exact_solver: ExactCip | None = None  # what solves small problems exactly, where something does
+    chooses_potential: bool = False  # several are feasible, and the answer depends on the choice
+    always_answers: bool = True  # no row raises an error or is left without an answer
+    mode: str  # how the solver uses a raised L, in one word
+    spares: int = 0  # substitutes for neighbors, which are searched in addition to the K
     solver: Solver | None  # without a value here, which would hide one that is a module
     smoothness: float
     strong_convexity: float
@@ -99,11 +86,6 @@ class Answerer(nn.Module, ABC):
         """How far an answer is from exact (B,), in float64 and without a unit; infinite where it
         is an estimate or there is none."""
 
-    def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
-        """The answerers that take the lowest and the highest feasible potential."""
-        name = type(self).__name__
-        raise InputError(f"answerer: expected one that chooses among potentials, got {name}")
-
     def whole_bank(self, bank: BankModule) -> WholeBank:
         """The global map."""
         raise InputError(f"scope: expected 'global' for a global map, got {self.scope!r}")
@@ -121,7 +103,7 @@ class Answerer(nn.Module, ABC):
         """The same in a few words."""
 
     def settings(self) -> dict[str, Any]:
-        """What a model card says of it beside L, l and the block."""
+        """What a model card says of it beside L, l and the tensors."""
         return {}
 
     def block(self) -> Block | None:
@@ -161,13 +143,11 @@ class NeighborAnswerer(Answerer):
         self.exact_solver, self.chooses_potential = solver, True
         self.always_answers = solver.on_failure == "fallback"
         if solver.on_failure == "abstain":
-            self.refusal = (
-                "on_failure: expected 'fallback' or 'raise', which answer always, got 'abstain'"
-            )
+            self.refusal = "on_failure: expected 'fallback' or 'raise', got 'abstain'"
         elif solver.mode == "consistent" and solver.climb is not None and solver.climb[1] > 0:
             self.refusal = (
-                "climb: expected None or (delta1, 0) in mode 'consistent', as the proof needs a "
-                f"known strong convexity, got {solver.climb!r}"
+                "climb: expected None or (delta1, 0) in mode 'consistent', for a known strong "
+                f"convexity, got {solver.climb!r}"
             )
         else:
             self.rules = ("hull", "cell")
@@ -179,11 +159,7 @@ class NeighborAnswerer(Answerer):
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
         neighbors = bank.neighbors(keys, exclude=exclude)
-        return Answer(neighbors, self.solve(bank, embedded, neighbors.indices))
-
-    def solve(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> CipSolution:
-        """The solution for embedded queries (B,d) with the bank points (B,K)."""
-        return self.solver(self.problem(bank, embedded, indices))
+        return Answer(neighbors, self.solver(self.problem(bank, embedded, neighbors.indices)))
 
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
         """The KKT residual, graded from the raw data."""
@@ -192,23 +168,9 @@ class NeighborAnswerer(Answerer):
             return torch.full_like(solution.residual, torch.inf)
         return self.problem(bank, embedded, answer.neighbors.indices).residual(solution)
 
-    def extremes(self) -> tuple[NeighborAnswerer, NeighborAnswerer]:
-        if self.exact_solver is None:
-            return super().extremes()
-        curvature = self.smoothness, self.strong_convexity
-        lowest, highest = (
-            NeighborAnswerer(replace(self.exact_solver, potential=rule), *curvature)
-            for rule in ("lowest", "highest")
-        )
-        return lowest, highest
-
     def options(self) -> Options:
-        return {
-            "scope": self.scope,
-            "solver": self.solver,
-            "smoothness": self.smoothness,
-            "strong_convexity": self.strong_convexity,
-        }
+        names = "scope", "solver", "smoothness", "strong_convexity"
+        return {name: getattr(self, name) for name in names}
 
     def describe(self) -> dict[str, Any]:
         return {"scope": self.scope, **self.settings()}
@@ -230,8 +192,8 @@ class NeighborAnswerer(Answerer):
 
 
 class SurrogateAnswerer(NeighborAnswerer):
-    """The answer to the K nearest training points of each query, estimated by a `CipNet`: without
-    residuals and certificates, and without weights unless the answer is made of them."""
+    """Answers estimated by a `CipNet` from the K nearest training points of each query: without
+    residuals and certificates, and without weights unless the answer is a mean of features."""
 
     card_entry = "surrogate"
     card_version = 4
@@ -297,8 +259,8 @@ class WholeBankAnswerer(Answerer):
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
-        """The neighbors are the bank points with weight (B,W), most weight first; rows with fewer
-        repeat their first, with weight 0 and not `active`."""
+        """The neighbors are the bank points with weight (B,W), most weight first; shorter rows
+        repeat their first point with weight 0."""
         require(exclude is None, "exclude", "None for a global map", "rows to leave out")
         found = self.whole_bank(bank)(embedded)
         distances = distances_to(embedded.detach(), bank.bank_inputs, found.indices)
@@ -312,12 +274,14 @@ class WholeBankAnswerer(Answerer):
         return {"scope": self.scope, "potential": self.potential}
 
     def describe(self) -> dict[str, Any]:
-        about: dict[str, Any] = {"left_out": self.potential.left_out.tolist()}
-        about["levels"] = fingerprint({"levels": self.levels})
-        return {"scope": self.scope, "potential": self._curvature() | about}
+        left_out, levels = self.potential.left_out.tolist(), fingerprint({"levels": self.levels})
+        about = self._curvature() | {"left_out": left_out, "levels": levels}
+        return {"scope": self.scope, "potential": about}
 
     def summary(self, n_neighbors: int) -> str:
-        return f"global: one map, L = {self.smoothness:.4g}, {self.sweeps} sweeps"
+        return (
+            f"global: the same map for all inputs, L = {self.smoothness:.4g}, {self.sweeps} sweeps"
+        )
 
     def settings(self) -> dict[str, Any]:
         return {"scope": self.scope}

@@ -30,20 +30,19 @@ FORMAT = "otad-feature-bank"
 VERSION = "1"
 SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
 
+Kind = tuple[torch.dtype, tuple[int, int]]  # of inputs and of features
 Blocks = Iterator[tuple[Tensor, Tensor]]
+Progress = Callable[[int, int], None]
 Transport = Callable[[Tensor], tuple[Tensor, Tensor]]
 """A batch of raw inputs -> its embedded inputs (B, d) and their features (B, d)."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureBank:
-    """Pairs of inputs x_i (N, d) and features z_i (N, d) in the same R^d, with labels (N,).
-
-    Labels are class numbers (int64) or targets (float32). Inputs and features are float16, bfloat16
-    or float32, in memory or mapped from a file, of which `gather` and the solvers read only the
-    rows they need. `fingerprint` names the net and the data they come from (see
-    `fingerprint_of`). With `verify` all values are read once and must be finite.
-    """
+    """Pairs of inputs x_i (N, d) and features z_i (N, d) in the same R^d, with labels (N,): class
+    numbers (int64) or targets (float32). Inputs and features are float16, bfloat16 or float32, in
+    memory or mapped from a file, of which only the rows needed are read. `fingerprint` names the
+    net and the data they come from. With `verify` all values are read once and must be finite."""
 
     inputs: Tensor
     features: Tensor
@@ -76,13 +75,6 @@ class FeatureBank:
     def dtype(self) -> torch.dtype:
         return self.inputs.dtype
 
-    @property
-    def classes(self) -> Tensor:
-        """The class numbers present (C,), ascending."""
-        check_tensor(self.labels, "labels", "N", dtypes=(torch.int64,))
-        present: Tensor = self.labels.unique()
-        return present
-
     def gather(self, indices: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Inputs and features (..., d) at indices (...), in `dtype`, on the device of indices."""
         kind = getattr(indices, "dtype", type(indices).__name__)
@@ -95,18 +87,6 @@ class FeatureBank:
             gathered(part, indices, indices.device) for part in (self.inputs, self.features)
         )
         return inputs.to(dtype), features.to(dtype)
-
-    def subset(self, per_class: int, generator: torch.Generator) -> FeatureBank:
-        """`per_class` random points of each class, in the order of the bank, in memory."""
-        check_count(per_class, "per_class")
-        chosen = []
-        for label in self.classes:
-            members = (self.labels == label).nonzero()[:, 0]
-            expected = f"at most {len(members)}, the points of class {int(label)}"
-            require(per_class <= len(members), "per_class", expected, per_class)
-            order = torch.randperm(len(members), generator=generator, device=generator.device)
-            chosen.append(members[order[:per_class].to(members.device)])
-        return self.select(torch.cat(chosen).sort().values)
 
     def select(self, rows: Tensor) -> FeatureBank:
         """The points of these rows, in memory."""
@@ -131,11 +111,10 @@ class FeatureBank:
         batch_size: int = 1024,
         dtype: torch.dtype = torch.float32,
         path: str | Path | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> FeatureBank:
         """One pass of `transport` over x (N, ...), with labels y (N,), to memory or to the file at
-        `path`, which is then mapped. `progress` is called with (rows done, rows in all) after each
-        batch."""
+        `path`, which is then mapped. `progress` is called with (rows done, rows in all)."""
         check_count(batch_size, "batch_size")
         require(dtype in BANK_DTYPES, "dtype", "float16, bfloat16 or float32", dtype)
         for name, value in (("x", x), ("y", y)):
@@ -147,7 +126,7 @@ class FeatureBank:
         first = next(blocks)
         blocks, shape = chain([first], blocks), (len(x), first[0].shape[1])
         if path is not None:
-            _write(Path(path), labels, shape, dtype, fingerprint, blocks)
+            _write(Path(path), fingerprint, labels, (dtype, shape), blocks)
             return cls.load(path, verify=False)
         inputs, features = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
         for start, (some_inputs, some_features) in enumerate(blocks):
@@ -157,8 +136,8 @@ class FeatureBank:
 
     def save(self, path: str | Path) -> None:
         """Write one sealed safetensors file."""
-        about = (len(self), self.dim), self.dtype, self.fingerprint
-        _write(Path(path), self.labels.cpu(), *about, self._blocks())
+        kind = self.dtype, (len(self), self.dim)
+        _write(Path(path), self.fingerprint, self.labels.cpu(), kind, self._blocks())
 
     @classmethod
     def load(
@@ -169,9 +148,9 @@ class FeatureBank:
         verify: bool = True,
         mmap: bool = True,
     ) -> FeatureBank:
-        """The bank of a file, mapped from it or (`mmap=False`) read into memory. `verify` reads the
-        file once and refuses one changed byte or value that is not finite; `expect_fingerprint`
-        refuses the bank of another net or of other data."""
+        """The bank of a file, mapped from it or read into memory. `verify` reads the file once and
+        refuses a changed byte or a value that is not finite; `expect_fingerprint` refuses the bank
+        of another net or of other data."""
         path = Path(path)
         tensors, metadata = tensor_files.map_sealed(path)
         kind, version = metadata.get("format"), metadata.get("version")
@@ -198,11 +177,7 @@ class FeatureBank:
 
 
 def _transported(
-    transport: Transport,
-    x: Tensor,
-    batch_size: int,
-    dtype: torch.dtype,
-    progress: Callable[[int, int], None] | None,
+    transport: Transport, x: Tensor, batch_size: int, dtype: torch.dtype, progress: Progress | None
 ) -> Blocks:
     """Checked batches of inputs and features, on the CPU in the dtype of the bank."""
     dim = None
@@ -222,19 +197,9 @@ def _transported(
             progress(start + len(batch), len(x))
 
 
-def _write(
-    path: Path,
-    labels: Tensor,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    fingerprint: str,
-    blocks: Blocks,
-) -> None:
-    layout = {
-        "labels": (labels.dtype, (shape[0],)),  # first: the widest entries, so all are aligned
-        "inputs": (dtype, shape),
-        "features": (dtype, shape),
-    }
+def _write(path: Path, fingerprint: str, labels: Tensor, kind: Kind, blocks: Blocks) -> None:
+    # labels, the widest entries, come first, so that all are aligned
+    layout = {"labels": (labels.dtype, (len(labels),)), "inputs": kind, "features": kind}
     metadata = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint}
     pairs = (zip(("inputs", "features"), block, strict=True) for block in blocks)
     rows = chain([("labels", labels)], chain.from_iterable(pairs))
@@ -253,9 +218,8 @@ class BankModule(nn.Module):
     """A bank with its exact neighbor search, "torch" or "faiss".
 
     Inputs, features and labels are buffers, so they follow the module (`to`, `state_dict`), unless
-    the bank is not `resident`: then it stays where it is, for instance mapped from a file.
-    `n_neighbors`: K; `spares`: neighbors that are searched beyond these. `keys` (N,m): the bank in
-    the space of a metric, in which neighbors are searched; without, that of the bank's inputs.
+    the bank is not `resident`: then it stays where it is, for instance mapped from a file. `keys`
+    (N,m): the bank in the space of a metric, if neighbors are searched in one.
     """
 
     bank_inputs: Tensor
@@ -264,20 +228,13 @@ class BankModule(nn.Module):
     bank_keys: Tensor | None
 
     def __init__(
-        self,
-        bank: FeatureBank,
-        *,
-        n_neighbors: int,
-        spares: int,
-        search: str,
-        resident: bool,
-        keys: Tensor | None,
+        self, bank: FeatureBank, n_neighbors: int, search: str, resident: bool, keys: Tensor | None
     ) -> None:
         super().__init__()
         if keys is not None:
             check_tensor(keys, "keys", "N,m")
             check_shape(keys, "keys", (len(bank), keys.shape[1]), "with one key per bank point")
-        self.n_neighbors, self.n_searched = n_neighbors, n_neighbors + spares
+        self.n_neighbors = self.n_searched = n_neighbors
         self.search = check_choice(search, "search", tuple(SEARCHES))
         self.resident = resident
         self.bank_fingerprint = bank.fingerprint

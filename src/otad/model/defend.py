@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.cip.protocols import Solver
 from otad.cip.whole_bank.potential import Progress
 from otad.io.tensor_files import fingerprint_of
 from otad.model.answerer_options import check_settings
@@ -24,10 +23,6 @@ def defend(
     y: Tensor,
     *,
     n_neighbors: int = 10,
-    scope: str = "local",
-    smoothness: float | None = None,
-    strong_convexity: float = 0.0,
-    solver: Solver | None = None,
     search: str = "torch",
     resident: bool = True,
     bank_dtype: torch.dtype = torch.float32,
@@ -36,15 +31,16 @@ def defend(
     batch_size: int = 1024,
     progress: Callable[[int, int], None] | None = None,
     sweep_progress: Progress | None = None,
+    **answering: Any,
 ) -> OTAD:
     """Turn a trained network into an OTAD model with the bank of its training data.
 
     `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and preserves the size
     of its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
     `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
-    are the training data. With `bank_path` the bank is written there as it is made and mapped from
-    the file. `progress` is called with (rows done, rows in all) while the bank is made; for all
-    else see `OTAD`.
+    are the training data. With `bank_path` the bank is written there and mapped from the file.
+    `progress` is called with (rows done, rows in all). For all else see `OTAD`: `answering` are its
+    scope, smoothness, strong_convexity and solver.
     """
     shape = x.shape[1:] if isinstance(x, Tensor) else None
     is_value = isinstance(y, Tensor) and y.is_floating_point()
@@ -52,13 +48,7 @@ def defend(
     backbone = adapt(net, input_shape=shape, task=task).eval()
     inputs = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(inputs))
-    asked: dict[str, Any] = {
-        "n_neighbors": n_neighbors,
-        "scope": scope,
-        "smoothness": smoothness,
-        "strong_convexity": strong_convexity,
-        "solver": solver,
-    }
+    asked: dict[str, Any] = {"n_neighbors": n_neighbors, **answering}
     check_settings(len(inputs), metric=metric, dim=backbone.dim, **asked)
     device = backbone.mean.device
 

@@ -1,14 +1,10 @@
-"""How close a learned map x_i -> z_i is to optimal transport, and how smooth the defended one is.
-
-The gradient of a convex L-smooth potential is monotone, <z_i - z_j, x_i - x_j> >= 0, and moves
-nearby points by at most L times their distance. These functions measure how far a trained net, its
-bank and the model are from that.
-"""
+"""How far a net, its bank and its model are from the gradient of a convex L-smooth potential, which
+is monotone, <z_i - z_j, x_i - x_j> >= 0, and stretches distances by at most L."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +12,7 @@ from torch import Tensor
 
 from otad.checks import check_count, check_tensor, require
 from otad.cip import least_smoothness
+from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import Backbone
 from otad.search.neighbors import Neighbors
@@ -27,11 +24,8 @@ PAIRED_ROWS = 256  # at a time
 
 @dataclass(frozen=True)
 class Distribution:
-    """A summary of `count` values. Infinity is the largest of values; NaN does not count.
-
-    A quantile is the least value that so many percent do not exceed: one that occurs, so that
-    infinity is not mixed into it.
-    """
+    """A summary of `count` values. Infinity is the largest of values; NaN does not count. Quantiles
+    are values that occur, so that infinity is not mixed into them."""
 
     count: int
     mean: float
@@ -60,21 +54,21 @@ class Distribution:
 @torch.no_grad()
 def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) -> Tensor:
     """Whether a class prediction (B,) differs between the two extreme potentials."""
-    low, high = (
-        model.backbone.head(one.solve(model, embedded, neighbors.indices).image).argmax(1)
-        for one in model.answerer.extremes()
-    )
+    solver = model.answerer.exact_solver
+    if solver is None:
+        given = type(model.answerer).__name__
+        raise InputError(f"answerer: expected one that chooses among potentials, got {given}")
+    problem = model.problem(embedded, neighbors.indices)
+    images = (replace(solver, potential=rule)(problem).image for rule in ("lowest", "highest"))
+    low, high = (model.backbone.head(image).argmax(1) for image in images)
     changed: Tensor = low != high
     return changed
 
 
 @torch.no_grad()
 def neighborhood_smoothness(model: OTAD, x: Tensor) -> Tensor:
-    """The least L (B,) for which the K neighbors of each input are integrable, in float64.
-
-    It is what the data require around an input, in either scope, with the model's strong convexity;
-    infinite where no L is enough. See `least_smoothness`.
-    """
+    """The least L (B,) in float64 for which the K neighbors of each input are integrable, in either
+    scope, with the model's strong convexity; infinite where no L is enough."""
     embedded = model.backbone.embed(model.backbone.check_inputs(x))
     indices = model.neighbors(model.query_keys(x), model.n_neighbors).indices
     return least_smoothness(model.problem(embedded, indices))
@@ -115,20 +109,14 @@ def defended_map(model: OTAD) -> Map:
 def local_lipschitz(
     function: Map, points: Tensor, *, radius: float, generator: torch.Generator, steps: int = 20
 ) -> Tensor:
-    """The largest |f(x + e) - f(x)| / |e| found with |e| = `radius`, for each point x (B,d).
-
-    The paper measures the local Lipschitz constant at the noise level of an attack. This one is
-    attacked, too, and gives a lower bound. Each step takes the gradient of
-    |f(x + e) - f(x)|^2 in e as the next direction, which for a linear f is the power method for
-    its largest singular value. Where the gradient is zero, a random direction is tried.
-    """
+    """The largest |f(x + e) - f(x)| / |e| (B,) found with |e| = `radius` at points x (B,d), a lower
+    bound on the Lipschitz constant. Each step takes the gradient of |f(x + e) - f(x)|^2 in e as the
+    next direction (for a linear f the power method), and a random one where that is zero."""
     check_tensor(points, "points", "B,d")
     check_count(steps, "steps", least=0)
     require(0 < radius < float("inf"), "radius", "a positive number", repr(radius))
-    batches = points.split(PAIRED_ROWS)
-    return torch.cat(
-        [_steepest(function, one.detach(), radius, steps, generator) for one in batches]
-    )
+    batches = points.detach().split(PAIRED_ROWS)
+    return torch.cat([_steepest(function, one, radius, steps, generator) for one in batches])
 
 
 def _steepest(

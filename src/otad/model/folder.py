@@ -1,9 +1,7 @@
 """A model on disk: a folder of safetensors files and the JSON card that binds them.
 
 Files carry fingerprints in their names and the card is replaced last, so a kill while saving leaves
-the model that was there before. A card that was edited since, or that names other files than it was
-written with, is refused. Nothing is ever unpickled.
-"""
+the model that was there before. Cards that were edited are refused. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -34,11 +32,8 @@ _OWN_NAME = re.compile(rf"{_OWN_FILE}|\.{_OWN_FILE}\.[0-9a-f]{{16}}\.partial")
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Tensors with a file of their own in a model folder, which `kind` gives its name.
-
-    `entry`: what the card says of them; `header`: what the file says. With `of_bank` the file also
-    names the bank of the model, and is refused beside another one.
-    """
+    """Tensors with a file of their own, which `kind` gives its name. `entry`: what the card says of
+    them; `header`: what the file says. With `of_bank` it names the bank it belongs to, too."""
 
     kind: str
     tensors: Mapping[str, Tensor]
@@ -50,11 +45,8 @@ class Block:
 def write_model(
     folder: str | Path, about: Mapping[str, Any], bank: FeatureBank, blocks: Mapping[str, Block]
 ) -> Path:
-    """Write a model folder, or replace the model in it; the path of its card.
-
-    `about`: what the card says beside the files. `blocks`: by the place of their entry in the
-    card, with dots between the levels.
-    """
+    """Write a model folder, or replace the model in it; the path of its card, which says `about`
+    and names the files. `blocks`: by the place of their entry in it, with dots between levels."""
     folder = Path(folder)
     refuse_foreign_card(folder)
     tensors = {"inputs": bank.inputs, "features": bank.features, "labels": bank.labels}
@@ -76,8 +68,8 @@ def write_model(
         header = {"part": block.kind, **block.header}
         if block.of_bank:
             header["bank"] = _owner(card)
-        about_it = json.dumps(header, sort_keys=True, default=str)
-        name = _file_name(block.kind, block.tensors, about_it)
+        note = json.dumps(header, sort_keys=True, default=str)
+        name = _file_name(block.kind, block.tensors, note)
         files[name] = block.tensors, header
         *parents, last = place.split(".")
         entries = card
@@ -124,9 +116,9 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / CARD
     require(path.exists(), str(folder), f"a model folder with {CARD}", "none")
     card = read_json(path)
-    found = (card.get("format"), card.get("version")) if isinstance(card, Mapping) else (None, None)
+    found = isinstance(card, Mapping) and (card.get("format"), card.get("version"))
     known = f"{FORMAT} of version {', '.join(map(str, VERSIONS))}"
-    require(found[0] == FORMAT and found[1] in VERSIONS, str(path), known, found)
+    require(found in [(FORMAT, version) for version in VERSIONS], str(path), known, found)
     stored = card.pop("checksum", None)
     edited = f"{_checksum(card)}: the card was edited; load the model and save it anew instead"
     require(stored == _checksum(card), str(path), f"contents with checksum {stored}", edited)

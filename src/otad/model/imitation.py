@@ -1,8 +1,5 @@
-"""The solver of a model imitated by a network: the paper's OTAD-T-NN.
-
-A CIP-net learns the exact answers of a model to its own training points, each from its neighbors
-other than itself, and then replaces the solver. It proves nothing, and it is not always faster.
-"""
+"""The solver of a model imitated by a network: the paper's OTAD-T-NN. A CIP-net learns the exact
+answers to training points, each from its other neighbors, and then replaces the solver."""
 
 from __future__ import annotations
 
@@ -44,12 +41,11 @@ def imitate(
     **options: Any,
 ) -> Imitation:
     """Train a network on the answers of a model of local scope, and let it replace the solver in a
-    copy. `config` is by default that of `recipe_for`, `net` one of `fresh_net`.
+    copy. Other options are those of `otad.cip.surrogate.train_cip_net`.
 
-    The lessons are all bank points but `held_out` random ones, on which the error is measured
-    after each epoch. With `alpha` below 1 the net also learns the backbone's own features of those
-    points, as in the paper; then it gives up robustness. Other options are those of
-    `otad.cip.surrogate.train_cip_net`.
+    It learns from all bank points but `held_out` random ones, on which the error is measured after
+    each epoch. With `alpha` below 1 the net also learns the backbone's own features of those
+    points, as in the paper; then it gives up robustness.
     """
     solver = model.answerer.exact_solver
     if solver is None:
@@ -92,8 +88,8 @@ def recipe_for(model: OTAD) -> CipNetConfig:
 
 
 def fresh_net(model: OTAD, *, width: int | None = None, seed: int = 0, **options: Any) -> CipNet:
-    """A net for the problems of a model, with the options of `CipNet`. `width` is by default twice
-    the dimension of its features, rounded up to a multiple of 64, at most the paper's 2048."""
+    """A net for a model, with the options of `CipNet`. `width` is by default twice the dimension of
+    its features, rounded up to a multiple of 64, at most the paper's 2048."""
     dim = model.backbone.dim
     width = min(PAPER_WIDTH, 64 * math.ceil(dim / 32)) if width is None else width
     generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,8 @@
 """OTAD: a backbone whose features are interpolated from its training points.
 
 The backbone embeds an input x. An answerer solves a convex integration problem, which gives the
-feature of a Lipschitz map through pairs (x_i, z_i) of training points. The backbone's own linear
-head reads that feature. The pairs are those of the K nearest training points of each input (local
-scope), or all of them, with one map for every input (global scope).
+feature of a Lipschitz map through pairs (x_i, z_i) of training points: the K nearest of each input
+(local scope) or all of them (global scope). The backbone's own linear head reads that feature.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ METRIC_VERSION = 2  # the least version of a model card with a metric
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trace(Answer):
-    """A prediction and all it rests on, one row per input.
-
-    `outputs`: logits (B,C), or values (B,) in regression. `labels` (B,K): those of the neighbors,
-    which for a global map are the points with weight, most weight first, padded with points of
-    weight 0.
-    """
+    """A prediction and all it rests on, one row per input. `outputs`: logits (B,C), or values (B,)
+    in regression. `labels` (B,K): those of the neighbors, which for a global map are the points
+    with weight, most weight first, padded with points of weight 0."""
 
     outputs: Tensor
     labels: Tensor
@@ -54,15 +50,14 @@ class OTAD(BankModule):
     evaluation mode, and nets that are trained further must be defended anew.
 
     - `n_neighbors` (K), `smoothness` (L, None), `strong_convexity` (l, 0): the map asked for.
-    - `scope`: "local", each input by its own K neighbors, L = 2 by default; or "global", one map
-      for every input, by default of the least L that all bank points allow. For a smaller L
+    - `scope`: "local", each input by its own K neighbors, L = 2 by default; or "global", the same
+      map for all inputs, by default of the least L that all bank points allow. For a smaller L
       points that contradict others are left out: see `potential`, which is found here, by
       sweeps over all pairs, unless it is given; `sweep_progress` is called after each with (sweeps
       done, largest raise of a level). K is then that of k-NN baselines and attacks alone.
     - `solver`: how eq. (2) and (3) are solved in local scope. The default answers every row: where
       neighbors contradict each other beyond repair, by the nearest one alone (see `trace`). A
-      trained `otad.cip.surrogate.CipNet` estimates the answers instead (the paper's OTAD-T-NN):
-      as differentiable in x, but without weights, residuals or proofs.
+      trained `otad.cip.surrogate.CipNet` estimates the answers instead (the paper's OTAD-T-NN).
     - `search`: "torch", or "faiss" (extra `index`), by which neighbors or the support are found.
     - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are searched,
       with the `keys` (N,m) of the bank; None for the embedded space itself.
@@ -88,23 +83,14 @@ class OTAD(BankModule):
         answerer = make_answerer(bank, lift=backbone.lift, **asked)
         paired = (metric is None) == (keys is None)
         require(paired, "metric", "together with the bank's keys", "one of the two")
-        super().__init__(
-            bank,
-            n_neighbors=n_neighbors,
-            spares=answerer.spares,
-            search=search,
-            resident=resident,
-            keys=keys,
-        )
-        self.backbone = backbone
-        self.answerer = answerer
-        self.metric = metric
+        super().__init__(bank, n_neighbors, search, resident, keys)
+        self.n_searched += answerer.spares
+        self.backbone, self.answerer, self.metric = backbone, answerer, metric
         self.notes: dict[str, Any] = {}
         self.eval()
 
     def train(self, mode: bool = True) -> OTAD:
-        """Stay in evaluation mode: in training mode the nets would use or change statistics of
-        batches, and the bank would no longer fit them."""
+        """Stay in evaluation mode: nets that use statistics of batches would not fit the bank."""
         super().train(False)
         return self
 
@@ -143,8 +129,7 @@ class OTAD(BankModule):
     def solve(
         self, embedded: Tensor, keys: Tensor | None = None, *, exclude: Tensor | None = None
     ) -> Answer:
-        """The answer to embedded inputs (B,d); `keys` (B,m): the same inputs where neighbors are
-        searched, if that is another space."""
+        """The answer to embedded inputs (B,d), with their query keys (B,m) if there is a metric."""
         known = keys is not None or self.metric is None
         require(known, "keys", "query keys, as neighbors are searched by a metric", None)
         return self.answerer.answer(self, embedded, embedded if keys is None else keys, exclude)
@@ -168,11 +153,9 @@ class OTAD(BankModule):
         return self.trace(x).outputs
 
     def replace(self, **changes: Any) -> OTAD:
-        """The same model with some arguments of the constructor changed.
-
-        Another scope starts from the defaults of that scope. With another bank or curvature a
-        global potential is found anew, unless it is given. A metric needs `keys` of another bank.
-        """
+        """The same model with some arguments of the constructor changed. Another scope starts from
+        its defaults; with another bank or curvature a global potential that is not given is found
+        anew, and a metric needs the `keys` of another bank."""
         options = self.answerer.options()
         if changes.get("scope", self.scope) != self.scope:
             options = {}
@@ -194,11 +177,8 @@ class OTAD(BankModule):
         answerer, metric, keys = self.answerer, self.metric, self.bank_keys
         own = ("n_neighbors", "smoothness", "strong_convexity", "search")
         settings = {name: getattr(self, name) for name in own} | answerer.settings()
-        about: dict[str, Any] = {
-            "version": answerer.card_version,
-            "settings": settings,
-            "notes": self.notes | notes,
-        }
+        about: dict[str, Any] = {"version": answerer.card_version, "settings": settings}
+        about["notes"] = self.notes | notes
         config = {"config": self.backbone.config()}
         blocks = {"backbone": Block("backbone", self.backbone.state_dict(), config, config)}
         if metric is not None and keys is not None:

@@ -41,9 +41,8 @@ class PrototypeNet(LiftedNet):
 
     `points` (n,p) are in the units of embedded inputs. `transport` solves for the map exactly, so
     the net and the model of global scope on its `bank()`, of smoothness 2, are one function, up to
-    rounding. (The least smoothness is 2 unless equal points have different labels.) While it
-    trains, heights follow the rivals that were nearest a few steps ago; the map is 1-Lipschitz
-    whatever they are.
+    rounding. In training, heights follow the rivals that were nearest a few steps ago; the map is
+    1-Lipschitz whatever they are.
     """
 
     labels: Tensor
@@ -51,7 +50,7 @@ class PrototypeNet(LiftedNet):
     def __init__(
         self, input_shape: Sequence[int], n_outputs: int, *, n_points: int, **options: Any
     ) -> None:
-        """All points and labels are 0 at first: load them, or take those of `prototype_net`."""
+        """All points and labels are 0 at first."""
         super().__init__(input_shape, n_outputs, blocks=0, **options)
         require(self.task == "classification", "task", "'classification'", repr(self.task))
         count = check_count(n_points, "n_points")
@@ -113,12 +112,9 @@ def prototype_net(
     neighbors: int = 20,
     generator: torch.Generator | None = None,
 ) -> PrototypeNet:
-    """Prototypes for the inputs and outputs of `net`, to be trained or used as they are.
-
-    They are inputs x (N,*input_shape) with labels y (N,), each replaced by the mean of its
-    `neighbors` nearest of that class; all of them, or `per_class` of each class (all where it has
-    fewer), drawn by the generator.
-    """
+    """Prototypes for the inputs and outputs of `net`, to be trained or used as they are: inputs x
+    (N,*input_shape) with labels y (N,), each replaced by the mean of its `neighbors` nearest of
+    that class; all, or at most `per_class` of each class, drawn by the generator."""
     labels = net.check_targets(y, len(net.check_inputs(x))).cpu()
     rows = torch.arange(len(labels))
     if per_class is not None:
@@ -141,8 +137,7 @@ def prototype_net(
 @torch.no_grad()
 def class_means(points: Tensor, labels: Tensor, neighbors: int) -> Tensor:
     """(N,p): for each point the mean of the `neighbors` points of its class nearest to it, itself
-    included; of all of them where a class has fewer. What separates the classes remains, and what
-    is peculiar to one example goes."""
+    included; of all of them where a class has fewer."""
     _check(points, labels)
     if check_count(neighbors, "neighbors") == 1:
         return points
