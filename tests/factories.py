@@ -63,7 +63,7 @@ def prototypes(seed: int = 0) -> OTAD:
 
 
 def images(rows: int = 36, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A bright row of pixels tells one of three classes."""
+    """Three classes by their bright row of pixels."""
     y = torch.arange(rows) % 3
     x = 0.6 * torch.rand(rows, *SHAPE, generator=torch.Generator().manual_seed(seed))
     x[torch.arange(rows), :, 2 * y + 1] += 0.4
@@ -113,15 +113,11 @@ KINDS: dict[str, Callable[[int], OTAD]] = {
 
 def run_script(code: str, *arguments: object) -> list[str]:
     """The lines a script prints, in a process of its own with one thread; it must not fail."""
+    path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()

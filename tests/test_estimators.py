@@ -1,16 +1,13 @@
-"""scikit-learn's front door keeps scikit-learn's manners, and gives what is inside."""
+"""The estimators follow scikit-learn's conventions, and answer like the models they fit."""
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any
 
-import joblib
 import numpy as np
 import pytest
 import torch
-from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_digits, load_wine
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, train_test_split
@@ -25,12 +22,8 @@ from otad.estimators import OTADClassifier, OTADRegressor
 Estimator = OTADClassifier | OTADRegressor
 BOTH = [OTADClassifier, OTADRegressor]
 QUICK: dict[str, Any] = {
-    "n_neighbors": 5,
-    "n_blocks": 2,
-    "epochs": 5,
-    "batch_size": 16,
-    "learning_rate": 0.01,
-}
+    "n_neighbors": 5, "n_blocks": 2, "epochs": 5, "batch_size": 16, "learning_rate": 0.01,
+}  # fmt: skip
 
 
 def tables(kind: type[Estimator], rows: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -47,33 +40,33 @@ def quick(kind: type[Estimator], **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_scikit_learn_has_no_complaint(kind: type[Estimator]) -> None:
-    results = check_estimator(kind(**QUICK), on_skip=None)
+    brief = {"epochs": 4, "learning_rate": 0.03}  # enough for the accuracy that is asked for
+    if kind is OTADRegressor:
+        brief = {"epochs": 3, "learning_rate": 0.02, "batch_size": 32}
+    results = check_estimator(kind(**QUICK | {"n_blocks": 1} | brief), on_skip=None)
     assert len(results) > 50
     # One check is not for an estimator but for arrays of other libraries, where these are set up.
     others = {(r["check_name"], r["status"]) for r in results if r["status"] != "passed"}
     assert others <= {("check_array_api_input", "skipped")}
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_mode_of_the_caller_does_not_matter(mode: type) -> None:
+def test_the_state_of_the_caller_does_not_matter() -> None:
     x, y = tables(OTADClassifier)
-    with mode():
-        within = quick(OTADClassifier).fit(x, y)
-    assert np.array_equal(within.predict_proba(x), quick(OTADClassifier).fit(x, y).predict_proba(x))
-    queries = torch.tensor(x, dtype=torch.float32).requires_grad_()
-    within.module_(queries).sum().backward()
-    assert queries.grad is not None
-
-
-def test_the_default_dtype_does_not_matter() -> None:
-    x, y = tables(OTADClassifier)
+    expected = quick(OTADClassifier).fit(x, y).predict_proba(x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            within = quick(OTADClassifier).fit(x, y)
+        assert np.array_equal(within.predict_proba(x), expected)
+        queries = torch.tensor(x, dtype=torch.float32).requires_grad_()
+        within.module_(queries).sum().backward()
+        assert queries.grad is not None
     torch.set_default_dtype(torch.float64)
     try:
-        model = quick(OTADClassifier).fit(x, y)
-        assert model.module_.backbone.mean.dtype == torch.float32
-        assert model.predict(x).shape == (len(x),)
+        within = quick(OTADClassifier).fit(x, y)
     finally:
         torch.set_default_dtype(torch.float32)
+    assert within.module_.backbone.mean.dtype == torch.float32
+    assert within.predict(x).shape == (60,)
 
 
 def test_classifier_on_a_real_table() -> None:
@@ -88,7 +81,7 @@ def test_classifier_on_a_real_table() -> None:
 def test_regressor_on_a_real_table() -> None:
     x, y = load_diabetes(return_X_y=True)
     parts = train_test_split(x, y, random_state=0)
-    model = OTADRegressor(random_state=0, epochs=15).fit(parts[0], parts[2])
+    model = OTADRegressor(random_state=0, epochs=10).fit(parts[0], parts[2])
     assert model.score(parts[1], parts[3]) >= 0.25
     assert 20 < model.predict(parts[1]).mean() < 350
 
@@ -140,24 +133,33 @@ def test_regressor_answers_in_the_targets_units() -> None:
     assert model.history_[-1].loss < y.var()
     same = quick(OTADRegressor, epochs=20).fit(x, (y - 900) / 40)
     np.testing.assert_allclose(same.predict(x) * 40 + 900, model.predict(x), rtol=1e-4)
-
-
-def test_constant_feature_and_constant_target() -> None:
-    x, _ = tables(OTADRegressor)
-    x[:, 1] = 0.1
-    model = quick(OTADRegressor).fit(x, np.full(60, 7.5))
-    np.testing.assert_allclose(model.predict(x), 7.5, atol=1.0)
-    assert model.module_.backbone.std[1] == 1
+    (single,), (batch,) = model.explain(x[3]), model.explain(x[3:4])
+    assert single.to_dict() == batch.to_dict()
+    assert single.neighbors[0].index == 3
+    assert single.prediction == pytest.approx(model.predict(x[3:4])[0])
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_standardization_is_inside(kind: type[Estimator]) -> None:
+def test_standardization_is_inside_and_validation_rows_are_left_out(kind: type[Estimator]) -> None:
     x, y = tables(kind)
+    x[:, 1] = 0.1  # constant
     model = quick(kind).fit(x, y)
-    torch.testing.assert_close(model.module_.bank_inputs.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
-    torch.testing.assert_close(
-        model.module_.bank_inputs.std(0, correction=0), torch.ones(3), atol=1e-4, rtol=0
-    )
+    inputs, backbone = model.module_.bank_inputs, model.module_.backbone
+    torch.testing.assert_close(inputs.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
+    spread = torch.tensor([1.0, 0.0, 1.0])
+    torch.testing.assert_close(inputs.std(0, correction=0), spread, atol=1e-4, rtol=0)
+    assert backbone.std[1] == 1
+    assert all(record.val_score is None for record in model.history_)
+    model = quick(kind, validation_fraction=0.25).fit(x, y)
+    assert len(model.module_.bank_inputs) == 45
+    assert model.n_iter_ == len(model.history_) == 5
+    assert all(record.val_score is not None for record in model.history_)
+
+
+def test_a_constant_target_is_learned() -> None:
+    x, _ = tables(OTADRegressor)
+    model = quick(OTADRegressor).fit(x, np.full(60, 7.5))
+    np.testing.assert_allclose(model.predict(x), 7.5, atol=1.0)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -169,27 +171,11 @@ def test_random_state_decides(kind: type[Estimator]) -> None:
     first = getattr(quick(kind).fit(x, y), outputs)(x)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    again = getattr(quick(kind).fit(x, y), outputs)(x)
-    np.testing.assert_array_equal(first, again)
+    for source in (0, np.random.RandomState(0)):
+        again = getattr(quick(kind, random_state=source).fit(x, y), outputs)(x)
+        np.testing.assert_array_equal(first, again)
     other = getattr(quick(kind, random_state=1).fit(x, y), outputs)(x)
     assert not np.array_equal(first, other)
-    source = np.random.RandomState(0)
-    drawn = getattr(quick(kind, random_state=source).fit(x, y), outputs)(x)
-    np.testing.assert_array_equal(first, drawn)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_clone_and_pickles(kind: type[Estimator]) -> None:
-    x, y = tables(kind)
-    model = quick(kind, climb=(0.5, 0.0)).fit(x, y)
-    fresh = clone(model)
-    assert fresh.get_params() == model.get_params()
-    assert not hasattr(fresh, "module_")
-    expected = model.predict(x)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(x), expected)
-    file = io.BytesIO()
-    joblib.dump(model, file)
-    np.testing.assert_array_equal(joblib.load(file).predict(x), expected)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -204,7 +190,7 @@ def test_pipeline_and_grid_search(kind: type[Estimator]) -> None:
     assert search.predict(x).shape == (60,)
 
 
-def test_names_of_columns_travel(tmp_path) -> None:
+def test_names_of_columns_reach_explanations_and_cards(tmp_path) -> None:
     pd = pytest.importorskip("pandas", reason="comes with the extra singlecell")
     x, y = tables(OTADClassifier)
     frame = pd.DataFrame(x, columns=["acid", "heat", "salt"])
@@ -214,56 +200,24 @@ def test_names_of_columns_travel(tmp_path) -> None:
     assert one.feature_names == ("acid", "heat", "salt")
     assert one.prediction == model.predict(frame[:1])[0]
     assert one.neighbors[0].label == y[one.neighbors[0].index]
-    assert one.neighbors[0].inputs.tolist() == pytest.approx(
-        x[one.neighbors[0].index].tolist(), rel=1e-5
-    )
+    np.testing.assert_allclose(one.neighbors[0].inputs, x[one.neighbors[0].index], rtol=1e-5)
     model.module_.save(tmp_path)
     loaded = otad.load(tmp_path)
-    assert loaded.notes == {
-        "classes": ["high", "low", "middle"],
-        "feature_names": ["acid", "heat", "salt"],
-    }
+    assert loaded.notes["classes"] == ["high", "low", "middle"]
+    assert loaded.notes["feature_names"] == ["acid", "heat", "salt"]
     inputs = torch.tensor(x, dtype=torch.float32)
     assert torch.equal(loaded(inputs), model.module_(inputs))
 
 
-def test_one_input_is_explained_like_a_batch_of_one() -> None:
-    x, y = tables(OTADRegressor)
-    model = quick(OTADRegressor).fit(x, y)
-    (single,), (batch,) = model.explain(x[3]), model.explain(x[3:4])
-    assert single.to_dict() == batch.to_dict()
-    assert single.neighbors[0].index == 3
-    assert single.prediction == pytest.approx(model.predict(x[3:4])[0])
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_validation_rows_are_kept_out(kind: type[Estimator]) -> None:
-    x, y = tables(kind)
-    model = quick(kind, validation_fraction=0.25).fit(x, y)
-    assert len(model.module_.bank_inputs) == 45
-    assert model.n_iter_ == len(model.history_) == 5
-    assert all(record.val_score is not None for record in model.history_)
-    assert all(record.val_score is None for record in quick(kind).fit(x, y).history_)
-
-
 def test_parameters_reach_the_model(capsys) -> None:
     x, y = tables(OTADClassifier)
-    model = quick(
-        OTADClassifier,
-        smoothness=1.5,
-        strong_convexity=-0.25,
-        hidden=7,
-        mode="paper",
-        climb=(0.25, 0.125),
-        max_smoothness=8.0,
-        on_failure="raise",
-        verbose=1,
-    ).fit(x, y)
-    module = model.module_
+    solving = {
+        "mode": "paper", "climb": (0.25, 0.125), "max_smoothness": 8.0, "on_failure": "raise",
+    }  # fmt: skip
+    others = {"smoothness": 1.5, "strong_convexity": -0.25, "hidden": 7, "verbose": 1}
+    module = quick(OTADClassifier, **solving, **others).fit(x, y).module_
     assert (module.n_neighbors, module.smoothness, module.strong_convexity) == (5, 1.5, -0.25)
-    solver = module.solver
-    assert (solver.mode, solver.climb, solver.max_smoothness) == ("paper", (0.25, 0.125), 8.0)
-    assert solver.on_failure == "raise"
+    assert {name: getattr(module.solver, name) for name in solving} == solving
     assert (len(module.backbone.blocks), module.backbone.hidden) == (2, 7)
     assert "epoch 5: loss" in capsys.readouterr().err
     quick(OTADClassifier).fit(x, y)
@@ -274,60 +228,44 @@ def test_parameters_reach_the_model(capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_neighbors": 61}, "n_neighbors: expected at most the 60 points of the bank, got 61"),
+        ({"n_neighbors": 61}, "n_neighbors: expected at most the 60 points .* got 61"),
         ({"n_neighbors": 50, "validation_fraction": 0.2}, "at most the 48 points .* got 50"),
         ({"n_neighbors": 2.5}, "n_neighbors: expected an integer"),
-        ({"smoothness": -1.0}, "smoothness: expected a finite value above 0"),
         ({"max_smoothness": 1.0}, "max_smoothness: expected at least the smoothness 2.0, got 1.0"),
         ({"mode": "fast"}, "mode: expected one of consistent, paper, got 'fast'"),
         ({"scope": "regional"}, "scope: expected one of local, global, got 'regional'"),
-        ({"scope": "global", "mode": "paper"}, r"scope: .*local.*mode"),
         ({"scope": "global", "max_smoothness": 4.0}, r"scope: .*local.*max_smoothness"),
         ({"on_failure": "abstain"}, "on_failure: expected one of fallback, raise, got 'abstain'"),
         ({"hidden": 0}, "hidden: expected an integer of at least 1, got 0"),
-        ({"n_blocks": 0}, "blocks: expected an integer of at least 1, got 0"),
         ({"epochs": 0}, "epochs: expected an integer of at least 1, got 0"),
-        ({"energy_weight": -1.0}, "energy_weight: expected a number of at least 0"),
-        ({"optimizer": "lion"}, "optimizer: expected one of sgd, adamw, got 'lion'"),
         ({"device": "abacus"}, "device: expected a device such as 'cpu', got 'abacus'"),
         ({"validation_fraction": 1.5}, "fraction: expected a number between 0 and 1, got 1.5"),
         ({"bounds": (0.0, 1.0)}, r"within the declared bounds \(0.0, 1.0\), got values from"),
     ],
 )
-def test_parameters_are_refused_before_training(
+def test_parameters_and_data_are_refused_before_training(
     kind: type[Estimator], options: dict[str, Any], message: str, monkeypatch
 ) -> None:
     monkeypatch.setattr("otad.training.loop.Training.run_epoch", None)
+    x, y = tables(kind)
     with pytest.raises(InputError, match=message):
-        quick(kind, **options).fit(*tables(kind))
+        quick(kind, **options).fit(x, y)
+    with pytest.raises(InputError, match=r"X: expected vectors .* got .* \(60, 3, 1\)"):
+        quick(kind).fit(x[:, :, None], y)
+    if kind is OTADClassifier:
+        with pytest.raises(InputError, match="y: expected at least two classes, got one class"):
+            quick(kind).fit(x, np.full(60, "low"))
 
 
-def test_data_is_refused() -> None:
-    x, y = tables(OTADClassifier)
-    with pytest.raises(InputError, match="y: expected at least two classes, got one class"):
-        quick(OTADClassifier).fit(x, np.full(60, "low"))
-    for kind in BOTH:
-        with pytest.raises(InputError, match=r"X: expected vectors .* got .* \(60, 3, 1\)"):
-            quick(kind).fit(x[:, :, None], tables(kind)[1])
-        hole = x.copy()
-        hole[3, 1] = np.nan
-        with pytest.raises(ValueError, match="Input X contains NaN"):
-            quick(kind).fit(hole, tables(kind)[1])
-        with pytest.raises(ValueError, match="contains infinity or a value too large for"):
-            quick(kind).fit(x, tables(kind)[1]).predict(np.full((1, 3), np.inf))
-    with pytest.raises(ValueError, match="X has 2 features, but OTADClassifier is expecting 3"):
-        quick(OTADClassifier).fit(x, y).predict(x[:, :2])
-
-
-@pytest.mark.parametrize("method", ["predict", "explain", "predict_proba", "decision_function"])
-def test_nothing_is_answered_before_fit(method: str) -> None:
-    model = quick(OTADClassifier, n_neighbors=61)
-    with pytest.raises(NotFittedError):
-        getattr(model, method)(np.zeros((2, 3)))
+@pytest.mark.parametrize("kind", BOTH)
+def test_nothing_is_answered_before_fit(kind: type[Estimator]) -> None:
+    model, x = quick(kind, n_neighbors=61), np.zeros((2, 3))
     with pytest.raises(InputError, match="n_neighbors"):
-        model.fit(*tables(OTADClassifier))
-    with pytest.raises(NotFittedError):
-        getattr(model, method)(np.zeros((2, 3)))
+        model.fit(*tables(kind))
+    for name in ("predict", "explain", "certify", "predict_proba", "decision_function"):
+        if method := getattr(model, name, None):
+            with pytest.raises(NotFittedError):
+                method(x, 0.1) if (kind, name) == (OTADRegressor, "certify") else method(x)
 
 
 @pytest.mark.parametrize(
@@ -349,47 +287,31 @@ def test_a_refused_fit_loses_nothing_of_an_earlier_one(
     np.testing.assert_array_equal(model.predict(x), answers)
 
 
-def test_certified_radii_hold_against_random_moves() -> None:
-    x, y = tables(OTADClassifier, 80)
-    model = quick(OTADClassifier).fit(x[:60], y[:60])
-    unit = x.std(axis=0)
-    found = model.certify(x[60:], unit=unit)
-    assert (model.classes_[found.prediction.numpy()] == model.predict(x[60:])).all()
-    radius = found.radius.numpy()
-    assert (radius > 0.01).sum() >= 5
+@pytest.mark.parametrize("kind", BOTH)
+def test_certificates_hold_against_random_moves(kind: type[Estimator]) -> None:
+    x, y = tables(kind, 80)
+    model, unit, query = quick(kind).fit(x[:60], y[:60]), x.std(axis=0), x[60:]
+    more = {} if kind is OTADClassifier else {"eps": 0.1}
+    found = model.certify(query, unit=unit, **more)
+    radius = np.full(20, 0.1) if more else found.radius.numpy()
     moves = np.random.default_rng(1).normal(size=(200, 1, 3))
     moves /= np.linalg.norm(moves, axis=2, keepdims=True)
-    near = x[60:] + 0.999 * moves * np.minimum(radius, 9)[:, None] * unit
+    near = query + 0.999 * moves * np.minimum(radius, 9)[:, None] * unit
     answers = model.predict(near.reshape(-1, 3)).reshape(200, 20)
-    assert (answers == model.predict(x[60:])).all()
-
-
-def test_certified_interval_holds_random_answers() -> None:
-    x, y = tables(OTADRegressor, 80)
-    model = quick(OTADRegressor).fit(x[:60], y[:60])
-    unit = x.std(axis=0)
-    found = model.certify(x[60:], 0.1, unit=unit)
-    moves = np.random.default_rng(1).normal(size=(200, 1, 3))
-    moves *= 0.0999 / np.linalg.norm(moves, axis=2, keepdims=True)
-    answers = model.predict((x[60:] + moves * unit).reshape(-1, 3)).reshape(200, 20)
-    assert (answers >= found.low.numpy()).all()
-    assert (answers <= found.high.numpy()).all()
-    assert (found.high - found.low).median() < np.ptp(y)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_certificates_need_a_fitted_model_and_a_fitting_unit(kind: type[Estimator]) -> None:
-    x, y = tables(kind)
-    more = {} if kind is OTADClassifier else {"eps": 0.1}
-    with pytest.raises(NotFittedError):
-        kind().certify(x, **more)
-    model = quick(kind, epochs=1).fit(x, y)
+    if more:
+        assert (answers >= found.low.numpy()).all()
+        assert (answers <= found.high.numpy()).all()
+        assert (found.high - found.low).median() < np.ptp(y)
+    else:
+        assert (model.classes_[found.prediction.numpy()] == model.predict(query)).all()
+        assert (radius > 0.01).sum() >= 5
+        assert (answers == model.predict(query)).all()
     with pytest.raises(InputError, match="unit: expected shape"):
         model.certify(x, unit=np.ones(2), **more)
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_one_map_for_all_training_points(kind: type[Estimator]) -> None:
+def test_a_global_map_of_all_training_points(kind: type[Estimator]) -> None:
     x, y = tables(kind)
     model = quick(kind, scope="global", energy_weight=1.0).fit(x, y)
     module = model.module_
@@ -403,7 +325,6 @@ def test_one_map_for_all_training_points(kind: type[Estimator]) -> None:
         np.testing.assert_allclose(model.predict(x), net, rtol=1e-5)
     explained = model.explain(x[3])[0]
     assert (explained.scope, explained.neighbors[0].index) == ("global", 3)
-    assert clone(model).get_params() == model.get_params()
     restored = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(restored.predict(x), model.predict(x))
 

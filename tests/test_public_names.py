@@ -105,3 +105,5 @@ def test_use_leaves_torch_as_it_was_and_loads_no_extra() -> None:
 def test_a_name_that_moved_says_where(name: str, new: str) -> None:
     with pytest.raises(AttributeError, match=new):
         getattr(importlib.import_module("otad"), name)
+    with pytest.raises(ModuleNotFoundError, match=new):
+        importlib.import_module(f"otad.{name}")

@@ -82,7 +82,16 @@ class _Package(ModuleType):
         super().__setattr__(name, value)
 
 
+class _MovedFinder:
+    """Names the new place of a module that is imported by an earlier name."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if (old := name.removeprefix("otad.")) in _MOVED and old != name:
+            raise ModuleNotFoundError(f"No module named {name!r}: use {_MOVED[old]}")
+
+
 sys.modules[__name__].__class__ = _Package
+sys.meta_path.append(_MovedFinder())  # asked last, for modules that do not exist
 
 
 def __getattr__(name: str) -> Any:

@@ -179,10 +179,8 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     module_ : the fitted `otad.OTAD`, a torch module. In global scope `module_.smoothness` is the L
         of its map and `module_.potential.left_out` the training rows that it leaves out.
     classes_ : the labels, ascending.
-    history_ : one record per epoch: loss, energy, training and validation score of the network.
-    n_iter_ : epochs trained.
-    n_features_in_, feature_names_in_ : as everywhere in scikit-learn; for images n_features_in_ is
-        their number of channels.
+    history_, n_iter_ : loss, energy and scores of the network after each epoch; their number.
+    n_features_in_, feature_names_in_ : as everywhere in scikit-learn; for images the channels.
     """
 
     _task: ClassVar[Task] = "classification"

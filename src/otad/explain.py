@@ -141,7 +141,7 @@ class Explanation:
         return "\n".join(lines)
 
     def table(self, *, top: int = 5, max_features: int = 40) -> Table:
-        """The query beside its `top` heaviest neighbors, by feature where they are known vectors."""
+        """The query beside its `top` heaviest neighbors; feature by feature if vectors."""
         shown = self.heaviest(top)
         table = Table(title=escape(f"prediction: {self._answer()}"), caption=self.account)
         table.add_column("")

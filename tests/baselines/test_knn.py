@@ -17,8 +17,11 @@ from otad.nets import fc_resnet
 DIM, CLASSES = 6, 4
 
 
+Points = tuple[Tensor, Tensor, Tensor]
+
+
 @pytest.fixture(scope="module")
-def points() -> tuple[Tensor, Tensor, Tensor]:
+def points() -> Points:
     generator = torch.Generator().manual_seed(1)
     x, query = (torch.randn(count, DIM, generator=generator) for count in (200, 150))
     y = torch.randint(CLASSES, (200,), generator=generator)
@@ -26,20 +29,15 @@ def points() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def model(points: tuple[Tensor, Tensor, Tensor]) -> OTAD:
+def model(points: Points) -> OTAD:
     x, y, _ = points
     net = fc_resnet((DIM,), CLASSES, blocks=2, mean=0.3, std=2.0)
     return defend(net, x, y, n_neighbors=5)
 
 
-def nearest_labels(points: tuple[Tensor, Tensor, Tensor], count: int) -> Tensor:
-    x, y, query = points
-    return y[torch.cdist(query.double(), x.double()).topk(count, largest=False).indices]
-
-
 @pytest.mark.parametrize("count", [1, 4, 5, 15])
 def test_majority_agrees_with_scikit_learn_where_there_is_no_tie(
-    model: OTAD, points: tuple[Tensor, Tensor, Tensor], count: int
+    model: OTAD, points: Points, count: int
 ) -> None:
     x, y, query = points
     theirs = KNeighborsClassifier(count).fit(x.numpy(), y.numpy())
@@ -54,25 +52,20 @@ def test_majority_agrees_with_scikit_learn_where_there_is_no_tie(
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
-def test_ties_go_to_the_class_of_the_nearest(
-    model: OTAD, points: tuple[Tensor, Tensor, Tensor], count: int
-) -> None:
-    labels = nearest_labels(points, count).tolist()
-    expected = [
-        # `max` keeps the first of equals, and neighbors come nearest first
-        max(row, key=lambda label, row=row: row.count(label))
-        for row in labels
-    ]
+def test_ties_go_to_the_class_of_the_nearest(model: OTAD, points: Points, count: int) -> None:
+    x, y, query = points
+    nearest = torch.cdist(query.double(), x.double()).topk(count, largest=False).indices
+    labels = y[nearest].tolist()
+    # `max` takes the first of equals, and neighbors come nearest first
+    expected = [max(row, key=row.count) for row in labels]
     ties = sum(
         sorted(map(row.count, set(row)))[-2:-1] == [max(map(row.count, row))] for row in labels
     )
     assert ties > 10
-    assert MajorityKnn(model, count)(points[2]).argmax(1).tolist() == expected
+    assert MajorityKnn(model, count)(query).argmax(1).tolist() == expected
 
 
-def test_mean_feature_is_read_by_the_same_head(
-    model: OTAD, points: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def test_mean_feature_is_read_by_the_same_head(model: OTAD, points: Points) -> None:
     """Nearest points by scikit-learn; features by the net itself, in one pass."""
     x, y, query = points
     theirs = KNeighborsClassifier(7).fit(x.numpy(), y.numpy())
@@ -81,17 +74,13 @@ def test_mean_feature_is_read_by_the_same_head(
         features = model.backbone.transport(model.backbone.embed(x))[0]
         expected = model.backbone.head(features[indices].mean(1))
     torch.testing.assert_close(MeanFeatureKnn(model, 7)(query), expected)
-
-
-def test_one_neighbor_makes_all_three_alike(
-    points: tuple[Tensor, Tensor, Tensor], model: OTAD
-) -> None:
-    x, y, query = points
     single = defend(model.backbone, x, y, n_neighbors=1)
     torch.testing.assert_close(MeanFeatureKnn(single)(query), single(query))
+    half = defend(model.backbone, x, y, n_neighbors=7, bank_dtype=torch.float16)
+    torch.testing.assert_close(MeanFeatureKnn(half)(query), expected, rtol=0.05, atol=0.02)
 
 
-def test_regression(points: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_regression(points: Points) -> None:
     x, _, query = points
     target = x.sum(1)
     model = defend(fc_resnet((DIM,), 1, task="regression"), x, target, n_neighbors=3)
@@ -100,18 +89,9 @@ def test_regression(points: tuple[Tensor, Tensor, Tensor]) -> None:
     assert MeanFeatureKnn(model)(query).shape == (len(query),)
 
 
-def test_half_precision_bank(points: tuple[Tensor, Tensor, Tensor], model: OTAD) -> None:
-    x, y, query = points
-    half = defend(model.backbone, x, y, n_neighbors=5, bank_dtype=torch.float16)
-    torch.testing.assert_close(
-        MeanFeatureKnn(half)(query[:20]), MeanFeatureKnn(model)(query[:20]), rtol=0.05, atol=0.02
-    )
-
-
-def test_refusals(model: OTAD, points: tuple[Tensor, Tensor, Tensor]) -> None:
-    with pytest.raises(InputError, match="at most the 200 points"):
-        MajorityKnn(model, 201)
-    with pytest.raises(InputError, match="n_neighbors"):
-        MeanFeatureKnn(model, 0)
+def test_refusals(model: OTAD, points: Points) -> None:
+    for count, message in ((201, "at most the 200 points"), (0, "n_neighbors")):
+        with pytest.raises(InputError, match=message):
+            MajorityKnn(model, count)
     with pytest.raises(InputError, match="expected shape"):
         MajorityKnn(model)(points[2][:, 1:])

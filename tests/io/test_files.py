@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,6 @@ from safetensors.torch import save_file
 from otad.errors import InputError, OtadError
 from otad.io.files import replacing
 from otad.io.tensor_files import read_tensors, write_sealed, write_tensors
-
-
-def test_too_few_rows_are_refused(tmp_path: Path) -> None:
-    layout = {"a": (torch.float32, (2, 2))}
-    with pytest.raises(OtadError, match="expected rows up to"):
-        write_sealed(tmp_path / "file", layout, {}, [("a", torch.zeros(1, 2))])
-    assert not list(tmp_path.iterdir())
-
 
 TENSORS = {
     "flags": torch.tensor([True, False, True]),
@@ -72,17 +65,19 @@ def test_files_of_the_first_format_are_read_and_checked(tmp_path: Path) -> None:
         read_tensors(path)
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "pickle", "other"])
-def test_other_files_are_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "file"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pickle":
-        torch.save(TENSORS, path)
-    elif kind == "other":
-        save_file({"a": torch.zeros(2)}, path, {"format": "pt"})
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: None,
+        lambda path: path.mkdir(),
+        lambda path: torch.save(TENSORS, path),  # a pickle
+        lambda path: save_file({"a": torch.zeros(2)}, path, {"format": "pt"}),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "file")
     with pytest.raises(InputError, match="file: expected"):
-        read_tensors(path)
+        read_tensors(tmp_path / "file")
 
 
 def test_failed_writer_leaves_the_old_file(tmp_path: Path) -> None:
@@ -90,6 +85,9 @@ def test_failed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError), replacing(path) as partial:
         partial.write_text("new \udcff", encoding="utf-8")
+    layout = {"a": (torch.float32, (2, 2))}
+    with pytest.raises(OtadError, match="expected rows up to"):  # too few
+        write_sealed(path, layout, {}, [("a", torch.zeros(1, 2))])
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "old"
 
@@ -104,22 +102,19 @@ KILLS = """
     from otad.nets import fc_resnet
 
     torch.set_num_threads(1)
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
-    x = torch.rand(1000, 8, generator=torch.Generator().manual_seed(0))
-    path = folder / "bank.safetensors"
-    if kind == "model":
-        models = [otad.defend(fc_resnet((8,), 2, seed=seed), x, (x[:, 0] > 0.5).long())
-                  for seed in range(2)]
+    x = torch.rand(300, 8, generator=torch.Generator().manual_seed(0))
+    labels = (x[:, 0] > 0.5).long()
+    models = [otad.defend(fc_resnet((8,), 2, seed=seed), x, labels) for seed in range(2)]
 
     def write(version):
         if kind == "model":
             return models[version % 2].save(folder, version=version)
-        transport, name = lambda rows: (rows, rows + version), str(version)
-        FeatureBank.build(transport, x, x[:, 0], fingerprint=name, batch_size=5, path=path)
+        transport, about = lambda rows: (rows, rows + version), {"fingerprint": str(version)}
+        FeatureBank.build(transport, x, labels, **about, batch_size=5, path=folder / "bank")
 
     def read():
         if kind == "bank":
-            bank = FeatureBank.load(path)
+            bank = FeatureBank.load(folder / "bank")
             version = int(bank.fingerprint)
             return version, torch.equal(bank.inputs, x) and torch.equal(bank.features, x + version)
         model = otad.load(folder)
@@ -150,43 +145,40 @@ KILLS = """
                 os._exit(status)
         _, status = os.waitpid(pid, 0)
         assert status in (0, signal.SIGKILL), status
-        print(json.dumps([status == signal.SIGKILL, *read(), len(list(folder.iterdir()))]))
-
-    calls = 0
+        return [status == signal.SIGKILL, *read(), len(list(folder.iterdir()))]
 
     def count(*event):
         global calls
         calls += 1
 
-    write(0)  # imports what it needs
-    sys.setprofile(count)
-    write(0)
-    sys.setprofile(None)
-    attempt(0)
-    for rename in range(1, 2 if kind == "bank" else 4):
-        attempt(2 * rename - 1, die_at_rename=rename)
-    dice = random.Random(0)
-    for version in range(6, 18):
-        attempt(version, die_at_call=dice.randrange(1, calls - calls // 10))
-    attempt(99)
+    for kind, renames in (("bank", 1), ("model", 3)):
+        folder, dice, calls = Path(sys.argv[1]) / kind, random.Random(0), 0
+        write(0)  # imports what it needs
+        sys.setprofile(count)
+        write(0)
+        sys.setprofile(None)
+        rows = [attempt(0)]
+        for rename in range(1, 1 + renames):
+            rows.append(attempt(2 * rename - 1, die_at_rename=rename))
+        for version in range(6, 14):
+            rows.append(attempt(version, die_at_call=dice.randrange(1, calls - calls // 10)))
+        print(json.dumps([*rows, attempt(99)]))
     """
 
 
-@pytest.mark.parametrize(("kind", "files"), [("bank", 1), ("model", 3)])
-def test_killed_writers_leave_the_old_files_or_the_new(
-    tmp_path: Path, kind: str, files: int
-) -> None:
-    """SIGKILL before each rename, then at a random function call. Forks of one process pay the
-    imports once."""
-    rows = [json.loads(line) for line in run_script(KILLS, tmp_path, kind)]
-    first, at_renames, at_random, last = rows[0], rows[1:-13], rows[-13:-1], rows[-1]
-    assert first == [False, 0, True, files]
-    assert last == [False, 99, True, files]  # and what the killed ones left is gone
-    # one more whole or partial file each
-    assert at_renames == [[True, 0, True, files + 1 + number] for number in range(files)]
-    previous = 0
-    for version, (killed, found, whole, _) in enumerate(at_random, start=6):
-        assert killed
-        assert whole
-        assert found in (previous, version)
-        previous = found
+def test_killed_writers_leave_the_old_files_or_the_new(tmp_path: Path) -> None:
+    """SIGKILL before each rename, then at a random function call, of a bank (1 file) and a model
+    (3). Forks of one process pay the imports once."""
+    for files, line in zip((1, 3), run_script(KILLS, tmp_path), strict=True):
+        first, *at_renames = json.loads(line)[:-9]
+        *at_random, last = json.loads(line)[-9:]
+        assert first == [False, 0, True, files]
+        assert last == [False, 99, True, files]  # and what the killed ones left is gone
+        # one more whole or partial file each
+        assert at_renames == [[True, 0, True, files + 1 + number] for number in range(files)]
+        previous = 0
+        for version, (killed, found, whole, _) in enumerate(at_random, start=6):
+            assert killed
+            assert whole
+            assert found in (previous, version)
+            previous = found

@@ -51,7 +51,11 @@ def test_it_says_what_the_answers_say(kind: str) -> None:
     assert account.changed_by_potential == pytest.approx(changed)
 
 
-def test_a_global_map_needs_no_choice_of_a_potential() -> None:
+def test_what_a_global_map_or_an_estimate_does_not_have() -> None:
+    _, account = account_of(estimated("fc"))
+    assert account.counts == {"estimated": 14}
+    assert (account.smoothness, account.residual, account.changed_by_potential) == (None,) * 3
+    assert account.relative_error.count == 14
     model = exact("fc", scope="global")
     _, account = account_of(model)
     assert (account.counts, account.share_raised) == ({"solved": 14}, 0.0)
@@ -60,13 +64,6 @@ def test_a_global_map_needs_no_choice_of_a_potential() -> None:
     embedded = model.backbone.embed(X)
     nearest = model.problem(embedded, model.neighbors(embedded).indices)
     assert account.least_smoothness == Distribution.of(least_smoothness(nearest))
-
-
-def test_an_estimate_has_neither_residual_nor_smoothness() -> None:
-    _, account = account_of(estimated("fc"))
-    assert account.counts == {"estimated": 14}
-    assert (account.smoothness, account.residual, account.changed_by_potential) == (None,) * 3
-    assert account.relative_error.count == 14
 
 
 def test_only_what_is_asked_for_is_measured() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from itertools import product
 from pathlib import Path
 
@@ -103,7 +102,10 @@ def test_file_is_mapped_and_never_changed(file: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_gather() -> None:
+def test_gather(file: Path) -> None:
+    for bank, shape in product((build(), FeatureBank.load(file)), [(0,), (3, 0), (0, 2)]):
+        for part in bank.gather(torch.empty(shape, dtype=torch.int64), torch.float64):
+            assert (part.shape, part.dtype) == ((*shape, D), torch.float64)
     bank = build(dtype=torch.float16)
     indices = torch.tensor([[3, 56, 3], [0, 1, 2]])
     inputs, features = bank.gather(indices)
@@ -120,40 +122,12 @@ def test_gather() -> None:
             bank.gather(bad)
 
 
-def test_gather_nothing(file: Path) -> None:
-    for bank, shape in product((build(), FeatureBank.load(file)), [(0,), (3, 0), (0, 2)]):
-        for part in bank.gather(torch.empty(shape, dtype=torch.int64), torch.float64):
-            assert part.shape == (*shape, D)
-            assert part.dtype == torch.float64
-
-
-def test_subset() -> None:
-    bank = build()
-    assert bank.classes.tolist() == [0, 1, 2, 3]
-    small = bank.subset(5, torch.Generator().manual_seed(3))
-    assert small.labels.bincount().tolist() == [5, 5, 5, 5]
-    matches = (small.inputs[:, None] == bank.inputs).all(2)
-    where = matches.nonzero()[:, 1]
-    assert torch.equal(where, where.unique())  # no point twice, in the order of the bank
-    assert torch.equal(bank.features[where], small.features)
-    assert torch.equal(bank.labels[where], small.labels)
-    assert_same(bank.subset(5, torch.Generator().manual_seed(3)), small)
-    other = bank.subset(5, torch.Generator().manual_seed(4))
-    assert len({bank.fingerprint, small.fingerprint, other.fingerprint}) == 3
-    with pytest.raises(InputError, match="at most 14, the points of class 1, got 15"):
-        bank.subset(15, torch.Generator())
-    with pytest.raises(InputError, match=r"labels: .*int64.*float32"):
-        build(y=torch.rand(N)).subset(1, torch.Generator())
-
-
 def test_every_changed_byte_is_noticed(file: Path) -> None:
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    places = [*range(header), header, len(whole) // 2, len(whole) - 1]
+    places = [*range(0, header, 7), header, len(whole) // 2, len(whole) - 1]
     for place in places:
-        changed = bytearray(whole)
-        changed[place] ^= 1
-        file.write_bytes(changed)
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(InputError, match="expected"):
             FeatureBank.load(file)
     swapped = whole.replace(b'"inputs"', b'"?"').replace(b'"features"', b'"inputs"')
@@ -163,9 +137,9 @@ def test_every_changed_byte_is_noticed(file: Path) -> None:
     assert len(FeatureBank.load(file, verify=False)) == N  # overlooked on request
 
 
-@pytest.mark.parametrize("kept", [0, 4, 8, 100, -1, -400])
-def test_truncated_file(file: Path, kept: int) -> None:
-    file.write_bytes(file.read_bytes()[:kept])
+@pytest.mark.parametrize("stop", [0, 4, 8, 100, -1, -400])
+def test_truncated_file(file: Path, stop: int) -> None:
+    file.write_bytes(file.read_bytes()[:stop])
     for verify in (True, False):
         with pytest.raises(InputError, match="expected a whole safetensors file, got"):
             FeatureBank.load(file, verify=verify)
@@ -186,12 +160,9 @@ def test_other_banks_and_formats(tmp_path: Path, file: Path, monkeypatch) -> Non
         FeatureBank.load(path)
     with pytest.raises(FileNotFoundError):
         FeatureBank.load(tmp_path / "nothing")
-    folder = re.escape(str(tmp_path))
-    with pytest.raises(InputError, match=rf"{folder}: expected a safetensors file, got: a folder"):
-        FeatureBank.load(tmp_path)
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_and_widths_that_change(tmp_path: Path) -> None:
     """In a sealed file, in memory, and from a net: refused everywhere, and nothing is left."""
     path = tmp_path / "bank.safetensors"
     bank = build()
@@ -210,6 +181,12 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     x[33] = 1e5
     with pytest.raises(InputError, match=r"inputs from row 32 on, as torch.float16: .* got -?inf"):
         FeatureBank.build(net, x, y, fingerprint="x", batch_size=8, dtype=torch.float16, path=path)
+    widths = iter([3, 2])
+    with pytest.raises(InputError, match=r"inputs: expected shape \(27, 3\)"):
+        FeatureBank.build(
+            lambda batch: (batch.flatten(1)[:, : next(widths)],) * 2,
+            x, y, fingerprint="x", batch_size=30, path=path,
+        )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
 
 
@@ -223,7 +200,7 @@ ONES = torch.ones(3, 2)
         ({"features": ONES[:2]}, r"features: expected shape \(3, 2\) like the inputs"),
         ({"features": ONES.half()}, "features: expected dtype float32 like inputs"),
         ({"labels": torch.zeros(2).long()}, r"labels: expected shape \(3,\) one for each input"),
-        ({"labels": torch.zeros(3).int()}, "labels: expected dtype int64 or float32, got int32"),
+        ({"labels": torch.zeros(3).int()}, "labels: .* int64 or float32, got int32"),
         ({"labels": torch.tensor([0, -1, 0])}, "labels: expected class numbers from 0, got -1"),
         ({"labels": torch.tensor([0, torch.nan, 0])}, "labels: expected finite values"),
         ({"fingerprint": ""}, "fingerprint: expected some text"),
@@ -255,36 +232,23 @@ def test_bad_builds(options, message) -> None:
         FeatureBank.build(**({"transport": net, "x": x, "y": y, "fingerprint": "x"} | options))
 
 
-def test_width_that_changes_between_batches(tmp_path: Path) -> None:
-    x, y = images()
-    widths = iter([3, 2])
-
-    def shrinking(batch: Tensor) -> tuple[Tensor, Tensor]:
-        rows = batch.flatten(1)[:, : next(widths)]
-        return rows, rows
-
-    with pytest.raises(InputError, match=r"inputs: expected shape \(27, 3\)"):
-        FeatureBank.build(shrinking, x, y, fingerprint="x", batch_size=30, path=tmp_path / "bank")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_fingerprint() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = nn.Linear(3, 2)
     x = torch.arange(6.0).view(3, 2)
-    base = fingerprint_of(layer, {"x": x, "y": x[:, 0]})
-    state = dict(reversed(layer.state_dict().items()))
-    assert fingerprint_of(state, {"y": x[:, 0], "x": x}) == base
+    data, state = {"x": x, "y": x[:, 0]}, dict(reversed(layer.state_dict().items()))
+    base = fingerprint_of(layer, data)
+    assert fingerprint_of(state, dict(reversed(data.items()))) == base
     others = [
         fingerprint_of(layer),
         fingerprint_of(layer, {"x": x}),
         fingerprint_of(layer, {"x": x[:, 0], "y": x}),
-        fingerprint_of(layer, {"x": x.view(2, 3), "y": x[:, 0]}),
-        fingerprint_of(layer, {"x": x.bfloat16(), "y": x[:, 0]}),
-        fingerprint_of(layer, {"x": x, "y": x[:, 0]}, "note"),
-        fingerprint_of({**state, "bias": state["bias"] + 1e-7}, {"x": x, "y": x[:, 0]}),
-        fingerprint_of({"weight": state["bias"], "bias": state["weight"]}, {"x": x, "y": x[:, 0]}),
+        fingerprint_of(layer, data | {"x": x.view(2, 3)}),
+        fingerprint_of(layer, data | {"x": x.bfloat16()}),
+        fingerprint_of(layer, data, "note"),
+        fingerprint_of({**state, "bias": state["bias"] + 1e-7}, data),
+        fingerprint_of({"weight": state["bias"], "bias": state["weight"]}, data),
     ]
     assert len({base, *others}) == 1 + len(others)
     with pytest.raises(InputError, match=r"net/a: expected a torch\.Tensor, got int"):

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from otad.cip import ExactCip
 from otad.errors import InputError
-from otad.model.account import AccountBuilder
 from otad.model.defend import defend
 from otad.model.diagnostics import (
     Distribution,
@@ -43,35 +41,29 @@ def normal(rows: int, generator: torch.Generator) -> Tensor:
     return torch.randn(rows, DIM, generator=generator)
 
 
-def relative_error(model: OTAD, x: Tensor) -> Tensor:
-    builder = AccountBuilder(model, relative_error=True)
-    builder.add(x)
-    return builder.rows("relative_error")
-
-
 def symmetric(spectrum: list[float], generator: torch.Generator) -> Tensor:
     basis = torch.linalg.qr(normal(DIM, generator)).Q
     return basis @ torch.diag(torch.tensor(spectrum)) @ basis.T
 
 
 def test_distribution_counts_infinity_as_the_largest_and_skips_nan() -> None:
-    values = torch.tensor([1.0] * 98 + [3.0, math.inf, math.nan])
-    found = Distribution.of(values)
-    assert found is not None
-    assert (found.count, found.least, found.median, found.quantile_90) == (100, 1.0, 1.0, 1.0)
-    assert (found.quantile_99, found.most, found.mean) == (3.0, math.inf, math.inf)
+    found = Distribution.of(torch.tensor([1.0] * 98 + [3.0, math.inf, math.nan]))
+    assert found == Distribution(100, math.inf, 1.0, 1.0, 1.0, 3.0, math.inf)
     assert Distribution.of(torch.full((3,), math.nan)) is None
-    assert Distribution.of(torch.arange(101).flip(0)) == Distribution(
-        101, 50.0, 0.0, 50.0, 90.0, 99.0, 100.0
-    )
+    plain = Distribution.of(torch.arange(101).flip(0))
+    assert plain == Distribution(101, 50.0, 0.0, 50.0, 90.0, 99.0, 100.0)
 
 
-def test_scaling_needs_exactly_its_factor(generator: torch.Generator) -> None:
-    """z = c x is the gradient of (c/2)|x|^2, which is c-smooth and no smoother."""
-    x = normal(60, generator)
-    model = linear_model(1.7 * torch.eye(DIM), x, n_neighbors=6)
-    least = neighborhood_smoothness(model, normal(20, generator))
+def test_least_smoothness_of_linear_maps(generator: torch.Generator) -> None:
+    """z = c x is the gradient of (c/2)|x|^2, which is c-smooth and no smoother; others are within
+    the spectrum, of which ten neighbors in five dimensions see most."""
+    x, query = normal(200, generator), normal(30, generator)
+    least = neighborhood_smoothness(linear_model(1.7 * torch.eye(DIM), x, n_neighbors=6), query)
     torch.testing.assert_close(least, torch.full_like(least, 1.7), rtol=1e-5, atol=0)
+    model = linear_model(symmetric([0.5, 0.8, 1.0, 2.0, 3.0], generator), x)
+    least = neighborhood_smoothness(model, query)
+    assert float(least.min()) > 0.5
+    assert 2.0 < float(least.median()) < float(least.max()) <= 3.0001
 
 
 def test_least_smoothness_of_two_neighbors(generator: torch.Generator) -> None:
@@ -86,15 +78,6 @@ def test_least_smoothness_of_two_neighbors(generator: torch.Generator) -> None:
     expected = torch.where(along > 0, image.square().sum(1) / along, math.inf)
     assert 0 < int(expected.isinf().sum()) < len(query)
     torch.testing.assert_close(least, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_least_smoothness_lies_within_the_spectrum(generator: torch.Generator) -> None:
-    spectrum = [0.5, 0.8, 1.0, 2.0, 3.0]
-    model = linear_model(symmetric(spectrum, generator), normal(200, generator))
-    least = neighborhood_smoothness(model, normal(50, generator))
-    assert float(least.min()) > 0.5
-    assert float(least.max()) <= 3.0 + 1e-4
-    assert float(least.median()) > 2.0  # ten neighbors in five dimensions see most of the map
 
 
 def test_energy_is_the_sum_over_blocks(generator: torch.Generator) -> None:
@@ -129,19 +112,6 @@ def test_monotonicity_violations_one_pair_at_a_time(generator: torch.Generator) 
     assert monotonicity_violations(model, rows) == expected / 16
 
 
-def test_relative_error_of_one_neighbor_and_on_the_bank(generator: torch.Generator) -> None:
-    """With K = 1 the defended feature is the nearest point's own."""
-    x, query = normal(30, generator), normal(12, generator)
-    matrix = symmetric([1.0, 1.1, 1.2, 1.3, 1.4], generator)
-    found = relative_error(linear_model(matrix, x, n_neighbors=1), query)
-    nearest = x[torch.cdist(query, x).argmin(1)]
-    gap = (query - nearest) @ matrix.T
-    expected = gap.square().sum(1) / (query @ matrix.T).square().sum(1)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    model = linear_model(symmetric([0.5, 0.6, 0.7, 0.8, 0.9], generator), x, n_neighbors=5)
-    assert float(relative_error(model, x).max()) < 1e-8
-
-
 def test_local_lipschitz_of_a_linear_map_is_its_largest_singular_value(
     generator: torch.Generator,
 ) -> None:
@@ -166,31 +136,12 @@ def test_local_lipschitz_grows_with_every_step_and_needs_no_gradient(
         return (x @ side > 0).float()[:, None]
 
     few, many = (
-        local_lipschitz(
-            jump, points, radius=2.0, steps=steps, generator=torch.Generator().manual_seed(3)
-        )
+        local_lipschitz(jump, points, radius=2.0, steps=steps, generator=source)
         for steps in (0, 40)
+        for source in [torch.Generator().manual_seed(3)]
     )
     assert bool((many >= few).all())
     torch.testing.assert_close(many, torch.full((4,), 0.5))  # a jump of 1 over a way of 2
-
-
-def test_one_neighborhood_for_all_is_as_smooth_as_promised(generator: torch.Generator) -> None:
-    """With K = N no neighbor ever changes, so the defended map is L-Lipschitz everywhere."""
-    x = normal(12, generator)
-    matrix = symmetric([0.2, 0.4, 0.6, 1.0, 1.5], generator)
-    model = linear_model(matrix, x, n_neighbors=12, smoothness=1.5)
-    points = normal(20, generator)
-    found = local_lipschitz(defended_map(model), points, radius=0.05, generator=generator)
-    assert float(found.max()) <= 1.5 + 1e-3
-    assert float(found.max()) > 1.0
-
-
-def test_defended_map_is_the_map_of_the_model(generator: torch.Generator) -> None:
-    x, query = normal(40, generator), normal(9, generator)
-    solver = ExactCip(mode="paper", climb=(0.2, 0.2), on_failure="fallback")
-    model = linear_model(normal(DIM, generator), x, solver=solver)
-    torch.testing.assert_close(defended_map(model)(query), model.trace(query).solution.image)
 
 
 def test_refusals(generator: torch.Generator) -> None:
@@ -206,42 +157,31 @@ def test_refusals(generator: torch.Generator) -> None:
             local_lipschitz(lambda x: x, torch.zeros(2, DIM), radius=radius, generator=generator)
 
 
-def test_one_map_is_measured_as_such(generator: torch.Generator) -> None:
-    """A linear gradient map: the least L is at most its largest eigenvalue."""
+@pytest.mark.parametrize("options", [{"scope": "global"}, {"n_neighbors": 60, "smoothness": 1.6}])
+def test_the_same_map_for_all_is_as_smooth_as_promised(
+    generator: torch.Generator, options: dict[str, object]
+) -> None:
+    """A linear gradient map: the least L is at most its largest eigenvalue. Global, or local with
+    K = N, where no neighbor ever changes."""
     x = normal(60, generator)
-    model = linear_model(symmetric([0.3, 0.5, 0.8, 1.1, 1.6], generator), x, scope="global")
+    model = linear_model(symmetric([0.3, 0.5, 0.8, 1.1, 1.6], generator), x, **options)
     assert 1.5 < model.smoothness <= 1.6 * (1 + 1e-4)
     function = defended_map(model)
-    torch.testing.assert_close(function(model.bank_inputs), model.bank_features)
-    assert float(relative_error(model, x).max()) < 1e-8
+    torch.testing.assert_close(
+        function(model.bank_inputs), model.bank_features, rtol=1e-3, atol=1e-4
+    )
     queries = normal(20, generator)
     embedded = model.backbone.embed(queries)
     trace = model.trace(queries)
-    with torch.no_grad():
-        learned = model.backbone.transport(embedded)[0]
-        away = (learned - trace.solution.image).square().sum(1) / learned.square().sum(1)
-    torch.testing.assert_close(relative_error(model, queries), away)
-    steepest = local_lipschitz(function, embedded, radius=0.05, generator=generator)
-    assert float(steepest.max()) <= model.smoothness * 1.001
-    twin = linear_model(model.backbone.blocks[0].weight.detach(), x)
-    torch.testing.assert_close(
-        neighborhood_smoothness(model, queries), neighborhood_smoothness(twin, queries)
-    )
-
-
-def test_the_residual_of_one_map_is_its_gap_over_all_points(generator: torch.Generator) -> None:
-    x = normal(40, generator)
-    model = linear_model(symmetric([0.3, 0.5, 0.8, 1.1, 1.6], generator), x, scope="global")
-    embedded = model.backbone.embed(x[:9])
-    trace = model.trace(x[:9])
-    residual = model.answerer.residual(model, embedded, trace)
-    assert torch.equal(residual, trace.solution.residual)
-    torch.testing.assert_close(residual > 0, trace.gap > 0)
-    with pytest.raises(InputError, match=r"answerer: .*WholeBankAnswerer"):
-        changed_by_potential(model, embedded, model.neighbors(embedded))
-    local = linear_model(torch.eye(DIM), x)
-    trace = local.trace(x[:9])
-    problem = local.problem(embedded, trace.neighbors.indices)
-    assert torch.equal(
-        local.answerer.residual(local, embedded, trace), problem.residual(trace.solution)
-    )
+    torch.testing.assert_close(function(embedded), trace.solution.image)
+    steepest = local_lipschitz(function, embedded, radius=0.05, generator=generator, steps=10)
+    assert 1.0 < float(steepest.max()) <= model.smoothness * 1.001
+    if model.scope == "global":
+        twin = linear_model(model.backbone.blocks[0].weight.detach(), x)
+        least = (neighborhood_smoothness(one, queries) for one in (model, twin))
+        torch.testing.assert_close(*least)
+        residual = model.answerer.residual(model, embedded, trace)
+        assert torch.equal(residual, trace.solution.residual)
+        torch.testing.assert_close(residual > 0, trace.gap > 0)
+        with pytest.raises(InputError, match=r"answerer: .*WholeBankAnswerer"):
+            changed_by_potential(model, embedded, trace.neighbors)

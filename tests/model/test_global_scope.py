@@ -1,8 +1,8 @@
-"""OTAD with one map for the whole bank: what it computes, how it travels, what it refuses."""
+"""OTAD with a global map: what it computes, how it is copied, what it refuses."""
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from factories import D, N, points
 from factories import model as any_model
-from torch import Tensor, nn
+from torch import nn
 
 from otad.cip import ExactCip, Status
 from otad.cip.whole_bank.map import WholeBank
-from otad.cip.whole_bank.potential import BankPotential, integrate_most, least_bank_smoothness
+from otad.cip.whole_bank.potential import integrate_most, least_bank_smoothness
 from otad.errors import InputError, SolverError
 from otad.model.otad import OTAD
 
@@ -28,19 +28,9 @@ def model(seed: int = 0, **options: Any) -> OTAD:
 QUERIES = points(40, 99)
 
 
-def crossed(seed: int = 0) -> tuple[OTAD, Tensor]:
-    """A model whose bank holds two points that no monotone map passes through, and its bank."""
-    ours = model(seed, scope="local")
-    features = ours.bank_features.clone()
-    features[7] = features[7] - 3 * ours.bank_inputs[7]
-    bank = copy.copy(ours.bank)
-    object.__setattr__(bank, "features", features)
-    return ours, bank
-
-
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("convexity", [0.0, -0.4])
-def test_it_is_the_one_map_put_between_embedding_and_head(task: str, convexity: float) -> None:
+def test_it_is_the_global_map_between_embedding_and_head(task: str, convexity: float) -> None:
     ours = model(task=task, strong_convexity=convexity)
     embedded = (QUERIES - 0.5) / 0.3
     inputs, features = ours.bank_inputs, ours.bank_features
@@ -61,7 +51,7 @@ def test_it_is_the_one_map_put_between_embedding_and_head(task: str, convexity: 
     assert torch.equal(ours(QUERIES), trace.outputs)
 
 
-def test_the_trace_tells_the_support_most_weight_first() -> None:
+def test_the_trace_holds_the_support_most_weight_first() -> None:
     ours = model()
     trace = ours.trace(QUERIES)
     weights, indices = trace.solution.multipliers, trace.neighbors.indices
@@ -80,18 +70,12 @@ def test_the_trace_tells_the_support_most_weight_first() -> None:
     assert model(scope="local").trace(QUERIES).gap is None
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("convexity", [0.0, -0.4, 0.2])
-def test_training_points_map_to_their_own_features(task: str, convexity: float) -> None:
-    ours = model(task=task, strong_convexity=convexity)
-    with torch.no_grad():
-        trace = ours.trace(points(N, 0))
-    expected = ours.backbone.head(ours.bank_features)
-    torch.testing.assert_close(trace.outputs, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_a_smaller_smoothness_leaves_out_the_points_that_contradict() -> None:
-    ours, bank = crossed()
+    """No monotone map passes through all points of this bank."""
+    ours = model(scope="local")
+    features = ours.bank_features.clone()
+    features[7] -= 3 * ours.bank_inputs[7]
+    bank = replace(ours.bank, features=features, verify=True)
     with pytest.raises(SolverError, match=r"some that a smoothness .* With a given smoothness"):
         OTAD(ours.backbone, bank, scope="global")
     capped = OTAD(ours.backbone, bank, scope="global", smoothness=3.0).eval()
@@ -120,42 +104,6 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(ours, x, eps=1e-6, atol=1e-6, rtol=1e-4, fast_mode=True)
 
 
-def test_no_two_inputs_are_stretched_by_more_than_the_smoothness() -> None:
-    ours = model()
-    embedded = ours.backbone.embed(points(60, 5))
-    with torch.no_grad():
-        images = ours.solve(embedded).solution.image
-    assert float(torch.pdist(images).div(torch.pdist(embedded)).max()) <= ours.smoothness * 1.0001
-
-
-def test_a_state_dict_of_another_scope_is_refused() -> None:
-    one_map, local = model(), model(scope="local")
-    with pytest.raises(RuntimeError, match=r"Missing.*answerer.levels"):
-        one_map.load_state_dict(local.state_dict())
-    with pytest.raises(RuntimeError, match=r"Unexpected.*answerer.levels"):
-        local.load_state_dict(one_map.state_dict())
-
-
-def test_the_map_is_made_once_and_again_for_another_bank(monkeypatch: Any) -> None:
-    made = []
-    create = WholeBank.__init__
-
-    def counting(self: WholeBank, *args: Any, **options: Any) -> None:
-        made.append(self)
-        create(self, *args, **options)
-
-    monkeypatch.setattr(WholeBank, "__init__", counting)
-    ours = model()
-    for _ in range(3):
-        ours(QUERIES)
-    assert len(made) == 1
-    ours.load_state_dict(model(seed=1).state_dict())
-    ours(QUERIES)
-    assert len(made) == 2
-    ours.double()(QUERIES.double())
-    assert len(made) == 3
-
-
 def test_levels_stay_in_double_precision() -> None:
     ours = model()
     expected = ours(QUERIES)
@@ -165,17 +113,6 @@ def test_levels_stay_in_double_precision() -> None:
     assert ours.answerer.levels.dtype == torch.float64
     assert torch.equal(ours.answerer.levels, levels)
     assert torch.equal(ours(QUERIES), expected)
-
-
-def test_a_bank_that_is_not_resident(tmp_path: Path) -> None:
-    resident = model()
-    mapped = model(resident=False, bank_path=str(tmp_path / "bank.safetensors"))
-    assert torch.equal(mapped(QUERIES), resident(QUERIES))
-    assert not any(name.startswith("bank_") for name in mapped.state_dict())
-    mapped.load_state_dict(mapped.state_dict())
-    other = model(resident=False, smoothness=9.0)
-    mapped.load_state_dict(other.state_dict())
-    assert torch.equal(mapped(QUERIES), other(QUERIES))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -206,15 +143,11 @@ def test_a_half_precision_bank_has_a_map_of_its_own(dtype: torch.dtype) -> None:
     torch.testing.assert_close(images, half.bank_features.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_defending_tells_the_sweeps() -> None:
-    told: list[tuple[int, float]] = []
-    ours = model(smoothness=4.0, sweep_progress=lambda *sweep: told.append(sweep))
-    assert [count for count, _ in told] == list(range(1, ours.potential.sweeps + 1))
-    assert all(isinstance(rise, float) for _, rise in told)
-
-
-def no_potential(levels: Tensor) -> BankPotential:
-    return BankPotential(levels, 2.0, 0.0, torch.zeros(0).long(), 1, 0.0)
+def test_defending_reports_the_sweeps() -> None:
+    reported: list[tuple[int, float]] = []
+    ours = model(smoothness=4.0, sweep_progress=lambda *sweep: reported.append(sweep))
+    assert [count for count, _ in reported] == list(range(1, ours.potential.sweeps + 1))
+    assert all(isinstance(rise, float) for _, rise in reported)
 
 
 @pytest.mark.parametrize(
@@ -235,25 +168,19 @@ def test_refused_settings(options: dict[str, Any], message: str) -> None:
         model(**options)
 
 
-def test_refused_potentials() -> None:
-    ours = model(scope="local")
-    levels = torch.zeros(N, dtype=torch.float64)
-    for given, scope, message in (
-        (no_potential(levels), "local", "potential: expected with scope 'global' alone"),
-        (no_potential(levels[1:]), "global", r"potential: .*\(70,\).*\(69,\)"),
-        (no_potential(levels.float()), "global", "potential: .*float64.*float32"),
+def test_refused_potentials_and_queries() -> None:
+    ours, local = model(), model(scope="local")
+    found, levels = ours.potential, ours.potential.levels
+    for options, message in (
+        ({"scope": "local"}, "potential: expected with scope 'global' alone"),
+        ({"potential": replace(found, levels=levels[1:])}, r"potential: .*\(70,\).*\(69,\)"),
+        ({"potential": replace(found, levels=levels.float())}, "potential: .*float64.*float32"),
+        ({"smoothness": 99.0}, "smoothness: expected .* that of the potential, or None, got 99.0"),
     ):
         with pytest.raises(InputError, match=message):
-            OTAD(ours.backbone, ours.bank, scope=scope, potential=given)
-    found = model(scope="global").potential
-    with pytest.raises(InputError, match=r"smoothness: expected .* that of the potential, or None"):
-        OTAD(ours.backbone, ours.bank, scope="global", potential=found, smoothness=99.0)
+            OTAD(ours.backbone, ours.bank, **{"scope": "global", "potential": found} | options)
     with pytest.raises(InputError, match="scope: expected 'global'"):
-        _ = ours.whole_bank
-
-
-def test_no_bank_point_can_be_left_out_for_a_query() -> None:
-    ours = model()
+        _ = local.whole_bank
     with pytest.raises(InputError, match="exclude: expected None"):
         ours.trace(QUERIES[:1], exclude=torch.tensor([3]))
     assert ours.neighbors(ours.query_keys(QUERIES)).indices.shape == (40, 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from training.small_vision import moons
 
 from otad.cip.whole_bank.lifted_bank import least_lipschitz, lifted_potential
 from otad.errors import InputError
-from otad.model.otad import OTAD, load
+from otad.model.otad import OTAD
 from otad.model.prototypes import (
     PrototypeNet,
     class_means,
@@ -63,7 +64,7 @@ def test_the_net_is_the_model_of_its_bank() -> None:
 
 def test_a_smoothness_of_two_leaves_no_point_out() -> None:
     """As is proved for exact heights: none may be rounded up."""
-    for seed in range(10):
+    for seed in range(5):
         drawn_by = torch.Generator().manual_seed(seed)
         x = torch.randn(40, 2, generator=drawn_by)
         net = prototypes(x, torch.arange(40) % 2, neighbors=1)
@@ -73,12 +74,12 @@ def test_a_smoothness_of_two_leaves_no_point_out() -> None:
 
 
 def test_training_widens_the_margins_of_the_very_model() -> None:
-    x, y = moons(400)
-    net = prototypes(x[:200], y[:200], neighbors=2, per_class=6)
+    x, y = moons(300)
     x, y, test, labels = x[:200], y[:200], x[200:], y[200:]
+    net = prototypes(x, y, neighbors=2, per_class=6)
     before = scaled_margins(model_of(net)(test), labels, net.head)
     config = TrainConfig(
-        epochs=12, batch_size=50, optimizer="adamw", learning_rate=0.02, weight_decay=0.0,
+        epochs=8, batch_size=50, optimizer="adamw", learning_rate=0.02, weight_decay=0.0,
         loss="margin", target_margin=0.12,
     )  # fmt: skip
     train(net, (x, y, test, labels), config)
@@ -87,15 +88,15 @@ def test_training_widens_the_margins_of_the_very_model() -> None:
     assert model_of(net).smoothness == pytest.approx(2, abs=1e-5)
 
 
-def refreshed(net: PrototypeNet) -> PrototypeNet:
-    fresh = PrototypeNet((2,), 2, n_points=40, mean=0.5, std=2.0).eval()
-    fresh.load_state_dict(net.state_dict())
-    return fresh
-
-
 def test_rivals_are_never_stale_in_evaluation() -> None:
     x, y = moons(40)
     net, drawn_by = prototypes(x, y, neighbors=1).eval(), torch.Generator().manual_seed(0)
+
+    def refreshed(net: PrototypeNet) -> PrototypeNet:
+        fresh = PrototypeNet((2,), 2, n_points=40, mean=0.5, std=2.0).eval()
+        fresh.load_state_dict(net.state_dict())
+        return fresh
+
     before = net(x)
     net.labels.copy_(y[torch.randperm(40, generator=drawn_by)])
     assert torch.equal(net(x), refreshed(net)(x))
@@ -106,7 +107,7 @@ def test_rivals_are_never_stale_in_evaluation() -> None:
     assert torch.equal(net(x), refreshed(net)(x))
 
 
-def test_answers_in_inference_mode_leave_gradients_possible() -> None:
+def test_modes_of_the_caller_do_not_matter() -> None:
     x, y = moons(40)
     with torch.inference_mode():
         net = prototypes(x, y, neighbors=1).eval()
@@ -115,41 +116,23 @@ def test_answers_in_inference_mode_leave_gradients_possible() -> None:
     net(query).sum().backward()
     assert query.grad is not None
     torch.testing.assert_close(net(x), plain, rtol=0, atol=0)
-
-
-def test_autocast_changes_nothing() -> None:
-    x, y = moons(40)
-    net = prototypes(x, y, neighbors=2)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = net(x)
-    torch.testing.assert_close(inside.float(), net(x), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(net(x).float(), plain, rtol=1e-2, atol=1e-2)
 
 
-def test_a_model_is_saved_and_loaded_with_its_prototypes(tmp_path) -> None:
-    x, y = moons(40)
-    model = model_of(prototypes(x, y, neighbors=2))
-    model.save(tmp_path)
-    loaded = load(tmp_path)
-    assert torch.equal(loaded(x), model(x))
-    assert torch.equal(loaded.backbone(x), model.backbone(x))
-    assert loaded.backbone.config() == model.backbone.config()
-
-
-def test_refusals() -> None:
-    x, y = moons(40)
-    with pytest.raises(InputError, match="per_class: expected an integer of at least 1, got 0"):
-        prototypes(x, y, per_class=0)
-    with pytest.raises(InputError, match="task: expected 'classification', got 'regression'"):
-        PrototypeNet((2,), 1, n_points=3, task="regression")
-    with pytest.raises(InputError, match="labels: expected two classes at least"):
-        prototypes(x, torch.zeros_like(y))(x)
-    points, labels = labeled(9)
-    with pytest.raises(InputError, match="labels: expected two classes at least, got only 0"):
-        nearest_rivals(points, torch.zeros(9, dtype=torch.int64))
-    with pytest.raises(InputError, match="labels: expected shape"):
-        label_heights(points, labels[:4])
-    with pytest.raises(InputError, match="neighbors: expected an integer of at least 1, got 0"):
-        class_means(points, labels, 0)
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda x, y: prototypes(x, y, per_class=0), "per_class: .* at least 1, got 0"),
+        (lambda x, y: prototypes(x, y, neighbors=0), "neighbors: .* at least 1, got 0"),
+        (lambda x, y: PrototypeNet((2,), 1, n_points=3, task="regression"), "task: .*'regression'"),
+        (lambda x, y: prototypes(x, torch.zeros_like(y))(x), "labels: .*two classes.* only 0"),
+        (lambda x, y: label_heights(x, y[:4]), r"labels: expected shape \(40,\)"),
+    ],
+)
+def test_refusals(act: Callable[[Tensor, Tensor], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        act(*moons(40))
 
 
 def test_a_net_in_float64_gives_points_in_float64() -> None:
@@ -196,22 +179,7 @@ def test_rivals_are_the_nearest_of_other_classes() -> None:
         assert float(heights[row]) == pytest.approx(float(apart.min()) / math.sqrt(2), rel=1e-14)
 
 
-@pytest.mark.parametrize("offset", [0.0, 2000.0, -5e4])
-def test_far_from_the_origin_the_nearest_are_still_found(offset: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    points, labels = torch.rand(300, 3, generator=generator) + offset, torch.arange(300) % 2
-    exact = points.double()
-    apart = torch.cdist(exact, exact, compute_mode="donot_use_mm_for_euclid_dist")
-    rivals = apart.masked_fill(labels[:, None] == labels, math.inf)
-    found = apart.gather(1, nearest_rivals(points, labels)[:, None])[:, 0]
-    assert torch.equal(found, rivals.amin(1))
-    friends = apart.masked_fill(labels[:, None] != labels, math.inf)
-    nearest = friends.topk(2, dim=1, largest=False).indices  # a point itself, and one more
-    means = class_means(points, labels, 2).double()
-    assert float((means - exact[nearest].mean(1)).abs().max()) <= 3e-7 * max(1, abs(offset))
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(3, 60), st.integers(0, 10**6), st.integers(1, 5))
 def test_the_answers_are_1_lipschitz_and_the_highest_that_are(
     size: int, seed: int, neighbors: int
@@ -219,34 +187,13 @@ def test_the_answers_are_1_lipschitz_and_the_highest_that_are(
     points, labels = labeled(size, seed)
     points = class_means(points, labels, neighbors)
     bank = prototypes_at(points, labels).bank()
+    assert torch.equal(bank.inputs, torch.nn.functional.pad(points, (0, 3)))
+    assert torch.equal(bank.features[:, :5], points)
     answers, points = bank.features[:, 5:].double(), points.double()
     run, rise = torch.cdist(points, points), torch.cdist(answers, answers)
     assert bool((rise <= run * (1 + 1e-6) + 1e-6).all())
     # Half of the way to the nearest point of another class is certified, and no map can do more.
     margins = answers.gather(1, labels[:, None])[:, 0]
+    assert torch.equal(answers.sum(1), margins)
     apart = run.masked_fill(labels[:, None] == labels, math.inf).amin(1)
     torch.testing.assert_close(margins / math.sqrt(2), apart / 2, rtol=1e-5, atol=1e-6)
-
-
-def test_the_bank_is_lifted() -> None:
-    points, labels = labeled(9)
-    bank = prototypes_at(points, labels).bank()
-    assert bank.inputs.shape == bank.features.shape == (9, 8)
-    for part in (bank.inputs, bank.features):
-        torch.testing.assert_close(part[:, :5], points, rtol=0, atol=0)
-    assert not bank.inputs[:, 5:].any()
-    heights = label_heights(points, labels).float()
-    torch.testing.assert_close(bank.features[:, 5:], torch.eye(3)[labels] * heights[:, None])
-
-
-def test_rivals_within_tight_clusters_are_the_nearest() -> None:
-    """Where classes mix in clusters, float32 products cannot tell who is nearest; a rival that is
-    not would make heights too large, and the least smoothness more than 2."""
-    drawn_by = torch.Generator().manual_seed(0)
-    places = torch.randn(4, 6, generator=drawn_by).repeat(40, 1)
-    points = places + 1e-4 * torch.randn(160, 6, generator=drawn_by)
-    labels = torch.randint(0, 3, (160,), generator=drawn_by)
-    apart = (points.double()[:, None] - points.double()).norm(dim=2)
-    apart.masked_fill_(labels[:, None] == labels, torch.inf)
-    found = apart.gather(1, nearest_rivals(points, labels)[:, None])[:, 0]
-    assert torch.equal(found, apart.amin(1))

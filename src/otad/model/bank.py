@@ -90,10 +90,10 @@ class FeatureBank:
 
     def select(self, rows: Tensor) -> FeatureBank:
         """The points of these rows, in memory."""
-        part = hashlib.sha256(self.fingerprint.encode())
-        part.update(tensor_files.fingerprint({"subset": rows}).encode())
+        name = self.fingerprint + tensor_files.fingerprint({"subset": rows})
+        name = hashlib.sha256(name.encode()).hexdigest()
         pairs = gathered(self.inputs, rows), gathered(self.features, rows)
-        return FeatureBank(*pairs, self.labels[rows], part.hexdigest(), verify=False)
+        return FeatureBank(*pairs, self.labels[rows], name, verify=False)
 
     def to(self, device: torch.device | str) -> FeatureBank:
         """The bank in the memory of a device."""
