@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanation", "Neighbor", "explain"]
 Label = str | int | float | bool
+Prediction = tuple[Label | None, dict[Label, float] | None]  # with the probabilities of all classes
 AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
 TEXT, SOFT, FAINT = "#22282d", "#69737b", "#e4e7ea"
 # In inches: an image, the space between two, the wider one after the query, and the edges.
@@ -264,10 +265,8 @@ def _class_labels(backbone: Backbone, classes: Sequence[Any] | None) -> list[Lab
     return [label.item() if isinstance(label, np.generic) else label for label in given]
 
 
-def _prediction(
-    output: Tensor, labels: list[Label] | None
-) -> tuple[Label | None, dict[Label, float] | None]:
-    """Prediction and probabilities, from logits (C,) or a value; None where it abstained."""
+def _prediction(output: Tensor, labels: list[Label] | None) -> Prediction:
+    """From logits (C,) or a value; None where it abstained."""
     if not bool(output.isfinite().all()):
         return None, None
     if labels is None:

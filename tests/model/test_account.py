@@ -43,11 +43,9 @@ def test_it_says_what_the_answers_say(kind: str) -> None:
     error = (learned - solution.image).square().sum(1) / learned.square().sum(1)
     torch.testing.assert_close(builder.rows("relative_error"), error)
     assert account.least_smoothness == Distribution.of(neighborhood_smoothness(model, X))
-    extremes = [
-        model.replace(solver=replace(model.solver, potential=rule))(X).argmax(1)
-        for rule in ("lowest", "highest")
-    ]
-    changed = float((extremes[0] != extremes[1]).double().mean())
+    solvers = (replace(model.solver, potential=rule) for rule in ("lowest", "highest"))
+    low, high = (model.replace(solver=solver)(X).argmax(1) for solver in solvers)
+    changed = float((low != high).double().mean())
     assert account.changed_by_potential == pytest.approx(changed)
 
 

@@ -220,7 +220,6 @@ def test_bad_fields(fields, message) -> None:
         ({"y": [0] * N}, "y: expected a torch.Tensor"),
         ({"y": torch.zeros(N - 1)}, r"labels: expected shape \(57,\)"),
         ({"batch_size": 0}, "batch_size: expected an integer of at least 1"),
-        ({"dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32"),
         ({"transport": lambda x: (x.flatten(1), x[:, :2, 0])}, "features: .* in the same R"),
         ({"transport": lambda x: (x[:3, :, 0], x[:3, :, 0])}, r"inputs: expected shape \(57, 3\)"),
         ({"transport": lambda x: (x, x)}, r"inputs: expected 2 axes"),

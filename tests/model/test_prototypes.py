@@ -74,12 +74,12 @@ def test_a_smoothness_of_two_leaves_no_point_out() -> None:
 
 
 def test_training_widens_the_margins_of_the_very_model() -> None:
-    x, y = moons(300)
+    x, y = moons(400)
     x, y, test, labels = x[:200], y[:200], x[200:], y[200:]
     net = prototypes(x, y, neighbors=2, per_class=6)
     before = scaled_margins(model_of(net)(test), labels, net.head)
     config = TrainConfig(
-        epochs=8, batch_size=50, optimizer="adamw", learning_rate=0.02, weight_decay=0.0,
+        epochs=12, batch_size=50, optimizer="adamw", learning_rate=0.02, weight_decay=0.0,
         loss="margin", target_margin=0.12,
     )  # fmt: skip
     train(net, (x, y, test, labels), config)

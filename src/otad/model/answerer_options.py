@@ -16,14 +16,8 @@ from otad.cip.whole_bank import potential as potentials
 from otad.cip.whole_bank.lifted_bank import lifted_potential
 from otad.cip.whole_bank.potential import BankPotential, Progress
 from otad.errors import SolverError
-from otad.model.answerers import (
-    Answerer,
-    NeighborAnswerer,
-    WholeBankAnswerer,
-    check_curvature,
-    is_global,
-    local_answerer,
-)
+from otad.model import answerers
+from otad.model.answerers import Answerer, NeighborAnswerer, WholeBankAnswerer, is_global
 from otad.model.bank import FeatureBank
 
 
@@ -87,10 +81,10 @@ def check_settings(
             expected = "none in global scope, where no neighbors are searched"
             require(given is None, name, expected, type(given).__name__)
         if smoothness is not None:
-            check_curvature(smoothness, strong_convexity)
+            answerers.check_curvature(smoothness, strong_convexity)
         require(math.isfinite(strong_convexity), "strong_convexity", "a number", strong_convexity)
     else:
-        local = local_answerer(solver, smoothness, strong_convexity)
+        local = answerers.local_answerer(solver, smoothness, strong_convexity)
         local.check_sizes(n_neighbors, dim)
         spares = local.spares
     fits = check_count(n_neighbors, "n_neighbors") + spares <= points

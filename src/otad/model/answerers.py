@@ -36,10 +36,8 @@ Options = dict[str, Any]  # arguments of `OTAD`
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What an answerer finds for B queries, and the training points (B,K) it rests on.
-
-    `gap` (B,): of a global map, the duality gap: |z' - exact|^2 <= 2 (L - l) gap.
-    """
+    """What an answerer finds for B queries, and the training points (B,K) it rests on. `gap` (B,):
+    of a global map, the duality gap: |z' - exact|^2 <= 2 (L - l) gap."""
 
     neighbors: Neighbors
     solution: CipSolution
