@@ -140,8 +140,8 @@ def test_only_options_that_make_the_extractor_again_are_described(
     [
         (lambda: ResNetMetric((32, 32)), r"input_shape: expected images \(C,H,W\)"),
         (lambda: CNNMetric((3, 30, 32)), "sides that 4 divides"),
-        (lambda: CNNMetric((3, 32, 32), widths=(4,)), r"widths: expected 2 widths, got \(4,\)"),
-        (lambda: ResNetMetric((3, 32, 32), widths=()), "widths: expected at least one width"),
+        (lambda: CNNMetric((3, 32, 32), widths=(4,)), r"widths: .*2 .*\(4,\)"),
+        (lambda: ResNetMetric((3, 32, 32), widths=()), "widths: .*at least one"),
         (lambda: ViTMetric((3, 32, 32), patch=5), "sides that 5 divides"),
         (lambda: ViTMetric((3, 32, 32), heads=7), "heads: expected a divisor of the width 384"),
         (lambda: AttentionMetric((3, 32, 32), key_dim=0), "key_dim: expected an integer"),
@@ -216,7 +216,7 @@ def _most_stretched(metric: Metric, seed: int) -> float:
     ends = [end.requires_grad_() for end in ends]
     optimizer = torch.optim.Adam(ends, lr=0.01)
     best = 0.0
-    for _ in range(40):
+    for _ in range(30):
         gap = (ends[0] - ends[1]).flatten(1).norm(dim=1)
         ratio = (metric(ends[0]) - metric(ends[1])).norm(dim=1) / gap
         best = max(best, float(ratio.detach().max()))

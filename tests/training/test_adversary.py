@@ -159,7 +159,7 @@ def test_the_loss_is_that_of_the_perturbed_weights_in_any_precision() -> None:
     ("name", "value"),
     [
         *(("weight_share", value) for value in (-0.1, 1.0, math.nan, np.float32(0.1))),
-        *(("eps", value) for value in (0.0, "1", np.float32(1))),  # no JSON value
+        *(("eps", value) for value in (0.0, "1", None, np.float32(1))),  # no JSON number
         *(("step_size", -1), ("steps", 0), ("norm", "l1")),
     ],
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from otad.errors import InputError
 from otad.nets import vision_transformer
-from otad.training import TrainConfig, recipe
+from otad.training import MetricConfig, TrainConfig, recipe
 
 
 @pytest.mark.parametrize(
@@ -63,36 +66,32 @@ def test_recipes_can_be_changed_but_only_by_settings_that_exist() -> None:
         recipe("vit")
 
 
+BAD: dict[type, dict[str, list]] = {
+    TrainConfig: {
+        "epochs": [0], "batch_size": [1.5], "log_every": [True], "seed": [-1, 2**64],
+        "optimizer": ["lion"], "schedule": ["linear"], "decay_on": ["some"], "device": ["abacus"],
+        "learning_rate": [0.0, math.nan], "momentum": [1.0], "weight_decay": [-0.1],
+        "warmup": [30], "gradient_clip": [-1], "ema": [1.0], "augment": ["wild"],
+        "loss": ["neighborhood"], "energy_weight": ["much"], "label_smoothing": [1.0],
+        "mixing": [1.5, np.float32(0.5)], "target_margin": [0.0], "pair_smoothness": [0.0],
+        "pair_weight": [-1.0],
+    },
+    MetricConfig: {
+        "loss": ["angular"], "references": ["queue"], "temperature": [0.0, np.float32(0.1)],
+        "margin": [-1.0, np.float32(0.1)], "batch_size": [1], "n_neighbors": [0],
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epochs": 0}, "epochs: expected an integer of at least 1, got 0"),
-        ({"batch_size": 1.5}, "batch_size: expected an integer"),
-        ({"log_every": True}, "log_every: expected an integer"),
-        ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
-        ({"seed": 2**64}, f"seed: expected an integer of at most {2**64 - 1}, got {2**64}"),
-        ({"optimizer": "lion"}, "optimizer: expected one of sgd, adamw, got 'lion'"),
-        ({"schedule": "linear"}, "schedule: expected one of cosine, constant, step"),
-        ({"learning_rate": 0.0}, "learning_rate: expected a number of at least"),
-        ({"learning_rate": float("nan")}, "learning_rate: .* got nan"),
-        ({"momentum": 1.0}, "momentum: .* below 1, got 1.0"),
-        ({"weight_decay": -0.1}, "weight_decay: .* at least 0 .* got -0.1"),
-        ({"energy_weight": "much"}, "energy_weight: .* got 'much'"),
-        ({"epochs": 5, "warmup": 5}, "warmup: .* below 5, got 5"),
-        ({"decay_on": "some"}, "decay_on: expected one of all, matrices"),
-        ({"loss": "neighborhood"}, "loss: expected one of fit"),
-        ({"label_smoothing": 1.0}, "label_smoothing: .* below 1, got 1.0"),
-        ({"mixing": 1.5}, "mixing: expected a number from 0 to 1, got 1.5"),
-        ({"mixing": np.float32(0.5)}, "mixing: expected a number from 0 to 1"),
-        ({"ema": 1.0}, "ema: .* below 1, got 1.0"),
-        ({"gradient_clip": -1}, "gradient_clip: .* at least 0"),
-        ({"target_margin": 0.0}, "target_margin: expected a number of at least"),
-        ({"pair_smoothness": 0.0}, "pair_smoothness: expected a number of at least"),
-        ({"pair_weight": -1.0}, "pair_weight: expected a number of at least 0"),
-        ({"augment": "wild"}, "augment: expected one of none, light, strong, got 'wild'"),
-        ({"device": "abacus"}, "device: expected a device such as 'cpu', got 'abacus'"),
-    ],
+    ("kind", "name", "value"),
+    [(kind, name, value) for kind in BAD for name, bad in BAD[kind].items() for value in bad],
 )
-def test_bad_settings_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        TrainConfig(**options)
+def test_bad_settings_are_refused(kind: type, name: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"{name}: expected .*, got {re.escape(repr(value))}"):
+        kind(**{name: value})
+
+
+def test_losses_of_all_pairs_need_references_in_the_batch() -> None:
+    with pytest.raises(InputError, match=r"references: expected 'batch' .*'triplet' with 'bank'"):
+        MetricConfig(loss="triplet", references="bank")

@@ -84,16 +84,6 @@ def test_on_the_cpu_nothing_is_captured() -> None:
 
 
 @needs_gpu
-def test_the_learning_rate_is_a_tensor_on_the_gpu() -> None:
-    net = torch.nn.Linear(2, 2, device="cuda")
-    config = replace(WHOLE, cuda_graph=True, learning_rate=0.5)
-    group, _ = config.make_optimizer(net).param_groups
-    assert (group["lr"].device.type, float(group["lr"])) == ("cuda", 0.5)
-    group, _ = replace(config, cuda_graph=False).make_optimizer(net).param_groups
-    assert group["lr"] == 0.5
-
-
-@needs_gpu
 def test_a_captured_training_resumes(tmp_path: Path) -> None:
     config = replace(WHOLE, cuda_graph=True)
     whole, parted = small_vit(), small_vit()

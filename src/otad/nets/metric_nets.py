@@ -168,15 +168,14 @@ def _convolution(
     before: int, after: int, generator: torch.Generator, *, size: int = 3, stride: int = 1
 ) -> nn.Sequential:
     """Convolution drawn for ReLU (variance 2 / fan_in) and batch normalization."""
-    layer = nn.Conv2d(
-        before, after, size, stride=stride, padding=size // 2, bias=False, device="meta"
-    ).to_empty(device="cpu")
+    layer = nn.Conv2d(before, after, size, stride, size // 2, bias=False, device="meta")
+    layer.to_empty(device="cpu")
     with torch.no_grad():
         layer.weight.normal_(0.0, (2 / (before * size * size)) ** 0.5, generator=generator)
     return nn.Sequential(layer, nn.BatchNorm2d(after))
 
 
 def _check_widths(widths: Sizes, count: int | None = None) -> tuple[int, ...]:
-    expected = "at least one width" if count is None else f"{count} widths"
+    expected = "at least one" if count is None else f"{count} of them"
     require(len(widths) == (count or len(widths) or 1), "widths", expected, tuple(widths))
     return tuple(check_count(width, "widths") for width in widths)

@@ -37,9 +37,9 @@ class Adversary:
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")
         check_choice(self.norm, "norm", tuple(NORMS))
-        for name in ("eps", "step_size"):
-            if (value := getattr(self, name)) is not None:
-                check_range(value, name, 1e-12, math.inf)
+        check_range(self.eps, "eps", 1e-12, math.inf)
+        if self.step_size is not None:
+            check_range(self.step_size, "step_size", 1e-12, math.inf)
         check_range(self.weight_share, "weight_share", 0.0, 1.0)
 
     def attack(

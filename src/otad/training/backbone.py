@@ -26,9 +26,7 @@ from otad.training.loop import Batches
 from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
 
 Loss = Callable[[Tensor, Tensor, LinearHead], Tensor]
-"""outputs (B,C) or values (B,), targets, the head of the outputs -> mean loss. Targets are labels
-(B,), shares of the classes (B,C) where images are mixed, or values (B,)."""
-
+"""outputs (B,C) or values (B,), targets (labels, shares of classes, values), head -> mean loss."""
 _SCORED_ROWS = 1024  # at a time
 _AUGMENTED_ROWS = 4096
 
@@ -87,7 +85,6 @@ def margin_loss(task: str, config: TrainConfig) -> Loss:
 
 
 LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {"fit": fit_loss, "margin": margin_loss}
-"""By the name of `TrainConfig.loss`: makers from the task and the settings."""
 
 
 def scaled_margins(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
@@ -151,15 +148,11 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         expected = "0 unless images (C,H,W) are classified"
         require(images or config.mixing == 0, "mixing", expected, got)
         self.loss = LOSSES[config.loss](net.task, config)
-        self.forward = self._forward
         super().__init__(net, data, config, **options)
+        self.forward = compiled(self._forward) if config.compiled else self._forward
 
     def check_targets(self, net: Backbone, y: Tensor, rows: int, name: str) -> None:
         net.check_targets(y, rows, name)
-
-    def prepare(self) -> None:
-        if self.config.compiled:
-            self.forward = compiled(self._forward)
 
     def _forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Embedded inputs and features (B,d), outputs, energies (B,)."""
@@ -214,8 +207,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
 
 
 def _scores(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per row, whether the label is right (that with the largest share for mixed images), or the
-    squared error of a value."""
+    """Per row, whether the (largest) label is right, or the squared error of a value."""
     if outputs.dim() == 2:
         labels = targets if targets.dim() == 1 else targets.argmax(1)
         return (outputs.argmax(1) == labels).float()

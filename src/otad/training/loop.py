@@ -72,8 +72,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         device: torch.device,
         identity: Callable[[], dict[str, Any]],
     ) -> None:
-        """Move the net to the device and load the checkpoint if there is one; `identity` describes
-        the data and the settings beside the config that a checkpoint must share."""
+        """`identity` describes what a checkpoint must share beside net and config."""
         trained = any(weight.requires_grad for weight in net.parameters())
         require(trained, "net", "weights to train", "none that requires a gradient")
         self.config, self.saving, self.device = config, saving, device
@@ -116,8 +115,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         return None
 
     def run(self, progress: Callable[[AnyRecord], None] | bool) -> None:
-        """Train for the epochs that remain, as far as the time allows, and leave the net with the
-        resulting weights in evaluation mode."""
+        """Train for the epochs that remain, as far as the time allows."""
         now = saved_at = monotonic()
         config, done = self.config, len(self.history)
         deadline = self.saving.started + (self.saving.max_seconds or math.inf)
@@ -233,8 +231,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 def epoch_batches(
     n_rows: int, config: LoopConfig, epoch: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, ...]:
-    """All rows in a random order, in batches; with `whole_batches` without a shorter last one,
-    unless it is the only one."""
+    """All rows in a random order; a shorter last batch may be left out."""
     generator = torch.Generator().manual_seed(epoch_seed(config.seed, epoch))
     order = torch.randperm(n_rows, generator=generator).to(device)  # the same for all devices
     if config.whole_batches and n_rows > config.batch_size:

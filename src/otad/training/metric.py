@@ -36,7 +36,7 @@ class MetricConfig(InputConfig):
 
     - `loss`: "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive" (the
       last two by the extra `metric`), with its `margin`; `temperature` is for the first two.
-    - `adversary`: perturbs each input by ascent on the neighborhood loss; None for plain training.
+    - `adversary`: perturbs each input by ascent on the neighborhood loss.
     - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
       training inputs, computed before every epoch and updated row by row within it.
     - `channels_last`: memory layout of images that is faster on GPUs.
@@ -62,13 +62,13 @@ class MetricConfig(InputConfig):
         check_choice(self.references, "references", ("batch", "bank"))
         check_count(self.n_neighbors, "n_neighbors")
         check_count(self.batch_size, "batch_size", least=2)
-        in_batch = self.references == "batch"
+        in_batch, got = self.references == "batch", f"{self.loss!r} with {self.references!r}"
         capturable = self.loss in OWN_LOSSES and in_batch  # other steps synchronize with the GPU
         expected = f"with a loss of {', '.join(OWN_LOSSES)} within the batch"
-        got = f"{self.loss!r} with references {self.references!r}"
         require(capturable or not self.cuda_graph, "cuda_graph", expected, got)
-        expected = f"'batch' for the loss {self.loss}, which has too many pairs with a whole bank"
-        require(in_batch or self.loss == "neighborhood", "references", expected, "'bank'")
+        # The other losses have too many pairs with a whole bank.
+        fits = in_batch or self.loss == "neighborhood"
+        require(fits, "references", "'batch' unless for the loss 'neighborhood'", got)
         check_range(self.temperature, "temperature", 1e-12, math.inf)
         check_range(self.margin_used, "margin", 0.0, math.inf)
 
@@ -104,15 +104,12 @@ def neighbor_accuracy(
     keys: Tensor, labels: Tensor, references: Tensor, reference_labels: Tensor, *, n_neighbors: int
 ) -> float:
     """Share of keys (B,m) whose nearest references (R,m) vote for their label."""
-    hits = []
-    classes, codes = reference_labels.unique(return_inverse=True)
-    for some, right in zip(keys.split(_ENCODED_ROWS), labels.split(_ENCODED_ROWS), strict=True):
+    votes = []
+    for some in keys.split(_ENCODED_ROWS):
         lengths = squared_distances(some, references)
-        voters = codes[lengths.topk(min(n_neighbors, len(references)), largest=False).indices]
-        votes = voters.new_zeros(len(some), len(classes))
-        votes.scatter_add_(1, voters, torch.ones_like(voters))
-        hits.append(classes[votes.argmax(1)] == right)
-    return float(torch.cat(hits).double().mean())
+        nearest = lengths.topk(min(n_neighbors, len(references)), largest=False).indices
+        votes.append(reference_labels[nearest].mode(1).values)
+    return float((torch.cat(votes) == labels).double().mean())
 
 
 class MetricTraining(SupervisedTraining[Metric]):

@@ -78,8 +78,8 @@ def means_loss(
 
         -log( p_iy ),  p_ic ~ exp(-(|k_i - m_c| + margin [c = y]) / temperature).
 
-    Means of the references (R,m), without the row's own copy `own` (B,). Plain distances, since
-    their differences certify a Lipschitz map. The loss is 0 for a row alone in its class.
+    Means of the references (R,m), without the row's own copy `own` (B,); 0 for a row alone in its
+    class. Plain distances, since their differences certify a Lipschitz map.
     """
     alike = (reference_labels[:, None] == reference_labels).to(keys.dtype)
     counts = alike.sum(1)

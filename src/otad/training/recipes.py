@@ -30,22 +30,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     # The paper's ViT (7 blocks, 12 heads, width 384, 64 patches) on CIFAR-10 from scratch: a
     # transformer starts without knowledge of images, so augmentation decides. See docs/vision.md.
     "vit_cifar10": {
-        "epochs": 200,
-        "batch_size": 128,
-        "optimizer": "adamw",
-        "learning_rate": 1e-3,
-        "warmup": 10,
-        "weight_decay": 0.05,
-        "decay_on": "matrices",
-        "gradient_clip": 1.0,
-        "label_smoothing": 0.1,
-        "augment": "strong",
-        "mixing": 0.5,
-        "ema": 0.999,
-        "mixed_precision": True,
+        "epochs": 200, "batch_size": 128, "optimizer": "adamw", "learning_rate": 1e-3, "warmup": 10,
+        "weight_decay": 0.05, "decay_on": "matrices", "gradient_clip": 1.0, "label_smoothing": 0.1,
+        "augment": "strong", "mixing": 0.5, "ema": 0.999, "mixed_precision": True,
         "whole_batches": True,
     },
-}
+}  # fmt: skip
 
 
 def recipe(name: str, **changes: Any) -> TrainConfig:
