@@ -16,7 +16,7 @@ from PIL import Image
 import otad
 from otad.data import Dataset
 from otad.evaluate import PRESETS, Evaluation, runner
-from otad.evaluate.records import SANDWICH
+from otad.evaluate.records import CERTIFICATE_CHECK
 from otad.evaluate.suite import Choice
 from otad.nets import LipschitzMetric, vision_transformer
 
@@ -40,7 +40,7 @@ def test_record_report_and_figures(terminal: Terminal, nearest: Path) -> None:
         assert printed["certified"][f"{eps:g}"]["value"] == proved.value
         assert 0 < proved.value <= written.worst_case(eps).value
     assert printed["per_attack"] == written.per_attack
-    assert printed["flags"][SANDWICH] == "PASS"
+    assert printed["flags"][CERTIFICATE_CHECK] == "PASS"
     assert printed["is_sound"]
     for name in FILES:
         assert Path("evaluation", name).stat().st_size > 1000
@@ -89,7 +89,7 @@ def test_a_refuted_certificate_is_exit_code_1(
     options = ("--eps", "1.5", "--rows", 20, *TWO)
     result = terminal.run("evaluate", nearest, "test", *options)
     assert result.exit_code == 1
-    assert f"FAIL: {SANDWICH}" in " ".join(result.stdout.split())
+    assert f"FAIL: {CERTIFICATE_CHECK}" in " ".join(result.stdout.split())
     assert not Evaluation.read(Path("evaluation/evaluation.json")).is_sound
     assert Path("evaluation/report.html").is_file()
 

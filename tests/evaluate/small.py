@@ -44,8 +44,7 @@ class Walk(Attack):
     """Goes eps far along `direction`, towards the other class; draws a number to be random."""
 
     direction: tuple[float, ...] = (1.0, 0.0, 0.0)
-    name = "walk"
-    family = "white-box"
+    name, family = "walk", "white-box"
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         torch.rand((), generator=generator)
@@ -67,16 +66,14 @@ class Slant(Walk):
 class Blind(Walk):
     """The same, by an attacker who is said to know nothing."""
 
-    name = "blind"
-    family = "black-box"
+    name, family = "blind", "black-box"
 
 
 @dataclass(frozen=True)
 class Wander(Attack):
     """A random step, so that the seed matters; stops for good after `limit` batches."""
 
-    name = "wander"
-    family = "random"
+    name, family = "wander", "random"
     limit: ClassVar[int | None] = None
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from attacks.keyed import keyed_model, tiles
 from attacks.test_one_map import lifted_stairs, stairs, two_colors
 from evaluate.small import Blind, Plane, Slope, Walk, context_of, plane_data, two_sides, verdicts
 from torch import Tensor, nn
@@ -16,28 +18,15 @@ from otad.attacks import L2, Attack, Linf, LpBall
 from otad.attacks.adaptive import SoftKnn, Straight
 from otad.attacks.base import Target
 from otad.attacks.pgd import Pgd
-from otad.attacks.random_search import RandomNoise
+from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn
-from otad.certify import Certificate
-from otad.evaluate import AttackRecord, Flag, certificate_check, evaluate, strength_flags
+from otad.evaluate import AttackRecord, Flag, attack_flags, evaluate, flags
 from otad.evaluate.certificate_check import certificate_holds, prove
 from otad.evaluate.flags import CHECKS, Check, FlagContext, remark_flag
-from otad.evaluate.model_flags import (
-    batch_independence,
-    finite_differences,
-    gradient_share,
-    neighbor_changes,
-    randomness,
-)
-from otad.evaluate.planted import planted_example
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, CertificateRecord
-from otad.evaluate.strength_flags import (
-    large_eps,
-    more_eps,
-    more_restarts,
-    more_steps,
-    white_box_is_strongest,
-)
+from otad.model.otad import OTAD
+
+BOX = (0.0, 1.0)
 
 
 def plane_context(model: nn.Module | None = None, **options: Any) -> FlagContext:
@@ -87,30 +76,47 @@ def test_a_sound_model_raises_no_flag() -> None:
     assert all(flag.found and flag.meaning and flag.advice for flag in record.flags)
 
 
+def test_every_flag_has_a_verdict_on_a_sound_model() -> None:
+    model, x, y = two_sides(scope="global", points=60, examples=12)
+    soft = SoftKnn(temperatures=(0.1,), targets=1, steps=5, polish=5)
+    attacks = [Straight(points=3), soft, Pgd(steps=5), RandomSearch(queries=10)]
+    record = evaluate(model, x, y, L2(0.2), attacks=attacks)
+    assert len(record.flags) == len(CHECKS)
+    assert not {FAIL, NOT_RUN} & {*verdicts(record).values()}
+    assert record.certificate is not None
+    assert set(record.certificate.rules) <= {"lipschitz", "none"}
+    assert record.is_sound
+    proved = record.certified_accuracy(0.2)
+    assert proved is not None
+    assert 0 < proved.value / 100 <= record.worst_case_accuracy < 1
+    assert record.solver is not None
+    assert record.solver.statuses["solved"] == 1.0
+    assert record.solver.residual < 1e-11
+
+
 @pytest.mark.parametrize("model", [ZERO_GRADIENT, NAN_GRADIENT], ids=["zero", "nan"])
 def test_a_model_without_gradients_is_flagged(model: nn.Module) -> None:
     x, y = plane_data()
     attacks = [Pgd(steps=5, random_start=False), Blind()]
     record = evaluate(model, x, y, L2(0.4, bounds=(-1, 1)), attacks=attacks)
     assert record.attacks[0].broken == ()  # and yet it is no safer than the sound one
-    found = verdicts(record)
-    assert found["gradients are there"] == FAIL
-    assert found["gradients agree with finite differences"] == FAIL
-    assert found["white-box at least as strong as black-box"] == FAIL
-    assert found["a large eps drives accuracy to chance"] == FAIL
-    assert found["the model is not randomized"] == PASS
+    failed = {name for name, verdict in verdicts(record).items() if verdict == FAIL}
+    assert failed == {
+        "gradients are there", "gradients agree with finite differences",
+        "white-box at least as strong as black-box", "a large eps drives accuracy to chance",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("model", "check", "verdict"),
     [
-        (OPPOSITE_GRADIENT, finite_differences, FAIL),
-        (OPPOSITE_GRADIENT, gradient_share, PASS),
-        (RANDOMIZED, randomness, FAIL),
-        (DEPENDS_ON_BATCH, batch_independence, FAIL),
-        (DEPENDS_ON_BATCH, randomness, PASS),
-        (FAILS_IN_DOUBLE, finite_differences, PASS),
-        (REFUSES_DOUBLE, finite_differences, PASS),
+        (OPPOSITE_GRADIENT, flags.finite_differences, FAIL),
+        (OPPOSITE_GRADIENT, flags.gradient_share, PASS),
+        (RANDOMIZED, flags.randomness, FAIL),
+        (DEPENDS_ON_BATCH, flags.batch_independence, FAIL),
+        (DEPENDS_ON_BATCH, flags.randomness, PASS),
+        (FAILS_IN_DOUBLE, flags.finite_differences, PASS),
+        (REFUSES_DOUBLE, flags.finite_differences, PASS),
     ],
 )
 def test_checks_of_a_model(model: nn.Module, check: Check, verdict: str) -> None:
@@ -120,43 +126,53 @@ def test_checks_of_a_model(model: nn.Module, check: Check, verdict: str) -> None
         assert flag.found.endswith("float32")
 
 
-def test_otad_passes_the_checks_of_its_gradients_and_answers() -> None:
-    model, x, y = two_sides()
-    context = context_of(model, x, y, L2(0.2, bounds=(-1.0, 1.0)))
-    for check in (finite_differences, batch_independence, randomness):
+@pytest.mark.parametrize(
+    "make",
+    [
+        two_sides,
+        lambda: two_sides(scope="global", points=120, examples=40),
+        lambda: (stairs(), *two_colors(40, 2)),
+        lambda: (keyed_model()[0], *tiles(40, 7)),
+    ],
+    ids=["local", "global", "stairs", "keys"],
+)
+def test_otad_passes_the_checks_of_its_gradients_and_answers(make: Any) -> None:
+    """Neighbors by key, and points with weight in a global map, are compared one by one."""
+    model, x, y = make()
+    context = context_of(model, x, y, L2(0.3, model.backbone.bounds))
+    for check in (flags.finite_differences, flags.batch_independence, flags.randomness):
         assert check(context).verdict == PASS
-    changes = neighbor_changes(context)
-    moved = context.threat.surface(context.sample()[0], context.generator(changes.name))
-    ends = context.sample()[0], moved
-    before, after = (model.neighbors(points).indices.sort(1).values for points in ends)
-    share = (before != after).any(1).double().mean()
-    assert changes.found.startswith(f"for {share:.0%} of")
+    assert flags.finite_differences(context).found.endswith("float64")
+    changes = flags.neighbor_changes(context)
+    before = context.sample()[0]
+    after = context.threat.surface(before, context.generator(changes.name))
+
+    def neighbors(x: Tensor) -> set[int]:
+        trace = model.trace(x)
+        counted = (trace.solution.multipliers > 0) | (model.scope == "local")
+        return {*trace.neighbors.indices[counted].tolist()}
+
+    pairs = zip(before.split(1), after.split(1), strict=True)
+    changed = sum(neighbors(one) != neighbors(other) for one, other in pairs)
+    assert changed > 0
+    assert changes.found.startswith(f"for {changed / len(before):.0%} of {len(before)} examples")
+    assert ("points with weight" in changes.found) == (model.scope == "global")
 
 
-def test_a_wrong_certificate_is_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, y = two_sides()
-    options = {"attacks": [Straight(points=3)], "flags": False}
-    assert evaluate(model, x, y, L2(0.3), **options).is_sound  # type: ignore[arg-type]
-    honest = certificate_check.certify
-
-    def boastful(*arguments: object, **named: object) -> Certificate:
-        found = honest(*arguments, **named)  # type: ignore[arg-type]
-        return replace(found, radius=found.radius + 0.2)
-
-    monkeypatch.setattr(certificate_check, "certify", boastful)
-    record = evaluate(model, x, y, L2(0.3), **options)  # type: ignore[arg-type]
-    assert not record.is_sound
-    (flag,) = record.flags
-    assert flag.verdict == FAIL
-    assert "within its certified radius" in flag.found
+def test_flat_places_are_reported_and_explained() -> None:
+    """Where one point has all the weight the gradient is an honest zero: the flag says which."""
+    found = flags.gradient_share(context_of(stairs(), *two_colors(40, 2), L2(0.2, BOX)))
+    assert found.verdict == FAIL
+    single, blind = re.findall(r"(\d+) of these (\d+) rest on a single", found.found)[0]
+    assert int(single) == int(blind) > 20
+    assert flags.gradient_share(context_of(*two_sides(scope="global"), L2(0.2))).verdict == PASS
 
 
 def test_the_check_of_certificates_is_strict_to_the_last_digit() -> None:
-    certificate = CertificateRecord((), (), (), ())
     record = record_of("white-box", (3,), (3,))
     for radius, verdict in ((0.4, PASS), (0.4 + 1e-15, FAIL)):
-        one = replace(certificate, radius=(radius,) * 40)
-        flag = certificate_holds(plane_context(records=(record,), certificate=one))
+        proof = CertificateRecord((radius,) * 40, (), (), ())
+        flag = certificate_holds(plane_context(records=(record,), certificate=proof))
         assert flag.verdict == verdict
     assert certificate_holds(plane_context(records=(record,))).verdict == NOT_RUN
 
@@ -192,20 +208,16 @@ def in_double(scope: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model.double().eval(), x.double(), y
 
 
-def k_nn(model: nn.Module, x: Tensor, y: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
-    return MajorityKnn(model).eval(), x, y
-
-
 @pytest.mark.parametrize(
     "make",
     [
         two_sides,
-        lambda: k_nn(*two_sides()),
+        lambda: (MajorityKnn((made := two_sides())[0]).eval(), *made[1:]),
         lambda: in_double("local"),
         lambda: in_double("global"),
         lambda: (stairs(), *two_colors(40, 2)),
         lambda: (lifted_stairs(), *two_colors(40, 2)),
-        lambda: k_nn(stairs(), *two_colors(40, 2)),
+        lambda: (MajorityKnn(stairs()).eval(), *two_colors(40, 2)),
     ],
     ids=["local", "knn", "local 64", "global 64", "global", "lifted", "knn of global"],
 )
@@ -216,23 +228,56 @@ def test_a_planted_weakness_is_found_by_attacks_that_know_the_bank(make: Any) ->
     knowing, blind = (Straight(points=2, shares=(1.0, 0.5)), soft), (RandomNoise(draws=1),)
     for attacks, verdict in ((knowing, PASS), (blind, FAIL)):
         context = context_of(model, x, y, ball, attacks=attacks)
-        assert planted_example(context).verdict == verdict
-    assert planted_example(plane_context(attacks=(Walk(),))).verdict == NOT_RUN
+        assert attack_flags.planted_example(context).verdict == verdict
+    assert attack_flags.planted_example(plane_context(attacks=(Walk(),))).verdict == NOT_RUN
+
+
+@pytest.mark.parametrize("ball", [L2(0.1, BOX), Linf(0.05, BOX)], ids=["l2", "linf"])
+@pytest.mark.parametrize("kind", ["stairs", "lifted", "left out"])
+def test_plants_hold_by_construction(kind: str, ball: LpBall) -> None:
+    """The example and its aim are answered as planted, by a map as Lipschitz as its L says."""
+    model = lifted_stairs() if kind == "lifted" else stairs(flipped=4 * (kind == "left out"))
+    x, y = two_colors(30, 2)
+    context = context_of(model, x, y, ball, attacks=(Straight(),))
+    examples, answers = context.sample(6)
+    planted = list(attack_flags.plant(context, model, examples, answers))
+    held = 0
+    for copy, one, label, aim, _ in planted:
+        assert isinstance(copy, OTAD)
+        assert float(ball.distance(aim, one)) <= ball.eps / 2 * (1 + 1e-6)
+        if float(ball.distance(aim, one)) < 0.3 * ball.eps:
+            continue  # in a corner of the box
+        held += bool((copy(one).argmax(1) == label) & (copy(aim).argmax(1) != label))
+        moved = two_colors(200, 9)[0]
+        first, second = copy.backbone.embed(moved), copy.backbone.embed(moved.flip(0))
+        images = [copy.solve(part).solution.image for part in (first, second)]
+        run, rise = (first - second).norm(dim=1), (images[0] - images[1]).norm(dim=1)
+        steepest = max(abs(copy.strong_convexity), copy.smoothness)
+        assert bool((rise <= steepest * run * 1.001 + 1e-4).all())
+    assert held >= 4
+
+
+def test_gradient_attacks_alone_miss_what_is_planted_in_flat_places() -> None:
+    """So the flag tells an evaluation by blind attacks from one that sees."""
+    x, y = two_colors(40, 2)
+    blind = Pgd(steps=5, random_start=False)
+    context = context_of(stairs(), x, y, L2(0.1, BOX), attacks=(blind,))
+    assert attack_flags.planted_example(context).verdict == FAIL
 
 
 def test_rows_only_black_box_attacks_break_are_counted_where_both_tried() -> None:
     everyone = tuple(range(40))
 
     def verdict(*records: object) -> Flag:
-        return white_box_is_strongest(plane_context(records=records))
+        return attack_flags.white_box_is_strongest(plane_context(records=records))
 
     white = record_of("white-box", everyone, (1,))
     assert verdict(white, record_of("black-box", (2, 3), (2,))).verdict == FAIL
     assert verdict(white, record_of("random", everyone, (1,))).verdict == PASS
     # Rows 2 and 3 fell first, so nobody knows what the white-box attack would have done.
-    spared = verdict(record_of("random", everyone, (2, 3)), record_of("adaptive", (1, 4), (1,)))
-    assert spared.verdict == PASS
-    assert "2 times the white-box attacks skipped" in spared.found
+    skipped = verdict(record_of("random", everyone, (2, 3)), record_of("adaptive", (1, 4), (1,)))
+    assert skipped.verdict == PASS
+    assert "2 times the white-box attacks skipped" in skipped.found
     assert verdict(white).verdict == NOT_RUN
 
 
@@ -242,21 +287,11 @@ class Tiring(Attack):
 
     steps: int = 10
     restarts: int = 1
-    name = "tiring"
-    family = "white-box"
+    name, family = "tiring", "white-box"
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         share = min(1.0, (10 / self.steps * 0.4 / ball.eps) ** 2 / self.restarts)
         return x + share * ball.eps * (1 - 2 * target.y)[:, None] * torch.tensor([1.0, 0.0, 0.0])
-
-
-def test_attacks_that_get_weaker_are_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = plane_context()
-    for check in (more_steps, more_restarts, more_eps):
-        assert check(context).verdict == PASS
-    monkeypatch.setattr(strength_flags, "make_attack", lambda *_, **__: Tiring())
-    for check in (more_steps, more_restarts, more_eps):
-        assert check(context).verdict == FAIL
 
 
 class Shy(Slope):
@@ -266,30 +301,37 @@ class Shy(Slope):
         return super().forward(x).masked_fill(x[:, 1] > 0, torch.nan)
 
 
-def test_abstentions_do_not_hide_that_attacks_get_weaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, _ = plane_data()
-    context = context_of(Shy().eval(), x, Slope()(x).detach(), L2(0.3))
-    assert more_steps(context).verdict == PASS
-    monkeypatch.setattr(strength_flags, "make_attack", lambda *_, **__: Tiring())
-    flag = more_steps(context)
-    assert flag.verdict == FAIL
-    assert "inf" not in flag.found
+def test_attacks_that_get_weaker_are_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a regression, where abstentions must not hide it."""
+    context, x = plane_context(), plane_data()[0]
+    values = context_of(Shy().eval(), x, Slope()(x).detach(), L2(0.3))
+    cases = [
+        (check, context)
+        for check in (attack_flags.more_steps, attack_flags.more_restarts, attack_flags.more_eps)
+    ]
+    for check, given in (*cases, (attack_flags.more_steps, values)):
+        assert check(given).verdict == PASS
+        with monkeypatch.context() as patch:
+            patch.setattr(attack_flags, "make_attack", lambda *_, **__: Tiring())
+            flag = check(given)
+        assert flag.verdict == FAIL
+        assert "inf" not in flag.found
 
 
 def test_attacks_that_fail_with_everything_allowed_are_flagged() -> None:
-    assert large_eps(plane_context(attacks=(Walk(),))).verdict == PASS
-    assert large_eps(plane_context(attacks=(Walk((0.0, 1.0, 0.0)),))).verdict == FAIL
-    assert large_eps(plane_context(attacks=(Blind(),))).verdict == NOT_RUN
+    assert attack_flags.large_eps(plane_context(attacks=(Walk(),))).verdict == PASS
+    assert attack_flags.large_eps(plane_context(attacks=(Walk((0.0, 1.0, 0.0)),))).verdict == FAIL
+    assert attack_flags.large_eps(plane_context(attacks=(Blind(),))).verdict == NOT_RUN
 
 
 def test_a_regression_runs_the_flags_that_make_sense() -> None:
     x, _ = plane_data()
     context = context_of(Slope().eval(), x, 2 * x[:, 0] - 0.5, L2(0.3), attacks=(Walk(),))
-    flags = {flag.name: flag.verdict for flag in (check(context) for check in CHECKS)}
-    assert FAIL not in flags.values()
-    assert flags["more steps never help the defense"] == PASS
-    assert flags["gradients agree with finite differences"] == PASS
-    assert flags["a large eps drives accuracy to chance"] == NOT_RUN
+    found = {flag.name: flag.verdict for flag in (check(context) for check in CHECKS)}
+    assert FAIL not in found.values()
+    assert found["more steps never help the defense"] == PASS
+    assert found["gradients agree with finite differences"] == PASS
+    assert found["a large eps drives accuracy to chance"] == NOT_RUN
 
 
 def test_remarks_of_an_attack_are_shown() -> None:

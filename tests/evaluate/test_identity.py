@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,23 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluate.small import plane_data
+from evaluate.small import plane_data, two_sides
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.attacks import L2, MetricAttack, Transfer
+from otad.attacks import L2, Attack, MetricAttack, Transfer
 from otad.attacks.adaptive import Straight
 from otad.evaluate.identity import Identity
 from otad.evaluate.protocol import run_attacks
 
-SOURCE = '''
-from torch import nn
-from otad.attacks import Attack
-
-
+SOURCE = """
 class Net(nn.Module):
-    """{text}"""
-
+    "{text}"
     version = {version}
 
     def __init__(self):
@@ -40,47 +36,33 @@ class Net(nn.Module):
 
 
 class Step(Attack):
-    """{text}"""
+    "{text}"
+    name, family, version = "step", "random", {attack_version}
 
-    name = "step"
-    family = "random"
-    version = {attack_version}
-
-    def __init__(self, length):
-        self._length = length
+    def __init__(self):
+        self._length = {length}
 
     def run(self, target, x, ball, generator):  # {text}
         return x + self._length
-'''
+"""
+FACTS = {"text": "Once.", "version": 1, "attack_version": 1, "weight": 1, "scale": 1, "length": 0.1}
 
 
-def names_of_batches(folder: Path, **changes: Any) -> set[str]:
+def names_of_batches(folder: Path, shift: float = 0.0, **changes: Any) -> set[str]:
     """Those of a run by classes whose source is as given."""
-    facts = {"text": "Once.", "version": 1, "weight": 1.0, "scale": 1.0, "attack_version": 1}
-    settings = {"length": 0.1, "seed": 0}
-    settings |= {name: value for name, value in changes.items() if name in settings}
-    space: dict[str, Any] = {"__name__": "notebook", "torch": torch}
-    exec(SOURCE.format(**(facts | changes)), space)
+    space: dict[str, Any] = {"__name__": "notebook", "torch": torch, "nn": nn, "Attack": Attack}
+    exec(SOURCE.format(**FACTS | changes), space)
     x, y = plane_data()
-    model, attack = space["Net"]().eval(), space["Step"](settings["length"])
     before = set(folder.glob("parts/*"))
-    run_attacks(model, x + changes.get("shift", 0.0), y, L2(0.4), [attack],
-                seed=settings["seed"], folder=folder)  # fmt: skip
+    run_attacks(space["Net"]().eval(), x + shift, y, L2(0.4), [space["Step"]()], folder=folder)
     return {path.name for path in set(folder.glob("parts/*")) - before}
 
 
 def test_an_edited_comment_keeps_the_names_and_all_that_counts_changes_them(tmp_path: Path) -> None:
     assert names_of_batches(tmp_path)
     assert names_of_batches(tmp_path, text="Said in other words.") == set()
-    for change in (
-        {"version": 2},
-        {"attack_version": 2},
-        {"weight": 1.5},
-        {"scale": 2.0},
-        {"length": 0.2},
-        {"seed": 1},
-        {"shift": 0.01},
-    ):
+    counts = {"version": 2, "attack_version": 2, "weight": 1.5, "scale": 2.0, "length": 0.2}
+    for change in [{name: value} for name, value in counts.items()] + [{"shift": 0.01}]:
         assert names_of_batches(tmp_path, **change), change
         assert names_of_batches(tmp_path, **change) == set(), change
 
@@ -98,24 +80,34 @@ class Holder(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("value", "same", "other"),
+    ("value", "other"),
     [
-        (0.5, 0.5, 2.0),
-        ([1, (2, None)], [1, (2, None)], [1, (3, None)]),
-        ({"a": torch.float32}, {"a": torch.float32}, {"a": torch.float64}),
-        (np.arange(3000), np.arange(3000), np.arange(3000) // 2 * 2),
-        (torch.arange(3000), torch.arange(3000), torch.arange(3000) // 2 * 2),
-        ([torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)]),
-        (functional.relu, functional.relu, torch.tanh),
-        (L2(0.5), L2(0.5), L2(0.6)),
+        (0.5, 2.0),
+        ([1, (2, None)], [1, (3, None)]),
+        ({"a": torch.float32}, {"a": torch.float64}),
+        (np.arange(3000), np.arange(3000) // 2 * 2),
+        (torch.arange(3000), torch.arange(3000) // 2 * 2),
+        ([torch.zeros(2)], [torch.ones(2)]),
+        (functional.relu, torch.tanh),
+        (L2(0.5), L2(0.6)),
     ],
     ids=["number", "list", "dict", "array", "buffer", "tensor", "function", "dataclass"],
 )
-def test_what_a_model_holds_is_part_of_its_fingerprint(value, same, other) -> None:
-    first, again, third = (
-        Identity().model(Holder(it))["fingerprint"] for it in (value, same, other)
-    )
+def test_what_a_model_holds_is_part_of_its_fingerprint(value: object, other: object) -> None:
+    held = value, copy.deepcopy(value), other
+    first, again, third = (Identity().model(Holder(it))["fingerprint"] for it in held)
     assert first == again != third
+
+
+def test_a_card_tells_models_apart_and_copies_not() -> None:
+    whole = {"scope": "global"}
+    changes = {}, {}, {"n_neighbors": 4}, {"smoothness": 3.0}, whole, whole | {"smoothness": 3.0}
+    cards = [Identity().model(two_sides(points=60, **change)[0]) for change in changes]
+    assert cards[0] == cards[1]
+    assert len({card["fingerprint"] for card in cards}) == 5
+    assert [card["scope"] for card in cards] == ["local"] * 4 + ["global"] * 2
+    assert "potential" not in cards[0]
+    assert cards[4]["potential"]["left_out"] == []
 
 
 def linear(factor: float) -> nn.Linear:
@@ -166,11 +158,7 @@ def test_a_model_may_refer_to_itself() -> None:
 
 def test_batches_that_cannot_be_named_are_not_saved(tmp_path: Path) -> None:
     """Never a finished batch of another function."""
-    x, y = plane_data()
-    model = nn.Linear(3, 2).eval()
-    for factor in (1.0, 2.0):
-        with pytest.warns(UserWarning, match=r"not saved.*metric\.metric \(function\)"):
-            run_attacks(
-                model, x, y, L2(0.1), [MetricAttack(scaled(factor), steps=1)], folder=tmp_path
-            )
+    model, attack = nn.Linear(3, 2).eval(), MetricAttack(scaled(2.0), steps=1)
+    with pytest.warns(UserWarning, match=r"not saved.*metric\.metric \(function\)"):
+        run_attacks(model, *plane_data(), L2(0.1), [attack], folder=tmp_path)
     assert list(tmp_path.iterdir()) == []

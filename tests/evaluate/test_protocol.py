@@ -27,13 +27,13 @@ def test_survivors_are_those_of_the_closed_form() -> None:
     record = run_plane()
     assert record.clean_right == tuple(right.nonzero()[:, 0].tolist())
     assert record.clean["model"].value == 100 * float(right.double().mean())
-    standing = right.clone()
+    survivors = right.clone()
     expected = []
     for eps in RADII:
         for factor in (2**0.5, 1.0):  # Slant, then Walk
-            attacked = standing.nonzero()[:, 0].tolist()
-            standing = standing & (distances_along(x, factor) > eps)
-            broken = [row for row in attacked if not standing[row]]
+            attacked = survivors.nonzero()[:, 0].tolist()
+            survivors = survivors & (distances_along(x, factor) > eps)
+            broken = [row for row in attacked if not survivors[row]]
             expected.append((eps, attacked, broken))
     found = [(one.eps, list(one.attacked), list(one.broken)) for one in record.attacks]
     assert found == expected
@@ -71,12 +71,12 @@ def test_the_record_and_the_nearest_adversarial_examples_are_written(tmp_path: P
     x, y = plane_data()
     record = run_plane(folder=tmp_path)
     assert Evaluation.read(tmp_path / "evaluation.json") == record
-    kept = load_file(tmp_path / "adversarial.safetensors")
+    saved = load_file(tmp_path / "adversarial.safetensors")
     nearest = record.distances()
     broken = [row for row in record.clean_right if nearest[row] < math.inf]
-    assert kept["rows"].tolist() == broken
-    assert (Plane()(kept["inputs"]).argmax(1) != y[kept["rows"]]).all()
-    measured = L2(1.0).distance(kept["inputs"], x[kept["rows"]])
+    assert saved["rows"].tolist() == broken
+    assert (Plane()(saved["inputs"]).argmax(1) != y[saved["rows"]]).all()
+    measured = L2(1.0).distance(saved["inputs"], x[saved["rows"]])
     assert measured.tolist() == [nearest[row] for row in broken]
 
 
@@ -111,8 +111,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
 class Diary(Attack):
     """Notes down how many rows it met."""
 
-    name = "diary"
-    family = "random"
+    name, family = "diary", "random"
 
     def __init__(self) -> None:
         self.pages: list[int] = []

@@ -15,7 +15,7 @@ from otad.attacks import L2, Attack, Linf, needs, register_attack
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS, make_attack
-from otad.evaluate.identity import Identity, generator_for
+from otad.evaluate.identity import generator_for
 from otad.evaluate.suite import suite
 from otad.model.defend import defend
 from otad.model.otad import OTAD
@@ -62,13 +62,9 @@ def test_presets_hold_known_names_and_options_and_grow(images) -> None:
 
 
 def test_each_attack_of_a_preset_is_made_or_missing_with_a_reason(images) -> None:
-    vectors, _, _ = two_sides()
-    ball = L2(1.0, bounds=(0.0, 1.0))
-    for model, shape, threat in (
-        (images, IMAGE, ball),
-        (vectors, (2,), L2(1.0)),
-        (Plane(), (3,), Linf(1.0)),
-    ):
+    ball, vectors = L2(1.0, bounds=(0.0, 1.0)), two_sides(points=30)[0]
+    cases = (images, IMAGE, ball), (vectors, (2,), L2(1.0)), (Plane(), (3,), Linf(1.0))
+    for model, shape, threat in cases:
         for preset, choices in PRESETS.items():
             attacks, missing = suite(model, preset, shape, "classification", threat)
             made = [attack.name for attack in attacks]
@@ -102,7 +98,7 @@ def test_a_missing_extra_is_named(images, monkeypatch) -> None:
     _, missing = suite(images, "full", IMAGE, "classification", L2(1.0, bounds=(0, 1)))
     assert {"square", "autoattack", "ngopt"} == set(missing)
     assert "pip install 'otad[attacks]'" in missing["ngopt"]
-    with pytest.raises(InputError, match="nevergrad is not installed"):
+    with pytest.raises(InputError, match=r"ngopt.*nevergrad"):
         make_attack("ngopt", images)
 
 
@@ -124,12 +120,11 @@ def test_attacks_on_lines_to_bank_points_need_a_plain_embedding(images) -> None:
 
 
 def test_unknown_names_and_options_are_refused(images) -> None:
-    with pytest.raises(InputError, match="attack: expected one of"):
-        make_attack("fgsm", images)
-    with pytest.raises(InputError, match="preset: expected one of quick, standard, full"):
+    for name, options, pattern in (("fgsm", {}, "attack.*fgsm"), ("pgd", {"stepz": 3}, "stepz")):
+        with pytest.raises(InputError, match=pattern):
+            make_attack(name, images, **options)
+    with pytest.raises(InputError, match=r"preset.*quick, standard, full.*huge"):
         suite(images, "huge", IMAGE, "classification")
-    with pytest.raises(InputError, match=r"options of pgd, which are .*steps.*, got stepz$"):
-        make_attack("pgd", images, stepz=3)
     with pytest.raises(InputError, match=r"name.*'pgd'"):
 
         @register_attack
@@ -139,20 +134,8 @@ def test_unknown_names_and_options_are_refused(images) -> None:
             def run(self, *args: Any) -> Tensor: ...
 
 
-def test_a_card_tells_models_apart_and_copies_not(images) -> None:
-    def again(**options: Any) -> str:
-        settings = {"n_neighbors": 2} | options
-        return str(Identity().model(OTAD(images.backbone, images.bank, **settings))["fingerprint"])
-
-    assert again() == Identity().model(images)["fingerprint"]
-    assert len({again(), again(n_neighbors=3), again(smoothness=3.0)}) == 3
-
-
 def test_generators_depend_on_every_name() -> None:
-    drawn = {
-        float(torch.rand((), generator=generator_for(*names)))
-        for names in ((0, "pgd", 1), (1, "pgd", 1), (0, "apgd", 1), (0, "pgd", 2))
-    }
-    assert len(drawn) == 4
-    same = [torch.rand(3, generator=generator_for(0, "pgd")) for _ in range(2)]
-    assert torch.equal(*same)
+    names = (0, "pgd", 1), (1, "pgd", 1), (0, "apgd", 1), (0, "pgd", 2), (0, "pgd", 1)
+    drawn = [float(torch.rand((), generator=generator_for(*one))) for one in names]
+    assert drawn[0] == drawn[-1]
+    assert len({*drawn}) == 4

@@ -64,6 +64,17 @@ def test_what_a_global_map_or_an_estimate_does_not_have() -> None:
     assert account.least_smoothness == Distribution.of(least_smoothness(nearest))
 
 
+def test_the_residual_is_that_of_the_rows_that_were_solved() -> None:
+    model = exact("fc")
+    trace, builder = model.trace(X), AccountBuilder(model)
+    status = trace.solution.status.clone()
+    status[::2] = int(Status.ESTIMATED)
+    builder.add(X, replace(trace, solution=replace(trace.solution, status=status)))
+    graded = model.problem(model.backbone.embed(X), trace.neighbors.indices)
+    residual = graded.residual(trace.solution)[1::2].max()
+    assert builder.account().residual == pytest.approx(float(residual))
+
+
 def test_only_what_is_asked_for_is_measured() -> None:
     builder = AccountBuilder(exact("fc", solver=ExactCip(on_failure="fallback")))
     trace = builder.add(X)

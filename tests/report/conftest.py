@@ -19,5 +19,5 @@ def report(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def attacked(small: Small) -> Attacked:
-    return of_digits(small)
+def attacked(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Attacked:
+    return of_digits(small, tmp_path_factory.mktemp("attacked"))

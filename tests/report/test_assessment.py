@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from report.evaluations import Small
+from report.evaluations import ROWS, Small
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.cip import ExactCip
@@ -20,26 +20,25 @@ from otad.report.assessment import assess
 
 
 def test_scores_do_not_depend_on_batches(small: Small) -> None:
-    model, x, y = small.model, small.dataset.test_x[:120], small.dataset.test_y[:120]
-    majority, mean_feature = MajorityKnn(model), MeanFeatureKnn(model)
-    predictors = {NET: model.backbone, DEFENDED: model, MAJORITY: majority,
-                  MEAN_FEATURE: mean_feature}  # fmt: skip
+    model, x, y = small.model, small.dataset.test_x[:ROWS], small.dataset.test_y[:ROWS]
+    predictors = {NET: model.backbone, DEFENDED: model}
+    predictors |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
     with torch.no_grad():
         right = {name: predictor(x).argmax(1) == y for name, predictor in predictors.items()}
-    expected = {name: int(rows.sum()) / 120 for name, rows in right.items()}
+    expected = {name: int(rows.sum()) / ROWS for name, rows in right.items()}
     assert small.assessment.scores == pytest.approx(expected)
-    assert len(small.assessment) == 120
+    assert len(small.assessment) == ROWS
 
 
 def test_the_account_is_that_of_the_rows(small: Small) -> None:
-    found, x = small.assessment, small.dataset.test_x[:120]
+    found, x = small.assessment, small.dataset.test_x[:ROWS]
     least = neighborhood_smoothness(small.model, x)
     torch.testing.assert_close(found.least_smoothness, least)
     raised = float((least > small.model.smoothness).double().mean())
     assert found.share_raised == pytest.approx(raised)
     assert 0 < raised < 1
     record = found.to_dict()
-    assert sum(record["status"].values()) == record["rows"] == 120
+    assert sum(record["status"].values()) == record["rows"] == ROWS
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["least_smoothness"]["median"] <= record["smoothness"]["median"]
     assert 0 < record["largest_residual"] < 1e-5

@@ -56,7 +56,7 @@ def test_the_headline_is_worst_case_proved_clean_and_flags() -> None:
     assert worst.remark.endswith(f"{100 * low:.1f} to {100 * high:.1f}%")
     assert (proved.value, clean.value) == ("40.0%", "90.0%")
     assert (flags.value, flags.remark, flags.alarm) == ("1 of 3", "1 pass, 1 not run", True)
-    without = evaluation_report(replace(by_hand(), flags=by_hand().flags[:1])).numbers[-1]
+    without = module.headline(replace(by_hand(), flags=by_hand().flags[:1]))[-1]
     assert (without.value, without.alarm) == ("0 of 1", False)
 
 
@@ -91,10 +91,11 @@ def test_attacks_on_all_rows_count_alone() -> None:
     )
     evaluation = replace(by_hand(), attacks=both)
     assert plots.counted_with(evaluation) == {"straight": ["straight"], "pgd": ["pgd"]}
-    (table, _) = tables(evaluation_report(evaluation), "attacks")
+    alone = evaluation_report(evaluation)
+    (table, _) = tables(alone, "attacks")
     assert [row[5] for row in table.rows] == ["70.0%", "70.0%", "60.0%"]
     assert table.columns[5] == "accuracy"
-    for report, expected in ((evaluation_report(evaluation), True), (hand_report(), False)):
+    for report, expected in ((alone, True), (hand_report(), False)):
         (picture,) = (it for it in section(report, "curves").blocks if isinstance(it, Picture))
         assert ("counts its attack alone" in picture.caption) == expected
 
@@ -127,7 +128,7 @@ def test_flags_solver_and_certificate_are_reported() -> None:
 
 def test_wrong_proofs_and_infinite_radii_are_reported(tmp_path: Path) -> None:
     wrong = with_radii((0.41, *[0.0] * 9))  # row 0 was broken at 0.4
-    assert "1 adversarial examples are INSIDE" in evaluation_report(wrong).markdown()
+    assert "1 adversarial examples are INSIDE" in str(module.certificate_section(Subject(wrong)))
     infinite = with_radii((0.1, 0.2, 0.3, 1.1, *[math.inf] * 6))
     infinite.write(tmp_path / "record.json")
     assert Evaluation.read(tmp_path / "record.json").certificate == infinite.certificate
@@ -135,7 +136,7 @@ def test_wrong_proofs_and_infinite_radii_are_reported(tmp_path: Path) -> None:
     assert bars.get_xlabel() == "certified radius, 5 more are infinite"
     assert np.isfinite([*bars.get_xlim(), *rows.get_ylim()]).all()
     assert np.isfinite(rows.lines[0].get_ydata()).all()
-    (table,) = tables(evaluation_report(infinite), "certificate")
+    _, table, _ = module.certificate_section(Subject(infinite)).blocks
     assert "infinite" in {row[-1] for row in table.rows}
 
 
@@ -168,8 +169,7 @@ def test_without_attacks_nothing_is_called_robust() -> None:
 
 
 def test_regression_reports_errors_and_bounds() -> None:
-    evaluation = of_values()
-    report = evaluation_report(evaluation)
+    evaluation, report = of_values(), hand_report(of_values)
     assert [number.value for number in report.numbers] == ["1.5", "3", "1", "none run"]
     (curve,) = tables(report, "curves")
     assert list(curve.rows) == [
@@ -184,7 +184,7 @@ def test_regression_reports_errors_and_bounds() -> None:
     text = report.html()
     for words in ("1 of 2 features", "of 1 to 2", "unbounded", "largest change of any feature"):
         assert words in text
-    assert evaluation_report(replace(evaluation, attacks=())).numbers[0].value == "not attacked"
+    assert module.headline(replace(evaluation, attacks=()))[0].value == "not attacked"
 
 
 def test_abstentions_of_a_regressor_are_reported() -> None:
@@ -193,16 +193,16 @@ def test_abstentions_of_a_regressor_are_reported() -> None:
     first, *rest = evaluation.attacks
     lost = replace(first, errors=(0.5, math.inf, 1.0, math.inf))
     silent = replace(evaluation, attacks=(lost, *rest))
-    worst, clean = evaluation_report(silent).numbers[:2]
+    worst, clean = module.headline(silent)[:2]
     assert (worst.value, clean.value) == ("inf", "inf")
     assert worst.remark.endswith("no answer to 2 of them")
     assert clean.remark.endswith("no answer to 1 of them")
     assert plots.error_curves(silent).axes[1].get_xlabel().endswith("no answer to 2 of them")
-    assert "no answer to" not in evaluation_report(of_values()).html()
+    assert "no answer to" not in hand_report(of_values).html()
 
 
 def test_examples_show_input_change_and_neighbors(small: Small, attacked: Attacked) -> None:
-    evaluation, y, adversarial = attacked.evaluation, attacked.y, attacked.adversarial
+    evaluation, y, adversarial = attacked.evaluation, *map(attacked.known.get, ("y", "adversarial"))
     blocks = section(attacked.report, "examples").blocks
     found = [it for it in blocks if isinstance(it, Comparison)]
     assert len({it.title for it in found}) == len(blocks) == 4
@@ -226,9 +226,9 @@ def test_examples_show_input_change_and_neighbors(small: Small, attacked: Attack
 
 def test_any_torch_model_has_examples_without_neighbors(attacked: Attacked) -> None:
     other = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
-    found = Adversarial(attacked.adversarial.rows[:1], attacked.adversarial.inputs[:1] / 2)
-    none = Adversarial(torch.zeros(0, dtype=torch.int64), attacked.x[:0])
-    known = {"model": other, "x": attacked.x, "y": attacked.y}
+    known = attacked.known | {"model": other}
+    rows, inputs = known.pop("adversarial")
+    found, none = Adversarial(rows[:1], inputs[:1] / 2), Adversarial(rows[:0], inputs[:0])
     examples, empty = (
         section(evaluation_report(attacked.evaluation, **known, adversarial=it), "examples")
         for it in (found, none)

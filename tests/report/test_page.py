@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -107,9 +108,9 @@ def test_markdown_has_flags_marks_and_words_for_pictures() -> None:
     assert "![" not in text
 
 
-@pytest.mark.parametrize("evaluation", [by_hand(), of_values()], ids=["classes", "values"])
-def test_html_and_markdown_have_the_same_cells(evaluation: Evaluation) -> None:
-    report = evaluation_report(evaluation)
+@pytest.mark.parametrize("make", [by_hand, of_values])
+def test_html_and_markdown_have_the_same_cells(make: Callable[[], Evaluation]) -> None:
+    report = hand_report(make)
     page, text = Page(report.html()).text, report.markdown()
     blocks = [block for section in report.sections for block in section.blocks]
     found = [cell for it in blocks if isinstance(it, Table) for row in it.rows for cell in row]
@@ -138,7 +139,7 @@ def test_markdown_has_rectangular_tables_and_picture_files(
                 assert min(image.size) == 96
 
 
-def test_hostile_names_stay_names(small: Small, attacked: Attacked) -> None:
+def test_hostile_names_stay_names(attacked: Attacked) -> None:
     known = attacked.evaluation
     evaluation = replace(
         known, missing={HOSTILE: HOSTILE}, attacker_knows=HOSTILE,
@@ -147,10 +148,7 @@ def test_hostile_names_stay_names(small: Small, attacked: Attacked) -> None:
         flags=tuple(replace(it, name=HOSTILE, found=HOSTILE) for it in known.flags),
     )  # fmt: skip
     classes = [f"{HOSTILE}{label}" for label in range(10)]
-    report = evaluation_report(
-        evaluation, model=small.model, x=attacked.x, y=attacked.y, classes=classes,
-        adversarial=attacked.adversarial, title=HOSTILE,
-    )  # fmt: skip
+    report = evaluation_report(evaluation, **attacked.known, classes=classes, title=HOSTILE)
     page = Page(report.html())
     assert HOSTILE in page.text
     assert not page.open

@@ -51,8 +51,11 @@ class Evaluated(NamedTuple):
     gradient: Tensor
 
 
-def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (n,) of a function of each row, and its gradient (n,*), 0 where it has none."""
+def value_and_gradient(
+    function: Callable[[Tensor], Tensor], x: Tensor, *, finite: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Values (n,) of a function of each row, and its gradient (n,*), 0 where it has none; with
+    `finite` also where it is NaN or infinite."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         value = function(x)
@@ -60,7 +63,7 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple
     if not total.requires_grad:
         return value, torch.zeros_like(x)
     (gradient,) = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=True)
-    return value.detach(), gradient.nan_to_num(0.0, 0.0, 0.0)
+    return value.detach(), gradient.nan_to_num(0.0, 0.0, 0.0) if finite else gradient
 
 
 class Target:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from otad.attacks import LpBall
 from otad.certify import certify, certify_values
 from otad.certify.input_reach import input_reach
-from otad.checks import require
 from otad.errors import InputError
 from otad.evaluate.flags import FlagContext, NotRunError, check
-from otad.evaluate.records import SANDWICH, CertificateRecord
+from otad.evaluate.records import CERTIFICATE_CHECK, CertificateRecord
 from otad.model.otad import OTAD
 
 SAFETY = 1 + 1e-12  # more than the rounding of a conversion
@@ -25,27 +24,23 @@ ROUNDING = 1e-5  # a float32 answer may exceed its certified interval by so much
 
 def check_constants(model: nn.Module, constants: dict[str, float | None]) -> None:
     """Refuse Lipschitz constants that no certificate of the model would use."""
-    if isinstance(model, OTAD) and any(value is not None for value in constants.values()):
-        input_reach(model, None, **constants)
     for name, value in constants.items():
-        got, why = f"{value} for {type(model).__name__}", "None, as only OTAD models are certified"
-        require(value is None or isinstance(model, OTAD), name, why, got)
+        if value is not None and isinstance(model, OTAD):
+            input_reach(model, None, **constants)
+        elif value is not None:
+            got = f"{value} for {type(model).__name__}"
+            raise InputError(f"{name}: expected None, as only OTAD models are certified, got {got}")
 
 
 def prove(
     model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **constants: Any
 ) -> CertificateRecord:
-    """Radii of all rows, in regression the largest |f - y| within the ball.
-
-    Certificates are in l2, in the units of the ball. A step of l-infinity size 1 in n features is
-    at most sqrt(n) long in l2, so for such a ball radii are divided by that.
-    """
+    """Radii of all rows, in regression the largest |f - y| within the ball."""
     if not isinstance(model, OTAD):
         raise InputError("certificates are proved for OTAD models alone")
-    started = time.perf_counter()
-    longest = 1.0
+    started, longest = time.perf_counter(), 1.0
     note: tuple[str, ...] = ()
-    if ball.norm != "l2":
+    if ball.norm != "l2":  # certificates are in l2, where n features move by up to sqrt(n) eps
         longest = math.sqrt(max(1, len(ball.free_features(x)))) * SAFETY
         note = (f"a step of size 1 in {ball.norm} is at most {longest:.6g} long in l2",)
     if y.is_floating_point():
@@ -60,7 +55,7 @@ def prove(
 
 
 @check(
-    SANDWICH,
+    CERTIFICATE_CHECK,
     "A certificate proves that no input nearer than its radius is answered differently. An "
     "adversarial example inside a certified radius refutes the proof or its assumptions.",
     "This is a bug in the certificate, in its assumptions or in the measure of distances. Believe "
@@ -71,23 +66,23 @@ def certificate_holds(context: FlagContext) -> tuple[bool, str]:
     proof = context.certificate
     if proof is None:
         raise NotRunError("there is no certificate")
-    is_value = context.is_regression
     count, contradictions = 0, []
     for record in context.records:
-        if is_value and record.eps > context.threat.eps:
-            continue  # the errors are certified at the eps of the threat
-        if is_value:
-            pairs, limits = zip(record.attacked, record.errors, strict=True), proof.worst_errors
+        if not context.is_regression:
+            found, limits = zip(record.broken, record.distances, strict=True), proof.radius
+        elif record.eps <= context.threat.eps:  # errors are certified at the eps of the threat
+            found, limits = zip(record.attacked, record.errors, strict=True), proof.worst_errors
         else:
-            pairs, limits = zip(record.broken, record.distances, strict=True), proof.radius
-        for row, value in pairs:
+            continue
+        for row, value in found:
             count, limit = count + 1, limits[row]
-            if is_value and value > limit * (1 + ROUNDING) + ROUNDING:
+            what = f"was broken at distance {value:.6g}, within its certified radius {limit:.6g}"
+            is_wrong = value < limit
+            if context.is_regression:
                 what = f"has an error of {value:.6g}, above the certified {limit:.6g}"
+                is_wrong = value > limit * (1 + ROUNDING) + ROUNDING
+            if is_wrong:
                 contradictions.append(f"row {row} under {record.attack} {what}")
-            elif not is_value and value < limit:
-                what = f"broken at distance {value:.6g}, within its certified radius {limit:.6g}"
-                contradictions.append(f"row {row} under {record.attack} was {what}")
     if contradictions:
         return False, f"{len(contradictions)} of {count} contradict the proof: {contradictions[0]}"
     return True, f"{count} attacked inputs, none of which contradicts the proof"

@@ -1,32 +1,39 @@
-"""Red flags: checks whether the figures of an evaluation can be trusted.
-
-A check is a function of a `FlagContext` that says whether all is well, and what it found; it raises
-`NotRunError` where it does not apply. `check` gives it a name, a meaning and advice.
-"""
+"""Red flags: checks whether the figures of an evaluation can be trusted. A check is a function of a
+`FlagContext` that returns whether all is well and what it found, or raises `NotRunError` where it
+does not apply; the decorator `check` gives it a name, a meaning and advice."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
+from otad.attacks.base import gain_of, value_and_gradient
 from otad.evaluate.identity import generator_for
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Flag
+from otad.evaluate.suite import defended_of
+from otad.model.otad import OTAD
+from otad.threat import per_row
 
 SAMPLE = 64  # examples a check uses
+ZERO_SHARE = 0.5  # of the rows may be without a gradient
+AGREEING_SHARE = 0.9  # of the rows must agree: some are always near a kink
+REPEAT = 1e-4  # of the largest output: what rounding in another order may change
+STEP = {torch.float64: 1e-5, torch.float32: 1e-3}
+AGREEMENT = {torch.float64: 1e-3, torch.float32: 5e-2}
+DIFFERENCES = "gradients agree with finite differences"
+CHANGES = "random noise changes the neighbors"
 
 
 @dataclass(frozen=True, eq=False)
 class FlagContext:
-    """A model, examples x (n,*) with answers y (n,), and what the attacks did to them.
-
-    `right` (n,): answered right unattacked (regression: all). `train_x`: the training inputs, where
-    they were given.
-    """
+    """A model, examples x (n,*) with answers y (n,), and what the attacks did to them; `right`
+    (n,): answered right without attack (regression: all); `train_x`: training inputs, if given."""
 
     model: nn.Module
     x: Tensor
@@ -47,10 +54,10 @@ class FlagContext:
         return generator_for(self.seed, "flag", flag)
 
     def sample(self, count: int = SAMPLE) -> tuple[Tensor, Tensor]:
-        """At most `count` random examples that are answered right unattacked, and their answers."""
+        """At most `count` random examples that are right without attack, and their answers."""
         rows = self.right.nonzero()[:, 0]
         if not len(rows):
-            raise NotRunError("no example is right unattacked")
+            raise NotRunError("no example is right without attack")
         chosen = torch.randperm(len(rows), generator=self.generator("sample"))[:count]
         places = rows[chosen].sort().values.to(self.x.device)
         return self.x[places], self.y[places]
@@ -60,16 +67,15 @@ class NotRunError(Exception):
     """The reason why a check was not made: an open question, not a good sign."""
 
 
+Question = Callable[[FlagContext], tuple[bool, str]]
 Check = Callable[[FlagContext], Flag]
 CHECKS: list[Check] = []
 
 
-def check(
-    name: str, meaning: str, advice: str
-) -> Callable[[Callable[[FlagContext], tuple[bool, str]]], Check]:
+def check(name: str, meaning: str, advice: str) -> Callable[[Question], Check]:
     """Registers a function that returns whether all is well, and what was found."""
 
-    def decorated(function: Callable[[FlagContext], tuple[bool, str]]) -> Check:
+    def decorated(function: Question) -> Check:
         @functools.wraps(function)
         def checked(context: FlagContext) -> Flag:
             try:
@@ -77,9 +83,8 @@ def check(
             except NotRunError as reason:
                 unknown = "Nothing is known here; do not read it as PASS."
                 return Flag(name, NOT_RUN, str(reason), meaning, unknown)
-            if is_well:
-                return Flag(name, PASS, found, meaning, "Nothing to do.")
-            return Flag(name, FAIL, found, meaning, advice)
+            verdict, todo = (PASS, "Nothing to do.") if is_well else (FAIL, advice)
+            return Flag(name, verdict, found, meaning, todo)
 
         CHECKS.append(checked)
         return checked
@@ -87,15 +92,162 @@ def check(
     return decorated
 
 
-def remark_flag(attack: str, remarks: list[str]) -> Flag:
+def remark_flag(attack: str, remarks: Iterable[str]) -> Flag:
     """What an attack itself, such as AutoAttack, remarked about the model."""
     return Flag(
         f"{attack} has remarks on the model",
         FAIL,
         " ".join(remarks),
-        "The attack noticed something about the model under which its own figure may be too "
-        "optimistic. For a nearest-neighbor defense, zero gradients are expected where the "
-        "answer rests on one bank point, and its search by gradient is blind there.",
-        "Read its figure together with the attacks that move the neighbors; the worst case "
-        "over all of them is what counts.",
+        "The attack noticed something under which its own figure may be too optimistic. Zero "
+        "gradients are expected where an answer rests on a single bank point.",
+        "Read its figure together with the attacks that move the neighbors; the worst case counts.",
     )
+
+
+@check(
+    "gradients are there",
+    "Where the gradient is zero or NaN, attacks by gradient are blind, be it that an answer rests "
+    "on a single bank point or that the model hides its gradient.",
+    "Rely on black-box attacks, certificates and attacks that move the neighbors, not on PGD, APGD "
+    "or AutoAttack alone.",
+)
+def gradient_share(context: FlagContext) -> tuple[bool, str]:
+    x, y = context.sample()
+    _, gradient = value_and_gradient(lambda at: gain_of(context.model(at), y), x, finite=False)
+    blind = (gradient.flatten(1) == 0).all(1) | ~gradient.flatten(1).isfinite().all(1)
+    share = float(blind.double().mean())
+    found = f"zero or NaN on {share:.0%} of {len(x)} examples"
+    if isinstance(context.model, OTAD) and bool(blind.any()):
+        single = (_weighted(context.model, x[blind]) >= 0).sum(1) == 1
+        found += f"; {int(single.sum())} of these {int(blind.sum())} rest on a single bank point"
+    return share <= ZERO_SHARE, found
+
+
+@check(
+    DIFFERENCES,
+    "The gradient that attacks follow must be that of the answers. Compared are only inputs whose "
+    "neighbors are the same at both ends of the difference.",
+    "Look for detached tensors, rounding or a replaced gradient; believe no attack by gradient.",
+)
+def finite_differences(context: FlagContext) -> tuple[bool, str]:
+    """The directional derivative of the margin against (f(x + h v) - f(x - h v)) / 2h."""
+    x, y = context.sample()
+    model, dtype = _in_double(context.model, x)
+    y = y.to(dtype) if y.is_floating_point() else y
+    step = STEP[dtype]
+    direction = torch.randn(x.shape, generator=context.generator(DIFFERENCES)).to(x.device, dtype)
+    direction /= per_row(direction.flatten(1).norm(dim=1), x)
+    center = x.to(dtype)
+    if context.threat.bounds is not None:  # both ends have to be legal inputs
+        low, high = context.threat.bounds
+        center = center.clamp(low + step, high - step)
+    ends = center - step * direction, center + step * direction
+    with torch.no_grad():
+        low_value, high_value = (gain_of(model(end), y) for end in ends)
+    difference = (high_value - low_value) / (2 * step)
+    _, gradient = value_and_gradient(lambda at: gain_of(model(at), y), center, finite=False)
+    slope = (gradient * direction).flatten(1).sum(1)
+    same = _same_neighbors(model, *ends) & difference.isfinite()
+    size = difference.abs() + slope.abs()
+    noise = 8 * torch.finfo(dtype).eps * high_value.abs() / step
+    agree = ((difference - slope).abs() <= AGREEMENT[dtype] * size + noise) & slope.isfinite()
+    if not bool(same.any()):
+        raise NotRunError("neighbors change within every difference")
+    share = float(agree[same].double().mean())
+    precision = str(dtype).removeprefix("torch.")
+    found = f"{share:.0%} of {int(same.sum())} examples agree, in {precision}"
+    return share >= AGREEING_SHARE, found
+
+
+@check(
+    "batch size does not matter",
+    "If answers depend on the rest of the batch, the model is not a function of its input, and "
+    "neither attacks nor certificates are about it.",
+    "Look for statistics taken over the batch. On a GPU, set torch.backends.cudnn.allow_tf32 to "
+    "False: rounding convolutions to TF32 may be enough.",
+)
+@torch.no_grad()
+def batch_independence(context: FlagContext) -> tuple[bool, str]:
+    x, _ = context.sample()
+    alone = torch.cat([context.model(one) for one in x.split(1)])
+    return _same_answers(context.model(x), alone, f"1 and {len(x)} at a time")
+
+
+@check(
+    "the model is not randomized",
+    "A single answer of a randomized model does not show whether an input is adversarial.",
+    "Attack the expected answer over many draws, or fix the draw and evaluate that model.",
+)
+@torch.no_grad()
+def randomness(context: FlagContext) -> tuple[bool, str]:
+    x, _ = context.sample()
+    return _same_answers(context.model(x), context.model(x), "two passes")
+
+
+@check(
+    CHANGES,
+    "For information. Where random steps of size eps change the neighbors, attacks have to change "
+    "them too. A global map is continuous there, but its gradient only sees the points that have "
+    "weight now.",
+    "",
+)
+def neighbor_changes(context: FlagContext) -> tuple[bool, str]:
+    """How often random noise of size eps changes the neighbors, or the points with weight."""
+    if defended_of(context.model) is None:
+        raise NotRunError("the model has no neighbors")
+    x, _ = context.sample()
+    moved = context.threat.surface(x, context.generator(CHANGES))
+    share = 1 - float(_same_neighbors(context.model, x, moved).double().mean())
+    found = f"for {share:.0%} of {len(x)} examples, at eps {context.threat.eps:g}"
+    if _has_global_map(context.model):
+        found += "; here the neighbors are the points with weight"
+    return True, found
+
+
+def _same_answers(first: Tensor, second: Tensor, what: str) -> tuple[bool, str]:
+    allowed = REPEAT * float(first.abs().nan_to_num(0.0).max())
+    changed = ~first.isclose(second, rtol=0, atol=allowed, equal_nan=True)  # abstentions agree
+    if first.dim() == 2:
+        changed = changed.any(1) | (first.argmax(1) != second.argmax(1))
+    differ = int(changed.sum())
+    return differ == 0, f"{differ} of {len(first)} answers differ between {what}"
+
+
+def _in_double(model: nn.Module, x: Tensor) -> tuple[nn.Module, torch.dtype]:
+    """A copy of the model in float64; where there can be none, the model itself."""
+    defended = defended_of(model)
+    if defended is not None and not defended.resident:
+        return model, x.dtype  # a copy would read the whole bank into memory
+    try:
+        twin = copy.deepcopy(model).double()
+        with torch.no_grad():
+            twin(x[:1].double())
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it insists on its precision
+        return model, x.dtype
+    return twin, torch.float64
+
+
+def _has_global_map(model: nn.Module) -> bool:
+    return isinstance(model, OTAD) and not model.answerer.rests_on_neighbors
+
+
+@torch.no_grad()
+def _same_neighbors(model: nn.Module, first: Tensor, second: Tensor) -> Tensor:
+    """Whether two inputs (B,*) have the same neighbors, or points with weight in a global map; True
+    for models without a bank."""
+    defended, both = defended_of(model), torch.cat([first, second])
+    if defended is None:
+        return torch.ones(len(first), dtype=torch.bool, device=first.device)
+    if _has_global_map(model):
+        sets = _weighted(defended, both)
+    else:
+        sets = defended.neighbors(defended.query_keys(both)).indices
+    before, after = sets.sort(1).values.chunk(2)
+    return (before == after).all(1)
+
+
+@torch.no_grad()
+def _weighted(model: OTAD, x: Tensor) -> Tensor:
+    """The bank points with weight (B,W), -1 where a row has fewer."""
+    trace = model.trace(x)
+    return trace.neighbors.indices.masked_fill(trace.solution.multipliers <= 0, -1)

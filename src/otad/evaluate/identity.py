@@ -1,10 +1,6 @@
-"""What a finished batch of an attack depends on, in plain values: the model, the attack, the seed.
-
-Tensors count by their contents, settings by their values, code by the `version` that a class
-declares (1 by default). So finished batches are found again after a comment was edited. When
-you change what your model or attack computes, raise the `version` of its class. Batches are not
-saved where an attribute has no plain description, such as a lambda.
-"""
+"""What a finished batch of an attack depends on: tensors by their contents, settings by value, and
+code by the `version` that a class declares (1 by default). Raise it when you change what a model or
+an attack computes. Batches are not saved where an attribute has no plain description (a lambda)."""
 
 from __future__ import annotations
 
@@ -79,19 +75,19 @@ class Identity:
         return {name: self._plain(getattr(own, name), f"{attack.name}.{name}") for name in names}
 
     def _attributes(self, module: nn.Module, where: str, name: str) -> dict[str, Any]:
-        """What a module holds beside its tensors and parts. The library's own modules and those of
-        torch have private attributes that follow from the public ones."""
+        """What a module holds beside its tensors and parts."""
         place = ".".join(filter(None, (where, name)))
         if isinstance(module, (OTAD, Knn)):
             return {}  # the card describes them
         if isinstance(module, Answerer):
             return {"solver": self._plain(module.solver, f"{place}.solver")}
-        is_private = type(module).__module__.partition(".")[0] in ("otad", "torch")
-        return {
-            key: self._plain(value, f"{place}.{key}")
-            for key, value in vars(module).items()
-            if key not in _OF_EVERY_MODULE and not (is_private and key.startswith("_"))
-        }
+        own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+        if type(module).__module__.partition(".")[0] in (
+            "otad",
+            "torch",
+        ):  # others follow from these
+            own = {key: value for key, value in own.items() if not key.startswith("_")}
+        return {key: self._plain(value, f"{place}.{key}") for key, value in own.items()}
 
     def _plain(self, value: Any, where: str) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -131,7 +127,6 @@ class Identity:
 
 
 def version_of(thing: object) -> int:
-    """The version of the code of an attack or a model, as its class declares it."""
     return int(getattr(type(thing), "version", 1))
 
 

@@ -1,8 +1,6 @@
-"""The attack protocol: each attack in turn on the examples that are still answered right.
-
-Each finished batch is saved under a name made of all it depends on (see `identity`), so that a run
-that was killed resumes after its last batch and ends with the same result.
-"""
+"""The attack protocol: each attack in turn on the examples that are still answered right. Finished
+batches are saved under names made of all they depend on (see `identity`), so that a killed run
+resumes after them and ends with the same result."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,10 @@ from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 VERSION = 1  # raise it when the same attack on the same batch would be reported differently
 HALVINGS = 8  # of the way back to the example: distances are exact to 1/256
 
+Described = tuple[Attack, dict[str, Any], Path | None]  # its settings, where batches are saved
 Progress = Callable[[str, int, int, float], None]
-"""What is running, steps done, steps in all, and the worst case so far at this eps: the share of
-examples still answered right, in regression the mean of the largest errors."""
+"""Called with what is running, steps done, steps in all, and the worst case so far at this eps: the
+share of examples still answered right, in regression the mean of the largest errors."""
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -54,24 +53,22 @@ def run_attacks(
     """Run attacks on examples x (n,*) with right answers y (n,), on the model's device.
 
     - `eps`: the radii, ascending; that of the threat by default. `survivors_only`: see `evaluate`.
-    - `strongest`: report, for every row, the input with the largest margin of a wrong class (in
-      regression, always, the largest error); otherwise the nearest adversarial example of the rows
-      that were broken, found by bisection of the way back to the example.
+    - `strongest`: find the input with the largest margin of a wrong class of every row (in
+      regression, always, the largest error); otherwise the nearest one of each broken row.
     - `certified`: attacks by name that leave out rows with a certified radius (n,) above eps.
     - `folder`: where finished batches are saved, and found again.
     """
     found = Attacked(model, x, y, threat, strongest, seed, batch_size, folder)
-    described = [(attack, *found.described(attack)) for attack in attacks]
+    described = [found.described(attack) for attack in attacks]
     runs = list(itertools.product((threat.eps,) if eps is None else eps, described))
     steps = math.ceil(len(x) / batch_size)
-    for number, (radius, (attack, settings, saved_in)) in enumerate(runs):
-        chosen = found.right
+    for number, (radius, run) in enumerate(runs):
+        attack, chosen = run[0], found.right
         if survivors_only and not found.is_value:
             chosen = chosen & (found.distances > radius)
         if certified is not None and attack.name in certified:
             chosen = chosen & (certified[attack.name].cpu() <= radius)
-        rows = chosen.nonzero()[:, 0]
-        batches = found.batches(attack, settings, saved_in, radius, rows)
+        batches = found.batches(run, radius, chosen.nonzero()[:, 0])
         for done in itertools.chain(batches, (steps,)):
             if progress is not None:
                 label, worst = f"{attack.name}, eps {radius:g}", found.worst(radius)
@@ -82,11 +79,10 @@ def run_attacks(
 class Attacked:
     """What attacks have found on n examples; tensors are on the CPU.
 
-    `right` (n,): answered right unattacked (regression: all). `abstained`: how many get no answer.
-    `distances` (n,): where a row is known to be wrong, 0 for those that are so unattacked, infinite
-    if nothing broke it. `gains` (n,): the largest margin of a wrong class, or |f - y|, within the
-    eps of the threat. `inputs` (n,*): the nearest (or strongest) input of the rows that are
-    `found` (n,). `records`: one for each attack and eps. `remarks`: those of attacks, by name.
+    `right` (n,): answered right without attack (regression: all). `abstained`: how many get no
+    answer. `distances` (n,): see `Evaluation.distances`. `gains` (n,): the largest margin of a
+    wrong class, or |f - y|, within the eps of the threat. `inputs` (n,*): the nearest (or
+    strongest) input of the rows that are `found` (n,). `remarks`: those of attacks, by name.
     """
 
     def __init__(
@@ -98,10 +94,8 @@ class Attacked:
         self.is_value = y.is_floating_point()
         self.strongest = strongest or self.is_value
         unattacked, generator = Unattacked(), torch.Generator()
-        results = [
-            unattacked(model, *part, threat, generator=generator)
-            for part in zip(x.split(batch_size), y.split(batch_size), strict=True)
-        ]
+        parts = zip(x.split(batch_size), y.split(batch_size), strict=True)
+        results = [unattacked(model, *part, threat, generator=generator) for part in parts]
         broken = torch.cat([one.broken for one in results]).cpu()
         self.right = torch.ones_like(broken) if self.is_value else ~broken
         self.abstained = sum(int(one.abstained.sum()) for one in results)
@@ -111,7 +105,7 @@ class Attacked:
         self.distances[self.right] = math.inf
         self.inputs, self.found = x.cpu().clone(), torch.zeros(len(x), dtype=torch.bool)
         self.records: list[AttackRecord] = []
-        self.remarks: dict[str, list[str]] = {}
+        self.remarks: dict[str, dict[str, None]] = {}  # a set that is ordered
         self.saved_seconds = 0.0  # spent on batches that an earlier run had finished
         identity = Identity()
         self.card = identity.model(model)
@@ -119,46 +113,29 @@ class Attacked:
         self._unknown = identity.unknown
         self.data = fingerprint({"x": x, "y": y})
         self._common = {
-            "protocol": VERSION,
-            "device": x.device.type,
-            "model": self.card["fingerprint"],
-            "data": self.data,
-            "seed": seed,
-            "strongest": self.strongest,
-        }
+            "protocol": VERSION, "device": x.device.type, "model": self.card["fingerprint"],
+            "data": self.data, "seed": seed, "strongest": self.strongest,
+        }  # fmt: skip
 
     def worst(self, eps: float) -> float:
-        """See `Progress`."""
         return float((self.gains if self.is_value else (self.distances > eps).double()).mean())
 
-    def described(self, attack: Attack) -> tuple[dict[str, Any], Path | None]:
+    def described(self, attack: Attack) -> Described:
         """Its settings, before it runs and may note something about itself; and where its batches
         are saved: nowhere if they could be taken for those of another model or attack."""
         identity = Identity()
         settings, unknown = identity.attack(attack), [*self._unknown, *identity.unknown]
         if self._folder is not None and unknown:
-            warnings.warn(
-                "finished batches are not saved, as these values have no plain description: "
-                f"{', '.join(unknown)}",
-                stacklevel=4,
-            )
-        return settings, None if unknown else self._folder
+            why = f"without a plain description: {', '.join(unknown)}"
+            warnings.warn(f"finished batches are not saved, because of values {why}", stacklevel=4)
+        return attack, settings, None if unknown else self._folder
 
-    def batches(
-        self,
-        attack: Attack,
-        settings: dict[str, Any],
-        folder: Path | None,
-        eps: float,
-        rows: Tensor,
-    ) -> Iterator[int]:
+    def batches(self, described: Described, eps: float, rows: Tensor) -> Iterator[int]:
         """One attack at one eps: yields, at first and after each batch, how many are done."""
-        ball = self.threat.with_eps(eps)
-        key = self._common | {
-            "attack": [attack.name, version_of(attack), settings],
-            "threat": ball.to_dict(),
-        }
-        parts = []
+        attack, settings, folder = described
+        ball, parts = self.threat.with_eps(eps), []
+        identity = [attack.name, version_of(attack), settings]
+        key = self._common | {"attack": identity, "threat": ball.to_dict()}
         yield 0
         for number, some in enumerate(rows.split(self.batch_size) if len(rows) else ()):
             name = digest_of(key | {"batch": number, "rows": some.tolist()})
@@ -174,13 +151,13 @@ class Attacked:
             parts.append(part)
             self._learn(part, eps)
             yield number + 1
-        record = Findings.joined([part.findings for part in parts])
-        record |= {"attack": attack.name, "family": attack.family, "eps": eps, "settings": settings}
-        self.records.append(AttackRecord(**record))
-        earlier = self.remarks.get(attack.name, ())
-        remarks = dict.fromkeys(itertools.chain(earlier, *(part.remarks for part in parts)))
-        if remarks:
-            self.remarks[attack.name] = list(remarks)
+        about: dict[str, Any] = {field.name: field.default for field in fields(Findings)}
+        for part, name in itertools.product(parts, tuple(about)):
+            about[name] += getattr(part.findings, name)
+        about |= {"attack": attack.name, "family": attack.family, "eps": eps, "settings": settings}
+        self.records.append(AttackRecord(**about))
+        for remark in itertools.chain(*(part.remarks for part in parts)):
+            self.remarks.setdefault(attack.name, {})[remark] = None
 
     def _attack(
         self, attack: Attack, ball: LpBall, rows: Tensor, generator: torch.Generator
@@ -225,7 +202,7 @@ class Attacked:
 
 
 class Unattacked(Attack):
-    """Leaves every example as it is: the checks and the verdict of an attack, and nothing else."""
+    """Leaves every example as it is, for the checks and the verdict of an attack."""
 
     name = "unattacked"
     family = "random"
@@ -249,7 +226,7 @@ class Part:
 
     @staticmethod
     def read(path: Path) -> Part | None:
-        """None where there is no such file, or a damaged one: then the batch is computed again."""
+        """None where there is no such file, or a damaged one."""
         try:
             tensors, header = read_tensors(path)
             findings = from_plain(Findings, header["findings"], path.name)

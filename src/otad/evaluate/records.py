@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,16 @@ from otad.scores import Score, share_score
 
 FORMAT = "otad-evaluation-1"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
-SANDWICH = "certificate sandwich"  # the flag whose failure is a bug
+CERTIFICATE_CHECK = "certificate sandwich"  # the flag whose failure is a bug
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What an attack did to some examples. Rows are numbers of examples, from 0.
+    """What an attack did to some examples: numbers of rows, from 0.
 
-    `attacked`: the rows it was run on. `broken`: those among them that it broke, `distances` those
-    of their adversarial examples, `abstained` the broken rows where the model gives no answer. In
-    regression nothing is broken, and `errors` are |f - y| of all attacked rows. `forwards` and
-    `backwards`: answers and gradients of the model, summed over the rows.
+    `attacked`: all it was run on; `broken`: those it broke, at these `distances`; `abstained`: the
+    broken ones where the model gives no answer. `errors`: |f - y| of the attacked rows of a
+    regression, where nothing is broken. `forwards`, `backwards`: answers and gradients computed.
     """
 
     attacked: tuple[int, ...] = ()
@@ -37,12 +36,6 @@ class Findings:
     forwards: int = 0
     backwards: int = 0
     seconds: float = 0.0
-
-    @staticmethod
-    def joined(parts: Sequence[Findings]) -> dict[str, Any]:
-        """The fields of several together."""
-        start: dict[str, Any] = {one.name: one.default for one in fields(Findings)}
-        return {name: sum((getattr(part, name) for part in parts), start[name]) for name in start}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +50,7 @@ class AttackRecord(Findings):
 
 @dataclass(frozen=True)
 class CertificateRecord:
-    """Certified radii of all rows, and what they rest on. In regression, the certified largest
-    |f - y| of each row at the eps of the threat."""
+    """Certified radii of all rows; in regression, bounds on |f - y| at the eps of the threat."""
 
     radius: tuple[float, ...]
     rules: tuple[str, ...]
@@ -84,15 +76,14 @@ QUANTILES = ("least", "median", "quantile_90", "quantile_99", "most")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The whole evaluation of a model on n examples under a threat model.
+    """The whole evaluation of a model on n examples.
 
     `threat` is `LpBall.to_dict()` with the headline eps; `eps` all radii attacked, ascending.
     `clean`: scores without attack, by predictor ("net", "otad", "knn_majority",
-    "knn_mean_feature", or just "model" for a foreign one). `clean_right`: rows the model answers
-    right unattacked (regression: all). `clean_errors`: |f - y| unattacked (regression only).
-    `seconds`: of the whole, parts that an earlier run had finished included.
-    `missing`: attacks that were not run, and why. `spared_proved`: those that were not run on rows
-    with a certificate of that radius.
+    "knn_mean_feature", or "model" for any other one). `clean_right`: rows answered right without
+    attack (regression: all). `clean_errors`: |f - y| without attack (regression only). `seconds`:
+    with those of batches that an earlier run had finished. `missing`: attacks that were not run,
+    and why. `skipped_proved`: attacks that skipped rows with a certificate of that radius.
     """
 
     task: str
@@ -112,7 +103,7 @@ class Evaluation:
     solver: SolverAccount | None
     seconds: float
     missing: dict[str, str] = field(default_factory=dict)
-    spared_proved: tuple[str, ...] = ()
+    skipped_proved: tuple[str, ...] = ()
     format: str = FORMAT
 
     @property
@@ -122,7 +113,9 @@ class Evaluation:
     @property
     def is_sound(self) -> bool:
         """No attack contradicts a certificate."""
-        return not any(flag.name == SANDWICH and flag.verdict == FAIL for flag in self.flags)
+        return not any(
+            flag.name == CERTIFICATE_CHECK and flag.verdict == FAIL for flag in self.flags
+        )
 
     @property
     def worst_case_accuracy(self) -> float:
@@ -131,28 +124,24 @@ class Evaluation:
 
     @property
     def per_attack(self) -> dict[str, float]:
-        """At the eps of the threat: accuracy over all examples when only this attack counts.
-
-        Rows that the attack skipped, because others had broken them, count as right; so this is
-        the attack's own strength only in an evaluation with `survivors_only=False`.
-        """
+        """Accuracy at the eps of the threat when only this attack counts. Rows that it skipped
+        count as right, so it is the attack's own strength only with `survivors_only=False`."""
         names = dict.fromkeys(record.attack for record in self.attacks)
         return {name: self.accuracy_under([name], self.headline_eps).value / 100 for name in names}
 
     def worst_case(self, eps: float | None = None) -> Score:
         """The share of examples that are right and that no attack broke within eps."""
-        names = [record.attack for record in self.attacks]
-        return self.accuracy_under(names, self.headline_eps if eps is None else eps)
+        return self.accuracy_under(None, self.headline_eps if eps is None else eps)
 
-    def accuracy_under(self, attacks: list[str], eps: float) -> Score:
-        """The same, with only these attacks counted."""
+    def accuracy_under(self, attacks: Sequence[str] | None, eps: float) -> Score:
+        """The same with only these attacks counted, or all."""
         require(self.task == "classification", "accuracy", "a classifier", self.task)
         distances = self.distances(attacks)
         return share_score(sum(distances[row] > eps for row in self.clean_right), self.n)
 
-    def distances(self, attacks: list[str] | None = None) -> list[float]:
-        """For each row the shortest distance at which it is known to be wrong: 0 where it is so
-        unattacked, infinite where no attack (of these) broke it."""
+    def distances(self, attacks: Sequence[str] | None = None) -> list[float]:
+        """The shortest distance at which each row is known to be wrong: 0 where it is so without
+        attack, infinite where no attack (of these) broke it."""
         found = [0.0] * self.n
         for row in self.clean_right:
             found[row] = math.inf
@@ -180,7 +169,6 @@ class Evaluation:
         return share_score(sum(radius[row] > eps for row in self.clean_right), self.n)
 
     def write(self, path: Path) -> None:
-        """The whole file or none of it."""
         write_json(path, to_plain(self))
 
     @staticmethod
@@ -188,6 +176,8 @@ class Evaluation:
         content = read_json(path)
         kind = content.get("format") if isinstance(content, dict) else None
         require(kind == FORMAT, str(path), f"an evaluation of format {FORMAT}", kind)
+        if "spared_proved" in content:  # the name in older files
+            content["skipped_proved"] = content.pop("spared_proved")
         solver = content.get("solver") or {}
         if isinstance(used := solver.get("smoothness"), list):  # quantiles alone, in older files
             whole = dict(zip(QUANTILES, used, strict=False))

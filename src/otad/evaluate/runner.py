@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from otad.attacks import Attack, LpBall
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
-from otad.evaluate import model_flags, planted, strength_flags  # noqa: F401  (register checks)
+from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
 from otad.evaluate.flags import CHECKS, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
@@ -59,21 +58,19 @@ def evaluate(
 ) -> Evaluation:
     """How robust a model is on examples x (n,*) with right answers y (n,): labels or values.
 
-    - `threat`: what an attacker may change; its eps is the headline. Without bounds it takes those
-      the model declares.
-    - `eps`: further radii to attack at, ascending; that of the threat is always among them.
+    - `threat`: what an attacker may change, by default within the bounds the model declares.
+    - `eps`: further radii to attack at, ascending; the headline is that of the threat.
     - `attacks`: a preset ("quick", "standard", "full") or attacks, by name or made, in order.
     - `survivors_only`: leave out rows known to be wrong at a distance of at most eps. Otherwise
-      every attack runs on all examples that are right unattacked: slower, but comparable.
+      every attack runs on all examples that are right without attack: slower, but comparable.
     - `spare_proved`: names of expensive attacks that skip rows with a certified radius above eps.
     - `certificate`: also certify. `flags`: also check whether the attacks were too weak. An attack
       that contradicts a certificate is reported in any case (`is_sound`).
     - `embedding_lipschitz`, `metric_lipschitz`: constants that are not known, see `certify`.
     - `train_x` (N,*): the training inputs, where they cannot be computed from the bank.
-    - `folder`: finished batches are saved there, so that a run that was killed resumes and ends
-      with the same record; at the end also `evaluation.json` and `adversarial.safetensors`: "rows"
-      (m,) and "inputs" (m,*), for each broken row its nearest adversarial example; in regression,
-      for each row that an attack made worse, its worst input at the threat's eps.
+    - `folder`: where finished batches are saved, from which a killed run resumes, and at the end
+      `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m,*), the nearest
+      adversarial examples; in regression, the worst inputs within the threat's eps.
     """
     started = time.perf_counter()
     x, y, threat = _prepared(model, x, y, threat)
@@ -109,37 +106,26 @@ def evaluate(
         progress=lambda label, done, _, worst: report(label, certificate + done, worst),
     )  # fmt: skip
     scores, solver = _clean(model, x, y, batch_size)
-    worst, records = run.worst(threat.eps), tuple(run.records)
+    worst, records, raised = run.worst(threat.eps), tuple(run.records), []
     ran = run.right, tuple(chosen), records, proof, seed, train_x
     context = FlagContext(model, x, y, threat, *ran)
-    raised = []
-    for number, check in enumerate(checks):
-        done = total - len(checks) + number
-        report(f"red flag {number + 1} of {len(checks)}", done, worst)
+    for number, check in enumerate(checks, 1):
+        done = total - len(checks) + number - 1
+        report(f"red flag {number} of {len(checks)}", done, worst)
         raised.append(check(context))
     report("done", total, worst)
     if flags:
         raised += [remark_flag(*one) for one in run.remarks.items()]
     found = Evaluation(
-        task=task,
-        n=len(x),
-        seed=seed,
+        task=task, n=len(x), seed=seed, threat=threat.to_dict(), eps=radii,
         model=run.card | {"abstained": run.abstained},
-        threat=threat.to_dict(),
-        eps=radii,
         attacker_knows=ATTACKER_KNOWS[defended_of(model) is not None],
         environment=Environment.now(x.device, torch.get_num_threads()),
-        clean=scores,
+        clean=scores, solver=solver, clean_errors=run.clean_errors,
         clean_right=tuple(run.right.nonzero()[:, 0].tolist()),
-        clean_errors=run.clean_errors,
-        attacks=records,
-        certificate=proof,
-        flags=tuple(raised),
-        solver=solver,
-        seconds=run.saved_seconds + time.perf_counter() - started,
-        missing=missing,
-        spared_proved=tuple(skipped),
-    )
+        attacks=records, certificate=proof, flags=tuple(raised), missing=missing,
+        seconds=run.saved_seconds + time.perf_counter() - started, skipped_proved=tuple(skipped),
+    )  # fmt: skip
     if place is not None:
         rows = run.found.nonzero()[:, 0]
         tensors = {"rows": rows, "inputs": run.inputs[rows]}
@@ -152,11 +138,9 @@ def evaluate(
 def _clean(
     model: nn.Module, x: Tensor, y: Tensor, batch_size: int
 ) -> tuple[dict[str, Score], SolverAccount | None]:
-    """Scores without attack of the model, of the network inside it and of k-NN with its bank; and
-    how an OTAD model found its answers."""
+    """Scores of the model, its network and k-NN with its bank, and the account of its solver."""
     models: dict[str, Callable[[Tensor], Tensor]] = {kind_of(model): model}
-    backbone = backbone_of(model)
-    if backbone is not None and backbone is not model:
+    if (backbone := backbone_of(model)) is not None:
         models[NET] = backbone
     account = None
     if isinstance(model, OTAD):
@@ -187,8 +171,8 @@ def _prepared(
         within = declared[0] <= low and high <= declared[1]
         require(within, "threat", f"bounds within {declared}, those of the model", (low, high))
         threat = replace(threat, bounds=(low, high))
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    device = next((tensor.device for tensor in tensors), x.device)
+    tensors = *model.parameters(), *model.buffers(), x
+    device = tensors[0].device
     return x.detach().to(device), y.detach().to(device), threat
 
 
@@ -197,6 +181,6 @@ def _radii(eps: Sequence[float] | None, threat: LpBall) -> tuple[float, ...]:
         return (threat.eps,)
     given = [float(value) for value in eps]
     are_radii = given and all(0 <= value < math.inf for value in given)
-    require(are_radii, "eps", "finite radii of at least 0, at least one", given)
-    require(given == sorted({*given}), "eps", "radii in ascending order", given)
+    expected = "at least one finite radius of at least 0, in ascending order"
+    require(are_radii and given == sorted({*given}), "eps", expected, given)
     return tuple(sorted({*given, threat.eps}))

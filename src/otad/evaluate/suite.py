@@ -80,11 +80,16 @@ def make_attack(
     return _made(name, knowledge_of(model, train_x), None, **options)
 
 
-def _made(name: str, known: Knowledge, setting: Setting | None, **options: Any) -> Attack:
-    check_choice(name, "attack", tuple(ATTACKS))
-    if reason := ATTACKS[name].misfit(known, setting):
-        raise InputError(f"attack: expected one that fits, got {name}: {reason}")
-    return ATTACKS[name].for_model(known, **options)
+def _made(
+    attack: str | Attack, known: Knowledge, setting: Setting | None, **options: Any
+) -> Attack:
+    if isinstance(attack, Attack):
+        return attack
+    require(isinstance(attack, str), "attacks", "names or attacks", type(attack).__name__)
+    check_choice(attack, "attack", tuple(ATTACKS))
+    if reason := ATTACKS[attack].misfit(known, setting):
+        raise InputError(f"attack: expected one that fits, got {attack}: {reason}")
+    return ATTACKS[attack].for_model(known, **options)
 
 
 def suite(
@@ -99,24 +104,14 @@ def suite(
     that are chosen one by one, none is left out: one that does not fit is refused."""
     known, setting = knowledge_of(model, train_x), Setting(input_shape, task, threat)
     if not isinstance(attacks, str):
-        return _chosen(attacks, known, setting), {}
+        chosen = [_made(attack, known, setting) for attack in attacks]
+        names = [attack.name for attack in chosen]
+        unique = names and len(set(names)) == len(names)
+        require(unique, "attacks", "at least one, each name once", names)
+        return chosen, {}
     check_choice(attacks, "preset", tuple(PRESETS))
     choices = [one for one in PRESETS[attacks] if one.affine in (None, known.affine_keys)]
     reasons = {one.name: ATTACKS[one.name].misfit(known, setting) for one in choices}
     fitting = [one for one in choices if reasons[one.name] is None]
     made = [ATTACKS[one.name].for_model(known, **one.options) for one in fitting]
     return made, {name: reason for name, reason in reasons.items() if reason is not None}
-
-
-def _chosen(attacks: Sequence[str | Attack], known: Knowledge, setting: Setting) -> list[Attack]:
-    chosen = []
-    for attack in attacks:
-        if isinstance(attack, str):
-            attack = _made(attack, known, setting)
-        elif not isinstance(attack, Attack):
-            raise InputError(f"attacks: expected names or attacks, got {type(attack).__name__}")
-        chosen.append(attack)
-    names = [attack.name for attack in chosen]
-    unique = names and len(set(names)) == len(names)
-    require(unique, "attacks", "at least one, each name once", names)
-    return chosen

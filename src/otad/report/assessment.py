@@ -22,11 +22,9 @@ from otad.training.supervised import METRICS
 
 @dataclass(frozen=True, eq=False)
 class Assessment:
-    """`scores`: accuracy, or mean squared error (see `metric`), of each predictor.
-
-    Of the defended model: `predictions` (n,), classes (-1 where it abstains) or values; the
-    `account` of its answers; the `least_smoothness` (n,) of its neighbors; `seconds` in total.
-    """
+    """`scores`: accuracy, or mean squared error (see `metric`), of each predictor. Of the defended
+    model: `predictions` (n,), classes (-1 where it abstains) or values, the `account` of its
+    answers, the `least_smoothness` (n,) of its neighbors, and all the `seconds`."""
 
     metric: str
     scores: dict[str, float]
@@ -77,34 +75,27 @@ def assess(
     others: dict[str, nn.Module] = {NET: model.backbone}
     if baselines:
         others |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
-    measure = squared_errors if y.is_floating_point() else is_right
     builder = AccountBuilder(model, least_smoothness=True)
     found: defaultdict[str, list[Tensor]] = defaultdict(list)
-    predictions, seconds, done = [], 0.0, 0
-    for batch, targets in zip(x.split(batch_size), y.cpu().split(batch_size), strict=True):
+    seconds, done = 0.0, 0
+    for batch in x.split(batch_size):
         inputs = batch.to(model.backbone.mean.device)
         started = time.perf_counter()
         trace = model.trace(inputs)
-        outputs = trace.outputs.cpu()  # waits for a GPU
+        found[DEFENDED].append(trace.outputs.cpu())  # waits for a GPU
         seconds += time.perf_counter() - started
         builder.add(inputs, trace)
-        found[DEFENDED].append(measure(outputs, targets))
         for name, predictor in others.items():
-            found[name].append(measure(predictor(inputs).cpu(), targets))
-        if outputs.dim() == 2:
-            outputs = outputs.argmax(1).masked_fill(abstained(outputs), -1)
-        predictions.append(outputs)
+            found[name].append(predictor(inputs).cpu())
         done += len(batch)
         if progress is not None:
             progress(done, len(x))
-    least = builder.rows("least_smoothness")
+    outputs = {name: torch.cat(parts) for name, parts in found.items()}
+    measure = squared_errors if y.is_floating_point() else is_right
+    scores = {name: float(measure(it, y.cpu()).double().mean()) for name, it in outputs.items()}
+    predictions, least = outputs[DEFENDED], builder.rows("least_smoothness")
+    if predictions.dim() == 2:
+        predictions = predictions.argmax(1).masked_fill(abstained(predictions), -1)
     assert least is not None
-    return Assessment(
-        metric=METRICS[model.backbone.task],
-        scores={name: float(torch.cat(rows).double().mean()) for name, rows in found.items()},
-        predictions=torch.cat(predictions),
-        account=builder.account(),
-        least_smoothness=least,
-        smoothness=model.smoothness,
-        seconds=seconds,
-    )
+    metric, account = METRICS[model.backbone.task], builder.account()
+    return Assessment(metric, scores, predictions, account, least, model.smoothness, seconds)

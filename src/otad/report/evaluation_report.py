@@ -30,18 +30,15 @@ def evaluation_report(
 ) -> Report:
     """The report on an evaluation. What else is `known` shows examples: see `Subject`."""
     subject = Subject(evaluation, **known)
-    made = (make(subject) for make in SECTIONS)
-    environment = evaluation.environment
-    return Report(
-        title,
-        f"{evaluation.n:,} examples under attack in {evaluation.threat['norm']} up to "
-        f"eps = {evaluation.headline_eps:g}, by an attacker who knows everything: the worst case "
-        "found, what is proved, and which checks failed.",
-        headline(evaluation),
-        [section for section in made if section is not None],
-        footer=f"{environment.started}; seed {evaluation.seed}; "
-        f"otad {environment.versions.get('otad') or 'from source'}",
+    sections = [section for make in SECTIONS if (section := make(subject)) is not None]
+    subtitle = (
+        f"{evaluation.n:,} examples under attack in {evaluation.threat['norm']} up to eps = "
+        f"{evaluation.headline_eps:g}: the worst case found, what is proved, which checks failed."
     )
+    here = evaluation.environment
+    version = here.versions.get("otad") or "from source"
+    footer = f"{here.started}; seed {evaluation.seed}; otad {version}"
+    return Report(title, subtitle, headline(evaluation), sections, footer)
 
 
 def headline(evaluation: Evaluation) -> list[KeyNumber]:
@@ -50,7 +47,7 @@ def headline(evaluation: Evaluation) -> list[KeyNumber]:
     if not evaluation.attacks:
         numbers[0] = KeyNumber("not attacked", numbers[0].name, "no attack was run", alarm=True)
     count = Counter(flag.verdict for flag in evaluation.flags)
-    value = f"{count[FAIL]} of {len(evaluation.flags)}" if evaluation.flags else "none run"
+    value = f"{count[FAIL]} of {count.total()}" if count else "none run"
     remark = f"{count[PASS]} pass, {count[NOT_RUN]} not run"
     return [*numbers, KeyNumber(value, "red flags fail", remark, alarm=count[FAIL] > 0)]
 
@@ -111,8 +108,8 @@ def curves_section(subject: Subject) -> Section:
     caption = "A thin line counts its attack alone: each attack was run on all examples."
     if skips_broken(evaluation):
         caption = (
-            "A thin line counts its attack and all attacks before it, in the order of the legend: "
-            "each attack was run only on examples that the earlier ones did not break."
+            "A thin line counts its attack and those before it in the legend: each attack was run "
+            "only on examples that the earlier ones did not break."
         )
     is_classifier = evaluation.task == "classification"
     return (_accuracy_section if is_classifier else _error_section)(evaluation, caption)
@@ -123,7 +120,7 @@ def _accuracy_section(evaluation: Evaluation, caption: str) -> Section:
         caption = "No attack was run: this is clean accuracy."
     caption += (
         " Dots mark the attacked eps. Between them an example counts as broken from the distance "
-        "of its adversarial example, which was moved towards it for as long as it stayed wrong."
+        "of the nearest adversarial example found."
     )
     lead = "Under the best possible attack, accuracy is at most the worst case found (bold red)"
     if evaluation.certificate is not None:
@@ -162,7 +159,6 @@ def _error_section(evaluation: Evaluation, caption: str) -> Section:
 
 
 def flags_section(subject: Subject) -> Section:
-    """The checks, failed ones first."""
     flags = subject.evaluation.flags
     lead = "No check fails. The checks search for the ways in which an attack can be too weak."
     if not flags:
@@ -174,7 +170,6 @@ def flags_section(subject: Subject) -> Section:
 
 
 def attacks_section(subject: Subject) -> Section:
-    """One row per attack at the headline eps, the other eps collapsed, and what did not run."""
     evaluation = subject.evaluation
     blocks: list[Block] = []
     headline = [it for it in evaluation.attacks if it.eps == evaluation.headline_eps]
@@ -190,7 +185,7 @@ def attacks_section(subject: Subject) -> Section:
         blocks.append(Table(("not run", "why"), list(evaluation.missing.items()), prose=True))
     lead = "Each example counts as broken once any attack has broken it"
     lead += ", and later attacks skip it." if skips_broken(evaluation) else "."
-    if skipped := evaluation.spared_proved:
+    if skipped := evaluation.skipped_proved:
         lead += f" Not run where a certificate already covers eps: {', '.join(skipped)}."
     abstained = {row for record in evaluation.attacks for row in record.abstained}
     if evaluation.task != "classification":
@@ -263,7 +258,13 @@ def certificate_section(subject: Subject) -> Section:
         proved = as_text(evaluation.certified_accuracy(evaluation.headline_eps))
         lead = f"{proved} of the examples stay right under every change of size up to {eps}."
     else:
-        blocks = _bounds(evaluation, certificate)
+        errors = {
+            "error without attack": evaluation.clean_errors,
+            "largest error found": evaluation.worst_errors(),
+            "proved bound": certificate.worst_errors,
+        }
+        rows = [(k, statistics.fmean(v), statistics.median(v), max(v)) for k, v in errors.items()]
+        blocks = [Table(("", "mean", "median", "largest"), rows)]
         lead = f"No input within {eps} of an example has an error above its bound."
     assumed = "; ".join(certificate.assumptions)
     text = f"The proof assumes: {assumed}. " if assumed else ""
@@ -284,27 +285,14 @@ def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block
     picture = Picture(
         plot_uri(plots.radii_plots(evaluation)),
         "a histogram of the radii, and each radius beside the nearest adversarial example found",
-        "Left: the radii of the examples that are classified right. Right: each of them, sorted. "
-        "The distance to its nearest wrong input is on the gray line between the proved radius "
-        "(green) and the nearest adversarial example found (red; without a red dot none was "
-        f"found). {verdict}",
+        "Left: the radii of the examples that are classified right. Right: each of them. Its "
+        "nearest wrong input is on the gray line between the proved radius (green) and the "
+        f"nearest adversarial example found (red, if any). {verdict}",
     )
     return [picture, Table(("rule", "examples", "median radius", "largest"), rows)]
 
 
-def _bounds(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block]:
-    errors = {
-        "error without attack": evaluation.clean_errors,
-        "largest error found": evaluation.worst_errors(),
-        "proved bound": certificate.worst_errors,
-    }
-    rows = [(k, statistics.fmean(it), statistics.median(it), max(it)) for k, it in errors.items()]
-    note = f"Rules: {', '.join(dict.fromkeys(certificate.rules))}." if certificate.rules else ""
-    return [Table(("", "mean", "median", "largest"), rows, note=note)]
-
-
 def solver_section(subject: Subject) -> Section | None:
-    """How the solver found the clean answers; None if the model has no solver."""
     account, n = subject.evaluation.solver, subject.evaluation.n
     if account is None:
         return None
@@ -327,8 +315,8 @@ def cost_section(subject: Subject) -> Section:
     if evaluation.attacks:
         alt = "seconds of each attack over all eps"
         blocks.insert(0, Picture(plot_uri(plots.seconds_bars(evaluation)), alt, "Over all eps."))
-    where = f"On {here.device_name} with {threads(here.threads)}."
-    return Section("attack-cost", "Cost of the evaluation", where, blocks)
+    lead = f"On {here.device_name} with {threads(here.threads)}."
+    return Section("attack-cost", "Cost of the evaluation", lead, blocks)
 
 
 def repeat_section(subject: Subject) -> Section:

@@ -40,25 +40,21 @@ def cases_section(explanations: Sequence[Explanation], truths: Sequence[str]) ->
         ("Right", sorted(right[N_UNSURE:])[:N_RIGHT]),
     )
     lead = (
-        "The feature of an input is the weighted mean of its neighbors' features (l = 0), and the "
-        "linear head reads it. So these weights are the prediction itself, not an approximation "
-        "of it. The label with the most weight need not win, as the head reads the mean."
+        "The linear head reads the weighted mean of the neighbors' features (l = 0), so weights "
+        "are the prediction itself. The label with the most weight need not win."
     )
     galleries = [Gallery(title, [cases[row] for row in rows]) for title, rows in groups if rows]
     return Section("why", "Explained predictions", lead, galleries)
 
 
 def _certainty(explanation: Explanation) -> float:
-    """The probability of the predicted class; 0 where there is none."""
     label, shares = explanation.prediction, explanation.probabilities
     return 0.0 if label is None or shares is None else shares[label]
 
 
 def make_case(explanation: Explanation, truth: str, *, by_truth: bool = False) -> Case:
-    """The card of one prediction, with the training points of most weight.
-
-    A vote agrees if it has the predicted label or, with `by_truth`, the true one.
-    """
+    """The card of one prediction, with the training points of most weight, which agree if they have
+    the predicted label or, with `by_truth`, the true one."""
     bounds = explanation.bounds
     answer = NO_ANSWER if explanation.prediction is None else str(explanation.prediction)
     votes = [
@@ -92,11 +88,9 @@ class Adversarial(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """An evaluation, with what is needed to show its examples, where it is known.
-
-    The `model`, the examples `x` (n,*input_shape), their targets `y` (n,), and the `adversarial`
-    examples found. `classes` and `feature_names` replace numbers; `train_x`: see `otad.explain`.
-    """
+    """An evaluation and, where known, what shows its examples: the `model`, examples `x` (n,*) with
+    targets `y` (n,), and the `adversarial` ones found. `classes` and `feature_names` replace
+    numbers; `train_x`: see `otad.explain`."""
 
     evaluation: Evaluation
     model: nn.Module | None = None
@@ -113,7 +107,6 @@ class Subject:
             require(len(self.x) == n, "x", f"the {n} examples of the record", len(self.x))
 
     def ball(self, input_shape: torch.Size) -> LpBall:
-        """The threat model of the record, for inputs of this shape."""
         known = {name: value for name, value in self.evaluation.threat.items() if value is not None}
         for name in {"scale", "mutable"} & known.keys():
             known[name] = torch.tensor(known[name]).view(input_shape)
@@ -140,11 +133,9 @@ def examples_section(subject: Subject) -> Section | None:
     shown = spread(distances, evaluation.headline_eps, N_ADVERSARIAL) if len(rows) else []
     if not shown:
         return Section("examples", "Adversarial examples", "No adversarial example was found.", [])
-    titles = [
-        f"Example {rows[place]}: {finder_of(evaluation, int(rows[place]))}, "
-        f"distance {distances[place]:.3g}"
-        for place in shown
-    ]
+    names = [f"Example {row}: {finder_of(evaluation, row)}" for row in rows[shown].tolist()]
+    lengths = distances[shown].tolist()
+    titles = [f"{name}, distance {it:.3g}" for name, it in zip(names, lengths, strict=True)]
     truths = [subject.name_of(truth) for truth in y.cpu()[rows[shown]]]
     found = clean[shown], changed[shown], truths, titles
     is_image = x.dim() == 4 and x.shape[1] in (1, 3)
@@ -159,8 +150,7 @@ def examples_section(subject: Subject) -> Section | None:
 
 
 def spread(distances: Tensor, eps: float, count: int) -> list[int]:
-    """Up to `count` places of the list, from the nearest to the furthest within eps; if these are
-    too few, then the nearest beyond."""
+    """Up to `count` places, from the nearest to the furthest within eps, or the nearest of all."""
     order = [place for place in distances.argsort().tolist() if math.isfinite(distances[place])]
     within = [place for place in order if distances[place] <= eps]
     if len(within) <= count:
@@ -201,8 +191,7 @@ def _cards(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
 
 
 def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
-    """A table per example: the answers, and the features with the largest changes, measured in
-    the units of the threat model."""
+    """The answers, and the features with the largest changes in the units of the threat model."""
     clean, changed, truths, titles = shown
     scale = subject.ball(clean.shape[1:]).scale
     before, after = _outputs(model, clean), _outputs(model, changed)
@@ -223,6 +212,5 @@ def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Bl
 
 @torch.no_grad()
 def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Outputs on the CPU, for a model on any device."""
     device = next((it.device for it in model.parameters()), inputs.device)
     return Tensor.cpu(model(inputs.to(device)))

@@ -11,6 +11,7 @@ from otad.scores import Score
 
 TIMES = " \N{MULTIPLICATION SIGN} "
 SUPERSCRIPTS = str.maketrans("-0123456789", "\N{SUPERSCRIPT MINUS}⁰¹²³⁴⁵⁶⁷⁸⁹")
+LONGEST = 100  # letters of a setting
 Cell = str | float | Score | None
 
 
@@ -26,7 +27,6 @@ def as_text(value: Cell) -> str:
 
 
 def interval(score: Score | None) -> str | None:
-    """The 95 % interval."""
     if score is None:
         return None
     low, high = (as_text(replace(score, value=end)) for end in (score.low, score.high))
@@ -51,15 +51,15 @@ def threads(count: int) -> str:
     return "one CPU thread" if count == 1 else f"{count} CPU threads"
 
 
-def flat(values: dict[str, Any], longest: int = 100) -> dict[str, str]:
+def flat(values: dict[str, Any]) -> dict[str, str]:
     """Nested plain values as one level of short texts, with dotted names."""
     found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= {f"{name}.{inner}": text for inner, text in flat(value, longest).items()}
+            found |= {f"{name}.{inner}": text for inner, text in flat(value).items()}
         else:
             text = f"{value:g}" if isinstance(value, float) else str(value)
-            found[name] = text if len(text) <= longest else f"{text[: longest - 3]}..."
+            found[name] = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     return found
 
 

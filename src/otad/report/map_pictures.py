@@ -29,14 +29,13 @@ MAP_EXTENT = 1.5  # bank and grid fill the square [-MAP_EXTENT, MAP_EXTENT]^2
 
 Array = NDArray[np.float64]
 Bank = tuple[Tensor, Tensor, Tensor]  # inputs and features (N,2), labels (N,)
+Range = tuple[float, float]
+Box = tuple[float, float, float, float]
 
 
 def make_bank() -> Bank:
-    """Points that a convex potential separates into three classes.
-
-    Features are the gradient of (2/5) logsumexp(5/2 <c_i, x>) + |x|^2 / 8 for three corners c_i,
-    plus a little noise: similar to what a network trained with the transport energy learns.
-    """
+    """Points that a convex potential separates into three classes: features are the gradient of
+    (2/5) logsumexp(5/2 <c_i, x>) + |x|^2 / 8 for three corners c_i, plus a little noise."""
     spread = qmc.Halton(2, rng=0).random(MAP_POINTS)
     inputs = MAP_EXTENT * (2 * torch.from_numpy(spread) - 1)
     angles = torch.tensor([90.0, 210.0, 330.0], dtype=torch.float64).deg2rad()
@@ -48,10 +47,8 @@ def make_bank() -> Bank:
 
 
 def interpolate_grid(bank: Bank) -> tuple[Array, Array, Array]:
-    """Nodes (n,n,2) of a grid, their images (n,n,2), and the smoothness used (n,n).
-
-    One convex integration problem per node, with the nearest bank points.
-    """
+    """Nodes (n,n,2) of a grid, their images (n,n,2) and the smoothness used (n,n), by one convex
+    integration problem per node, with the nearest bank points."""
     axis = torch.linspace(-MAP_EXTENT, MAP_EXTENT, (LINES - 1) * EVERY + 1, dtype=torch.float64)
     nodes = torch.cartesian_prod(axis, axis)
     nearest = torch.cdist(nodes, bank[0]).topk(MAP_NEIGHBORS, largest=False).indices
@@ -77,32 +74,26 @@ def draw_map(path: Path) -> None:
     limits = (-MAP_EXTENT - 0.05, MAP_EXTENT + 0.05)
     for panel, title in zip((bank, before, after), titles, strict=True):
         frame(panel, *title, limits, limits)
+    look: dict[str, Any] = {"cmap": CURVATURE, "norm": norm, "linewidths": 1.1, "capstyle": "round"}
     colors = [CLASS_COLORS[label] for label in labels.tolist()]
     ends = torch.stack((inputs, features), 1).numpy()
     bank.add_collection(LineCollection(list(ends), colors=colors, linewidths=1, alpha=0.45))
     for (x, y), face in zip(ends.transpose(1, 2, 0), (colors, "white"), strict=True):
         bank.scatter(x, y, s=19, facecolors=face, edgecolors=colors, linewidths=1.1, zorder=3)
     for panel, places, points in ((before, nodes, inputs), (after, images, features)):
-        _draw_lines(panel, places, smoothness, norm)
+        # Grid lines in both directions, each segment in the color of the smoothness there.
+        for lines, values in ((places, smoothness), (places.swapaxes(0, 1), smoothness.T)):
+            for line, value in zip(lines[::EVERY], values[::EVERY], strict=True):
+                segments = list(np.stack((line[:-1], line[1:]), 1))
+                larger = np.maximum(value[:-1], value[1:])
+                panel.add_collection(LineCollection(segments, array=larger, **look))
         draw_points(panel, points, labels, size=20)
     color_bar(figure, ScalarMappable(norm, CURVATURE), (0.945, 0.2, 0.009, 0.5), "smoothness L")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def _draw_lines(panel: Axes, places: Array, smoothness: Array, norm: Normalize) -> None:
-    """Grid lines in both directions, each segment in the color of the smoothness there."""
-    look: dict[str, Any] = {"cmap": CURVATURE, "norm": norm, "linewidths": 1.1, "capstyle": "round"}
-    for points, values in ((places, smoothness), (places.swapaxes(0, 1), smoothness.T)):
-        for line, value in zip(points[::EVERY], values[::EVERY], strict=True):
-            segments = list(np.stack((line[:-1], line[1:]), 1))
-            larger = np.maximum(value[:-1], value[1:])
-            panel.add_collection(LineCollection(segments, array=larger, **look))
-
-
-def frame(
-    panel: Axes, title: str, subtitle: str, x: tuple[float, float], y: tuple[float, float]
-) -> None:
+def frame(panel: Axes, title: str, subtitle: str, x: Range, y: Range) -> None:
     panel.set_title(title, loc="left", fontsize=14, fontweight="bold", color=INK, pad=23)
     panel.text(0, 1.02, subtitle, transform=panel.transAxes, fontsize=9.5, color=INK)
     panel.set_aspect("equal")
@@ -116,9 +107,7 @@ def draw_points(panel: Axes, points: Tensor, labels: Tensor, *, size: float) -> 
     panel.scatter(points[:, 0].numpy(), points[:, 1].numpy(), s=size, **look)
 
 
-def color_bar(
-    figure: Figure, colors: ScalarMappable, place: tuple[float, float, float, float], label: str
-) -> None:
+def color_bar(figure: Figure, colors: ScalarMappable, place: Box, label: str) -> None:
     bar = figure.colorbar(colors, cax=figure.add_axes(place))
     bar.set_label(label, color=INK)
     bar.outline.set_visible(False)

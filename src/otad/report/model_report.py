@@ -42,7 +42,6 @@ STATUS_MEANINGS = {
 
 
 def account_blocks(account: SolverAccount, n: int) -> list[Block]:
-    """How n answers were found: statuses, the L used, the residual and the choice of potential."""
     rows = [
         (f"{name}: {STATUS_MEANINGS[name]}", round(share * n), f"{share:.1%}")
         for name, share in account.statuses.items()
@@ -54,9 +53,8 @@ def account_blocks(account: SolverAccount, n: int) -> list[Block]:
     text = "There is no solution to check."
     if account.residual is not None:
         text = (
-            "The optimality conditions of every answer were checked in float64. The largest "
-            f"relative KKT residual is {scientific(account.residual)}; the rounding error of "
-            f"float32 is {scientific(FLOAT32_ROUNDOFF)}."
+            f"The largest relative KKT residual, in float64, is {scientific(account.residual)}; "
+            f"the rounding error of float32 is {scientific(FLOAT32_ROUNDOFF)}."
         )
     if account.changed_by_potential is not None:
         text += (
@@ -138,10 +136,7 @@ def answers_section(name: str, models: Mapping[str, Assessment]) -> Section:
     least = {label: other.least_smoothness for label, other in models.items()}
     plot = plot_uri(smoothness_histogram(least, configured))
     alt = "histogram of the least smoothness that the neighbors of each test input need"
-    caption = (
-        "Left of the line a map of the configured smoothness exists and is used. Right of it, "
-        "the smoothness is raised so that the map passes through all neighbors of the input."
-    )
+    caption = "Right of the line, L is raised so that the map passes through all the neighbors."
     blocks = account_blocks(assessment.account, len(assessment))
     blocks.append(Picture(plot, alt, caption))
     if len(models) > 1:
@@ -157,12 +152,10 @@ def answers_section(name: str, models: Mapping[str, Assessment]) -> Section:
 
 
 def map_section(png: bytes) -> Section:
-    """The method in the plane, from the content of its picture."""
     picture = Picture(
         data_uri("image/png", png),
         "a bank of points in the plane, a grid, and that grid sent through the map",
-        "Each training point (filled) has a feature (open). Every node of the grid is sent through "
-        "the map of its nearest pairs.",
+        "Every node of the grid is sent through the map of its nearest pairs.",
     )
     lead = "The same method in two dimensions, where it can be drawn."
     return Section("map", "The map in the plane", lead, [picture])
@@ -232,13 +225,12 @@ def scopes_section(
     )
     table = Table(("", *(one.name for one in models)), rows, note=note)
     text = (
-        "A local answer may jump where the neighbors change, and a proof has to cover every set of "
-        "neighbors within the radius. The global map has no such jumps: its answer moves by at "
-        "most L times the change of the input, so the margin alone certifies a radius."
+        "A local answer may jump where the neighbors change, and a proof has to cover all sets of "
+        "neighbors within the radius. A global map has no jumps, so the margin certifies a radius."
     )
     lead = (
-        "The same network and training points, answered by a map through the nearest points of "
-        "each input (local, the model of this page) or by one Lipschitz map through all of them "
-        "(global); and such a global map without a network, through points with their labels."
+        "The same network and points with a map through the nearest points of each input (local, "
+        "the model of this page) or with one Lipschitz map through all of them (global); and a "
+        "global map without a network, through points with their labels."
     )
     return Section("scopes", "Local maps or a global map", lead, [table, Text(text)])

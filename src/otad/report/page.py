@@ -1,7 +1,5 @@
-"""A report: sections of blocks, written as one HTML file or as Markdown with picture files.
-
-The templates have one macro for each kind of block, with the name of its class in lower case.
-"""
+"""A report: sections of blocks, written as one HTML file or as Markdown with picture files. The
+templates have one macro for each kind of block, with the name of its class in lower case."""
 
 from __future__ import annotations
 
@@ -25,24 +23,17 @@ SUFFIXES = {"image/svg+xml": "svg", "image/png": "png"}
 
 
 class Text(NamedTuple):
-    """A paragraph."""
-
     text: str
 
 
 class Facts(NamedTuple):
-    """Names and values."""
-
     facts: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns with headings; the first column holds names, the rest hold texts or numbers.
-
-    The row named `strong` is highlighted and `note` is shown below. A table with a `summary` is
-    collapsed behind it in HTML. `prose`: the cells are sentences.
-    """
+    """The first column holds names. The row named `strong` is highlighted, `note` is shown below. A
+    table with a `summary` is collapsed behind it in HTML. `prose`: the cells are sentences."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -89,8 +80,6 @@ class Case(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Explained predictions side by side."""
-
     title: str
     cases: Sequence[Case]
 
@@ -106,8 +95,6 @@ class Comparison(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Red-flag checks with their verdicts."""
-
     flags: Sequence[Flag]
 
 
@@ -115,10 +102,8 @@ Block = Text | Facts | Table | Picture | Gallery | Comparison | Flags
 
 
 class Section(NamedTuple):
-    """A titled part of a report. `slug` is the target of links, `lead` the message in a sentence.
-
-    Consecutive sections with the same `chapter` are shown under its name.
-    """
+    """A part of a report. `slug` is the target of links, `lead` the message in a sentence, and
+    consecutive sections with the same `chapter` are shown under its name."""
 
     slug: str
     title: str
@@ -148,7 +133,6 @@ class Report:
 
     @property
     def chapters(self) -> list[tuple[str, list[Section]]]:
-        """Consecutive sections by chapter."""
         groups = groupby(self.sections, key=lambda section: section.chapter)
         return [(chapter, list(sections)) for chapter, sections in groups]
 
@@ -165,8 +149,7 @@ class Report:
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
     def write(self, path: Path) -> Path:
-        """Replace the file at once: Markdown for the suffix .md, with pictures in the folder
-        NAME_files beside it, otherwise HTML."""
+        """Markdown for the suffix .md, with pictures in a folder NAME_files, otherwise HTML."""
         folder = path.parent / f"{path.stem}_files"
         content = self.markdown(folder) if path.suffix == ".md" else self.html()
         with replacing(path) as temporary:
@@ -187,7 +170,7 @@ def escape(text: str) -> str:
 
 
 def _escaped(value: Any) -> Markup:
-    """What the Markdown template inserts: macros and images unchanged, everything else escaped."""
+    """What the Markdown template inserts: macros and images unchanged, all else escaped."""
     return value if isinstance(value, Markup) else Markup(escape(str(value)))
 
 

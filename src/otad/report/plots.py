@@ -72,13 +72,11 @@ def smoothness_histogram(least: Mapping[str, Tensor], configured: float) -> Figu
 
 
 def families(evaluation: Evaluation) -> dict[str, str]:
-    """The family of each attack, in the order of their first runs."""
     return {record.attack: record.family for record in evaluation.attacks}
 
 
 def skips_broken(evaluation: Evaluation) -> bool:
-    """Whether no attack was run on what an earlier attack had broken, at the same eps; never in
-    regression, where nothing breaks."""
+    """Whether no attack was run on what an earlier one had broken at the same eps."""
     broken: dict[float, set[int]] = {}
     for record in evaluation.attacks:
         seen = broken.setdefault(record.eps, set())
@@ -89,8 +87,7 @@ def skips_broken(evaluation: Evaluation) -> bool:
 
 
 def counted_with(evaluation: Evaluation) -> dict[str, list[str]]:
-    """The attacks that the line of each attack counts: itself and, if attacks skip what earlier
-    ones broke, all attacks before it."""
+    """What the line of each attack counts: itself and, if it skipped what others broke, those."""
     names, before = list(families(evaluation)), skips_broken(evaluation)
     return {name: names[0 if before else k : k + 1] for k, name in enumerate(names)}
 
@@ -130,7 +127,6 @@ def accuracy_curves(evaluation: Evaluation) -> Figure:
 
 
 def _share_beyond(distances: Sequence[float], eps: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The percentage of rows whose distance exceeds each eps."""
     shares: NDArray[np.float64] = 100 * (np.asarray(distances)[:, None] > eps).mean(0)
     return shares
 
@@ -227,12 +223,11 @@ def _mark(panel: Axes, x: float, label: str) -> None:
 
 
 def _plain(label: str) -> str:
-    """A label that matplotlib neither reads as mathematics nor omits from a legend."""
+    """Neither read as mathematics by matplotlib nor omitted from a legend."""
     return label.replace("$", r"\$").lstrip("_")
 
 
 def _style(panel: Axes, title: str, x_label: str = "") -> None:
-    """The look of every panel."""
     panel.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
     panel.set_xlabel(x_label, color=SOFT, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
@@ -262,10 +257,8 @@ def pixels_uri(image: Tensor, bounds: tuple[float, float] | None = None) -> str:
 
 
 def change_uri(clean: Tensor, changed: Tensor, bounds: tuple[float, float]) -> tuple[str, float]:
-    """The difference between two images (C,H,W), and the factor by which it is amplified.
-
-    In gray images red is brighter, blue darker and white unchanged; in color, gray is unchanged.
-    """
+    """The difference between two images (C,H,W), and the factor by which it is amplified. In gray
+    images red is brighter, blue darker and white unchanged; in color, gray is unchanged."""
     step = (changed - clean).float() / (bounds[1] - bounds[0])
     limit = 1.0 if len(step) == 1 else 0.5
     largest = float(step.abs().max())
