@@ -148,24 +148,24 @@ def test_an_eps_of_zero_and_a_model_that_is_never_right_are_no_special_cases() -
 
 def test_expensive_attacks_skip_what_is_proved_and_nothing_else() -> None:
     model, x, y = two_sides(scope="global", points=60, examples=24)
-    attacks = [Straight(points=2, shares=(1.0,)), Pgd(steps=5), RandomSearch(queries=5)]
+    attacks = [Pgd(steps=5), Straight(points=2, shares=(1.0,)), RandomSearch(queries=5)]
     settings = {"eps": (0.1, 0.2, 0.3), "attacks": attacks, "flags": False}
     assert evaluate(model, x, y, L2(0.2), **settings).skipped_proved == ()
-    named_twice = ["pgd", "random_search", "pgd"]
+    named_twice = ["straight", "random_search", "straight"]
     record = evaluate(model, x, y, L2(0.2), spare_proved=named_twice, **settings)
-    assert record.skipped_proved == ("pgd", "random_search")
+    assert record.skipped_proved == ("straight", "random_search")
     assert record.certificate is not None
     radius, skipped = record.certificate.radius, 0
     nearest = replace(record, attacks=()).distances()
     for one in record.attacks:
         survivors = [row for row in record.clean_right if nearest[row] > one.eps]
         unproved = [row for row in survivors if radius[row] <= one.eps]
-        assert list(one.attacked) == (survivors if one.attack == "straight" else unproved)
+        assert list(one.attacked) == (survivors if one.attack == "pgd" else unproved)
         skipped += len(survivors) - len(one.attacked)
         for row, distance in zip(one.broken, one.distances, strict=True):
             nearest[row] = min(nearest[row], distance)
     assert skipped > 10
-    assert sum(len(one.broken) for one in record.attacks if one.attack != "straight") > 0
+    assert sum(len(one.broken) for one in record.attacks if one.attack != "pgd") > 0
 
 
 SPARE = {"spare_proved": ["wander"]}
