@@ -18,10 +18,12 @@ import timing
 import torch
 import whole_bank
 from instances import random_bank, random_instance
-from peers import MAP, MISSING, PEERS, QUESTIONS, Found, Peer, Solve
+from peers import MAP, MISSING, PEERS, QUESTIONS, Found, Peer
+from typer.testing import CliRunner
 
 from otad.cip import ExactCip, Status
 from otad.cip.whole_bank.potential import least_bank_smoothness
+from otad.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -40,22 +42,18 @@ def test_every_solver_finds_our_images(peer: Peer) -> None:
     assert found.shape == (2, 7)
     off = np.abs(np.asarray(found) - instance.solution.image[1:3].numpy()).max()
     assert off < EXACT.get(peer.name, CONIC)
-    if peer.name not in EXACT:
-        assert own_seconds is not None
-        assert own_seconds > 0
+    assert peer.name in EXACT or own_seconds > 0
 
 
 @pytest.mark.parametrize("strong_convexity", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(40, 10, 16), (20, 30, 16), (10, 10, 200)])
-def test_instances_are_feasible_and_several_neighbors_have_weight(
-    shape: tuple[int, int, int], strong_convexity: float
-) -> None:
+def test_instances_are_feasible_and_several_neighbors_have_weight(shape, strong_convexity) -> None:
     solution = random_instance(*shape, seed=0, strong_convexity=strong_convexity).solution
     assert (solution.status == Status.SOLVED).all()
     assert (solution.multipliers > 1e-6).sum(1).double().mean() > 2
 
 
-@pytest.mark.parametrize("size", [50, 11, 10])
+@pytest.mark.parametrize("size", [50, 10])
 def test_a_bank_is_half_precision_and_solvable(size: int, generator: torch.Generator) -> None:
     bank = random_bank(size, 200, 10, 64, torch.bfloat16, generator)
     assert bank.inputs.dtype == bank.features.dtype == torch.bfloat16
@@ -67,7 +65,7 @@ def test_a_bank_is_half_precision_and_solvable(size: int, generator: torch.Gener
 class Fake:
     """Takes `seconds` per query (per call, if batched) of a fake clock and is off by `error`."""
 
-    now = 0.0
+    now, order = 0.0, list[float]()
     ours = np.arange(20.0).reshape(10, 2)  # ten queries, the largest entry is 19
 
     def __init__(self, seconds: float, *, batched: bool = False, error: float = 0.0) -> None:
@@ -77,17 +75,16 @@ class Fake:
     def __call__(self, rows: slice) -> Found:
         numbers = list(range(10)[rows])
         self.calls.append(numbers)
+        Fake.order.append(self.error)
         Fake.now += self.seconds * (1 if self.batched else len(numbers))
         return self.ours[rows] + self.error, 0.5 * len(numbers)
 
 
-def measure(*fakes: Fake) -> list[dict[str, object]]:
-    contenders: list[tuple[Peer, Solve]] = [
-        (Peer("fake", MAP, lambda *_, fake=fake: fake, batched=fake.batched), fake)
-        for fake in fakes
-    ]
-    timings = timing.measure(contenders, Fake.ours, budget=6.0, repeats=3, device=CPU)
-    return [one.to_dict() for one in timings]
+def measured(monkeypatch: pytest.MonkeyPatch, *fakes: Fake) -> list[dict[str, object]]:
+    monkeypatch.setattr(time, "perf_counter", lambda: Fake.now)
+    pairs = [(Peer("fake", MAP, lambda *_: None, batched=fake.batched), fake) for fake in fakes]
+    found = timing.measure(pairs, Fake.ours, budget=6.0, repeats=3, device=CPU)
+    return [one.to_dict() for one in found]
 
 
 @pytest.mark.parametrize(
@@ -99,36 +96,25 @@ def measure(*fakes: Fake) -> list[dict[str, object]]:
         (Fake(1.0, batched=True), [list(range(10))] * 8, 0.1),  # always the whole batch
     ],
 )
-def test_the_budget_decides_what_is_timed(
-    fake: Fake, calls: list[list[int]], seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: Fake.now)
-    (timed,) = measure(fake)
+def test_the_budget_decides_what_is_timed(fake, calls, seconds, monkeypatch) -> None:
+    (timed,) = measured(monkeypatch, fake)
     assert fake.calls == calls
     assert timed["seconds"] == pytest.approx(seconds)
     assert timed["own_seconds"] == pytest.approx(0.5)
     assert timed["queries"] == len({row for call in calls[1:] for row in call})
 
 
-def test_repeats_alternate_and_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: Fake.now)
-    order: list[str] = []
-
-    class Noting(Fake):
-        def __call__(self, rows: slice) -> Found:
-            order.append(str(self.error))
-            return super().__call__(rows)
-
-    timings = measure(Noting(1.0), Noting(1.0, error=1.9), Noting(1.0, error=np.nan))
-    assert order[6:] == ["0.0", "1.9", "nan"] * 3
+def test_repeats_alternate_and_a_wrong_result_shows(monkeypatch) -> None:
+    Fake.order.clear()
+    fakes = Fake(1.0), Fake(1.0, error=1.9), Fake(1.0, error=np.nan)
+    timings = measured(monkeypatch, *fakes)
+    assert list(map(str, Fake.order[6:])) == ["0.0", "1.9", "nan"] * 3
     assert [one["failed"] for one in timings] == [0, 0, 6]
     assert [one["difference"] for one in timings[:2]] == pytest.approx([0, 0.1])
     assert timings[2]["difference"] is None
 
 
-def test_the_small_preset_is_recorded_beside_another_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_small_preset_is_recorded_beside_another_checkout(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(solver.PRESETS, "small", TINY)
     threads, loaded = torch.get_num_threads(), sys.modules["otad.cip"]
     options = ["--preset", "small", "--seed", "3", "--threads", "1", "--out", str(tmp_path)]
@@ -140,17 +126,17 @@ def test_the_small_preset_is_recorded_beside_another_checkout(
     record = json.loads((tmp_path / written[0]).read_text())
     assert (record["format"], record["seed"], record["config"]["base"]) == (1, 3, [3, 2, 4])
     assert record["environment"]["threads"] == 1
-    asked = [peer.name for peer in PEERS if peer.installed]
-    asked += 2 * ["beside, float32", "beside, float64"]
+    timed = [peer.name for peer in PEERS if peer.installed]
+    timed += 2 * ["beside, float32", "beside, float64"]
     rows = record["measurements"]
-    assert Counter(row["peer"] for row in rows) == {k: 2 * n for k, n in Counter(asked).items()}
+    assert Counter(row["peer"] for row in rows) == Counter(2 * timed)
     for row in rows:
         assert row["seconds"] > 0
         assert row["failed"] == row["raised"] == 0
         assert row["difference"] < CONIC
     assert {row["difference"] for row in rows if row["peer"] == "beside, float64"} == {0.0}
     shown = capsys.readouterr().out
-    assert all(name in shown for name in asked)
+    assert all(name in shown for name in timed)
     assert max(map(len, shown.partition("wrote")[0].splitlines())) <= 80
 
 
@@ -163,13 +149,6 @@ def test_missing_solvers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {f"{name}: {MISSING}" for name in named} <= set(map(str, solver.tables(record)))
 
 
-def test_the_batch_shrinks_where_the_dimension_is_large() -> None:
-    sizes = solver.PRESETS["full"].sizes()
-    assert next(iter(sizes.items())) == ((1000, 10, 784), ("B", "K", "d"))
-    assert sizes[200, 10, 24_576] == ("d",)
-    assert len(sizes) == 4 + 5 + 6 - 2
-
-
 def test_the_bank_case_is_compared_with_its_floor() -> None:
     rows = list(solver._bank_case(BANK, CPU, seed=0, repeats=2, copy_bytes=2**20))
     assert [row["chunk"] for row in rows] == [None, 4]
@@ -178,6 +157,12 @@ def test_the_bank_case_is_compared_with_its_floor() -> None:
         assert row["floor_seconds"] * row["bandwidth"] == pytest.approx(row["gathered_bytes"])
         assert row["answer_bytes"] == 6 * 8 * 4
         assert row["residual"] < 1e-5
+
+
+def test_the_batch_shrinks_where_the_dimension_is_large() -> None:
+    sizes = solver.PRESETS["full"].sizes()
+    assert next(iter(sizes.items())) == ((1000, 10, 784), ("B", "K", "d"))
+    assert sizes[200, 10, 24_576] == ("d",)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -197,9 +182,8 @@ def test_the_global_map_is_measured_at_every_size_once() -> None:
     assert [row["size"] for row in record["sizes"]] == [60, 120, 150]
     for row in record["sizes"]:
         assert (row["queries"], row["unsolved"]) == (20, 0)
-        assert 0 <= row["gap"] < 1e-9
+        assert 0 <= max(row["gap"], row["violation"]) < 1e-9
         assert 1 <= row["support"] <= row["most_support"] <= row["size"]
-        assert row["violation"] < 1e-9
         assert min(row["potential_seconds"], row["query_seconds"]) > 0
     least = least_bank_smoothness(bank[0][:60], bank[1][:60])
     assert record["sizes"][0]["smoothness"] == pytest.approx(least.smoothness)
@@ -208,20 +192,14 @@ def test_the_global_map_is_measured_at_every_size_once() -> None:
     assert list(skipped["left_out"]) == ["150"]
 
 
-@pytest.mark.parametrize("of_net", [False, True])
-def test_the_global_script_records(of_net: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "dim"), [("synthetic", 6), ("digits", 64)])
+def test_the_global_script_records(source: str, dim: int, tmp_path: Path) -> None:
     options = ["--sizes", "40,80", "--queries", "10", "--dim", "6", "--threads", "1"]
-    source, dim = "synthetic", 6
-    if of_net:
-        from typer.testing import CliRunner
-
-        from otad.cli.main import main
-
+    if source == "digits":
         net = str(tmp_path / "net")
         trained = CliRunner().invoke(main, ["train", "digits", "--epochs", "1", "--out", net])
         assert trained.exit_code == 0, trained.output
         options += ["--net", net]
-        source, dim = "digits", 64
     whole_bank.main([*options, "--out", str(tmp_path)])
     record = json.loads((tmp_path / f"global-{source}-cpu.json").read_text())
     assert (record["source"], record["dim"]) == (source, dim)
@@ -232,9 +210,7 @@ def test_the_global_script_records(of_net: bool, tmp_path: Path) -> None:
     ("option", "value"),
     [("--preset", "huge"), ("--threads", "0"), ("--seed", "-1"), ("--budget", str(math.nan))],
 )
-def test_bad_options_are_refused(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_refused(option, value, capsys) -> None:
     with pytest.raises(SystemExit):
         solver.main([option, value])
     assert value in capsys.readouterr().err

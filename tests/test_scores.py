@@ -25,10 +25,7 @@ def test_accuracy_is_in_percent() -> None:
     score = score_of(outputs, torch.tensor([0, 1, 2, 3, 0]))
     assert (score.metric, score.value, score.n) == ("accuracy", 80.0, 5)
     assert score.low < 80.0 < score.high <= 100.0
-
-
-def test_an_abstention_is_never_right() -> None:
-    silent = torch.full((3, 2), math.nan)
+    silent = torch.full((3, 2), math.nan)  # an abstention is never right
     assert score_of(silent, torch.tensor([0, 0, 1])).value == 0.0
 
 
@@ -49,11 +46,8 @@ def test_mean_squared_error(generator: torch.Generator) -> None:
     assert score.value == pytest.approx(errors.mean())
     expected = stats.norm.interval(0.95, errors.mean(), stats.sem(errors))
     np.testing.assert_allclose((score.low, score.high), expected, rtol=1e-6)
-
-
-def test_one_value_says_nothing_about_its_spread() -> None:
-    score = score_of(torch.tensor([1.0]), torch.tensor([0.0]))
-    assert (score.low, score.value, score.high) == (0.0, 1.0, math.inf)
+    single = score_of(torch.tensor([1.0]), torch.tensor([0.0]))  # its spread is unknown
+    assert (single.low, single.value, single.high) == (0.0, 1.0, math.inf)
 
 
 def test_rank_puts_the_better_first() -> None:
@@ -88,11 +82,8 @@ def test_regression_metrics_of_abstentions_are_numbers() -> None:
 def test_the_paper_prints_these_regression_metrics(generator: torch.Generator) -> None:
     """Its undefended rows: normal errors of its clean MSE, moved by its E, give its SMAPE."""
     errors = torch.randn(200_000, generator=generator, dtype=torch.float64) * 0.404**0.5
-    for shift, printed_smape, printed_mse in (
-        (0.086, 0.319, 0.507),
-        (0.161, 0.474, 0.603),
-        (0.340, 0.708, 0.871),
-    ):
+    printed = ((0.086, 0.319, 0.507), (0.161, 0.474, 0.603), (0.340, 0.708, 0.871))
+    for shift, printed_smape, printed_mse in printed:
         moved = errors + shift * errors.sign()
         found = regression_metrics(moved, errors, torch.zeros_like(errors))
         assert found["SMAPE"] == pytest.approx(printed_smape, rel=0.06)

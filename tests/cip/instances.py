@@ -1,4 +1,4 @@
-"""Random convex integration problems whose answers are known to exist, and how to compare them."""
+"""Random convex integration problems whose answers exist, small CIP-nets, and comparisons."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from otad.cip import CipProblem, CipSolution
+from otad.cip.surrogate import CipNet
 
-DIMENSIONS = (2, 11, 128, 784)
 CONVEXITIES = (-0.5, 0.0, 0.3)
 LEAST_SLOPE, GREATEST_SLOPE = 0.4, 2.4  # of `convex_map`
+FIELDS = ("query", "anchors", "images", "smoothness", "strong_convexity")
+B, K, DIM = 7, 4, 5  # of the problems that small CIP-nets answer
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -20,7 +22,7 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
 def convex_map(points: Tensor, generator: torch.Generator) -> Tensor:
     """The gradient of a random convex function at points (B,K,d); a different one for each row.
 
-    0.4 x + 2 W tanh(W x + b) with a random reflection W: the slopes lie in [0.4, 2.4].
+    0.4 x + 2 W tanh(W x + b) with a random reflection W: the slopes are in [0.4, 2.4].
     """
     batch, _, dim = points.shape
     mirror = torch.nn.functional.normalize(normal(generator, batch, 1, dim), dim=-1)
@@ -47,15 +49,16 @@ def random_problem(
     return CipProblem(query, anchors, images, smoothness, strong_convexity)
 
 
+def changed(problem: CipProblem, **parts: Tensor | float) -> CipProblem:
+    return CipProblem(**{name: getattr(problem, name) for name in FIELDS} | parts)
+
+
 def converted(problem: CipProblem, dtype: torch.dtype) -> CipProblem:
-    arrays = (t.to(dtype) for t in (problem.query, problem.anchors, problem.images))
-    return CipProblem(*arrays, problem.smoothness, problem.strong_convexity)
+    return changed(problem, **{name: getattr(problem, name).to(dtype) for name in FIELDS[:3]})
 
 
 def rows_of(problem: CipProblem, rows: Tensor | slice) -> CipProblem:
-    """The problem of some rows."""
-    names = ("query", "anchors", "images", "smoothness", "strong_convexity")
-    return CipProblem(*(getattr(problem, name)[rows] for name in names))
+    return CipProblem(*(getattr(problem, name)[rows] for name in FIELDS))
 
 
 def value_size(problem: CipProblem) -> Tensor:
@@ -71,10 +74,22 @@ def assert_same(
     """All fields but residuals, each beside its natural size; NaN where NaN is expected."""
     size = problem.images.norm(dim=-1).amax(1)
     value, one = value_size(problem), torch.tensor(1.0)
-    units = {"image": size[:, None], "value": value, "multipliers": one}
+    units = {"image": size[:, None], "value": value, "multipliers": one, "strong_convexity": one}
     units |= {"potentials": value[:, None], "smoothness": expected.smoothness}
-    for name, unit in (units | {"strong_convexity": one}).items():
+    for name, unit in units.items():
         mine, other = (getattr(part, name) / unit for part in (found, expected))
         assert_close(mine, other, rtol=0, atol=tolerance, equal_nan=True, msg=name)
     assert found.status.tolist() == expected.status.tolist()
     assert torch.equal(found.active, expected.active)
+
+
+def make_net(readout: str = "free", seed: int = 0, **options: int) -> CipNet:
+    sizes = {"width": 16, "blocks": 2, "heads": 2} | options
+    generator = torch.Generator().manual_seed(seed)
+    return CipNet(DIM, K, readout=readout, generator=generator, **sizes)
+
+
+def family(seed: int, rows: int) -> CipProblem:
+    """Problems of one kind for small CIP-nets, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return converted(random_problem(generator, rows, K, DIM, smoothness=3.0), torch.float32)

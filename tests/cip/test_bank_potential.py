@@ -1,4 +1,4 @@
-"""One potential for a whole bank: every pair's inequality, least L, cycles, removal."""
+"""The global potential: every pair's inequality, the least L, cycles, points left out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor
@@ -58,18 +58,26 @@ def is_feasible(x: Tensor, z: Tensor, smoothness: float, bend: float) -> bool:
     return linprog(np.zeros(len(x)), rows, room[i, j], bounds=(None, None)).status == 0
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    size=st.integers(2, 60),
-    dim=st.integers(1, 6),
-    bend=st.sampled_from(BENDS),
-)
-def test_every_pair_is_satisfied_where_levels_are_found(seed, size, dim, bend) -> None:
-    x, z = smooth_bank(size, dim, seed)
+def assert_satisfied(x: Tensor, z: Tensor, found: BankPotential) -> None:
+    """Every inequality of the points that were not left out, for l = 0."""
+    kept = ~found.levels.isnan()
+    slack = gaps(x[kept], z[kept], found.levels[kept], found.smoothness, 0.0)
+    assert float(slack.min()) > -1e-9
+
+
+BANKS = {"seed": st.integers(0, 10_000), "size": st.integers(2, 60), "dim": st.integers(1, 6)}
+
+
+@settings(max_examples=20)
+@given(**BANKS, bend=st.sampled_from(BENDS), dtype=st.just(torch.float64))
+@example(seed=9, size=30, dim=3, bend=0.0, dtype=torch.float32)
+@example(seed=9, size=30, dim=3, bend=0.0, dtype=torch.float16)
+def test_every_pair_is_satisfied_where_levels_are_found(seed, size, dim, bend, dtype) -> None:
+    """Banks of any precision, all computed in float64."""
+    x, z = smooth_bank(size, dim, seed, dtype=dtype)
     found = least_bank_smoothness(x, z, bend)
-    off = gaps(x, z, found.levels, found.smoothness, bend)
-    assert float(off.min()) > -1e-9
+    assert found.levels.dtype == torch.float64
+    assert float(gaps(x, z, found.levels, found.smoothness, bend).min()) > -1e-9
     assert found.violation < 1e-9
     assert abs(float(found.levels.mean())) < 1e-9
     assert len(found.left_out) == 0
@@ -87,12 +95,14 @@ def test_feasible_exactly_where_a_linear_program_is(seed: int, bend: float) -> N
     assert isinstance(integrate_bank(x, z, below, bend), Contradiction)
 
 
-def test_a_quadratic_needs_its_own_curvature() -> None:
-    x, _ = smooth_bank(40, 3, 1)
+def test_a_quadratic_needs_its_own_curvature_and_a_constant_none() -> None:
+    x, z = smooth_bank(40, 3, 1)
     found = least_bank_smoothness(x, 1.7 * x, tolerance=1e-6)
     assert found.smoothness == pytest.approx(1.7, rel=2e-6)
     exact = 0.85 * x.square().sum(1)
     assert_close(found.levels, exact - exact.mean(), rtol=1e-6, atol=1e-6)
+    assert 0 < least_bank_smoothness(x, 0 * z + 5.0).smoothness < 1e-5
+    assert len(least_bank_smoothness(x[:1], z[:1]).levels) == 1
 
 
 def test_a_contradiction_is_a_cycle_of_positive_weight() -> None:
@@ -112,10 +122,8 @@ def test_what_is_left_out_is_reported_and_the_rest_is_integrated(monkeypatch) ->
     z[17] += 5.0  # one feature far from where a smooth map could put it
     found = integrate_most(x, z, 2.0)
     assert 17 in found.left_out.tolist()
-    assert len(found.left_out) < 5
-    kept = ~found.levels.isnan()
-    assert int((~kept).sum()) == len(found.left_out)
-    assert float(gaps(x[kept], z[kept], found.levels[kept], 2.0, 0.0).min()) > -1e-9
+    assert int(found.levels.isnan().sum()) == len(found.left_out) < 5
+    assert_satisfied(x, z, found)
     monkeypatch.setattr(potential, "MOST_LEFT_OUT", 0.0)
     with pytest.raises(SolverError, match=r"smoothness: .* 0 of 60 .*2\.0"):
         integrate_most(x, z, 2.0)
@@ -126,9 +134,8 @@ def test_the_sweeps_go_on_where_all_that_rose_is_left_out(monkeypatch) -> None:
     x = torch.tensor([[1, 1], [0, 0], [-2, 0], [1, -2], [-2, -1]]).double()
     z = torch.tensor([[2, 0], [0, 2], [1, -1], [-1, -1], [-1, 1]]).double()
     found = integrate_most(x, z, 2.0)
-    kept = ~found.levels.isnan()
-    assert 2 <= int(kept.sum()) < 5
-    assert float(gaps(x[kept], z[kept], found.levels[kept], 2.0, 0.0).min()) > -1e-9
+    assert 2 <= 5 - len(found.left_out) < 5
+    assert_satisfied(x, z, found)
 
 
 @pytest.mark.parametrize("bend", BENDS)
@@ -142,54 +149,38 @@ def test_the_least_curvature_is_in_the_units_of_the_bank(wide, high, bend, monke
     assert found.smoothness / unit == pytest.approx(least, rel=1e-6)
 
 
-def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_make_no_difference_and_every_sweep_is_reported(monkeypatch) -> None:
     x, z = smooth_bank(45, 4, 7)
-    whole = integrate_most(x, z, 3.0)
+    reported: list[tuple[int, float]] = []
+    whole = integrate_most(x, z, 3.0, progress=lambda *step: reported.append(step))
+    assert [sweep for sweep, _ in reported] == list(range(1, whole.sweeps + 1))
+    assert reported[-1][1] <= whole.violation + 1e-15
     monkeypatch.setattr(bank_pairs, "BLOCK_BYTES", 16 * 4 * 7)
     pieces = integrate_most(x, z, 3.0)
     assert_close(whole.levels, pieces.levels, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_banks_in_lower_precision_are_taken_as_they_are(dtype: torch.dtype) -> None:
-    x, z = smooth_bank(30, 3, 9, dtype=dtype)
-    found = least_bank_smoothness(x, z)
-    assert found.levels.dtype == torch.float64
-    assert float(gaps(x, z, found.levels, found.smoothness, 0.0).min()) > -1e-9
-
-
-def test_progress_is_told_of_every_sweep() -> None:
-    told: list[tuple[int, float]] = []
-    x, z = smooth_bank(40, 3, 10)
-    found = integrate_most(x, z, 3.0, progress=lambda *step: told.append(step))
-    assert [sweep for sweep, _ in told] == list(range(1, found.sweeps + 1))
-    assert told[-1][1] <= found.violation + 1e-15
-
-
 def test_equal_inputs_with_different_features_have_no_map() -> None:
     x, z = smooth_bank(20, 3, 2)
     x[4] = x[11]
-    pairs = Pairs(x, z, 0.0)
-    assert PairCurvatures(pairs).largest() == math.inf
-    assert cycle_bound(pairs, torch.tensor([4, 11])) == math.inf
-    assert cycle_bound(pairs, torch.tensor([4])) == 0.0
-    with pytest.raises(SolverError, match="equal inputs with different features have no map"):
+    assert PairCurvatures(Pairs(x, z, 0.0)).largest() == math.inf
+    with pytest.raises(SolverError, match="equal inputs"):
         least_bank_smoothness(x, z)
 
 
 def test_features_that_move_less_than_strong_convexity_asks_have_no_map() -> None:
     x = torch.randn(10, 2, generator=torch.Generator().manual_seed(12), dtype=torch.float64)
     assert least_bank_smoothness(x, 0.5 * x, 0.4).smoothness == pytest.approx(0.5, rel=1e-3)
-    with pytest.raises(SolverError, match=r"by less than strong_convexity \(0.6\) times"):
+    with pytest.raises(SolverError, match=r"strong_convexity \(0.6\)"):
         least_bank_smoothness(x, 0.5 * x, 0.6)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"smoothness": -1.0}, "smoothness: expected a finite value above strong_convexity"),
-        ({"features": torch.zeros(5, 3)}, r"features: expected shape \(6, 3\) like the inputs"),
-        ({"inputs": torch.full((6, 3), torch.nan)}, "inputs: expected finite values, got nan"),
+        ({"smoothness": -1.0}, "smoothness: .*above strong_convexity"),
+        ({"features": torch.zeros(5, 3)}, r"features: .*\(6, 3\)"),
+        ({"inputs": torch.full((6, 3), torch.nan)}, "inputs: .*finite.*nan"),
     ],
 )
 def test_refuses_bad_input(change: dict, message: str) -> None:
@@ -237,10 +228,3 @@ def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch)
     x, z = smooth_bank(30, 3, 5)
     with pytest.raises(SolverError, match=r"smoothness: .*0.1.* 20 pairs"):
         integrate_most(x, z, 0.1)
-
-
-def test_constant_features_need_no_curvature() -> None:
-    x, z = smooth_bank(12, 3, 4)
-    found = least_bank_smoothness(x, 0 * z + 5.0)
-    assert 0 < found.smoothness < 1e-5
-    assert len(least_bank_smoothness(x[:1], z[:1]).levels) == 1

@@ -1,58 +1,54 @@
-"""What a row's company must not change: its neighbors' order, other rows, chunks, the bank."""
+"""What must not change an answer: other rows of the batch, chunks, a bank, the bank's file."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from cip.instances import assert_same, converted, normal, random_problem, rows_of
+from cip.instances import (
+    assert_same,
+    changed,
+    converted,
+    convex_map,
+    normal,
+    random_problem,
+    rows_of,
+)
+from torch import Tensor
 from torch.testing import assert_close
 
 from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status, least_smoothness
+from otad.cip import problem as problem_module
 from otad.errors import SolverError
+from otad.io.mapped_rows import FileRows, in_file
+from otad.model.bank import FeatureBank
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 BOTH_MODES = pytest.mark.parametrize("mode", ["consistent", "paper"])
 
 
-@BOTH_MODES
-@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE])
-def test_order_of_neighbors(dtype, mode, generator) -> None:
-    tolerance = 1e-10 if dtype == DOUBLE else 1e-3
-    order = torch.randperm(9, generator=generator)
-    solver = ExactCip(mode=mode)
-    for low in (-0.5, 0.0, 0.3):
-        problem = random_problem(generator, 20, 9, 6, smoothness=1.4, strong_convexity=low)
-        problem = converted(problem, dtype)
-        arrays = problem.query, problem.anchors[:, order], problem.images[:, order]
-        expected, found = solver(problem), solver(CipProblem(*arrays, 1.4, low))
-        for name in ("image", "value", "smoothness", "status", "multipliers", "potentials"):
-            one, other = getattr(found, name), getattr(expected, name)
-            if name in ("multipliers", "potentials"):
-                other = other[:, order]
-            assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-def poisoned(problem: CipProblem, kind: str) -> CipProblem:
+def with_bad_rows(problem: CipProblem, kind: str) -> CipProblem:
     """The same with rows 1 and 4 made bad."""
     query, anchors, images = (t.clone() for t in (problem.query, problem.anchors, problem.images))
-    for row in (1, 4):
-        if kind == "decreasing":
-            images[row] = -2 * anchors[row]
-        elif kind == "contradicting":
-            anchors[row, 2] = anchors[row, 0]
-        elif kind == "overflow":
-            anchors[row, 1] = 1e200
-            images[row, 2] = -1e200
-        elif kind == "nearly overflow":
-            images[row] *= 1e152
-        elif kind == "far query":
-            query[row] = 1e300
-        else:
-            for part in (query, anchors, images):
-                part[row] *= 1e-120
-    return CipProblem(query, anchors, images, problem.smoothness, problem.strong_convexity)
+    bad = torch.tensor([1, 4])
+    if kind == "decreasing":
+        images[bad] = -2 * anchors[bad]
+    elif kind == "contradicting":
+        anchors[bad, 2] = anchors[bad, 0]
+    elif kind == "overflow":
+        anchors[bad, 1] = 1e200
+        images[bad, 2] = -1e200
+    elif kind == "nearly overflow":
+        images[bad] *= 1e152
+    elif kind == "far query":
+        query[bad] = 1e300
+    else:
+        for part in (query, anchors, images):
+            part[bad] *= 1e-120
+    return changed(problem, query=query, anchors=anchors, images=images)
 
 
 STATUSES = {
@@ -69,7 +65,7 @@ STATUSES = {
 def test_a_bad_row_never_disturbs_a_good_one(kind, on_failure, options, generator) -> None:
     low = 0.0 if on_failure == "abstain" else 0.2
     problem = random_problem(generator, 6, 5, 4, smoothness=1.4, strong_convexity=low)
-    mixed = poisoned(problem, kind)
+    mixed = with_bad_rows(problem, kind)
     solver = ExactCip(on_failure=on_failure, **options)
     expected, found = solver(problem), solver(mixed)
     for name in expected.__dataclass_fields__.keys() - {"mode"}:
@@ -87,24 +83,16 @@ def test_a_bad_row_never_disturbs_a_good_one(kind, on_failure, options, generato
 
 @pytest.mark.parametrize("kind", STATUSES)
 def test_statuses_of_bad_rows(kind, generator) -> None:
-    status = STATUSES[kind]
-    mixed = poisoned(random_problem(generator, 6, 5, 4), kind)
+    status, mixed = STATUSES[kind], with_bad_rows(random_problem(generator, 6, 5, 4), kind)
     solution = ExactCip(on_failure="abstain")(mixed)
     assert solution.status[[1, 4]].tolist() == [status] * 2
     assert solution.failed.tolist() == [False, True, False, False, True, False]
-    listed = rf"2 of 6 rows have no solution: 1 \({status.name}\), 4 \({status.name}\)\. "
-    with pytest.raises(SolverError, match=listed):
+    fallen, bad = ExactCip(on_failure="fallback")(mixed), torch.tensor([1, 4])
+    nearest = (mixed.anchors - mixed.query[:, None]).norm(dim=-1).argmin(1)[bad]
+    assert torch.equal(fallen.multipliers[bad].argmax(1), nearest)
+    assert torch.equal(fallen.image[bad], mixed.images[bad, nearest])
+    with pytest.raises(SolverError, match=rf"2 of 6 .*1 \({status.name}\), 4 \({status.name}\)"):
         ExactCip()(mixed)
-
-
-def test_fallback_answers_with_the_nearest_neighbor(generator) -> None:
-    anchors = normal(generator, 12, 6, 3)
-    problem = CipProblem(normal(generator, 12, 3), anchors, -2 * anchors, 1.0)
-    solution = ExactCip(on_failure="fallback")(problem)
-    nearest = (anchors - problem.query[:, None]).norm(dim=-1).argmin(1)
-    assert solution.status.tolist() == [Status.INFEASIBLE] * 12
-    assert torch.equal(solution.multipliers.argmax(1), nearest)
-    assert torch.equal(solution.image, problem.images[torch.arange(12), nearest])
 
 
 @BOTH_MODES
@@ -124,17 +112,10 @@ def test_batch_and_chunk_change_nothing(low, mode, generator) -> None:
 @BOTH_MODES
 @pytest.mark.parametrize(
     ("storage", "dtype"),
-    [
-        (HALF, SINGLE),
-        (torch.bfloat16, SINGLE),
-        (SINGLE, SINGLE),
-        (HALF, DOUBLE),
-        (SINGLE, DOUBLE),
-        (DOUBLE, DOUBLE),
-    ],
+    [(HALF, SINGLE), (torch.bfloat16, SINGLE), (SINGLE, SINGLE), (HALF, DOUBLE), (DOUBLE, DOUBLE)],
 )
 def test_bank_equals_dense(storage, dtype, mode, generator) -> None:
-    """A bank of any precision has the answer of its gathered rows, converted."""
+    """A bank of any precision has the answer and the gradient of its gathered rows, converted."""
     inputs = normal(generator, 50, 12)
     inputs, features = inputs.to(storage), (inputs + inputs.tanh()).to(storage)
     indices = torch.stack([torch.randperm(50, generator=generator)[:6] for _ in range(20)])
@@ -150,23 +131,116 @@ def test_bank_equals_dense(storage, dtype, mode, generator) -> None:
             found, expected = solver(bank), solver(dense)
             assert_same(widened(found), widened(expected), converted(dense, DOUBLE), tolerance)
             assert_close(bank.residual(found), dense.residual(found), rtol=0, atol=1e-14)
+            slopes = gradient(bank, solver), gradient(dense, solver)
+            assert_close(*slopes, rtol=0, atol=100 * tolerance)
+            assert float(slopes[0].abs().max()) > 0.1
         assert_close(least_smoothness(bank), least_smoothness(dense), rtol=tolerance, atol=0)
 
 
 def widened(solution: CipSolution) -> CipSolution:
     parts = {name: part for name, part in vars(solution).items() if name != "mode"}
-    wide = {name: t.double() if t.is_floating_point() else t for name, t in parts.items()}
+    wide = {name: part.double() if part.dtype == SINGLE else part for name, part in parts.items()}
     return CipSolution(**wide, mode=solution.mode)
+
+
+def gradient(problem: CipProblem | BankProblem, solver: ExactCip) -> Tensor:
+    """In the query, of all that has one."""
+    problem.query.requires_grad_()
+    found = solver(problem)
+    total = found.image.square().sum() + found.multipliers.square().sum() + found.value.sum()
+    return torch.autograd.grad(total, problem.query)[0]
 
 
 def test_curvature_per_row(generator) -> None:
     """One value per row is what as many problems with a number each would use."""
-    problem = random_problem(generator, 5, 6, 4)
     high = torch.tensor([0.9, 1.3, 2.0, 3.0, 5.0], dtype=DOUBLE)
     low = torch.tensor([0.3, -0.5, 0.0, -1.0, 0.1], dtype=DOUBLE)
-    arrays = (problem.query, problem.anchors, problem.images)
-    solution = ExactCip()(CipProblem(*arrays, high, low))
+    problem = random_problem(generator, 5, 6, 4, smoothness=high, strong_convexity=low)
+    solution = ExactCip()(problem)
     for row in range(5):
         at = slice(row, row + 1)
-        alone = CipProblem(*(t[at] for t in arrays), float(high[row]), float(low[row]))
+        numbers = {"smoothness": float(high[row]), "strong_convexity": float(low[row])}
+        alone = changed(rows_of(problem, at), **numbers)
         assert_same(ExactCip()(alone), solution.rows(at), alone, 1e-12)
+
+
+N, D, B, K = 60, 9, 12, 5
+SOLVERS = (ExactCip(), ExactCip(mode="paper", climb=(1.0, 1.0)), ExactCip(chunk=4))
+
+
+@pytest.fixture
+def bank(tmp_path: Path) -> FeatureBank:
+    """In a file."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = normal(generator, N, D)
+    features = convex_map(inputs[None], generator)[0] + 0.1 * normal(generator, N, D)
+    labels = torch.zeros(N, dtype=torch.int64)
+    FeatureBank(inputs.half(), features.half(), labels, "net").save(tmp_path / "bank")
+    return FeatureBank.load(tmp_path / "bank")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows of every read of the file."""
+    lists: list[list[int]] = []
+    read = FileRows.read
+
+    def recorded(self: FileRows, rows: Tensor, *, pinned: bool = False) -> Tensor:
+        lists.append(rows.tolist())
+        return read(self, rows, pinned=pinned)
+
+    monkeypatch.setattr(FileRows, "read", recorded)
+    return lists
+
+
+def problem_of(bank: FeatureBank, change: Callable[[Tensor], Tensor] | None = None) -> BankProblem:
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.stack([torch.randperm(N, generator=generator)[:K] for _ in range(B)])
+    query = bank.inputs[indices].float().mean(1)
+    parts = (part if change is None else change(part) for part in (bank.inputs, bank.features))
+    return BankProblem(query, *parts, indices, 2.4, 0.1)
+
+
+def solved(problem: BankProblem, solver: ExactCip) -> tuple[Tensor, ...]:
+    solution = solver(problem)
+    names = ("image", "value", "multipliers", "potentials")
+    return gradient(problem, solver), *(getattr(solution, name) for name in names)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_bank_in_a_file_has_the_answers_of_one_in_memory(bank, solver, reads, monkeypatch):
+    """Each row that the batch needs is read once; by blocks if they do not fit in memory."""
+    in_memory = problem_of(bank, torch.clone)
+    assert in_memory.fetched() is in_memory
+    expected = solved(in_memory, solver)
+    rows = problem_of(bank).indices.unique().tolist()
+    needed = 2 * len(rows) * D * 2
+    monkeypatch.setattr(problem_module, "_FETCHED_BYTES", needed)
+    reads.clear()
+    gradient(problem_of(bank), solver)
+    assert reads == [rows, rows]  # inputs and features: for products, image and gradient together
+    problem = problem_of(bank)
+    near, rows = problem.fetched(), slice(2, 7)
+    assert in_file(near.inputs) is None
+    assert torch.equal(near.anchors_of(rows), problem.anchors_of(rows))
+    assert torch.equal(near.images_of(rows), problem.images_of(rows))
+    assert near.shape == problem.shape
+    assert_close(solved(problem, solver), expected, rtol=0, atol=0)
+    monkeypatch.setattr(problem_module, "_FETCHED_BYTES", needed - 1)
+    problem = problem_of(bank)
+    reads.clear()
+    assert problem.fetched() is problem
+    assert_close(solved(problem, solver), expected, rtol=0, atol=0)
+    assert {len(rows) for rows in reads} == {K * (solver.chunk or B)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("change", [None, torch.clone])
+def test_rows_come_to_the_gpu(bank: FeatureBank, change: Callable[[Tensor], Tensor] | None) -> None:
+    """From a file or from the memory of the host."""
+    here = problem_of(bank, change)
+    pairs, indices = (here.inputs, here.features), here.indices.cuda()
+    away = BankProblem(here.query.cuda(), *pairs, indices, 2.4, 0.1)
+    assert away.fetched().inputs.is_cuda
+    near = BankProblem(here.query.cuda(), *(part.cuda() for part in pairs), indices, 2.4, 0.1)
+    assert_close(solved(away, ExactCip()), solved(near, ExactCip()))

@@ -1,12 +1,10 @@
-"""Lifted banks: pairs alone decide, and the map is differentiable in the bank.
-
-Against brute force, sweeps, an independent solver and finite differences.
-"""
+"""Lifted banks against brute force, sweeps, an independent solver and finite differences."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -61,7 +59,7 @@ def test_the_least_constant_is_that_of_brute_force(size, dtype, monkeypatch) -> 
         assert least_lipschitz(points, answers) == pytest.approx(expected, rel=1e-13)
 
 
-def test_the_closest_of_points_count_though_float32_cannot_tell_them_apart() -> None:
+def test_the_closest_points_count_though_float32_cannot_tell_them_apart() -> None:
     points, answers = parts(60, 5, 3, 0)
     points = points + 1e4
     points[41] = points[7] + 1e-7
@@ -78,15 +76,15 @@ def test_equal_points_need_equal_answers() -> None:
     assert math.isfinite(least_lipschitz(points, answers))
     answers[4] += 1e-12
     assert least_lipschitz(points, answers) == math.inf
-    with pytest.raises(SolverError, match="features: expected equal ones for equal inputs"):
+    with pytest.raises(SolverError, match=r"features: .*equal"):
         lifted_potential(*lifted(points, answers), 2)
     left = lifted_potential(*lifted(points, answers), 2, 1e6).left_out
     assert left.tolist() in ([4], [9])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(2, 60), st.floats(0.2, 0.9), st.integers(0, 10**6))
-def test_steep_pairs_are_all_of_them_and_few_points_meet_them(size, share, seed) -> None:
+def test_all_steep_pairs_are_found_and_covered(size, share, seed) -> None:
     points, answers = parts(size, 3, 2, seed)
     table = ratios(points, answers)
     cap = share * float(table.max())
@@ -97,7 +95,7 @@ def test_steep_pairs_are_all_of_them_and_few_points_meet_them(size, share, seed)
     assert all(i in gone or j in gone for i, j in found)
 
 
-def test_as_few_points_go_as_must_in_small_cases() -> None:
+def test_the_cover_is_nearly_the_least_in_small_cases() -> None:
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         pairs = torch.combinations(torch.arange(8))
@@ -114,9 +112,11 @@ def test_as_few_points_go_as_must_in_small_cases() -> None:
     assert vertex_cover(star, 6).tolist() == [0, 3]
 
 
-def test_where_all_contradict_each_other_one_stays() -> None:
+def test_a_cover_of_all_pairs_leaves_one_point_and_is_found_soon() -> None:
     everyone = torch.combinations(torch.arange(1500))
+    start = time.process_time()
     assert len(vertex_cover(everyone, 1500)) == 1499
+    assert time.process_time() - start < 10  # a pass over all pairs for each point takes minutes
     assert len(vertex_cover(everyone[:0], 1500)) == 0
 
 
@@ -136,19 +136,27 @@ def test_sweeps_agree_on_which_constants_will_do(scale: float) -> None:
         assert isinstance(below, Contradiction)
 
 
-@pytest.mark.parametrize("share", [0.15, 0.5, 0.8, 1.0])
+def queries(count: int, dim: int, seed: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 + 1.2 * torch.randn(count, dim, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.5, 0.8, 1.0, 2.0])
 def test_the_map_equals_the_full_program(share: float) -> None:
-    for seed in range(20):
-        points, answers = parts(20 + 5 * seed, 2 + seed % 4, 3, seed)
+    for seed in range(8):
+        points, answers = parts(20 + 12 * seed, 2 + seed % 4, 3, seed)
         x, z = lifted(points, answers)
-        potential = lifted_potential(x, z, 3, share * least_lipschitz(points, answers))
-        generator = torch.Generator().manual_seed(seed)
-        query = 3 + 2 * torch.randn(1, points.shape[1], generator=generator, dtype=torch.float64)
-        query = torch.cat([query, torch.zeros(1, 3, dtype=torch.float64)], 1)
-        found = WholeBank(x, z, potential)(query).solution
-        value, image = full_program(x, z, potential, query[0])
-        assert float(found.value) == pytest.approx(value, abs=1e-8)
+        k = share * least_lipschitz(points, answers)
+        potential = lifted_potential(x, z, 3, k)
+        query = queries(20, points.shape[1], seed)
+        padded = torch.cat([query, torch.zeros(20, 3, dtype=torch.float64)], 1)
+        found = WholeBank(x, z, potential)(padded).solution
+        value, image = full_program(x, z, potential, padded[0])
+        assert float(found.value[0]) == pytest.approx(value, abs=1e-8)
         assert_close(found.image[0], torch.from_numpy(image), rtol=0, atol=1e-6)
+        included = ~potential.levels.isnan()
+        differentiable = lifted_map(query, points[included], answers[included], k)
+        assert_close(differentiable, found.image[:, -3:], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("share", [0.6, 1.0])
@@ -201,26 +209,6 @@ def test_refusals() -> None:
             lifted_map(query, points, answers, constant)
 
 
-def queries(count: int, dim: int) -> Tensor:
-    generator = torch.Generator().manual_seed(9)
-    return 3 + 1.2 * torch.randn(count, dim, generator=generator, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("share", [0.7, 1.0, 2.0])
-def test_answers_are_those_of_the_whole_bank(share: float) -> None:
-    for seed in range(4):
-        points, answers = parts(60, 4, 3, seed)
-        k = share * least_lipschitz(points, answers)
-        x, z = lifted(points, answers)
-        nothing = torch.zeros(0, dtype=torch.int64)
-        potential = BankPotential(lifted_levels(points), 1 + k, 1 - k, nothing, 0, 0.0)
-        query = queries(50, 4)
-        padded = torch.cat([query, torch.zeros(50, 3, dtype=torch.float64)], 1)
-        expected = WholeBank(x, z, potential)(padded).solution.image[:, 4:]
-        found = lifted_map(query, points, answers, k)
-        assert_close(found, expected, rtol=0, atol=1e-7)
-
-
 def test_far_from_the_origin_the_map_is_the_same() -> None:
     points, answers = parts(60, 4, 3, 2)
     points, query = (part.mul(2**20).round() / 2**20 for part in (points, queries(50, 4)))
@@ -235,22 +223,12 @@ def test_far_from_the_origin_the_map_is_the_same() -> None:
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    points, answers = parts(25, 3, 2, 1)
-    query = queries(6, 3)
-    direction = torch.randn(6, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    given = [part.requires_grad_() for part in (query, points, answers)]
-    slopes = torch.autograd.grad((lifted_map(*given, 1.3) * direction).sum(), given)
-    step = 1e-6
-    for place, slope in enumerate(slopes):
+    given = queries(4, 3), *parts(10, 3, 2, 1)
+    for part in given:
+        part.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *p: lifted_map(*p, 1.3), given, atol=2e-5)
+    for slope in torch.autograd.grad(lifted_map(*given, 1.3).square().sum(), given):
         assert slope.abs().max() > 1e-2
-        for entry in range(slope.numel()):
-            ends = []
-            for sign in (1, -1):
-                moved = [part.detach().clone() for part in given]
-                moved[place].view(-1)[entry] += sign * step
-                ends.append((lifted_map(*moved, 1.3) * direction).sum())
-            expected = float(ends[0] - ends[1]) / (2 * step)
-            assert float(slope.flatten()[entry]) == pytest.approx(expected, abs=2e-5)
 
 
 def test_equal_points_do_not_break_it() -> None:

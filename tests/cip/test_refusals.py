@@ -1,4 +1,4 @@
-"""Every wrong input is an `InputError` that names what was expected and what came."""
+"""Every wrong input is an `InputError` that names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def dense(**changes: object) -> CipProblem:
     return CipProblem(**valid | {"smoothness": 2.0, "strong_convexity": 0.0} | changes)
 
 
-def banked(**changes: object) -> BankProblem:
+def of_bank(**changes: object) -> BankProblem:
     valid = {"query": ZEROS, "inputs": torch.rand(9, D), "features": torch.rand(9, D)}
     valid["indices"] = torch.zeros(B, K, dtype=torch.int64)
     return BankProblem(**valid | {"smoothness": 2.0, "strong_convexity": 0.0} | changes)
 
 
-def spoiled(shape: tuple[int, ...], value: float) -> torch.Tensor:
+def ending_with(value: float, *shape: int) -> torch.Tensor:
     tensor = torch.zeros(shape)
     tensor.view(-1)[-1] = value
     return tensor
@@ -37,9 +37,8 @@ GRAD = torch.rand(B, K, D, requires_grad=True)
 ZEROS, BIG = torch.zeros(B, D), torch.zeros(B, K, D)
 # One change of valid arguments, and what the error must name: the argument first.
 DENSE = [
-    ({"query": spoiled((B, D), NAN)}, r"query: .*nan at \(2, 4\)"),
-    ({"anchors": spoiled((B, K, D), INF)}, r"anchors: .*inf at \(2, 3, 4\)"),
-    ({"images": spoiled((B, K, D), -INF)}, "images: .*-inf"),
+    ({"anchors": ending_with(INF, B, K, D)}, r"anchors: .*inf at \(2, 3, 4\)"),
+    ({"images": ending_with(-INF, B, K, D)}, "images: .*-inf"),
     ({"query": [[0.0]]}, "query: .*list"),
     ({"query": torch.zeros(D)}, r"query: .*B,d.*\(5,\)"),
     ({"anchors": ZEROS}, r"anchors: .*B,K,d.*\(3, 5\)"),
@@ -51,7 +50,6 @@ DENSE = [
     ({"images": BIG[:, :2]}, r"images: .*\(3, 4, 5\).*\(3, 2, 5\)"),
     ({"query": ZEROS.long()}, "query: .*float32 or float64.*int64"),
     ({"images": BIG.half()}, "images: .*float32 or float64.*float16"),
-    ({"query": ZEROS.half()}, "query: .*float32 or float64.*float16"),
     ({"anchors": BIG.double()}, "anchors: .*float32.*float64"),
     ({"anchors": BIG.to(META)}, "anchors: .*cpu.*meta"),
     ({"images": BIG.to(META)}, "images: .*cpu.*meta"),
@@ -59,14 +57,13 @@ DENSE = [
     ({"anchors": GRAD}, "anchors: .*grad"),
     ({"images": GRAD}, "images: .*grad"),
 ]
-CURVATURE = [
+EITHER = [
+    ({"query": ending_with(NAN, B, D)}, r"query: .*nan at \(2, 4\)"),
+    ({"query": ZEROS.half()}, "query: .*float32 or float64.*float16"),
     ({"smoothness": 0.0, "strong_convexity": -1.0}, "smoothness: .*above 0.* 0.0 "),
     ({"smoothness": -2.0, "strong_convexity": -3.0}, "smoothness: .*above 0.* -2.0 "),
     ({"smoothness": 0.5, "strong_convexity": 0.5}, "smoothness: .*0.5.*0.5 in row 0"),
-    (
-        {"smoothness": torch.tensor([1.0, 0.2, 1.0]), "strong_convexity": 0.25},
-        "smoothness: .*0.25 in row 1",
-    ),
+    ({"strong_convexity": torch.tensor([0.0, 2.5, 0.0])}, "smoothness: .*2.0.*2.5 in row 1"),
     ({"smoothness": NAN}, "smoothness: .*nan"),
     ({"smoothness": INF}, "smoothness: .*inf"),
     ({"strong_convexity": -INF}, "strong_convexity: .*-inf"),
@@ -88,23 +85,21 @@ BANK = [
     ({"features": torch.zeros(9, D).half()}, "features: .*float32.*float16"),
     ({"features": torch.zeros(9, D, device=META)}, "features: .*cpu.*meta"),
     ({"features": torch.zeros(9, D, requires_grad=True)}, "features: .*grad"),
-    ({"query": spoiled((B, D), NAN)}, r"query: .*nan at \(2, 4\)"),
-    ({"query": ZEROS.half()}, "query: .*float32 or float64.*float16"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), [*DENSE, *CURVATURE])
-def test_dense_problem(changes, message) -> None:
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        *((dense, *case) for case in DENSE + EITHER),
+        *((of_bank, *case) for case in BANK + EITHER),
+    ],
+)
+def test_problems(make, changes, message) -> None:
     with pytest.raises(InputError, match=f"^{message}") as caught:
-        dense(**changes)
+        make(**changes)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, OtadError)
-
-
-@pytest.mark.parametrize(("changes", "message"), [*BANK, *CURVATURE])
-def test_bank_problem(changes, message) -> None:
-    with pytest.raises(InputError, match=f"^{message}"):
-        banked(**changes)
 
 
 @pytest.mark.parametrize(
@@ -126,28 +121,23 @@ def test_solver_options(option, values) -> None:
                 solver(**{option: value})
 
 
-def test_calls() -> None:
+def test_calls_and_frozen_fields() -> None:
     problem = dense()
-    with pytest.raises(InputError, match=r"spares: .*the 4 neighbors.*got 4"):
+    with pytest.raises(InputError, match=r"spares: .*4 neighbors.*4"):
         ExactCip(spares=4)(problem)
     with pytest.raises(InputError, match=r"max_smoothness: .*2.0.*1.5"):
         ExactCip(max_smoothness=1.5)(problem)
     other = dense(anchors=torch.rand(B, 2, D), images=torch.rand(B, 2, D))
     solution = ExactCip(on_failure="abstain")(problem)
-    with pytest.raises(InputError, match=r"expected multipliers of shape \(3, 2\), got \(3, 4\)"):
+    with pytest.raises(InputError, match=r"multipliers .*\(3, 2\).*\(3, 4\)"):
         other.residual(solution)
 
-
-def test_query_may_require_grad_and_constants_may_under_no_grad() -> None:
-    query = torch.zeros(B, D, requires_grad=True)
-    assert dense(query=query).query.requires_grad
-    with torch.no_grad():
-        dense(anchors=GRAD)
-
-
-def test_problems_and_solutions_are_frozen() -> None:
-    problem = dense()
-    solution = ExactCip(on_failure="abstain")(problem)
     for thing, name in ((problem, "query"), (solution, "image"), (ExactCip(), "mode")):
         with pytest.raises(AttributeError):
             setattr(thing, name, None)
+
+
+def test_query_may_require_grad_and_constants_may_under_no_grad() -> None:
+    assert dense(query=ZEROS.clone().requires_grad_()).query.requires_grad
+    with torch.no_grad():
+        dense(anchors=GRAD)

@@ -1,4 +1,4 @@
-"""The search against brute force, where a matrix product alone would go wrong."""
+"""The search against brute force, where a matrix product alone would go wrong, and its bounds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from otad.errors import InputError, MissingExtraError
 from otad.io.mapped_rows import in_file, remember
 from otad.search import confirmed_product, neighbors
+from otad.search.confirmed_product import row_norms, shortlist, squared_distances
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
 
 
@@ -66,14 +68,9 @@ def test_random_points(search_type, dtype, n, d, k, generator) -> None:
         assert_exact(found, points, queries)
 
 
-@given(
-    d=st.integers(1, 3),
-    side=st.integers(1, 4),
-    n=st.integers(1, 120),
-    share=st.floats(0, 1),
-    seed=st.integers(0, 2**31),
-)
-def test_ties_and_copies_on_a_grid(d, side, n, share, seed) -> None:
+@settings(max_examples=50)
+@given(*map(st.integers, (1, 1, 1, 0), (3, 4, 120, 10**6)), st.floats(0, 1))
+def test_ties_and_copies_on_a_grid(d, side, n, seed, share) -> None:
     """Small integers: all distances are exact, most are equal, and K may be N."""
     generator = torch.Generator().manual_seed(seed)
     points = torch.randint(side + 1, (n, d), generator=generator).float()
@@ -103,18 +100,16 @@ def test_points_around_the_origin_are_not_copied(shift, generator, monkeypatch) 
     """A bank beyond the budget of a ready copy would be copied anew in each call."""
     points, queries = torch.randn(510, 30, generator=generator).add(shift).split([500, 10])
     monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
-    search = TorchSearch(points)
-    seen = []
+    search, copied = TorchSearch(points), []
     product = confirmed_product.add_product
 
     def watched(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        seen.append(right.untyped_storage().data_ptr())
+        copied.append(right.untyped_storage().data_ptr() != points.untyped_storage().data_ptr())
         return product(base, left, right)
 
     monkeypatch.setattr(confirmed_product, "add_product", watched)
     assert_exact(search(queries, 10), points, queries)
-    copied = [place != points.untyped_storage().data_ptr() for place in seen]
-    assert copied == [shift > 0] * len(seen)
+    assert set(copied) == {shift > 0}
 
 
 def test_order_that_float32_cannot_see(search_type, generator, monkeypatch) -> None:
@@ -127,10 +122,9 @@ def test_order_that_float32_cannot_see(search_type, generator, monkeypatch) -> N
         return attempt(self, queries, k, size, *options)
 
     monkeypatch.setattr(NeighborSearch, "_attempt", watched)
-    directions = torch.randn(400, 20, generator=generator, dtype=torch.float64)
+    directions = normalize(torch.randn(400, 20, generator=generator, dtype=torch.float64))
     order = torch.randperm(400, generator=generator)
-    radii = 1 + 1e-9 * order.double()[:, None]
-    points = radii * directions / directions.norm(dim=1, keepdim=True)
+    points = (1 + 1e-9 * order.double()[:, None]) * directions
     found = search_type(points)(torch.zeros(1, 20, dtype=torch.float64), 5)
     assert torch.equal(found.indices[0], order.argsort()[:5])
     assert sizes == [13, 52, 208, 400]
@@ -161,18 +155,6 @@ def test_squares_too_small_for_float32(search_type, generator) -> None:
     assert_exact(search_type(points)(queries, 6), points, queries)
 
 
-def test_bounds_hold_for_every_point_left_out(search_type, generator) -> None:
-    points = torch.randn(500, 600, generator=generator) * torch.rand(500, 1, generator=generator)
-    queries = torch.randn(30, 600, generator=generator)
-    search = search_type(points)
-    x = (queries.double() - search._center) * 2.0**-search._exponent
-    indices, floor = search._shortlist(x, 40)
-    squares = torch.cdist(queries.double(), points.double()).mul(2.0**-search._exponent).square()
-    squares.scatter_(1, indices, torch.inf)
-    assert bool((floor <= squares.amin(1)).all())
-    assert bool((floor >= 0.99 * squares.amin(1)).all())  # and are of use
-
-
 @pytest.mark.parametrize(("b", "d"), [(30, 37), (100, 3)])
 def test_neither_batch_nor_memory_changes_a_bit(search_type, b, d, generator, monkeypatch) -> None:
     points, queries = torch.rand(500 + b, d, generator=generator).split([500, b])
@@ -180,10 +162,9 @@ def test_neither_batch_nor_memory_changes_a_bit(search_type, b, d, generator, mo
     monkeypatch.setattr(neighbors, "WORKING_BYTES", 2**16)
     small = search_type(points)
     assert_same(small(queries, 9), together)
-    for row in range(b):
-        alone = small(queries[row : row + 1], 9)
-        assert torch.equal(alone.indices[0], together.indices[row])
-        assert torch.equal(alone.distances[0], together.distances[row])
+    alone = [small(query, 9) for query in queries.split(1)]
+    fields = (torch.cat([getattr(one, name) for one in alone]) for name in ("indices", "distances"))
+    assert_same(Neighbors(*fields), together)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -207,8 +188,7 @@ def test_rounded_matrix_products_change_nothing(generator, monkeypatch) -> None:
     here they do, in the worst way, and push the true neighbors back."""
     queries = torch.zeros(1, 64)
     directions = 1 + 0.1 * torch.randn(400, 64, generator=generator)  # the mean is far away
-    radii = torch.linspace(1, 1.001, 400)[:, None]
-    points = radii * directions / directions.norm(dim=1, keepdim=True)
+    points = torch.linspace(1, 1.001, 400)[:, None] * normalize(directions)
     expected = TorchSearch(points)(queries, 5)
     assert_exact(expected, points, queries)
     with torch.autocast("cpu", torch.bfloat16):
@@ -238,55 +218,85 @@ def test_excluded_by_index(search_type, generator) -> None:
     for row in range(60):
         kept = everything[row][everything[row] != exclude[row]][:59]
         assert torch.equal(found.indices[row], kept)
-    assert found.indices[0, 0] == 1  # its copy is another bank point
-    assert found.indices[1, 0] == 0
-    assert found.indices[5, 0] == 5
+    assert found.indices[[0, 1, 5], 0].tolist() == [1, 0, 5]  # a copy is another bank point
     nothing = torch.full((60,), -1)
     assert_same(search_type(points)(points, 60, exclude=nothing), search_type(points)(points, 60))
 
 
 NAN = torch.tensor([[0.0, 1.0], [float("nan"), 0.0]])
-QUERIES = torch.zeros(4, 2)
 
 
 @pytest.mark.parametrize(
-    ("points", "message"),
+    ("changes", "message"),
     [
-        (torch.zeros(3, 2).long(), "points: .*int64"),
-        (torch.zeros(3), r"points: .*N,d.*\(3,\)"),
-        (torch.zeros(0, 2), r"points: .*along N.*\(0, 2\)"),
-        (NAN, r"points\[0:2\]: .*nan at \(1, 0\)"),
-        (torch.tensor([[3e38], [-3e38], [-3e38], [-3e38]]), "points: .*float32.*inf"),
-        ([[0.0]], "points: .*list"),
+        ({"points": torch.zeros(3, 2).long()}, "points: .*int64"),
+        ({"points": torch.zeros(3)}, r"points: .*N,d.*\(3,\)"),
+        ({"points": torch.zeros(0, 2)}, r"points: .*along N.*\(0, 2\)"),
+        ({"points": NAN}, r"points\[0:2\]: .*nan at \(1, 0\)"),
+        ({"points": torch.tensor([[3e38], [-3e38], [-3e38], [-3e38]])}, "points: .*float32.*inf"),
+        ({"points": [[0.0]]}, "points: .*list"),
+        ({"k": 6}, "k: .*at most 5 .*6"),
+        ({"k": 5, "exclude": torch.zeros(4).long()}, "k: .*at most 4 .*5"),
+        ({"k": 0}, "k: .*at least 1.*0"),
+        ({"queries": torch.zeros(4, 3)}, r"queries: .*\(4, 2\).*\(4, 3\)"),
+        ({"queries": torch.zeros(4, 2).long()}, "queries: .*int64"),
+        ({"queries": NAN}, "queries: .*nan"),
+        ({"queries": torch.zeros(0, 2)}, "queries: .*along B"),
+        ({"exclude": torch.zeros(3).long()}, r"exclude: .*\(4,\).*\(3,\)"),
+        ({"exclude": torch.zeros(4)}, "exclude: .*int64.*float32"),
+        ({"exclude": torch.full((4,), 5)}, "exclude: .*below 5.*5 to 5"),
+        ({"exclude": torch.full((4,), -2)}, "exclude: .*below 5.*-2 to -2"),
     ],
 )
-def test_bad_points(points, message) -> None:
+def test_refusals(changes, message) -> None:
+    call = {"points": torch.rand(5, 2), "queries": torch.zeros(4, 2), "k": 1, "exclude": None}
+    call |= changes
     with pytest.raises(InputError, match=message):
-        TorchSearch(points)
-
-
-@pytest.mark.parametrize(
-    ("queries", "k", "exclude", "message"),
-    [
-        (QUERIES, 6, None, "k: .*at most 5 .*got 6"),
-        (QUERIES, 5, torch.zeros(4).long(), "k: .*at most 4 .*got 5"),
-        (QUERIES, 0, None, "k: .*at least 1.*got 0"),
-        (torch.zeros(4, 3), 1, None, r"queries: .*\(4, 2\).*\(4, 3\)"),
-        (QUERIES.long(), 1, None, "queries: .*int64"),
-        (NAN, 1, None, "queries: .*nan"),
-        (QUERIES[:0], 1, None, "queries: .*along B"),
-        (QUERIES, 1, torch.zeros(3).long(), r"exclude: .*\(4,\).*\(3,\)"),
-        (QUERIES, 1, torch.zeros(4), "exclude: .*int64.*float32"),
-        (QUERIES[:1], 1, torch.tensor([5]), "exclude: .*below 5.*5 to 5"),
-        (QUERIES[:1], 1, torch.tensor([-2]), "exclude: .*below 5.*-2 to -2"),
-    ],
-)
-def test_bad_calls(queries, k, exclude, message) -> None:
-    with pytest.raises(InputError, match=message):
-        TorchSearch(torch.rand(5, 2))(queries, k, exclude=exclude)
+        TorchSearch(call["points"])(call["queries"], call["k"], exclude=call["exclude"])
 
 
 def test_missing_faiss_names_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(MissingExtraError, match=r"otad\[index\]"):
         FaissSearch(torch.rand(5, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dim", "size", "width"), [(3, 1, 7), (60, 10, 50), (1500, 5, 200)])
+def test_bounds_floor_and_ceiling_hold(dim, size, width, dtype, generator) -> None:
+    """In several blocks of rows and of queries, with a row that may never be chosen."""
+    rows = torch.randn(120, dim, generator=generator, dtype=torch.float64)
+    rows *= torch.logspace(-3, 3, 120, dtype=torch.float64)[:, None]
+    queries = torch.randn(9, dim, generator=generator, dtype=torch.float64)
+    offsets = 5 * torch.randn(120, generator=generator, dtype=torch.float64)
+    offsets[117] = -torch.inf
+    blocks = [(start, rows[start : start + width].to(dtype)) for start in range(0, 120, width)]
+    found = shortlist(queries, blocks, row_norms(rows), offsets, size, 300, dtype)
+    scores = offsets + queries @ rows.T
+    listed = scores.gather(1, found.indices)
+    assert bool((found.bounds >= listed).all())
+    assert bool((found.bounds[:, :-1] >= found.bounds[:, 1:]).all())
+    assert bool((found.floor <= listed[:, 0]).all())
+    others = scores.scatter(1, found.indices, -torch.inf).amax(1)
+    assert bool((found.ceiling >= others).all())
+    room = 1e-3 if dtype == torch.float32 else 1e-11
+    slack = room * (1 + row_norms(queries) * float(row_norms(rows).max()))
+    assert bool((found.bounds - listed <= slack[:, None]).all())  # and are of use
+    assert not bool((found.indices == 117).any())
+
+
+def test_all_rows_leave_none_outside(generator) -> None:
+    rows = torch.randn(6, 4, generator=generator)
+    queries = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    offsets = torch.zeros(6, dtype=torch.float64)
+    found = shortlist(queries, [(0, rows)], row_norms(rows), offsets, 10, 100)
+    assert found.indices.sort(dim=1).values.tolist() == [list(range(6))] * 3
+    assert found.ceiling.tolist() == [-torch.inf] * 3
+
+
+def test_squared_distances_are_within_their_error(generator) -> None:
+    one, two = torch.randn(2, 40, 300, generator=generator)
+    two[:5] = one[:5] + 1e-6
+    values, error = squared_distances(one, two)
+    exact = torch.cdist(one.double(), two.double()).square()
+    assert bool(((values - exact).abs() <= error).all())
