@@ -40,7 +40,7 @@ def test_log_normalization_and_scaling_match_the_formulas() -> None:
 
 
 def test_genes_of_largest_variance_in_the_order_of_the_file() -> None:
-    for seed in range(20):  # rates from rare to common, so that zeros matter
+    for seed in range(5):  # rates from rare to common, so that zeros matter
         rates = np.random.default_rng(seed).uniform(0.1, 5.0, 6)
         counts = np.random.default_rng(seed).poisson(rates, (40, 6)).astype(np.float32)
         prepare = CellPreparation.fit(table(counts), genes=3)
@@ -75,20 +75,22 @@ def test_the_preparation_survives_json() -> None:
         CellPreparation.from_json({"genes": []})
 
 
-def test_refusals_of_the_preparation() -> None:
-    for counts, genes, message in (
-        (COUNTS - 1, None, r"cells: .*got -1.0"),
-        (COUNTS, 7, "genes: .*6, got 7"),
-        (COUNTS * 0, None, "cells: .*median total of zero"),
-    ):
-        with pytest.raises(InputError, match=message):
-            CellPreparation.fit(table(counts), genes=genes)
-    with pytest.raises(InputError, match=r"genes: .*repeated a"):
-        table(genes=tuple("abcdea"))
-    with pytest.raises(InputError, match=r"genes: .*6.*2"):
-        table(genes=("a", "b"))
-    with pytest.raises(InputError, match=r"cells: .*NaN"):
-        table(np.where(COUNTS[3, 3] == COUNTS, np.nan, COUNTS))
+@pytest.mark.parametrize(
+    ("counts", "names", "genes", "message"),
+    [
+        (COUNTS - 1, GENES, None, r"cells: .*got -1.0"),
+        (COUNTS, GENES, 7, "genes: .*6, got 7"),
+        (COUNTS * 0, GENES, None, "cells: .*median total of zero"),
+        (COUNTS, tuple("abcdea"), None, "genes: .*repeated a"),
+        (COUNTS, ("a", "b"), None, "genes: .*6.*2"),
+        (np.where(COUNTS[3, 3] == COUNTS, np.nan, COUNTS), GENES, None, "cells: .*NaN"),
+    ],
+)
+def test_refusals_of_the_preparation(
+    counts: np.ndarray, names: tuple[str, ...], genes: int | None, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        CellPreparation.fit(table(counts, names), genes=genes)
 
 
 def test_without_the_extra_the_error_names_it(
@@ -146,16 +148,14 @@ def test_refusals_of_the_reader(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> 
             load_h5ad(h5ad, label, drop=drop)
     with h5py.File(h5ad, "r+") as file:
         file["X/indices"][3] = 10**6  # beyond the genes
-    with pytest.raises(InputError, match=r"not a readable .h5ad file"):
-        load_h5ad(h5ad, "cell_type")
-    h5ad.write_bytes(h5ad.read_bytes()[:500])
-    with pytest.raises(InputError, match=r"not a readable .h5ad file"):
-        load_h5ad(h5ad, "cell_type")
-    for error in (RuntimeError, MemoryError, TypeError):
-        with monkeypatch.context() as patch:
-            patch.setattr("anndata.read_h5ad", Mock(side_effect=error("damaged")))
-            with pytest.raises(InputError, match=r"not a readable .h5ad file \(damaged\)"):
-                load_h5ad(h5ad, "cell_type")
+    for damage in (bytes, lambda content: content[:500]):
+        h5ad.write_bytes(damage(h5ad.read_bytes()))
+        with pytest.raises(InputError, match=r"not a readable .h5ad file"):
+            load_h5ad(h5ad, "cell_type")
+    with monkeypatch.context() as patch:
+        patch.setattr("anndata.read_h5ad", Mock(side_effect=MemoryError("damaged")))
+        with pytest.raises(InputError, match=r"not a readable .h5ad file \(damaged\)"):
+            load_h5ad(h5ad, "cell_type")
     h5ad.unlink()
     with pytest.raises(InputError, match=r"merfish_mousePOA.h5ad"):
         load("merfish_mousePOA", h5ad.parent.parent)

@@ -23,12 +23,9 @@ def save(path: Path, **arrays: np.ndarray) -> Path:
 
 
 def test_whole_numbers_and_text_are_classes_and_other_numbers_targets(tmp_path: Path) -> None:
-    numbers = load_npz(save(tmp_path / "a.npz", x=X, y=Y))
-    assert (numbers.task, numbers.classes) == ("classification", ("3", "7"))
-    words = load_npz(save(tmp_path / "b.npz", x=X, y=np.array(["cat", "ant"] * 5)))
-    assert words.classes == ("ant", "cat")
-    values = load_npz(save(tmp_path / "c.npz", x=X, y=Y / 2))
-    assert (values.task, values.classes) == ("regression", ())
+    for y, classes in ((Y, ("3", "7")), (np.array(["b", "a"] * 5), ("a", "b")), (Y / 2, ())):
+        data = load_npz(save(tmp_path / "a.npz", x=X, y=y))
+        assert (data.task, data.classes) == ("classification" if classes else "regression", classes)
     overruled = load_npz(save(tmp_path / "d.npz", x=X, y=Y), task="regression")
     assert set(overruled.train_y.tolist()) == {3.0, 7.0}
 
@@ -83,13 +80,13 @@ def test_arrays_that_do_not_fit_are_refused(
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
 
-    class Evil:
+    class Hostile:
         def __reduce__(self) -> tuple[object, tuple[object, ...]]:
             return Path.touch, (mark,)
 
     renamed = tmp_path / "renamed.npz"
-    renamed.write_bytes(pickle.dumps(Evil()))
-    inside = save(tmp_path / "inside.npz", x=np.array([Evil()], dtype=object), y=Y)
+    renamed.write_bytes(pickle.dumps(Hostile()))
+    inside = save(tmp_path / "inside.npz", x=np.array([Hostile()], dtype=object), y=Y)
     truncated = tmp_path / "truncated.npz"
     truncated.write_bytes(save(tmp_path / "whole.npz", x=X, y=Y).read_bytes()[:200])
     for path in (renamed, inside, truncated):
@@ -105,9 +102,9 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compressed", [False, True])
 def test_no_damage_is_more_than_an_unreadable_file(tmp_path: Path, compressed: bool) -> None:
     path = tmp_path / "damaged.npz"
-    (np.savez_compressed if compressed else np.savez)(path, x=X, y=Y)
+    (np.savez_compressed if compressed else np.savez)(path, x=X[:2, :1])
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 128]) + whole[place + 1 :])
         with contextlib.suppress(InputError):  # some bytes, such as dates, mean nothing
-            read_npz(path, ("x", "y"))
+            read_npz(path, ("x",))

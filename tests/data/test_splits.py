@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otad.data import Dataset, holdout, most_central, split, subset_per_class
 from otad.errors import InputError
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=2, max_size=8),
     fraction=st.floats(0.05, 0.6),
@@ -25,9 +26,7 @@ def test_a_stratified_split_is_a_fair_partition(
     total = len(labels)
     expected = math.ceil(fraction * total - 1e-9)
     if expected > total - len(sizes):
-        with pytest.raises(
-            InputError, match=f"fraction: .*{total - len(sizes)}|fraction: .*all {total}"
-        ):
+        with pytest.raises(InputError, match=f"fraction: .*({total - len(sizes)}|all {total})"):
             holdout(labels, fraction, seed, task="classification")
         return
     kept, held = holdout(labels, fraction, seed, task="classification")
@@ -69,7 +68,7 @@ def test_split_cuts_the_train_part_only() -> None:
     x = torch.arange(20.0).unsqueeze(1)
     y = torch.arange(20) % 2
     dataset = Dataset("t", x, y, x[:2] + 100, y[:2], "classification", "a test", ("a", "b"))
-    for seed in range(10):
+    for seed in range(3):
         train_x, train_y, validation_x, validation_y = split(dataset, validation=0.2, seed=seed)
         assert torch.equal(torch.cat([train_x, validation_x]).sort(dim=0).values, x)
         assert torch.equal(train_x.flatten().long() % 2, train_y)
@@ -81,17 +80,12 @@ def test_subset_per_class_draws_that_many_of_each() -> None:
     labels = torch.randint(0, 5, (300,), generator=torch.Generator().manual_seed(0))
     rows = subset_per_class(labels, 10, torch.Generator().manual_seed(1))
     assert torch.bincount(labels[rows]).tolist() == [10] * 5
-    assert len(rows.unique()) == 50
     assert bool((rows.diff() > 0).all())
-    again = subset_per_class(labels, 10, torch.Generator().manual_seed(1))
-    other = subset_per_class(labels, 10, torch.Generator().manual_seed(2))
-    assert torch.equal(rows, again)
-    assert not torch.equal(rows, other)
-    labels = torch.tensor([4, 4, 4, 7, 7])
-    with pytest.raises(InputError, match="at most 2, the rows of class 7, got 3"):
-        subset_per_class(labels, 3, torch.Generator())
-    with pytest.raises(InputError, match="per_class: expected an integer of at least 1"):
-        subset_per_class(labels, 0, torch.Generator())
+    assert torch.equal(rows, subset_per_class(labels, 10, torch.Generator().manual_seed(1)))
+    assert not torch.equal(rows, subset_per_class(labels, 10, torch.Generator().manual_seed(2)))
+    for count, message in ((3, "at most 2, .*class 7, got 3"), (0, "per_class: .*1.*0")):
+        with pytest.raises(InputError, match=message):
+            subset_per_class(torch.tensor([4, 4, 4, 7, 7]), count, torch.Generator())
 
 
 def test_the_most_central_rows_are_those_nearest_to_the_mean_of_their_class() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,21 +61,22 @@ def test_weights_are_learned_once_and_their_seconds_add_up(tmp_path: Path) -> No
 HOLD = """
 import sys, time
 from pathlib import Path
-from otad.experiments.cache import WorkFolder
-folder = Path(sys.argv[1])
-with WorkFolder(folder).lock("part"):
-    (folder / "held").touch()
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    Path("held").touch()
     time.sleep(0.5)
-    (folder / "done").touch()
+    Path("done").touch()
 """
 
 
 def test_a_second_process_waits(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)]) as other:
+    lock = WorkFolder(tmp_path).lock("part")
+    command = [sys.executable, "-c", HOLD, lock.lock_file]
+    with subprocess.Popen(command, cwd=tmp_path) as other:
         while not (tmp_path / "held").exists():
             assert other.poll() is None
             time.sleep(0.01)
-        with WorkFolder(tmp_path).lock("part"):
+        with lock:
             assert (tmp_path / "done").exists(), "in only after the other is out"
 
 
@@ -116,11 +118,11 @@ def test_training_out_of_time_resumes_to_the_same_weights(
     assert found[0].identity == found[1].identity
 
 
-def test_what_is_learned_is_loaded_from_the_work_folder(tmp_path: Path) -> None:
-    path = written(tmp_path, VISION)
-    first, second = (study_of(path, tmp_path / "work") for _ in range(2))
+def test_what_is_learned_is_loaded_unless_its_settings_changed(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    first, second = (study_of(written(tmp_path, VISION), work) for _ in range(2))
     surrogate = first.surrogate("imitation")
-    files = sorted((tmp_path / "work").rglob("*.safetensors"))
+    files = sorted(work.rglob("*.safetensors"))
     assert [file.parent.parent.name for file in files] == ["metrics", "nets", "surrogates"]
     times = [file.stat().st_mtime_ns for file in files]
     again = second.surrogate("imitation")
@@ -129,17 +131,10 @@ def test_what_is_learned_is_loaded_from_the_work_folder(tmp_path: Path) -> None:
     assert surrogate.record.results["held_out_error"] is not None
     assert [file.stat().st_mtime_ns for file in files] == times
     assert len(read_json(files[0].parent / "seconds.json")) == 2, "one entry an epoch"
-
-
-def test_other_settings_are_other_trainings(tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    for change in (("", ""), ("n_neighbors = 3", "n_neighbors = 3\nsmoothness = 5.0")):
-        study_of(written(tmp_path, VISION, change), work).surrogate("imitation")
-    study_of(written(tmp_path, VISION, ("steps = 1", "steps = 2")), work).surrogate("imitation")
-    counts = {
-        kind: len(list((work / kind).iterdir())) for kind in ("nets", "metrics", "surrogates")
-    }
-    assert counts == {"nets": 1, "metrics": 2, "surrogates": 3}
+    for old, new in (("bors = 3", "bors = 3\nsmoothness = 5.0"), ("steps = 1", "steps = 2")):
+        study_of(written(tmp_path, VISION, (old, new)), work).surrogate("imitation")
+    names = [file.parent.parent.name for file in work.rglob("weights.safetensors")]
+    assert Counter(names) == {"nets": 1, "metrics": 2, "surrogates": 3}
 
 
 PROTOTYPES = """

@@ -165,6 +165,7 @@ rows.otad.smoothness = 3.0
     assert fast.source["train"] == {"epochs": 1}
 
 
+CHOOSE = "choose = { setting = 'energy_weight', values = [0], row = 'otad' }"
 EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
 
 
@@ -207,16 +208,10 @@ EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
         ('title = "small"', "", "expected a value for 'title'"),
         ("[nets.one]", "[nets.one", "expected a TOML file"),
         ("blocks = 2", "untrained = true", "untrained: .*fc"),
-        (
-            "blocks = 2",
-            "choose = { setting = 'energy_weight', values = [], row = 'otad' }",
-            "values: .*one",
-        ),
-        (
-            "blocks = 2",
-            "blocks = 2\nchoose = { setting = 'energy_weight', values = [0], row = 'no' }",
-            "nets.one.choose.row: .*'no'",
-        ),
+        ("blocks = 2", CHOOSE.replace("[0]", "[]"), "values: .*one"),
+        ("blocks = 2", CHOOSE.replace("otad", "no"), "nets.one.choose.row: .*'no'"),
+        ("blocks = 2", CHOOSE.replace(" }", ", certified = 1 }"), "choose.certified: .*'1'"),
+        ("[otad]", '[curve]\ntitle = "over L"\n[otad]', "curve: .*otad.*none"),
     ],
 )
 def test_refusals(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -258,15 +253,25 @@ WINE = '[data.wine]\nname = "wine"\n'
     ],
 )
 def test_refusals_of_what_is_learned(tmp_path: Path, old: str, new: str, message: str) -> None:
-    whole = SMALL + LEARNED
-    assert read_experiment(written(tmp_path, whole)).rows["taught"].surrogate == "quick"
+    assert old in LEARNED
     with pytest.raises(InputError, match=message):
         read_experiment(written(tmp_path, SMALL + LEARNED.replace(old, new, 1)))
-    assert old in LEARNED
+
+
+@pytest.mark.parametrize("kind", ["metric", "surrogate"])
+def test_no_setting_is_chosen_by_a_row_with_a_metric_or_a_cip_net(
+    tmp_path: Path, kind: str
+) -> None:
+    other = {"metric": 'surrogate = "quick"', "surrogate": 'metric = "key"'}[kind]
+    whole = SMALL + LEARNED.replace(other, "")
+    assert read_experiment(written(tmp_path, whole)).rows["taught"].method == "otad"
+    choose = CHOOSE.replace("'otad'", "'taught'")
+    with pytest.raises(InputError, match=r"choose.row: .*metric.*taught"):
+        read_experiment(written(tmp_path, whole, ("blocks = 2", choose)))
 
 
 def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="unknown experiment 'minst', expected one of cifar10,"):
+    with pytest.raises(InputError, match=r"experiment: .*cifar10, .*'minst'"):
         read_experiment("minst")
     with pytest.raises(InputError, match="expected a TOML file"):
         read_experiment(tmp_path / "absent.toml")

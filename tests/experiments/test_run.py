@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from experiments.toml_files import VISION, WINE, written
 from filelock import FileLock
 
 from otad.attacks import ATTACKS
+from otad.data import Dataset, load
 from otad.errors import InputError, OtadError
 from otad.evaluate import Evaluation
 from otad.experiments import RunRecord, names, reproduce, reproduce_together
@@ -56,25 +58,42 @@ b = { net = "one", method = "otad", lipschitz = { radius = 0.1, points = 5, step
 c = { net = "two", method = "otad", attacks = ["push"] }
 d = { net = "one", method = "majority_knn", at_least = { accuracy = 101 } }
 """
+OTAD_WINE = WINE.replace('"net" }', '"otad" }')
 SUITE = """
 [evaluate]
-row = "b"
+row = "right"
 eps = [0.1]
 headline = 0.1
 points = 9
 flags = false
 attacks = { noise = {} }
 """
+COST = '[cost]\nnet = "right"\nbanks = [{}]\nqueries = 1\ndevices = ["cpu"]\n'
+Lines = dict[str, tuple[int, int]]
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return written(tmp_path, SMALL)
+def watching(lines: Lines) -> Callable[[str, int, int], None]:
+    return lambda part, done, total: lines.update({part: (done, total)})
+
+
+def load_few(*args: Any, **options: Any) -> Dataset:
+    data = load(*args, **options)
+    parts: Any = {"train_x": data.train_x[:300], "train_y": data.train_y[:300]}
+    parts |= {"test_x": data.test_x[:100], "test_y": data.test_y[:100]}
+    return replace(data, **parts)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What shipped experiments have in common is trained once."""
+    return tmp_path_factory.mktemp("work")
 
 
 @pytest.mark.parametrize("name", names())
-def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
-    experiment = read_experiment(name, quick=True)
+def test_shipped_experiment_in_small(
+    name: str, tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, lines = read_experiment(name, quick=True), Lines()
     rows = experiment.rows.values()
     runs = {run for row in rows for one in row.attacks.values() for run in one.runs}
     runs |= set(experiment.evaluate.attacks) if experiment.evaluate is not None else set()
@@ -82,21 +101,16 @@ def test_shipped_experiment_in_small(name: str, tmp_path: Path) -> None:
         package = ATTACKS[run].needs.package
         if package is not None and find_spec(package) is None:
             pytest.skip(f"extra 'attacks', for {run}")
-    lines: dict[str, tuple[int, int]] = {}
-    record = reproduce(
-        name,
-        out=tmp_path,
-        quick=True,
-        progress=lambda part, done, total: lines.update({part: (done, total)}),
-    )
+    if experiment.cost is None:
+        monkeypatch.setattr(study_module, "load", load_few)
+    monkeypatch.setattr("otad.report.evaluation_report.plot_uri", lambda figure: "data:,")
+    record = reproduce(name, out=tmp_path, work=work, quick=True, progress=watching(lines))
     assert RunRecord.read(tmp_path / f"{name}-quick.json") == record
     for table in ("rows", "nets", "metrics", "surrogates"):
         assert list(getattr(record, table)) == list(getattr(experiment, table))
     assert all(done == total for done, total in lines.values()), "every line reached its end"
     assert set(record.rows) <= set(record.seconds), "every part has its seconds"
-    for data in record.data.values():
-        assert data.train_size > 0
-        assert len(data.fingerprint) == 64
+    assert all(one.train_size > 0 and len(one.fingerprint) == 64 for one in record.data.values())
     for key, row in record.rows.items():
         check_row(record, row, experiment.rows[key])
     drawn = tmp_path / f"{name}-quick.svg"
@@ -143,9 +157,7 @@ def check_row(record: RunRecord, row: RowRecord, spec: RowSpec) -> None:
 
 
 def check_suites(record: RunRecord, experiment: Experiment, out: Path) -> None:
-    spec = experiment.evaluate
-    expected = () if spec is None else (spec.row, *spec.beside)
-    assert tuple(suite.row for suite in record.suites) == expected
+    assert tuple(suite.row for suite in record.suites) == experiment.suites
     for suite in record.suites:
         found = Evaluation.read(out / suite.folder / "evaluation.json")
         assert "<html" in (out / suite.folder / "report.html").read_text(encoding="utf-8")
@@ -170,15 +182,21 @@ def check_speeds(record: RunRecord, experiment: Experiment) -> None:
         assert accuracy.setdefault(one.row, one.accuracy) == one.accuracy, "wherever the bank is"
 
 
-def test_record_holds_all_it_depends_on(small: Path, tmp_path: Path) -> None:
-    record = reproduce(small, out=tmp_path, seed=4)
-    content = json.loads((tmp_path / "small.json").read_text(encoding="utf-8"))
-    assert content["seed"] == 4
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecord, Path]:
+    """A whole run, and the folder it is in."""
+    folder = tmp_path_factory.mktemp("whole")
+    return reproduce(written(folder, SMALL), out=folder, seed=4), folder
+
+
+def test_record_holds_all_it_depends_on(whole: tuple[RunRecord, Path]) -> None:
+    record, folder = whole
+    content = json.loads((folder / "small.json").read_text(encoding="utf-8"))
+    assert content["seed"] == content["nets"]["one"]["train"]["seed"] == 4
     assert content["config"]["train"] == {"epochs": 3}
     assert content["environment"]["versions"]["torch"]
     assert content["environment"]["device"] == "cpu"
     assert content["data"]["wine"]["train_size"] == 142
-    assert content["nets"]["one"]["train"]["seed"] == 4
     assert len(content["code"]) == 64
     assert record.rows["b"].lipschitz is not None
     two = record.nets["two"]
@@ -203,50 +221,43 @@ def timeless(record: RunRecord) -> object:
     return rows, {key: one.weights for key, one in learned}, record.config, record.data
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
-    folder = tmp_path_factory.mktemp("whole")
-    return reproduce(written(folder, SMALL), out=folder)
-
-
 @pytest.mark.parametrize("moment", [1, 9, 17])
 def test_a_killed_run_resumes_to_the_same_record(
-    small: Path, tmp_path: Path, whole: RunRecord, moment: int
+    tmp_path: Path, whole: tuple[RunRecord, Path], moment: int
 ) -> None:
-    calls = 0
+    small, calls = written(tmp_path, SMALL), list[str]()
 
     def kill(part: str, done: int, total: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > moment:
+        calls.append(part)
+        if len(calls) > moment:
             raise KilledError
 
     with pytest.raises(KilledError):
-        reproduce(small, out=tmp_path, progress=kill)
+        reproduce(small, out=tmp_path, seed=4, progress=kill)
     assert not (tmp_path / "small.json").exists()
-    assert timeless(reproduce(small, out=tmp_path)) == timeless(whole)
+    assert timeless(reproduce(small, out=tmp_path, seed=4)) == timeless(whole[0])
 
 
 def test_finished_parts_are_read_by_other_experiments(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[RunRecord, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = reproduce(small, out=tmp_path)
-    nets = sorted((tmp_path / ".work" / "nets").iterdir())
+    first, work = whole[0], whole[1] / ".work"
+    nets = sorted((work / "nets").iterdir())
     for name in ("measure_row", "attack_row", "measure_regularity"):
         monkeypatch.setattr(study_module, name, lambda *_, **__: pytest.fail("measured again"))
     other = written(tmp_path, SMALL, ("[rows]\n", "[rows]\ne = { net = 'one', method = 'net' }\n"))
-    rows = reproduce(other, out=tmp_path).rows
+    rows = reproduce(other, out=tmp_path, work=work, seed=4).rows
     assert {key: rows[key] for key in first.rows} == first.rows
-    assert sorted((tmp_path / ".work" / "nets").iterdir()) == nets
+    assert sorted((work / "nets").iterdir()) == nets
     assert rows["e"] == replace(rows["a"], attacks={}), "the same model by another name"
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        reproduce(small, out=tmp_path, seed=1)
+        reproduce(other, out=tmp_path, seed=1)
 
 
 def test_two_runs_of_the_same_experiment_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, busy, calls = written(tmp_path, SMALL + SUITE), threading.Lock(), list[int]()
+    path, busy, calls = written(tmp_path, OTAD_WINE + SUITE), threading.Lock(), list[int]()
     evaluate = run_module.evaluate
 
     def slowly(*args: Any, **options: Any) -> Any:
@@ -264,37 +275,37 @@ def test_two_runs_of_the_same_experiment_take_turns(
     assert timeless(one) == timeless(other)
 
 
-def test_processes_give_the_record_of_one(
+WRONG = 'wrong = { net = "wrong", method = "net" }\n[nets.wrong]\ndata = "wine"\nblocks = -1\n'
+
+
+def test_processes_give_the_record_of_one_and_a_failure_stops_no_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path, VISION)
-    lines: dict[str, tuple[int, int]] = {}
-    (record,) = reproduce_together(
-        [path],
-        jobs=2,
-        out=tmp_path / "many",
-        progress=lambda part, done, total: lines.update({part: (done, total)}),
-    )
+    path, broken = written(tmp_path, VISION), written(tmp_path, WINE + WRONG, name="broken")
+    out, lines = tmp_path / "many", Lines()
+    with pytest.raises(OtadError, match=r"\Abroken: blocks: expected.*-1\Z"):
+        reproduce_together([broken, path], jobs=2, out=out, progress=watching(lines))
+    record = RunRecord.read(out / "small.json")
+    assert not (out / "broken.json").exists()
     assert timeless(record) == timeless(reproduce(path, out=tmp_path / "one", progress=True))
     assert record.jobs == 2
-    assert RunRecord.read(tmp_path / "many" / "small.json") == record
     assert "small: metric learned" in lines
     assert "train metric learned" in capfd.readouterr().err
     assert all(done == total for done, total in lines.values()), "every line reached its end"
 
 
-WRONG = """
-wrong = { net = "wrong", method = "net" }
-[nets.wrong]
-data = "wine"
-blocks = -1
-"""
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads in place of processes, which take seconds to start."""
+    monkeypatch.setattr(
+        run_module, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs)
+    )
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_failed_experiment_does_not_stop_the_others(jobs: int, tmp_path: Path) -> None:
-    broken = written(tmp_path, WINE + WRONG, name="broken")
-    small = written(tmp_path, WINE)
+def test_errors_of_several_experiments(jobs: int, tmp_path: Path) -> None:
+    broken, small = written(tmp_path, WINE + WRONG, name="broken"), written(tmp_path, WINE)
     with pytest.raises(OtadError, match=r"\Abroken: blocks: expected.*-1\Z"):
         reproduce_together([broken, small], jobs=jobs, out=tmp_path)
     assert (tmp_path / "small.json").exists()
@@ -302,13 +313,9 @@ def test_a_failed_experiment_does_not_stop_the_others(jobs: int, tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(OSError if jobs == 1 else OtadError, match="Not a directory"):
         reproduce_together([small], jobs=jobs, out=tmp_path, work=tmp_path / "file" / "work")
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_run_out_of_time_can_be_told_from_a_failure(jobs: int, tmp_path: Path) -> None:
-    paths = [written(tmp_path, WINE, name=name) for name in ("one", "two")]
-    with pytest.raises(UnfinishedError, match=r"(?s)one: out of time.*two: out of time"):
-        reproduce_together(paths, jobs=jobs, out=tmp_path, max_seconds=0.0)
+    late = written(tmp_path, WINE, name="late")
+    with pytest.raises(UnfinishedError, match=r"(?s)small: out of time.*late: out of time"):
+        reproduce_together([small, late], jobs=jobs, out=tmp_path / "late", max_seconds=0.0)
 
 
 SLOW = WINE.replace("epochs = 1", "epochs = 1, batch_size = 1").replace("blocks = 1", "blocks = 99")
@@ -351,7 +358,7 @@ def test_what_experiments_share_is_one_task() -> None:
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["mnist", "nothing"], {"jobs": 2}, "unknown experiment 'nothing'"),
+        (["mnist", "nothing"], {"jobs": 2}, "experiment: .*'nothing'"),
         (["mnist", "elsewhere/mnist.toml"], {}, r"names: .*mnist"),
         (["mnist"], {"jobs": 0}, r"jobs: .*0"),
         (["mnist"], {"seed": -1}, "seed"),
@@ -363,67 +370,50 @@ def test_refusals(names: list[str], options: Any, message: str, tmp_path: Path) 
         reproduce_together(names, out=tmp_path, **options)
 
 
-COST = '[cost]\nnet = "one"\nbanks = [{}]\nqueries = 1\ndevices = ["cpu"]\n[rows]'
+VALUES = ('name = "wine"', 'name = "diabetes"')
+PUSH = 'attacks = ["push"] }\n[attacks]\npush = { name = "pgd", eps = 1.0, points = 37 }'
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("added", "changes", "message", "is_trained"),
     [
-        (("epochs = 3", "epochs = 3\nspeed = 9"), r"train: .*speed"),
-        (("[rows]", COST.format(143)), r"cost.banks: .*142.*143"),
+        ("", [("epochs = 1", "epochs = 1, speed = 9")], r"train: .*speed", False),
+        (COST.format(143), [], r"cost.banks: .*142.*143", True),
+        (COST.format(9), [VALUES], "cost: .*classes, got wine", False),
+        ('[speed]\nrows = ["right"]\n', [VALUES], "speed: .*classes, got wine", False),
+        (SUITE, [VALUES], "evaluate: .*classes, got wine", False),
+        ("", [('"otad" }', f'"otad", {PUSH}')], "points: .*36 .*37", False),
     ],
 )
-def test_refusals_of_a_file(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(
+    added: str, changes: Any, message: str, is_trained: bool, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=message):
-        reproduce(written(tmp_path, SMALL, change), out=tmp_path)
+        reproduce(written(tmp_path, OTAD_WINE + added, *changes), out=tmp_path)
+    assert (tmp_path / ".work" / "nets").exists() == is_trained
 
 
-@pytest.mark.parametrize("table", ["cost", "speed", "evaluate", "points"])
-def test_what_the_data_cannot_give_is_refused_before_training(table: str, tmp_path: Path) -> None:
-    values = ('name = "wine"', 'name = "diabetes"')
-    changes = {
-        "cost": [values, ("[rows]", COST.format(9))],
-        "speed": [values, ("[rows]", '[speed]\nrows = ["b"]\n[rows]')],
-        "evaluate": [values, ("[rows]", f"{SUITE}[rows]")],
-        "points": [("points = 9", "points = 37")],
-    }
-    message = "36 .*37" if table == "points" else "classes, got wine"
-    path = written(tmp_path, SMALL, *changes[table])
-    with pytest.raises(InputError, match=f"{table}: .*{message}"):
-        reproduce(path, out=tmp_path)
-    assert not (tmp_path / ".work" / "nets").exists()
-
-
-def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str) -> list[str]:
-    """The arguments of all probes, which from now on answer with this."""
+def test_probes_that_fail_say_why_and_others_are_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, probes = subprocess.run, list[str]()
+    answers = [(1, "", "out of luck")]
 
     def answer(command: list[str], **options: Any) -> Any:
         if "otad.experiments.probe" not in command:
             return run(command, **options)
         probes.append(command[3])
-        return subprocess.CompletedProcess(command, code, out, err)
+        return subprocess.CompletedProcess(command, *answers[-1])
 
     monkeypatch.setattr(subprocess, "run", answer)
-    return probes
-
-
-def test_a_failing_probe_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, 1, "", "out of luck")
     with pytest.raises(OtadError, match="the cost failed:\nout of luck"):
-        reproduce(written(tmp_path, SMALL, ("[rows]", COST.format(142))), out=tmp_path)
-
-
-def test_the_speed_of_a_renamed_row_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        reproduce(written(tmp_path, WINE + COST.format(142)), out=tmp_path)
     found = {"milliseconds": 1.0, "load_seconds": 1.0, "resident": 1, "device_memory": None}
-    found |= {"accuracy": 90.0, "seconds": 1.0}
-    probes = answering(monkeypatch, 0, json.dumps(found), "")
+    answers.append((0, json.dumps(found | {"accuracy": 90.0, "seconds": 1.0}), ""))
     for name in ("old", "new"):
-        text = SMALL.replace("c = {", f"{name} = {{").replace('row = "c"', f'row = "{name}"')
         speed = f'[speed]\nrows = ["{name}"]\nplaces = ["memory"]\n'
-        record = reproduce(written(tmp_path, text + speed), out=tmp_path)
+        path = written(tmp_path, OTAD_WINE + speed, ("right = {", f"{name} = {{"))
+        record = reproduce(path, out=tmp_path)
         assert [one.row for one in record.speeds] == [name]
         assert "| a query |" in render(record, tmp_path)
-    assert len(probes) == 1
+    assert len(probes) == 2, "the speed of a renamed row is known"

@@ -11,9 +11,8 @@ import pytest
 
 from otad.errors import InputError
 from otad.experiments import RunRecord, write_page
-from otad.experiments.plots import draw_costs, draw_curve
 from otad.experiments.records import read_records
-from otad.experiments.tables import render
+from otad.experiments.tables import draw_costs, draw_curve, render
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLE = Path(__file__).parent / "sample"
@@ -54,16 +53,14 @@ def texts(path: Path) -> set[str]:
 
 
 def test_figures_are_the_same_for_the_same_record(record: RunRecord, tmp_path: Path) -> None:
-    for name in ("one.svg", "two.svg"):
-        draw_costs(record.costs, 2, tmp_path / f"costs-{name}")
-        draw_curve(record, "over L - l", tmp_path / f"curve-{name}")
-    for kind in ("costs", "curve"):
-        drawn = [(tmp_path / f"{kind}-{name}.svg").read_bytes() for name in ("one", "two")]
-        assert drawn[0] == drawn[1]
-    expected = {"cpu, 2 threads", "cuda, on it", "seconds", "500 predictions"}
-    assert expected <= texts(tmp_path / "costs-one.svg")
+    one, two, curve = (tmp_path / name for name in ("one.svg", "two.svg", "curve.svg"))
+    for path in (one, two):
+        draw_costs(record.costs, 2, path)
+    assert one.read_bytes() == two.read_bytes()
+    assert {"cpu, 2 threads", "cuda, on it", "seconds", "500 predictions"} <= texts(one)
+    draw_curve(record, "over L - l", curve)
     panels = {"accuracy %", "local Lipschitz constant", "relative error"}
-    assert panels | {"clean", "push", "median", "over L - l"} <= texts(tmp_path / "curve-one.svg")
+    assert panels | {"clean", "push", "median", "over L - l"} <= texts(curve)
 
 
 def test_page_takes_records_only(record: RunRecord, tmp_path: Path) -> None:

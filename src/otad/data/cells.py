@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import sparse
+from sklearn.utils.sparsefuncs import mean_variance_axis
 from torch import Tensor
 
 from otad.checks import check_count, require
-from otad.data.dataset import Dataset, Standardizer, encode_classes, encode_labels, refuse_repeats
+from otad.data.dataset import Dataset, Standardizer, class_names, encode_labels, refuse_repeats
 from otad.data.registry import find_first
 from otad.data.splits import holdout
 from otad.errors import InputError, MissingExtraError
@@ -35,8 +36,7 @@ class CellTable:
         count = self.values.shape[1]
         require(count == len(self.genes), "genes", f"{count} names", len(self.genes))
         refuse_repeats(self.genes, "genes")
-        finite = np.isfinite(self.values.data).all()
-        require(finite, "cells", "finite values", "NaN or infinity")
+        require(np.isfinite(self.values.data).all(), "cells", "finite values", "NaN or infinity")
 
     def rows(self, indices: Sequence[int]) -> CellTable:
         labels = None if self.labels is None else tuple(self.labels[i] for i in indices)
@@ -69,10 +69,12 @@ class CellPreparation:
         if genes is not None:
             enough = check_count(genes, "genes") <= len(cells.genes)
             require(enough, "genes", f"at most {len(cells.genes)}", genes)
-            columns = np.sort(np.argsort(-_variance(values), kind="stable")[:genes])
+            _, variance = mean_variance_axis(values.astype(np.float64), axis=0)
+            columns = np.sort(np.argsort(-variance, kind="stable")[:genes])
             chosen = tuple(cells.genes[column] for column in columns)
             values = values[:, columns]
-        return cls(chosen, target_sum, Standardizer.fit(_dense(values)))
+        scaling = Standardizer.fit(torch.from_numpy(values.toarray()).float())
+        return cls(chosen, target_sum, scaling)
 
     def __call__(self, cells: CellTable) -> Tensor:
         """float32 (N, genes); genes are found by name, so `cells` may have them in any order."""
@@ -81,17 +83,13 @@ class CellPreparation:
         without = f"cells without {len(missing)} of them: {', '.join(missing[:5])}"
         require(not missing, "cells", f"the {len(self.genes)} genes of the preparation", without)
         values = _log_normalize(cells.values, self.target_sum)
-        x = _dense(values[:, [position[gene] for gene in self.genes]])
-        return self.scaling(x).clamp(-self.clip, self.clip)
+        chosen = values[:, [position[gene] for gene in self.genes]].toarray()
+        return self.scaling(torch.from_numpy(chosen).float()).clamp(-self.clip, self.clip)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "genes": list(self.genes),
-            "target_sum": self.target_sum,
-            "mean": self.scaling.mean.tolist(),
-            "std": self.scaling.std.tolist(),
-            "clip": self.clip,
-        }
+        scaling = {"mean": self.scaling.mean.tolist(), "std": self.scaling.std.tolist()}
+        chosen = {"genes": list(self.genes), "target_sum": self.target_sum}
+        return chosen | scaling | {"clip": self.clip}
 
     @classmethod
     def from_json(cls, card: dict[str, Any]) -> CellPreparation:
@@ -114,21 +112,6 @@ def _log_normalize(values: sparse.csr_matrix, target_sum: float | None) -> spars
     totals = _totals(values)
     factors = target_sum / np.where(totals > 0, totals, 1.0)
     return sparse.csr_matrix(sparse.diags(factors) @ values).log1p()
-
-
-def _variance(values: sparse.csr_matrix) -> np.ndarray:
-    """In two passes, so that a large mean does not cancel the digits of a small variance."""
-    count = values.shape[0]
-    mean = np.asarray(values.mean(axis=0, dtype=np.float64)).ravel()
-    columns = values.tocsc().astype(np.float64)
-    stored = np.diff(columns.indptr)
-    columns.data = (columns.data - np.repeat(mean, stored)) ** 2
-    spread = np.asarray(columns.sum(axis=0)).ravel() + (count - stored) * mean**2
-    return np.asarray(spread / count)
-
-
-def _dense(values: sparse.csr_matrix) -> Tensor:
-    return torch.from_numpy(values.toarray().astype(np.float32))
 
 
 def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -> CellTable:
@@ -172,18 +155,17 @@ def load_h5ad(
     name: str | None = None,
     source: str = "the user's AnnData file",
 ) -> Dataset:
-    """Cells labeled by the obs column `label`, prepared by a `CellPreparation`.
-
-    Cells with a label in `drop`, such as 'Ambiguous', are left out.
-    """
+    """Cells labeled by the obs column `label`, prepared by a `CellPreparation`, without those whose
+    label is in `drop`, such as 'Ambiguous'."""
     cells = read_h5ad(path, label)
     labels = cells.labels or ()
     dropped = (drop,) if isinstance(drop, str) else tuple(drop)
     encode_labels(dropped, sorted(set(labels)), "drop")  # refuses unknown ones
     wanted = [row for row, value in enumerate(labels) if value not in dropped]
     require(wanted, "drop", f"less than all {len(labels)} cells", len(labels))
-    cells = cells.rows(wanted)
-    classes, y = encode_classes(cells.labels or ())
+    cells, labels = cells.rows(wanted), tuple(labels[row] for row in wanted)
+    classes = class_names(labels)
+    y = encode_labels(labels, classes, label)
     kept, held = holdout(y, test_fraction, seed, task="classification")
     train, test = cells.rows(kept.tolist()), cells.rows(held.tolist())
     prepare = CellPreparation.fit(train, genes=genes, normalize=normalize)

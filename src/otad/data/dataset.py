@@ -20,7 +20,7 @@ TASKS = ("classification", "regression")
 
 
 def refuse_repeats(names: Iterable[str], where: str) -> None:
-    """Refuses a name that occurs twice where things, such as columns, are found by name."""
+    """Refuse names that occur twice where things, such as columns, are found by name."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     require(not repeated, where, "distinct names", f"repeated {', '.join(repeated)}")
 
@@ -37,8 +37,8 @@ class Dataset:
 
     Inputs are float32: vectors (N, d), or images (N, C, H, W) within `bounds`. Targets are (N,):
     int64 indices into `classes`, or float32 values with no classes for regression. Inputs are not
-    normalized: that belongs inside the model, so that distances are in the user's own units. (Cells
-    are the exception, and `preparation` repeats what was done to them.)
+    normalized: the model does that, so that distances are in the user's own units. (Cells are the
+    exception, and `preparation` repeats what was done to them.)
     """
 
     name: str
@@ -60,16 +60,15 @@ class Dataset:
         require(enough, self.name, expected, self.classes)
         self._check_part("train", self.train_x, self.train_y)
         self._check_part("test", self.test_x, self.test_y)
-        shape = (len(self.test_x), *self.input_shape)
-        check_shape(self.test_x, f"{self.name} test_x", shape, "to match train_x")
+        test_shape = (len(self.test_x), *self.input_shape)
+        check_shape(self.test_x, f"{self.name} test_x", test_shape, "to match train_x")
         if labeled:
             first = int(self.train_y[0])
             several = bool((self.train_y != first).any())
             require(several, self.name, "two classes in the train part", repr(self.classes[first]))
         if self.feature_names is not None:
-            count = len(self.feature_names)
-            fits = (count,) == self.input_shape
-            require(fits, self.name, f"one name for each feature {self.input_shape}", count)
+            shape, count = self.input_shape, len(self.feature_names)
+            require((count,) == shape, self.name, f"one name for each feature {shape}", count)
             refuse_repeats(self.feature_names, f"{self.name} feature_names")
         refuse_repeats(self.classes, f"{self.name} classes")
 
@@ -105,10 +104,7 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Standardizer:
-    """(x - mean) / std, with mean and std broadcast against one input: (d,), (C,1,1), or ().
-
-    A constant feature gets std 1, so it maps to zero instead of dividing by zero.
-    """
+    """(x - mean) / std, with mean and std broadcast against one input: (d,), (C,1,1), or ()."""
 
     mean: Tensor
     std: Tensor
@@ -123,7 +119,8 @@ class Standardizer:
 
     @classmethod
     def fit(cls, x: Tensor, per: Per = "feature") -> Standardizer:
-        """Statistics of x (N, ...) for every feature, every image channel, or one for all."""
+        """Statistics of x (N, ...) for every feature, every image channel, or one for all. The std
+        of a constant feature is 1."""
         check_choice(per, "per", ("feature", "channel", "all"))
         any_axes = ",".join(["N", *(f"axis{k}" for k in range(1, x.ndim))])
         check_tensor(x, "x", "N,C,H,W" if per == "channel" else any_axes)
@@ -133,7 +130,7 @@ class Standardizer:
         std = double.std(dim=axes, correction=0, keepdim=True)
         # The rounding of a constant column leaves a std near 1e-17 of its size, not zero.
         constant = std <= 1e-12 * double.abs().amax(dim=axes, keepdim=True)
-        std = torch.where(constant, torch.ones_like(std), std)
+        std = std.masked_fill(constant, 1.0)
         if per == "all":
             mean, std = mean.flatten(), std.flatten()
         return cls(mean[0].to(x.dtype), std[0].to(x.dtype))
@@ -151,12 +148,6 @@ def class_names(values: Sequence[str]) -> tuple[str, ...]:
     if all(value.removeprefix("-").isdecimal() for value in distinct):
         return tuple(sorted(distinct, key=lambda value: (int(value), value)))
     return tuple(sorted(distinct))
-
-
-def encode_classes(values: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
-    """The class names of the values, and their int64 positions (N,) in these."""
-    classes = class_names(values)
-    return classes, encode_labels(values, classes, "labels")
 
 
 def encode_labels(values: Sequence[str], classes: Sequence[str], where: str) -> Tensor:

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from otad.checks import check_count, require
 from otad.data.dataset import Dataset, encode_labels
-from otad.data.registry import MissingDataError, find_first
+from otad.data.registry import find_first
 from otad.data.splits import holdout
 from otad.errors import InputError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-_TEST_FOLDERS = ("val", "test")
 _MOST_PIXELS = 2**26  # of a resized image; Pillow takes four bytes for each
 _LARGEST = 1 << 32  # bytes; a header that claims more is damaged
 
@@ -33,10 +32,8 @@ _PIXELS = 3 * 32 * 32
 
 
 def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) -> Tensor:
-    """RGB images (N, 3, size, size) in [0, 1].
-
-    The shorter side is resized to `resize` (default: `size`), then the center is cropped.
-    """
+    """RGB images (N, 3, size, size) in [0, 1]: the shorter side is resized to `resize` (default:
+    `size`), then the center is cropped."""
     check_count(size, "size")
     short = size if resize is None else check_count(resize, "resize", least=size)
     pixels = np.empty((len(paths), size, size, 3), dtype=np.uint8)
@@ -61,7 +58,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def visible(folder: Path) -> list[Path]:
-    """Files and folders of one folder by name, without hidden ones."""
+    """Files and folders of one folder in order of name, without hidden ones."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
@@ -76,30 +73,24 @@ def load_image_folder(
     class_labels: Mapping[str, str] | None = None,
     source: str = "the user's image folder",
 ) -> Dataset:
-    """root/CLASS/*.jpg, split by seed, or root/train/CLASS and root/val (or test)/CLASS.
-
-    `class_labels` may give readable names to the class folders.
-    """
+    """root/CLASS/*.jpg, split by seed, or root/train/CLASS and root/val (or test)/CLASS;
+    `class_labels` may give readable names to the class folders."""
     find_first([root], "image folder")
     if (root / "train").is_dir():
-        classes, train_paths, train_y = _scan(root / "train", None)
-        held_out = next((root / part for part in _TEST_FOLDERS if (root / part).is_dir()), None)
-        if held_out is None:
-            raise MissingDataError(f"{root}: expected a folder 'val' or 'test' beside 'train'")
-        _, test_paths, test_y = _scan(held_out, classes)
+        held_out = [root / "val", root / "test"]
+        test = find_first(held_out, "a folder 'val' or 'test' beside 'train'")
+        classes, paths, labels = _scan(root / "train")
+        parts = [(paths, labels), _scan(test, classes)[1:]]
     else:
-        classes, paths, labels = _scan(root, None)
-        kept, held = holdout(labels, test_fraction, seed, task="classification")
-        train_paths, train_y = [paths[i] for i in kept.tolist()], labels[kept]
-        test_paths, test_y = [paths[i] for i in held.tolist()], labels[held]
-    readable = class_labels or {}
-    train = read_images(train_paths, size, resize=resize), train_y
-    test = read_images(test_paths, size, resize=resize), test_y
-    names = tuple(readable.get(label, label) for label in classes)
-    return _dataset(train, test, classes=names, name=name or root.name, source=source)
+        classes, paths, labels = _scan(root)
+        rows = holdout(labels, test_fraction, seed, task="classification")
+        parts = [([paths[row] for row in part.tolist()], labels[part]) for part in rows]
+    read = [(read_images(files, size, resize=resize), y) for files, y in parts]
+    names = tuple((class_labels or {}).get(label, label) for label in classes)
+    return _dataset(*read, classes=names, name=name or root.name, source=source)
 
 
-def _scan(folder: Path, known: Sequence[str] | None) -> tuple[Sequence[str], list[Path], Tensor]:
+def _scan(folder: Path, known: Sequence[str] = ()) -> tuple[Sequence[str], list[Path], Tensor]:
     """Classes, image paths and their labels; with `known` classes, others are refused."""
     found, expected = visible(folder), "one subfolder for each class"
     for path in found:
@@ -137,14 +128,12 @@ def _resize_and_crop(image: Image.Image, size: int, short: int) -> Image.Image:
     return image.crop(center)
 
 
-def load_idx(
-    folders: Sequence[Path], *, classes: tuple[str, ...], name: str, source: str
-) -> Dataset:
-    """The four official files, each in the first folder that has it, with or without .gz."""
+def load_idx(folders: Sequence[Path], *, name: str, **about: Any) -> Dataset:
+    """The four official files, each in the first folder that has it, with or without .gz; `about`
+    holds the other fields of the data set."""
 
     def read(file: str, axes: int) -> Tensor:
-        paths = [folder / (file + suffix) for folder in folders for suffix in ("", ".gz")]
-        path = find_first(paths, f"{name}: {file}")
+        path = _find_packed(folders, file, name)
         values = read_idx(path)
         require(values.dim() == axes, str(path), f"{axes} axes", f"sizes {tuple(values.shape)}")
         return values
@@ -152,11 +141,9 @@ def load_idx(
     def part(prefix: str) -> tuple[Tensor, Tensor]:
         images = read(f"{prefix}-images-idx3-ubyte", 3)
         labels = read(f"{prefix}-labels-idx1-ubyte", 1)
-        fits, where = len(images) == len(labels), f"{name} {prefix}"
-        require(fits, where, f"{len(images)} labels like images", len(labels))
         return images.unsqueeze(1).float().div_(255), labels.long()
 
-    return _dataset(part("train"), part("t10k"), classes=classes, name=name, source=source)
+    return _dataset(part("train"), part("t10k"), name=name, **about)
 
 
 def read_idx(path: Path) -> Tensor:
@@ -180,12 +167,13 @@ def load_cifar10(root: Path, *, rows_per_file: int = 10_000, name: str, source: 
     """50,000 + 10,000 images (3, 32, 32) in the official order; the files may be gzipped."""
     check_count(rows_per_file, "rows_per_file")
     folders = (root / "cifar-10-batches-bin", root / "cifar10", root)
+    pickled = "The python version is not read: it is a pickle, which runs code"
+    hint = pickled if (root / "cifar-10-batches-py").exists() else ""
 
     def part(*files: str) -> tuple[Tensor, Tensor]:
         rows = []
         for file in files:
-            paths = [folder / f"{file}.bin{end}" for folder in folders for end in ("", ".gz")]
-            path = find_first(paths, f"{name}: {file}")
+            path = _find_packed(folders, f"{file}.bin", name, hint)
             content = np.frombuffer(_unpacked(path), dtype=np.uint8)  # label, then 3072 pixels
             size = rows_per_file * (1 + _PIXELS)
             expected = f"{size} bytes, {rows_per_file} images"
@@ -194,15 +182,14 @@ def load_cifar10(root: Path, *, rows_per_file: int = 10_000, name: str, source: 
         data = torch.from_numpy(np.concatenate(rows))
         return data[:, 1:].reshape(-1, 3, 32, 32).float().div_(255), data[:, 0].long()
 
-    try:
-        train = part(*(f"data_batch_{k}" for k in range(1, 6)))
-        test = part("test_batch")
-    except MissingDataError as error:
-        if not (root / "cifar-10-batches-py").exists():
-            raise
-        reason = "The python version is not read: it is a pickle, which runs code"
-        raise MissingDataError(f"{error}\n{reason}") from error
-    return _dataset(train, test, classes=CIFAR_CLASSES, name=name, source=source)
+    train = part(*(f"data_batch_{k}" for k in range(1, 6)))
+    return _dataset(train, part("test_batch"), classes=CIFAR_CLASSES, name=name, source=source)
+
+
+def _find_packed(folders: Sequence[Path], file: str, name: str, hint: str = "") -> Path:
+    """The file, with or without .gz, in the first folder that has it."""
+    paths = [folder / (file + suffix) for folder in folders for suffix in ("", ".gz")]
+    return find_first(paths, f"{name}: {file}", hint)
 
 
 def _unpacked(path: Path) -> bytes:

@@ -88,21 +88,15 @@ def red_wine(
     task: Task = "regression",
     test_fraction: float = 0.2,
     seed: int = 0,
-    **about: Any,
+    **about: str,
 ) -> Dataset:
-    file = "winequality-red.csv"
-    path = find_first([root / "wine" / file, root / file], "red_wine")
+    places = [root / "wine/winequality-red.csv", root / "winequality-red.csv"]
+    path = find_first(places, "red_wine")
     return load_csv(path, "quality", task=task, test_fraction=test_fraction, seed=seed, **about)
 
 
 def _register_cells(
-    name: str,
-    file: str,
-    summary: str,
-    source: str,
-    *,
-    label: str = "cell_type",
-    counts: bool = True,
+    name: str, file: str, summary: str, source: str, label: str = "cell_type", counts: bool = True
 ) -> None:
     """A data set in single_cell/FILE; `counts` says whether its values still need log1p."""
     form = f"single_cell/{file} with cells by genes in X and the cell type in obs[{label!r}]"
@@ -158,19 +152,19 @@ def synthetic(
     seed: int = 0,
     **about: Any,
 ) -> Dataset:
-    """x = mu_k + std * e, with mu_k uniform on the sphere of `radius` in R^dim and e ~ N(0, I).
+    """x = mu_k + std * e, with mu_k uniform on the sphere of `radius` in R^dim and e ~ N(0, I); one
+    seed gives the same mu_k, labels and e for every std.
 
     Dimension, sizes and the unit sphere are the paper's, which varies std from 0.1 to 0.6. It does
-    not say how many classes there are: 10, balanced, is our choice. No choice explains its whole
-    table: with 10 classes the best possible classifier is right in about 94 % at std 0.3 (the paper
-    has 99.0), with 2 classes in about 88 % at std 0.6 (the paper has 51.7). Hence `radius`.
-    One seed gives the same centers, labels and noise e for every std.
+    not say how many classes there are, and no number explains its whole table: the best possible
+    classifier is right in about 94 % with 10 classes at std 0.3 (the paper has 99.0), in about 88 %
+    with 2 classes at std 0.6 (the paper has 51.7). Hence `radius`.
     """
     check_count(classes, "classes", least=2)
     check_count(dim, "dim")
     check_count(train_size, "train_size", least=classes)
     check_count(test_size, "test_size")
-    for number, name in ((std, "std"), (radius, "radius")):
+    for name, number in {"std": std, "radius": radius}.items():
         require(0 < number < float("inf"), name, "a positive number", repr(number))
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(classes, dim, generator=generator, dtype=torch.float64)
@@ -180,29 +174,12 @@ def synthetic(
         y = (torch.arange(count) % classes)[torch.randperm(count, generator=generator)]
         return centers[y] + std * torch.randn(count, dim, generator=generator), y
 
-    parts, names = (
-        (*draw(train_size), *draw(test_size)),
-        tuple(f"class {k}" for k in range(classes)),
-    )
-    return Dataset(about["name"], *parts, "classification", about["source"], names)
-
-
-@register_dataset(
-    "digits",
-    "1,797 digits, 1 x 8 x 8",
-    source="UCI Optical Recognition of Handwritten Digits (Alpaydin, Kaynak 1998), CC BY 4.0",
-)
-def digits(*, test_fraction: float = 0.2, seed: int = 0, **about: Any) -> Dataset:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    x = torch.from_numpy(bunch.images).float().unsqueeze(1).div_(16)
-    y = torch.from_numpy(bunch.target).long()
-    return split_rows(x, y, test_fraction, seed, classes=DIGITS, bounds=(0.0, 1.0), **about)
+    parts, names = (*draw(train_size), *draw(test_size)), [f"class {k}" for k in range(classes)]
+    return Dataset(about["name"], *parts, "classification", about["source"], tuple(names))
 
 
 def _register_bundled(name: str, summary: str, source: str) -> None:
-    """A table that comes with scikit-learn, in its own units."""
+    """A data set that comes with scikit-learn; tables are in their own units."""
 
     @register_dataset(name, summary, source=source)
     def build(*, test_fraction: float = 0.2, seed: int = 0, **about: Any) -> Dataset:
@@ -211,11 +188,19 @@ def _register_bundled(name: str, summary: str, source: str) -> None:
         bunch = getattr(datasets, f"load_{name}")(**{"scaled": False} if name == "diabetes" else {})
         x, y = torch.from_numpy(bunch.data).float(), torch.from_numpy(bunch.target)
         classes = tuple(map(str, getattr(bunch, "target_names", ())))
-        about["feature_names"] = tuple(map(str, bunch.feature_names))
+        if name == "digits":
+            x, about["bounds"] = x.view(-1, 1, 8, 8) / 16, (0.0, 1.0)
+        else:
+            about["feature_names"] = tuple(map(str, bunch.feature_names))
         y = y.long() if classes else y.float()
         return split_rows(x, y, test_fraction, seed, classes=classes, **about)
 
 
+_register_bundled(
+    "digits",
+    "1,797 digits, 1 x 8 x 8",
+    "UCI Optical Recognition of Handwritten Digits (Alpaydin, Kaynak 1998), CC BY 4.0",
+)
 _register_bundled(
     "breast_cancer",
     "569 tumors, 30 measurements, 2 classes",

@@ -46,13 +46,12 @@ def register_dataset(
     where: str = BUILT_IN,
     options_of: Callable[..., object] | None = None,
 ) -> Callable[[Build], Build]:
-    """Makes a loader known to `load`. It is called with the data folder (unless the data set is
+    """Make a loader known to `load`. It is called with the data folder (unless the data set is
     built in), the options given, and the `name` and `source` of the data set. Its options are its
     keyword-only arguments, or those of `options_of`. `where` says where to get the files."""
 
     def register(build: Build) -> Build:
-        parameters = inspect.signature(options_of or build).parameters.values()
-        keywords = (p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        keywords = inspect.getfullargspec(options_of or build).kwonlyargs
         options = tuple(option for option in keywords if option not in ("name", "source"))
         _INFOS[name] = DatasetInfo(name, summary, source, where, options, where != BUILT_IN, build)
         return build
@@ -61,7 +60,6 @@ def register_dataset(
 
 
 def names() -> tuple[str, ...]:
-    """The names that `load` knows."""
     return tuple(_INFOS)
 
 

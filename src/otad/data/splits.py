@@ -23,7 +23,7 @@ class TrainValidation(NamedTuple):
 
 
 def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainValidation:
-    """Holds out a share of the train part, stratified by class. The test part is not touched."""
+    """Hold out a share of the train part, stratified by class; the test part is left alone."""
     x, y = dataset.train_x, dataset.train_y
     kept, held = holdout(y, validation, seed, task=dataset.task)
     return TrainValidation(x[kept], y[kept], x[held], y[held])
@@ -32,10 +32,8 @@ def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainVali
 def split_rows(
     x: Tensor, y: Tensor, test_fraction: float, seed: int, *, classes: tuple[str, ...], **about: Any
 ) -> Dataset:
-    """A data set of x (N, ...) and y (N,) with a share held out as its test part.
-
-    It is a regression if there are no `classes`; `about` holds the other fields.
-    """
+    """A data set of x (N, ...) and y (N,) with a share held out as its test part, a regression if
+    there are no `classes`; `about` holds the other fields."""
     task: Task = "classification" if classes else "regression"
     kept, held = holdout(y, test_fraction, seed, task=task)
     parts = x[kept], y[kept], x[held], y[held]
@@ -43,11 +41,8 @@ def split_rows(
 
 
 def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
-    """Ascending row indices (kept, held) with ceil(fraction * N) rows held out.
-
-    For classification every class is held out in proportion (largest remainder) and keeps at
-    least one row, so that no class is only ever seen at test time.
-    """
+    """Ascending row indices (kept, held) with ceil(fraction * N) rows held out: of every class in
+    proportion (largest remainder), but at least one row of each is kept for training."""
     total = len(targets)
     require(0.0 < fraction < 1.0, "fraction", "a number between 0 and 1", repr(fraction))
     held_count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is a hair above 7
@@ -63,10 +58,7 @@ def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple
 
 
 def subset_per_class(labels: Tensor, per_class: int, generator: torch.Generator) -> Tensor:
-    """Ascending indices of `per_class` random rows of every class in `labels` (N,).
-
-    The paper searches neighbors in 50 (base), 10 (small), 5 (tiny) or 1 (nano) rows a class.
-    """
+    """Ascending indices of `per_class` random rows of every class in `labels` (N,)."""
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
     by_class = _rows_by_class(labels, check_count(per_class, "per_class"))
     return torch.cat([_draw(rows, per_class, generator) for rows in by_class]).sort().values

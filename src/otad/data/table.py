@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, require
-from otad.data.dataset import TASKS, Dataset, Task, encode_classes
+from otad.data.dataset import TASKS, Dataset, Task, class_names, encode_labels
 from otad.data.registry import find_first
 from otad.data.splits import split_rows
 from otad.errors import InputError
@@ -99,7 +99,9 @@ def load_csv(
     if check_choice(task, "task", TASKS) == "regression":
         y = table.numbers([target]).flatten()
     else:
-        classes, y = encode_classes(table.texts(target))
+        texts = table.texts(target)
+        classes = class_names(texts)
+        y = encode_labels(texts, classes, target)
     about = {"name": name or path.stem, "source": source, "feature_names": tuple(features)}
     return split_rows(table.numbers(features), y, test_fraction, seed, classes=classes, **about)
 

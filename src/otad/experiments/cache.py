@@ -1,14 +1,11 @@
 """The work folder: finished parts and trained weights, shared by all processes that use it.
 
-parts/NAME.json                 a finished part, named by the digest of all that decides it
-KIND/NAME/weights.safetensors   the weights of a finished training, and its results
-KIND/NAME/seconds.json          the time of each epoch
-KIND/NAME/*.safetensors         a checkpoint, from which a killed training resumes; deleted at the
-                                end, as it is several times as large as the weights
+parts/NAME.json                 a finished part
+KIND/NAME/weights.safetensors   the weights and results of a finished training
+KIND/NAME/seconds.json          the time of each epoch; beside it, until the end, a checkpoint
 locks/NAME.lock                 held by the process that computes NAME; others wait and then read it
 
-Names contain weights, data, settings and a version that the module declares which computes the
-part, so a part is computed again if one of these changes, and only then.
+NAME is the digest of weights, data, settings and a version declared by the module that computes it.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from otad.io.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
 
 T = TypeVar("T")
-Report = Callable[[int, int], None]
-"""Called with the steps done and all steps."""
+Report = Callable[[int, int], None]  # of the steps done and all steps
 SAVE_SECONDS = 60.0  # between two checkpoints
+RESUMES = "the same command resumes"
 
 
 class UnfinishedError(OtadError):
@@ -67,7 +64,7 @@ class WorkFolder:
         report: Report,
     ) -> dict[str, Any]:
         """Train `net`, or load the weights of an earlier run; the results, with "seconds". `train`
-        gets the arguments of a trainer that resumes; the epochs done and results in plain JSON."""
+        gets the arguments of a trainer that resumes, and gives the epochs done and its results."""
         name = digest_of(identity)
         place = self.folder / kind / name
         weights, times = place / "weights.safetensors", place / "seconds.json"
@@ -83,13 +80,10 @@ class WorkFolder:
                 saving = {"checkpoint_dir": place, "save_seconds": SAVE_SECONDS, "progress": tick}
                 done, results = train(max_seconds=self._seconds_left(), **saving)
                 if done < epochs:
-                    raise UnfinishedError(
-                        f"out of time after epoch {done} of {epochs}; the same command resumes"
-                    )
+                    raise UnfinishedError(f"out of time after epoch {done} of {epochs}; {RESUMES}")
                 write_tensors(weights, net.state_dict(), results)
-            for checkpoint in place.glob("*.safetensors"):
-                if checkpoint != weights:
-                    checkpoint.unlink()
+            for checkpoint in {*place.glob("*.safetensors")} - {weights}:
+                checkpoint.unlink()
             tensors, results = read_tensors(weights)
         net.load_state_dict(tensors)
         report(epochs, epochs)
@@ -100,5 +94,5 @@ class WorkFolder:
             return None
         left = self.deadline - time.time()
         if left <= 0:
-            raise UnfinishedError("out of time; the same command resumes")
+            raise UnfinishedError(f"out of time; {RESUMES}")
         return left

@@ -52,7 +52,6 @@ class Experiment:
         return () if self.evaluate is None else (self.evaluate.row, *self.evaluate.beside)
 
     def data_of(self, row: str) -> str:
-        """The name of a row's data set."""
         return self.nets[self.rows[row].net].data
 
     def __post_init__(self) -> None:
@@ -61,6 +60,15 @@ class Experiment:
                 check_count(value, where)
             else:
                 check_choice(value, where, tuple(getattr(self, kind)))
+        for key, choice in ((key, net.choose) for key, net in self.nets.items() if net.choose):
+            row, where = self.rows[choice.row], f"nets.{key}.choose"
+            is_plain = row.metric is None and row.surrogate is None
+            require(is_plain, f"{where}.row", "one without metric or CIP-net", choice.row)
+            if choice.certified is not None:
+                radii = tuple(map(spec.name_of, row.certify.eps if row.certify else ()))
+                check_choice(spec.name_of(choice.certified), f"{where}.certified", radii)
+        curved = any(row.method == "otad" and row.smoothness for row in self.rows.values())
+        require(curved or not self.curve, "curve", "a row of otad with a smoothness", "none")
         for key, row in self.rows.items():
             if row.metric is not None:
                 data = (self.data_of(key),)
@@ -120,19 +128,15 @@ def names() -> tuple[str, ...]:
 def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
     """An experiment by name, or a user's TOML file by its path."""
     path = Path(name) if str(name).endswith(".toml") else _FOLDER / f"{name}.toml"
-    if path.parent == _FOLDER and not path.is_file():
-        raise InputError(
-            f"unknown experiment {str(name)!r}, expected one of {', '.join(names())}, "
-            "or the path of a .toml file"
-        )
+    known = f"one of {', '.join(names())}, or the path of a .toml file"
+    require(path.parent != _FOLDER or path.is_file(), "experiment", known, repr(str(name)))
     content = _read(path)
     included = content.pop("include", ())
     listed = [included] if isinstance(included, str) else included
     for shared in reversed(from_plain(tuple[str, ...], listed, f"{path.name}.include")):
         content = _merged(_read(path.parent / shared), content)
     changes = content.pop("quick", {})
-    if quick:
-        content = _merged(content, changes)
+    content = _merged(content, changes) if quick else content
     if included:
         _drop_unused(content)
     return parse_experiment(content, path.stem, quick)
@@ -143,7 +147,7 @@ def parse_experiment(source: Mapping[str, Any], name: str, quick: bool) -> Exper
     content = _checked(dict(source), name)
     train, otad, attacks = (content.pop(key, {}) for key in ("train", "otad", "attacks"))
     content["nets"] = {
-        key: net | {"train": train | _table(net, "train", f"{name}.nets.{key}")}
+        key: net | {"train": train | from_plain(_TABLE, net.get("train", {}), f"nets.{key}.train")}
         for key, net in content.get("nets", {}).items()
     }
     content["rows"] = {
@@ -170,10 +174,6 @@ def _checked(content: dict[str, Any], where: str) -> dict[str, Any]:
     return content
 
 
-def _table(parent: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    return dict(from_plain(_TABLE, parent.get(name, {}), f"{where}.{name}"))
-
-
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `changes`, table by table; but a data set is replaced as a whole."""
     merged = {**base, **changes}
@@ -186,13 +186,10 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 def _drop_unused(content: dict[str, Any]) -> None:
     """Remove the nets, metrics, surrogates and data sets that no row needs."""
-    for table, field_name, users in (
-        ("surrogates", "surrogate", ("rows",)),
-        ("nets", "net", ("rows",)),
-        ("metrics", "metric", ("rows",)),
-        ("data", "data", ("nets", "metrics")),
-    ):
-        used = [one.get(field_name) for user in users for one in content.get(user, {}).values()]
+    for table in ("surrogates", "nets", "metrics", "data"):
+        users = ("nets", "metrics") if table == "data" else ("rows",)
+        entries = [entry for user in users for entry in content.get(user, {}).values()]
+        used = [entry.get(table.removesuffix("s")) for entry in entries]
         content[table] = {key: one for key, one in content.get(table, {}).items() if key in used}
 
 
@@ -203,5 +200,6 @@ def _with_attacks(row: dict[str, Any], known: Mapping[str, Any], where: str) -> 
         named = {key: {} for key in from_plain(tuple[str, ...], named, where)}
     for key in named:
         check_choice(key, where, tuple(known))
-    full = {key: {"label": key} | known[key] | _table(named, key, where) for key in named}
+    changes = {key: from_plain(_TABLE, one, f"{where}.{key}") for key, one in named.items()}
+    full = {key: {"label": key} | known[key] | one for key, one in changes.items()}
     return row | {"attacks": full}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from otad import nets
 from otad.cip.surrogate import CipNet
-from otad.data import Dataset, Standardizer, holdout
+from otad.data import Dataset, Standardizer, split
 from otad.errors import InputError
 from otad.experiments.records import DataRecord, LearnedRecord
 from otad.experiments.spec import MetricSpec, NetSpec, Options
@@ -53,14 +53,8 @@ class Source:
 
     def validation_part(self, share: float, seed: int) -> Source:
         """The train part alone, in which a share takes the place of the test part."""
-        x, y = self.train
-        rest, held = holdout(y, share, seed, task=self.data.task)
-        parts: Options = {
-            "train_x": x[rest],
-            "train_y": y[rest],
-            "test_x": x[held],
-            "test_y": y[held],
-        }
+        names = ("train_x", "train_y", "test_x", "test_y")
+        parts: Options = dict(zip(names, split(self.data, share, seed), strict=True))
         name = digest_of({"of": self.fingerprint, "share": share, "seed": seed})
         return Source(replace(self.data, **parts), name)
 
@@ -91,19 +85,18 @@ def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> n
 
 
 def fresh_metric(spec: MetricSpec, data: Dataset, seed: int) -> nets.Metric:
-    """The metric of a spec for the inputs of a data set."""
-    common: Options = {"bounds": data.bounds} | spec.options
-    shape = data.input_shape
+    shape, options = data.input_shape, Options(bounds=data.bounds) | spec.options
     with refusing(f"options: expected those of {spec.kind!r}"):
         if spec.kind == "pixels":
-            flat: Options = {"key_norm": "free"} | common
-            return nets.PretrainedMetric(nn.Flatten(), input_shape=shape, **flat)
+            options = Options(key_norm="free") | options
+            return nets.PretrainedMetric(nn.Flatten(), input_shape=shape, **options)
         if spec.kind == "pretrained":  # levels of 0 to 255 are taken by (level - 127) / 128
             units: Options = {"mean": 127 / 255, "std": 128 / 255, "builder": spec.features}
-            return nets.PretrainedMetric(efficientnet_lite0(), input_shape=shape, **units, **common)
+            net = efficientnet_lite0()
+            return nets.PretrainedMetric(net, input_shape=shape, **units, **options)
         fitted = _units(data.train_x, spec.normalize)
         units = {} if fitted is None else {"mean": fitted.mean, "std": fitted.std}
-        return _METRICS[spec.kind](shape, seed=seed, **units, **common)
+        return _METRICS[spec.kind](shape, seed=seed, **units, **options)
 
 
 def config_of(kind: type[C], settings: Options, **place: Any) -> C:

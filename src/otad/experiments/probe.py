@@ -1,7 +1,5 @@
-"""The cost of predictions in time and memory, each measured in a fresh process:
-
-python -m otad.experiments.probe ARGUMENTS, those of `measure` as a list in JSON
-"""
+"""The cost of predictions in time and memory, each measured in a fresh process, which is started by
+"python -m otad.experiments.probe ARGUMENTS" with those of `measure` as a list in JSON."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ from otad.model.defend import defend
 from otad.model.otad import OTAD, load
 
 T = TypeVar("T")
+Times = dict[str, float]
 VERSION = 1  # raise it when the same model would be measured differently
-_FEW = 16
 
 
 def measure_costs(study: Study) -> tuple[tuple[CostRecord, ...], dict[str, str]]:
@@ -77,7 +75,7 @@ def measure_speeds(study: Study) -> tuple[CostRecord, ...]:
         flags = ["warm"] + ["disk"] * (place == "disk") + ["steps"] * spec.steps
         if not isinstance(model, OTAD):
             base, flags = study.bank(row.net), ["warm", "net"]  # without use of its bank
-            model = base.replace(bank=base.bank.select(torch.arange(_FEW)))
+            model = base.replace(bank=base.bank.select(torch.arange(16)))
         record = probe(model, study.data(row), spec, study.device, *flags)
         return replace(record, place=place, bank=record.bank if place else 0)
 
@@ -104,9 +102,9 @@ def probe(
         arguments = [place, queries, device, spec.threads, spec.batch_size, *flags]
         command = [sys.executable, "-m", "otad.experiments.probe", json.dumps(arguments)]
         libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        source = str(Path(__file__).parents[2])  # the very package that runs here
         environment = os.environ | dict.fromkeys(libraries, str(spec.threads))
-        paths = filter(None, [source, os.environ.get("PYTHONPATH")])
+        source = str(Path(__file__).parents[2])  # the very package that runs here
+        paths = source, os.environ.get("PYTHONPATH") or source
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
@@ -127,9 +125,8 @@ def measure(
     torch.set_num_threads(threads)
     square = torch.ones(64, 64, device=device)
     square @ square  # starts the driver of a GPU and loads the matrix library
-    before, started = resident_now(), time.perf_counter()
-    is_resident = "disk" not in flags
-    model = load(folder, device=device, resident=is_resident, verify=False)  # it was just written
+    before, started, resident = resident_now(), time.perf_counter(), "disk" not in flags
+    model = load(folder, device=device, resident=resident, verify=False)  # it was just written
     loaded, data = time.perf_counter(), load_file(queries)
     answering = model.backbone if "net" in flags else model
     batches = data["x"].split(batch_size)
@@ -146,22 +143,18 @@ def measure(
     begun = time.perf_counter()
     outputs = torch.cat([predict(batch) for batch in batches])
     found: dict[str, Any] = {"seconds": time.perf_counter() - begun}
+    found["load_seconds"] = loaded - started
     if "warm" in flags:
         found["milliseconds"] = _medians(batches, time_batch)["all"]
-    found |= {
-        "load_seconds": loaded - started,
-        "resident": resident_peak() - before,
-        "device_memory": torch.cuda.max_memory_allocated() if "cuda" in device else None,
-        "accuracy": 100 * float((outputs.argmax(1) == data["y"]).double().mean()),
-    }
+    found["resident"] = resident_peak() - before
+    found["device_memory"] = torch.cuda.max_memory_allocated() if "cuda" in device else None
+    found["accuracy"] = 100 * float((outputs.argmax(1) == data["y"]).double().mean())
     if "steps" in flags:
         found["steps"] = _medians(batches, lambda batch: time_steps(model, batch.to(device)))
     return found
 
 
-def _medians(
-    batches: Iterable[Tensor], work: Callable[[Tensor], dict[str, float]]
-) -> dict[str, float]:
+def _medians(batches: Iterable[Tensor], work: Callable[[Tensor], Times]) -> Times:
     """The median milliseconds a query, by what was timed."""
     times = [(len(batch), work(batch)) for batch in batches]
     return {
@@ -177,31 +170,24 @@ class Clock:
         self.device, self.seconds = torch.device(device), dict[str, float]()
 
     def __call__(self, name: str, work: Callable[[], T]) -> T:
-        self._wait()
-        started = time.perf_counter()
+        started = self._now()
         result = work()
-        self._wait()
-        self.seconds[name] = time.perf_counter() - started
+        self.seconds[name] = self._now() - started
         return result
 
-    def _wait(self) -> None:
+    def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
 @torch.no_grad()
 def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
-    """Seconds of each step for a batch of inputs, on the device of the model.
-
-    - "search": checks, embedding, key, neighbors;
-    - "rows": the pairs of the neighbors fetched from a bank in a file or on another device;
-    - "products": the inner products of the neighbors;
-    - "potentials and QP": L and longest paths, eq. (2), which the paper solves as a linear program,
-      and eq. (3);
-    - "image": the feature assembled and read by the head.
-    - After the search, a network in place of the solver is one step, "network"; a global map is
-      one step in all, "global map".
-    """
+    """Seconds of each step for a batch of inputs, on the device of the model: "search" (checks,
+    embedding, key, neighbors), "rows" (the pairs of the neighbors fetched from a bank in a file or
+    on another device), "products" (of the neighbors), "potentials and QP" (L and longest paths,
+    eq. (2), then eq. (3)), "image" (assembled and read by the head). A network in place of the
+    solver is one step after the search, "network"; a global map one step in all, "global map"."""
     clock, solver, head = Clock(model.backbone.mean.device), model.solver, model.backbone.head
     if not model.answerer.rests_on_neighbors or solver is None:
         clock("global map", lambda: model(x))

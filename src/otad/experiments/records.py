@@ -1,7 +1,5 @@
-"""The record of a run: one JSON file with its configuration, its results and where they were made.
-
-Settings are in `RunRecord.config`, the content of the TOML file, and nowhere else in the record.
-"""
+"""The record of a run: one JSON file with its configuration (the content of the TOML file), its
+results and where they were made."""
 
 from __future__ import annotations
 
@@ -37,9 +35,8 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class Regularity:
-    """How close a net's map is to optimal transport: `energy` over the train part;
-    `least_smoothness` over the neighborhoods of the test points; `violations`, the share of
-    backward pairs among the neighbors of `violation_rows` bank points."""
+    """How close a net's map is to optimal transport; `least_smoothness` is of the neighborhoods of
+    the test points, `violations` the share of backward pairs near `violation_rows` bank points."""
 
     energy: Distribution | None
     least_smoothness: Distribution | None
@@ -58,13 +55,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LearnedRecord:
-    """A net, a metric or a CIP-net.
-
-    `train`: all training settings (with the value that `choose` chose), None if not trained here.
-    `results`: the "train_score" of a net; of a metric, the share of its inputs, moved by the
-    adversary if there is one, whose nearest key is of their class, its "key_dim" and "lipschitz",
-    a proved constant of its keys or None; the "error" and "held_out_error" of a CIP-net.
-    """
+    """A net, a metric or a CIP-net. `train`: all training settings, None if not trained here.
+    `results`: "train_score" (of a metric, the share of training inputs, as its adversary perturbs
+    them, whose nearest key is of their class), "key_dim" and a proved "lipschitz" constant or None
+    of a metric, "error" and "held_out_error" of a CIP-net."""
 
     train: dict[str, Any] | None
     results: dict[str, Any]
@@ -81,20 +75,17 @@ class PotentialRecord:
 
     smoothness: float
     strong_convexity: float
-    left_out: tuple[int, ...]
     sweeps: int
     violation: float
+    left_out: tuple[int, ...]
     seconds: float
 
 
 @dataclass(frozen=True)
 class AttackedScore:
-    """The score of a row under attack, and without it (`clean`) on the same points.
-
-    `metrics`: further measures of a regression. `distance`: of the inputs that turned a right
-    answer wrong; in regression, of all. `replaced`: attacks that do not apply to the attacked net,
-    with those that were run instead. `forwards`, `backwards`: model calls and gradients, in all.
-    """
+    """The score of a row under attack, and without it (`clean`) on the same points. `distance`: of
+    the inputs that turned a right answer wrong; in regression, of all. `replaced`: attacks that do
+    not apply, with those run instead. `forwards`, `backwards`: model calls and gradients."""
 
     score: Score
     clean: Score
@@ -131,13 +122,10 @@ class SuiteRecord:
 
 @dataclass(frozen=True)
 class CostRecord:
-    """Predictions in a fresh process. [cost] measures the `seconds` of all `queries`, [speed] the
-    median `milliseconds` of one over the batches, after every batch has been answered once before.
-
-    `resident` is the peak of resident memory in bytes beyond that after the imports (with the
-    matrix library and, on a GPU, its driver started); `device_memory` the peak allocated on a GPU.
-    `row` and `place` of the bank are of [speed]; `steps` are milliseconds a query.
-    """
+    """Predictions in a fresh process: the `seconds` of all `queries`, for [speed] also the median
+    `milliseconds` of a query over the batches, after every batch has been answered once, and of its
+    `steps`. `resident`: the peak of resident memory in bytes beyond that after the imports (with
+    matrix library and GPU driver started); `device_memory`: the peak allocated on a GPU."""
 
     device: str
     bank: int
@@ -155,9 +143,8 @@ class CostRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A whole run. `code` is the fingerprint of the library's source, `missing` what could not be
-    run here and why. `seconds` are by part; up to `jobs` processes shared the machine, though not
-    while speed was measured."""
+    """A whole run. `code`: a digest of the library's source; `missing`: what could not be run here
+    and why; `seconds`: by part, of up to `jobs` processes at once."""
 
     name: str
     quick: bool
@@ -180,7 +167,6 @@ class RunRecord:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The settings of the run."""
         return parse_experiment(self.config, self.name, self.quick)
 
     def write(self, path: Path) -> None:
@@ -188,19 +174,20 @@ class RunRecord:
 
     @staticmethod
     def read(path: Path) -> RunRecord:
-        content = read_json(path)
-        found = _format_of(content)
-        require(found == FORMAT, str(path), f"a record of format {FORMAT}", repr(found))
-        record: RunRecord = from_plain(RunRecord, content, path.name)
-        return record
+        return _record_in(path, read_json(path))
 
 
 def read_records(folder: Path) -> list[RunRecord]:
     """The records of experiments in a folder, by name; other JSON files are ignored."""
-    paths = sorted(folder.glob("*.json"))
-    return [
-        RunRecord.read(path) for path in paths if _format_of(read_json(path)).startswith(FAMILY)
-    ]
+    contents = {path: read_json(path) for path in sorted(folder.glob("*.json"))}
+    return [_record_in(*one) for one in contents.items() if _format_of(one[1]).startswith(FAMILY)]
+
+
+def _record_in(path: Path, content: Any) -> RunRecord:
+    found = _format_of(content)
+    require(found == FORMAT, str(path), f"a record of format {FORMAT}", repr(found))
+    record: RunRecord = from_plain(RunRecord, content, path.name)
+    return record
 
 
 def _format_of(content: Any) -> str:

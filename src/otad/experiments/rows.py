@@ -86,17 +86,11 @@ def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) ->
             if isinstance(model, OTAD)
             else (lambda embedded: backbone.transport(embedded)[0])
         )
-        options: dict[str, Any] = {"radius": spec.radius, "steps": spec.steps}
-        found = diagnostics.local_lipschitz(function, points, generator=generator, **options)
+        settings: dict[str, Any] = {"radius": spec.radius, "steps": spec.steps}
+        found = diagnostics.local_lipschitz(function, points, generator=generator, **settings)
         lipschitz = Distribution.of(found)
-    return RowRecord(
-        score=score_of(outputs, data.test_y),
-        account=account,
-        lipschitz=lipschitz,
-        seconds=time.perf_counter() - started,
-        certified=certified,
-        potential=potential,
-    )
+    score, seconds = score_of(outputs, data.test_y), time.perf_counter() - started
+    return RowRecord(score, account, lipschitz, seconds, {}, certified, potential)
 
 
 def certified_scores(
@@ -114,8 +108,7 @@ def certified_scores(
             report(done, len(spec.eps))
         return found
     counts = dict.fromkeys(spec.eps, 0)
-    batches = zip(batches_of(x, device, report), y.split(BATCH), strict=True)
-    for inputs, targets in batches:
+    for inputs, targets in zip(batches_of(x, device, report), y.split(BATCH), strict=True):
         certificate = certify(model, inputs, unit=unit)
         for radius in spec.eps:
             counts[radius] += int(certificate.holds(targets.to(device), radius).sum())
@@ -123,31 +116,24 @@ def certified_scores(
 
 
 def measure_regularity(of: Subject) -> Regularity:
-    """See `Regularity`, with the neighborhoods of the model."""
     started, model = time.perf_counter(), of.model
     assert isinstance(model, OTAD)
     rows = points_of(len(model.bank_inputs), VIOLATION_ROWS, of.seed)
     train, test = of.batches(of.data.train_x), of.batches(of.data.test_x)
     energy = [diagnostics.transport_energy(of.backbone, batch).cpu() for batch in train]
     least = [diagnostics.neighborhood_smoothness(model, batch).cpu() for batch in test]
-    return Regularity(
-        energy=Distribution.of(torch.cat(energy)),
-        least_smoothness=Distribution.of(torch.cat(least)),
-        violations=diagnostics.monotonicity_violations(model, rows),
-        violation_rows=len(rows),
-        seconds=time.perf_counter() - started,
-    )
+    spreads = Distribution.of(torch.cat(energy)), Distribution.of(torch.cat(least))
+    violations = diagnostics.monotonicity_violations(model, rows)
+    return Regularity(*spreads, violations, len(rows), time.perf_counter() - started)
 
 
 def ball_of(spec: AttackSpec, backbone: Backbone) -> LpBall:
-    """The threat model of a spec for the inputs of a net."""
     bounds, eps = backbone.bounds, spec.eps
     if eps is None:
         if bounds is None:
             raise InputError("eps: expected a radius where inputs are unbounded, got none")
-        eps = bounds[1] - bounds[0]
-        if spec.norm == "l2":
-            eps *= math.sqrt(math.prod(backbone.input_shape))
+        side = math.prod(backbone.input_shape) if spec.norm == "l2" else 1
+        eps = (bounds[1] - bounds[0]) * math.sqrt(side)
     scale = backbone.std.expand(backbone.input_shape) if spec.unit == "std" else None
     return NORMS[spec.norm](eps, bounds=bounds, scale=scale)
 

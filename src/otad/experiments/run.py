@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +22,12 @@ from otad.errors import OtadError
 from otad.evaluate.runner import evaluate
 from otad.experiments.cache import UnfinishedError, WorkFolder
 from otad.experiments.experiment import Experiment, read_experiment
-from otad.experiments.plots import draw_costs, draw_curve
 from otad.experiments.probe import measure_costs, measure_speeds
 from otad.experiments.records import RunRecord, SuiteRecord, code_fingerprint
 from otad.experiments.rows import certified_scores, make_attacks, points_of
 from otad.experiments.spec import CertifySpec
 from otad.experiments.study import Study
+from otad.experiments.tables import draw_costs, draw_curve
 from otad.io.codec import digest_of
 from otad.io.environment import Environment
 from otad.progress import PartReport, part_bars
@@ -40,8 +40,7 @@ _MENDABLE = (OtadError, OSError)  # what the user can fix: reported without a tr
 
 def reproduce(name: str | Path, **options: Any) -> RunRecord:
     """`reproduce_together` for one experiment."""
-    (record,) = reproduce_together([name], **options)
-    return record
+    return reproduce_together([name], **options)[0]
 
 
 def reproduce_together(
@@ -59,35 +58,33 @@ def reproduce_together(
 ) -> list[RunRecord]:
     """Run experiments by name, or from TOML files; write `out`/NAME.json and return the records.
 
-    Figures are written to `out`/NAME.svg, evaluations with the whole suite to the folder NAME.
-    - `work`: the folder of finished parts and trained nets (`out`/.work by default), which
-      experiments and processes may share: a killed run resumes where it stopped.
+    Figures are written to `out`/NAME.svg, evaluations with the whole suite to the folder NAME. An
+    experiment that fails does not stop the others: all errors are raised in one at the end.
+    - `work`: the folder of finished parts (default `out`/.work), from which a killed run resumes.
     - `quick`: make the changes listed under [quick], to test the code; writes NAME-quick.json.
     - `max_seconds`: then trainings stop with an `UnfinishedError`, and resume at the next call.
     - `progress`: draw a bar per part, or a function of (part, steps done, all steps).
     - `jobs`: processes that share trainings, rows and attacks; speed is measured afterwards, alone.
-
-    An experiment that fails does not stop the others: all errors are raised in one at the end.
     """
     check_count(jobs, "jobs")
     check_seed(seed)
     check_device(device)
     refuse_repeats((Path(name).stem for name in names), "names")
     experiments = [read_experiment(name, quick=quick) for name in names]
-    deadline = None if max_seconds is None else time.time() + max_seconds
-    folder = WorkFolder(Path(out) / ".work" if work is None else Path(work), deadline)
+    deadline, out = None if max_seconds is None else time.time() + max_seconds, Path(out)
+    folder = WorkFolder(Path(work or out / ".work"), deadline)
     make = partial(Study, work=folder, data_dir=data_dir, device=device, seed=seed)
     records: list[RunRecord] = []
     with part_bars(progress) as report:
-        errors = _share(experiments, make, Path(out), jobs, report) if jobs > 1 else {}
-        for experiment in (one for one in experiments if one.name not in errors):
+        do = partial(_work, make, out)
+        errors = _share(plan(experiments), do, jobs, report) if jobs > 1 else {}
+        for one in (one for one in experiments if one.name not in errors):
             try:
-                study = make(experiment=experiment, report=report)
-                records.append(run_experiment(study, Path(out), jobs))
+                records.append(run_experiment(make(experiment=one, report=report), out, jobs))
             except _MENDABLE as error:
-                errors[experiment.name] = error
+                errors[one.name] = error
     if errors and len(experiments) == 1:
-        raise next(iter(errors.values()))
+        raise errors[experiments[0].name]
     if errors:
         unfinished = all(isinstance(error, UnfinishedError) for error in errors.values())
         text = "\n".join(f"{name}: {error}" for name, error in errors.items())
@@ -107,13 +104,9 @@ def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
         found, tried = study.net(net).record, study.candidates.get(net, ())
         nets[net] = replace(found, regularity=study.regularity(net), candidates=tried)
     costs, missing = measure_costs(study)
+    about = spec.name, spec.quick, spec.source, study.seed, code_fingerprint(), environment
     record = RunRecord(
-        name=spec.name,
-        quick=spec.quick,
-        config=spec.source,
-        seed=study.seed,
-        code=code_fingerprint(),
-        environment=environment,
+        *about,
         data={key: study.source(key).record for key in spec.data},
         nets=nets,
         rows={key: rows[key] for key in spec.rows},
@@ -141,7 +134,6 @@ def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
     assert spec is not None
     place = experiment.suites.index(key)
     folder = out / (experiment.stem + (f"-{place + 1}" if place else ""))
-    certify = spec.certify if not place else (key,) if spec.certify else ()
     work, label = study.work.folder / "suites" / folder.name, f"suite on {key}"
     model, data, train_x = study.defended(key), study.data(row), study.train_inputs(row)
     chosen = points_of(len(data.test_x), spec.points, study.seed)
@@ -167,22 +159,21 @@ def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
         shown: dict[str, Any] = {"x": x, "y": y, "classes": data.classes, "train_x": train_x}
         shown["adversarial"] = Adversarial.read(work / "adversarial.safetensors")
         evaluation_report(found, model=model, **shown).write(folder / "report.html")
-    certified = {}
-    for one in certify:
+    certified, own = {}, (key,) if spec.certify else ()
+    for one in own if place else spec.certify:
         with study.timed(f"certificates of {one}") as report:
             radii = CertifySpec(spec.eps)
             certified[one] = certified_scores(study.defended(one), x, y, radii, report)
     return SuiteRecord(key, folder.name, certified)
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A call of a method of `Study`, or a suite, for the experiments `owners`."""
 
     experiment: Experiment
     method: str
     key: tuple[str, ...]
-    owners: list[str] = field(default_factory=list)
+    owners: list[str]
 
     def __str__(self) -> str:
         return " ".join((f"{self.experiment.name}:", self.method, *self.key))
@@ -194,7 +185,7 @@ def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
     phases: list[dict[str, Task]] = [{}, {}, {}]
 
     def add(phase: int, content: Any, one: Experiment, method: str, *key: str) -> None:
-        task = phases[phase].setdefault(digest_of([method, content]), Task(one, method, key))
+        task = phases[phase].setdefault(digest_of([method, content]), Task(one, method, key, []))
         task.owners.append(one.name)
 
     for one in experiments:
@@ -217,20 +208,16 @@ def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
 
 
 def _share(
-    experiments: Iterable[Experiment],
-    make: Callable[..., Study],
-    out: Path,
-    jobs: int,
-    report: PartReport,
+    phases: list[list[Task]], work: Callable[[Task], None], jobs: int, report: PartReport
 ) -> dict[str, BaseException]:
     """Do all tasks with `jobs` processes; the first error of each experiment that has one."""
     errors: dict[str, BaseException] = {}
     context = multiprocessing.get_context("spawn")  # a GPU's driver does not survive a fork
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, context, _begin, (threads,)) as pool:
-        for tasks in plan(experiments):
+        for tasks in phases:
             useful = [task for task in tasks if not set(task.owners) <= set(errors)]
-            running = {pool.submit(_work, task, make, out): task for task in useful}
+            running = {pool.submit(work, task): task for task in useful}
             for task in useful:
                 report(str(task), 0, 1)
             for future in as_completed(running):
@@ -254,7 +241,7 @@ def _begin(threads: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _work(task: Task, make: Callable[..., Study], out: Path) -> None:
+def _work(make: Callable[..., Study], out: Path, task: Task) -> None:
     study = make(experiment=task.experiment, report=lambda part, done, total: None)
     try:
         if task.method == "suite":

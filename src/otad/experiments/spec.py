@@ -1,8 +1,6 @@
-"""The tables of an experiment's TOML file, one dataclass each.
-
-`Experiment` checks annotated types: a `Count` is at least 1, a `NetName` an entry of [nets]. Radii
-with unit "std" are in units of the standard deviations that the net divides its inputs by.
-"""
+"""The tables of an experiment's TOML file, one dataclass each. `Experiment` checks annotated types:
+a `Count` is at least 1, a `NetName` an entry of [nets]. Radii with unit "std" are in units of the
+standard deviations that the net divides its inputs by."""
 
 from __future__ import annotations
 
@@ -53,9 +51,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class NetSpec:
-    """A net and how it is trained. `kind`: "fc", fully connected; "lifted", the same, but writing
-    into coordinates of its own; "prototypes", labeled points drawn from the train part, the weights
-    of their own map; "vit", a vision transformer."""
+    """A net and how it is trained: fully connected ("fc"), the same but writing into coordinates of
+    its own ("lifted"), labeled points drawn from the train part, which are the weights of their own
+    map ("prototypes"), or a vision transformer ("vit")."""
 
     data: DataName
     kind: Literal["fc", "lifted", "prototypes", "vit"] = "fc"
@@ -85,8 +83,8 @@ class NetSpec:
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A net whose keys are compared to find neighbors: one that is trained, or without training
-    "pixels", the inputs themselves, or "pretrained", the `features` of a public network."""
+    """A net whose keys are compared to find neighbors; without training: the inputs themselves
+    ("pixels") or the `features` of a public network ("pretrained")."""
 
     data: DataName
     kind: MetricKind = "resnet"
@@ -96,10 +94,10 @@ class MetricSpec:
     train: Options = field(default_factory=dict)  # with a table `adversary`: adversarial training
 
     def __post_init__(self) -> None:
-        is_pretrained, is_trained = self.kind == "pretrained", self.kind not in UNLEARNED
-        require(is_pretrained == bool(self.features), "features", "them for pretrained alone", self)
-        is_plain = not self.train and self.normalize == "none"
-        require(is_trained or is_plain, "train", "no training and no normalization", self)
+        is_named = bool(self.features) == (self.kind == "pretrained")
+        require(is_named, "features", "them for pretrained alone", self)
+        fits = self.kind not in UNLEARNED or (not self.train and self.normalize == "none")
+        require(fits, "train", "no training and no normalization", self)
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,6 @@ class AttackSpec:
 
     @property
     def runs(self) -> dict[str, Options]:
-        """Every attack with its options, in the order they are run."""
         return {self.name: self.options} | self.also
 
 
@@ -161,8 +158,8 @@ class LipschitzSpec:
 @dataclass(frozen=True)
 class RowSpec:
     """One row of a table. `published` and `at_least` are by metric (accuracies in percent), by the
-    name of an attack for the score under it, and "certified EPS" for the certified score at a
-    radius; `published` also "NAME E" and "NAME SMAPE", further measures of a regression."""
+    name of an attack, and by "certified EPS"; in regression `published` also has "ATTACK E" and
+    "ATTACK SMAPE"."""
 
     net: NetName
     method: Literal["net", "otad", "mean_feature_knn", "majority_knn"]
@@ -185,14 +182,13 @@ class RowSpec:
     central: bool = False  # or those whose keys are nearest to the mean key of their class
 
     def __post_init__(self) -> None:
-        is_otad = self.method == "otad"
         has_effect = {
             "metric": self.uses_neighbors,
             "per_class": self.uses_neighbors,
             "central": self.metric is not None and self.per_class is not None,
-            "surrogate": self.uses_neighbors and is_otad,
-            "certify": is_otad,
-            "lipschitz": is_otad or self.method == "net",
+            "surrogate": self.uses_neighbors and self.method == "otad",
+            "certify": self.method == "otad",
+            "lipschitz": self.method in ("otad", "net"),
         }
         for name, is_used in has_effect.items():
             require(is_used or not getattr(self, name), name, "it where it has an effect", self)
@@ -215,20 +211,17 @@ class EvaluateSpec:
     flags: bool = True
     attacks: dict[str, Options] = field(default_factory=dict)  # empty: the preset "standard"
     spare_proved: tuple[str, ...] = ()  # attacks that skip points with a certificate of the radius
-    certify: tuple[
-        RowName, ...
-    ] = ()  # rows to certify on the same points; if any, those beside too
+    certify: tuple[RowName, ...] = ()  # rows to certify on these points; if any, those beside too
     at_most: dict[str, float] = field(default_factory=dict)  # worst case in percent, by eps
     # certified accuracy in percent, by row and eps, or with "worst" for a row the worst case
     at_least: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        radii = tuple(name_of(radius) for radius in self.eps)
         for key in self.at_least:
             check_choice(key, "at_least", (*self.certify, WORST))
         for where, bounds in {"at_most": self.at_most, **self.at_least}.items():
             for key in bounds:
-                check_choice(key, where, radii)
+                check_choice(key, where, tuple(map(name_of, self.eps)))
 
 
 @dataclass(frozen=True)
@@ -269,5 +262,4 @@ class CurveSpec:
 
 
 def name_of(radius: float) -> str:
-    """How a radius is written as a key."""
     return f"{radius:g}"

@@ -4,7 +4,7 @@ saved in the work folder (see `cache`)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
@@ -51,8 +51,8 @@ Part = TypeVar(
     "Part", records.RowRecord, records.AttackedScore, records.Regularity, records.CostRecord
 )
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
+# The settings of a row that decide its answers, beside its net, metric and CIP-net:
 MODEL = "method n_neighbors scope smoothness strong_convexity mode climb per_class central"
-"""The settings of a row that decide its answers, beside its net, metric and CIP-net."""
 T = TypeVar("T")
 
 
@@ -86,7 +86,6 @@ class Study:
 
     @once
     def source(self, key: str) -> Source:
-        """A data set."""
         self.report(f"load {key}", 0, 1)
         spec = self.experiment.data[key]
         data = load(spec.name, self.data_dir, seed=self.seed, **spec.options)
@@ -95,7 +94,6 @@ class Study:
         return Source(data, data.fingerprint())
 
     def data(self, row: RowSpec) -> Dataset:
-        """The data set of a row."""
         return self.source(self.experiment.nets[row.net].data).data
 
     @once
@@ -112,12 +110,9 @@ class Study:
         net = fresh_net(spec, source.data, self.seed, self.device)
         if spec.untrained:
             return self._learned(key, net, asdict(config), {"train_score": None})
-
-        def learn(**saving: Any) -> Sequence[Any]:
-            return train(net, source.train, config, **saving).history
-
         # Options decide how prototypes are drawn, which their configuration does not show.
         identity = [source.fingerprint, spec.normalize, spec.options]
+        learn = partial(train, net, source.train, config)
         return self._train("nets", key, net, config, identity, learn, "train_score")
 
     def _try(self, key: str, choice: Choice, value: float) -> records.Candidate:
@@ -133,7 +128,7 @@ class Study:
         def report(name: str, done: int, total: int) -> None:
             self.report(f"{label}: {name}", done, total)
 
-        study = Study(trial, report, self.work, self.data_dir, self.device, self.seed)
+        study = replace(self, experiment=trial, report=report, made={}, seconds={}, _bank=None)
         part = self.source(spec.data).validation_part(choice.validation, self.seed)
         study.made["source", spec.data] = part
         record = study.row(choice.row)
@@ -152,11 +147,8 @@ class Study:
             self.report(f"train {label}", 1, 1)
             return self._learned(label, net, None, about)
         config = config_of(MetricConfig, spec.train, seed=self.seed, device=self.device)
-
-        def learn(**saving: Any) -> Sequence[Any]:
-            return train_metric(net, source.train, config, **saving).history
-
         identity = [source.fingerprint, spec.normalize]
+        learn = partial(train_metric, net, source.train, config)
         found = self._train("metrics", label, net, config, identity, learn, "train_score")
         return replace(found, record=replace(found.record, results=about | found.record.results))
 
@@ -169,9 +161,9 @@ class Study:
             sizes = model.backbone.dim, model.n_neighbors
             net = CipNet(*sizes, generator=generator, **spec.options)
 
-        def learn(**saving: Any) -> Sequence[Any]:
+        def learn(**saving: Any) -> Any:
             taught = {"alpha": spec.alpha, "held_out": spec.held_out, **saving}
-            return imitate(model, config, net=net, **taught).result.history
+            return imitate(model, config, net=net, **taught).result
 
         identity = [self.identity(spec.row), spec.alpha, spec.held_out]
         measured, label = ("error", "held_out_error"), f"surrogate {key}"
@@ -184,15 +176,15 @@ class Study:
         net: N,
         config: LoopConfig,
         identity: Any,
-        learn: Callable[..., Sequence[Any]],
+        learn: Callable[..., Any],
         *measured: str,
     ) -> Learned[N]:
-        """A net that `learn` trains, or has trained in an earlier run."""
+        """A net that `learn` trains, or trained in an earlier run."""
         settings, report = asdict(config), partial(self.report, f"train {label}")
         name = {"net": net.config(), "settings": settings, "identity": identity}
 
         def run(**saving: Any) -> tuple[int, Options]:
-            history = learn(**saving)
+            history = learn(**saving).history
             return len(history), {key: getattr(history[-1], key) for key in measured}
 
         results = self.work.trained(kind, name, net, config.epochs, run, report)
@@ -201,7 +193,7 @@ class Study:
     def _learned(
         self, label: str, net: N, train: Options | None, results: Options, seconds: float = 0.0
     ) -> Learned[N]:
-        """With the fingerprint of the weights, and of the settings that weights do not show."""
+        """With the digests of the weights and of the settings that weights do not show."""
         identity = {"weights": fingerprint(net.state_dict()), "config": digest_of(net.config())}
         parameters = sum(one.numel() for one in net.parameters())
         record = records.LearnedRecord(train, results, parameters, identity["weights"], seconds)
@@ -236,8 +228,7 @@ class Study:
         net = self.metric(metric).net
         x = self.source(self.experiment.metrics[metric].data).data.train_x
         with self.timed(f"keys by {metric}") as report, torch.no_grad():
-            found = [net(batch) for batch in batches_of(x, net.mean.device, report)]
-        return torch.cat(found)
+            return torch.cat([net(batch) for batch in batches_of(x, net.mean.device, report)])
 
     def bank_rows(self, row: RowSpec) -> Tensor | None:
         """The points of the train part that are in the bank of a row, None for all."""
@@ -247,8 +238,7 @@ class Study:
         if row.central and row.metric is not None:
             keys = self.keys(row.metric)
             return most_central(keys, labels.to(keys.device), row.per_class).cpu()
-        generator = torch.Generator().manual_seed(self.seed)
-        return subset_per_class(labels.cpu(), row.per_class, generator)
+        return subset_per_class(labels, row.per_class, torch.Generator().manual_seed(self.seed))
 
     def base(self, row: RowSpec) -> OTAD:
         """OTAD over the bank of a row, with its metric and otherwise default settings."""
@@ -264,14 +254,11 @@ class Study:
     def model(self, key: str) -> nn.Module:
         """What answers in a row: the defense, the net alone or a k-NN over the same bank."""
         row = self.experiment.rows[key]
-        if row.method == "net":
-            return self.net(row.net).net
         if row.method in KNN:
             return KNN[row.method](self.base(row), row.n_neighbors).eval()
-        return self.defended(key)
+        return self.net(row.net).net if row.method == "net" else self.defended(key)
 
     def defended(self, key: str) -> OTAD:
-        """The model of a row of OTAD."""
         row, found = self.experiment.rows[key], self.potential(key)
         surrogate = None if row.surrogate is None else self.surrogate(row.surrogate).net
         return self.base(row).replace(
@@ -295,15 +282,14 @@ class Study:
                 curvature = {"smoothness": row.smoothness, "strong_convexity": row.strong_convexity}
                 with self.timed(label):
                     model = self.base(row).replace(scope=row.scope, **curvature)
-                block = cast(Block, model.answerer.block())
-                header = {"entry": block.entry, "seconds": self.seconds[label]}
-                write_tensors(path, block.tensors, header)
+                block, seconds = cast(Block, model.answerer.block()), self.seconds[label]
+                write_tensors(path, block.tensors, {"entry": block.entry, "seconds": seconds})
             tensors, about = read_tensors(path)
         self.report(label, 1, 1)
         found = WholeBankAnswerer.restore({}, about["entry"], tensors)["potential"]
-        scalars = found.smoothness, found.strong_convexity, tuple(found.left_out.tolist())
-        rest = found.sweeps, found.violation, about["seconds"]
-        return found, records.PotentialRecord(*scalars, *rest)
+        scalars = found.smoothness, found.strong_convexity, found.sweeps, found.violation
+        left_out = tuple(found.left_out.tolist())
+        return found, records.PotentialRecord(*scalars, left_out, about["seconds"])
 
     def train_inputs(self, row: RowSpec) -> Tensor | None:
         """The training inputs of a row's bank, where the bank itself does not show them."""
@@ -327,28 +313,26 @@ class Study:
         }
 
     def row(self, key: str) -> records.RowRecord:
-        """A row of the table, without attacks."""
+        """Without attacks."""
         row = self.experiment.rows[key]
 
         def measure(report: Report) -> records.RowRecord:
             found = self.potential(key)
             return measure_row(row, self._subject(key, report), found and found[1])
 
-        return self.part(
-            key, records.RowRecord, [self.identity(key), row.certify, row.lipschitz], measure
-        )
+        identity = [self.identity(key), row.certify, row.lipschitz]
+        return self.part(key, records.RowRecord, identity, measure)
 
     def attack(self, key: str, name: str) -> records.AttackedScore:
-        """A row under attack."""
         row = self.experiment.rows[key]
         spec = replace(row.attacks[name], label="")
         versions = [ATTACKS[run].version for run in spec.runs if run in ATTACKS]
-        return self.part(
-            f"{key}: {name}",
-            records.AttackedScore,
-            [self.identity(key), spec, PROTOCOL_VERSION, versions],
-            lambda report: attack_row(spec, self._subject(key, report), self.train_inputs(row)),
-        )
+        identity = [self.identity(key), spec, PROTOCOL_VERSION, versions]
+
+        def measure(report: Report) -> records.AttackedScore:
+            return attack_row(spec, self._subject(key, report), self.train_inputs(row))
+
+        return self.part(f"{key}: {name}", records.AttackedScore, identity, measure)
 
     def regularity(self, net: str) -> records.Regularity | None:
         """Of a net that OTAD defends by neighbors, with those of the first such row."""
@@ -356,12 +340,12 @@ class Study:
         keys = [k for k, row in rows.items() if (row.net, row.method, row.uses_neighbors) == asked]
         if not keys:
             return None
-        return self.part(
-            f"regularity of {net}",
-            records.Regularity,
-            self.identity(keys[0]),
-            lambda report: measure_regularity(self._subject(keys[0], report)),
-        )
+
+        def measure(report: Report) -> records.Regularity:
+            return measure_regularity(self._subject(keys[0], report))
+
+        name = f"regularity of {net}"
+        return self.part(name, records.Regularity, self.identity(keys[0]), measure)
 
     def _subject(self, key: str, report: Report) -> Subject:
         row = self.experiment.rows[key]

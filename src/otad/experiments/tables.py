@@ -1,20 +1,17 @@
-"""The page of results in Markdown, rendered from the records and from nothing else.
-
-The layout is in the template `page/record.md`; here are the figures and words it asks for.
-"""
+"""The page of results in Markdown, records rendered by the template `page/record.md`; figures."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, Undefined
+from jinja2 import Environment, FileSystemLoader, Template, Undefined
 
 from otad.checks import require
 from otad.evaluate import Evaluation
@@ -24,7 +21,10 @@ from otad.io.files import replacing
 from otad.scores import Score
 from otad.threat import L2
 
-NONE = "-"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 GIGABYTE = 1e9
 HEADINGS = {"accuracy": "accuracy % (95 %)", "mse": "mean squared error (95 %)"}
 HEADER = """# Results
@@ -51,31 +51,27 @@ def render(record: RunRecord, results: Path, link: str = ".") -> str:
     spec = record.experiment
     rows = [Row(row, record.rows[key]) for key, row in spec.rows.items()]
     sources = dict.fromkeys(row.spec.published_in for row in rows if row.spec.published_in)
-    text = (
-        _environment()
-        .get_template("record.md")
-        .render(
-            record=record,
-            spec=spec,
-            where=record.environment,
-            link=link,
-            headings=HEADINGS,
-            rows=rows,
-            letters=dict(zip(sources, ascii_lowercase, strict=False)),
-            attacked=[
-                {"key": key, "row": row, "spec": row.spec.attacks[key], "found": found}
-                for key in names_of(rows, "found.attacks")
-                for row in rows
-                if (found := row.found.attacks.get(key)) is not None
-            ],
-            suites=[
-                Suite(one, spec.evaluate, Evaluation.read(results / one.folder / "evaluation.json"))
-                for one in record.suites
-                if spec.evaluate is not None
-            ],
-            cost_goals=lambda one: _cost_goals(one, record),
-            speed_goals=lambda one: _speed_goals(one, record),
-        )
+    text = _template().render(
+        record=record,
+        spec=spec,
+        where=record.environment,
+        link=link,
+        headings=HEADINGS,
+        rows=rows,
+        letters=dict(zip(sources, ascii_lowercase, strict=False)),
+        attacked=[
+            {"key": key, "row": row, "spec": row.spec.attacks[key], "found": found}
+            for key in names_of(rows, "found.attacks")
+            for row in rows
+            if (found := row.found.attacks.get(key)) is not None
+        ],
+        suites=[
+            Suite(one, spec.evaluate, Evaluation.read(results / one.folder / "evaluation.json"))
+            for one in record.suites
+            if spec.evaluate is not None
+        ],
+        cost_goals=lambda one: _cost_goals(one, record),
+        speed_goals=lambda one: _speed_goals(one, record),
     )
     blocks = (_block(block) for block in re.split(r"^%%$", text, flags=re.MULTILINE))
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -94,24 +90,22 @@ def _block(text: str) -> str:
 
 
 class Row(NamedTuple):
-    """A row of the experiment, and what was measured."""
+    """A row of the experiment, what was measured, and which goals are met."""
 
     spec: RowSpec
     found: RowRecord
 
     @property
     def goals(self) -> dict[str, bool]:
-        """The lower bounds asked for, in words, and whether they are met."""
         found, metric = self.found, self.found.score.metric
         scores = {metric: found.score}
         scores |= {f"certified {radius}": score for radius, score in found.certified.items()}
         scores |= {name: attacked.score for name, attacked in found.attacks.items()}
-        return {
-            f"{'' if name == metric else f'{name} '}at least {bound:g}": (
-                name in scores and scores[name].value >= bound
-            )
-            for name, bound in self.spec.at_least.items()
-        }
+        goals = {}
+        for name, bound in self.spec.at_least.items():
+            goal = f"{name} at least {bound:g}".removeprefix(f"{metric} ")
+            goals[goal] = name in scores and scores[name].value >= bound
+        return goals
 
 
 class Suite(NamedTuple):
@@ -127,7 +121,6 @@ class Suite(NamedTuple):
         return L2(self.found.headline_eps, bounds=bounds and tuple(bounds)).describe()
 
     def goals(self, eps: float) -> dict[str, bool]:
-        """The bounds asked for at a radius, in words, and whether they are met."""
         key, goals, worst = name_of(eps), {}, self.found.worst_case(eps).value
         if self.record.row != self.spec.row:
             return {}
@@ -163,29 +156,24 @@ def _speed_goals(one: CostRecord, record: RunRecord) -> dict[str, bool]:
 
 
 @cache
-def _environment() -> Environment:
+def _template() -> Template:
     loader = FileSystemLoader(Path(__file__).parent / "page")
-    made = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, finalize=_or_dash)
+    made = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
+    made.finalize = lambda value: "-" if value is None else value
     made.filters |= {
         "fmt": _fmt,
         "score": _score,
         "value": lambda score: _fmt(score.value, ".2f" if score.metric == "accuracy" else ".3f"),
         "percent": lambda share: _fmt(100 * share if share or share == 0 else None, ".2f"),
         "giga": lambda count: _fmt(None if count is None else count / GIGABYTE, ".2f"),
-        "spread": lambda found: (
-            " / ".join(f"{mark:.3g}" for mark in found.marks) if found else None
-        ),
+        "spread": lambda found: " / ".join(f"{one:.3g}" for one in found.marks) if found else None,
         "median_most": lambda found: found and f"{found.median:.2f} / {found.most:.2f}",
         "brackets": _brackets,
         "met": lambda goals: ", ".join("yes" if met else "NO" for met in goals) or None,
         "cell": lambda text: text.replace("|", "\\|"),
         "names": names_of,
     }
-    return made
-
-
-def _or_dash(value: Any) -> Any:
-    return NONE if value is None else value
+    return made.get_template("record.md")
 
 
 def names_of(items: Iterable[Any], attribute: str) -> list[str]:
@@ -207,3 +195,74 @@ def _score(found: Score | None) -> str | None:
 def _brackets(options: Mapping[str, object]) -> str:
     listed = ", ".join(f"{name} = {value}" for name, value in options.items())
     return f" ({listed})" if listed else ""
+
+
+def draw_costs(costs: Sequence[CostRecord], threads: int, path: Path) -> None:
+    """Time and memory against the size of the bank, a line for each device, as SVG."""
+    figure, (seconds, memory) = _panels(8.0, 3.4, 2)
+    for device in dict.fromkeys(cost.device for cost in costs):
+        part = sorted((cost for cost in costs if cost.device == device), key=attrgetter("bank"))
+        banks = [cost.bank for cost in part]
+        name = f"{device}, {threads} threads" if device == "cpu" else device
+        seconds.plot(banks, [cost.seconds or 0.0 for cost in part], marker="o", label=name)
+        resident = [cost.resident / GIGABYTE for cost in part]
+        memory.plot(banks, resident, marker="o", label=f"{name}, resident")
+        on_device = [cost.device_memory / GIGABYTE for cost in part if cost.device_memory]
+        if len(on_device) == len(banks):
+            memory.plot(banks, on_device, marker="s", linestyle="--", label=f"{name}, on it")
+    for axes, title in ((seconds, "seconds"), (memory, "gigabytes beyond the imports")):
+        axes.set(xscale="log", yscale="log", xlabel="points in the bank", title=title)
+    _save(figure, f"{costs[0].queries:,} predictions", path)
+
+
+def draw_curve(record: RunRecord, title: str, path: Path) -> None:
+    """Rows of OTAD over L - l, as SVG."""
+    specs = record.experiment.rows
+    curvature = {
+        key: spec.smoothness - spec.strong_convexity
+        for key, spec in specs.items()
+        if spec.method == "otad" and spec.smoothness
+    }
+    rows = {key: record.rows[key] for key in sorted(curvature, key=curvature.__getitem__)}
+    figure, (accuracy, lipschitz, error) = _panels(11.0, 3.6, 3)
+
+    def plot(axes: Axes, label: str, marker: str, value: str, points: Mapping[str, Any]) -> None:
+        known = {key: attrgetter(value)(one) for key, one in points.items() if one is not None}
+        axes.plot([curvature[key] for key in known], [*known.values()], marker=marker, label=label)
+
+    for name in dict.fromkeys(name for row in rows.values() for name in row.attacks):
+        found = {key: row.attacks[name] for key, row in rows.items() if name in row.attacks}
+        label = specs[next(iter(found))].attacks[name].label
+        plot(accuracy, label, "s", "score.value", found)
+    plot(accuracy, "clean", "o", "score.value", rows)
+    local = {key: row.lipschitz for key, row in rows.items()}
+    plot(lipschitz, "median", "o", "median", local)
+    plot(lipschitz, "99 %", "o", "quantile_99", local)
+    accounts = {key: row.account for key, row in rows.items() if row.account is not None}
+    plot(error, "mean", "o", "mean", {key: one.relative_error for key, one in accounts.items()})
+    titles = ("accuracy %", "local Lipschitz constant", "relative error")
+    for axes, name in zip((accuracy, lipschitz, error), titles, strict=True):
+        axes.set(xlabel="L - l", title=name)
+    _save(figure, title, path)
+
+
+def _panels(width: float, height: float, count: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, count))
+
+
+def _save(figure: Figure, title: str, path: Path) -> None:
+    """As an SVG file with text that can be searched, the same for the same figure."""
+    import matplotlib
+
+    for axes in figure.axes:
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.suptitle(title)
+    with (
+        matplotlib.rc_context({"svg.hashsalt": "otad", "svg.fonttype": "none"}),
+        replacing(path) as partial,
+    ):
+        figure.savefig(partial, format="svg", metadata={"Date": None})
