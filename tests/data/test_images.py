@@ -58,20 +58,6 @@ def test_folders_are_the_split_or_are_split_by_seed(tmp_path: Path, is_split: bo
     assert colors_match_labels(dataset.test_x, dataset.test_y)
 
 
-def test_the_center_is_cropped_after_the_short_side_is_resized(tmp_path: Path) -> None:
-    pixels = np.zeros((4, 12, 3), dtype=np.uint8)
-    pixels[:, 4:8] = np.arange(48).reshape(4, 4, 3)
-    path = tmp_path / "wide.png"
-    Image.fromarray(pixels).save(path)
-    kept = read_images([path], 4)[0].mul(255).permute(1, 2, 0).numpy()
-    np.testing.assert_allclose(kept, pixels[:, 4:8], atol=1e-4)
-    paint(tmp_path / "tall.png", (10, 20, 30), (5, 17))
-    shrunk = read_images([tmp_path / "tall.png"], 3, resize=4)
-    assert shrunk.shape == (1, 3, 3, 3)
-    torch.testing.assert_close(shrunk[0, :, 1, 1] * 255, torch.tensor([10.0, 20.0, 30.0]))
-    assert read_images([tmp_path / "tall.png"], 16).shape == (1, 3, 16, 16)  # enlarged
-
-
 @pytest.mark.parametrize(
     ("width", "height", "size", "resize"),
     [(40, 30, 16, None), (31, 57, 16, 20), (16, 16, 16, None), (9, 13, 32, 48), (64, 20, 20, None)],
