@@ -122,6 +122,22 @@ def test_gather(file: Path) -> None:
             bank.gather(bad)
 
 
+def test_subset() -> None:
+    bank = build()
+    small, again, other = (bank.subset(5, torch.Generator().manual_seed(it)) for it in (3, 3, 4))
+    assert small.labels.bincount().tolist() == [5, 5, 5, 5]
+    where = (small.inputs[:, None] == bank.inputs).all(2).nonzero()[:, 1]
+    assert torch.equal(where, where.unique())  # no point twice, in the order of the bank
+    assert torch.equal(bank.features[where], small.features)
+    assert torch.equal(bank.labels[where], small.labels)
+    assert_same(again, small)
+    assert len({bank.fingerprint, small.fingerprint, other.fingerprint}) == 3
+    with pytest.raises(InputError, match="at most 14, the points of class 1, got 15"):
+        bank.subset(15, torch.Generator())
+    with pytest.raises(InputError, match=r"labels: .*int64.*float32"):
+        build(y=torch.rand(N)).subset(1, torch.Generator())
+
+
 def test_every_changed_byte_is_noticed(file: Path) -> None:
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")

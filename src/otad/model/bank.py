@@ -88,6 +88,19 @@ class FeatureBank:
         )
         return inputs.to(dtype), features.to(dtype)
 
+    def subset(self, per_class: int, generator: torch.Generator) -> FeatureBank:
+        """`per_class` random points of each class, in the order of the bank, in memory."""
+        check_tensor(self.labels, "labels", "N", dtypes=(torch.int64,))
+        check_count(per_class, "per_class")
+        chosen = []
+        for label in self.labels.unique():
+            members = (self.labels == label).nonzero()[:, 0]
+            expected = f"at most {len(members)}, the points of class {int(label)}"
+            require(per_class <= len(members), "per_class", expected, per_class)
+            order = torch.randperm(len(members), generator=generator, device=generator.device)
+            chosen.append(members[order[:per_class].to(members.device)])
+        return self.select(torch.cat(chosen).sort().values)
+
     def select(self, rows: Tensor) -> FeatureBank:
         """The points of these rows, in memory."""
         name = self.fingerprint + tensor_files.fingerprint({"subset": rows})
