@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from attacks.bank_models import blobs, stairs
 from attacks.keyed import keyed_model, tiles
-from attacks.test_one_map import lifted_stairs, stairs, two_colors
+from attacks.test_one_map import lifted_stairs
 from evaluate.small import Blind, Plane, Slope, Walk, context_of, plane_data, two_sides, verdicts
 from torch import Tensor, nn
 
@@ -131,7 +132,7 @@ def test_checks_of_a_model(model: nn.Module, check: Check, verdict: str) -> None
     [
         two_sides,
         lambda: two_sides(scope="global", points=120, examples=40),
-        lambda: (stairs(), *two_colors(40, 2)),
+        lambda: (stairs(), *blobs(40, 2)),
         lambda: (keyed_model()[0], *tiles(40, 7)),
     ],
     ids=["local", "global", "stairs", "keys"],
@@ -161,7 +162,7 @@ def test_otad_passes_the_checks_of_its_gradients_and_answers(make: Any) -> None:
 
 def test_flat_places_are_reported_and_explained() -> None:
     """Where one point has all the weight the gradient is an honest zero: the flag says which."""
-    found = flags.gradient_share(context_of(stairs(), *two_colors(40, 2), L2(0.2, BOX)))
+    found = flags.gradient_share(context_of(stairs(), *blobs(40, 2), L2(0.2, BOX)))
     assert found.verdict == FAIL
     single, blind = re.findall(r"(\d+) of these (\d+) rest on a single", found.found)[0]
     assert int(single) == int(blind) > 20
@@ -215,9 +216,9 @@ def in_double(scope: str) -> tuple[nn.Module, Tensor, Tensor]:
         lambda: (MajorityKnn((made := two_sides())[0]).eval(), *made[1:]),
         lambda: in_double("local"),
         lambda: in_double("global"),
-        lambda: (stairs(), *two_colors(40, 2)),
-        lambda: (lifted_stairs(), *two_colors(40, 2)),
-        lambda: (MajorityKnn(stairs()).eval(), *two_colors(40, 2)),
+        lambda: (stairs(), *blobs(40, 2)),
+        lambda: (lifted_stairs(), *blobs(40, 2)),
+        lambda: (MajorityKnn(stairs()).eval(), *blobs(40, 2)),
     ],
     ids=["local", "knn", "local 64", "global 64", "global", "lifted", "knn of global"],
 )
@@ -237,7 +238,7 @@ def test_a_planted_weakness_is_found_by_attacks_that_know_the_bank(make: Any) ->
 def test_plants_hold_by_construction(kind: str, ball: LpBall) -> None:
     """The example and its aim are answered as planted, by a map as Lipschitz as its L says."""
     model = lifted_stairs() if kind == "lifted" else stairs(flipped=4 * (kind == "left out"))
-    x, y = two_colors(30, 2)
+    x, y = blobs(30, 2)
     context = context_of(model, x, y, ball, attacks=(Straight(),))
     examples, answers = context.sample(6)
     planted = list(attack_flags.plant(context, model, examples, answers))
@@ -248,7 +249,7 @@ def test_plants_hold_by_construction(kind: str, ball: LpBall) -> None:
         if float(ball.distance(aim, one)) < 0.3 * ball.eps:
             continue  # in a corner of the box
         held += bool((copy(one).argmax(1) == label) & (copy(aim).argmax(1) != label))
-        moved = two_colors(200, 9)[0]
+        moved = blobs(200, 9)[0]
         first, second = copy.backbone.embed(moved), copy.backbone.embed(moved.flip(0))
         images = [copy.solve(part).solution.image for part in (first, second)]
         run, rise = (first - second).norm(dim=1), (images[0] - images[1]).norm(dim=1)
@@ -259,7 +260,7 @@ def test_plants_hold_by_construction(kind: str, ball: LpBall) -> None:
 
 def test_gradient_attacks_alone_miss_what_is_planted_in_flat_places() -> None:
     """So the flag tells an evaluation by blind attacks from one that sees."""
-    x, y = two_colors(40, 2)
+    x, y = blobs(40, 2)
     blind = Pgd(steps=5, random_start=False)
     context = context_of(stairs(), x, y, L2(0.1, BOX), attacks=(blind,))
     assert attack_flags.planted_example(context).verdict == FAIL
