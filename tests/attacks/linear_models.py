@@ -1,4 +1,4 @@
-"""Models whose robustness is known in closed form, and one that writes down what it is asked."""
+"""Models whose robustness is known in closed form, random nets, and one that records its inputs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from otad.attacks import LpBall
+from otad.attacks import Attack, AttackResult, LpBall
+
+DUAL = {"l2": 2.0, "linf": 1.0}
 
 
 class Linear(nn.Module):
     """Logits (or, with one output, the value) linear in inputs of any shape."""
 
-    def __init__(self, shape: tuple[int, ...], outputs: int = 2, seed: int = 0) -> None:
+    def __init__(self, shape: tuple[int, ...], outputs: int = 2) -> None:
         super().__init__()
-        drawn = torch.randn(
-            outputs, torch.Size(shape).numel(), generator=torch.Generator().manual_seed(seed)
-        )
-        self.weight = nn.Parameter(drawn)
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(outputs, np.prod(shape), generator=generator))
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = (x - 0.5).flatten(1) @ self.weight.to(x).T
         return outputs[:, 0] if len(self.weight) == 1 else outputs
 
+    @torch.no_grad()
     def radius(self, x: Tensor, dual: float) -> Tensor:
         """The distance (B,) to the nearest other answer, bounds aside; `dual` norm of weights."""
-        with torch.no_grad():
-            logits = self(x)
-            best = logits.argmax(1)
-            gaps = logits.gather(1, best[:, None]) - logits
-            slopes = torch.linalg.vector_norm(self.weight[best][:, None] - self.weight, dual, dim=2)
+        logits = self(x)
+        best = logits.argmax(1)
+        gaps = logits.gather(1, best[:, None]) - logits
+        slopes = torch.linalg.vector_norm(self.weight[best][:, None] - self.weight, dual, dim=2)
         return (gaps / slopes).scatter(1, best[:, None], torch.inf).amin(1)
-
-
-DUAL = {"l2": 2.0, "linf": 1.0}
 
 
 def halving_ball(kind: type[LpBall], model: Linear, x: Tensor, **options: Any) -> LpBall:
@@ -50,6 +47,27 @@ def inner_points(count: int, shape: tuple[int, ...], seed: int = 7) -> Tensor:
     """Inputs far enough from 0 and 1 that bounds play no part."""
     drawn = torch.rand(count, *shape, generator=torch.Generator().manual_seed(seed))
     return 0.4 + 0.2 * drawn
+
+
+def random_net(inputs: int = 6, classes: int = 3, seed: int = 0) -> nn.Sequential:
+    """Steep, bent decision boundaries."""
+    hidden = nn.Linear(inputs, 30), nn.Tanh(), nn.Linear(30, 30), nn.ReLU()
+    net = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(30, classes))
+    generator = torch.Generator().manual_seed(seed)
+    for weights in net.parameters():
+        drawn = torch.randn(weights.shape, generator=generator)
+        weights.data = 3 * drawn / weights.shape[-1] ** 0.5
+    return net.eval()
+
+
+def run(
+    attack: Attack, model: nn.Module, x: Tensor, ball: LpBall, y: Tensor | None = None, *, seed=0
+) -> AttackResult:
+    """Attack the answers of the model, or y (B,)."""
+    if y is None:
+        y = model(x).detach()
+        y = y.argmax(1) if y.dim() == 2 else y
+    return attack(model, x, y, ball, generator=torch.Generator().manual_seed(seed))
 
 
 class Recorder(nn.Module):
@@ -110,5 +128,5 @@ def global_randomness() -> tuple[object, ...]:
 def assert_legal(inputs: Tensor, x: Tensor, ball: LpBall) -> None:
     assert float(ball.distance(inputs, x).max()) <= ball.eps
     if ball.bounds is not None:
-        assert float(inputs.min()) >= ball.bounds[0]
-        assert float(inputs.max()) <= ball.bounds[1]
+        low, high = ball.bounds
+        assert bool(((inputs >= low) & (inputs <= high)).all())

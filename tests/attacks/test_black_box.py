@@ -1,30 +1,27 @@
-"""What attacks without gradients have in common: closed forms, counts, randomness, refusals."""
+"""Attacks without gradients: closed forms, counts, randomness, refusals, NGOpt's candidates."""
 
 from __future__ import annotations
 
+import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from attacks import linear_models as models
+from attacks.linear_models import Function, Linear, Recorder, inner_points, run
 from torch import Tensor
 
-from otad.attacks import (
-    L2,
-    AutoAttackSuite,
-    Linf,
-    NgOpt,
-    Pixle,
-    RandomSearch,
-    Square,
-)
+from otad.attacks import L2, AutoAttackSuite, Linf, NgOpt, Pixle, RandomNoise, RandomSearch, Square
+from otad.attacks.library_attacks import _losses, _Optimizers
 from otad.errors import InputError, MissingExtraError
 
 pytest.importorskip("pyautoattack", reason="needs the extra attacks")
-pytest.importorskip("nevergrad", reason="needs the extra attacks")
+nevergrad = pytest.importorskip("nevergrad", reason="needs the extra attacks")
 VECTOR, IMAGE, SMALL = (12,), (1, 10, 10), (1, 5, 7)
 UNIT = (0.0, 1.0)
-LARGE_PATCHES = Pixle((1.0, 1.0), (1.0, 1.0), restarts=5)
+EVERYTHING = Linf(1.0, UNIT)  # no image of the bounds is outside
+FEW_PATCHES = Pixle(restarts=4, max_iterations=5)
 
 
 @pytest.mark.parametrize("kind", [L2, Linf])
@@ -38,13 +35,11 @@ LARGE_PATCHES = Pixle((1.0, 1.0), (1.0, 1.0), restarts=5)
         (NgOpt(budget=80), 80, VECTOR, 0.5),
     ],
 )
-def test_breaks_all_it_easily_can_and_nothing_else(
-    attack, queries, shape, share, kind, generator
-) -> None:
-    model, x = models.Linear(shape), models.inner_points(40, shape)
-    y, radius = model(x).argmax(1), model.radius(x, models.DUAL[kind.norm])
+def test_breaks_all_it_easily_can_and_nothing_else(attack, queries, shape, share, kind) -> None:
+    model, x = Linear(shape), inner_points(40, shape)
+    radius = model.radius(x, models.DUAL[kind.norm])
     ball = models.halving_ball(kind, model, x, bounds=UNIT)
-    result = attack(model, x, y, ball, generator=generator)
+    result = run(attack, model, x, ball)
     models.assert_legal(result.inputs, x, ball)
     assert int((radius < share * ball.eps).sum()) > 5
     assert int((radius > ball.eps).sum()) > 2
@@ -60,17 +55,15 @@ def test_breaks_all_it_easily_can_and_nothing_else(
         (RandomSearch(30), (64,), 30),
         (NgOpt(budget=15), (64,), 15),
         (Square(queries=25, restarts=2), IMAGE, 50),
-        (Pixle(restarts=4, max_iterations=5), (1, 8, 8), 4 * 5 + 1),  # and the image itself
+        (FEW_PATCHES, (1, 8, 8), 4 * 5 + 1),  # and the image itself
     ],
 )
-def test_each_query_is_counted_for_its_example(attack, shape, batches, generator) -> None:
-    x = models.inner_points(12, shape)
-    model = models.Recorder(models.Linear(shape))
-    y = model(x).argmax(1)
-    model.asked.clear()
+def test_each_query_is_counted_for_its_example(attack, shape, batches) -> None:
+    x = inner_points(12, shape)
+    model = Recorder(Linear(shape))
     apart = torch.cdist(x.flatten(1), x.flatten(1)).fill_diagonal_(torch.inf).amin()
     assert float(apart) > 2 * 0.15  # the nearest example is the one that was attacked
-    result = attack(model, x, y, L2(0.15, UNIT), generator=generator)
+    result = run(attack, model, x, L2(0.15, UNIT), model.model(x).argmax(1))
     assert len(model.asked) == batches + 2
     assert torch.equal(result.forwards, model.counts(x))
     assert int(result.backwards.max()) == 0
@@ -80,34 +73,32 @@ def test_each_query_is_counted_for_its_example(attack, shape, batches, generator
     ("attack", "kind", "share"),
     [(RandomSearch(300), L2, 0.95), (RandomSearch(300), Linf, 0.95), (NgOpt(budget=100), L2, 0.7)],
 )
-def test_units_and_immutable_features_count_in_a_regression(attack, kind, share, generator) -> None:
+def test_units_and_immutable_features_count_in_a_regression(attack, kind, share) -> None:
     """The largest error of a linear model is eps times the dual norm of scale * weight."""
-    model, x = models.Linear((6,), outputs=1), models.inner_points(5, (6,))
+    model, x = Linear((6,), outputs=1), inner_points(5, (6,))
     scale = torch.tensor([1.0, 10.0, 0.1, 2.0, 1.0, 5.0])
     mutable = torch.arange(6) != 1
     ball = kind(0.2, None, scale, mutable)
     slopes = (model.weight.detach() * scale * mutable)[0]
     largest = 0.2 * float(torch.linalg.vector_norm(slopes, models.DUAL[ball.norm]))
-    result = attack(model, x, model(x).detach(), ball, generator=generator)
+    result = run(attack, model, x, ball)
     models.assert_legal(result.inputs, x, ball)
     assert torch.equal(result.inputs[:, 1], x[:, 1])
     assert share * largest < float(result.gain.min())
     assert float(result.gain.max()) <= 1.001 * largest
     fixed = kind(1.0, mutable=torch.zeros(6, dtype=torch.bool))
-    result = attack(model, x, model(x).detach(), fixed, generator=generator)
-    assert torch.equal(result.inputs, x)
+    assert torch.equal(run(attack, model, x, fixed).inputs, x)
 
 
 @pytest.mark.parametrize("ball", [L2(0.3, UNIT), Linf(0.03, UNIT)], ids=lambda ball: ball.norm)
-@pytest.mark.parametrize("attack", [Square(queries=200), Pixle()], ids=lambda attack: attack.name)
-def test_the_error_of_a_regression_on_images_grows_within_the_ball(attack, ball, generator) -> None:
-    model, x = models.Linear(IMAGE, outputs=1), models.inner_points(8, IMAGE)
-    largest = ball.eps * float(
-        torch.linalg.vector_norm(model.weight.detach(), models.DUAL[ball.norm])
-    )
-    result = attack(model, x, model(x).detach(), ball, generator=generator)
+@pytest.mark.parametrize(("attack", "share"), [(Square(queries=200), 0.3), (Pixle(), 0.0)])
+def test_the_error_of_a_regression_on_images_grows_within_the_ball(attack, share, ball) -> None:
+    model, x = Linear(IMAGE, outputs=1), inner_points(8, IMAGE)
+    slope = torch.linalg.vector_norm(model.weight.detach(), models.DUAL[ball.norm])
+    largest = ball.eps * float(slope)
+    result = run(attack, model, x, ball)
     models.assert_legal(result.inputs, x, ball)
-    assert (0.3 if isinstance(attack, Square) else 0) * largest < float(result.gain.min())
+    assert share * largest < float(result.gain.min())
     assert float(result.gain.max()) <= largest * 1.001
     assert not bool(result.broken.any())
 
@@ -119,14 +110,14 @@ def test_the_error_of_a_regression_on_images_grows_within_the_ball(attack, ball,
         (NgOpt(budget=200), (5,)),
         (Square(queries=150), IMAGE),
         (Square(queries=150, loss="ce"), IMAGE),
-        (LARGE_PATCHES, (1, 4, 4)),
+        (Pixle((1.0, 1.0), (1.0, 1.0), restarts=5), (1, 4, 4)),
     ],
 )
-def test_an_abstention_is_a_success(attack, shape, generator) -> None:
-    x, y = models.inner_points(3, shape), torch.zeros(3, dtype=torch.int64)
+def test_an_abstention_is_a_success(attack, shape) -> None:
+    x, y = inner_points(3, shape), torch.zeros(3, dtype=torch.int64)
     x.flatten(1)[:, 0] = 0.9  # a bright pixel to copy
     level = float(x.flatten(1).mean(1).max()) + 0.02
-    result = attack(models.abstains_above(level), x, y, Linf(0.5, UNIT), generator=generator)
+    result = run(attack, models.abstains_above(level), x, Linf(0.5, UNIT), y)
     assert bool(result.abstained.all())
     assert bool(result.broken.all())
 
@@ -137,24 +128,29 @@ def test_an_abstention_is_a_success(attack, shape, generator) -> None:
         (RandomSearch(20), (6,)),
         (NgOpt(budget=10), (6,)),
         (Square(queries=30), IMAGE),
-        (Pixle(restarts=4, max_iterations=5), (3, 9, 7)),
-        (AutoAttackSuite("custom", ("square",)), IMAGE),
+        (FEW_PATCHES, (3, 9, 7)),
+        (AutoAttackSuite("custom", ("apgd-ce",)), IMAGE),
     ],
 )
 def test_all_randomness_comes_from_the_generator_and_none_leaks(attack, shape) -> None:
-    model, x = models.Linear(shape), models.inner_points(5, shape)
-    y, ball = model(x).argmax(1), L2(0.2, UNIT)
-
-    def attacked(seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return attack(model, x, y, ball, generator=generator).inputs
-
+    model, x, ball = Linear(shape), inner_points(5, shape), L2(0.2, UNIT)
     before = models.global_randomness()
-    first = attacked(3)
+    first = run(attack, model, x, ball, seed=3).inputs
     assert models.global_randomness() == before
     torch.rand(1)  # the global state plays no part
-    assert torch.equal(attacked(3), first)
-    assert not torch.equal(attacked(4), first)
+    assert torch.equal(run(attack, model, x, ball, seed=3).inputs, first)
+    assert not torch.equal(run(attack, model, x, ball, seed=4).inputs, first)
+
+
+@pytest.mark.parametrize("attack", [NgOpt(budget=8), RandomSearch(20), FEW_PATCHES])
+def test_permuted_images_give_the_same_result(attack) -> None:
+    """As they come from arrays (rows, height, width, channels)."""
+    x = inner_points(3, (4, 5, 2)).permute(0, 3, 1, 2)
+    assert not x.is_contiguous()
+    model = Linear((2, 4, 5))
+    found, expected = (run(attack, model, one, L2(0.2)) for one in (x, x.contiguous()))
+    assert torch.equal(found.inputs, expected.inputs)
+    assert not torch.equal(found.inputs, x)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +171,9 @@ def test_all_randomness_comes_from_the_generator_and_none_leaks(attack, shape) -
         (AutoAttackSuite(), (1, 4, 4), L2(0.1, UNIT), r"autoattack.*4 x 4"),
     ],
 )
-def test_inputs_and_threats_that_do_not_fit(attack, shape, ball, message, generator) -> None:
-    model, x = models.Linear(shape), models.inner_points(2, shape)
+def test_inputs_and_threats_that_do_not_fit(attack, shape, ball, message) -> None:
     with pytest.raises(InputError, match=message):
-        attack(model, x, model(x).argmax(1), ball, generator=generator)
+        run(attack, Linear(shape), inner_points(2, shape), ball)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +184,102 @@ def test_inputs_and_threats_that_do_not_fit(attack, shape, ball, message, genera
         (NgOpt(), "nevergrad"),
     ],
 )
-def test_without_the_library_the_extra_is_named(attack, module, monkeypatch, generator) -> None:
+def test_without_the_library_the_extra_is_named(attack, module, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    model, x = models.Linear(IMAGE), models.inner_points(2, IMAGE)
     with pytest.raises(MissingExtraError, match=r"otad\[attacks\]"):
-        attack(model, x, model(x).argmax(1), L2(0.1, UNIT), generator=generator)
+        run(attack, Linear(IMAGE), inner_points(2, IMAGE), L2(0.1, UNIT))
+
+
+@pytest.mark.parametrize(("dimension", "chosen"), [(3, "CMA"), (50, "MetaModelOnePlusOne")])
+def test_the_candidates_are_those_of_ngopt_itself(dimension, chosen) -> None:
+    space = nevergrad.p.Array(shape=(dimension,)).set_mutation(sigma=0.2)
+    space.random_state = np.random.RandomState(5)
+    theirs = nevergrad.optimizers.NGOpt(space, budget=850)
+    assert theirs.optim.name == chosen
+    ours = _Optimizers((dimension, 850, 0.2), {0: 5})
+    for _ in range(70):
+        candidate, own = theirs.ask(), ours.ask([0])
+        np.testing.assert_array_equal(candidate.value, own[0])
+        loss = float(((candidate.value - 0.3) ** 2).sum())
+        theirs.tell(candidate, loss)
+        ours.tell({0: loss})
+
+
+def test_several_processes_find_what_one_finds() -> None:
+    model, x = Linear((64,)), inner_points(3, (64,))
+    one, two = (run(NgOpt(6, processes=count), model, x, L2(0.15)) for count in (1, 2))
+    assert torch.equal(one.inputs, two.inputs)
+    assert torch.equal(one.forwards, two.forwards)
+
+
+def test_the_loss_is_that_of_carlini_and_wagner() -> None:
+    """By hand: margins 1 and 3 either way, steps of squared length 5 and 0.25."""
+    outputs = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 4.0]])
+    step = torch.tensor([[1.0, 2.0], [0.0, 0.5]])
+    assert _losses(outputs, torch.tensor([0, 1]), step) == [5.0, 0.25]
+    assert _losses(outputs, torch.tensor([1, 2]), step) == [10 * 1 + 5, 10 * 3 + 0.25]
+    assert _losses(torch.tensor([3.0]), torch.tensor([5.5]), step[:1]) == [-2.5]
+
+
+@pytest.mark.parametrize("draws", [1, 5])
+def test_half_of_the_noise_is_on_the_surface_half_within(draws) -> None:
+    model = Recorder(Function(lambda x: x.norm(dim=1)))
+    found = run(RandomNoise(draws), model, torch.zeros(50, 3), L2(2.0), torch.zeros(50))
+    lengths = torch.stack(model.asked[1:-1]).norm(dim=2)
+    assert len(lengths) == draws
+    on_surface = lengths > 2 * (1 - 1e-5)
+    assert on_surface[::2].all()
+    assert not on_surface[1::2].any()
+    assert found.forwards.tolist() == [draws + 2] * 50
+    torch.testing.assert_close(found.gain, lengths.amax(0))
+
+
+def test_success_rate_of_noise_is_the_share_of_the_ball() -> None:
+    """In the plane, x_0 > 1/2 is 1/3 of the unit circle: the surface draw wins that often."""
+    model = Function(lambda x: torch.stack([torch.full_like(x[:, 0], 0.5), x[:, 0]], 1))
+    x = torch.zeros(20000, 2)
+    assert 1 - run(RandomNoise(1), model, x, L2(1.0)).accuracy == pytest.approx(1 / 3, abs=0.015)
+    # and 1/3 - sqrt(3) / (4 pi) of the disk: two draws, one of each
+    disk = 1 / 3 - math.sqrt(3) / (4 * math.pi)
+    twice = run(RandomNoise(2), model, x, L2(1.0))
+    assert twice.accuracy == pytest.approx(2 / 3 * (1 - disk), abs=0.015)
+    assert int(twice.forwards.min()) == 3  # broken by the first draw
+    assert int(twice.forwards.max()) == 4
+
+
+def test_more_queries_never_get_less_far() -> None:
+    model, x = Linear((30,), outputs=1), inner_points(6, (30,))
+    gains = [run(RandomSearch(queries), model, x, L2(0.3)).gain for queries in (5, 40, 200)]
+    assert bool((gains[0] < gains[1]).all())
+    assert bool((gains[1] < gains[2]).all())
+
+
+def test_an_image_is_rearranged_and_nothing_else() -> None:
+    shape = (3, 9, 7)
+    x = inner_points(20, shape)
+    attack = Pixle((0.1, 0.4), (0.1, 0.4), restarts=4, max_iterations=5)
+    result = run(attack, Linear(shape), x, EVERYTHING)
+    moved = (result.inputs != x).any(1).flatten(1).sum(1)
+    # each pixel of an image, all channels together, is one of the original's
+    same = (result.inputs.flatten(2)[:, :, :, None] == x.flatten(2)[:, :, None, :]).all(1)
+    assert bool(same.any(2).all())
+    # Every restart writes at most one patch, of 4 x 3 pixels here, over what was there before.
+    assert 1 < int(moved.max()) <= 4 * 4 * 3
+    assert bool(result.broken.any())
+
+
+def test_each_restart_of_pixle_continues_from_the_best_of_the_last() -> None:
+    """With one try a restart and a patch of one pixel, an image differs from the best so far in
+    one pixel at most."""
+    model, x = Recorder(Linear((1, 6, 6), outputs=1)), inner_points(1, (1, 6, 6))
+    y = model.model(x).detach()
+    run(Pixle(restarts=40, max_iterations=1), model, x, EVERYTHING, y)
+
+    def error_of(image: Tensor) -> float:
+        return float((model.model(image) - y).detach().abs())
+
+    best = x
+    for image in model.asked[2:-1]:
+        assert int((image != best).sum()) <= 1
+        best = max(best, image, key=error_of)
+    assert error_of(best) > 0

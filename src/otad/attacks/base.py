@@ -69,8 +69,7 @@ def value_and_gradient(
 class Target:
     """The model under attack with the right answers `y` (B,): labels (int64) or, in regression,
     values, broken once their error exceeds `tolerance`. Counts how often it is asked. `rows`
-    (int64) select some of the B examples, all by default. One that is not `breakable` is attacked
-    as far as it goes."""
+    (int64) select some of the examples. Without `breakable` it is attacked as far as it goes."""
 
     def __init__(
         self, model: nn.Module, y: Tensor, tolerance: float = math.inf, *, breakable: bool = True
@@ -94,7 +93,6 @@ class Target:
         return outputs
 
     def evaluate(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> Evaluated:
-        """Outputs, and the loss with its gradient in x (zero where the model has none)."""
         self._count(self.forwards, rows)
         self._count(self.backwards, rows)
         outputs: list[Tensor] = []
@@ -132,7 +130,6 @@ class Survivors:
         return self.among(torch.arange(len(self.gain), device=self.gain.device))
 
     def among(self, rows: Tensor) -> Tensor:
-        """Those of `rows` (int64) that are not broken."""
         return rows[~self.target.is_done(self.gain[rows])]
 
     def project(self, moved: Tensor, rows: Tensor) -> Tensor:

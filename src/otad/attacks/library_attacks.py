@@ -46,8 +46,7 @@ def import_extra(module: str) -> Any:
 
 @contextmanager
 def own_randomness(generator: torch.Generator) -> Iterator[int]:
-    """A seed drawn from `generator`, which also seeds the global generators of torch, NumPy and
-    Python inside the block; after it they are as they were before."""
+    """A seed drawn from `generator`, which seeds all global generators, inside the block only."""
     seed = int(torch.randint(2**31 - 1, (), generator=generator))
     of_numpy, of_python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -226,9 +225,8 @@ class _Counted:
 
 @contextmanager
 def _contained(target: Target, suite: Any, checks: Any, remarks: list[str]) -> Iterator[None]:
-    """Undo what the library does to its surroundings, and add its warnings to `remarks`: FAB leaves
-    gradients in the model's weights, and the check for dynamic models counts calls over all models
-    ever checked and removes a debugger's trace function."""
+    """Add the library's warnings to `remarks`, and undo what it does: FAB leaves gradients in the
+    weights; the check for dynamic models counts calls over all models and removes a debugger."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -327,8 +325,8 @@ class _Optimizers:
 
 
 class _Pool(_Optimizers):
-    """The same in several processes, which makes no difference to the results. Row i is in process
-    i modulo their number, so that all have about as many rows left at any time."""
+    """The same in several processes, with the same results; row i in process i modulo their number,
+    so that all have about as many rows left at any time."""
 
     def __init__(self, settings: Settings, seeds: dict[int, int], processes: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share a GPU's driver
@@ -358,7 +356,6 @@ class _Pool(_Optimizers):
 
 
 def _serve(pipe: Connection, settings: Settings, seeds: dict[int, int]) -> None:
-    """What a process of a pool does until the pipe is closed."""
     own = _Optimizers(settings, seeds)
     with suppress(EOFError):
         while True:

@@ -95,9 +95,8 @@ class Needs:
 
 
 def _can_tile(height: int, width: int) -> bool:
-    """Whether the library's first l2 step, windows of a fifth of the height, fits an image: from a
-    margin of half of what five windows leave, it lays as many as the sides hold, and only a window
-    of a single pixel may stick out."""
+    """Whether the library's first l2 step fits: windows of a fifth of the height, from a margin of
+    half of what five leave, as many as the sides hold. Only a single pixel may stick out."""
     side = height // 5
     margin = (height - 5 * side) // 2
     return side == 1 or (

@@ -106,8 +106,7 @@ class Keys(BankAttack):
     - "joint": the model's own margin, along its gradient at fixed neighbors and that of "vote",
       both of length 1: neighbors and their weights at a time, from the best point so far.
 
-    From the example itself, and again from `restarts` - 1 random points. "rank" is for classes
-    alone."""
+    From the example itself, and from `restarts` - 1 random points. "rank" is for classes alone."""
 
     losses: tuple[str, ...] = option(LOSSES, _check_losses)
     steps: int = option(50, check_count)
@@ -143,7 +142,6 @@ class Keys(BankAttack):
 
 
 def _by_rank(block: Block, aims: Tensor) -> Objective:
-    """Towards a class `aims` (n,) for each example of the block."""
     bank, target = block.bank, block.target
 
     def lead(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:

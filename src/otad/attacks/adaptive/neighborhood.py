@@ -33,9 +33,8 @@ OFF_ORIGIN = 0.95  # |middle| / median |point| above which distances drown in th
 
 def defended_of(model: nn.Module) -> OTAD | None:
     """The OTAD model that is, or shares its bank with, `model`; None for other models."""
-    if isinstance(model, Knn):
-        return model.model
-    return model if isinstance(model, OTAD) else None
+    inner = model.model if isinstance(model, Knn) else model
+    return inner if isinstance(inner, OTAD) else None
 
 
 def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
@@ -261,7 +260,7 @@ class Block:
         self.survivors.offer(moved, self.rows)
 
     def try_point(self, embedded: Tensor) -> Tensor:
-        """Offer embedded points (n,d) as inputs projected into the ball, which are returned."""
+        """Offer embedded points (n,d) as inputs of the ball, which are returned."""
         moved = self.survivors.project(self.bank.inputs(embedded, self.x), self.rows)
         self.offer(moved)
         return moved
