@@ -235,7 +235,6 @@ def _inputs(train_x: Tensor | None, chosen: Tensor, new: Tensor) -> Tensor | Non
     MASKED,
 )
 def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
-    """Rows that fell to black-box attacks while white-box ones of the same eps had failed."""
     if context.is_regression:
         raise NotRunError("nothing is broken in a regression")
     families = {record.family for record in context.records}

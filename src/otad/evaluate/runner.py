@@ -74,7 +74,11 @@ def evaluate(
     """
     started = time.perf_counter()
     x, y, threat = _prepared(model, x, y, threat)
-    radii = _radii(eps, threat)
+    given = [threat.eps] if eps is None else [float(value) for value in eps]
+    are_radii = given and all(0 <= value < math.inf for value in given)
+    expected = "at least one finite radius of at least 0, in ascending order"
+    require(are_radii and given == sorted({*given}), "eps", expected, given)
+    radii = tuple(sorted({*given, threat.eps}))
     check_count(batch_size, "batch_size")
     constants = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
     check_constants(model, constants)
@@ -174,13 +178,3 @@ def _prepared(
     tensors = *model.parameters(), *model.buffers(), x
     device = tensors[0].device
     return x.detach().to(device), y.detach().to(device), threat
-
-
-def _radii(eps: Sequence[float] | None, threat: LpBall) -> tuple[float, ...]:
-    if eps is None:
-        return (threat.eps,)
-    given = [float(value) for value in eps]
-    are_radii = given and all(0 <= value < math.inf for value in given)
-    expected = "at least one finite radius of at least 0, in ascending order"
-    require(are_radii and given == sorted({*given}), "eps", expected, given)
-    return tuple(sorted({*given, threat.eps}))

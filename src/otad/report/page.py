@@ -113,7 +113,7 @@ class Section(NamedTuple):
 
 
 class KeyNumber(NamedTuple):
-    """A number for the top of a report, with its name and a remark; an `alarm` is highlighted."""
+    """For the top of a report; an `alarm` is highlighted."""
 
     value: str
     name: str
