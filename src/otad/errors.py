@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class OtadError(Exception):
     """Base of all errors raised by this library."""
@@ -20,3 +23,11 @@ class MissingExtraError(OtadError, ImportError):
 
 class SolverError(OtadError, RuntimeError):
     """Rows of a batch could not be solved and the caller asked for an error."""
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """The module of an optional dependency."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(module.partition(".")[0], extra) from error

@@ -158,12 +158,7 @@ def test_other_potentials_and_a_climb(mode, potential, generator) -> None:
         problem = random_problem(generator, 4, count, 7, smoothness=1.0, strong_convexity=0.2)
         solver = ExactCip(mode=mode, potential=potential, climb=(0.3, 0.1))
         found = solver(problem)
-        expected = CvxpyCip(mode=mode)(
-            problem,
-            potentials=found.potentials,
-            smoothness=found.smoothness,
-            strong_convexity=found.strong_convexity,
-        )
+        expected = CvxpyCip(mode=mode)(problem, found)
         assert bool((found.status == Status.RAISED).any())
         assert float(problem.residual(found).max()) <= 1e-9
         assert float(problem.residual(expected).max()) <= 1e-9

@@ -25,19 +25,15 @@ def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:
     """Blocks of `chunk` rows, or of as many as fill the default working memory of the device."""
     batch, count, dim = problem.shape
     budget = _BLOCK_BYTES.get(problem.query.device.type, 2**26)
-    return blocks(
-        batch, chunk or max(1, budget // (2 * count * dim * problem.query.element_size()))
-    )
+    fitting = max(1, budget // (2 * count * dim * problem.query.element_size()))
+    return blocks(batch, chunk or fitting)
 
 
 def run_parts(
     parts: Sequence[Part], work: Callable[[Part], Result], device: torch.device
 ) -> list[Result]:
-    """`work` on every part, without gradients, in full precision.
-
-    On the CPU the parts are divided among as many threads as torch may use: its own batched
-    products of small matrices run on one.
-    """
+    """`work` on every part, without gradients, in full precision. On the CPU on as many threads as
+    torch may use: its own batched products of small matrices run on one."""
     allowed = torch.get_num_threads()
     threads = min(allowed, len(parts)) if device.type == "cpu" else 1
     without_gradients = torch.no_grad()(work)  # a setting of each thread
@@ -64,11 +60,8 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Float32 products in float32, by the plain BLAS, whatever the caller has set.
-
-    No autocast, no TF32; and no oneDNN, whose kernels for small batched products are reduced in
-    precision on some processors and many times slower than BLAS on others.
-    """
+    """No autocast, no TF32, and no oneDNN, whose kernels for small batched products are reduced in
+    precision on some processors and many times slower than BLAS on others."""
     precision, onednn = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
     torch.set_float32_matmul_precision("highest")
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]

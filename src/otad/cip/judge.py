@@ -1,7 +1,4 @@
-"""The judge of any solution of a convex integration problem: its KKT residual.
-
-Equations (2) and (3) are those of `otad.cip.problem`.
-"""
+"""The judge of any solution of eqs. (2) and (3) of `otad.cip.problem`: its KKT residual."""
 
 from __future__ import annotations
 
@@ -39,14 +36,12 @@ def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
 
 
 def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
-    arrays = problem.query[rows], problem.anchors_of(rows), problem.images_of(rows)
-    query, anchors, images = (part.double() for part in arrays)
+    images = problem.images_of(rows).double()
+    offset = problem.anchors_of(rows).double() - problem.query[rows].double()[:, None]
     map_smoothness, map_convexity = (part[rows] for part in map_curvature(problem, solution))
-    found = solution.rows(rows)
+    found, active = solution.rows(rows), solution.active[rows]
     parts = found.image, found.value, found.multipliers, found.potentials
     point, value, weight, potential = (part.double() for part in parts)
-    active = found.active
-    offset = anchors - query[:, None]
     square = offset.square().sum(-1)
 
     def shifted(smoothness: Tensor, strong_convexity: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +66,8 @@ def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
     offset_size, image_size = (
         part.norm(dim=-1).masked_fill(~active, 0.0).amax(1) for part in (offset, images)
     )
-    gaps = potential_gap, (-slack).amax(1), (weight * slack).abs().sum(1)
     return relative(
-        value_gap=torch.stack(gaps).amax(0),
+        value_gaps=(potential_gap, (-slack).amax(1), (weight * slack).abs().sum(1)),
         stationarity=(point - (weight[:, None] @ image)[:, 0]).norm(dim=-1),
         multipliers=weight,
         active=active,
@@ -85,7 +79,7 @@ def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
 
 def relative(
     *,
-    value_gap: Tensor,
+    value_gaps: tuple[Tensor, ...],
     stationarity: Tensor,
     multipliers: Tensor,
     active: Tensor,
@@ -93,16 +87,12 @@ def relative(
     offset_size: Tensor,
     modulus: Tensor,
 ) -> Tensor:
-    """One dimensionless residual (B,) out of the violations of one batch.
-
-    Features are measured against s = |z_i| + |l a_i|, values of the potential against
-    s |a_i| + s^2 / (2M), the largest of each: the sizes of the terms whose difference each
-    condition is.
-    """
+    """One dimensionless residual (B,) from the violations (B,), measured by the largest terms whose
+    difference each is: features by s = |z_i| + |l a_i|, values by s |a_i| + s^2 / (2M)."""
     tiny = torch.finfo(torch.float64).tiny
     value_size = image_size * offset_size + image_size.square() / (2 * modulus)
     violations = (
-        value_gap / value_size.clamp_min(tiny),
+        torch.stack(value_gaps).amax(0) / value_size.clamp_min(tiny),
         stationarity / image_size.clamp_min(tiny),
         torch.where(active, -multipliers, multipliers.abs()).amax(1),
         (multipliers.sum(1) - 1).abs(),

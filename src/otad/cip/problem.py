@@ -15,19 +15,12 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from otad.checks import (
-    STORAGE_DTYPES,
-    check_alike,
-    check_finite,
-    check_shape,
-    check_tensor,
-    require,
-)
+from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor, require
 from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
@@ -38,15 +31,14 @@ _FETCHED_BYTES = 2**29  # of rows copied from a bank in a file or on another dev
 
 @dataclass(frozen=True, eq=False, init=False)
 class _Problem:
-    """What both kinds of problem share."""
-
+    per_row: ClassVar[tuple[str, ...]]  # the names of further tensors with a row per query
     query: Tensor
     smoothness: Tensor
     strong_convexity: Tensor
     has_strong_convexity: bool
 
     def in_double(self) -> Self:
-        """The same with a query in float64, so that products are computed in float64 too."""
+        """The same with a query in float64, and so with products in float64."""
         return self._replaced(query=self.query.double())
 
     def residual(self, solution: CipSolution) -> Tensor:
@@ -59,9 +51,9 @@ class _Problem:
         made.__dict__.update(changes)
         return made
 
-    def _selected(self, rows: Tensor, *names: str) -> Self:
-        """Some rows (b,) of the tensors of these names, of the query and of the curvature."""
-        names = ("query", "smoothness", "strong_convexity", *names)
+    def select(self, rows: Tensor) -> Self:
+        """The problem of some rows (b,)."""
+        names = ("query", "smoothness", "strong_convexity", *self.per_row)
         return self._replaced(**{name: gathered(getattr(self, name), rows) for name in names})
 
     def _set(
@@ -76,11 +68,12 @@ class _Problem:
             good, is_nonzero = 0 < smoothness > strong_convexity, strong_convexity != 0
         if not good:
             row = int(((high <= 0) | (high <= low)).nonzero()[0])
-            got = f"smoothness {high[row].item()} and strong_convexity {low[row].item()}"
-            expected = "a value above 0 and above strong_convexity"
-            raise InputError(f"smoothness: expected {expected}, got {got} in row {row}")
-        curvature = {"smoothness": high, "strong_convexity": low}
-        self.__dict__.update(curvature, has_strong_convexity=is_nonzero, **parts)
+            expected = f"a value above 0 and above strong_convexity {low[row].item()}"
+            raise InputError(
+                f"smoothness: expected {expected}, got {high[row].item()} in row {row}"
+            )
+        parts |= {"smoothness": high, "strong_convexity": low}
+        self.__dict__.update(parts, has_strong_convexity=is_nonzero)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -88,10 +81,11 @@ class CipProblem(_Problem):
     """Queries (B,d) with their anchors (B,K,d) and images (B,K,d), all of one dtype and device.
 
     `smoothness` (L > 0) and `strong_convexity` (l < L, may be negative) are numbers or one value
-    per row; they are stored as float64 tensors (B,). `has_strong_convexity`: whether some l is
-    other than 0. Gradients flow through `query` alone.
+    per row, stored as float64 tensors (B,). `has_strong_convexity`: whether some l is other than 0.
+    Gradients flow through `query` alone.
     """
 
+    per_row = ("anchors", "images")
     anchors: Tensor
     images: Tensor
 
@@ -106,13 +100,10 @@ class CipProblem(_Problem):
         check_tensor(query, "query", "B,d")
         parts = {"anchors": anchors, "images": images}
         for name, tensor in parts.items():
-            check_tensor(tensor, name, "B,K,d", finite=False)
-        shape = len(query), anchors.shape[1], query.shape[1]
-        check_shape(anchors, "anchors", shape, "(B,K,d) to match query")
-        check_shape(images, "images", shape, "to match anchors")
-        for name, tensor in parts.items():
+            check_tensor(tensor, name, "B,K,d")
+            shape = len(query), anchors.shape[1], query.shape[1]
+            check_shape(tensor, name, shape, "(B,K,d) to match query and anchors")
             check_alike(tensor, name, query, "query")
-            check_finite(tensor, name)
             _refuse_gradient(tensor, name)
         self._set(smoothness, strong_convexity, query=query, **parts)
 
@@ -127,19 +118,16 @@ class CipProblem(_Problem):
     def images_of(self, rows: slice) -> Tensor:
         return self.images[rows]
 
-    def select(self, rows: Tensor) -> Self:
-        return self._selected(rows, "anchors", "images")
-
 
 @dataclass(frozen=True, eq=False, init=False)
 class BankProblem(_Problem):
     """The same problem with neighbors named by `indices` (B,K) into a bank of pairs (N,d).
 
     Neighbors are gathered block by block, so a batch never needs its B*K*d neighbors in memory at
-    once. The bank may be half precision and may be on another device or memory-mapped from a file;
-    it is assumed to be finite.
+    once. The bank may be half precision, on another device or memory-mapped; it is assumed finite.
     """
 
+    per_row = ("indices",)
     inputs: Tensor
     features: Tensor
     indices: Tensor
@@ -157,13 +145,11 @@ class BankProblem(_Problem):
         parts = {"inputs": inputs, "features": features}
         for name, tensor in parts.items():
             check_tensor(tensor, name, "N,d", dtypes=STORAGE_DTYPES, finite=False)
-        check_tensor(indices, "indices", "B,K", dtypes=(torch.int64,), finite=False)
-        check_shape(inputs, "inputs", (len(inputs), query.shape[1]), "(N,d) to match query")
-        check_shape(features, "features", tuple(inputs.shape), "to match inputs")
-        check_shape(indices, "indices", (len(query), indices.shape[1]), "(B,K) to match query")
-        check_alike(features, "features", inputs, "inputs")
-        for name, tensor in parts.items():
+            check_shape(tensor, name, (len(inputs), query.shape[1]), "(N,d) to match query")
+            check_alike(tensor, name, inputs, "inputs")
             _refuse_gradient(tensor, name)
+        check_tensor(indices, "indices", "B,K", dtypes=(torch.int64,), finite=False)
+        check_shape(indices, "indices", (len(query), indices.shape[1]), "(B,K) to match query")
         _check_values(query, indices, len(inputs))
         parts |= {"query": query, "indices": indices.to(inputs.device)}
         self._set(smoothness, strong_convexity, **parts)
@@ -173,25 +159,22 @@ class BankProblem(_Problem):
         return *self.indices.shape, self.query.shape[1]
 
     def anchors_of(self, rows: slice) -> Tensor:
-        """The gathered anchors of some rows, on the query's device, in the bank's dtype."""
+        """On the query's device, in the bank's dtype."""
         return gathered(self.inputs, self.indices[rows], self.query.device)
 
     def images_of(self, rows: slice) -> Tensor:
         return gathered(self.features, self.indices[rows], self.query.device)
 
-    def select(self, rows: Tensor) -> Self:
-        return self._selected(rows, "indices")
-
     def fetched(self) -> Self:
         """The same with the bank rows it needs copied to the query's device, each read once, if
         the bank is in a file or on another device and they fit in memory."""
-        bank, device = (self.inputs, self.features), self.query.device
+        device = self.query.device
         if self.inputs.device == device and in_file(self.inputs) is None:
             return self
         used, places = self.indices.cpu().unique(return_inverse=True)  # in file order
         if 2 * len(used) * self.inputs[0].nbytes > _FETCHED_BYTES:
             return self
-        inputs, features = (gathered(part, used, device) for part in bank)
+        inputs, features = (gathered(part, used, device) for part in (self.inputs, self.features))
         return self._replaced(inputs=inputs, features=features, indices=places.to(device))
 
 
@@ -203,7 +186,7 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
         found = torch.stack((total, *(end.double() for end in ends))).tolist()
         if math.isfinite(found[0]) and found[1] >= 0 and found[2] < points:
             return
-    check_finite(query, "query")
+    check_tensor(query, "query", "B,d")
     low, high = (int(end) for end in ends)
     fits = low >= 0 and high < points
     require(fits, "indices", f"bank rows 0 to {points - 1}", f"{low} to {high}")
@@ -212,10 +195,9 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
 def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         value = value.expand(len(query)) if value.dim() == 0 else value
-        check_tensor(value, name, "B", finite=False)
+        check_tensor(value, name, "B")
         check_shape(value, name, (len(query),), "(one value per query) or a number")
         require(value.device == query.device, name, f"device {query.device}", value.device)
-        check_finite(value, name)
         return value.detach().double()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(is_number, name, "a number or a tensor (B,)", type(value).__name__)

@@ -1,8 +1,7 @@
 """An independent reference: eqs. (2) and (3) as the paper prints them, one conic program per row.
 
-It shares nothing with the exact solver but the interface. Potentials come from a longest-path
-closure in the paper's own (L, l) form, the least smoothness from a linear program (HiGHS), the
-feature from K quadratic constraints in R^d (CVXPY and Clarabel).
+Potentials come from a longest-path closure in the paper's (L, l) form, the least smoothness from a
+linear program (HiGHS), the feature from K quadratic constraints in R^d (CVXPY and Clarabel).
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from otad.checks import check_choice
 from otad.cip.judge import kkt_residual
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
-from otad.errors import MissingExtraError, SolverError
+from otad.errors import SolverError, import_extra
 
 Array = NDArray[np.float64]
 Optimum = tuple[Array, float, Array]  # image (d,), value, multipliers (K,)
@@ -32,12 +30,9 @@ _ROUNDING = 1e-11  # cycles and 1/(L - l) up to this, beside their largest term,
 
 @dataclass(frozen=True)
 class CvxpyCip:
-    """Solves a `CipProblem` or `BankProblem` row by row; interface and options as in `ExactCip`.
-
-    The solution carries no gradient. `potentials` (B,K) may be given, with the `smoothness` and
-    `strong_convexity` (B,) they are feasible for; otherwise the canonical ones are found, for the
-    least smoothness where the requested one is too small.
-    """
+    """Solves a problem row by row, without gradients; options as in `ExactCip`. The potentials and
+    their curvature are those of a `given` solution; by default the canonical ones, for the least
+    smoothness where the requested one is too small."""
 
     mode: str = "consistent"
     on_failure: str = "raise"
@@ -46,27 +41,16 @@ class CvxpyCip:
         check_choice(self.mode, "mode", ("consistent", "paper"))
         check_choice(self.on_failure, "on_failure", ("raise", "abstain", "fallback"))
 
-    def __call__(
-        self,
-        problem: RowProblem,
-        *,
-        potentials: Tensor | None = None,
-        smoothness: Tensor | None = None,
-        strong_convexity: Tensor | None = None,
-    ) -> CipSolution:
-        query, (high, low) = problem.query, (problem.smoothness, problem.strong_convexity)
-        used = (
-            high if smoothness is None else smoothness,
-            low if strong_convexity is None else strong_convexity,
-        )
+    def __call__(self, problem: RowProblem, given: CipSolution | None = None) -> CipSolution:
+        query, curvature = problem.query, given or problem
         rows = []
         for i in range(problem.shape[0]):
             at = slice(i, i + 1)
-            parts = (query[at], problem.anchors_of(at), problem.images_of(at))
-            at_query, anchors, images = (part[0].detach().double().cpu().numpy() for part in parts)
-            given = None if potentials is None else potentials[i].double().cpu().numpy()
-            curvatures = ([float(part[i]) for part in pair] for pair in ((high, low), used))
-            rows.append(self._row(at_query, anchors, images, given, *curvatures))
+            parts = [query[at], problem.anchors_of(at), problem.images_of(at)]
+            parts += [] if given is None else [given.potentials[at]]
+            arrays = [part[0].detach().double().cpu().numpy() for part in parts]
+            pairs = ((x.smoothness[i], x.strong_convexity[i]) for x in (problem, curvature))
+            rows.append(self._row(arrays, *([float(part) for part in pair] for pair in pairs)))
         kinds = (query.dtype,) * 4 + (torch.float64,) * 2 + (torch.int64,)
         image, value, multipliers, levels, high, low, status = (
             torch.as_tensor(np.stack(column)).to(query.device, kind)
@@ -79,18 +63,13 @@ class CvxpyCip:
         return replace(solution, residual=kkt_residual(problem, solution))
 
     def _row(
-        self,
-        query: Array,
-        anchors: Array,
-        images: Array,
-        levels: Array | None,
-        requested: list[float],
-        used: list[float],
+        self, arrays: list[Array], requested: list[float], used: list[float]
     ) -> tuple[Any, ...]:
         """Image, value, multipliers, potentials, smoothness, strong convexity and status."""
-        high, low = used
-        status = Status.SOLVED
-        if levels is None:
+        (query, anchors, images, *given), (high, low) = arrays, used
+        if given:
+            levels, status = given[0], Status.SOLVED
+        else:
             levels, high, status = find_potentials(anchors, images, high, low)
         if not status.failed:
             curvature = requested if self.mode == "paper" else (high, low)
@@ -128,10 +107,7 @@ class _Quadratics:
 
     def solve(self) -> Optimum | None:
         """z' (d,), v and the multipliers (K,), or None where Clarabel gets stuck."""
-        try:
-            import cvxpy as cp
-        except ImportError as error:
-            raise MissingExtraError("cvxpy", "reference") from error
+        cp = import_extra("cvxpy", "reference")
         count, dim = self.images.shape
         value, point = cp.Variable(), cp.Variable((1, dim))
         gaps = self.images - np.ones((count, 1)) @ point
@@ -153,8 +129,8 @@ class _Quadratics:
     def _polish(self, point: Array, multipliers: Array) -> Optimum:
         """The optimum with the smallest duality gap on any likely support of the multipliers.
 
-        An interior point method that ends with a gap of 1e-10 is still 1e-5 from z'. All K bounds
-        have the same Hessian, so on the right support ONE Newton step from there is exact.
+        With a gap of 1e-10 an interior point is still 1e-5 from z'. All K bounds have the same
+        Hessian, so on the right support one Newton step from there is exact.
         """
         span, height = self.high - self.low, self.at(point)
         slope = (point - self.images + self.low * self.offsets) / span
@@ -206,8 +182,8 @@ def difference_bounds(anchors: Array, images: Array, high: float, low: float) ->
 
 
 def canonical_potentials(bounds: Array) -> tuple[Array, float]:
-    """Potentials (K,), mean zero, and the worst cycle beside the largest bound: they are feasible
-    unless it is positive."""
+    """Potentials (K,), mean zero, and the worst cycle beside the largest bound: at most 0 if they
+    are feasible."""
     longest = bounds.copy()
     for k in range(len(longest)):
         longest = np.maximum(longest, longest[:, [k]] + longest[[k]])

@@ -7,7 +7,6 @@ point is proved to be farther away than its K-th neighbor. Other rows get a long
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from otad.checks import (
     check_tensor,
     require,
 )
-from otad.errors import MissingExtraError
+from otad.errors import import_extra
 from otad.io.mapped_rows import block_of, gathered, in_file
 from otad.search.confirmed_product import product_error, row_norms, shortlist
 
@@ -235,7 +234,7 @@ class FaissSearch(NeighborSearch):
 
     def __init__(self, points: Tensor) -> None:
         super().__init__(points)
-        self._index: Any = import_faiss().IndexFlatL2(points.shape[1])
+        self._index: Any = import_extra("faiss", "index").IndexFlatL2(points.shape[1])
         for _, block in self._scaled_blocks():
             self._index.add(block.to("cpu", torch.float32).numpy())
 
@@ -258,10 +257,3 @@ def _ordered_sum(rows: Tensor) -> Tensor:
         rows[:, : width - half].add_(rows[:, half:width])
         width = half
     return rows[:, 0]
-
-
-def import_faiss() -> Any:
-    try:
-        return importlib.import_module("faiss")
-    except ImportError as error:
-        raise MissingExtraError("faiss", "index") from error

@@ -1,9 +1,9 @@
 """Eq. (2) for one row in a Triton kernel: whether potentials exist, and for which curvature.
 
 As `otad.cip.local.potentials` and `otad.cip.local.relax`, for the first `count` neighbors of a row.
-The products are K x K tiles in registers, float64, padded to a power of two: slope_ij = <c_j, a_i>,
-mixed = slope + slope^T, images <c_i, c_j>, offsets <a_i, a_j>. Entries of a tile have no addresses:
-one is read by masking out all others and adding up.
+The products are K x K `tiles` in registers, float64, padded to a power of two: slope_ij =
+<c_j, a_i>, mixed = slope + slope^T, images <c_i, c_j>, offsets <a_i, a_j>; `sizes` are the largest
+|a_i| and |c_i|. An entry of a tile has no address: it is read by masking all others and adding up.
 """
 
 # Kernels are compiled from their source, not called: their arguments carry no Python types.
@@ -94,8 +94,9 @@ def closure_with_slope(weights, bend, count: constexpr, padded: constexpr):
 
 
 @triton.jit
-def shifted(slope, mixed, images, offsets, low, shifts: constexpr):
+def shifted(tiles, low, shifts: constexpr):
     """Slope and images after the shift z~_i = z_i - l a_i that makes l = 0."""
+    slope, mixed, images, offsets = tiles
     if shifts:
         images = images - low * mixed + low * low * offsets
         slope = slope - low * offsets
@@ -103,11 +104,10 @@ def shifted(slope, mixed, images, offsets, low, shifts: constexpr):
 
 
 @triton.jit
-def constraints(
-    slope, mixed, images, offsets, low, a_max, c_max, noise, shifts: constexpr, padded: constexpr
-):
+def constraints(tiles, sizes, low, noise, shifts: constexpr, padded: constexpr):
     """rise, bend of u_i - u_j >= rise_ij + bend_ij / M, and the rounding error of each."""
-    slope, images = shifted(slope, mixed, images, offsets, low, shifts)
+    slope, images = shifted(tiles, low, shifts)
+    a_max, c_max = sizes
     rise = slope - diagonal_of(slope, padded)[None, :]
     square = diagonal_of(images, padded)
     bend = tl.maximum((square[:, None] + square[None, :]) / 2 - images, 0.0)
@@ -116,48 +116,32 @@ def constraints(
 
 
 @triton.jit
-def weights_at(rise, bend, error, flatness, count: constexpr, padded: constexpr):
-    """Weights of the digraph: -inf beyond the neighbors in use, 0 on the diagonal."""
+def weights_at(bounds, flatness, exact: constexpr, count: constexpr, padded: constexpr):
+    """Weights of the digraph: -inf beyond the neighbors in use, 0 on the diagonal; unless `exact`,
+    with an allowance for rounding."""
     i = tl.arange(0, padded)
+    rise, bend, rise_error, bend_error = bounds
+    error = rise_error * 0 if exact else rise_error + bend_error * tl.abs(flatness)
     weights = rise + bend * flatness - error
     weights = tl.where(pairs_of(count, padded), weights, -float("inf"))
     return tl.where(i[:, None] == i[None, :], 0.0, weights)
 
 
 @triton.jit
-def longest_paths(
-    rise, bend, rise_error, bend_error, flatness, count: constexpr, padded: constexpr
-):
+def longest_paths(bounds, flatness, count: constexpr, padded: constexpr):
     """The closure and its worst cycle; with an allowance for rounding where it is positive."""
-    weights = weights_at(rise, bend, rise_error * 0, flatness, count, padded)
-    longest = closure(weights, count, padded)
+    longest = closure(weights_at(bounds, flatness, True, count, padded), count, padded)
     cycle = tl.max(diagonal_of(longest, padded), axis=0)
     if cycle > 0:
-        error = rise_error + bend_error * tl.abs(flatness)
-        longest = closure(weights_at(rise, bend, error, flatness, count, padded), count, padded)
+        longest = closure(weights_at(bounds, flatness, False, count, padded), count, padded)
         cycle = tl.max(diagonal_of(longest, padded), axis=0)
     return longest, cycle
 
 
 @triton.jit
-def climbed(
-    slope,
-    mixed,
-    images,
-    offsets,
-    a_max,
-    c_max,
-    high,
-    low,
-    steps,
-    shifts: constexpr,
-    count: constexpr,
-    padded: constexpr,
-):
+def climbed(tiles, sizes, high, low, steps, shifts: constexpr, count: constexpr, padded: constexpr):
     """(L + t up, l - t down) for the first step t with potentials; L is infinite if there is none.
-
-    `steps`: noise, the steps up and down, the cap.
-    """
+    `steps`: noise, the steps up and down, the cap."""
     noise, up = tl.load(steps), tl.load(steps + 1)
     down, cap = tl.load(steps + 2), tl.load(steps + 3)
     room = tl.where(up > 0, (cap - high) / tl.where(up > 0, up, 1.0), _MOST_CLIMB)
@@ -170,10 +154,8 @@ def climbed(
     while going:  # doubling until a step works, then halving
         least = low - probe * down
         flatness = 1 / (tl.minimum(high + probe * up, cap) - least)
-        rise, bend, rise_error, bend_error = constraints(
-            slope, mixed, images, offsets, least, a_max, c_max, noise, shifts, padded
-        )
-        _, cycle = longest_paths(rise, bend, rise_error, bend_error, flatness, count, padded)
+        bounds = constraints(tiles, sizes, least, noise, shifts, padded)
+        _, cycle = longest_paths(bounds, flatness, count, padded)
         fine = cycle <= 0
         stuck = (above >= last) & (fine == 0)
         grown = tl.minimum(2 * above, last)
@@ -187,8 +169,9 @@ def climbed(
 
 
 @triton.jit
-def greatest_flatness(rise, bend, rise_error, bend_error, count: constexpr, padded: constexpr):
+def greatest_flatness(bounds, count: constexpr, padded: constexpr):
     """The largest 1/M without a positive cycle, by Newton's method from above."""
+    rise, bend, _, bend_error = bounds
     # Cycles of two neighbors give the first bound.
     rise2, bend2 = rise + tl.trans(rise), bend + tl.trans(bend)
     bounding = pairs_of(count, padded) & (bend2 > 2 * bend_error)
@@ -197,8 +180,7 @@ def greatest_flatness(rise, bend, rise_error, bend_error, count: constexpr, padd
     steps = 0
     going = tl.abs(flatness) < float("inf")
     while going:
-        error = rise_error + bend_error * tl.abs(flatness)
-        weights = weights_at(rise, bend, error, flatness, count, padded)
+        weights = weights_at(bounds, flatness, False, count, padded)
         gain, rate = closure_with_slope(weights, bend, count, padded)
         positive = (gain > 0) & (rate > 0)
         bound = tl.where(positive, flatness - gain / tl.where(positive, rate, 1.0), float("inf"))

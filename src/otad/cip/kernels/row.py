@@ -1,9 +1,8 @@
 """One row, from inner products to multipliers, in one Triton kernel.
 
-A program holds its row's K x K products in registers and finds potentials, relaxing the curvature
-where it must, then the multipliers, the value and the residual, as `otad.cip.local.solve_torch` and
-`otad.cip.local.pivoting` do for a batch. A row that needs more (a neighbor to leave out, numbers
-out of range, too many pivots) is left to them.
+A program finds potentials, relaxing the curvature where it must, then multipliers, value and
+residual, as `otad.cip.local.solve_torch` and `otad.cip.local.pivoting` do for a batch. A row
+that needs more (a neighbor to leave out, numbers out of range, too many pivots) is left to them.
 """
 
 # mypy: ignore-errors
@@ -13,20 +12,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from otad.cip.kernels.relax import (
-    climbed,
-    constraints,
-    diagonal_of,
-    entry_of,
-    first_at,
-    greatest_flatness,
-    largest,
-    longest_paths,
-    pairs_of,
-    row_of,
-    shifted,
-    with_cross,
-)
+from otad.cip.kernels import relax
+from otad.cip.kernels.relax import diagonal_of, entry_of, first_at, row_of, with_cross
 from otad.cip.solution import Status
 
 _INFEASIBLE = constexpr(int(Status.INFEASIBLE))
@@ -40,7 +27,7 @@ _REFINEMENTS = constexpr(3)  # beyond the first
 def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
     """Potentials of mean zero from the longest paths, and how far they violate eq. (2)."""
     active = tl.arange(0, padded) < count
-    paths = tl.where(pairs_of(count, padded), longest, 0.0)
+    paths = tl.where(relax.pairs_of(count, padded), longest, 0.0)
     lowest = tl.sum(paths, axis=1) / count
     highest = -tl.sum(paths, axis=0) / count
     if rule == "lowest":
@@ -50,7 +37,7 @@ def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
     else:
         chosen = (lowest + highest) / 2
     chosen = tl.where(active, chosen - tl.sum(chosen, axis=0) / count, 0.0)
-    return chosen, largest(longest + chosen[None, :] - chosen[:, None])
+    return chosen, relax.largest(longest + chosen[None, :] - chosen[:, None])
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -133,30 +120,22 @@ def row_kernel(
 
     # Potentials, for the requested curvature or the nearest that works.
     high, low = requested_high, requested_low
-    rise, bend, rise_error, bend_error = constraints(
-        slope, mixed, images, offsets, low, a_max, c_max, noise, shifts, padded
-    )
-    longest, cycle = longest_paths(
-        rise, bend, rise_error, bend_error, 1 / (high - low), count, padded
-    )
+    tiles = slope, mixed, images, offsets
+    sizes = a_max, c_max
+    bounds = relax.constraints(tiles, sizes, low, noise, shifts, padded)
+    longest, cycle = relax.longest_paths(bounds, 1 / (high - low), count, padded)
     raised = cycle > 0
     if raised:
         if climbs:
-            high, low = climbed(
-                slope, mixed, images, offsets, a_max, c_max, high, low, steps, shifts, count, padded
-            )
-            rise, bend, rise_error, bend_error = constraints(
-                slope, mixed, images, offsets, low, a_max, c_max, noise, shifts, padded
-            )
+            high, low = relax.climbed(tiles, sizes, high, low, steps, shifts, count, padded)
+            bounds = relax.constraints(tiles, sizes, low, noise, shifts, padded)
         else:
-            flatness = greatest_flatness(rise, bend, rise_error, bend_error, count, padded)
+            flatness = relax.greatest_flatness(bounds, count, padded)
             exists = flatness > 0
             least = tl.where(exists, 1 / tl.where(exists, flatness, 1.0), float("inf"))
             # Slightly above the least, so that rounding does not leave a cycle positive.
             high = tl.maximum(low + least * (1 + 16 * noise), high)
-        longest, _ = longest_paths(
-            rise, bend, rise_error, bend_error, 1 / (high - low), count, padded
-        )
+        longest, _ = relax.longest_paths(bounds, 1 / (high - low), count, padded)
     exists = high < float("inf")
     found = finite & exists & (high <= cap)
     fails = finite & (exists == 0) & (cap == float("inf"))
@@ -171,7 +150,7 @@ def row_kernel(
     else:
         map_high, map_low = requested_high, requested_low
     modulus = map_high - map_low
-    slope, images = shifted(slope, mixed, images, offsets, map_low, shifts)
+    slope, images = relax.shifted(tiles, map_low, shifts)
     line = level - (map_low / 2 * square + tilt)
     line = line - diagonal_of(slope, padded) + diagonal_of(images, padded) / (2 * modulus)
     weights, inverse, solved = maximize_on_simplex(images, modulus * line, noise, count, padded)

@@ -1,7 +1,6 @@
 """The feature z' as a differentiable function of the query.
 
-The multipliers solve a linear system on their support, so with the sensitivity H (B,K,K) of the
-multipliers to the K lines <z~_i, x'> the derivatives are
+With the sensitivity H (B,K,K) of the multipliers to the K lines <z~_i, x'> the derivatives are
 
     d lambda / dx' = H Z~,      dz'/dx' = l I + Z~^T H Z~,      dv/dx' = z'.
 

@@ -1,16 +1,13 @@
-"""Active-set pivoting on the simplex: finite whatever the data, one pivot a round.
-
-    maximize  c . w - w^T G w / 2     over  w >= 0, sum w = 1
+"""Active-set pivoting on the simplex, for the quadratic program of `otad.cip.local.simplex_qp`.
 
 The weights in the basis S solve the problem on the affine hull of S; a neighbor outside S with a
-positive gain enters, one whose weight turns negative leaves. Each round is ONE symmetric pivot per
+positive gain enters, one whose weight turns negative leaves. Each round is one symmetric pivot per
 unfinished row on the tableau
 
     T = [ -N       N G_SR      ]        N: inverse of the bordered matrix [G_SS 1; 1^T 0], S block
         [ G_RS N   Schur block ]        R: the neighbors outside S
 
-updated by a rank-one change of size K x K. The objective rises with every step, so no basis is
-visited twice and the method ends after finitely many pivots.
+The objective rises with every step, so no basis is visited twice and the method always ends.
 """
 
 from __future__ import annotations
@@ -24,9 +21,8 @@ _MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is re
 
 
 def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Cholesky factor (B,K,K) of H = G + 1 1^T, the `matrix`, on the `support` (B,K) of ones and
-    zeros, of the identity elsewhere; and whether the images in the support are affinely independent
-    (B,): if not, the factor is meaningless."""
+    """Cholesky factor (B,K,K) of the `matrix` G + 1 1^T on the `support` (B,K) of ones and zeros,
+    with the identity elsewhere; and whether the images there are affinely independent (B,)."""
     part = matrix * (support[:, :, None] * support[:, None])
     part.diagonal(dim1=1, dim2=2).add_(1 - support)
     found, failed = torch.linalg.cholesky_ex(part)
@@ -50,13 +46,10 @@ def reduced_inverse(factors: Tensor, support: Tensor, edge: Tensor, rate: Tensor
 def pivot_to_optimum(
     quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (K,B), inverse N (K,K,B) and whether the row was solved (B,).
-
-    `quadratic` (K,K,B) has no diagonal entry above 1, `linear` and `active` are (K,B).
-    """
+    """Weights (K,B), inverse N (K,K,B), whether a row was solved (B,). `quadratic` (K,K,B) has no
+    diagonal entry above 1, `linear` and `active` are (K,B)."""
     found = _pivot_all(_start(quadratic, linear, active, tolerance), tolerance)
-    # Pivots add up rounding errors: repeat from a fresh tableau of the basis found. Usually no
-    # pivot is left to do.
+    # Pivots add up rounding errors: repeat from a fresh tableau of the basis found.
     state, regular = _fresh_start(quadratic, linear, active, found[0], tolerance)
     rows = (regular & found[2]).nonzero()[:, 0]
     for held, better in zip(found, _pivot_all(state.columns(rows), tolerance), strict=True):
@@ -65,7 +58,7 @@ def pivot_to_optimum(
 
 
 def _pivot_all(state: _State, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (K,B), inverse N (K,K,B), and whether the row was solved (B,), from any start."""
+    """The same from any start."""
     weights, inverse = torch.zeros_like(state.weights), torch.zeros_like(state.tableau)
     solved = torch.zeros_like(weights[0], dtype=torch.bool)
     place = torch.arange(len(solved), device=solved.device)
@@ -109,18 +102,11 @@ def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) 
     basis = torch.zeros_like(linear).scatter_(0, best, 1.0)
     _put(tableau, best, 1 - basis)
     target = gain * (1 - basis) + basis
-    return _state(tableau, target, basis.clone(), basis, active, gain, tolerance)
+    return _state(active, tolerance, gain, tableau, target, basis.clone(), basis)
 
 
-def _state(
-    tableau: Tensor,
-    target: Tensor,
-    weights: Tensor,
-    basis: Tensor,
-    active: Tensor,
-    gain: Tensor,
-    tolerance: float,
-) -> _State:
+def _state(active: Tensor, tolerance: float, gain: Tensor, *parts: Tensor) -> _State:
+    tableau, target, weights, basis = parts
     barrier = torch.where(active & (basis == 0), 0.0, -torch.inf).to(basis)
     entering = torch.full_like(weights[0], -1, dtype=torch.int64)
     gain_floor = tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0))
@@ -151,8 +137,8 @@ def _fresh_start(
     gain = slope - aim.mT @ slope
     target = (aim * inside[:, :, None] + gain * outside)[:, :, 0].mT.contiguous()
     tableau = tableau.permute(1, 2, 0).contiguous()
-    gain = gain[:, :, 0].mT
-    return _state(tableau, target, weights.clone(), basis, active, gain, tolerance), regular
+    parts = gain[:, :, 0].mT, tableau, target, weights.clone(), basis
+    return _state(active, tolerance, *parts), regular
 
 
 def _pick(matrix: Tensor, index: Tensor) -> Tensor:
@@ -168,8 +154,8 @@ def _put(matrix: Tensor, index: Tensor, row: Tensor) -> None:
 
 
 def _advance(state: _State, tolerance: float) -> Tensor:
-    """One pivot in every unfinished row; True for the rows that are finished (B,). Masks are
-    multiplied or added where possible: that is many times faster than selecting."""
+    """One pivot in every unfinished row; True for the rows that are finished (B,)."""
+    # Masks are multiplied or added where possible: that is many times faster than selecting.
     target, weights = state.target, state.weights
     due = state.entering >= 0
     point = target * state.basis
@@ -195,8 +181,7 @@ def _advance(state: _State, tolerance: float) -> Tensor:
 
 
 def _exchange(state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float) -> Tensor:
-    """In `flat` rows, move as far as possible along the entering direction; then the one that
-    leaves is the pivot."""
+    """Move `flat` rows as far as possible along the entering direction; who leaves is the pivot."""
     column = _pick(state.tableau, best[None])
     open_end = (column <= tolerance) | (state.basis == 0)
     reach, leaving = (state.weights / column).masked_fill(open_end, torch.inf).min(0)

@@ -2,9 +2,9 @@
 
 u_i - u_j >= w_ij has a solution iff the complete digraph with weights w has no positive cycle.
 The max-plus closure D (the longest path from j to i) decides that, and gives the potentials:
-every column of D is the lowest potential that vanishes at its own neighbor, minus every row the
-highest. With w = s + t / M, the least M is a minimum-ratio-cycle problem, solved exactly here by
-Newton's method on 1/M. Arrays are (K,K,B), batch last; inactive neighbors have weight -inf.
+column j of D is the lowest potential that vanishes at j, minus row j the highest. With w = s + t/M,
+the least M is a minimum-ratio-cycle problem, solved exactly by Newton's method on 1/M. Arrays are
+(K,K,B), batch last; inactive neighbors have weight -inf.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.cip.local.products import Gram, products_of
+from otad.cip.local.products import Gram, diagonal, products_of
 from otad.cip.protocols import RowProblem
 
 POTENTIALS = ("canonical", "lowest", "highest")
@@ -40,8 +40,7 @@ class Constraints:
         return Constraints(rise, bend, active, noise * image * offset, noise * image.square())
 
     def weights(self, flatness: Tensor, *, exact: bool = False) -> Tensor:
-        """w (K,K,B), with -inf wherever a neighbor is left out, and 0 on the diagonal; `exact`:
-        without the allowance for rounding."""
+        """w (K,K,B), 0 on the diagonal; `exact`: without the allowance for rounding."""
         weights = self.rise + self.bend * flatness
         if not exact:
             weights -= self.rise_error + self.bend_error * flatness.abs()
@@ -59,7 +58,7 @@ class Constraints:
 
 
 def _between_active(values: Tensor, active: Tensor, fill: float) -> Tensor:
-    """values (K,K,B) with `fill` wherever one of the two neighbors is left out."""
+    """Values (K,K,B) with `fill` wherever one of the two neighbors is left out."""
     if bool(active.all()):
         return values
     return values.masked_fill(~(active[:, None] & active[None]), fill)
@@ -95,8 +94,8 @@ def potentials_from_paths(longest: Tensor, active: Tensor, rule: str) -> Tensor:
 def greatest_flatness(constraints: Constraints) -> Tensor:
     """The largest 1/M (B,) without a positive cycle: +inf if every M > 0 will do, <= 0 if none.
 
-    Newton's method from above. A closed walk of value s(C) + t(C)/M > 0 proves that 1/M must not
-    exceed -s(C)/t(C); the closure gives the longest such walk, so every step is a valid bound.
+    Newton's method from above: a closed walk of value s(C) + t(C)/M > 0 proves that 1/M is at most
+    -s(C)/t(C), and the closure gives the longest such walk.
     """
     bend, active = constraints.bend, constraints.active
     # Cycles of two neighbors give the first bound.
@@ -125,8 +124,7 @@ def _walk_bound(constraints: Constraints, flatness: Tensor) -> Tensor:
         longer = path > longest
         torch.where(longer, reach_slope + onward_slope, slope, out=slope)
         torch.where(longer, path, longest, out=longest)
-    gain = longest.diagonal(dim1=0, dim2=1).mT
-    rate = slope.diagonal(dim1=0, dim2=1).mT
+    gain, rate = diagonal(longest), diagonal(slope)
     positive = (gain > 0) & (rate > 0)
     return (flatness - gain / rate).masked_fill(~positive, torch.inf).amin(0)
 
@@ -134,24 +132,20 @@ def _walk_bound(constraints: Constraints, flatness: Tensor) -> Tensor:
 def critical(constraints: Constraints) -> Tensor:
     """The neighbors (K,B) on the cycle that forbids a greater flatness than the greatest."""
     flatness = greatest_flatness(constraints)
-    # Contradicting images of one anchor forbid any flatness above 0, which has no size of its own.
+    # Different images of one anchor forbid any flatness above 0, which has no size of its own.
     tiny = torch.finfo(flatness.dtype).tiny
     size = constraints.rise_error / constraints.bend_error.clamp_min(tiny)
     beyond = flatness + 1e-7 * torch.maximum(flatness.abs(), 1e-3 * size)
-    gain = closure(constraints.weights(beyond, exact=True)).diagonal(dim1=0, dim2=1).mT
+    gain = diagonal(closure(constraints.weights(beyond, exact=True)))
     # Only that cycle is positive there, by little; a walk of the closure goes round it 2^K times at
-    # most, so its neighbors gain at least this share of the largest. The rest is rounding.
-    share = gain.amax(0) * 2.0 ** -len(gain)
-    return constraints.active & (gain > 0) & (gain >= share)
+    # most, so its neighbors gain at least 2^-K of the largest. The rest is rounding.
+    return constraints.active & (gain > 0) & (gain >= gain.amax(0) * 2.0 ** -len(gain))
 
 
 @torch.no_grad()
 def least_smoothness(problem: RowProblem) -> Tensor:
-    """The least L (B,) for which potentials exist with the problem's strong convexity.
-
-    An infimum: equal to the strong convexity where every L above it will do (one neighbor, equal
-    images), infinite where none will. The problem's own `smoothness` does not matter.
-    """
+    """The least L (B,) for which potentials exist with the problem's strong convexity; equal to it
+    where every L above it will do (one neighbor, equal images), infinite where none will."""
     low, with_offsets = problem.strong_convexity, problem.has_strong_convexity
     # in float64: an infimum may depend on differences that cancel
     gram = products_of(problem.in_double(), None, with_offsets=with_offsets).gram()

@@ -1,7 +1,6 @@
 """All that the solver needs of a batch: the inner products of its neighbors.
 
-Only here (and in `feature`) is anything of size d touched. The small arrays that follow have the
-batch axis LAST, (K,K,B), so that elementwise work runs over long contiguous rows, in float64.
+Small arrays are in float64 with the batch axis last, (K,K,B), for long contiguous rows.
 """
 
 from __future__ import annotations
@@ -35,22 +34,19 @@ class Gram:
     offsets: Tensor | None
     noise: float
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Gram:
+    def changed(self, by: Callable[[Tensor], Tensor]) -> Gram:
         parts = vars(self).items()
-        changed: dict[str, Any] = {k: change(v) for k, v in parts if isinstance(v, Tensor)}
+        changed: dict[str, Any] = {k: by(v) for k, v in parts if isinstance(v, Tensor)}
         return replace(self, **changed)
+
+    def columns(self, rows: Tensor) -> Gram:
+        return self.changed(lambda part: part[..., rows])
 
     @property
     def is_finite(self) -> Tensor:
         """Whether no product overflowed (B,)."""
         sums = self.cross.sum((0, 1)) + self.images.sum((0, 1)) + self.tilt.sum(0) + self.center
         return (sums + self.squared_distance.sum(0)).isfinite()
-
-    def zeroed(self, rows: Tensor) -> Gram:
-        return self._map(lambda part: part.masked_fill(rows, 0.0))
-
-    def columns(self, rows: Tensor) -> Gram:
-        return self._map(lambda part: part[..., rows])
 
     def sizes(self, strong_convexity: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The largest |a_i| and |c_i| + |l a_i| (B,): the terms that the shift may cancel."""
@@ -113,25 +109,18 @@ class Products:
         count = self.count
         products = _sum_in_double(self.values).permute(1, 2, 0).contiguous()
         squares = _sum_in_double(self.squares).mT.contiguous()
-        # The last K rows belong to z_1, c_2..c_K: z_1 is stored in place of c_1, which is 0.
+        # The last K rows belong to z_1, c_2..c_K: z_1 has the place of c_1 = 0.
         lower = products[-count:]
         tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
         lower[0] = 0.0
         lower[:, count] = 0.0
-        return Gram(
-            cross=lower[:, :count],
-            images=lower[:, count:],
-            tilt=tilt,
-            squared_distance=squares,
-            center=center,
-            offsets=products[:count, :count] if self.with_offsets else None,
-            noise=self.noise,
-        )
+        cross, images = lower[:, :count], lower[:, count:]
+        offsets = products[:count, :count] if self.with_offsets else None
+        return Gram(cross, images, tilt, squares, center, offsets, self.noise)
 
 
 def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -> Products:
-    """One pass over the neighbors: by the kernels where they apply, else in blocks of rows.
-    `with_offsets`: whether some strong convexity is, or may become, other than 0."""
+    """One pass over the neighbors. `with_offsets`: whether a strong convexity may not be 0."""
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
     batch, count, dim = problem.shape

@@ -1,8 +1,8 @@
 """Relaxing the curvature where eq. (2) has no potentials for the requested one.
 
 The smoothness is raised to the exact least value, or in the paper's steps, L + t delta1 and
-l - t delta2 for the first t that works. Where that would exceed `max_smoothness`, the neighbor on
-the violating cycle is left out (and a spare takes its place).
+l - t delta2 for the first t that works. Where that would exceed `max_smoothness`, a neighbor on
+the violating cycle is left out, and a spare takes its place.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class Curvature:
         return Constraints.of(gram, self.strong_convexity, self.active)
 
     def closure(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """Longest paths (K,K,B), and whether potentials exist (B,). With exact weights, so that the
-        map passes through its anchors; with an allowance for rounding only where a cycle is
-        positive without it."""
+        """Longest paths (K,K,B), and whether potentials exist (B,). An allowance for rounding is
+        made only where a cycle is positive without it, so that the map passes through anchors."""
         flatness = 1 / (self.smoothness - self.strong_convexity)
         constraints = self.constraints(gram)
         longest = closure(constraints.weights(flatness, exact=True))
@@ -81,8 +80,7 @@ class Relaxation:
         return Curvature(smoothness, strong_convexity, active)
 
     def _relax(self, gram: Gram, requested: Curvature, todo: Tensor, status: Tensor) -> Curvature:
-        """Curvature and neighbors for which the rows `todo` have potentials; their `status` is
-        filled in."""
+        """Curvature and neighbors for which the rows `todo` have potentials; fills in `status`."""
         regular, dropped = len(gram.tilt) - self.spares, torch.zeros_like(status)
         high, low = requested.smoothness.clone(), requested.strong_convexity.clone()
         found = Curvature(high, low, requested.active)
@@ -154,8 +152,6 @@ class Relaxation:
     def _violator(self, gram: Gram, at: Curvature) -> Tensor:
         """The neighbor (B,) to leave out: the one on the critical cycle farthest from the query."""
         last = self._step(at, self._last_step(at)) if self.climb else at
-        constraints = last.constraints(gram)
-        cycle = critical(constraints)
-        # Rounding may hide the cycle: leave out the farthest neighbor then.
-        cycle = torch.where(cycle.any(0), cycle, at.active)
+        cycle = critical(last.constraints(gram))
+        cycle = torch.where(cycle.any(0), cycle, at.active)  # rounding may hide the cycle
         return gram.squared_distance.masked_fill(~cycle, -torch.inf).argmax(0)

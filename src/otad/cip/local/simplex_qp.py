@@ -2,11 +2,10 @@
 
     maximize  c . w - w^T G w / 2     over  w >= 0, sum w = 1
 
-The optimum is known once its support S is: on S it solves a linear system. So guess S, solve, drop
-the neighbors whose weight came out negative, add those whose gain is positive, and repeat until
-nothing changes: then all optimality conditions hold. Almost every row ends within a few rounds;
-exchanging many at a time could cycle, or meet affinely dependent images: such rows go to
-`pivoting`, which always ends.
+On its support S the optimum solves a linear system. So guess S, solve, drop the neighbors whose
+weight came out negative, add those whose gain is positive, and repeat until nothing changes: then
+all optimality conditions hold. Almost every row ends within a few rounds; exchanging many at a time
+could cycle, or meet affinely dependent images: such rows go to `pivoting`, which always ends.
 
 H = G + 1 1^T has the same optimum (it adds a constant on the simplex) and is regular on affinely
 independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
@@ -122,8 +121,8 @@ def _by_exchange(
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """Iterative refinement removes the rounding errors of the factors; few rows (nearly dependent
-    images) need a second step."""
+    """Iterative refinement removes the rounding errors of the factors; rows of nearly dependent
+    images need a second step."""
     better = _refined_once(quadratic, linear, weights, inverse)
     for _ in range(_REFINEMENTS):
         rows = ((better - weights).abs().amax(0) > 1e-12).nonzero()[:, 0]

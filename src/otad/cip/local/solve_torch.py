@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from otad.cip.judge import relative
 from otad.cip.local.potentials import potentials_from_paths
@@ -55,35 +57,28 @@ class DualSolution:
             listed = ", ".join(f"{row} ({Status(int(self.status[row])).name})" for row in rows[:5])
             more = ", ..." if len(rows) > 5 else ""
             raise SolverError(
-                f"{len(rows)} of {len(failed)} rows have no solution: {listed}{more}. Set "
-                "max_smoothness to leave out contradicting neighbors, or on_failure='abstain' or "
-                "'fallback'"
+                f"{len(rows)} of {len(failed)} rows have no solution: {listed}{more}; set "
+                "max_smoothness to leave out neighbors, or on_failure='abstain' or 'fallback'"
             )
-
-        def marked(part: Tensor, mark: float) -> Tensor:
-            return part.masked_fill(failed.view(-1, *[1] * (part.dim() - 1)), mark)
-
-        multipliers = marked(self.multipliers, 0.0 if on_failure == "fallback" else torch.nan)
+        unknown = ("multipliers", "value", "potentials", "smoothness", "strong_convexity")
+        marks = dict.fromkeys(unknown, torch.nan) | {"sensitivity": 0.0, "residual": torch.inf}
+        parts: dict[str, Any] = {}
+        for name, mark in marks.items():
+            part = getattr(self, name)
+            if part is not None:
+                parts[name] = part.masked_fill(failed.view(-1, *[1] * (part.dim() - 1)), mark)
         if on_failure == "fallback":
-            multipliers[failed, squared_distance.argmin(1)[failed]] = 1.0
-        return replace(
-            self,
-            multipliers=multipliers,
-            sensitivity=None if self.sensitivity is None else marked(self.sensitivity, 0.0),
-            value=marked(self.value, torch.nan),
-            potentials=marked(self.potentials, torch.nan),
-            smoothness=marked(self.smoothness, torch.nan),
-            strong_convexity=marked(self.strong_convexity, torch.nan),
-            map_convexity=torch.where(failed, requested_convexity, self.map_convexity),
-            residual=marked(self.residual, torch.inf),
-        )
+            nearest = one_hot(squared_distance.argmin(1), squared_distance.shape[1])
+            parts["multipliers"][failed] = nearest[failed].to(self.multipliers)
+        low = torch.where(failed, requested_convexity, self.map_convexity)
+        return replace(self, **parts, map_convexity=low)
 
 
 def solve_torch(
     gram: Gram,
     smoothness: Tensor,
     strong_convexity: Tensor,
-    relaxation: Relaxation,
+    relax: Relaxation,
     rule: str,
     mode: str,
 ) -> DualSolution:
@@ -92,65 +87,50 @@ def solve_torch(
     with torch.inference_mode():  # where hundreds of small operations cost the least
         finite = gram.is_finite
         if not bool(finite.all()):  # products overflowed: give these rows harmless numbers
-            gram = gram.zeroed(~finite)
-        found = _solve(gram, smoothness, strong_convexity, relaxation, rule, mode)
-        found = replace(found, status=torch.where(finite, found.status, int(Status.UNSOLVED)))
-    copies = {  # that autograd may record
-        name: part.clone(memory_format=torch.contiguous_format)
-        for name, part in vars(found).items()
-    }
+            gram = gram.changed(lambda part: part.masked_fill(~finite, 0.0))
+        # Eq. (2): potentials (K,B) for the requested curvature, or for the nearest that has any.
+        relaxed, longest, status = relax(gram, smoothness, strong_convexity)
+        active = relaxed.active
+        levels = potentials_from_paths(longest, active, rule)
+        violation = (longest + levels[None] - levels[:, None]).amax((0, 1))  # paths bound edges
+        levels = levels + gram.potential_shift(relaxed.strong_convexity)
+        levels = levels - (levels * active).sum(0) / active.sum(0)
+
+        # Eq. (3), for the curvature of the map: the multipliers, by its dual over the simplex.
+        used = Curvature(smoothness, strong_convexity, active) if mode == "paper" else relaxed
+        shifted = gram.shifted(used.strong_convexity)
+        modulus = used.smoothness - used.strong_convexity
+        line = levels - gram.potential_shift(used.strong_convexity)
+        line = line - diagonal(shifted.cross) + diagonal(shifted.images) / (2 * modulus)
+        best = maximize_on_simplex(shifted.images, modulus * line, active, gram.noise)
+        weight = best.weights
+        pull = (shifted.images * weight[None]).sum(1)
+        bound = line + ((weight * pull).sum(0) / 2 - pull) / modulus  # q_i(z')
+        value = (weight * bound).sum(0)
+        gap = (bound - value).masked_fill(~active, 0.0)
+        offset_size, image_size = gram.sizes(used.strong_convexity, active)
+        residual = relative(
+            value_gaps=(gap.amax(0), violation, (weight * gap).abs().sum(0)),
+            stationarity=torch.zeros_like(value),  # z' is assembled from the multipliers
+            multipliers=weight.mT,
+            active=active.mT,
+            image_size=gram.center + image_size,
+            offset_size=offset_size,
+            modulus=modulus,
+        )
+        unsolved = ~finite | (~best.solved & (status < int(Status.INFEASIBLE)))
+        found = DualSolution(
+            multipliers=weight.mT,
+            sensitivity=(best.sensitivity * modulus).permute(2, 0, 1),
+            value=value,
+            potentials=levels.masked_fill(~active, torch.nan).mT,
+            smoothness=relaxed.smoothness,
+            strong_convexity=relaxed.strong_convexity,
+            map_convexity=used.strong_convexity,
+            active=active.mT,
+            residual=residual,
+            status=status.masked_fill(unsolved, int(Status.UNSOLVED)),
+        )
+    parts = vars(found).items()  # to be copied, so that autograd may record them
+    copies = {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts}
     return DualSolution(**copies)
-
-
-def _solve(
-    gram: Gram,
-    smoothness: Tensor,
-    strong_convexity: Tensor,
-    relax: Relaxation,
-    rule: str,
-    mode: str,
-) -> DualSolution:
-    # Eq. (2): potentials (K,B) for the requested curvature, or for the nearest that has any.
-    relaxed, longest, status = relax(gram, smoothness, strong_convexity)
-    active = relaxed.active
-    levels = potentials_from_paths(longest, active, rule)
-    violation = (longest + levels[None] - levels[:, None]).amax((0, 1))  # paths bound their edges
-    levels = levels + gram.potential_shift(relaxed.strong_convexity)
-    levels = levels - (levels * active).sum(0) / active.sum(0)
-
-    # Eq. (3), for the curvature of the map: the multipliers, by its dual over the simplex.
-    requested = Curvature(smoothness, strong_convexity, active)
-    used = requested if mode == "paper" else relaxed
-    shifted = gram.shifted(used.strong_convexity)
-    modulus = used.smoothness - used.strong_convexity
-    line = levels - gram.potential_shift(used.strong_convexity)
-    line = line - diagonal(shifted.cross) + diagonal(shifted.images) / (2 * modulus)
-    best = maximize_on_simplex(shifted.images, modulus * line, active, gram.noise)
-    weight = best.weights
-    pull = (shifted.images * weight[None]).sum(1)
-    bound = line + ((weight * pull).sum(0) / 2 - pull) / modulus  # q_i(z')
-    value = (weight * bound).sum(0)
-    gap = (bound - value).masked_fill(~active, 0.0)
-    offset_size, image_size = gram.sizes(used.strong_convexity, active)
-    residual = relative(
-        value_gap=torch.stack((gap.amax(0), violation, (weight * gap).abs().sum(0))).amax(0),
-        stationarity=torch.zeros_like(value),  # z' is assembled from the multipliers
-        multipliers=weight.mT,
-        active=active.mT,
-        image_size=gram.center + image_size,
-        offset_size=offset_size,
-        modulus=modulus,
-    )
-    unsolved = ~best.solved & (status < int(Status.INFEASIBLE))
-    return DualSolution(
-        multipliers=weight.mT,
-        sensitivity=(best.sensitivity * modulus).permute(2, 0, 1),
-        value=value,
-        potentials=levels.masked_fill(~active, torch.nan).mT,
-        smoothness=relaxed.smoothness,
-        strong_convexity=relaxed.strong_convexity,
-        map_convexity=used.strong_convexity,
-        active=active.mT,
-        residual=residual,
-        status=torch.where(unsolved, int(Status.UNSOLVED), status),
-    )

@@ -1,7 +1,7 @@
 """The exact, batched, differentiable solver of the convex integration problem.
 
-`solve_torch` takes some five hundred small operations, and launching them on a GPU is most of its
-time. There `solve_triton` launches one kernel that has a program for each row.
+Launching the five hundred small operations of `solve_torch` on a GPU is most of its time: there
+`solve_triton` launches one kernel, with a program for each row.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class ExactCip:
         steps, cap = self.climb, self.max_smoothness
         if steps is not None:
             expected = "two finite steps (delta1, delta2) of at least 0, not both 0"
-            is_pair = isinstance(steps, tuple) and len(steps) == 2
-            require(is_pair and all(map(_is_step, steps)) and sum(steps), "climb", expected, steps)
+            fits = isinstance(steps, tuple) and len(steps) == 2 and all(map(_is_step, steps))
+            require(fits and any(steps), "climb", expected, steps)
         positive = cap is None or 0 < cap < math.inf
         require(positive, "max_smoothness", "a positive number or None", repr(cap))
 
@@ -76,21 +76,17 @@ class ExactCip:
         _, count, _ = problem.shape
         few = f"fewer than the {count} neighbors of a row"
         require(self.spares < count, "spares", few, self.spares)
-        if self._cap < math.inf:
+        if self.max_smoothness is not None:
             most = problem.smoothness.max().item()
             least = f"at least the problem's smoothness {most}"
-            require(most <= self._cap, "max_smoothness", least, self._cap)
+            require(most <= self.max_smoothness, "max_smoothness", least, self.max_smoothness)
         if isinstance(problem, BankProblem):
             problem = problem.fetched()
         return self.solution(problem, self.solve(problem, self.products(problem)))
 
     @property
     def relaxation(self) -> Relaxation:
-        return Relaxation(self.climb, self._cap, self.spares)
-
-    @property
-    def _cap(self) -> float:
-        return math.inf if self.max_smoothness is None else self.max_smoothness
+        return Relaxation(self.climb, self.max_smoothness or math.inf, self.spares)
 
     @property
     def _lowers_convexity(self) -> bool:
@@ -194,28 +190,14 @@ def solve_triton(
     sensitivity = values.new_empty((batch, total, total) if sensitive else 0, dtype=torch.float64)
     inputs = products.squares, smoothness.contiguous(), strong_convexity.contiguous(), steps
     outputs = shares, value, numbers, status, active, outcome, sensitivity
-    launch(
-        row_kernel,
-        (batch,),
-        values,
-        *inputs,
-        *outputs,
-        batch,
-        segments=segments,
-        total=total,
-        count=total - relaxation.spares,
-        padded=padded,
-        shifts=products.with_offsets,
-        climbs=relaxation.climb is not None,
-        consistent=mode == "consistent",
-        sensitive=sensitive,
-        rule=rule,
-        num_warps=1 if padded == 16 else 4,
-    )
+    constants = {"segments": segments, "total": total, "count": total - relaxation.spares}
+    constants |= {"padded": padded, "num_warps": 1 if padded == 16 else 4, "sensitive": sensitive}
+    constants |= {"shifts": products.with_offsets, "climbs": relaxation.climb is not None}
+    constants["consistent"] = mode == "consistent"
+    launch(row_kernel, (batch,), values, *inputs, *outputs, batch, rule=rule, **constants)
     multipliers, potentials = shares
-    high, low, map_low, residual = numbers
+    *curvature, residual = numbers
     slopes, included = sensitivity if sensitive else None, active.view(torch.bool)
-    curvature = high, low, map_low
     found = multipliers, slopes, value, potentials, *curvature, included, residual, status
     return DualSolution(*found), outcome.cpu()  # the only synchronization
 

@@ -1,9 +1,8 @@
 """Neighbors streamed from a bank on the GPU, without being gathered into memory.
 
-The work of a batch on one GPU is bound by reading B*K rows of two arrays. These Triton kernels read
-each neighbor once for the inner products and once more, if its multiplier is not zero, for the
-feature; the gradient costs as much again. They apply to a float32 batch whose bank is on the same
-CUDA device; everything else takes the path in torch, which they are tested against.
+These Triton kernels read each neighbor once for the inner products and once more, if its multiplier
+is not zero, for the feature; the gradient costs as much again. They apply to a float32 batch whose
+bank is on the same CUDA device.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 
 _MOST_NEIGHBORS = 64  # registers hold a padded K x K block of products
-# Features one program sums over, a multiple of 128: a small batch must fill the device too. More
-# neighbors have more products, so fewer parts.
+# Features one program sums over, a multiple of 128: a small batch must fill the device too.
 _SEGMENT = 2048
 
 
@@ -42,11 +40,7 @@ def can_stream(problem: RowProblem) -> TypeGuard[BankProblem]:
 
 
 def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tensor, Tensor]:
-    """Products (S,B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K, and |a_i|^2 (S,B,K).
-
-    Only the rows of z_1, c_2..c_K against all, unless `with_offsets`. Each of the S parts sums over
-    one segment of the features.
-    """
+    """`values` and `squares` of `Products`, in S parts of one segment of the features each."""
     from otad.cip.kernels.gram import gram_kernel
 
     batch, count, dim = problem.shape

@@ -4,8 +4,8 @@ Point j requires u~_i - u~_j >= <z~_j, x_i - x_j> + |z~_i - z~_j|^2 / (2M). Summ
 the left side is 0, so M >= sum |z~_i - z~_j|^2 / 2 over - sum <z~_j, x_i - x_j>: every cycle bounds
 M from below, and the least M is the largest of these bounds. Most often a cycle of two attains it.
 
-A ratio of every pair of points is bounded in float32, by matrix products, and confirmed in float64,
-from differences, where it may be the largest or above a limit.
+The ratio of a pair is bounded in float32, by matrix products, and confirmed in float64, from
+differences, where it may be the largest or above a limit.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PairRatios(ABC):
         return largest
 
     def above(self, limit: float, name: str, value: float) -> Tensor:
-        """All pairs i < j (k,2) with a ratio above the limit; refuses the `value` of an argument of
-        that `name` for which there are too many to list."""
+        """All pairs i < j (k,2) with a ratio above the limit; refuses the `value` of the argument
+        `name` if there are too many."""
         found, count = [torch.zeros(0, 2, dtype=torch.int64, device=self.device)], 0
         for corner, bounds in self._blocks():
             for some in ((bounds > limit).nonzero() + corner).split(self._at_once):
@@ -123,8 +123,8 @@ class PairCurvatures(PairRatios):
 
 
 def vertex_cover(pairs: Tensor, count: int) -> Tensor:
-    """Points (n,) of 0..count-1 such that every pair (m,2) has one: few, not always the fewest. The
-    point that is in most of the remaining pairs is next; of equals, the first."""
+    """Few points (n,) of 0..count-1 such that every pair (m,2) has one: always the (first) point
+    that is in most of the remaining pairs."""
     one, other = pairs.cpu().numpy().T
     points, partners = np.concatenate([one, other]), np.concatenate([other, one])
     partners = partners[points.argsort(kind="stable")]  # grouped by point
@@ -172,8 +172,7 @@ def heaviest_point(pairs: Pairs, cycle: Tensor, modulus: float) -> int:
     points, images = pairs.read(cycle)
     steps = points[:, None] - points[None]  # x_i - x_j
     bends = (images[:, None] - images[None]).square().sum(2) / (2 * modulus)
-    weights = (steps * images[None]).sum(2) + bends  # of j raising i
-    # cycle[k + 1] is the parent of cycle[k]: it raises it
+    weights = (steps * images[None]).sum(2) + bends  # of j raising i, as cycle[k + 1] does cycle[k]
     here = torch.arange(len(cycle), device=cycle.device)
     after, before = here.roll(-1), here.roll(1)
     relief = weights[here, after] + weights[before, here] - weights[before, after]

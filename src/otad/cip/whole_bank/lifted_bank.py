@@ -6,10 +6,9 @@ l = 1 - k and L = 1 + k, so M = 2k and z~_i = (k x_i, g_i), put u_i = |x_i|^2 / 
     u~_i - u~_j - <z~_j, x_i - x_j> - |z~_i - z~_j|^2 / 2M
         =  (k^2 |x_i - x_j|^2 - |g_i - g_j|^2) / 4k
 
-which is not negative for any pair iff |g_i - g_j| <= k |x_i - x_j|. No other potential allows a
-smaller k: the two inequalities of a pair sum up to the same condition whatever u is. So the least k
-is the largest ratio |g_i - g_j| / |x_i - x_j|, and the lifted part of the map is a k-Lipschitz map
-through all (x_i, g_i): an explicit form of Kirszbraun's theorem.
+which is not negative for any pair iff |g_i - g_j| <= k |x_i - x_j|; the two inequalities of a pair
+sum up to that whatever u is. So the least k is the largest ratio |g_i - g_j| / |x_i - x_j|, and the
+lifted part of the map is a k-Lipschitz map through all (x_i, g_i): Kirszbraun's theorem, explicit.
 
 It gives a query x' the value sum_i lambda_i g_i, where lambda minimizes over the simplex, with
 y_i = k (x_i - x'), the dual of the global map without the terms that are the same for all i:
@@ -39,10 +38,8 @@ STEADY = 1e-10  # of the largest entry, added to the diagonal of a nearly singul
 
 @torch.no_grad()
 def least_lipschitz(points: Tensor, answers: Tensor) -> float:
-    """The largest |g_i - g_j| / |x_i - x_j| over all pairs of points (N,p) and answers (N,C).
-
-    Infinite where equal points have different answers.
-    """
+    """The largest |g_i - g_j| / |x_i - x_j| over all pairs of points (N,p) and answers (N,C);
+    infinite where equal points have different answers."""
     return PairSlopes(points, answers).largest()
 
 
@@ -66,18 +63,14 @@ def lifted_potential(
     require(check_count(lift, "lift") < width, "lift", f"fewer than {width} coordinates", lift)
     points, answers = inputs[:, :-lift], features[:, -lift:]
     is_lifted = not inputs[:, -lift:].any() and torch.equal(points, features[:, :-lift])
-    expected = (
-        f"0 in the last {lift} coordinates, and features that differ from them in those alone"
-    )
+    expected = f"0 in the last {lift} coordinates, the only ones in which features differ"
     require(is_lifted, "inputs", expected, "a bank that is not lifted")
     left_out = torch.zeros(0, dtype=torch.int64, device=inputs.device)
     if lipschitz is None:
         constant = least_lipschitz(points, answers) * (1 + 2 * ROUNDING) or 1.0
         if constant == math.inf:
-            raise SolverError(
-                "features: expected equal ones for equal inputs, got different ones, through which "
-                "no map passes; with a `lipschitz` given, points are left out"
-            )
+            expected = "equal ones for equal inputs, or a lipschitz for which points are left out"
+            raise SolverError(f"features: expected {expected}, got different ones")
     else:
         constant = _positive(lipschitz)
         left_out = vertex_cover(steep_pairs(points, answers, constant), len(inputs))
@@ -122,10 +115,8 @@ class PairSlopes(PairRatios):
         return squares.clamp_min_(0.0).sqrt_().nan_to_num_(nan=torch.inf)
 
     def exact(self, first: Tensor, second: Tensor) -> Tensor:
-        run, rise = (
-            (part[first].double() - part[second].double()).square().sum(1).sqrt()
-            for part in self.parts
-        )
+        gaps = (part[first].double() - part[second].double() for part in self.parts)
+        run, rise = (gap.square().sum(1).sqrt() for gap in gaps)
         return torch.where(rise > 0, rise / run, 0.0)
 
 
@@ -133,8 +124,7 @@ def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float 
     """Values (B,C) at queries (B,p) of the k-Lipschitz map of points (N,p) and answers (N,C).
 
     It passes through the pairs where `least_lipschitz` is at most k, and is k-Lipschitz either way.
-    Gradients reach the query, the points and the answers: lambda solves the linear system of its
-    support, which stays the same nearby.
+    Gradients reach the query, the points and the answers.
     """
     check_tensor(query, "query", "B,p")
     check_tensor(points, "points", "N,p")
@@ -158,8 +148,8 @@ def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float 
 
 
 def _weights(steps: Tensor, values: Tensor, active: Tensor) -> Tensor:
-    """lambda (B,W) on its support: 2 Q lambda + c = mu, sum lambda = 1, with Q of all (y_i, g_i)
-    and 1 on the diagonal for points without weight."""
+    """lambda (B,W) on its support, which is the same nearby: 2 Q lambda + c = mu, sum lambda = 1,
+    with Q of all (y_i, g_i) and 1 on the diagonal for points without weight."""
     gram = (steps @ steps.mT + values @ values.mT) * active[:, :, None] * active[:, None]
     slope = steps.square().sum(2) - values.square().sum(2)
     largest = gram.detach().diagonal(dim1=1, dim2=2).amax(1)[:, None, None]

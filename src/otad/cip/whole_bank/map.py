@@ -9,8 +9,7 @@ of all N points
 Few points have weight. So the maximum is taken over a few, each of all N is priced by its slope
 there, g_i = s_i + <z~_i, x' - z~'/M>, those of the largest slope are added, those without weight
 are dropped, until no slope exceeds that of the weights: max_i g_i - sum_i lambda_i g_i bounds how
-far the value is from the maximum. The value rises each time and there are finitely many sets, so
-this ends.
+far the value is from the maximum. The value rises each time, so this ends.
 
 About the z~' of given weights, f(lambda) = |z~'|^2 / (2M) + sum_i lambda_i g_i - |sum_i lambda_i
 (z~_i - z~')|^2 / (2M): the numbers of a round are as small as what is left to gain.
@@ -46,12 +45,10 @@ NOISE = 1e-14  # relative error of products in float64
 
 @dataclass(frozen=True, eq=False)
 class WholeBankSolution:
-    """`solution` like that of a local solver, for the bank points `indices` (B,W) with weight.
-
-    Most weight first; rows with fewer than W points repeat their first, with weight 0 and not
-    `active`. `gap` (B,): how far the value may be from the maximum over all bank points, in
-    float64, so |z' - exact|^2 <= M gap. `rounds` (B,): how often all points were priced.
-    """
+    """`solution` like that of a local solver, for the bank points `indices` (B,W) with weight, most
+    first; rows with fewer than W points repeat their first, with weight 0 and not `active`. `gap`
+    (B,): how far the value may be from the maximum over all bank points, so |z' - exact|^2 <= M
+    gap. `rounds` (B,): how often all points were priced."""
 
     solution: CipSolution
     indices: Tensor
@@ -63,11 +60,10 @@ class WholeBank:
     """Queries (B,d) -> images (B,d) of one L-Lipschitz map through the pairs of a bank (N,d).
 
     The map is the gradient of an l-strongly convex, L-smooth function on all of R^d: continuous,
-    and equal to z_i at every bank point that was not left out. Differentiable in the query.
-
-    The bank may be on another device than the queries: it is read block by block where they are.
-    `pricing`: how the points of the largest slope are found, by all products ("exact") or first by
-    an index of FAISS ("faiss"); the last round, and the gap, are exact either way.
+    equal to z_i at every bank point that was not left out, differentiable in the query. The bank
+    may be on another device than the queries. `pricing`: how the points of the largest slope are
+    found, by all products ("exact") or first by an index of FAISS ("faiss"); the last round, and
+    the gap, are exact either way.
     """
 
     def __init__(
@@ -124,9 +120,8 @@ class WholeBank:
 class ColumnGeneration:
     """The weights of centered queries (B,d) in float64, from single points to the optimum.
 
-    `indices` (B,W) have `weights`, those that are `active`; `images` (B,d) are z~', `sensitivity`
-    (B,W,W) is d weights / d lines; `gap` (B,) is that of the last round over all points, infinite
-    before it, `scale` (B,) the size of its terms.
+    `indices` (B,W) have `weights` where `active`; `images` (B,d) are z~', `sensitivity` (B,W,W) is
+    d weights / d lines; `gap` (B,) is that of the last round, `scale` (B,) the size of its terms.
     """
 
     def __init__(
@@ -175,8 +170,8 @@ class ColumnGeneration:
                 return
 
     def _add(self, rows: Tensor, entrants: Tensor, *, alone: bool = False) -> Tensor:
-        """The maximum over current points and entrants, or the best entrant `alone`; which rows
-        have improved (b,)."""
+        """Maximize over current points and entrants, or the best entrant `alone`; which rows have
+        improved (b,)."""
         width = self.indices.shape[1] + entrants.shape[1]
         kind = "cuda" if self.points.is_cuda else "cpu"
         at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
@@ -226,8 +221,8 @@ class ColumnGeneration:
         weights = best.weights.mT
         step = (weights[:, None] @ offsets)[:, 0]
         rise = (weights * gains).sum(1) - step.square().sum(1) / (2 * self.modulus)
-        # The last gaps are smaller than a rounding error of the value: so it is the gap among these
-        # points that decides whether the weights are better.
+        # The last gaps are below a rounding error of the value: so the gap among these points
+        # decides whether the weights are better.
         gains = gains - (offsets @ step[:, :, None])[:, :, 0] / self.modulus
         rest = gains.masked_fill(~active, -torch.inf).amax(1) - (weights * gains).sum(1)
         keep = ((rest < gap[left] / 2) & best.solved).nonzero()[:, 0]
@@ -261,8 +256,7 @@ class ColumnGeneration:
 
 
 class _Better(NamedTuple):
-    """Better weights for some rows (n,) of a part: the `step` (n,d) of their z~', the `rise` (n,)
-    of their value."""
+    """Better weights for some rows (n,): the `step` (n,d) of z~', the `rise` (n,) of the value."""
 
     rows: Tensor
     indices: Tensor

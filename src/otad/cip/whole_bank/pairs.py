@@ -23,27 +23,19 @@ def check_bank(inputs: Tensor, features: Tensor) -> None:
 
 
 class Pairs:
-    """Centered x and z~ = z - l x in float64, read by blocks; `included` (N,): not left out.
-
-    The bank may be stored in any precision and on any device; everything that is read, and all of
-    size N that is stored here, is on `device` (default: that of the bank).
-    """
+    """Centered x and z~ = z - l x in float64, read by blocks from a bank of any precision on any
+    device; `included` (N,): not left out. What is read is on `device`, by default the bank's."""
 
     def __init__(
-        self,
-        inputs: Tensor,
-        features: Tensor,
-        strong_convexity: float,
-        device: torch.device | None = None,
+        self, inputs: Tensor, features: Tensor, low: float, device: torch.device | None = None
     ) -> None:
         check_bank(inputs, features)
-        self.inputs, self.features = inputs, features
-        self.strong_convexity = strong_convexity
-        self.device = inputs.device if device is None else device
+        self.inputs, self.features, self.strong_convexity = inputs, features, low
+        self.device = device or inputs.device
         self.center, image_center = (
             part.mean(0, dtype=torch.float64).to(self.device) for part in (inputs, features)
         )
-        self.image_center = image_center - strong_convexity * self.center
+        self.image_center = image_center - low * self.center
         self.included = torch.ones(len(inputs), dtype=torch.bool, device=self.device)
         sizes = [
             (points.square().sum(1), images.square().sum(1), (points * images).sum(1))
@@ -82,8 +74,7 @@ class Pairs:
         return torch.cat([self.offsets_at(self.read(rows)[0]) for rows in self.blocks()])
 
     def offsets_at(self, points: Tensor) -> Tensor:
-        """The same at centered points (n,d): the tilt that centering z~ removed, and (l/2) |x|^2
-        less that of the center."""
+        """The same at centered points (n,d): the tilt of the centered z~, and (l/2) |x|^2."""
         tilt = points @ self.image_center
         return tilt + self.strong_convexity * half_squares(points, self.center)
 
@@ -94,14 +85,12 @@ class Pairs:
 
 
 def half_squares(points: Tensor, center: Tensor) -> Tensor:
-    """|x|^2 / 2 - |center|^2 / 2 (n,) of points x - center (n,d): far from the origin the square of
-    the center would cost all digits."""
+    """(|x|^2 - |center|^2) / 2 (n,) of points x - center (n,d), exact far from the origin too."""
     return (points * (points + 2 * center)).sum(1) / 2
 
 
 def middle_of(points: Tensor, device: torch.device | None = None) -> Tensor:
-    """(d,) the coordinate-wise median of some points of a bank (N,d), wherever it is stored: unlike
-    the mean, it is not moved by a single point far away."""
+    """The coordinate-wise median (d,) of some points of a bank (N,d), wherever it is stored."""
     count = len(points)
     chosen = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
     return gathered(points, chosen, device).median(0).values

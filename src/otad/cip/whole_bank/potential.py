@@ -45,12 +45,9 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True, eq=False)
 class BankPotential:
-    """`levels` (N,) float64: u_i, mean zero, NaN at points that were left out.
-
-    `smoothness` L and `strong_convexity` l of the function; `left_out` (n,): the bank points that
-    it does not pass through; `sweeps`: how many it took; `violation`: the most by which any pair of
-    included points violates its inequality, measured by one more sweep.
-    """
+    """`levels` (N,) float64: u_i, mean zero, NaN at the points `left_out` (n,), which the function
+    does not pass through; its `smoothness` L and `strong_convexity` l; `sweeps`: how many it took;
+    `violation`: the most by which any pair of included points violates its inequality."""
 
     levels: Tensor
     smoothness: float
@@ -87,11 +84,9 @@ def integrate_most(
     *,
     progress: Progress | None = None,
 ) -> BankPotential:
-    """A potential through as many pairs as possible: of every contradiction one point is left out.
-
-    Of pairs that contradict each other the point in most such pairs, then of longer cycles the one
-    that contributes most. More than half of all points is a `SolverError`.
-    """
+    """A potential through as many pairs as possible: of pairs that contradict each other the point
+    in most such pairs is left out, then of longer cycles the one that contributes most. More than
+    half of all points is a `SolverError`."""
     prices = _prices(inputs, features, smoothness, strong_convexity)
     pairs, modulus = prices.pairs, smoothness - strong_convexity
     limit = int(MOST_LEFT_OUT * len(pairs))
@@ -119,12 +114,9 @@ def least_bank_smoothness(
     tolerance: float = 1e-4,
     progress: Progress | None = None,
 ) -> BankPotential:
-    """The potential of least L, to a relative `tolerance`.
-
-    The first trial is slightly above the largest bound of all pairs, most often the least L itself.
-    Where a trial fails, its cycle gives a larger bound for the next, which is farther above where
-    such bounds grow too slowly.
-    """
+    """The potential of least L, to a relative `tolerance`. The first trial is slightly above the
+    largest bound of all pairs, most often the least L. Where a trial fails, its cycle gives a
+    larger bound for the next, which is farther above where such bounds grow too slowly."""
     prices = _prices(inputs, features, strong_convexity + 1.0, strong_convexity)
     pairs, reach = prices.pairs, tolerance / 2
     best: BankPotential | None = None
@@ -133,11 +125,9 @@ def least_bank_smoothness(
     flattest = FLATTEST * max(abs(strong_convexity), float(low == 0))
     while best is None or best.modulus - low > tolerance * best.modulus:
         if best is None and low > STEEPEST:
-            raise SolverError(
-                f"features: expected some that a smoothness below {STEEPEST} can follow, got none; "
-                "equal inputs with different features have no map, nor have features that move "
-                f"apart by less than strong_convexity ({strong_convexity}) times their inputs"
-            )
+            expected = f"a map of smoothness below {STEEPEST} through them"
+            cause = f"equal inputs, or a strong_convexity ({strong_convexity}) beyond their own"
+            raise SolverError(f"features: expected {expected}, got none: {cause}")
         trial = max((1 + reach) * low, flattest)
         if best is not None:
             trial = min(trial, (low + best.modulus) / 2)
@@ -169,8 +159,8 @@ def _sweep(
     progress: Progress | None = None,
     leave_out: Callable[[Tensor], None] | None = None,
 ) -> BankPotential | Contradiction:
-    """Sweeps from the levels `start` (N,), by default from the linear guess <x_i, z_i> / 2; points
-    on cycles are given to `leave_out`, if any, and the sweeps continue without them."""
+    """Sweeps from the levels `start` (N,), by default <x_i, z_i> / 2; points on cycles are given to
+    `leave_out`, if any, and the sweeps continue without them."""
     pairs = prices.pairs
     modulus = smoothness - pairs.strong_convexity
     levels = pairs.products / 2 if start is None else start - pairs.offsets()
@@ -207,17 +197,14 @@ def _sweep(
             return BankPotential(levels, smoothness, low, left_out, sweep, most)
         else:
             risen = None  # settled: check all pairs once more
-    raise SolverError(
-        f"features: expected values that settle within {sweep} sweeps, got {len(pairs)} points "
-        f"whose values still rise by {most:.3g}"
-    )
+    got = f"a rise of {most:.3g} in the last"
+    raise SolverError(f"features: expected values that settle within {sweep} sweeps, got {got}")
 
 
 def _raised(
     prices: Prices, levels: Tensor, modulus: float, by: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The largest right side (N,) for every point, and the point j it comes from; only points `by`
-    (n,) count, by default all."""
+    """The largest right side (N,) for every point, and the point j it comes from, one of `by`."""
     pairs = prices.pairs
     lines = levels - pairs.products + pairs.image_squares / (2 * modulus)
     lines = lines.masked_fill(~pairs.included, -math.inf)

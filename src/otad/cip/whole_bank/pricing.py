@@ -1,8 +1,5 @@
-"""Which bank points have the largest price s_i + <z~_i, q>, exactly or by an index of FAISS.
-
-Exactly: by the product of `otad.search.confirmed_product`. Where the bounds of float32 leave open
-which price is the largest, all points are priced in float64.
-"""
+"""Which bank points have the largest price s_i + <z~_i, q>: exactly, by the product of
+`otad.search.confirmed_product`, or by an index of FAISS."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from torch.nn.functional import pad
 
 from otad.cip.execution import full_precision
 from otad.cip.whole_bank.pairs import Pairs
+from otad.errors import import_extra
 from otad.search.confirmed_product import shortlist
-from otad.search.neighbors import import_faiss
 
 CACHE_BYTES = 2**31  # a float32 copy of the bank is cached up to this size
 PRODUCTS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}  # of a block of points and queries
@@ -64,9 +61,7 @@ class Prices:
         prices = queries.new_full(indices.shape, -torch.inf)
         rows, columns = close.nonzero().unbind(1)
         some = zip(*(part.split(self._gathered) for part in (rows, columns)), strict=True)
-        parts = [
-            (self.pairs.images(indices[row, column]) * queries[row]).sum(1) for row, column in some
-        ]
+        parts = [(self.pairs.images(indices[i, j]) * queries[i]).sum(1) for i, j in some]
         prices[rows, columns] = torch.cat(parts) + lines[indices[rows, columns]]
         top, column = prices.max(1)
         return top, indices.gather(1, column[:, None])[:, 0]
@@ -86,21 +81,20 @@ class Prices:
         """(start, z~ (n,d)) over all points."""
         is_cached = dtype == torch.float32 and 4 * len(self.pairs) * self.pairs.dim <= CACHE_BYTES
         for number, rows in enumerate(self.pairs.blocks(POINTS_AT_ONCE[self._kind])):
-            if is_cached and number < len(self._cache):
-                images = self._cache[number]
-            else:
-                images = self.pairs.images(rows).to(dtype)
-                if is_cached:
-                    self._cache.append(images)
-            yield rows.start, images
+            if not is_cached:
+                yield rows.start, self.pairs.images(rows).to(dtype)
+                continue
+            if number == len(self._cache):
+                self._cache.append(self.pairs.images(rows).to(dtype))
+            yield rows.start, self._cache[number]
 
 
 class IndexPrices:
     """An inverted-file index, on the CPU, of the included points: (z~_i, s_i) against (q, 1). It
-    searches a few cells of the bank only, so it may miss the best point: an exact round follows."""
+    searches a few cells only and may miss the best point: an exact round follows."""
 
     def __init__(self, pairs: Pairs, lines: Tensor) -> None:
-        faiss = import_faiss()
+        faiss = import_extra("faiss", "index")
         self.places = pairs.included.nonzero()[:, 0]
         # The last coordinate is scaled to the length of the others.
         self.unit = float(lines[pairs.included].abs().max()) or 1.0
