@@ -11,8 +11,7 @@ from cip.instances import normal
 from torch import Tensor
 from torch.testing import assert_close
 
-from otad.cip.local.pivoting import pivot_to_optimum
-from otad.cip.local.simplex_qp import maximize_on_simplex
+from otad.cip.local.simplex_qp import maximize_on_simplex, pivot_to_optimum
 
 TOLERANCE = 1e-13
 

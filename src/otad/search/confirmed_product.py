@@ -1,8 +1,8 @@
 """Bound in float32, confirm in float64: which rows have the largest <query, row> + offset.
 
-A matrix product in float32 is fast, and wrong by at most a known amount. It gives an *upper bound*
-of every score; the rows with the largest bounds are the shortlist. The caller computes their scores
-in float64: a result is proved as soon as it is above the ceiling of all other rows.
+A matrix product in float32 gives an upper bound of every score; the rows of the largest bounds are
+the shortlist. The caller computes their scores in float64: a result above the ceiling of all other
+rows is proved.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Neighbors:
 class NeighborSearch(ABC):
     """Exact l2 search over points (N,d), which must not change afterwards.
 
-    Points may be on the CPU (memory-mapped too: they are read in blocks) while queries are on a
-    GPU; the result is on the device of the queries. Nothing is differentiated.
+    Points may be on the CPU, memory-mapped too, while queries are on a GPU; the result is on the
+    device of the queries. Nothing is differentiated.
 
     With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
     s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2. Points of a moderate size around the origin
@@ -87,9 +87,10 @@ class NeighborSearch(ABC):
         """The k nearest points of each query (B,d); `exclude` (B,) int64: for each query the index
         of a bank point that must not be its neighbor (its own entry), -1 for none."""
         self._check(queries, k, exclude)
-        queries = queries.detach()
-        exclude = None if exclude is None else exclude.to(queries.device)
-        size = min(k + SPARE, len(self))
+        queries, size = queries.detach(), min(k + SPARE, len(self))
+        if exclude is None:
+            exclude = torch.full((len(queries),), -1)
+        exclude = exclude.to(queries.device)
         indices, distances, proved = self._attempts(queries, k, size, exclude)
         if bool(proved.all()):
             return Neighbors(indices, distances)
@@ -100,9 +101,8 @@ class NeighborSearch(ABC):
             got = f"fewer for {len(pending)} queries, the first at row {int(pending[0])}"
             require(size < len(self), "queries", expected, got)
             size = min(size * GROWTH, len(self))
-            banned = None if exclude is None else exclude[pending]
-            found, lengths, proved = self._attempts(queries[pending], k, size, banned)
-            indices[pending], distances[pending] = found, lengths
+            some = queries[pending], k, size, exclude[pending]
+            indices[pending], distances[pending], proved = self._attempts(*some)
             pending = pending[~proved]
         return Neighbors(indices, distances)
 
@@ -112,22 +112,17 @@ class NeighborSearch(ABC):
         float64: s^2 |query - point|^2 of every other point is proved to be at least that."""
 
     def _attempts(
-        self, queries: Tensor, k: int, size: int, banned: Tensor | None
+        self, queries: Tensor, k: int, size: int, exclude: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         square = math.isqrt(WORKING_BYTES // 16)  # so that a block of products is square
         width = max(1, min(self._fit(48), WORKING_BYTES // (128 * size), square))
-        if len(queries) <= width:
-            return self._attempt(queries, k, size, banned)
-        parts = []
-        for start in range(0, len(queries), width):
-            rows = slice(start, start + width)
-            ban = None if banned is None else banned[rows]
-            parts.append(self._attempt(queries[rows], k, size, ban))
+        blocks = zip(queries.split(width), exclude.split(width), strict=True)
+        parts = [self._attempt(some, k, size, excluded) for some, excluded in blocks]
         indices, lengths, proved = (torch.cat(column) for column in zip(*parts, strict=True))
         return indices, lengths, proved
 
     def _attempt(
-        self, queries: Tensor, k: int, size: int, banned: Tensor | None
+        self, queries: Tensor, k: int, size: int, exclude: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Best k of a shortlist: indices (b,k), distances (b,k), and whether it is proved (b,)"""
         queries = queries.double()
@@ -139,8 +134,7 @@ class NeighborSearch(ABC):
             candidates = torch.arange(size, device=x.device).expand(len(x), size)
             floor = x.new_full((len(x),), math.inf)
         lengths = self._distances(queries, candidates)
-        if banned is not None:
-            lengths = lengths.masked_fill(candidates == banned[:, None], math.inf)
+        lengths = lengths.masked_fill(candidates == exclude[:, None], math.inf)
         lengths, order = lengths.sort(dim=1, stable=True)
         lengths, order = lengths[:, :k].contiguous(), order[:, :k]
         reach = (lengths[:, -1] * 2.0**-self._exponent).square()

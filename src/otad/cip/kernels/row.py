@@ -1,7 +1,7 @@
 """One row, from inner products to multipliers, in one Triton kernel.
 
 A program finds potentials, relaxing the curvature where it must, then multipliers, value and
-residual, as `otad.cip.local.solve_torch` and `otad.cip.local.pivoting` do for a batch. A row
+residual, as `otad.cip.local.solve_torch` and `otad.cip.local.simplex_qp` do for a batch. A row
 that needs more (a neighbor to leave out, numbers out of range, too many pivots) is left to them.
 """
 
@@ -30,12 +30,8 @@ def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
     paths = tl.where(relax.pairs_of(count, padded), longest, 0.0)
     lowest = tl.sum(paths, axis=1) / count
     highest = -tl.sum(paths, axis=0) / count
-    if rule == "lowest":
-        chosen = lowest
-    elif rule == "highest":
-        chosen = highest
-    else:
-        chosen = (lowest + highest) / 2
+    middle = (lowest + highest) / 2
+    chosen = lowest if rule == "lowest" else (highest if rule == "highest" else middle)
     chosen = tl.where(active, chosen - tl.sum(chosen, axis=0) / count, 0.0)
     return chosen, relax.largest(longest + chosen[None, :] - chosen[:, None])
 
@@ -69,8 +65,7 @@ def row_kernel(
 
     `steps`: noise, the steps up and down of the climb, the cap. Written are `shares` (2,B,K):
     multipliers and levels; `value_at` (B,); `numbers` (4,B): L, l and the map's l, the residual;
-    `status` (B,); `takes_part` (B,K); `outcome` (B,): 1 for a solved row, 0 for one that is left to
-    `solve_torch`, -1 for one without a solution; `sensitivity` (B,K,K).
+    `status` (B,); `takes_part` (B,K); `outcome` (B,), see `solve_triton`; `sensitivity` (B,K,K).
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
@@ -83,12 +78,9 @@ def row_kernel(
     real = i < total
     both = real[:, None] & real[None, :]
     centered = both & (i[:, None] > 0) & (i[None, :] > 0)
-    slope = tl.zeros((padded, padded), dtype=tl.float64)
-    mixed = tl.zeros((padded, padded), dtype=tl.float64)
-    images = tl.zeros((padded, padded), dtype=tl.float64)
-    offsets = tl.zeros((padded, padded), dtype=tl.float64)
-    tilt = tl.zeros((padded,), dtype=tl.float64)
-    square = tl.zeros((padded,), dtype=tl.float64)
+    empty, zeros = tl.zeros((padded, padded), tl.float64), tl.zeros((padded,), tl.float64)
+    slope, mixed, images, offsets = empty, empty, empty, empty
+    tilt, square = zeros, zeros
     center = tl.full((), 0.0, tl.float64)
     lines = 2 * total if shifts else total
     straight = i[:, None] * 2 * total + i[None, :]
@@ -145,10 +137,7 @@ def row_kernel(
     level = level - tl.sum(tl.where(active, level, 0.0), axis=0) / count
 
     # Multipliers, for the curvature of the map.
-    if consistent:
-        map_high, map_low = high, low
-    else:
-        map_high, map_low = requested_high, requested_low
+    map_high, map_low = (high, low) if consistent else (requested_high, requested_low)
     modulus = map_high - map_low
     slope, images = relax.shifted(tiles, map_low, shifts)
     line = level - (map_low / 2 * square + tilt)

@@ -34,7 +34,9 @@ class Constraints:
 
     @staticmethod
     def of(gram: Gram, strong_convexity: Tensor, active: Tensor) -> Constraints:
-        rise, bend = gram.shifted(strong_convexity).difference_bounds()
+        cross, images = gram.shifted(strong_convexity)
+        rise, square = cross.transpose(0, 1) - diagonal(cross)[None], diagonal(images)
+        bend = ((square[:, None] + square[None]) / 2 - images).clamp_min(0.0)
         offset, image = gram.sizes(strong_convexity, active)
         noise = 2 * gram.noise  # two products make a difference
         return Constraints(rise, bend, active, noise * image * offset, noise * image.square())

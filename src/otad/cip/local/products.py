@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,28 +58,14 @@ class Gram:
         """u_i - u~_i (K,B): the change of h(x_i) by the shift by l and the centering of images."""
         return strong_convexity / 2 * self.squared_distance + self.tilt
 
-    def shifted(self, strong_convexity: Tensor) -> ShiftedGram:
-        """The products after the shift z~_i = z_i - l a_i that makes l = 0."""
+    def shifted(self, strong_convexity: Tensor) -> tuple[Tensor, Tensor]:
+        """`cross` and `images` after the shift z~_i = z_i - l a_i that makes l = 0."""
         if self.offsets is None:
-            return ShiftedGram(self.cross, self.images)
+            return self.cross, self.images
         low = strong_convexity
         cross = self.cross - low * self.offsets
         images = self.images - low * (self.cross + self.cross.transpose(0, 1))
-        return ShiftedGram(cross, images + low.square() * self.offsets)
-
-
-class ShiftedGram(NamedTuple):
-    """`cross` (K,K,B) <c~_i, a_j> and `images` (K,K,B) <c~_i, c~_j> of the shifted images."""
-
-    cross: Tensor
-    images: Tensor
-
-    def difference_bounds(self) -> tuple[Tensor, Tensor]:
-        """(s, t), each (K,K,B), such that eq. (2) reads u~_i - u~_j >= s_ij + t_ij / M."""
-        rise = self.cross.transpose(0, 1) - diagonal(self.cross)[None]
-        square = diagonal(self.images)
-        bend = (square[:, None] + square[None]) / 2 - self.images
-        return rise, bend.clamp_min(0.0)
+        return cross, images + low.square() * self.offsets
 
 
 @dataclass(frozen=True)

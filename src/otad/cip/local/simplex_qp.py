@@ -5,7 +5,7 @@
 On its support S the optimum solves a linear system. So guess S, solve, drop the neighbors whose
 weight came out negative, add those whose gain is positive, and repeat until nothing changes: then
 all optimality conditions hold. Almost every row ends within a few rounds; exchanging many at a time
-could cycle, or meet affinely dependent images: such rows go to `pivoting`, which always ends.
+could cycle, or meet affinely dependent images: such rows are solved by pivoting.
 
 H = G + 1 1^T has the same optimum (it adds a constant on the simplex) and is regular on affinely
 independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
@@ -13,21 +13,31 @@ independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
     w = p - nu r,   nu = (sum p - 1) / sum r
 
 are the weights there, and c_i - nu - (H w)_i are the gains of the neighbors outside.
+
+Pivoting is an active-set method: the weights in the basis S solve the problem on the affine hull of
+S; a neighbor outside S with a positive gain enters, one whose weight turns negative leaves. Each
+round is one symmetric pivot per unfinished row on the tableau
+
+    T = [ -N       N G_SR      ]        N: inverse of the bordered matrix [G_SS 1; 1^T 0], S block
+        [ G_RS N   Schur block ]        R: the neighbors outside S
+
+The objective rises with every step, so no basis is visited twice and the method always ends.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otad.cip.execution import blocks, one_thread, run_parts
-from otad.cip.local.pivoting import factor, pivot_to_optimum, reduced_inverse, solve
 
 _REFINEMENTS = 3  # beyond the first
 _GUESSES = 8  # rounds of exchange before a row is left to pivoting
+_MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is reported as unsolved
 _FEWEST_ROWS = 512  # that are worth a thread of their own
 
 
@@ -139,3 +149,196 @@ def _refined_once(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: T
     gap = gap - (weights * gap).sum(0)  # the inverse ignores constants; do not round them in
     better = (weights + (inverse * gap[None]).sum(1)).clamp_min(0.0)
     return better / better.sum(0)
+
+
+def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Cholesky factor (B,K,K) of the `matrix` G + 1 1^T on the `support` (B,K) of ones and zeros,
+    with the identity elsewhere; and whether the images there are affinely independent (B,)."""
+    part = matrix * (support[:, :, None] * support[:, None])
+    part.diagonal(dim1=1, dim2=2).add_(1 - support)
+    found, failed = torch.linalg.cholesky_ex(part)
+    return found, (failed == 0) & (found.diagonal(dim1=1, dim2=2).amin(1) > tolerance**0.5)
+
+
+def solve(factors: Tensor, sides: Tensor) -> Tensor:
+    """H^-1 (B,K,K) applied to columns (B,K,n)."""
+    half = torch.linalg.solve_triangular(factors, sides, upper=False)
+    whole: Tensor = torch.linalg.solve_triangular(factors.mT, half, upper=True)
+    return whole
+
+
+def reduced_inverse(factors: Tensor, support: Tensor, edge: Tensor, rate: Tensor) -> Tensor:
+    """N = H_SS^-1 - r r^T / sum r (B,K,K), zero outside the support, with r = H_SS^-1 1 the `edge`
+    (B,K) and its sum the `rate` (B,)."""
+    block = solve(factors, torch.diag_embed(support))
+    return block.addcmul_(edge[:, :, None], (edge / rate[:, None])[:, None], value=-1)
+
+
+def pivot_to_optimum(
+    quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (K,B), inverse N (K,K,B), whether a row was solved (B,). `quadratic` (K,K,B) has no
+    diagonal entry above 1, `linear` and `active` are (K,B)."""
+    found = _pivot_all(_start(quadratic, linear, active, tolerance), tolerance)
+    # Pivots add up rounding errors: repeat from a fresh tableau of the basis found.
+    state, regular = _fresh_start(quadratic, linear, active, found[0], tolerance)
+    rows = (regular & found[2]).nonzero()[:, 0]
+    for held, better in zip(found, _pivot_all(state.columns(rows), tolerance), strict=True):
+        held[..., rows] = better
+    return found
+
+
+def _pivot_all(state: _State, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from any start."""
+    weights, inverse = torch.zeros_like(state.weights), torch.zeros_like(state.tableau)
+    solved = torch.zeros_like(weights[0], dtype=torch.bool)
+    place = torch.arange(len(solved), device=solved.device)
+    for _ in range(_MOST_ROUNDS + 10 * len(weights)):
+        done = _advance(state, tolerance)
+        left = (~done).nonzero()[:, 0]
+        if 2 * len(left) <= len(place):  # store finished rows, continue with the rest
+            finished = done.nonzero()[:, 0]
+            rows, ended = place[finished], state.columns(finished)
+            weights[:, rows] = ended.weights
+            inverse[..., rows] = ended.tableau * -ended.basis[:, None] * ended.basis[None]
+            solved[rows] = True
+            place, state = place[left], state.columns(left)
+        if len(left) == 0:
+            break
+    return weights, inverse, solved
+
+
+@dataclass
+class _State:
+    tableau: Tensor  # (K,K,B)
+    target: Tensor  # (K,B): in the basis the affine optimum, outside it the gain of entering
+    weights: Tensor  # (K,B) feasible, zero outside basis and entering
+    basis: Tensor  # (K,B) 1 in the basis, 0 outside
+    barrier: Tensor  # (K,B) 0 for those that may enter, -inf for all others
+    entering: Tensor  # (B,) neighbor that enters in the next round, or -1
+    gain_floor: Tensor  # (B,) gains up to this count as zero
+
+    def columns(self, keep: Tensor) -> _State:
+        return _State(*(part.index_select(-1, keep) for part in vars(self).values()))
+
+
+def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) -> _State:
+    """The basis of the single best neighbor."""
+    square = quadratic.diagonal(dim1=0, dim2=1).mT
+    best = (linear - square / 2).masked_fill(~active, -torch.inf).max(0).indices[None]  # (1,B)
+    row = _pick(quadratic, best)
+    corner = row.gather(0, best)
+    gain = linear - row - linear.gather(0, best) + corner
+    tableau = quadratic - row[:, None] - row[None] + corner
+    basis = torch.zeros_like(linear).scatter_(0, best, 1.0)
+    _put(tableau, best, 1 - basis)
+    target = gain * (1 - basis) + basis
+    return _state(active, tolerance, gain, tableau, target, basis.clone(), basis)
+
+
+def _state(active: Tensor, tolerance: float, gain: Tensor, *parts: Tensor) -> _State:
+    tableau, target, weights, basis = parts
+    barrier = torch.where(active & (basis == 0), 0.0, -torch.inf).to(basis)
+    entering = torch.full_like(weights[0], -1, dtype=torch.int64)
+    gain_floor = tolerance * (1 + gain.masked_fill(~active, 0.0).abs().amax(0))
+    return _State(tableau, target, weights, basis, barrier, entering, gain_floor)
+
+
+def _fresh_start(
+    quadratic: Tensor, linear: Tensor, active: Tensor, weights: Tensor, tolerance: float
+) -> tuple[_State, Tensor]:
+    """The basis of all neighbors with weight, and whether their images are independent (B,)."""
+    gram, basis = quadratic.permute(2, 0, 1), (weights > 0).to(linear)
+    inside = basis.mT.contiguous()
+    factors, regular = factor(gram + 1, inside, tolerance)
+    edge = solve(factors, inside[:, :, None])[:, :, 0]
+    rate = edge.sum(1)
+    inner = reduced_inverse(factors, inside, edge, rate)
+    share = (edge / rate[:, None])[:, :, None]  # of sum 1, pulled alike by all of S
+    # While j enters at the rate 1, those of S give way by (N G + share 1^T)_j to stay balanced.
+    yields = inner @ gram + share
+    pull = gram @ share
+    schur = gram - gram @ inner @ gram - pull - pull.mT + share.mT @ pull
+    outside = (1 - inside)[:, :, None]
+    across = inside[:, :, None] * yields * outside.mT
+    tableau = across + across.mT + schur * outside * outside.mT - inner
+
+    aim = inner @ linear.mT[:, :, None] + share
+    slope = linear.mT[:, :, None] - gram @ aim
+    gain = slope - aim.mT @ slope
+    target = (aim * inside[:, :, None] + gain * outside)[:, :, 0].mT.contiguous()
+    tableau = tableau.permute(1, 2, 0).contiguous()
+    parts = gain[:, :, 0].mT, tableau, target, weights.clone(), basis
+    return _state(active, tolerance, *parts), regular
+
+
+def _pick(matrix: Tensor, index: Tensor) -> Tensor:
+    """Row index[b] of every matrix: (K,K,B), (1,B) -> (K,B)."""
+    return matrix.gather(0, index[None].expand(1, *matrix.shape[1:]))[0]
+
+
+def _put(matrix: Tensor, index: Tensor, row: Tensor) -> None:
+    """Write (K,B) as row and as column index[b] of every matrix (K,K,B)."""
+    place = index[None].expand(1, *matrix.shape[1:])
+    matrix.scatter_(0, place, row[None])
+    matrix.scatter_(1, place.transpose(0, 1), row[:, None])
+
+
+def _advance(state: _State, tolerance: float) -> Tensor:
+    """One pivot in every unfinished row; True for the rows that are finished (B,)."""
+    # Masks are multiplied or added where possible: that is many times faster than selecting.
+    target, weights = state.target, state.weights
+    due = state.entering >= 0
+    point = target * state.basis
+    # Weights that would turn negative: go towards the target until the first reaches zero.
+    fall = (point + tolerance).clamp_max_(0.0)
+    step, leaving = ((weights + tolerance) / (weights + tolerance - fall)).min(0)
+    blocked = (step < 1) & ~due
+    # Otherwise the target is the new point, and the neighbor with the largest gain may enter.
+    gain, best = (target + state.barrier).max(0)
+    done = ~blocked & ~due & (gain <= state.gain_floor)
+    # No curvature along the entering direction: move until a weight vanishes, exchange the two.
+    curvature = state.tableau.diagonal(dim1=0, dim2=1).mT.gather(0, best[None])[0]
+    flat = (curvature <= tolerance) & ~blocked & ~due & ~done
+
+    pivot = torch.where(due, state.entering, torch.where(blocked, leaving, best))
+    fraction = torch.where(due, 0.0, torch.where(blocked, step, 1.0))
+    state.weights = (weights + fraction * (point - weights)).clamp_min_(0.0)
+    state.entering = torch.full_like(best, -1)
+    if bool(flat.any()):
+        pivot = _exchange(state, flat, best, pivot, tolerance)
+    _pivot(state, pivot[None], blocked | flat, ~done)
+    return done
+
+
+def _exchange(state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float) -> Tensor:
+    """Move `flat` rows as far as possible along the entering direction; who leaves is the pivot."""
+    column = _pick(state.tableau, best[None])
+    open_end = (column <= tolerance) | (state.basis == 0)
+    reach, leaving = (state.weights / column).masked_fill(open_end, torch.inf).min(0)
+    moved = (state.weights - reach * column * state.basis).clamp_min_(0.0)
+    moved.scatter_(0, best[None], reach[None])
+    state.weights = torch.where(flat, moved, state.weights)
+    state.entering = torch.where(flat, best, -1)
+    return torch.where(flat, leaving, pivot)
+
+
+def _pivot(state: _State, pivot: Tensor, outward: Tensor, go: Tensor) -> None:
+    """Symmetric pivot on entry (p,p) of every row in `go`: p leaves (outward) or joins S."""
+    column = _pick(state.tableau, pivot)
+    height = torch.where(go, column.gather(0, pivot)[0], 1.0)
+    change = go / height  # zero leaves finished rows as they are
+    scaled = column * change
+    aim = state.target.gather(0, pivot)
+    state.target.addcmul_(scaled, aim, value=-1)
+    state.tableau.addcmul_(scaled[:, None], column[None], value=-1)
+
+    factor = torch.where(go, torch.where(outward, -change, change), 1.0)
+    corner = torch.where(go, -change, column.gather(0, pivot)[0])
+    _put(state.tableau, pivot, (column * factor).scatter_(0, pivot, corner[None]))
+    state.target.scatter_(0, pivot, aim * factor)
+    before = state.basis.gather(0, pivot)[0]
+    state.basis.scatter_(0, pivot, torch.where(go, (~outward).to(before), before)[None])
+    shut = state.barrier.gather(0, pivot)[0]
+    opened = torch.where(outward, 0.0, -torch.inf).to(shut)
+    state.barrier.scatter_(0, pivot, torch.where(go, opened, shut)[None])

@@ -98,13 +98,13 @@ def solve_torch(
 
         # Eq. (3), for the curvature of the map: the multipliers, by its dual over the simplex.
         used = Curvature(smoothness, strong_convexity, active) if mode == "paper" else relaxed
-        shifted = gram.shifted(used.strong_convexity)
+        cross, images = gram.shifted(used.strong_convexity)
         modulus = used.smoothness - used.strong_convexity
         line = levels - gram.potential_shift(used.strong_convexity)
-        line = line - diagonal(shifted.cross) + diagonal(shifted.images) / (2 * modulus)
-        best = maximize_on_simplex(shifted.images, modulus * line, active, gram.noise)
+        line = line - diagonal(cross) + diagonal(images) / (2 * modulus)
+        best = maximize_on_simplex(images, modulus * line, active, gram.noise)
         weight = best.weights
-        pull = (shifted.images * weight[None]).sum(1)
+        pull = (images * weight[None]).sum(1)
         bound = line + ((weight * pull).sum(0) / 2 - pull) / modulus  # q_i(z')
         value = (weight * bound).sum(0)
         gap = (bound - value).masked_fill(~active, 0.0)

@@ -32,18 +32,17 @@ _MOST_NEIGHBORS = 32  # registers hold several padded K x K tiles of float64
 @dataclass(frozen=True)
 class ExactCip:
     """Solves a `CipProblem` or `BankProblem` exactly, all rows at once: Algorithm 2 of the paper
-    from the neighbors on. The steps may be called one after another: `products`, `solve`
-    (potentials, relaxation, quadratic program), `solution` (the features).
+    from the neighbors on. Its steps are `products`, `solve` (potentials, relaxation, quadratic
+    program) and `solution` (the features).
 
     - `mode`: with which curvature eq. (3) is solved where potentials exist only for a larger one:
-      that larger one, so that the map passes through all anchors ("consistent"), or the requested
-      one, as in Algorithm 2 of the paper ("paper").
+      that one, so that the map passes through all anchors ("consistent"), or the requested one, as
+      in the paper ("paper").
     - `climb`: steps (delta1, delta2) by which L grows and l falls until potentials exist, or None
       for the exact least L.
     - `max_smoothness`: no L above this; the neighbor on the violating cycle is left out instead.
     - `spares`: the last so many neighbors of each row are used only as substitutes for such.
-    - `potential`: which feasible potentials: "canonical", or "lowest" and "highest" to measure how
-      much a solution depends on the choice.
+    - `potential`: "canonical", or "lowest" and "highest" to measure how much the choice matters.
     - `on_failure`: for rows without a solution "raise" a `SolverError`, "abstain" (NaN), or return
       the feature of the nearest neighbor ("fallback"); `status` says which in every case.
     - `chunk`: rows whose neighbors are in working memory at a time; None fits the device.
@@ -98,8 +97,7 @@ class ExactCip:
         return products_of(problem, self.chunk, with_offsets=with_offsets)
 
     def solve(self, problem: RowProblem, products: Products) -> DualSolution:
-        """Potentials and multipliers: by one kernel on a GPU, and step by step in torch for the
-        rows that the kernel leaves over, or for all."""
+        """Potentials and multipliers: by a kernel on a GPU; in torch for rows it leaves over."""
         high, low = problem.smoothness, problem.strong_convexity
         how = self.relaxation, self.potential, self.mode, problem.query.dtype
         sensitive = problem.query.requires_grad and torch.is_grad_enabled()
@@ -120,8 +118,7 @@ class ExactCip:
             return found.with_failures_marked(self.on_failure, squares, low)
 
     def _retry_in_double(self, problem: RowProblem, gram: Gram, found: DualSolution) -> None:
-        """Solve rows again, in float64, for which perhaps only the rounding of float32 products
-        ruled out the requested curvature."""
+        """Again in float64, where only rounding may have ruled out the requested curvature."""
         rows = (found.status != int(Status.SOLVED)).nonzero()[:, 0]
         if len(rows) == 0 or problem.query.dtype == torch.float64:
             return
@@ -171,9 +168,8 @@ def solve_triton(
     *,
     sensitive: bool,
 ) -> tuple[DualSolution, Tensor]:
-    """The solution, with multipliers, potentials and value in `dtype` and the sensitivity if
-    `sensitive`, and the outcome (B,) on the CPU: 1 for a solved row, 0 for one that is left to
-    `solve_torch`, -1 for one without a solution."""
+    """The solution, with multipliers, potentials and value in `dtype`, and the outcome (B,) on the
+    CPU: 1 for a solved row, 0 for one left to `solve_torch`, -1 for one without a solution."""
     from otad.cip.kernels.row import row_kernel
 
     values = products.values

@@ -25,9 +25,8 @@ _BLOCK_BYTES = 2**29  # of neighbors in working memory at a time
 class CipNet(nn.Module):
     """Estimates the image z' (B,d) of a `CipProblem` or `BankProblem` by a transformer encoder.
 
-    Its 2K + 1 tokens are the query, the K anchors and the K images, one linear map for points of
-    the input space and one for features. Each neighbor's two tokens are also mixed, so no order of
-    the neighbors is needed to match them. From the last block
+    Its 2K + 1 tokens are the query, the K anchors and the K images, one linear map for inputs and
+    one for features. Each neighbor's two tokens are also mixed. From the last block
 
         z' = sum_i lambda_i z~_i  +  s W t        lambda = softmax of a score of each image token,
                                                   t the query token, W (d,width),
@@ -35,15 +34,14 @@ class CipNet(nn.Module):
     both parts zero at the start: a fresh net answers with the mean feature of the neighbors. With
     `readout="hull"` the second part is left out and z' is a convex combination, like the solver's.
 
-    The net shares the symmetries of the problem by its construction. It sees the shifted images
-    z~_i = z_i - l (x_i - x'), and only differences from the mean neighbor, in units of their root
-    mean square: r of the inputs, s of the features; of the curvature it sees M r / (M r + s). So
-    translating all x_i and x', reordering the neighbors, or measuring x in other units (and L, l
-    accordingly) changes nothing, and z' moves and scales with the features.
+    The net shares the symmetries of the problem: it sees the shifted images z~_i = z_i - l (x_i -
+    x'), only as differences from the mean neighbor, in units of their root mean square (r of the
+    inputs, s of the features), and of the curvature M r / (M r + s). So translating all x_i and x',
+    reordering the neighbors, or measuring x in other units (and L, l accordingly) changes nothing,
+    and z' moves and scales with the features.
 
-    A network proves nothing: `status` is ESTIMATED, and value, potentials, curvature and residual
-    are NaN, as are the multipliers unless z' is made of them ("hull"). A row whose numbers are out
-    of range is UNSOLVED, its image NaN.
+    A network proves nothing: `status` is ESTIMATED (UNSOLVED where numbers are out of range), and
+    all is NaN but the image, and the multipliers where z' is made of them ("hull").
     """
 
     # What a model needs of its solver, see `otad.cip.protocols`.
@@ -134,14 +132,12 @@ class CipNet(nn.Module):
         query, anchors, features = query - middle, anchors - middle, images - center
         reach, spread = _root_mean_square(query, anchors), _root_mean_square(features)
 
-        # Units come after the product, which commutes with them: it makes the short tokens depend
-        # on the query through its reach, and not the long anchors, whose gradients cost the most.
+        # Units come after the product: so the short tokens depend on the query through its reach,
+        # and not the long anchors, whose gradients cost the most.
         asking, places = (_in_units(self.from_input, part, reach) for part in (query, anchors))
         values = _in_units(self.from_feature, features, spread)
-        places, values = (
-            places + self.feature_to_input(values),
-            values + self.input_to_feature(places),
-        )
+        mixed = self.feature_to_input(values), self.input_to_feature(places)
+        places, values = places + mixed[0], values + mixed[1]
         kinds = zip((asking, places, values), self.kinds, strict=True)
         tokens = torch.cat([part + kind for part, kind in kinds], dim=1)  # (b,2K+1,width)
         tokens = tokens + modulus * reach / (modulus * reach + spread) * self.curvature
@@ -170,9 +166,6 @@ class CipNet(nn.Module):
             return cls(**options)
         except TypeError as error:
             raise InputError(f"config: expected the options of a CipNet, got {config!r}") from error
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, n_neighbors={self.n_neighbors}, readout={self.readout}"
 
 
 def _in_units(layer: nn.Linear, vectors: Tensor, unit: Tensor) -> Tensor:

@@ -54,11 +54,8 @@ CIP_NET_RECIPE = CipNetConfig()
 
 @dataclass(frozen=True)
 class CipNetEpoch:
-    """Means over one epoch: the objective, |CIP-net - QCP|^2 during training (None without a
-    teacher) and, after the epoch, on held-out problems.
-
-    All in units of the mean |z_i - mean z|^2 among neighbors, see `CipNetResult.unit`.
-    """
+    """Means over one epoch, in units of `CipNetResult.unit`: the objective, |CIP-net - QCP|^2 in
+    training (None without a teacher) and, after the epoch, on held-out problems."""
 
     epoch: int
     loss: float
@@ -77,8 +74,8 @@ Report = Callable[[CipNetEpoch], None]
 
 @dataclass(frozen=True)
 class CipNetResult:
-    """`unit`: the squared length in which errors are measured; `resumed_after`: the last epoch read
-    from a checkpoint, 0 for none; `epochs`: the number requested."""
+    """`unit`: the mean |z_i - mean z|^2 among neighbors, in which errors are measured;
+    `resumed_after`: the last epoch read from a checkpoint, or 0; `epochs`: those requested."""
 
     history: tuple[CipNetEpoch, ...]
     unit: float
@@ -100,11 +97,8 @@ def leave_one_out(
     *,
     rows: Tensor | None = None,
 ) -> BankProblem:
-    """Points of a bank (N,d) as queries, each among its nearest neighbors other than itself.
-
-    `rows` (M,) int64 chooses the points, all by default; `features[rows]` are then the network's
-    own features of the queries. For neighbors by another metric make the `BankProblem` yourself.
-    """
+    """Points of a bank (N,d) as queries, all or those of `rows` (M,) int64, each among its nearest
+    neighbors other than itself. `features[rows]` are the network's own features of the queries."""
     check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
     check_count(n_neighbors, "n_neighbors")
     rows = torch.arange(len(inputs)) if rows is None else rows
@@ -133,13 +127,11 @@ def train_cip_net(
 ) -> CipNetResult:
     """Train `net` in place on the rows of `problems`; it is left in evaluation mode.
 
-    No query may be among its own neighbors (see `leave_one_out`). `teacher` is by default the
-    default solver of a defense; with alpha = 0 it is not used. `own_features` (M,d) are needed for
-    alpha below 1. `cached`: solve every problem once, before the training; else in every batch.
-
-    `checkpoint_dir`, `save_seconds` and `max_seconds` are as in `otad.training.train`. A `source`
-    names the problems in a checkpoint, instead of a hash of all their numbers. `progress` is called
-    with each `CipNetEpoch`; True draws a bar.
+    No query may be among its own neighbors (see `leave_one_out`). `teacher` is by default an
+    `ExactCip`; with alpha = 0 it is not used. `own_features` (M,d) are needed for alpha below 1.
+    `cached`: solve every problem once, before the training; else in every batch. A `source` names
+    the problems in a checkpoint, instead of a hash of all their numbers. `checkpoint_dir`,
+    `save_seconds`, `max_seconds` and `progress` are as in `otad.training.train`.
     """
     _check(problems, config, alpha, own_features)
     for problem in (problems, held_out):
@@ -229,13 +221,12 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        problem, targets = self.task.held_out, self.held_out_targets
-        if problem is None or targets is None:
+        targets = self.held_out_targets
+        if targets is None:
             return None
-        net = self.weights.best.eval()
-        total, count = 0.0, problem.shape[0]
+        net, total, count = self.weights.best.eval(), 0.0, targets.problem.shape[0]
         for rows in torch.arange(count).split(self.config.batch_size):
-            image = net(problem.select(rows)).image
+            image = net(targets.problem.select(rows)).image
             total += float((image - targets(rows)).double().square().sum())
         return total / count / self.unit
 
@@ -247,11 +238,8 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
 
 
 class TeacherImages:
-    """The teacher's images (b,d) of some rows of a problem.
-
-    With `cached` every row is solved once, now, and only its K multipliers are stored: the images
-    are assembled from the neighbors each time, at a small part of the cost of solving.
-    """
+    """The teacher's images (b,d) of some rows of a problem. With `cached` every row is solved once,
+    now, and its K multipliers are stored, from which images are assembled each time."""
 
     def __init__(
         self, teacher: Teacher, problem: Problem, batch_size: int, *, cached: bool
@@ -288,10 +276,8 @@ def _mean_square(difference: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _unit(problem: Problem) -> float:
-    """The mean |z_i - mean z|^2 over neighbors of the first rows, 1 where they are all equal."""
     images = problem.images_of(slice(0, _UNIT_ROWS)).float()
-    spread = float((images - images.mean(1, keepdim=True)).square().sum(2).mean())
-    return spread or 1.0
+    return float((images - images.mean(1, keepdim=True)).square().sum(2).mean()) or 1.0
 
 
 def _check(
@@ -305,6 +291,5 @@ def _check(
     else:
         check_tensor(own_features, "own_features", "M,d", dtypes=STORAGE_DTYPES)
         check_shape(own_features, "own_features", tuple(problems.query.shape), "like the queries")
-    device, asked = problems.query.device.type, config.device
-    same = torch.device(asked).type == device
-    require(same, "device", f"{device!r} like the problems", repr(asked))
+    device, asked = problems.query.device.type, torch.device(config.device).type
+    require(asked == device, "device", f"{device!r} like the problems", repr(asked))

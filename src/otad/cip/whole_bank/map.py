@@ -85,8 +85,22 @@ class WholeBank:
             search = ColumnGeneration(self._pairs, self._lines, modulus, points, first)
             for prices in self._prices:
                 search.run(prices)
-            value = search.value + self._pairs.offsets_at(points)  # on the scale of the levels
-        return self._solution(query, value, search)
+            value = search.mean + search.images.square().sum(1) / (2 * modulus)
+            value = value + self._pairs.offsets_at(points)  # on the scale of the levels
+        potential, indices = self.potential, search.indices
+        curvature = potential.smoothness, potential.strong_convexity
+        problem = BankProblem(query, self.inputs, self.features, indices, *curvature)
+        highs, lows = problem.smoothness, problem.strong_convexity
+        parts = search.weights.to(query.dtype), value.to(query.dtype), search.sensitivity
+        image, value, weight = feature(
+            problem, *parts, lows if problem.has_strong_convexity else None
+        )
+        levels = potential.levels[indices.to(potential.levels.device)].to(query)
+        residual = search.gap.clamp_min(0) / search.scale
+        status = torch.where(search.closed, int(Status.SOLVED), int(Status.UNSOLVED))
+        graded = residual, status, search.active, "consistent"
+        solution = CipSolution(image, value, weight, levels, highs, lows, *graded)
+        return WholeBankSolution(solution, indices, search.gap, search.rounds)
 
     def _place(self, device: torch.device) -> None:
         """Store what queries on a device need of the bank."""
@@ -99,22 +113,6 @@ class WholeBank:
         self._prices: list[Pricing] = [Prices(pairs)]
         if self.pricing == "faiss":
             self._prices.insert(0, IndexPrices(pairs, lines))
-
-    def _solution(
-        self, query: Tensor, value: Tensor, search: ColumnGeneration
-    ) -> WholeBankSolution:
-        potential, indices = self.potential, search.indices
-        high, low = potential.smoothness, potential.strong_convexity
-        problem = BankProblem(query, self.inputs, self.features, indices, high, low)
-        highs, lows = (torch.full_like(search.gap, number) for number in (high, low))
-        parts = search.weights.to(query.dtype), value.to(query.dtype), search.sensitivity
-        image, value, weight = feature(problem, *parts, lows if low != 0 else None)
-        levels = potential.levels[indices.to(potential.levels.device)].to(query)
-        residual = search.gap.clamp_min(0) / search.scale
-        status = torch.where(search.closed, int(Status.SOLVED), int(Status.UNSOLVED))
-        graded = residual, status, search.active, "consistent"
-        solution = CipSolution(image, value, weight, levels, highs, lows, *graded)
-        return WholeBankSolution(solution, indices, search.gap, search.rounds)
 
 
 class ColumnGeneration:
@@ -148,11 +146,6 @@ class ColumnGeneration:
     def closed(self) -> Tensor:
         """Whether nothing is left to gain (B,)."""
         return torch.le(self.gap, GAP * self.scale)
-
-    @property
-    def value(self) -> Tensor:
-        """f of the weights (B,)."""
-        return self.mean + self.images.square().sum(1) / (2 * self.modulus)
 
     def run(self, pricing: Pricing) -> None:
         """Rounds until no row gets better any more."""

@@ -205,10 +205,8 @@ def _raised(
     prices: Prices, levels: Tensor, modulus: float, by: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The largest right side (N,) for every point, and the point j it comes from, one of `by`."""
-    pairs = prices.pairs
-    lines = levels - pairs.products + pairs.image_squares / (2 * modulus)
-    lines = lines.masked_fill(~pairs.included, -math.inf)
-    found = []
+    pairs, found = prices.pairs, []
+    lines = _lines(pairs, levels, modulus)
     for rows in pairs.blocks():
         points, images = pairs.read(rows)
         queries = points - images / modulus
@@ -222,6 +220,9 @@ def _raised(
 
 def potential_lines(pairs: Pairs, potential: BankPotential) -> Tensor:
     """s_i (N,) in centered coordinates; -inf at points left out."""
-    lines = potential.levels.to(pairs.device) - pairs.offsets() - pairs.products
-    lines = lines + pairs.image_squares / (2 * potential.modulus)
+    return _lines(pairs, potential.levels.to(pairs.device) - pairs.offsets(), potential.modulus)
+
+
+def _lines(pairs: Pairs, levels: Tensor, modulus: float) -> Tensor:
+    lines = levels - pairs.products + pairs.image_squares / (2 * modulus)
     return lines.masked_fill(~pairs.included, -math.inf)
