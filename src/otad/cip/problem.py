@@ -68,10 +68,9 @@ class _Problem:
             good, is_nonzero = 0 < smoothness > strong_convexity, strong_convexity != 0
         if not good:
             row = int(((high <= 0) | (high <= low)).nonzero()[0])
-            expected = f"a value above 0 and above strong_convexity {low[row].item()}"
-            raise InputError(
-                f"smoothness: expected {expected}, got {high[row].item()} in row {row}"
-            )
+            got = f"smoothness {high[row].item()} and strong_convexity {low[row].item()}"
+            expected = "a value above 0 and above strong_convexity"
+            raise InputError(f"smoothness: expected {expected}, got {got} in row {row}")
         parts |= {"smoothness": high, "strong_convexity": low}
         self.__dict__.update(parts, has_strong_convexity=is_nonzero)
 
@@ -100,11 +99,12 @@ class CipProblem(_Problem):
         check_tensor(query, "query", "B,d")
         parts = {"anchors": anchors, "images": images}
         for name, tensor in parts.items():
-            check_tensor(tensor, name, "B,K,d")
+            check_tensor(tensor, name, "B,K,d", finite=False)
             shape = len(query), anchors.shape[1], query.shape[1]
             check_shape(tensor, name, shape, "(B,K,d) to match query and anchors")
             check_alike(tensor, name, query, "query")
             _refuse_gradient(tensor, name)
+            check_tensor(tensor, name, "B,K,d")  # finite, now that the device is the query's
         self._set(smoothness, strong_convexity, query=query, **parts)
 
     @property
@@ -195,9 +195,9 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
 def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         value = value.expand(len(query)) if value.dim() == 0 else value
+        require(value.device == query.device, name, f"device {query.device}", value.device)
         check_tensor(value, name, "B")
         check_shape(value, name, (len(query),), "(one value per query) or a number")
-        require(value.device == query.device, name, f"device {query.device}", value.device)
         return value.detach().double()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(is_number, name, "a number or a tensor (B,)", type(value).__name__)

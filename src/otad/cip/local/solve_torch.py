@@ -57,7 +57,7 @@ class DualSolution:
             listed = ", ".join(f"{row} ({Status(int(self.status[row])).name})" for row in rows[:5])
             more = ", ..." if len(rows) > 5 else ""
             raise SolverError(
-                f"{len(rows)} of {len(failed)} rows have no solution: {listed}{more}; set "
+                f"{len(rows)} of {len(failed)} rows have no solution: {listed}{more}. Set "
                 "max_smoothness to leave out neighbors, or on_failure='abstain' or 'fallback'"
             )
         unknown = ("multipliers", "value", "potentials", "smoothness", "strong_convexity")

@@ -125,9 +125,11 @@ def least_bank_smoothness(
     flattest = FLATTEST * max(abs(strong_convexity), float(low == 0))
     while best is None or best.modulus - low > tolerance * best.modulus:
         if best is None and low > STEEPEST:
-            expected = f"a map of smoothness below {STEEPEST} through them"
-            cause = f"equal inputs, or a strong_convexity ({strong_convexity}) beyond their own"
-            raise SolverError(f"features: expected {expected}, got none: {cause}")
+            raise SolverError(
+                f"features: expected some that a smoothness below {STEEPEST} can follow, got none; "
+                "equal inputs with different features have no map, nor have features that move "
+                f"apart by less than strong_convexity ({strong_convexity}) times their inputs"
+            )
         trial = max((1 + reach) * low, flattest)
         if best is not None:
             trial = min(trial, (low + best.modulus) / 2)
