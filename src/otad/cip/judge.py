@@ -66,35 +66,25 @@ def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
     offset_size, image_size = (
         part.norm(dim=-1).masked_fill(~active, 0.0).amax(1) for part in (offset, images)
     )
-    return relative(
-        value_gaps=(potential_gap, (-slack).amax(1), (weight * slack).abs().sum(1)),
-        stationarity=(point - (weight[:, None] @ image)[:, 0]).norm(dim=-1),
-        multipliers=weight,
-        active=active,
-        image_size=image_size + map_convexity.abs() * offset_size,
-        offset_size=offset_size,
-        modulus=modulus[:, 0],
-    )
+    value_gaps = potential_gap, (-slack).amax(1), (weight * slack).abs().sum(1)
+    image_gap = (point - (weight[:, None] @ image)[:, 0]).norm(dim=-1)
+    sizes = image_size + map_convexity.abs() * offset_size, offset_size, modulus[:, 0]
+    return relative(value_gaps, image_gap, weight, active, *sizes)
 
 
 def relative(
-    *,
-    value_gaps: tuple[Tensor, ...],
-    stationarity: Tensor,
-    multipliers: Tensor,
-    active: Tensor,
-    image_size: Tensor,
-    offset_size: Tensor,
-    modulus: Tensor,
+    gaps: tuple[Tensor, ...], image_gap: Tensor, weight: Tensor, active: Tensor, *sizes: Tensor
 ) -> Tensor:
-    """One dimensionless residual (B,) from the violations (B,), measured by the largest terms whose
-    difference each is: features by s = |z_i| + |l a_i|, values by s |a_i| + s^2 / (2M)."""
+    """One dimensionless residual (B,) from the gaps (B,) of values and of the image, and from the
+    multipliers (B,K). Images are measured by s = |z_i| + |l a_i|, values by s |a_i| + s^2 / (2M):
+    the `sizes` (B,) are the largest s and |a_i|, and M."""
+    image_size, offset_size, modulus = sizes
     tiny = torch.finfo(torch.float64).tiny
     value_size = image_size * offset_size + image_size.square() / (2 * modulus)
     violations = (
-        torch.stack(value_gaps).amax(0) / value_size.clamp_min(tiny),
-        stationarity / image_size.clamp_min(tiny),
-        torch.where(active, -multipliers, multipliers.abs()).amax(1),
-        (multipliers.sum(1) - 1).abs(),
+        torch.stack(gaps).amax(0) / value_size.clamp_min(tiny),
+        image_gap / image_size.clamp_min(tiny),
+        torch.where(active, -weight, weight.abs()).amax(1),
+        (weight.sum(1) - 1).abs(),
     )
     return torch.stack(violations).amax(0).nan_to_num(nan=torch.inf)

@@ -71,7 +71,7 @@ class CvxpyCip:
             levels, status = given[0], Status.SOLVED
         else:
             levels, high, status = find_potentials(anchors, images, high, low)
-        if not status.failed:
+        if status < Status.INFEASIBLE:
             curvature = requested if self.mode == "paper" else (high, low)
             answer = _Quadratics(anchors - query, images, levels, *curvature).solve()
             if answer is not None:
@@ -170,8 +170,11 @@ def find_potentials(
     high = least_smoothness_by_lp(anchors, images, low)
     if high == np.inf:
         return levels, high, Status.INFEASIBLE
-    levels, _ = canonical_potentials(difference_bounds(anchors, images, high, low))
-    return levels, high, Status.RAISED
+    return (
+        canonical_potentials(difference_bounds(anchors, images, high, low))[0],
+        high,
+        Status.RAISED,
+    )
 
 
 def difference_bounds(anchors: Array, images: Array, high: float, low: float) -> Array:

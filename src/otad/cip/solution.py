@@ -19,10 +19,6 @@ class Status(IntEnum):
     INFEASIBLE = 4  # no potential exists for any allowed curvature
     UNSOLVED = 5  # the numbers are out of range or the pivot limit was reached
 
-    @property
-    def failed(self) -> bool:
-        return self >= Status.INFEASIBLE
-
 
 @dataclass(frozen=True, eq=False)
 class CipSolution:

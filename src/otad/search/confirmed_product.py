@@ -22,9 +22,8 @@ SECTION = 1024  # columns summed in one product: short sums keep the error bound
 
 @dataclass(frozen=True, eq=False)
 class Shortlist:
-    """`indices` (b,T) of the rows with the largest upper bounds, and these `bounds` (b,T), largest
-    first; `floor` (b,): the first row scores at least that; `ceiling` (b,): no row outside the
-    shortlist scores more, -inf where all are in it."""
+    """`indices` (b,T) of the rows of the largest upper `bounds` (b,T), largest first; `floor` (b,):
+    the first scores at least that; `ceiling` (b,): no row outside the shortlist scores more."""
 
     indices: Tensor
     bounds: Tensor
@@ -77,11 +76,8 @@ def shortlist(
 
 
 def product_error(terms: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest error of a product whose sums have so many terms, relative to |query| |row|.
-
-    2 (terms + 8) roundoffs for the sums (twice the textbook bound: tensor cores truncate) and 8
-    for rounding the inputs, each to whatever the user's setting lets matrix products round them.
-    """
+    """Largest error of a product whose sums have so many terms, relative to |query| |row|: twice
+    the textbook bound, as tensor cores truncate, and 8 roundoffs that settings allow for inputs."""
     if dtype == torch.float64:
         return 2 * (terms + 16) * 2.0**-53
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn

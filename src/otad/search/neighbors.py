@@ -1,8 +1,7 @@
 """Exact nearest neighbors in l2: K bank points for each query, whatever the batch or the device.
 
-A matrix product in float32 (`otad.search.confirmed_product`) picks a shortlist, the distances to
-the shortlist are computed by plain differences in float64, and a row is accepted once every other
-point is proved to be farther away than its K-th neighbor. Other rows get a longer shortlist.
+A float32 product (`otad.search.confirmed_product`) picks a shortlist, whose distances are computed
+in float64; a row whose K-th neighbor is not proved to be nearer than all others gets a longer one.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ class Neighbors:
 
 
 class NeighborSearch(ABC):
-    """Exact l2 search over points (N,d), which must not change afterwards.
-
-    Points may be on the CPU, memory-mapped too, while queries are on a GPU; the result is on the
-    device of the queries. Nothing is differentiated.
+    """Exact l2 search over points (N,d), which must not change afterwards. They may be on the CPU,
+    memory-mapped too, while queries are on a GPU; the result is on the device of the queries.
 
     With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
     s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2. Points of a moderate size around the origin
@@ -71,8 +68,7 @@ class NeighborSearch(ABC):
             if not self._plain:
                 self._center = mean
                 radii = self._lengths()
-                radius = float(radii.max())
-                holds = f"a spread that {self._work_dtype} can hold"
+                holds, radius = f"a spread that {self._work_dtype} can hold", float(radii.max())
                 require(math.isfinite(radius), "points", holds, radius)
                 limit = 100 if self._work_dtype == torch.float32 else 1000
                 self._exponent = max(-limit, min(limit, math.frexp(radius)[1]))
@@ -124,7 +120,7 @@ class NeighborSearch(ABC):
     def _attempt(
         self, queries: Tensor, k: int, size: int, exclude: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Best k of a shortlist: indices (b,k), distances (b,k), and whether it is proved (b,)"""
+        """Best k of a shortlist: indices and distances (b,k), and whether they are proved (b,)."""
         queries = queries.double()
         x = (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
         if size < len(self):
@@ -197,8 +193,8 @@ class NeighborSearch(ABC):
 
 
 class TorchSearch(NeighborSearch):
-    """Exact search by matrix products in blocks. Points that have to be converted are stored ready
-    for the products if they take up to half of `WORKING_BYTES` in float32."""
+    """By matrix products in blocks. Points that have to be converted are stored in float32 if they
+    take up to half of `WORKING_BYTES`."""
 
     def __init__(self, points: Tensor) -> None:
         super().__init__(points)
@@ -243,8 +239,8 @@ class FaissSearch(NeighborSearch):
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:
-    """Sum of each row (P,d), overwriting it: halves are folded together entry by entry, so a sum
-    has the same bits in any batch, on any device and with any number of threads."""
+    """Sum of each row (P,d), overwriting it: by folding halves, so with the same bits in any batch,
+    on any device and with any number of threads."""
     width = rows.shape[1]
     while width > 1:
         half = (width + 1) // 2

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from otad.cip.execution import problem_blocks, run_parts
 from otad.cip.local.stream_triton import can_stream, streamed_combination, streamed_dots
-from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 
 
@@ -100,23 +99,15 @@ class DifferentiableMap(torch.autograd.Function):
             push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
             grad[rows] += (push[:, None] @ lines)[:, 0]
 
-        if can_stream(problem):
-            grad += _streamed_slope(problem, image_grad, multiplier_grad, sensitivity, shift)
-        else:
+        if not can_stream(problem):
             run_parts(problem_blocks(problem, ctx.chunk), work, grad.device)
-        return grad, *[None] * 6
-
-
-def _streamed_slope(
-    problem: BankProblem, image_grad: Tensor, by: Tensor, sensitivity: Tensor, shift: Tensor | None
-) -> Tensor:
-    """Z~^T H (Z~ g + h) for the gradients g (B,d) by the image and h (B,K) by the multipliers."""
-    indices = problem.indices
-    pull = streamed_dots(problem.features, indices, image_grad) + by
-    if shift is not None:
-        pull -= shift * streamed_dots(problem.inputs, indices, image_grad)
-    push = (sensitivity @ pull[..., None])[..., 0].to(image_grad.dtype)
-    slope = streamed_combination(problem.features, indices, push)
-    if shift is not None:
-        slope -= shift * streamed_combination(problem.inputs, indices, push)
-    return slope
+            return grad, *[None] * 6
+        bank, indices = (problem.inputs, problem.features), problem.indices
+        pull = streamed_dots(bank[1], indices, image_grad) + multiplier_grad
+        if shift is not None:
+            pull -= shift * streamed_dots(bank[0], indices, image_grad)
+        push = (sensitivity @ pull[..., None])[..., 0].to(dtype)
+        curved = streamed_combination(bank[1], indices, push)
+        if shift is not None:
+            curved -= shift * streamed_combination(bank[0], indices, push)
+        return grad + curved, *[None] * 6

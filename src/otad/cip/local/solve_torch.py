@@ -109,28 +109,17 @@ def solve_torch(
         value = (weight * bound).sum(0)
         gap = (bound - value).masked_fill(~active, 0.0)
         offset_size, image_size = gram.sizes(used.strong_convexity, active)
-        residual = relative(
-            value_gaps=(gap.amax(0), violation, (weight * gap).abs().sum(0)),
-            stationarity=torch.zeros_like(value),  # z' is assembled from the multipliers
-            multipliers=weight.mT,
-            active=active.mT,
-            image_size=gram.center + image_size,
-            offset_size=offset_size,
-            modulus=modulus,
-        )
+        sizes = gram.center + image_size, offset_size, modulus
+        gaps = gap.amax(0), violation, (weight * gap).abs().sum(0)
+        exact = torch.zeros_like(value)  # z' is assembled from the multipliers
+        residual = relative(gaps, exact, weight.mT, active.mT, *sizes)
         unsolved = ~finite | (~best.solved & (status < int(Status.INFEASIBLE)))
-        found = DualSolution(
-            multipliers=weight.mT,
-            sensitivity=(best.sensitivity * modulus).permute(2, 0, 1),
-            value=value,
-            potentials=levels.masked_fill(~active, torch.nan).mT,
-            smoothness=relaxed.smoothness,
-            strong_convexity=relaxed.strong_convexity,
-            map_convexity=used.strong_convexity,
-            active=active.mT,
-            residual=residual,
-            status=status.masked_fill(unsolved, int(Status.UNSOLVED)),
-        )
+        status = status.masked_fill(unsolved, int(Status.UNSOLVED))
+        sensitivity = (best.sensitivity * modulus).permute(2, 0, 1)
+        potentials = levels.masked_fill(~active, torch.nan).mT
+        curvature = relaxed.smoothness, relaxed.strong_convexity, used.strong_convexity
+        dual = weight.mT, sensitivity, value, potentials
+        found = DualSolution(*dual, *curvature, active.mT, residual, status)
     parts = vars(found).items()  # to be copied, so that autograd may record them
     copies = {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts}
     return DualSolution(**copies)

@@ -54,9 +54,9 @@ def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tens
     bank = (part.contiguous() for part in (problem.inputs, problem.features, problem.indices))
     sizes = {"count": count, "padded": padded, "shifts": with_offsets, "width": width}
     sizes["length"] = min(segment, -(-dim // width) * width)
-    outputs = products, squares
-    launch(gram_kernel, (batch, segments), query, *bank, *outputs, batch, dim, num_warps=2, **sizes)
-    return products, squares
+    found = products, squares
+    launch(gram_kernel, (batch, segments), query, *bank, *found, batch, dim, num_warps=2, **sizes)
+    return found
 
 
 def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

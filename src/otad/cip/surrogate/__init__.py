@@ -1,9 +1,4 @@
-"""CIP-net: a transformer that imitates the solver, and its training.
-
-net = CipNet(dim, n_neighbors, width=512)
-train_cip_net(net, problems, config, teacher=ExactCip(on_failure="fallback"))
-net(problem).image
-"""
+"""CIP-net: a transformer that imitates the solver, and its training."""
 
 from otad.cip.surrogate.net import CipNet
 from otad.cip.surrogate.training import (

@@ -6,9 +6,8 @@ min over theta of  mean over x' of  alpha |CIP-net(x') - QCP(x')|^2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +26,7 @@ from otad.search.neighbors import TorchSearch
 from otad.training.acceleration import precision
 from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig
-from otad.training.loop import Saving, Training
+from otad.training.loop import Batches, Saving, Training
 
 Problem = CipProblem | BankProblem
 Teacher = Callable[[Problem], CipSolution]
@@ -67,9 +66,6 @@ class CipNetEpoch:
         parts = {"loss": self.loss, "to teacher": self.error, "held out": self.held_out_error}
         values = (f"{name} {value:.4g}" for name, value in parts.items() if value is not None)
         return f"epoch {self.epoch}: {', '.join(values)}"
-
-
-Report = Callable[[CipNetEpoch], None]
 
 
 @dataclass(frozen=True)
@@ -120,27 +116,33 @@ def train_cip_net(
     held_out: Problem | None = None,
     cached: bool = True,
     source: str | None = None,
-    checkpoint_dir: str | Path | None = None,
-    save_seconds: float = 0.0,
-    max_seconds: float | None = None,
-    progress: Report | bool = False,
+    progress: Callable[[CipNetEpoch], None] | bool = False,
+    **saving: Any,
 ) -> CipNetResult:
     """Train `net` in place on the rows of `problems`; it is left in evaluation mode.
 
     No query may be among its own neighbors (see `leave_one_out`). `teacher` is by default an
     `ExactCip`; with alpha = 0 it is not used. `own_features` (M,d) are needed for alpha below 1.
     `cached`: solve every problem once, before the training; else in every batch. A `source` names
-    the problems in a checkpoint, instead of a hash of all their numbers. `checkpoint_dir`,
-    `save_seconds`, `max_seconds` and `progress` are as in `otad.training.train`.
+    the problems in a checkpoint, instead of a hash of all their numbers. `progress`, and the
+    options of `Saving`, are as in `otad.training.train`.
     """
-    _check(problems, config, alpha, own_features)
+    is_config = isinstance(config, CipNetConfig)
+    require(is_config, "config", "a CipNetConfig", type(config).__name__)
+    require(0 <= alpha <= 1, "alpha", "a number from 0 to 1", repr(alpha))
+    if own_features is None:
+        require(alpha == 1, "own_features", f"them for alpha = {alpha}", None)
+    else:
+        check_tensor(own_features, "own_features", "M,d", dtypes=STORAGE_DTYPES)
+        check_shape(own_features, "own_features", tuple(problems.query.shape), "like the queries")
+    device, asked = problems.query.device.type, torch.device(config.device).type
+    require(asked == device, "device", f"{device!r} like the problems", repr(asked))
     for problem in (problems, held_out):
         if problem is not None:
             net.to(problems.query.device).check_problem(problem)
     teacher = teacher or ExactCip(on_failure="fallback")
-    saving = Saving(checkpoint_dir, save_seconds, max_seconds)
     task = _Task(problems, held_out, own_features, source, teacher, alpha, cached)
-    run = _CipNetTraining(net, task, config, saving)
+    run = _CipNetTraining(net, task, config, Saving(**saving))
     run.run(progress)
     return CipNetResult(tuple(run.history), run.unit, run.resumed_after, config.epochs)
 
@@ -198,9 +200,7 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
         if task.held_out is not None:
             self.held_out_targets = TeacherImages(task.teacher, task.held_out, rows, cached=True)
 
-    def batches(
-        self, row_batches: Sequence[Tensor], generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, ...]]:
+    def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         return ((rows,) for rows in row_batches)
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
@@ -278,18 +278,3 @@ def _mean_square(difference: Tensor) -> Tensor:
 def _unit(problem: Problem) -> float:
     images = problem.images_of(slice(0, _UNIT_ROWS)).float()
     return float((images - images.mean(1, keepdim=True)).square().sum(2).mean()) or 1.0
-
-
-def _check(
-    problems: Problem, config: CipNetConfig, alpha: float, own_features: Tensor | None
-) -> None:
-    is_config = isinstance(config, CipNetConfig)
-    require(is_config, "config", "a CipNetConfig", type(config).__name__)
-    require(0 <= alpha <= 1, "alpha", "a number from 0 to 1", repr(alpha))
-    if own_features is None:
-        require(alpha == 1, "own_features", f"them for alpha = {alpha}", None)
-    else:
-        check_tensor(own_features, "own_features", "M,d", dtypes=STORAGE_DTYPES)
-        check_shape(own_features, "own_features", tuple(problems.query.shape), "like the queries")
-    device, asked = problems.query.device.type, torch.device(config.device).type
-    require(asked == device, "device", f"{device!r} like the problems", repr(asked))

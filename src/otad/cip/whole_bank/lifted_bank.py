@@ -127,14 +127,12 @@ def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float 
     Gradients reach the query, the points and the answers.
     """
     check_tensor(query, "query", "B,p")
-    check_tensor(points, "points", "N,p")
-    check_tensor(answers, "answers", "N,C")
-    lift = answers.shape[1]
+    for name, part in (("points", points), ("answers", answers)):
+        check_tensor(part, name, "N,C")
+        check_alike(part, name, query, "query")
+    lift, k = answers.shape[1], _positive(lipschitz)
     check_shape(points, "points", (len(points), query.shape[1]), "like the queries")
     check_shape(answers, "answers", (len(points), lift), "one for each point")
-    for name, part in (("points", points), ("answers", answers)):
-        check_alike(part, name, query, "query")
-    k = _positive(lipschitz)
     with torch.no_grad():  # the points (B,W) with weight, and which of them have it
         nothing = torch.zeros(0, dtype=torch.int64, device=query.device)
         potential = BankPotential(lifted_levels(points), 1 + k, 1 - k, nothing, 0, 0.0)
