@@ -36,6 +36,29 @@ def bank_of(inputs: Tensor, features: Tensor, task: str) -> FeatureBank:
     return FeatureBank(inputs, features, torch.zeros(len(inputs), dtype=dtype), "small")
 
 
+# Settings of `plane_model` that cover every kind of local map.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one neighbor": {"n_neighbors": 1},
+    "three": {"n_neighbors": 3},
+    "eight": {"n_neighbors": 8, "noise": 0.2},
+    "curved down": {"n_neighbors": 2, "strong_convexity": -0.5},
+    "curved up": {"n_neighbors": 4, "strong_convexity": 0.4},
+    "paper": {"n_neighbors": 4, "solver": {"mode": "paper"}},
+    "paper, climbing": {
+        "n_neighbors": 4, "strong_convexity": 0.2, "solver": {"mode": "paper", "climb": (0.5, 0.3)}
+    },
+    "spares": {"n_neighbors": 2, "solver": {"spares": 2, "max_smoothness": 2.5}},
+    "dropping": {"n_neighbors": 5, "solver": {"max_smoothness": 2.0}},
+    "copies": {"n_neighbors": 2, "copies": 10},
+    "many points": {"n_neighbors": 2, "points": 200, "noise": 0.3},
+    "other scales": {"n_neighbors": 2, "std": (0.3, 4.0)},
+    "all neighbors": {"n_neighbors": 12, "points": 12, "noise": 0.02, "bend": 0.5},
+    "all, curved down": {
+        "n_neighbors": 12, "points": 12, "noise": 0.02, "strong_convexity": -0.3
+    },
+}  # fmt: skip
+
+
 def plane_model(
     seed: int, *, points: int = 30, copies: int = 0, noise: float = 0.5, bend: float = 1.0,
     task: str = "classification", std: tuple[float, float] = (1.0, 1.0),
@@ -119,7 +142,7 @@ def on_global_map(
 
 
 def queries(model: OTAD, count: int, seed: int) -> Tensor:
-    """Inputs in the midst of the bank, or around it in global scope; a few are on its points."""
+    """Inputs in the middle of the bank, or around it in global scope; two are bank points."""
     drawn_by = torch.Generator().manual_seed(seed)
     spread = 1.2 if model.scope == "global" else 0.8
     embedded = spread * torch.randn(count, model.bank_inputs.shape[1], generator=drawn_by)
@@ -147,6 +170,12 @@ def broken(model: OTAD, x: Tensor, radius: Tensor, unit: Tensor | None = None) -
     return found
 
 
+@torch.no_grad()
+def answers_around(model: OTAD, x: Tensor, eps: float) -> Tensor:
+    """The answers of a regression (B,n) on a grid within eps of each input."""
+    return model((x[:, None] + ring(eps)[::3]).flatten(0, 1)).view(len(x), -1).double()
+
+
 def distance_to(normals: np.ndarray, heights: np.ndarray) -> float:
     """min |u| subject to normals u >= heights, by its reduction to non-negative least squares."""
     stacked = np.vstack([normals.T, heights])
@@ -167,8 +196,8 @@ def strongest_gain(
     model: OTAD, x: Tensor, radius: Tensor, unit: Tensor | None = None, steps: int = 12
 ) -> Tensor:
     """The largest margin of another class (B,), above 0 where one has won, by search in the ball
-    of each row: directions of a circle (in the plane), random ones, straight to bank points of
-    other opinions, and ascent of the exact gradient from the best of them and from x."""
+    of each row: directions of a circle (in the plane), random ones, straight to bank points that
+    vote for another class, and ascent of the exact gradient from the best of them and from x."""
     scale = torch.ones(x.shape[1]) if unit is None else unit
     radius = radius.clamp_max(20.0)
     with torch.no_grad():

@@ -22,6 +22,7 @@ from otad.certify import (
 from otad.errors import InputError
 
 TOKENS, DIM = 4, 6
+PARTS = ("attention", "attention_norm", "mlp", "mlp_norm")
 
 
 def drawn(module: nn.Module, seed: int, scale: float) -> nn.Module:
@@ -33,16 +34,13 @@ def drawn(module: nn.Module, seed: int, scale: float) -> nn.Module:
     return module
 
 
-def steepest(function: object, sequences: Tensor) -> float:
+def steepest(function: Any, sequences: Tensor) -> float:
     """The largest spectral norm of the Jacobian over sequences (S,N,D)."""
-    norms = []
-    for sequence in sequences:
-        slopes = jacobian(function, sequence)  # type: ignore[arg-type]
-        norms.append(float(torch.linalg.matrix_norm(slopes.reshape(TOKENS * DIM, -1), ord=2)))
-    return max(norms)
+    slopes = torch.stack([jacobian(function, one).reshape(TOKENS * DIM, -1) for one in sequences])
+    return float(torch.linalg.matrix_norm(slopes, ord=2).max())
 
 
-def ball(radius: float, seed: int, count: int = 40) -> Tensor:
+def ball(radius: float, seed: int, count: int = 20) -> Tensor:
     """Sequences on the sphere |X|_F = radius, some with all their length in one or two tokens."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, TOKENS, DIM, dtype=torch.float64, generator=generator)
@@ -60,7 +58,7 @@ def bound_of(layer: nn.MultiheadAttention, radius: float, **options: Any) -> flo
     return attention_lipschitz(layer.in_proj_weight, layer.out_proj.weight, **settings)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("radius", [0.3, 2.0, 8.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_attention_bound_holds(heads: int, radius: float, bias: bool) -> None:
@@ -81,17 +79,13 @@ def test_attention_bound_holds(heads: int, radius: float, bias: bool) -> None:
         assert printed == pytest.approx(expected, rel=1e-6)
 
 
-def test_key_and_value_biases_have_no_effect() -> None:
+def test_of_the_biases_that_of_queries_matters() -> None:
+    """Without it in the bound, a large query bias would break it."""
     layer = drawn(nn.MultiheadAttention(DIM, 2, batch_first=True), 1, 0.5)
     before = jacobian(attend(layer), ball(2.0, 1)[0])
     with torch.no_grad():
-        layer.in_proj_bias[DIM : 2 * DIM] += 1.0
-        layer.in_proj_bias[2 * DIM :] += 1.0
+        layer.in_proj_bias[DIM:] += 1.0
     assert torch.allclose(jacobian(attend(layer), ball(2.0, 1)[0]), before)
-
-
-def test_query_bias_matters() -> None:
-    """Without it in the bound, a large query bias would break it."""
     layer = drawn(nn.MultiheadAttention(DIM, 1, batch_first=True), 2, 0.4)
     with torch.no_grad():
         layer.in_proj_bias[:DIM] *= 60
@@ -123,12 +117,9 @@ def test_layer_norm(size: float) -> None:
     assert found <= bound * (1 + 1e-12) <= layer_norm_lipschitz(layer.weight, eps=1e-3) * (1 + 1e-9)
     lengths = layer(x).flatten(1).norm(dim=1)
     assert lengths.max() <= layer_norm_bound(layer.weight, layer.bias, n_tokens=TOKENS)
-
-
-def test_layer_norm_constant_is_attained() -> None:
-    layer = nn.LayerNorm(DIM, eps=1e-2).double()
-    found = steepest(layer, torch.ones(1, TOKENS, DIM, dtype=torch.float64))
-    assert found == pytest.approx(layer_norm_lipschitz(layer.weight, eps=1e-2))
+    plain = nn.LayerNorm(DIM, eps=1e-2).double()
+    attained = steepest(plain, torch.ones(1, TOKENS, DIM, dtype=torch.float64))
+    assert attained == pytest.approx(layer_norm_lipschitz(plain.weight, eps=1e-2))
 
 
 @pytest.mark.parametrize(
@@ -144,30 +135,25 @@ def test_activations(name: str, function: nn.Module) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_block_of_a_vision_transformer(activation: str) -> None:
-    layer = drawn(
-        nn.TransformerEncoderLayer(
-            DIM, 2, dim_feedforward=9, dropout=0.0, activation=activation,
-            batch_first=True, norm_first=True, layer_norm_eps=1e-2,
-        ),
-        5,
-        0.4,
-    )  # fmt: skip
+    options = {"batch_first": True, "norm_first": True, "layer_norm_eps": 1e-2}
+    encoder = nn.TransformerEncoderLayer(DIM, 2, 9, 0.0, activation, **options)
+    layer = drawn(encoder, 5, 0.4)
+    longest = layer_norm_bound(layer.norm1.weight, layer.norm1.bias, n_tokens=TOKENS)
+    bias = layer.self_attn.in_proj_bias[:DIM]
     bound = vit_block_lipschitz(
-        attention=bound_of(
-            layer.self_attn,
-            layer_norm_bound(layer.norm1.weight, layer.norm1.bias, n_tokens=TOKENS),
-            query_bias=layer.self_attn.in_proj_bias[:DIM],
-        ),
+        attention=bound_of(layer.self_attn, longest, query_bias=bias),
         attention_norm=layer_norm_lipschitz(layer.norm1.weight, eps=1e-2),
         mlp=mlp_lipschitz(layer.linear1.weight, layer.linear2.weight, activation),
         mlp_norm=layer_norm_lipschitz(layer.norm2.weight, eps=1e-2),
     )
-    sequences = torch.cat([ball(size, 6, 10) for size in (0.01, 1.0, 30.0)])
+    sequences = torch.cat([ball(size, 6, 8) for size in (0.01, 1.0, 30.0)])
     found = steepest(lambda x: layer(x[None])[0], sequences)
     assert 1 < found <= bound
 
 
-ONES = {"n_heads": 1, "n_tokens": 2, "max_norm": 1.0}
+def attention(inner: int = 18, outer: int = 6, **changes: Any) -> float:
+    options = {"n_heads": 1, "n_tokens": 2, "max_norm": 1.0} | changes
+    return attention_lipschitz(torch.ones(inner, 6), torch.ones(6, outer), **options)
 
 
 @pytest.mark.parametrize(
@@ -178,21 +164,14 @@ ONES = {"n_heads": 1, "n_tokens": 2, "max_norm": 1.0}
         (lambda: attention(form="loose"), r"form.*tight, paper.*loose"),
         (lambda: attention(n_tokens=0), r"n_tokens.*0"),
         (lambda: attention(query_bias=torch.zeros(5)), r"query_bias.*6.*5"),
-        (lambda: attention_lipschitz(torch.ones(12, 6), torch.ones(6, 6), **ONES), "in_weight.*12"),
-        (lambda: attention_lipschitz(torch.ones(18, 6), torch.ones(6, 5), **ONES), "out_weight.*5"),
+        (lambda: attention(inner=12), "in_weight.*12"),
+        (lambda: attention(outer=5), "out_weight.*5"),
         (lambda: mlp_lipschitz(torch.ones(9, 6), torch.ones(6, 8)), r"second.*9.*8"),
         (lambda: mlp_lipschitz(torch.ones(9, 6), torch.ones(6, 9), "swish"), r"name.*relu.*swish"),
         (lambda: layer_norm_lipschitz(torch.ones(6), eps=0.0), r"eps.*0\.0"),
-        (
-            lambda: vit_block_lipschitz(attention=1, attention_norm=1, mlp=math.nan, mlp_norm=1),
-            "mlp.*nan",
-        ),
+        (lambda: vit_block_lipschitz(**dict.fromkeys(PARTS, 1) | {"mlp": math.nan}), "mlp.*nan"),
     ],
 )
 def test_refusals(refused: Callable[[], float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         refused()
-
-
-def attention(**changes: Any) -> float:
-    return attention_lipschitz(torch.ones(18, 6), torch.ones(6, 6), **(ONES | changes))

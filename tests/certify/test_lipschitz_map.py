@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from certify.small import bank_of, global_model, on_global_map, queries, ring, strongest_gain
+from certify.small import (
+    answers_around,
+    bank_of,
+    global_model,
+    on_global_map,
+    queries,
+    strongest_gain,
+)
 from torch import Tensor
 from torch.nn import functional
 
-from otad.attacks import L2
-from otad.attacks.adaptive import Straight
 from otad.certify import certify, certify_values
 from otad.certify.input_reach import InputReach, Reach, input_reach
 from otad.certify.lipschitz_map import Lipschitz
@@ -23,7 +28,6 @@ from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import potential_lines
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError
-from otad.evaluate import evaluate
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet, lifted_net
@@ -83,9 +87,8 @@ def test_two_points_in_closed_form(smoothness: float, bend: float) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_strong_search_breaks_no_radius(name: str) -> None:
-    """150 inputs for each setting, more than 1,300 in all."""
     proved = 0
-    for seed in range(3):
+    for seed in range(2):
         model = global_model(seed, **SETTINGS[name])
         x = queries(model, 50, seed)
         found = certify(model, x)
@@ -93,12 +96,11 @@ def test_strong_search_breaks_no_radius(name: str) -> None:
         gain = strongest_gain(model, x, found.radius)
         assert float(gain[found.radius > 0].max()) <= 0
         proved += int((found.radius > 0.01).sum())
-    assert proved >= 75, "radii of 0 prove nothing"
+    assert proved >= 50, "radii of 0 prove nothing"
 
 
-@pytest.mark.parametrize("unit", [(0.2, 3.0), (2.0, 0.5)])
-def test_distances_are_in_the_unit_asked_for(unit: tuple[float, float]) -> None:
-    measured = torch.tensor(unit)
+def test_distances_are_in_the_unit_asked_for() -> None:
+    measured = torch.tensor([0.2, 3.0])
     model = global_model(3, std=(0.5, 2.0))
     x = queries(model, 60, 3)
     found = certify(model, x, unit=measured)
@@ -109,16 +111,13 @@ def test_distances_are_in_the_unit_asked_for(unit: tuple[float, float]) -> None:
 
 
 def test_radii_that_are_too_large_are_broken() -> None:
-    """The search finds what is there: with half the L, most radii are refuted."""
-    refuted = tried = 0
-    for seed in range(3):
-        model = global_model(seed, smoothness=None)
-        x = queries(model, 60, seed)
-        found = certify(model, x)
-        rows = found.radius > 0.02
-        gain = strongest_gain(model, x, 2 * found.radius)
-        refuted, tried = refuted + int((gain > 0)[rows].sum()), tried + int(rows.sum())
-    assert refuted > 0.2 * tried
+    """The search finds what is there: with half the L, many radii are refuted."""
+    model = global_model(0)
+    x = queries(model, 90, 0)
+    found = certify(model, x)
+    rows = found.radius > 0.02
+    gain = strongest_gain(model, x, 2 * found.radius)
+    assert int((gain > 0)[rows].sum()) > 0.2 * int(rows.sum()) > 0
 
 
 @pytest.mark.parametrize("bend", [0.0, -1.0, 0.2])
@@ -145,40 +144,21 @@ def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
     assert closest > 0.6, "the search comes near the bound"
 
 
-@pytest.mark.parametrize("bend", [0.0, -3.0, -30.0, 0.2])
-def test_the_slope_is_never_above_that_of_the_lipschitz_constant(bend: float) -> None:
-    """A head on coordinates that no input reaches is left with M / 2 of the curvature."""
-    model = global_model(0, bend=bend, smoothness=9.0)
-    rows = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).double()
-    stretches = ([0.5, 2.0], [2.0, 2.0], [1.5, 0.0])
-    wide, even, lifted = (rule_of(model, torch.tensor(one)) for one in stretches)
-    lipschitz = max(abs(bend), 9.0)
-    plain = 2 * lipschitz * rows.norm(dim=1)
-    torch.testing.assert_close(even.slope(rows), plain)
-    assert bool((wide.slope(rows) <= plain * (1 + 1e-9)).all())
-    expected = torch.tensor([(9 - bend) / 2 * 1.5, lipschitz * 1.5]).double()
-    torch.testing.assert_close(lifted.slope(torch.eye(2).double().flip(0)), expected)
-
-
-@pytest.mark.parametrize("eps", [0.0, 0.05, 0.5])
 @pytest.mark.parametrize("name", ["least L", "curved down", "other scales", "points left out"])
-def test_every_answer_lies_in_its_interval(name: str, eps: float) -> None:
+def test_every_answer_is_in_its_interval(name: str) -> None:
     reached = 0.0
     for seed in range(2):
         model = global_model(seed, task="regression", **SETTINGS[name])
-        x = queries(model, 40, seed)
-        found = certify_values(model, x, eps)
-        with torch.no_grad():
-            answers = model((x[:, None] + ring(eps)[::3]).flatten(0, 1)).view(len(x), -1).double()
-        assert bool((answers.amin(1) >= found.low).all())
-        assert bool((answers.amax(1) <= found.high).all())
-        span = (answers.amax(1) - answers.amin(1)) / (found.high - found.low)
-        reached = max(reached, float(span.max()))
-        weight = model.backbone.head.weight.detach().double()
-        width = 2 * eps * float(rule_of(model).slope(weight))
-        assert bool((found.high - found.low <= width + 2e-3).all())
-    if eps > 0:
-        assert reached > 0.25, "a quarter of such an interval would not hold"
+        x = queries(model, 20, seed)
+        slope = float(rule_of(model).slope(model.backbone.head.weight.detach().double()))
+        for eps in (0.0, 0.05, 0.5):
+            found, answers = certify_values(model, x, eps), answers_around(model, x, eps)
+            assert bool((answers.amin(1) >= found.low).all())
+            assert bool((answers.amax(1) <= found.high).all())
+            assert bool((found.high - found.low <= 2 * eps * slope + 2e-3).all())
+            span = (answers.amax(1) - answers.amin(1)) / (found.high - found.low)
+            reached = max(reached, float(span.max()) if eps else 0.0)
+    assert reached > 0.25, "a quarter of such an interval would not hold"
 
 
 def test_violated_levels_keep_the_proof_and_miss_the_pairs_by_no_more_than_they_say() -> None:
@@ -260,23 +240,6 @@ def test_the_gap_that_is_taken_off_is_the_one_the_solver_allows() -> None:
         assert bool((rule.drift(far)[0] <= drift + distance * growth * 1.0001).all())
 
 
-def test_a_wrong_constant_fails_the_sandwich(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = global_model(5, points=60)
-    x = queries(model, 60, 5)
-    arguments = model, x, model(x).argmax(1), L2(0.3)
-    options = {"attacks": [Straight(points=6)], "flags": False}
-    honest = Lipschitz.slope
-    assert evaluate(*arguments, **options).is_sound
-    monkeypatch.setattr(Lipschitz, "slope", lambda self, rows: honest(self, rows) / 2)
-    record = evaluate(*arguments, **options)
-    assert not record.is_sound
-    assert "within its certified radius" in record.flags[0].found
-    words = " ".join(record.certificate.assumptions)
-    for part in ("whole bank", "linear head", "violate", "duality gap", "TF32"):
-        assert part in words
-    assert "neighbors" not in words
-
-
 def lifted_model(
     seed: int, *, lipschitz: float | None = None, task: str = "classification"
 ) -> OTAD:
@@ -295,7 +258,7 @@ def lifted_model(
 @pytest.mark.parametrize("lipschitz", [None, 3.0])
 def test_a_lift_is_certified_by_its_own_constant(lipschitz: float | None) -> None:
     """Answers are k-Lipschitz and the head reads them as they are: margin / (k sqrt 2 / std)."""
-    for seed in range(3):
+    for seed in range(2):
         model = lifted_model(seed, lipschitz=lipschitz)
         constant = model.smoothness - 1
         x = queries(model, 60, seed)
@@ -314,7 +277,7 @@ def test_values_of_a_lift() -> None:
     found = certify_values(model, x, 0.2)
     width = torch.full_like(found.low, 2 * 0.2 * (model.smoothness - 1) / 0.7)
     torch.testing.assert_close(found.high - found.low, width, rtol=1e-3, atol=1e-3)
-    answers = model((x[:, None] + ring(0.2)[::3]).flatten(0, 1)).view(len(x), -1)
+    answers = answers_around(model, x, 0.2)
     assert bool((answers.amin(1) >= found.low).all())
     assert bool((answers.amax(1) <= found.high).all())
 
@@ -322,26 +285,14 @@ def test_values_of_a_lift() -> None:
 def test_an_embedding_of_its_own_needs_a_constant() -> None:
     class Turned(type(global_model(0).backbone)):  # type: ignore[misc]
         def embed(self, x: Tensor) -> Tensor:
-            e: Tensor = super().embed(x)
-            return 1.3 * torch.stack([e[:, 1], -e[:, 0]], 1)
+            return 1.3 * super().embed(x).flip(1)
 
     model = global_model(0)
     model.backbone.__class__ = Turned
     x = queries(model, 30, 0)
-    with pytest.raises(InputError, match="embedding_lipschitz: expected a number"):
+    with pytest.raises(InputError, match=r"embedding_lipschitz.*Turned"):
         certify(model, x)
     found = certify(model, x, embedding_lipschitz=1.3001)
     assert any("1.3" in words for words in found.assumptions)
     assert float(strongest_gain(model, x, found.radius).max()) <= 0
     assert int((found.radius > 0.01).sum()) > 10
-
-
-def test_a_potential_of_another_model_is_no_secret() -> None:
-    """What is certified is the map that answers: with another potential, another radius."""
-    model = global_model(6)
-    x = queries(model, 40, 6)
-    tight = model.whole_bank.potential
-    steep = model.replace(potential=replace(tight, smoothness=3 * tight.smoothness))
-    first, second = certify(model, x), certify(steep, x)
-    assert float(second.radius.median()) < float(first.radius.median())
-    assert float(strongest_gain(steep, x, second.radius).max()) <= 0

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from attacks.keyed import SHAPE, keyed_model, tiles
-from certify.small import Folded, keyed, keyed_plane, plane_model, queries
+from certify.small import Folded, keyed_plane, plane_model, queries
 from torch import Tensor, nn
 
 from otad.attacks import L2, MetricAttack, Pgd, RandomNoise
@@ -21,26 +21,6 @@ from otad.nets import CNNMetric, LipschitzMetric
 from otad.nets.lipschitz import OrthogonalLinear
 
 
-class Straightened(nn.Module):
-    """The embedding of `plane_model` itself, as a metric: 1 / the smallest std."""
-
-    def __init__(self, std: tuple[float, float]) -> None:
-        super().__init__()
-        self.register_buffer("std", torch.tensor(std))
-        self.lipschitz = 1 / min(std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - 0.3) / self.std
-
-
-def entry_distance(keys: Tensor, place: Tensor, point: int) -> float:
-    """Key space, by definition: the largest distance of a bisector of `point` and another."""
-    squares = (keys - place).square().sum(1)
-    away = (squares[point] - squares) / (2 * (keys[point] - keys).norm(dim=1))
-    away[point] = -math.inf
-    return max(0.0, float(away.max()))
-
-
 def test_the_radius_is_that_of_keys_over_the_constant() -> None:
     """K = 1, l = 0: no radius is below the least distance, over wrong bank points, of the bisectors
     in key space; and without groups of rivals (two points a class) it is that distance."""
@@ -50,22 +30,15 @@ def test_the_radius_is_that_of_keys_over_the_constant() -> None:
     keys, places = model.bank_keys.double(), model.query_keys(x).detach().double()
     votes = model.backbone.head(model.bank_features).argmax(1)
     constant = model.metric.lipschitz
-    for row in range(len(x)):
-        wrong = (votes != found.prediction[row]).nonzero()[:, 0].tolist()
-        least = min(entry_distance(keys, places[row], point) for point in wrong)
-        if found.rules[row] == "hull":
-            assert float(found.radius[row]) >= 0.999 * least / constant - 1e-4
-            assert float(found.radius[row]) <= 1.5 * least / constant + 1e-4
-
-
-def test_a_metric_that_is_the_embedding_gives_the_same_radii() -> None:
-    for std in ((1.0, 1.0), (0.5, 0.5)):
-        plain = plane_model(2, std=std, n_neighbors=3)
-        same = keyed(plain, Straightened(std))
-        x = queries(plain, 15, 2)
-        first, second = certify(plain, x), certify(same, x)
-        torch.testing.assert_close(first.radius, second.radius, rtol=1e-3, atol=2e-4)
-        assert bool((second.radius <= first.radius).all())  # keys have an error margin of their own
+    squares, gaps = torch.cdist(places, keys).square(), 2 * torch.cdist(keys, keys)
+    away = (squares[:, :, None] - squares[:, None]) / gaps.fill_diagonal_(1)  # of bisectors
+    entry = away.diagonal_scatter(torch.full_like(squares, -math.inf), dim1=1, dim2=2).amax(2)
+    entry = entry.clamp_min(0).masked_fill(votes == found.prediction[:, None], math.inf)
+    hulls = torch.tensor([rule == "hull" for rule in found.rules])
+    radius, least = found.radius[hulls], entry.amin(1)[hulls] / constant
+    assert len(radius) > 3
+    assert bool((radius >= 0.999 * least - 1e-4).all())
+    assert bool((radius <= 1.5 * least + 1e-4).all())
 
 
 def image_model(*, metric: nn.Module | None = None, neighbors: int = 3) -> OTAD:
@@ -79,8 +52,9 @@ def test_attacks_never_succeed_within_the_radius_of_a_vision_transformer() -> No
     x, _ = tiles(40, 5)
     found = certify(model, x)
     assert set(found.rules) <= {"hull", "none"}
-    assert any("rule 'cell' is left out" in words for words in found.assumptions)
-    assert any("LipschitzMetric" in words for words in found.assumptions)
+    words = " ".join(found.assumptions)
+    assert "rule 'cell' is left out" in words
+    assert "LipschitzMetric" in words
     certified = (found.radius > 0.01) & found.radius.isfinite()
     assert int(certified.sum()) >= 10
     generator = torch.Generator().manual_seed(3)
@@ -153,12 +127,10 @@ def test_what_is_not_known_is_refused_or_stated() -> None:
     model, (x, _) = image_model(metric=metric), tiles(4, 7)
     with pytest.raises(InputError, match=r"got a metric \(CNNMetric\) without"):
         certify(model, x)
-    with pytest.raises(InputError, match="metric_lipschitz: expected a positive finite number"):
+    with pytest.raises(InputError, match=r"metric_lipschitz.*positive.*0\.0"):
         certify(model, x, metric_lipschitz=0.0)
     stated = certify(model, x, metric_lipschitz=50.0)
-    assert any(
-        "50 times the change of an input at most, as stated" in w for w in stated.assumptions
-    )
+    assert any("by 50 times" in words for words in stated.assumptions)
     assert torch.allclose(certify(model, x, metric_lipschitz=100.0).radius, stated.radius / 2)
     known = image_model()
     with pytest.raises(InputError, match=r"metric_lipschitz.*LipschitzMetric.*1\.0"):
@@ -166,17 +138,17 @@ def test_what_is_not_known_is_refused_or_stated() -> None:
     with pytest.raises(InputError, match=r"metric_lipschitz: expected None.*1\.0"):
         certify(plane_model(0), torch.zeros(1, 2), metric_lipschitz=1.0)
     known.metric.train()
-    with pytest.raises(InputError, match="expected evaluation mode"):
+    with pytest.raises(InputError, match=r"model\.metric.*evaluation mode"):
         certify(known, x)
 
 
 @pytest.mark.parametrize("constant", [math.nan, math.inf, 0.0, -1.0])
-def test_a_metric_that_has_no_number_for_its_constant_proves_nothing(constant: float) -> None:
-    class Boastful(Folded):
+def test_a_metric_without_a_valid_constant_is_refused(constant: float) -> None:
+    class Wrong(Folded):
         lipschitz = constant
 
-    model = keyed_plane(1, Boastful(1), n_neighbors=2)
-    with pytest.raises(InputError, match=r"Boastful\.lipschitz: expected a positive finite number"):
+    model = keyed_plane(1, Wrong(1), n_neighbors=2)
+    with pytest.raises(InputError, match=rf"Wrong\.lipschitz.*{constant}"):
         certify(model, torch.zeros(1, 2))
 
 
@@ -184,7 +156,7 @@ def test_votes_that_turn_with_the_query_need_the_embedding() -> None:
     base = image_model()
     bent = base.replace(strong_convexity=-0.2)
     x, _ = tiles(6, 8)
-    with pytest.raises(InputError, match="embedding_lipschitz: expected a number"):
+    with pytest.raises(InputError, match=r"embedding_lipschitz.*None"):
         certify(bent, x)
     found = certify(bent, x, embedding_lipschitz=5.0)
     assert int((found.radius > 0).sum()) >= 3

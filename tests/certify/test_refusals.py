@@ -24,16 +24,17 @@ class Bent(LinearHead):
         return super().forward(input).tanh()
 
 
+def linear(weight: list[list[float]]) -> nn.Linear:
+    layer = nn.Linear(2, 2)
+    layer.weight.data, layer.bias.data = torch.tensor(weight), torch.zeros(2)
+    return layer
+
+
 def embedded_model(*, embed: nn.Module) -> OTAD:
-    drawn_by = torch.Generator().manual_seed(3)
-    x = torch.randn(40, 2, generator=drawn_by)
-    y = (x[:, 0] > 0).long()
-    head = nn.Linear(2, 2)
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[-1.0, 0.2], [1.0, 0.1]]))
-        head.bias.zero_()
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
+    head = linear([[-1.0, 0.2], [1.0, 0.1]])
     net = SequentialBackbone(embed, [nn.Identity()], head, input_shape=(2,))
-    return defend(net, x, y, n_neighbors=2)
+    return defend(net, x, (x[:, 0] > 0).long(), n_neighbors=2)
 
 
 @pytest.mark.parametrize("make", [plane_model, global_model], ids=["local", "global"])
@@ -48,16 +49,17 @@ def test_another_task_or_head(make: Any) -> None:
         certify(model, ZERO)
 
 
-def test_no_model() -> None:
-    with pytest.raises(InputError, match=r"model.*OTAD.*FCResNet"):
-        certify(fc_resnet((2,), 2), ZERO)  # type: ignore[arg-type]
-
-
-def test_abstaining_and_unknown_curvature() -> None:
-    with pytest.raises(InputError, match=r"on_failure.*'abstain'"):
-        certify(plane_model(0, on_failure="abstain"), ZERO)
-    with pytest.raises(InputError, match=r"climb.*0\.1"):
-        certify(plane_model(0, solver={"climb": (0.5, 0.1)}), ZERO)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (fc_resnet((2,), 2), r"model.*OTAD.*FCResNet"),
+        (plane_model(0, on_failure="abstain"), r"on_failure.*'abstain'"),
+        (plane_model(0, solver={"climb": (0.5, 0.1)}), r"climb.*0\.1"),
+    ],
+)
+def test_no_model_abstaining_and_unknown_curvature(model: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        certify(model, ZERO)
     certify(plane_model(0, solver={"climb": (0.5, 0.0)}), ZERO)
     certify(plane_model(0, solver={"climb": (0.5, 0.1), "mode": "paper"}), ZERO)
 
@@ -71,11 +73,7 @@ def test_a_solver_that_raises_is_an_assumption() -> None:
 
 
 def test_unknown_embedding_needs_a_constant() -> None:
-    rotation = nn.Linear(2, 2)
-    with torch.no_grad():
-        rotation.weight.copy_(torch.tensor([[1.2, -0.5], [0.5, 1.2]]))  # times 1.3
-        rotation.bias.zero_()
-    model = embedded_model(embed=rotation)
+    model = embedded_model(embed=linear([[1.2, -0.5], [0.5, 1.2]]))  # a rotation, times 1.3
     x = torch.randn(12, 2, generator=torch.Generator().manual_seed(1))
     for constant in (None, -1.0):
         with pytest.raises(InputError, match=rf"embedding_lipschitz.*{constant}"):
@@ -126,13 +124,10 @@ def test_arguments(x: Any, options: dict[str, Any], message: str) -> None:
         certify(plane_model(0), x, **options)
 
 
-@pytest.mark.parametrize("eps", [-0.1, float("inf"), float("nan")])
-def test_eps(eps: float) -> None:
-    with pytest.raises(InputError, match=rf"eps.*{eps}"):
-        certify_values(plane_model(0, task="regression"), ZERO, eps)
-
-
-def test_outputs_that_are_no_numbers() -> None:
+def test_eps_and_outputs_that_are_no_numbers() -> None:
+    for eps in (-0.1, float("inf"), float("nan")):
+        with pytest.raises(InputError, match=rf"eps.*{eps}"):
+            certify_values(plane_model(0, task="regression"), ZERO, eps)
     model = plane_model(0)
     with torch.no_grad():
         model.backbone.head.bias.fill_(torch.nan)

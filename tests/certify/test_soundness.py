@@ -1,4 +1,5 @@
-"""No input within a certified radius changes the prediction: fine grids in the plane."""
+"""No input within a certified radius changes the prediction, and none within eps leaves its
+interval: fine grids in the plane."""
 
 from __future__ import annotations
 
@@ -7,41 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from certify.small import broken, distance_to, global_model, keyed_plane, plane_model, queries
+from certify.small import (
+    SETTINGS,
+    answers_around,
+    broken,
+    distance_to,
+    global_model,
+    keyed_plane,
+    plane_model,
+    queries,
+)
 from torch import Tensor
 
-from otad.certify import certify
-from otad.certify.rules import RULES, Batch, Rule
+from otad.certify import certify, certify_values
+from otad.certify.rules import Batch, Rule
 from otad.model.otad import OTAD
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one neighbor": {"n_neighbors": 1},
-    "three": {"n_neighbors": 3},
-    "eight": {"n_neighbors": 8, "noise": 0.2},
-    "curved down": {"n_neighbors": 2, "strong_convexity": -0.5},
-    "curved up": {"n_neighbors": 4, "strong_convexity": 0.4},
-    "paper": {"n_neighbors": 4, "solver": {"mode": "paper"}},
-    "paper, climbing": {
-        "n_neighbors": 4,
-        "strong_convexity": 0.2,
-        "solver": {"mode": "paper", "climb": (0.5, 0.3)},
-    },
-    "spares": {"n_neighbors": 2, "solver": {"spares": 2, "max_smoothness": 2.5}},
-    "dropping": {"n_neighbors": 5, "solver": {"max_smoothness": 2.0}},
-    "copies": {"n_neighbors": 2, "copies": 10},
-    "many points": {"n_neighbors": 2, "points": 200, "noise": 0.3},
-    "other scales": {"n_neighbors": 2, "std": (0.3, 4.0)},
-    "all neighbors": {"n_neighbors": 12, "points": 12, "noise": 0.02},
-    "all, curved down": {
-        "n_neighbors": 12, "points": 12, "noise": 0.02, "strong_convexity": -0.3
-    },
-}  # fmt: skip
-
 
 CASES = [
     *((plane_model, name) for name in SETTINGS),
     *((keyed_plane, name) for name in SETTINGS if name not in ("eight", "dropping", "many points")),
 ]
+OF_VALUES = ("one neighbor", "three", "curved down", "curved up", "copies", "spares",
+             "other scales", "all neighbors")  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "name"), CASES)
@@ -57,13 +45,29 @@ def test_nothing_changes_within_a_radius(make: Any, name: str) -> None:
     assert proved >= 3, "radii of 0 prove nothing"
 
 
+@pytest.mark.parametrize("make", [plane_model, keyed_plane], ids=["plain", "keyed"])
+@pytest.mark.parametrize("name", OF_VALUES)
+def test_every_answer_is_in_its_interval(name: str, make: Any) -> None:
+    for seed in range(2):
+        model = make(seed, task="regression", **SETTINGS[name])
+        x = queries(model, 6, seed)
+        narrower = torch.full((6,), -torch.inf)
+        for eps in (0.0, 0.1, 0.8):
+            found = certify_values(model, x, eps)
+            answers = answers_around(model, x, eps)
+            assert bool((answers.amin(1) >= found.low).all())
+            assert bool((answers.amax(1) <= found.high).all())
+            assert bool((found.high - found.low >= narrower).all()), "intervals grow with eps"
+            narrower = found.high - found.low
+
+
 @pytest.mark.parametrize(
     ("make", "std"), [(plane_model, (0.5, 2.0)), (keyed_plane, (1.0, 1.0))], ids=["plain", "keyed"]
 )
 @pytest.mark.parametrize("unit", [(0.2, 3.0), (2.0, 0.5)])
 def test_distances_are_in_the_unit_asked_for(unit: Any, make: Any, std: Any) -> None:
     measured = torch.tensor(unit)
-    for seed in range(3):
+    for seed in range(2):
         model = make(seed, std=std, n_neighbors=2)
         x = queries(model, 12, seed)
         found = certify(model, x, unit=measured)
@@ -71,20 +75,6 @@ def test_distances_are_in_the_unit_asked_for(unit: Any, make: Any, std: Any) -> 
         assert int((found.radius > 0).sum()) >= 3
         doubled = certify(model, x, unit=2 * measured).radius
         torch.testing.assert_close(doubled, found.radius / 2, rtol=1e-4, atol=1e-5)
-
-
-def test_straight_to_every_bank_point() -> None:
-    """The way an attack goes: along the line to each bank point, in small steps."""
-    model = plane_model(5, points=60, n_neighbors=3)
-    x = queries(model, 6, 5)
-    found = certify(model, x)
-    steps = torch.linspace(0, 1, 151)[:, None, None]
-    for row in range(len(x)):
-        ways = model.bank_inputs * model.backbone.std + model.backbone.mean - x[row]
-        moves = (steps * ways).reshape(-1, 2)
-        wrong = model(x[row] + moves).argmax(1) != found.prediction[row]
-        if wrong.any():
-            assert moves[wrong].double().norm(dim=1).min() >= found.radius[row]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +90,22 @@ def test_a_wrong_certificate_is_caught(make: Any, factor: float, least: int) -> 
     assert caught >= least
 
 
+def test_an_interval_too_narrow_is_caught() -> None:
+    """The grid does find the ends: 70 % of an interval does not hold all answers. Of one neighbor
+    the answer at the input itself is known nearly exactly."""
+    model = plane_model(1, task="regression", n_neighbors=1, points=60)
+    x = queries(model, 12, 1)
+    found = certify_values(model, x, 0.4)
+    middle, span = (found.low + found.high) / 2, found.high - found.low
+    away = (answers_around(model, x, 0.4) - middle[:, None]).abs().amax(1)
+    assert int((away > 0.35 * span).sum()) >= 8
+    exact = certify_values(model, x, 0.0)
+    assert (exact.high - exact.low).median() < 1e-4
+    assert span.max() > 0.1
+
+
 def test_radii_are_close_to_the_truth_for_one_neighbor() -> None:
-    """The truth: the distance of the nearest Voronoi cell of another opinion."""
+    """The truth: the distance of the nearest Voronoi cell that votes for another class."""
     model = plane_model(2, points=60, n_neighbors=1)
     x = queries(model, 25, 2)
     found, bank = certify(model, x), model.bank_inputs.double().numpy()
@@ -115,15 +119,14 @@ def test_radii_are_close_to_the_truth_for_one_neighbor() -> None:
         ))  # fmt: skip
     ratio = found.radius.numpy() / truth
     assert min(truth) > 0
-    assert ratio.max() <= 1
+    assert 0.7 <= ratio.min() <= ratio.max() <= 1
     assert np.median(ratio) >= 0.999
-    assert ratio.min() >= 0.7
 
 
 @pytest.mark.parametrize(
     ("make", "rule"), [(plane_model, "hull"), (global_model, "lipschitz")], ids=["local", "global"]
 )
-def test_a_bank_of_one_opinion_cannot_be_moved(make: Any, rule: str) -> None:
+def test_a_bank_of_one_class_cannot_be_moved(make: Any, rule: str) -> None:
     model = make(0)
     with torch.no_grad():
         model.backbone.head.weight.zero_()
@@ -134,22 +137,31 @@ def test_a_bank_of_one_opinion_cannot_be_moved(make: Any, rule: str) -> None:
 
 
 def test_both_rules_have_their_rows() -> None:
-    """One map for the whole bank is the cell rule's case; one neighbor that of the hull."""
-    whole = plane_model(1, points=12, n_neighbors=12, noise=0.02)
+    """Where all points are neighbors, the cell rule has a Lipschitz bound; with one neighbor the
+    hull rule is better."""
+    settings = SETTINGS["all neighbors"]
+    whole, single = plane_model(1, **settings), plane_model(1, n_neighbors=1)
     found = certify(whole, queries(whole, 20, 3))
     assert found.rules.count("cell") >= 5
     assert any("cell" in words for words in found.assumptions)
-    single = plane_model(1, n_neighbors=1)
     assert "hull" in certify(single, queries(single, 20, 3)).rules
+    values = plane_model(0, task="regression", **settings)
+    x = queries(values, 10, 0)[2:]
+    interval = certify_values(values, x, 0.05)
+    width = (interval.high - interval.low).median()
+    slope = float(values.backbone.head.weight.detach().norm()) * values.smoothness
+    assert (interval.high - values(x).detach().double() >= 0).all()
+    votes = values.backbone.head(values.bank_features).detach()
+    assert width < min(2 * 0.05 * slope * 3, 0.7 * float(votes.max() - votes.min()))
+    assert any("cell" in words for words in interval.assumptions)
 
 
 def test_spares_are_neighbors_too() -> None:
     """A spare may take a neighbor's place, so its vote counts: no radius beyond that of K + spares
     neighbors is proved."""
-    solver = {"spares": 2, "max_smoothness": 2.5}
     shorter = 0
     for seed in range(4):
-        spared = plane_model(seed, n_neighbors=2, solver=solver)
+        spared = plane_model(seed, **SETTINGS["spares"])
         more, fewer = plane_model(seed, n_neighbors=4), plane_model(seed, n_neighbors=2)
         x = queries(spared, 20, seed)
         found, limit, without = (certify(one, x) for one in (spared, more, fewer))
@@ -169,7 +181,7 @@ def test_the_cell_rule_knows_its_limits(solver: dict[str, Any]) -> None:
 
 def test_a_new_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class Constant(Rule):
-        """Boasts of the same radius everywhere."""
+        """Claims the same radius everywhere."""
 
         name = "constant"
         if_used = ("rule 'constant': wishful thinking",)
@@ -184,7 +196,6 @@ def test_a_new_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
         def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
             return -torch.ones_like(reached), torch.ones_like(reached)
 
-    monkeypatch.setitem(RULES, "constant", Constant)
     model = plane_model(1)
     x = queries(model, 20, 1)
     plain = certify(model, x)

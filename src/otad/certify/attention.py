@@ -20,7 +20,7 @@ from otad.checks import (
     check_shape,
     check_tensor,
     require,
-)  # fmt: skip
+)
 
 ROUNDING = 1 + 1e-9  # of norms computed in float64
 _spectral = partial(torch.linalg.matrix_norm, ord=2)
@@ -122,14 +122,11 @@ def vit_block_lipschitz(
 ) -> float:
     """Of the block Y = X + Attn(LN1(X)), Y + MLP(LN2(Y)), from the constants of its four parts.
 
-    (1 + attention * attention_norm) (1 + mlp * mlp_norm). The input of the attention is what
-    LN1 gives, so `attention` may be taken at `max_norm = layer_norm_bound(...)`, and the product
-    then holds for all X.
+    The input of the attention is what LN1 gives, so `attention` may be taken at `max_norm =
+    layer_norm_bound(...)`, and (1 + attention * attention_norm) (1 + mlp * mlp_norm) then holds
+    for all X.
     """
-    parts = {
-        "attention": attention, "attention_norm": attention_norm, "mlp": mlp, "mlp_norm": mlp_norm
-    }  # fmt: skip
-    for name, value in parts.items():
+    for name, value in locals().items():
         _checked_size(value, name)
     return ROUNDING * (1 + attention * attention_norm) * (1 + mlp * mlp_norm)
 

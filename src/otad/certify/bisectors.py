@@ -19,8 +19,7 @@ from torch import Tensor
 from otad.cip.whole_bank.pairs import middle_of
 from otad.io.mapped_rows import block_of, gathered
 
-ROUNDING = 1e-9
-"""Relative error allowed for float64 sums; those of a million terms stay below it."""
+ROUNDING = 1e-9  # relative error allowed for float64 sums; a million terms stay below it
 BYTES = 2**29  # of working memory
 TINY = 1e-300  # makes 0 / 0 a 0
 FIRST_BLOCK, LARGEST_BLOCK = 32, 1024  # bank points of a query measured at once
@@ -57,7 +56,19 @@ class BankBisectors:
 
     def __init__(self, queries: Tensor, points: Tensor, stretch: Tensor) -> None:
         self.queries, self.points, self.stretch = queries, points, stretch
-        self.distance_floor = self._distance_floor()
+        # From one matrix product, lowered by what rounding may have added. Taken from the middle of
+        # the bank, as far from there rounding would exceed the distances.
+        center = middle_of(points, queries.device).to(queries)
+        centered = queries - center
+        own = _squares(centered)[:, None]
+        floor = queries.new_empty(len(queries), len(points))
+        step = max(1, BYTES // (64 * queries.shape[1]))
+        for start in range(0, len(points), step):
+            block = block_of(points, start, start + step).to(queries) - center
+            sizes = own + _squares(block)
+            product = torch.addmm(sizes, centered, block.mT, alpha=-2)
+            floor[:, start : start + step] = product.sub_(sizes, alpha=ROUNDING)
+        self.distance_floor = floor.clamp_min_(0).sqrt_()
 
     def entry_floor(self, distance: Tensor) -> Tensor:
         """For each bank point (B,N) a bound on its b_ij against all j within `distance` (B,)."""
@@ -114,24 +125,9 @@ class BankBisectors:
         points = gathered(self.points, indices, self.queries.device).to(self.queries)
         return points.sub_(self.queries[rows][:, None])
 
-    def _distance_floor(self) -> Tensor:
-        """From one matrix product, lowered by what rounding may have added. Taken from the middle
-        of the bank, as far from there rounding would exceed the distances."""
-        center = middle_of(self.points, self.queries.device).to(self.queries)
-        queries = self.queries - center
-        own = _squares(queries)[:, None]
-        floor = queries.new_empty(len(queries), len(self.points))
-        step = max(1, BYTES // (64 * queries.shape[1]))
-        for start in range(0, len(self.points), step):
-            points = block_of(self.points, start, start + step).to(queries) - center
-            sizes = own + _squares(points)
-            product = torch.addmm(sizes, queries, points.mT, alpha=-2)
-            floor[:, start : start + step] = product.sub_(sizes, alpha=ROUNDING)
-        return floor.clamp_min_(0).sqrt_()
-
 
 def queries_at_once(points: int, rivals: int, dim: int) -> int:
-    """Queries in a batch: some numbers for each bank point, and the rivals twice."""
+    """Some numbers for each bank point, and the rivals twice, fit into the working memory."""
     return max(1, BYTES // (8 * (10 * points + 2 * rivals * dim)))
 
 

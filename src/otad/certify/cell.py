@@ -18,7 +18,7 @@ from torch import Tensor
 
 from otad.certify.bisectors import BankBisectors, queries_at_once
 from otad.certify.input_reach import InputReach
-from otad.certify.rules import Batch, Rule, register
+from otad.certify.rules import Batch, Rule
 from otad.certify.votes import Votes
 from otad.cip import BankProblem
 from otad.cip.local.potentials import Constraints, closure, has_positive_cycle
@@ -31,7 +31,6 @@ from otad.model.otad import OTAD
 TIGHTER = 8.0
 
 
-@register
 class Cell(Rule):
     name = "cell"
     if_used = (
@@ -49,8 +48,7 @@ class Cell(Rule):
         return queries_at_once(len(model.bank_points), model.n_searched, dim)
 
     def radius(self, batch: Batch, known: Tensor) -> Tensor:
-        """margin / (Lipschitz constant * |w_c - w_j| * Q) over all classes j, after what rounding
-        may take; no further than the neighbors stay the same."""
+        """margin / (Lipschitz constant * |w_c - w_j| * Q), while the neighbors stay the same."""
         votes, steady = self.reach.votes, steady_map(self.model, batch, self.reach.votes)
 
         def bound(rows: Tensor, lengths: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,11 +74,9 @@ class Cell(Rule):
 
 
 class SteadyMap(NamedTuple):
-    """What is known of the map of each row while its neighbors are the same.
-
-    `reach` (B,): the |u| up to which this holds, 0 where the rule does not apply. `drift` (B,): how
-    far rounding may move an image. `size` (B,): of the terms of an output.
-    """
+    """The map of each row while its neighbors are the same: up to |u| = `reach` (B,), 0 where the
+    rule does not apply. Rounding moves an image by `drift` (B,); an output has terms of `size`
+    (B,)."""
 
     reach: Tensor
     lipschitz: float
@@ -88,14 +84,18 @@ class SteadyMap(NamedTuple):
     size: Tensor
 
     def spread(self, length: Tensor, votes: Votes, lengths: Tensor, offsets: Tensor) -> Tensor:
-        """What rounding may add to the change of an output w.z + b with |w| = `length`, made of
-        outputs with lengths and offsets that sum to `lengths` and `offsets`."""
+        """What rounding may add to the change of an output w.z + b, |w| = `length`, made of outputs
+        with these sums of lengths and offsets."""
         return length * self.drift + 2 * votes.roundoff * (lengths * self.size + offsets)
 
 
 def steady_map(model: OTAD, batch: Batch, votes: Votes) -> SteadyMap:
     """The reach is capped at the distance of the farthest neighbor in the embedded space, so that
-    rounding errors stay comparable."""
+    rounding errors stay comparable.
+
+    An error of at most e in each constraint moves a potential by K e. Eq. (3) minimizes a maximum
+    of functions with Hessian I / M, so an error of D in each moves its minimizer by 2 sqrt(M D).
+    """
     embedded, found = batch.embedded, batch.trace.neighbors
     farthest = found.distances[:, -1]
     if model.metric is not None:
@@ -105,8 +105,18 @@ def steady_map(model: OTAD, batch: Batch, votes: Votes) -> SteadyMap:
             farthest = torch.maximum(farthest, torch.linalg.vector_norm(points - embedded, dim=1))
     low, high = model.strong_convexity, model.smoothness
     bank = model.bank_inputs, model.bank_features
-    steady, drift = _steadiness(BankProblem(embedded, *bank, found.indices, high, low))
+    problem = BankProblem(embedded, *bank, found.indices, high, low)
+    gram = products_of(problem, None, with_offsets=problem.has_strong_convexity).gram()
+    every = torch.ones_like(gram.tilt, dtype=torch.bool)
+    exact = Constraints.of(gram, problem.strong_convexity, every)
+    modulus = problem.smoothness - problem.strong_convexity
+    errors = {"rise_error": exact.rise_error, "bend_error": exact.bend_error}
+    tighter = replace(exact, **{name: -TIGHTER * error for name, error in errors.items()})
+    steady = ~has_positive_cycle(closure(tighter.weights(1 / modulus))) & gram.is_finite
     steady &= batch.solved & (model.answerer.spares == 0)
+    error = TIGHTER * (exact.rise_error + exact.bend_error / modulus)
+    potential_error = 3 * len(gram.tilt) * error  # and as much again for the terms of eq. (3)
+    drift = 2 * 2 * (modulus * potential_error).sqrt()  # at the query, and where it goes
     reach = torch.where(steady, farthest / votes.longest, 0.0)
     # |x_i - e'| <= 2 * farthest, and the model forms both terms of l (x_i - e') by themselves
     own = torch.linalg.vector_norm(embedded, dim=1, dtype=torch.float64) + farthest
@@ -127,22 +137,3 @@ def cell_radius(bisectors: BankBisectors, neighbors: Tensor, at_most: Tensor) ->
         return bisectors.against(rivals, rows, indices).distances.amin(2).clamp_min_(0)
 
     return bisectors.least(floor, at_most, passing)
-
-
-def _steadiness(problem: BankProblem) -> tuple[Tensor, Tensor]:
-    """Whether potentials exist with room for rounding (B,), and how far rounding may move the
-    image (B,).
-
-    An error of at most e in each constraint moves a potential by K e. Eq. (3) minimizes a maximum
-    of functions with Hessian I / M, so an error of D in each moves its minimizer by 2 sqrt(M D).
-    """
-    gram = products_of(problem, None, with_offsets=problem.has_strong_convexity).gram()
-    every = torch.ones_like(gram.tilt, dtype=torch.bool)
-    exact = Constraints.of(gram, problem.strong_convexity, every)
-    modulus = problem.smoothness - problem.strong_convexity
-    errors = {"rise_error": exact.rise_error, "bend_error": exact.bend_error}
-    tighter = replace(exact, **{name: -TIGHTER * error for name, error in errors.items()})
-    steady = ~has_positive_cycle(closure(tighter.weights(1 / modulus))) & gram.is_finite
-    error = TIGHTER * (exact.rise_error + exact.bend_error / modulus)
-    potential_error = 3 * len(gram.tilt) * error  # and as much again for the terms of eq. (3)
-    return steady, 2 * 2 * (modulus * potential_error).sqrt()  # at the query, and where it goes

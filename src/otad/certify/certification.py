@@ -32,9 +32,8 @@ for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules regi
 class Certificate:
     """No input closer than `radius` (B,) to its example changes the model's `prediction` (B,).
 
-    Radii are float64, in l2, in the unit the certificate was asked for (see `certify`), and 0 where
-    nothing is proved. `rules` names for each row the rule that gave its radius. `assumptions`:
-    what the proof rests on, in words.
+    Radii are float64, in l2, in the unit asked for (see `certify`), and 0 where nothing is proved.
+    `rules`: which rule gave the radius of each row. `assumptions`: what the proof rests on.
     """
 
     radius: Tensor
@@ -88,16 +87,14 @@ def certify(
     - `unit` (*input_shape): distances are |delta / unit| in l2; None for plain input units.
     - `embedding_lipschitz`: for a net whose embedding does more than normalize, a proved constant Q
       with |e(x + delta) - e(x)| <= Q |delta / unit|.
-    - `metric_lipschitz`: the same for the keys of a metric that has no proved constant of its own
-      (`metric.lipschitz`).
+    - `metric_lipschitz`: the same for the keys of a metric without a `lipschitz` of its own.
     - `batch_size`: None fits the working memory. `progress` gets (rows done, rows in all).
 
     Models of local scope have the rules "hull" and "cell", those of global scope "lipschitz". With
     a metric, "hull" needs its constant (and for l = 0 no other), "cell" that of the embedding too,
     and is left out where that is not known. A radius is infinite where no bank point can ever vote
-    for another class. Refused, with the reason: regression, other than linear heads, models that
-    abstain or whose strong convexity is not known beforehand, embeddings and metrics of unknown
-    Lipschitz constant.
+    for another class. Refused: regression, other than linear heads, models that abstain or whose
+    strong convexity is not known beforehand, embeddings and metrics of unknown constant.
     """
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
     names = (NONE, *(rule.name for rule in rules))
@@ -164,8 +161,8 @@ def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:
     if model.answerer.refusal is not None:
         raise InputError(model.answerer.refusal)
     reach = input_reach(model, *units_and_constants)
-    kinds = [RULES[name] for name in model.answerer.rules]
-    return [kind(reach) for kind in kinds if kind.applies(reach)]
+    rules = (RULES[name] for name in model.answerer.rules)
+    return [rule(reach) for rule in rules if rule.applies(reach)]
 
 
 def _batches(
@@ -175,15 +172,14 @@ def _batches(
     inputs = reach.model.backbone.check_inputs(x)
     if batch_size is None:
         batch_size = min(rule.rows_at_once(reach.model) for rule in rules)
-    done = 0
-    for rows in inputs.split(check_count(batch_size, "batch_size")):
-        yield Batch(reach, rows)
-        done += len(rows)
+    for start in range(0, len(inputs), check_count(batch_size, "batch_size")):
+        stop = min(start + batch_size, len(inputs))
+        yield Batch(reach, inputs[start:stop])
         if progress is not None:
-            progress(done, len(inputs))
+            progress(stop, len(inputs))
 
 
 def _assumptions(rules: list[Rule], used: set[str]) -> tuple[str, ...]:
-    base = [words for rule in rules for words in rule.assumptions()]
+    always = [words for rule in rules for words in rule.assumptions()]
     further = [words for rule in rules if rule.name in used for words in rule.if_used]
-    return (*base, *rules[0].reach.assumptions, *further)
+    return (*always, *rules[0].reach.assumptions, *further)

@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 from otad.certify.bisectors import ROUNDING, TINY, BankBisectors, Bisectors, queries_at_once
-from otad.certify.rules import PRECISION, Batch, Rule, register
+from otad.certify.rules import PRECISION, Batch, Rule
 from otad.model.otad import OTAD
 
-GROUP = 4
-"""Rivals in a group: 2 make radii about 4 % larger on MNIST, 4 about 5 %, more hardly anything."""
-SPARE = 30
-"""Rivals to choose the groups from, beyond those they need."""
+GROUP = 4  # rivals: 2 make radii about 4 % larger on MNIST, 4 about 5 %, more hardly anything
+SPARE = 30  # rivals to choose the groups from, beyond those they need
 SWEEPS = 8  # of coordinate ascent
 
 
-@register
 class Hull(Rule):
     name = "hull"
 
@@ -57,8 +54,7 @@ class Hull(Rule):
         return batch.bisectors.least(floor, start, harmful_from)
 
     def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the largest vote of the bank points that can be neighbors. Taken in the
-        order of their votes, the first that can be one decides."""
+        """The first bank point that can be a neighbor, in the order of their votes, decides."""
         bisectors, entrance = batch.bisectors, Entrance(batch.bisectors, self.model.n_searched)
         entered = bisectors.entry_floor(batch.trace.neighbors.distances[:, -1])
         excluded = entered > reached[:, None]
@@ -76,13 +72,11 @@ class Hull(Rule):
 
 
 def _count_rivals(searched: int, points: int) -> int:
-    """How many of the nearest bank points are compared with each i."""
     return min(points, GROUP * searched + SPARE)
 
 
 class Entrance:
-    """When bank points become one of the `searched` neighbors, by comparison with rivals. Any
-    rivals give a bound; the nearest give a good one."""
+    """When bank points become neighbors. Any rivals give a bound; the nearest give a good one."""
 
     def __init__(self, bisectors: BankBisectors, searched: int) -> None:
         self.bisectors, self.searched = bisectors, searched
@@ -92,8 +86,7 @@ class Entrance:
 
     def __call__(self, rows: Tensor, indices: Tensor, below: Tensor) -> Tensor:
         """|u| (r,T) before which bank points `indices` (r,T) are no neighbors of the queries `rows`
-        (r,); 0 if they may be from the start. Where the K-th largest b_ij is not less than
-        `below` (r,), that is enough."""
+        (r,). Where the K-th largest b_ij is not less than `below` (r,), that is enough."""
         if self.searched >= self.rivals.indices.shape[1]:  # every point of the bank is a neighbor
             return torch.zeros_like(indices, dtype=torch.float64)
         found = self.bisectors.against(self.rivals, rows, indices)

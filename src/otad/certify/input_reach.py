@@ -22,9 +22,9 @@ from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import Backbone, only_normalizes
 
+# Relative error allowed for computed keys, in units of the dtype's eps: that of 16 orthogonal
+# layers of up to 2,048 terms is about 1.
 KEY_ROUNDOFFS = 64.0
-"""Relative error allowed for computed keys, in units of the dtype's eps: that of 16 orthogonal
-layers of up to 2,048 terms is about 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +43,6 @@ class Reach:
     stretch: Tensor
     slip: float
 
-    @property
-    def longest(self) -> float:
-        """Q: no query moves further than Q r."""
-        return float(self.stretch.max())
-
-    def to_input(self, radius: Tensor, size: Tensor) -> Tensor:
-        """The largest r (B,) for which |u| stays within `radius` (B,); 0 where there is none."""
-        return ((radius - 2 * self.slip * size) / (1 + 2 * self.slip)).clamp_min(0.0)
-
-    def from_input(self, eps: float, size: Tensor) -> Tensor:
-        """The largest |u| (B,) for inputs within eps."""
-        return eps * (1 + 2 * self.slip) + 2 * self.slip * size
-
     def size_of(self, points: Tensor) -> Tensor:
         """|e(x) / stretch| (B,)."""
         reached = self.stretch > 0
@@ -65,8 +52,7 @@ class Reach:
 
 @dataclass(frozen=True, eq=False)
 class InputReach:
-    """`keys`: the reach of keys. `embedded`: that of the embedding, None where it is not known.
-    `assumptions`: what is taken for granted about both."""
+    """Of keys and of the embedding (None where not known), and what is assumed about both."""
 
     model: OTAD
     keys: Reach
@@ -78,19 +64,6 @@ class InputReach:
     def votes(self) -> Votes:
         return Votes(self.model, None if self.embedded is None else self.embedded.stretch)
 
-    def sides(self, x: Tensor, embedded: Tensor, keys: Tensor) -> list[tuple[Reach, Tensor]]:
-        """The reach of both spaces, and the sizes (B,) of inputs x (B,*) in them."""
-        sides = []
-        if self.embedded is not None:
-            sides.append((self.embedded, self.embedded.size_of(embedded)))
-        if self.model.metric is not None:
-            # Keys may be short while the terms they are made of are not, so |x - mean| is added.
-            # Where x moves by r, each of both grows by no more.
-            center = getattr(self.model.metric, "mean", self.model.backbone.mean)
-            own = (x.double() - center.double()).flatten(1) / self.longest_unit
-            sides.append((self.keys, self.keys.size_of(keys) + own.norm(dim=1)))
-        return sides
-
 
 def input_reach(
     model: OTAD,
@@ -100,7 +73,14 @@ def input_reach(
 ) -> InputReach:
     """For changes measured as |delta / unit|; constants that are not known have to be given."""
     backbone, metric = model.backbone, model.metric
-    measured = _checked_unit(unit, backbone)
+    if unit is None:
+        measured = torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)
+    else:
+        require(isinstance(unit, Tensor), "unit", "a torch.Tensor or None", type(unit).__name__)
+        check_shape(unit, "unit", backbone.input_shape, "like one input")
+        measured = unit.detach().to(backbone.std.device, torch.float64)
+        check_finite(measured, "unit")
+        require(bool((measured > 0).all()), "unit", "positive values", measured.min().item())
     given: tuple[str, ...] = ()
     if embedding_lipschitz is not None:
         given = (f"the embedding stretches by {embedding_lipschitz:g} at most, as stated",)
@@ -122,8 +102,7 @@ def input_reach(
 
 
 def _embedding_reach(backbone: Backbone, measured: Tensor, constant: float | None) -> Reach:
-    """An embedding that does more than normalize and flatten needs a constant Q with
-    |e(x + delta) - e(x)| <= Q |delta / unit| for the embedding as it is computed."""
+    """`constant`: Q of an embedding that does more than normalize and flatten (see `certify`)."""
     name = "embedding_lipschitz"
     if only_normalizes(backbone):
         why = "None, as this embedding only normalizes and is known exactly"
@@ -169,16 +148,3 @@ def _metric_constant(
 
 def _check_constant(constant: float, name: str) -> None:
     require(0 < constant < math.inf, name, "a positive finite number", constant)
-
-
-def _checked_unit(unit: object, backbone: Backbone) -> Tensor:
-    """(*input_shape) in float64; 1 where there is none."""
-    if unit is None:
-        return torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)
-    if not isinstance(unit, Tensor):
-        raise InputError(f"unit: expected a torch.Tensor or None, got {type(unit).__name__}")
-    check_shape(unit, "unit", backbone.input_shape, "like one input")
-    measured = unit.detach().to(backbone.std.device, torch.float64)
-    check_finite(measured, "unit")
-    require(bool((measured > 0).all()), "unit", "positive values", measured.min().item())
-    return measured

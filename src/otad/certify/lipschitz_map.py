@@ -46,7 +46,7 @@ from torch import Tensor
 
 from otad.certify.bisectors import ROUNDING, TINY
 from otad.certify.input_reach import InputReach
-from otad.certify.rules import PRECISION, Batch, Rule, register
+from otad.certify.rules import PRECISION, Batch, Rule
 from otad.certify.votes import Head
 from otad.checks import require
 from otad.cip.whole_bank.map import GAP
@@ -60,7 +60,6 @@ BYTES = 2**29  # of working memory
 PLACES = 16  # bank points that a query uses at a time, about
 
 
-@register
 class Lipschitz(Rule):
     """The global map of a model, read by its linear head. All in float64."""
 
@@ -70,7 +69,7 @@ class Lipschitz(Rule):
     def __init__(self, reach: InputReach) -> None:
         super().__init__(reach)
         model, self.stretch = reach.model, reach.keys.stretch
-        self.longest_stretch = reach.keys.longest
+        self.longest_stretch = float(self.stretch.max())
         potential, dtype = model.whole_bank.potential, model.backbone.head.weight.dtype
         self.head = Head(model.backbone.head)
         bank = model.bank_inputs, model.bank_features
@@ -135,9 +134,8 @@ class Lipschitz(Rule):
     def spread(
         self, embedded: Tensor, length: Tensor, weights: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What errors may add to a change of outputs (B,), and for each |u| (B,): for queries (B,d)
-        and rows with |v| = `length` (B,), made of rows of the head with lengths and offsets that
-        sum to `weights` and `offsets` (B,)."""
+        """What errors may add to a change of outputs (B,), and for each |u| (B,): for rows with
+        |v| = `length`, made of rows of the head with lengths and offsets of these sums (B,)."""
         drift, drift_growth = self.drift(embedded.double())
         own = torch.linalg.vector_norm(embedded.double() * self.read, dim=1)
         size = self.features + abs(self.bend) * (self.inputs + own)
@@ -162,8 +160,5 @@ class Lipschitz(Rule):
         """The greatest length of a row (N,d) in the coordinates that the head reads."""
         rows = max(1, BYTES // (16 * points.shape[1]))
         parts = (block_of(points, at, at + rows) for at in range(0, len(points), rows))
-        lengths = [
-            torch.linalg.vector_norm(part.to(self.head.weight) * self.read, dim=1).max()
-            for part in parts
-        ]
-        return float(torch.stack(lengths).max())
+        read = (part.to(self.head.weight) * self.read for part in parts)
+        return max(float(torch.linalg.vector_norm(part, dim=1).max()) for part in read)

@@ -1,7 +1,7 @@
 """Certificate rules, and the batches they work on.
 
-A rule is a class in a file of its own in this folder, registered by `register`. The model's
-answerer names the rules that can apply to it; the best of them counts, row by row.
+A rule is a subclass of `Rule` in a file of its own in this folder. The model's answerer names the
+rules that can apply to it; the best of them counts, row by row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from otad.checks import require
 from otad.cip import Status
 from otad.model.otad import OTAD
 
+RULES: dict[str, type[Rule]] = {}
 PRECISION = "matrix products of the head keep full float32 precision (no TF32, no autocast)"
 
 
 class Batch:
-    """Inputs x (B,*) with `embedded` (B,d), `keys` (B,m), their trace, `prediction` (B,) and
-    whether they were `solved` (B,)."""
+    """Inputs x (B,*), `embedded` (B,d), with `keys` (B,m), and whether they were `solved` (B,)."""
 
     @torch.no_grad()
     def __init__(self, reach: InputReach, x: Tensor) -> None:
@@ -32,7 +32,15 @@ class Batch:
         self.stretch, self.points = reach.keys.stretch, model.bank_points
         self.embedded = model.backbone.embed(x)
         self.keys = self.embedded if model.metric is None else model.query_keys(x)
-        self.sides = reach.sides(x, self.embedded, self.keys)
+        self.sides = []  # the slip in both spaces, and the sizes (B,) of the inputs in them
+        if reach.embedded is not None:
+            self.sides.append((reach.embedded.slip, reach.embedded.size_of(self.embedded)))
+        if model.metric is not None:
+            # Keys may be short while the terms they are made of are not, so |x - mean| is added.
+            # Where x moves by r, each of both grows by no more.
+            center = getattr(model.metric, "mean", model.backbone.mean)
+            own = (x.double() - center.double()).flatten(1) / reach.longest_unit
+            self.sides.append((reach.keys.slip, reach.keys.size_of(self.keys) + own.norm(dim=1)))
         self.trace = model.trace(x)
         outputs = self.trace.outputs
         bad = ~outputs.isfinite().reshape(len(outputs), -1).all(1)
@@ -49,21 +57,24 @@ class Batch:
 
     def to_input(self, radius: Tensor) -> Tensor:
         """The largest r (B,) for which |u| stays within `radius` (B,) in both spaces."""
-        return torch.stack([side.to_input(radius, size) for side, size in self.sides]).amin(0)
+        each = [(radius - 2 * slip * size) / (1 + 2 * slip) for slip, size in self.sides]
+        return torch.stack(each).amin(0).clamp_min(0.0)
 
     def from_input(self, eps: float) -> Tensor:
         """The largest |u| (B,) of both spaces for inputs within eps."""
-        return torch.stack([side.from_input(eps, size) for side, size in self.sides]).amax(0)
+        each = [eps * (1 + 2 * slip) + 2 * slip * size for slip, size in self.sides]
+        return torch.stack(each).amax(0)
 
 
 class Rule(ABC):
-    """Proves what cannot change while the query moves by u, |u| bounded (see `Reach`).
-
-    `if_used`: assumptions that are stated where the rule gave a bound.
-    """
+    """Proves what cannot change while the query moves by u, |u| bounded (see `Reach`). `if_used`:
+    assumptions that are stated where the rule gave a bound."""
 
     name: ClassVar[str]
     if_used: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        RULES[cls.name] = cls
 
     def __init__(self, reach: InputReach) -> None:
         self.reach, self.model = reach, reach.model
@@ -79,7 +90,6 @@ class Rule(ABC):
         """How many queries fit into the working memory."""
 
     def assumptions(self) -> tuple[str, ...]:
-        """What the rule rests on, in words."""
         return ()
 
     @abstractmethod
@@ -90,11 +100,3 @@ class Rule(ABC):
     @abstractmethod
     def interval(self, batch: Batch, reached: Tensor) -> tuple[Tensor, Tensor]:
         """Regression: the least and the largest answer (B,) while |u| <= `reached` (B,)."""
-
-
-RULES: dict[str, type[Rule]] = {}
-
-
-def register(rule: type[Rule]) -> type[Rule]:
-    RULES[rule.name] = rule
-    return rule

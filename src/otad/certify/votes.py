@@ -35,8 +35,7 @@ class Head:
         self.offsets = self.bias.abs()
 
     def against(self, prediction: Tensor, rival: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Between the predictions (B,) and another class: the rows v (B,d), the sums of lengths
-        (B,) and of offsets (B,)."""
+        """Of the predictions (B,) and a class: rows v (B,d), sums of lengths and offsets (B,)."""
         return (
             self.weight[prediction] - self.weight[rival],
             self.lengths[prediction] + self.lengths[rival],
@@ -121,14 +120,13 @@ class Votes:
         return center - slack, center + slack
 
     def _pull(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """By how much votes by rows (B,d), made of rows with lengths that sum to `lengths` (B,),
-        change at most for each unit of u: |l| |stretch row|, and what rounding may add."""
+        """By how much votes by rows (B,d), with these sums of lengths (B,), change at most for each
+        unit of u: |l| |stretch row|, and what rounding may add."""
         moved = torch.linalg.vector_norm(rows * self.stretch, dim=1)
         pull: Tensor = abs(self.convexity) * (moved + self.roundoff * self.longest * lengths)
         return pull
 
     def _sizes(self, embedded: Tensor) -> Tensor:
         """Of the terms of each vote (B,N)."""
-        own = abs(self.convexity) * torch.linalg.vector_norm(embedded, dim=1)
-        sizes: Tensor = self.sizes + own[:, None]
-        return sizes
+        own: Tensor = torch.linalg.vector_norm(embedded, dim=1, keepdim=True)
+        return self.sizes + abs(self.convexity) * own
