@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from cli.small import BODY, QUICK, Terminal, write_body, write_digits
 
+import otad
 from otad.cli.sources import DataChoice
 from otad.data import Dataset
 
@@ -27,8 +27,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_body(folder / "body.csv")
     terminal = Terminal()
     reading = ["--target", "progression", "--task", "regression"]
-    for name in BODY:
-        reading += ["--features", name]
+    reading += [f"--features={name}" for name in BODY]
     for data, options in (("digits.npz", ()), ("body.csv", reading)):
         name = data.partition(".")[0]
         net = folder / f"{name}-net"
@@ -43,16 +42,19 @@ def digits(workshop: Path) -> Dataset:
     return DataChoice(str(workshop / "digits.npz")).load()
 
 
+@pytest.fixture
+def digits_model(workshop: Path) -> otad.OTAD:
+    return otad.load(workshop / "digits-model")
+
+
+@pytest.fixture
+def body_model(workshop: Path) -> otad.OTAD:
+    return otad.load(workshop / "body-model")
+
+
 @pytest.fixture(scope="session")
 def nearest(workshop: Path) -> Path:
     """A model that answers by one neighbor: fast, and much can be proved of it."""
     folder = workshop / "nearest-model"
     Terminal().succeed("defend", workshop / "digits-net", "--out", folder, "--neighbors", 1)
     return folder
-
-
-@pytest.fixture
-def model_copy(workshop: Path, tmp_path: Path) -> Path:
-    """The folder of the model of images, to be spoiled."""
-    shutil.copytree(workshop / "digits-model", tmp_path / "model-copy")
-    return tmp_path / "model-copy"

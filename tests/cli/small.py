@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn.datasets import load_diabetes, load_digits
 from typer.testing import CliRunner
 
@@ -19,7 +21,7 @@ BODY = ("age", "sex", "bmi", "bp")
 
 
 class Terminal:
-    """Runs `otad` commands and keeps their results."""
+    """Runs `otad` commands in this process."""
 
     def run(self, *arguments: object) -> Any:
         return CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -28,6 +30,10 @@ class Terminal:
         result = self.run(*arguments)
         assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
         return result
+
+    def text(self, *arguments: object) -> str:
+        """What a command shows, without the lines of tables and line breaks."""
+        return " ".join(self.succeed(*arguments).stdout.replace("│", " ").split())
 
     def json(self, *arguments: object) -> Any:
         """The record that a command prints with --json."""
@@ -70,6 +76,24 @@ def write_cells(path: Path, counts: np.ndarray, **obs: list[str]) -> Any:
     return cells
 
 
-def read_csv(path: str) -> list[dict[str, str]]:
+def write_rows(path: str, rows: list[dict[str, str]], columns: Sequence[str]) -> None:
+    """A CSV file with some columns of the rows."""
+    with Path(path).open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_image(path: Path, pixels: np.ndarray) -> None:
+    """Pixels from 0 to 1 as a gray image."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray((pixels * 255).round().astype(np.uint8)).save(path)
+
+
+def read_csv(path: str | Path) -> list[dict[str, str]]:
     with Path(path).open(newline="") as stream:
         return list(csv.DictReader(stream))
+
+
+def column(path: str | Path, name: str, kind: Any = str) -> list[Any]:
+    return [kind(line[name]) for line in read_csv(path)]

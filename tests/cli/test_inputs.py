@@ -1,51 +1,28 @@
-"""Where the targets of an input come from, and what happens where there are none."""
+"""From arguments to inputs, targets, balls and radii, and what happens where some are missing."""
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cli.small import BODY, Terminal, read_csv, write_cells
-from PIL import Image
+from cli.small import BODY, Terminal, column, read_csv, write_cells, write_image
+from cli.small import write_rows as write_csv
 
 import otad
+from otad.attacks import L2, Linf
 from otad.cli.inputs import open_examples
+from otad.cli.options import read_radii, threat_to
 from otad.errors import InputError
 
 
-@pytest.fixture
-def body(workshop: Path) -> otad.OTAD:
-    return otad.load(workshop / "body-model")
-
-
-@pytest.fixture
-def digits(workshop: Path) -> otad.OTAD:
-    return otad.load(workshop / "digits-model")
-
-
-def read_digits(workshop: Path) -> dict[str, np.ndarray]:
-    with np.load(workshop / "digits.npz") as archive:
-        return dict(archive)
-
-
-def read_body(workshop: Path, rows: int) -> list[dict[str, str]]:
-    with (workshop / "body.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))[:rows]
-
-
-def write_csv(path: str, rows: list[dict[str, str]], columns: list[str]) -> None:
-    with Path(path).open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 @pytest.mark.usefixtures("terminal")
-def test_a_table_has_its_targets_in_the_column_trained_on(workshop: Path, body: otad.OTAD) -> None:
-    rows = read_body(workshop, 6)
+def test_a_table_has_its_targets_in_the_column_trained_on(
+    workshop: Path, body_model: otad.OTAD
+) -> None:
+    body, rows = body_model, read_csv(workshop / "body.csv")[:6]
     expected = torch.tensor([float(row["progression"]) for row in rows])
     write_csv("whole.csv", rows, ["progression", *BODY])
     assert torch.equal(open_examples(body, "whole.csv").targets, expected)
@@ -55,21 +32,22 @@ def test_a_table_has_its_targets_in_the_column_trained_on(workshop: Path, body: 
     assert open_examples(body, "later.csv").y is None
     found = open_examples(body, "later.csv", targets="later")
     assert torch.equal(found.targets, 2 * expected)
-    with pytest.raises(InputError, match="got 'never'"):
-        open_examples(body, "later.csv", targets="never")
     write_csv("answers.csv", rows, ["progression"])
     assert torch.equal(open_examples(body, "later.csv", targets="answers.csv").targets, expected)
     write_csv("short.csv", rows[:5], ["progression"])
-    with pytest.raises(InputError, match=r"targets: .*6.*5"):
-        open_examples(body, "later.csv", targets="short.csv")
     write_csv("two.csv", rows, ["age", "later"])
-    with pytest.raises(InputError, match="expected one column, got age, later"):
-        open_examples(body, "later.csv", targets="two.csv")
+    for targets, message in (
+        ("never", "got 'never'"),
+        ("short.csv", "targets: .*6.*5"),
+        ("two.csv", "one column, got age, later"),
+    ):
+        with pytest.raises(InputError, match=message):
+            open_examples(body, "later.csv", targets=targets)
 
 
 @pytest.mark.usefixtures("terminal")
-def test_an_archive_has_its_targets_in_y(workshop: Path, digits: otad.OTAD) -> None:
-    whole = read_digits(workshop)
+def test_an_archive_has_its_targets_in_y(workshop: Path, digits_model: otad.OTAD) -> None:
+    digits, whole = digits_model, np.load(workshop / "digits.npz")
     x, y = whole["x"][:5], whole["y"][:5]
     np.savez("numbers.npz", x=x, y=y)
     np.savez("words.npz", x=x, y=y.astype(str))
@@ -83,22 +61,18 @@ def test_an_archive_has_its_targets_in_y(workshop: Path, digits: otad.OTAD) -> N
     ):
         assert open_examples(digits, source, targets=targets).targets.tolist() == y.tolist()
     assert open_examples(digits, "alone.npz").y is None
-    np.savez("strange.npz", x=x, y=y + 7)
-    with pytest.raises(InputError, match=r"0, 1, .*got '1[0-9]' in row"):
-        open_examples(digits, "strange.npz")
-    np.savez("broken.npz", x=x, y=y.astype(float))
-    with pytest.raises(InputError, match=r"y: .*whole numbers or text"):
-        open_examples(digits, "broken.npz")
+    for wrong, message in ((y + 7, "0, 1, .*got '1[0-9]' in row"), (y / 2, "y: .*whole numbers")):
+        np.savez("wrong.npz", x=x, y=wrong)
+        with pytest.raises(InputError, match=message):
+            open_examples(digits, "wrong.npz")
 
 
 @pytest.mark.usefixtures("terminal")
-def test_an_image_has_its_target_in_its_folder(workshop: Path, digits: otad.OTAD) -> None:
-    whole = read_digits(workshop)
+def test_an_image_has_its_target_in_its_folder(workshop: Path, digits_model: otad.OTAD) -> None:
+    digits, whole = digits_model, np.load(workshop / "digits.npz")
     for number, (pixels, label) in enumerate(zip(whole["x"][:6], whole["y"][:6], strict=True)):
-        image = Image.fromarray((pixels * 255).round().astype(np.uint8))
-        for folder in (Path("sorted", str(label)), Path("flat"), Path("named", f"class {label}")):
-            folder.mkdir(parents=True, exist_ok=True)
-            image.save(folder / f"{number}.png")
+        for folder in (f"sorted/{label}", "flat", f"named/class {label}"):
+            write_image(Path(folder, f"{number}.png"), pixels)
     found = open_examples(digits, "sorted")
     folders = [name.partition("/")[0] for name in found.names]
     assert folders == [str(label) for label in found.targets.tolist()]
@@ -111,20 +85,20 @@ def test_an_image_has_its_target_in_its_folder(workshop: Path, digits: otad.OTAD
         open_examples(digits, "flat", targets="y")
 
 
-def test_rows_keep_their_names_inputs_and_targets(digits: otad.OTAD) -> None:
-    whole = open_examples(digits, "test")
-    some = open_examples(digits, "test", rows=9, seed=4)
+def test_rows_keep_their_names_inputs_and_targets(digits_model: otad.OTAD) -> None:
+    whole = open_examples(digits_model, "test")
+    some, other = (open_examples(digits_model, "test", rows=9, seed=seed) for seed in (4, 5))
     places = [int(name) for name in some.names]
-    assert len(some) == 9
+    assert (len(some), places) == (9, sorted(set(places)))
+    assert some.names != other.names
     assert torch.equal(some.x, whole.x[places])
     assert torch.equal(some.targets, whole.targets[places])
 
 
 def test_a_command_that_needs_targets_says_so(terminal: Terminal, workshop: Path) -> None:
-    write_csv("new.csv", read_body(workshop, 3), list(BODY))
+    write_csv("new.csv", read_csv(workshop / "body.csv")[:3], BODY)
     message = terminal.refuse("attack", workshop / "body-model", "new.csv", "--eps", 1)
     assert "new.csv: expected targets" in message
-    assert "--targets" in message
 
 
 def test_cells_are_prepared_as_for_the_training(terminal: Terminal) -> None:
@@ -136,8 +110,8 @@ def test_cells_are_prepared_as_for_the_training(terminal: Terminal) -> None:
     terminal.succeed("train", "cells.h5ad", "--label", "kind", "--out", "net", "--epochs", 20)
     terminal.succeed("defend", "net", "--out", "model")
     terminal.succeed("predict", "model", "cells.h5ad", "--out", "all.csv", "--batch-size", 11)
-    said = [line["prediction"] for line in read_csv("all.csv")]
-    assert np.mean([one == other for one, other in zip(said, names, strict=True)]) > 0.9
+    predicted = np.array(column("all.csv", "prediction"))
+    assert (predicted == names).mean() > 0.9
     cells[:, ["c", "a", "b"]].copy().write_h5ad("turned.h5ad")
     terminal.succeed("predict", "model", "turned.h5ad", "--out", "turned.csv")
     assert Path("turned.csv").read_text() == Path("all.csv").read_text()
@@ -159,9 +133,85 @@ def test_cells_are_prepared_as_for_the_training(terminal: Terminal) -> None:
         open_examples(model, "unknown.h5ad", targets="kind")
 
 
-def test_training_points_among_the_rows_are_reported(terminal: Terminal, workshop: Path) -> None:
-    model = otad.load(workshop / "digits-model")
-    command = ("certify", workshop / "digits-model")
-    noted = terminal.succeed(*command, workshop / "digits.npz").stderr
-    assert f"note: {len(model.bank_inputs)} of the 200 rows are training points" in noted
-    assert "training points" not in terminal.succeed(*command, "test").stderr
+def test_training_points_among_the_rows_are_reported(
+    workshop: Path, digits_model: otad.OTAD, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_examples(digits_model, str(workshop / "digits.npz"))
+    assert "160 of the 200 rows are training points" in capsys.readouterr().err
+    open_examples(digits_model, "test")
+    assert capsys.readouterr().err == ""
+
+
+def test_norm_eps_and_bounds(digits_model: otad.OTAD, body_model: otad.OTAD) -> None:
+    ball = threat_to(digits_model, "linf", 0.1)
+    assert isinstance(ball, Linf)
+    assert (ball.eps, ball.bounds, ball.scale, ball.mutable) == (0.1, (0.0, 1.0), None, None)
+    assert isinstance(threat_to(body_model, "l2", 2.0), L2)
+    assert threat_to(body_model, "l2", 2.0, unit="1").bounds is None
+
+
+def test_units_are_standard_deviations_or_those_of_a_file(
+    body_model: otad.OTAD, tmp_path: Path
+) -> None:
+    def scale(**options: Any) -> list[float]:
+        ball = threat_to(body_model, "linf", 0.5, **options)
+        assert ball.scale is not None
+        return ball.scale.tolist()
+
+    assert scale(unit="std") == body_model.backbone.std.tolist()
+    path = tmp_path / "units.json"
+    path.write_text('{"bmi": 0.5, "age": 2, "bp": 3.5, "sex": 1}')
+    assert scale(scale=path) == [2, 1, 0.5, 3.5]
+    path.write_text('{"bmi": 0.5, "bp": 3.5}')
+    assert scale(scale=path, immutable=["age,sex"]) == [1, 1, 0.5, 3.5]
+    with pytest.raises(InputError, match="got none for age, sex"):
+        scale(scale=path)
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "mutable"),
+    [
+        (["age", "sex", "bmi", "bp"], ["age, bmi"], [False, True, False, True]),
+        (["age", "sex", "bmi", "bp"], ["age", "bmi"], [False, True, False, True]),
+        (["a,b", "a", "b", "c"], ["a,b"], [False, True, True, True]),
+        (None, ["0,3"], [False, True, True, False]),
+    ],
+)
+def test_immutable_features(
+    body_model: otad.OTAD, names: list[str] | None, given: list[str], mutable: list[bool]
+) -> None:
+    body_model.notes["feature_names"] = names
+    ball = threat_to(body_model, "l2", 1.0, immutable=given)
+    assert ball.mutable is not None
+    assert ball.mutable.tolist() == mutable
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "message"),
+    [
+        ({"unit": "1"}, "{}", "scale: .*both"),
+        ({}, '{"hair": 1}', "units.json: .*'hair'"),
+        ({}, "[1, 2]", r"units.json: .*number.*\[1, 2\]"),
+        ({}, '{"bmi": "much"}', "units.json: .*number.*much"),
+        ({}, "no json", "units.json: .*JSON"),
+        ({}, '{"bmi": 0, "age": 1, "sex": 1, "bp": 1}', "scale: .*positive.*0"),
+        ({"unit": "meter"}, "", "unit: .*1, std, got 'meter'"),
+        ({"immutable": ["hair"]}, "", "immutable: .*age, sex.*'hair'"),
+        ({"immutable": ["age,sex,bmi,bp"]}, "", "immutable: .*all of them"),
+    ],
+)
+def test_balls_that_are_refused(
+    body_model: otad.OTAD, tmp_path: Path, options: dict[str, Any], text: str, message: str
+) -> None:
+    if text:
+        options = options | {"scale": tmp_path / "units.json"}
+        options["scale"].write_text(text)
+    with pytest.raises(InputError, match=message):
+        threat_to(body_model, "l2", 1.0, **options)
+
+
+def test_radii() -> None:
+    assert read_radii("2,0.5, 1") == (2.0, 0.5, 1.0)
+    for text in ("", "1,two", "1,1.0", "1,-1", "nan"):
+        with pytest.raises(InputError, match=f"eps: .*'{text}'"):
+            read_radii(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,7 @@ def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(
 
 def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop: Path) -> None:
     trained = TrainedNet.read(workshop / "body-net")
-    choice = DataChoice.from_json(trained.about["data"]["choice"])
-    dataset = choice.load()
+    dataset = DataChoice.from_json(trained.about["data"]["choice"]).load()
     assert dataset.feature_names == BODY
     torch.testing.assert_close(trained.net.mean, dataset.train_x.mean(0))
     record = json.loads((workshop / "body-net" / "training.json").read_text())
@@ -54,7 +54,7 @@ def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop
     assert mean == pytest.approx(float(dataset.train_y.mean()), abs=40)
 
 
-def test_progress_is_reported_in_units(terminal: Terminal) -> None:
+def test_progress_and_validation_are_reported_in_units(terminal: Terminal) -> None:
     write_body(Path("body.csv"))
     arguments = ("train", *READING, "--features", "bmi", "--out", "net", *QUICK, "--json")
     for _ in range(2):  # the second time it is read from its checkpoint
@@ -62,9 +62,6 @@ def test_progress_is_reported_in_units(terminal: Terminal) -> None:
         loss = json.loads(result.stdout)["final"]["loss"]
         assert loss > 100
         assert f"epoch 2: loss {loss:.4f}" in result.stderr
-
-
-def test_validation_errors_are_in_units_too() -> None:
     dataset = data.load("diabetes")
     net, result = train_net(dataset, TrainConfig(epochs=1), options={"blocks": 1}, validation=0.2)
     held = data.split(dataset, 0.2, seed=0)
@@ -119,7 +116,7 @@ def test_an_image_folder(terminal: Terminal) -> None:
         Path("images", name).mkdir(parents=True)
         for k in range(10):
             Image.new("L", (6, 5), level + k).save(Path("images", name, f"{k}.png"))
-    shown = terminal.succeed("train", "images", "--size", 4, "--out", "net", *QUICK).stdout
+    shown = terminal.text("train", "images", "--size", 4, "--out", "net", *QUICK)
     assert "otad defend net --out MODEL_DIR" in shown
     assert TrainedNet.read(Path("net")).net.input_shape == (3, 4, 4)
     assert TrainedNet.read(Path("net")).about["classes"] == ["dark", "light"]
@@ -131,29 +128,32 @@ def test_an_image_folder(terminal: Terminal) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-set"], "expected a registered name (mnist, "),
-        (["absent.csv", "--target", "a", "--task", "regression"], "CSV file not found"),
-        (["body.csv", "--task", "regression"], "expected --target for a CSV file"),
-        (["body.csv", "--target", "progression"], "expected --task for a CSV file"),
-        ([*READING], "column 'remark': expected a finite number, got 'none'"),
-        ([*READING[:-1], "guessing", "--features", "age"], "task: expected one of classification"),
-        (["digits.npz", "--target", "y"], "only options of an NPZ file, got --target"),
-        (["digits", "--genes", "5"], "test_fraction, got 'genes'"),
-        (["images"], "expected --size for an image folder"),
-        (["mnist"], "no data folder: pass data_dir (--data-dir) or set OTAD_DATA"),
-        (["digits.npz", "--optimizer", "magic"], "optimizer: expected one of sgd, adamw"),
-        (["digits.npz", "--learning-rate", "1e6"], "learning_rate: expected one at which"),
-        (["digits.npz", "--device", "cuda:99"], "device: expected one that is present"),
-        ([*READING, *["--features=age"] * 2], "feature_names: expected distinct names"),
-        (["digits.npz", "--validation", "1.5"], "fraction: expected a number between 0 and 1"),
-        (["digits.npz", "--test-fraction", "0"], "fraction: expected a number between 0 and 1"),
+        ("no-such-set", "mnist, .*'no-such-set'"),
+        ("absent.csv --target a --task regression", "CSV file not found"),
+        ("body.csv --task regression", "body.csv: .*--target"),
+        ("body.csv --target progression", "body.csv: .*--task"),
+        (" ".join(READING), "column 'remark': .*'none'"),
+        (" ".join(READING[:-1]) + " guessing --features age", "task: .*'guessing'"),
+        ("digits.npz --target y", "NPZ file, got --target"),
+        ("digits --genes 5", "test_fraction, got 'genes'"),
+        ("images", "images: .*--size"),
+        ("mnist", "--data-dir.*OTAD_DATA"),
+        ("digits.npz --optimizer magic", "optimizer: .*sgd, adamw, got 'magic'"),
+        ("digits.npz --learning-rate 1e6", "learning_rate: "),
+        ("digits.npz --device cuda:99", "device: .*'cuda:99'"),
+        (" ".join(READING) + " --features age --features age", "feature_names: .*age"),
+        ("digits.npz --validation 1.5", "fraction: .*0 and 1.*1.5"),
+        ("digits.npz --test-fraction 0", "fraction: .*0 and 1"),
+        ("digits.npz --patch 2", "options: .*'fc_resnet'"),
+        ("digits.npz --recipe soup", "recipe: .*'soup'"),
+        ("digits.npz --no-normalize", "got --normalize"),
     ],
 )
-def test_refusals_leave_no_net(terminal: Terminal, arguments: list[str], message: str) -> None:
+def test_refusals_leave_no_net(terminal: Terminal, arguments: str, message: str) -> None:
     write_digits(Path("digits.npz"))
     write_body(Path("body.csv"))
     Path("images").mkdir()
-    assert message in terminal.refuse("train", *arguments, "--out", "net")
+    assert re.search(message, terminal.refuse("train", *arguments.split(), "--out", "net"))
     assert not Path("net/net.safetensors").exists()
 
 
@@ -162,7 +162,7 @@ def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> Non
     write_digits(Path("digits.npz"))
     shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
     changes = ("--recipe", "vit_cifar10", "--epochs", 4, "--alpha", 0.001, "--batch-size", 64)
-    command = ("train", "digits.npz", "--out", "net", *shape, *changes, "--json")
+    command = ("train", "digits.npz", "--out", "net", *shape, *changes)
     first = terminal.json(*command, "--max-seconds", 1e-6)
     assert (first["epochs_done"], first["epochs"]) == (1, 4)
     assert not Path("net/net.safetensors").exists()
@@ -173,9 +173,6 @@ def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> Non
     assert settings["warmup"] == 2  # not the recipe's 10 epochs of 200
     assert done["net_config"]["kind"] == "vit"
     assert TrainedNet.read(Path("net")).net.width == 8
-    message = terminal.refuse("train", "digits.npz", "--out", "other", "--patch", 2)
-    assert "options: expected those of 'fc_resnet'" in message
-    assert "'soup'" in terminal.refuse("train", "digits.npz", "--out", "other", "--recipe", "soup")
 
 
 def test_cells_may_be_normalized_already(terminal: Terminal) -> None:
@@ -187,5 +184,3 @@ def test_cells_may_be_normalized_already(terminal: Terminal) -> None:
     terminal.succeed("defend", "net", "--out", "model")
     assert otad.load("model").notes["preparation"]["target_sum"] is None
     terminal.succeed("predict", "model", "test", "--out", "p.csv")
-    message = terminal.refuse("train", "digits.npz", "--out", "other", "--no-normalize")
-    assert "got --normalize" in message

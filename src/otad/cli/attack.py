@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from otad.attacks.base import Attack, AttackResult
 from otad.checks import require
@@ -23,8 +22,8 @@ from otad.model.otad import OTAD
 from otad.scores import score_of, share_score
 from otad.threat import LpBall
 
+# Arguments of attacks that no text can give.
 NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "metric")
-"""Arguments of attacks that no text can give."""
 
 
 def attack(
@@ -32,9 +31,7 @@ def attack(
     input: opt.Input,
     eps: Annotated[float, opt.option("How far an input may be changed.")],
     name: Annotated[str, opt.option(f"One of {', '.join(ATTACKS)}.", "--attack")] = "pgd",
-    option: Annotated[
-        list[str] | None, opt.option("An option of the attack, such as steps=100. Repeatable.")
-    ] = None,
+    option: Annotated[opt.Names, opt.option("Of the attack: steps=100. Repeatable.")] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,
     unit: opt.Unit = None,
@@ -42,9 +39,7 @@ def attack(
     targets: opt.Targets = None,
     rows: opt.Rows = None,
     seed: opt.Seed = 0,
-    out: Annotated[
-        Path | None, opt.option("NPZ file for the inputs it found.", dir_okay=False)
-    ] = None,
+    out: Annotated[Path | None, opt.option("NPZ file for what it found.", dir_okay=False)] = None,
     batch_size: opt.BatchSize = 500,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
@@ -60,8 +55,8 @@ def attack(
 
     Example: otad attack wine-model wines.csv --norm linf --eps 0.1 --unit std
     """
-    if out is not None:
-        require(out.suffix.lower() == ".npz", "out", "a name that ends in .npz", out.name)
+    named = out is None or out.suffix.lower() == ".npz"
+    require(named, "out", "a name that ends in .npz", out)
     options = read_options(option or ())
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     ball = opt.threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
@@ -71,7 +66,7 @@ def attack(
     with torch.no_grad():
         outputs = torch.cat([model(part) for part in examples.x.split(batch_size)])
     clean = score_of(outputs, y)
-    found = _run(chosen, model, examples, ball, seed=seed, batch_size=batch_size)
+    found = _run(chosen, model, examples, ball, seed, batch_size)
     if y.is_floating_point():  # the gain is |f - y|
         attacked = score_of(found.gain, torch.zeros_like(found.gain))
     else:
@@ -84,8 +79,7 @@ def attack(
         "seed": seed,
         "clean": clean,
         "attacked": attacked,
-        "forwards": int(found.forwards.sum()),
-        "backwards": int(found.backwards.sum()),
+        **{name: int(getattr(found, name).sum()) for name in ("forwards", "backwards")},
         "seconds": found.seconds,
         "adversarial": None if out is None else str(out),
     }
@@ -118,34 +112,28 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _run(
-    attack: Attack, model: OTAD, examples: Examples, ball: LpBall, *, seed: int, batch_size: int
+    attack: Attack, model: OTAD, examples: Examples, ball: LpBall, seed: int, batch_size: int
 ) -> AttackResult:
     """One result for all rows, a batch at a time."""
-    x, y = examples.x, examples.targets
+    x, y = examples.x.split(batch_size), examples.targets.split(batch_size)
     generator = torch.Generator().manual_seed(seed)
-    parts: list[AttackResult] = []
+    parts: list[dict[str, Any]] = []
     with progress_bar(f"attacking by {attack.name}") as advance:
-        for some in zip(x.split(batch_size), y.split(batch_size), strict=True):
-            parts.append(attack(model, *some, ball, generator=generator))
-            advance(sum(len(part.inputs) for part in parts), len(x))
-    tensors = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name, value in vars(parts[0]).items()
-        if isinstance(value, Tensor)
-    }
-    return AttackResult(**tensors, seconds=sum(part.seconds for part in parts))
+        for some in zip(x, y, strict=True):
+            parts.append(vars(attack(model, *some, ball, generator=generator)))
+            advance(sum(len(part["inputs"]) for part in parts), len(examples))
+    values = {name: [part[name] for part in parts] for name in parts[0]}
+    seconds = sum(values.pop("seconds"))
+    tensors = {name: torch.cat(value) for name, value in values.items()}
+    return AttackResult(**tensors, seconds=seconds)
 
 
 def _write(out: Path, model: OTAD, examples: Examples, found: AttackResult) -> None:
     """Labels are written as class names, so that the file can be an input of commands."""
+    tensors = {"adversarial": found.inputs, "broken": found.broken, "distance": found.distance}
+    arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     y, classes = examples.targets.cpu(), class_names_of(model)
-    arrays: dict[str, Any] = {
-        "x": examples.x.cpu().numpy(),
-        "y": np.array([classes[label] for label in y.tolist()]) if classes else y.numpy(),
-        "adversarial": found.inputs.cpu().numpy(),
-        "broken": found.broken.cpu().numpy(),
-        "distance": found.distance.cpu().numpy(),
-        "row": np.array(examples.names),
-    }
+    labels = np.array([classes[label] for label in y.tolist()]) if classes else y.numpy()
+    arrays |= {"x": examples.x.cpu().numpy(), "y": labels, "row": np.array(examples.names)}
     with replacing(out) as partial, partial.open("wb") as stream:
         np.savez(stream, **arrays)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -29,15 +28,8 @@ from otad.scores import score_of, share_score
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "most": 1.0}
 
 
-class _Proved(NamedTuple):
-    """For the record, in words, and as lines of a CSV file (with all digits: a rounded radius might
-    be too large)."""
-
-    record: dict[str, Any]
-    facts: dict[str, str]
-    columns: tuple[str, ...]
-    lines: Sequence[tuple[str, ...]]
-    assumptions: Sequence[str]
+# For the record, in words, and as lines of a CSV file, all digits: none is rounded up.
+Proved = tuple[dict[str, Any], dict[str, str], list[tuple[str, ...]]]
 
 
 def certify(
@@ -66,39 +58,28 @@ def certify(
 
     Example: otad certify digits-model test --eps 0.5,1 --out radii.csv
     """
+    options = opt.given(locals(), ("embedding_lipschitz", "metric_lipschitz"))
     radii = sorted(opt.read_radii(eps))
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
-    options = {
-        "unit": opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale,
-        "embedding_lipschitz": embedding_lipschitz,
-        "metric_lipschitz": metric_lipschitz,
-    }
+    options["unit"] = opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale
     prove = _prove_values if model.backbone.task == "regression" else _prove_classes
-    proved = prove(model, examples, radii, options)
+    record, facts, lines = prove(model, examples, radii, options)
     metric = None if model.metric is None else type(model.metric).__name__
     keys = "" if metric is None else f", searched by the keys of {metric}"
-    facts = proved.facts | {
-        "scope": model.answerer.summary(model.n_neighbors) + keys,
-        "assumptions": "; ".join(proved.assumptions),
-    }
+    facts["scope"] = model.answerer.summary(model.n_neighbors) + keys
+    facts["assumptions"] = "; ".join(record["assumptions"])
     if out is not None:
-        write_csv(out, proved.columns, proved.lines)
+        write_csv(out, lines)
         facts["rows"] = str(out)
-    record = {
-        "rows": len(examples),
-        "scope": model.scope,
-        "metric": metric,
-        **proved.record,
-        "assumptions": list(proved.assumptions),
-        "csv": None if out is None else str(out),
-    }
+    record = {"rows": len(examples), "scope": model.scope, "metric": metric, **record}
+    record["csv"] = None if out is None else str(out)
     show(record, as_json, title=f"Certified {len(examples)} rows", facts=facts)
 
 
 def _prove_classes(
     model: OTAD, examples: Examples, radii: list[float], options: dict[str, Any]
-) -> _Proved:
+) -> Proved:
     with progress_bar("certifying") as advance:
         found = certify_inputs(model, examples.x, progress=advance, **options)
     certified = {}
@@ -112,17 +93,18 @@ def _prove_classes(
     facts |= {"radius": describe_quantiles(quantiles), "rules": describe_counts(rules)}
     names, radius = class_names_of(model), map(str, found.radius.tolist())
     predictions = (names[label] for label in found.prediction.tolist())
-    lines = list(zip(examples.names, predictions, radius, found.rules, strict=True))
-    return _Proved(record, facts, ("row", "prediction", "radius", "rule"), lines, found.assumptions)
+    lines = zip(examples.names, predictions, radius, found.rules, strict=True)
+    record["assumptions"] = list(found.assumptions)
+    return record, facts, [("row", "prediction", "radius", "rule"), *lines]
 
 
 def _prove_values(
     model: OTAD, examples: Examples, radii: list[float], options: dict[str, Any]
-) -> _Proved:
+) -> Proved:
     intervals: dict[str, dict[str, Any]] = {}
     facts: dict[str, str] = {}
     assumptions: dict[str, None] = {}  # of all intervals, in order
-    lines: list[tuple[str, ...]] = []
+    lines: list[tuple[str, ...]] = [("row", "eps", "low", "high")]
     with progress_bar("certifying") as advance:
         for done, eps in enumerate(radii, 1):
             found = certify_values(model, examples.x, eps, **options)
@@ -138,8 +120,7 @@ def _prove_values(
             bounds = zip(examples.names, found.low.tolist(), found.high.tolist(), strict=True)
             lines += [(name, radius, str(low), str(high)) for name, low, high in bounds]
             advance(done, len(radii))
-    columns = ("row", "eps", "low", "high")
-    return _Proved({"intervals": intervals}, facts, columns, lines, tuple(assumptions))
+    return {"intervals": intervals, "assumptions": list(assumptions)}, facts, lines
 
 
 def _quantiles(values: Tensor) -> dict[str, float]:

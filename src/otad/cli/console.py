@@ -20,13 +20,11 @@ from otad.io.files import replacing
 from otad.progress import bars
 from otad.scores import Score
 
-Advance = Callable[[int, int], None]
-"""Called after every step with the number of steps done and of all steps."""
-
 
 @contextmanager
-def progress_bar(description: str) -> Iterator[Advance]:
-    """A bar on stderr that vanishes at the end; none where stderr is not a terminal."""
+def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that vanishes at the end, called with the steps done and all steps; none
+    where stderr is not a terminal."""
     with bars(passing=True) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -34,8 +32,7 @@ def progress_bar(description: str) -> Iterator[Advance]:
 
 @contextmanager
 def attack_bar(*, of_values: bool = False) -> Iterator[Callable[[str, int, int, float], None]]:
-    """The bar of an evaluation: the running attack and the worst case so far, which is an error
-    for a regression (`of_values`) and a share otherwise."""
+    """The running attack and the worst case so far: a share, or an error (`of_values`)."""
     so_far = "{}: mean error {:.4g}" if of_values else "{}: worst case {:.1%}"
     with bars(passing=True) as bar:
         task = bar.add_task("attacking", total=None)
@@ -60,21 +57,17 @@ def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping
     Console().print(table)
 
 
-def write_csv(out: Path, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+def write_csv(out: Path, lines: Iterable[Sequence[str]]) -> None:
     """The whole file, or none where writing fails."""
     with replacing(out) as partial, partial.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(columns)
-        writer.writerows(lines)
+        csv.writer(stream).writerows(lines)
 
 
 def describe_score(score: Score) -> str:
-    """The value with its 95% interval."""
-    if score.metric == "accuracy":
-        return f"{score.value:.1f}% [{score.low:.1f}, {score.high:.1f}], n = {score.n:,}"
-    if math.isinf(score.high):  # a single error has no interval
-        return f"{score.value:.4g}, n = {score.n:,}"
-    return f"{score.value:.4g} [{score.low:.4g}, {score.high:.4g}], n = {score.n:,}"
+    """The value with its 95% interval, which a single error does not have."""
+    form, unit = (".1f", "%") if score.metric == "accuracy" else (".4g", "")
+    interval = "" if math.isinf(score.high) else f" [{score.low:{form}}, {score.high:{form}}]"
+    return f"{score.value:{form}}{unit}{interval}, n = {score.n:,}"
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:

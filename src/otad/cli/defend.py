@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 
 from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
@@ -22,33 +21,27 @@ from otad.progress import bars
 from otad.report.assessment import Assessment, assess
 
 BANK_DTYPES = ("float32", "float16", "bfloat16")
+OF_BANK = ("per_class", "seed", "device", "bank_dtype", "scope", "smoothness", "strong_convexity")
 
 
 def defend(
-    net_dir: Annotated[
-        Path, typer.Argument(metavar="NET_DIR", help="Folder written by `otad train`.")
-    ],
+    net_dir: Annotated[Path, opt.argument("NET_DIR", "Folder written by `otad train`.")],
     out: opt.OutFolder,
     data: Annotated[
-        str | None,
-        typer.Argument(metavar="[DATA]", help="The training data, if it is elsewhere now."),
+        str | None, opt.argument("[DATA]", "The training data, if it is elsewhere now.")
     ] = None,
     data_dir: opt.DataDir = None,
-    scope: Annotated[
-        str, opt.option("local: by the nearest training points; global: a map through all.")
-    ] = "local",
+    scope: Annotated[str, opt.option("local: by the nearest points; global: by all.")] = "local",
     neighbors: Annotated[int, opt.option("K, training points per prediction; local.")] = 10,
     smoothness: Annotated[
-        float | None,
-        opt.option("L, the Lipschitz constant of the map.  [default: 2; global: the least]"),
+        float | None, opt.option("L, the map's constant.  [default: 2; global: the least]")
     ] = None,
     strong_convexity: Annotated[float, opt.option("l, may be negative.")] = 0.0,
     mode: Annotated[
         str, opt.option("Where L is too small: consistent raises it, paper as Algorithm 2 does.")
     ] = "consistent",
     climb: Annotated[
-        str | None,
-        opt.option("Steps by which L grows and l falls, such as 0.2,0.  [default: the least L]"),
+        str | None, opt.option("Steps by which L grows and l falls: 0.2,0.  [default: the least L]")
     ] = None,
     max_smoothness: Annotated[
         float | None, opt.option("Largest L; contradicting neighbors are left out.")
@@ -73,6 +66,7 @@ def defend(
 
     Example: otad defend net wine.csv --out model --neighbors 15 --smoothness 1.5
     """
+    chosen = opt.given(locals(), OF_BANK)
     steps = None if climb is None else opt.read_numbers(climb, "climb")
     require(steps is None or len(steps) == 2, "climb", "two numbers such as 0.2,0", repr(climb))
     solver = solver_for(scope, mode=mode, climb=steps, max_smoothness=max_smoothness, spares=spares)
@@ -88,34 +82,18 @@ def defend(
         require(about[name] == trained.about[name], "data", expected, about[name])
     if about["data"]["fingerprint"] != trained.about["data"]["fingerprint"]:
         remark(f"note: {choice.data} is not the data the net was trained on")
-    model = build_model(
-        trained,
-        dataset,
-        per_class=per_class,
-        seed=seed,
-        device=device,
-        bank_dtype=bank_dtype,
-        scope=scope,
-        n_neighbors=neighbors,
-        smoothness=smoothness,
-        strong_convexity=strong_convexity,
-        solver=solver,
-    )
+    model = build_model(trained, dataset, n_neighbors=neighbors, solver=solver, **chosen)
     if per_class is not None:
         about["data"]["kept"] = {"per_class": per_class, "seed": seed}
     assessment, card = assess_and_save(model, dataset, about, out)
-    record = {
-        "model": str(out),
-        "card": str(card),
-        "bank_points": len(model.bank_inputs),
-        **scope_record(model),
-        **assessment.to_dict(),
-    }
+    points = len(model.bank_inputs)
+    record = {"model": str(out), "card": str(card), "bank_points": points, **scope_record(model)}
     facts = _facts(assessment, model) | {
-        "bank": f"{len(model.bank_inputs)} training points",
+        "bank": f"{points} training points",
         "model": str(out),
         "next": f"otad predict {out} test --out predictions.csv",
     }
+    record |= assessment.to_dict()
     show(record, as_json, title=f"Defended on {dataset.name}", facts=facts)
 
 
@@ -136,15 +114,11 @@ def build_model(
     with bars(passing=True) as shown:
         bank = shown.add_task("building the bank", total=None)
         sweeps = shown.add_task("integrating it, sweeps", total=None, visible=False)
-        return building.defend(
-            net,
-            x,
-            y,
-            bank_dtype=dtype,
-            progress=lambda done, total: shown.update(bank, completed=done, total=total),
-            sweep_progress=lambda sweep, rise: shown.update(sweeps, advance=1, visible=True),
-            **options,
-        )
+        options |= {
+            "progress": lambda done, total: shown.update(bank, completed=done, total=total),
+            "sweep_progress": lambda *_: shown.update(sweeps, advance=1, visible=True),
+        }
+        return building.defend(net, x, y, bank_dtype=dtype, **options)
 
 
 def scope_record(model: OTAD) -> dict[str, Any]:
@@ -156,7 +130,7 @@ def scope_record(model: OTAD) -> dict[str, Any]:
 def assess_and_save(
     model: OTAD, dataset: Dataset, about: dict[str, Any], out: Path, *, baselines: bool = False
 ) -> tuple[Assessment, Path]:
-    """Test the model, note on its card data, how to read inputs and metrics, and save it."""
+    """The card notes the data, how to read inputs, and the metrics."""
     test = dataset.test_x, dataset.test_y
     with progress_bar("testing") as advance:
         assessment = assess(model, *test, baselines=baselines, progress=advance)
@@ -178,15 +152,9 @@ def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
         rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
         reported = f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none"
         return facts | {"left out": reported}
-    return facts | {
-        "L raised": f"{assessment.share_raised:.1%} of the test rows",
-        "L used": _spread(record["smoothness"]),
-        "least L": _spread(record["least_smoothness"]),
-    }
-
-
-def _spread(distribution: dict[str, float | None] | None) -> str:
-    if distribution is None:
-        return "none"
-    marks = {"median": "median", "quantile_90": "90%", "most": "most"}
-    return describe_quantiles({mark: distribution[name] for name, mark in marks.items()}, digits=3)
+    facts["L raised"] = f"{assessment.share_raised:.1%} of the test rows"
+    marks = {"median": "median", "90%": "quantile_90", "most": "most"}
+    for name, spread in (("L used", record["smoothness"]), ("least L", record["least_smoothness"])):
+        known = {mark: spread[key] for mark, key in marks.items()} if spread else {}
+        facts[name] = describe_quantiles(known, digits=3) or "none"
+    return facts

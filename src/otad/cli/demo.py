@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from otad.attacks import L2, Attack
+from otad.attacks import L2
 from otad.cli import options as opt
 from otad.cli.console import attack_bar, remark, show
 from otad.cli.defend import assess_and_save, build_model, scope_record
@@ -26,20 +26,19 @@ from otad.evaluate.records import FAIL
 from otad.evaluate.suite import suite
 from otad.explain import explain
 from otad.io.environment import Environment
-from otad.model import otad as models
-from otad.model.otad import OTAD
+from otad.model.otad import OTAD, load
 from otad.model.prototypes import prototype_net
 from otad.nets import lifted_net
 from otad.report import model_report as sections
 from otad.report.assessment import Assessment, assess
 from otad.report.examples import cases_section
 from otad.report.map_pictures import draw_map
-from otad.report.model_report import Contender
 from otad.report.page import Report
 from otad.training import TrainConfig
 
 RECIPE = TrainConfig(epochs=40, batch_size=64, energy_weight=0.01)
-BLOCKS, NEIGHBORS, SMOOTHNESS = 5, 10, 2.0
+BLOCKS, NEIGHBORS = 5, 10
+LOCAL: dict[str, Any] = {"n_neighbors": NEIGHBORS, "smoothness": 2.0}
 ATTACKED, EPS, RADII = 100, 0.5, (0.25, 0.5, 1.0, 1.5)
 SUITE = "quick"
 # Expensive, and on a smooth global map they find nothing that the other attacks do not find.
@@ -73,13 +72,12 @@ def demo(
     rough, _ = train_net(dataset, replace(config, energy_weight=0.0), **shape)
 
     remark("building the bank of training points and testing")
-    options: dict[str, Any] = {"n_neighbors": NEIGHBORS, "smoothness": SMOOTHNESS}
-    model = build_model(trained, dataset, **options)
+    model = build_model(trained, dataset, **LOCAL)
     assessment, card = assess_and_save(model, dataset, about, out / "model", baselines=True)
-    other = assess(build_model(TrainedNet(rough, about), dataset, **options), *test)
+    other = assess(build_model(TrainedNet(rough, about), dataset, **LOCAL), *test)
 
     remark("predicting and explaining")
-    model = models.load(out / "model")  # what was saved is what is shown
+    model = load(out / "model")  # what was saved is what is shown
     rows = open_inputs(model, "test")
     predictions = write_predictions(model, rows, dataset.test_y, out / "predictions.csv", 1000)
     explanations = explain(model, dataset.test_x, classes=dataset.classes)
@@ -88,33 +86,31 @@ def demo(
 
     remark(f"attacking and certifying {ATTACKED} digits")
     folder = out / "evaluation"
-    how: dict[str, Any] = {"eps": RADII, "attacks": SUITE, "folder": folder}
-    local = _attack("local", model, assessment, dataset, seed=seed, **how)
+    how: dict[str, Any] = {"eps": RADII, "attacks": SUITE, "folder": folder, "seed": seed}
+    local = _attack("local", model, assessment, dataset, **how)
     evaluation = local.evaluation
     x, y = (part[:ATTACKED] for part in test)
-    title = "How robust is the digits model?"
-    robust = report_on(evaluation, model, x, y, folder, title=title)
+    robust = report_on(evaluation, model, x, y, folder, title="How robust is the digits model?")
     shutil.rmtree(folder / "parts")  # which only a killed run needs
 
     remark("the same with a global map")
     whole = build_model(trained, dataset, scope="global", n_neighbors=NEIGHBORS)
     tested, _ = assess_and_save(whole, dataset, about, out / "global-model")
-    how = {"flags": False, "attacks": _fast_attacks(whole, dataset), "seed": seed}
-    through_all = _attack("global", whole, tested, dataset, **how)
+    through_all = _attack("global", whole, tested, dataset, seed=seed, flags=False)
     # Without a net: a global map through the training points, each with its own label.
     frame = lifted_net(dataset.input_shape, len(dataset.classes), blocks=0, bounds=dataset.bounds)
     points = prototype_net(frame, dataset.train_x, dataset.train_y, neighbors=1)
     lifted = OTAD(points, points.bank(), scope="global", n_neighbors=NEIGHBORS).eval()
-    how["attacks"] = _fast_attacks(lifted, dataset)
-    without_net = _attack("global, no net", lifted, assess(lifted, *test), dataset, **how)
+    tested = assess(lifted, *test)
+    without_net = _attack("global, no net", lifted, tested, dataset, seed=seed, flags=False)
     beside = sections.scopes_section(local, [through_all, without_net], radii=RADII, eps=EPS)
     robust = replace(robust, sections=[*robust.sections, beside])
     robust.write(out / "robustness.md")
 
     remark("drawing")
     here = Environment.now(torch.device("cpu"), torch.get_num_threads())
-    ours = f"this model (alpha = {config.energy_weight:g})"
-    draw_map(out / "map.png")
+    ours, picture = f"this model (alpha = {config.energy_weight:g})", out / "map.png"
+    draw_map(picture)
     accuracy, *solving = sections.headline(assessment)
     under_attack = [number for number in robust.numbers if number.name != "clean accuracy"]
     chapters = {
@@ -124,7 +120,7 @@ def demo(
             sections.accuracy_section(assessment),
             sections.answers_section(ours, {ours: assessment, "without the energy term": other}),
             cases_section(explanations, truths),
-            sections.map_section((out / "map.png").read_bytes()),
+            sections.map_section(picture.read_bytes()),
             cost_section,
         ],
         "Its robustness": robust.sections,
@@ -140,6 +136,8 @@ def demo(
     ).write(out / "report.html")
 
     robustness, globally, by_points = map(_robustness, (local, through_all, without_net))
+    of_global = {"model": str(out / "global-model"), **scope_record(whole)}
+    of_global["attacks"] = list(through_all.evaluation.per_attack)
     record: dict[str, Any] = {
         "report": str(report),
         "model": str(out / "model"),
@@ -149,35 +147,28 @@ def demo(
         "robustness": str(out / "robustness.md"),
         "evaluation": str(folder / "evaluation.json"),
         **robustness,
-        "global": {
-            "model": str(out / "global-model"),
-            **scope_record(whole),
-            "attacks": list(through_all.evaluation.per_attack),
-            **globally,
-        },
+        "global": of_global | globally,
         "points": by_points,
         "flags_failed": [flag.name for flag in evaluation.flags if flag.verdict == FAIL],
         "demo_seconds": time.perf_counter() - started,
     }
     figures = "{otad:.2%} right; {worst_case_accuracy:.1%} left by attacks, {certified:.1%} proved"
+    by_map = {
+        "OTAD": robustness,
+        f"global map, L = {through_all.curvature}": globally,
+        "global map, no net": by_points,
+    }
+    attacks, raised = len(evaluation.per_attack), f"{assessment.share_raised:.1%} of the rows"
     facts = {
         "accuracy of the net": f"{assessment.scores[NET]:.2%} on {len(assessment)} test digits",
-        "L raised": f"{assessment.share_raised:.1%} of the rows ({other.share_raised:.1%} without "
-        "the energy term)",
-        "under attack": f"{len(evaluation.per_attack)} attacks on {evaluation.n} digits, "
-        f"l2 up to {EPS:g}",
+        "L raised": f"{raised} ({other.share_raised:.1%} without the energy term)",
+        "under attack": f"{attacks} attacks on {evaluation.n} digits, l2 up to {EPS:g}",
         **{
             name: figures.format(**found, certified=found["certified_accuracy"] or 0.0)
-            for name, found in (
-                ("OTAD", robustness),
-                (f"global map, L = {through_all.curvature}", globally),
-                ("global map, no net", by_points),
-            )
+            for name, found in by_map.items()
         },
         "report": f"{report}  (open it in a browser)",
-        "robustness": f"{out / 'robustness.md'}",
-        "model": f"{out / 'model'}",
-        "predictions": str(out / "predictions.csv"),
+        **{name: record[name] for name in ("robustness", "model", "predictions")},
         "next": f"otad explain {out / 'model'} test --row 0",
         "time": f"{record['demo_seconds']:.0f} s",
     }
@@ -186,20 +177,18 @@ def demo(
 
 def _attack(
     name: str, model: OTAD, assessment: Assessment, dataset: Dataset, **options: Any
-) -> Contender:
-    """The model evaluated on the first test digits; `options` as in `evaluate`."""
+) -> sections.Contender:
+    """Evaluated on the first test digits, by default with the fast attacks of the suite."""
+    if "attacks" not in options:
+        made, _ = suite(model, SUITE, dataset.input_shape, dataset.task, L2(EPS))
+        options["attacks"] = [attack for attack in made if attack.name not in SKIPPED]
     x, y = dataset.test_x[:ATTACKED], dataset.test_y[:ATTACKED]
     with attack_bar() as progress:
         found = evaluate(model, x, y, L2(EPS), progress=progress, **options)
-    return Contender(name, model, assessment, found)
+    return sections.Contender(name, model, assessment, found)
 
 
-def _fast_attacks(model: OTAD, dataset: Dataset) -> list[Attack]:
-    made, _ = suite(model, SUITE, dataset.input_shape, dataset.task, L2(EPS))
-    return [attack for attack in made if attack.name not in SKIPPED]
-
-
-def _robustness(one: Contender) -> dict[str, Any]:
+def _robustness(one: sections.Contender) -> dict[str, Any]:
     proved = one.evaluation.certified_accuracy(EPS)
     return {
         "otad": one.assessment.scores[DEFENDED],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from otad.checks import check_choice, require
 from otad.cli import options as opt
-from otad.cli.console import attack_bar, describe_score, show
+from otad.cli.console import attack_bar, describe_counts, describe_score, show
 from otad.cli.inputs import class_names_of, open_examples
 from otad.cli.sources import open_model, training_inputs
 from otad.evaluate import ATTACKS, PRESETS
@@ -21,6 +21,8 @@ from otad.model.otad import OTAD
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
 from otad.report.page import Report
+
+HOW = ("spare_proved", "embedding_lipschitz", "metric_lipschitz", "seed", "batch_size")
 
 
 def evaluate(
@@ -32,22 +34,17 @@ def evaluate(
     ] = None,
     suite: Annotated[str, opt.option(f"Attacks to run: {', '.join(PRESETS)}.")] = "standard",
     attack: Annotated[
-        list[str] | None,
-        opt.option(f"Run this attack instead of a suite. Repeatable: {', '.join(ATTACKS)}."),
+        opt.Names, opt.option(f"Run this instead of a suite. Repeatable: {', '.join(ATTACKS)}.")
     ] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
-    all_rows: Annotated[
-        bool, opt.option("Attack rows already broken too, to compare attacks.", "--all-rows")
-    ] = False,
+    all_rows: Annotated[bool, opt.option("Attack rows already broken too.", "--all-rows")] = False,
     spare_proved: Annotated[
-        list[str] | None, opt.option("Skip this attack on certified rows. Repeatable.")
+        opt.Names, opt.option("Skip this attack on certified rows. Repeatable.")
     ] = None,
-    no_flags: Annotated[
-        bool, opt.option("Skip the checks for attacks that are too weak.", "--no-flags")
-    ] = False,
+    no_flags: Annotated[bool, opt.option("Skip the checks of the attacks.", "--no-flags")] = False,
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
     targets: opt.Targets = None,
@@ -71,6 +68,7 @@ def evaluate(
 
     Example: otad evaluate wine-model test --norm linf --eps 0.1 --unit std --immutable alcohol
     """
+    how = opt.given(locals(), HOW)
     radii = opt.read_radii(eps)
     radius = radii[0] if headline is None else headline
     require(radius in radii, "headline", f"one of --eps {eps}", f"{radius:g}")
@@ -79,25 +77,10 @@ def evaluate(
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir)
+    how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
+    how |= {"survivors_only": not all_rows, "flags": not no_flags, "folder": out}
     with attack_bar(of_values=y.is_floating_point()) as progress:
-        evaluation = evaluate_model(
-            model,
-            x,
-            y,
-            threat,
-            eps=sorted(radii),
-            attacks=list(attack) if attack else suite,
-            survivors_only=not all_rows,
-            spare_proved=spare_proved or (),
-            embedding_lipschitz=embedding_lipschitz,
-            metric_lipschitz=metric_lipschitz,
-            train_x=train_x,
-            flags=not no_flags,
-            seed=seed,
-            batch_size=batch_size,
-            folder=out,
-            progress=progress,
-        )
+        evaluation = evaluate_model(model, x, y, threat, progress=progress, **how)
     title = f"How robust is {model_dir.resolve().name}?"
     report = report_on(evaluation, model, x, y, out, train_x=train_x, title=title)
     files = {
@@ -115,16 +98,10 @@ def report_on(
     evaluation: Evaluation, model: OTAD, x: Tensor, y: Tensor, folder: Path, **options: Any
 ) -> Report:
     """The report of an evaluation stored in a folder; `options` as in `evaluation_report`."""
-    return evaluation_report(
-        evaluation,
-        model=model,
-        x=x,
-        y=y,
-        adversarial=Adversarial.read(folder / "adversarial.safetensors"),
-        classes=class_names_of(model) or None,
-        feature_names=model.notes.get("feature_names"),
-        **options,
-    )
+    options |= {"model": model, "x": x, "y": y, "classes": class_names_of(model) or None}
+    options["feature_names"] = model.notes.get("feature_names")
+    options["adversarial"] = Adversarial.read(folder / "adversarial.safetensors")
+    return evaluation_report(evaluation, **options)
 
 
 def _record(evaluation: Evaluation) -> dict[str, object]:
@@ -133,19 +110,19 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
     found: dict[str, object] = {name: getattr(evaluation, name) for name in names}
     found["rows"] = evaluation.n
     found["flags"] = {flag.name: flag.verdict for flag in evaluation.flags}
-
     radii = {opt.radius_text(eps): eps for eps in evaluation.eps}
     if evaluation.task == "classification":
-        found["worst_case"] = {text: evaluation.worst_case(eps) for text, eps in radii.items()}
-        found["certified"] = {
-            text: evaluation.certified_accuracy(eps) for text, eps in radii.items()
+        of_radius = {
+            "worst_case": evaluation.worst_case,
+            "certified": evaluation.certified_accuracy,
         }
-        found["per_attack"] = evaluation.per_attack
-    else:
-        errors = {text: fmean(evaluation.worst_errors(eps)) for text, eps in radii.items()}
-        found["mean_worst_error"] = errors
-        if evaluation.certificate is not None:
-            found["mean_certified_error"] = fmean(evaluation.certificate.worst_errors)
+        for name, score in of_radius.items():
+            found[name] = {text: score(eps) for text, eps in radii.items()}
+        return found | {"per_attack": evaluation.per_attack}
+    errors = {text: fmean(evaluation.worst_errors(eps)) for text, eps in radii.items()}
+    found["mean_worst_error"] = errors
+    if evaluation.certificate is not None:
+        found["mean_certified_error"] = fmean(evaluation.certificate.worst_errors)
     return found
 
 
@@ -168,13 +145,9 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
         if (proved := evaluation.certified_accuracy(eps)) is not None:
             facts[f"certified at {radius}"] = describe_score(proved)
     facts["attacks"] = ", ".join(dict.fromkeys(record.attack for record in evaluation.attacks))
-    for name, reason in evaluation.missing.items():
-        facts[f"not run: {name}"] = reason
+    facts |= {f"not run: {name}": reason for name, reason in evaluation.missing.items()}
     verdicts = [flag.verdict for flag in evaluation.flags]
-    facts["flags"] = ", ".join(
-        f"{verdicts.count(verdict)} {verdict}" for verdict in (PASS, FAIL, NOT_RUN)
-    )
-    for flag in evaluation.flags:
-        if flag.verdict == FAIL:
-            facts[f"FAIL: {flag.name}"] = flag.found
-    return facts | {"time": f"{evaluation.seconds:.0f} s"}
+    counts = {verdict: verdicts.count(verdict) for verdict in (PASS, FAIL, NOT_RUN)}
+    facts["flags"] = describe_counts(counts)
+    failed = {f"FAIL: {flag.name}": flag.found for flag in evaluation.flags if flag.verdict == FAIL}
+    return facts | failed | {"time": f"{evaluation.seconds:.0f} s"}

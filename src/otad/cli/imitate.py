@@ -16,15 +16,16 @@ from otad.cli.inputs import open_inputs
 from otad.cli.sources import data_card, refuse_overwriting
 from otad.errors import InputError
 from otad.evaluate.identity import DEFENDED, NET
-from otad.model import otad as models
 from otad.model.folder import refuse_foreign_card
 from otad.model.imitation import Imitation, fresh_net, recipe_for
 from otad.model.imitation import imitate as imitate_model
-from otad.model.otad import OTAD
+from otad.model.otad import OTAD, load
 from otad.report.assessment import Assessment, assess
 
 _training = partial(opt.option, panel=opt.TRAINING)
 CHANGES = ("epochs", "batch_size", "learning_rate", "mixed_precision", "seed")
+SHAPE = ("width", "blocks", "heads", "readout", "seed")
+HOW = ("alpha", "held_out", "cached", "save_seconds", "max_seconds")
 
 
 def imitate(
@@ -34,32 +35,24 @@ def imitate(
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
-    width: Annotated[
-        int | None, _training("Of each token.  [default: twice the features, at most 2048]")
-    ] = None,
+    width: Annotated[int | None, _training("Of each token.  [default: by the features]")] = None,
     blocks: Annotated[int, _training("Of the transformer.")] = 6,
     heads: Annotated[int, _training("Of each attention.")] = 16,
-    readout: Annotated[
-        str, _training("free, or hull: answers are weighted means of the neighbors' features.")
-    ] = "free",
-    alpha: Annotated[
-        float, _training("Share of the exact answers; the rest are the backbone's features.")
-    ] = 1.0,
+    readout: Annotated[str, _training("free, or hull: means of the neighbors' features.")] = "free",
+    alpha: Annotated[float, _training("Share of exact answers; the rest: own features.")] = 1.0,
     epochs: Annotated[int | None, _training("Passes over the bank.  [default: 20]")] = None,
     batch_size: Annotated[int | None, _training("Rows per step.  [default: 256]")] = None,
     learning_rate: Annotated[float | None, _training("The highest.  [default: 0.0003]")] = None,
     mixed_precision: Annotated[
         bool | None,
-        _training("Use bfloat16.  [default: on a GPU]", "--mixed-precision/--full-precision"),
+        _training("bfloat16.  [default: on a GPU]", "--mixed-precision/--full-precision"),
     ] = None,
     held_out: Annotated[int, _training("Random points of the bank to measure the error on.")] = 0,
     cached: Annotated[
         bool, _training("Solve each problem once, or in every epoch.", "--solve-once/--solve-anew")
     ] = True,
     save_seconds: Annotated[float, _training("Seconds between checkpoints.")] = 60.0,
-    max_seconds: Annotated[
-        float | None, _training("Stop in time; the same command resumes the training.")
-    ] = None,
+    max_seconds: opt.MaxSeconds = None,
 ) -> None:
     """Train a network to replace a model's solver, test both, and save the new model.
 
@@ -72,27 +65,18 @@ def imitate(
 
     Example: otad imitate vit-model --out vit-nn --device cuda --max-seconds 500
     """
-    changes = opt.given(locals(), CHANGES)
+    options = locals()
+    changes, shape, how = (opt.given(options, names) for names in (CHANGES, SHAPE, HOW))
     refuse_overwriting(out, model_dir)
     refuse_foreign_card(out)
-    model = models.load(model_dir, device=str(check_device(device)))
+    model = load(model_dir, device=str(check_device(device)))
     if epochs is not None:
         changes["warmup"] = min(recipe_for(model).warmup, epochs / 2)
     config = replace(recipe_for(model), **changes)
-    net = fresh_net(model, width=width, blocks=blocks, heads=heads, readout=readout, seed=seed)
+    net = fresh_net(model, **shape)
     test_part = _test_part(model, data_dir)  # reports what is missing before the training
-    imitation = imitate_model(
-        model,
-        config,
-        net=net,
-        alpha=alpha,
-        held_out=held_out,
-        cached=cached,
-        checkpoint_dir=out,
-        save_seconds=save_seconds,
-        max_seconds=max_seconds,
-        progress=True,
-    )
+    how |= {"checkpoint_dir": out, "progress": True}
+    imitation = imitate_model(model, config, net=net, **how)
     history = imitation.result.history
     record: dict[str, Any] = {
         "alpha": alpha,
@@ -102,8 +86,7 @@ def imitate(
         "history": [vars(epoch) for epoch in history],
     }
     if not imitation.result.finished:
-        done = len(history)
-        title = f"Out of time after epoch {done} of {config.epochs}"
+        title = f"Out of time after epoch {len(history)} of {config.epochs}"
         show(record, as_json, title=title, facts={"next": "the same command resumes"})
         return
     notes, tested = {"imitation": record}, None
@@ -121,8 +104,7 @@ def imitate(
 
 
 def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | None:
-    """Inputs and targets of the test part of a model's data. Where they are not available, the new
-    model is not tested, and a note says so."""
+    """None where it is not available: then a note says that the new model is not tested."""
     if not data_card(model):
         remark("note: the model names no data, so it is not tested")
         return None
@@ -136,8 +118,7 @@ def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | No
 
 
 def _facts(imitation: Imitation, tested: tuple[Assessment, Assessment] | None) -> dict[str, str]:
-    last = imitation.result.history[-1]
-    facts = {"last epoch": str(last).partition(": ")[2]}
+    facts = {"last epoch": str(imitation.result.history[-1]).partition(": ")[2]}
     if tested is None:
         return facts
     exact, estimated = tested

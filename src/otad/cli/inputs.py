@@ -21,16 +21,14 @@ from otad.data.registry import find_first
 from otad.errors import InputError
 from otad.model.otad import OTAD
 
-_LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow converts color to gray
-
 
 @dataclass(frozen=True, eq=False)
 class InputRows:
     """Inputs of a model, read a few at a time.
 
-    `names`: the number or the file of each row. `read(rows)` gives inputs (B,*input_shape).
-    `targets(name)` gives the targets (N,) from the column or array of that name, by default from
-    where the model was trained on; None where these are missing.
+    `names`: the number or the file of each row. `read(rows)`: inputs (B,*input_shape).
+    `targets(name)`: targets (N,) from the column or array of that name, by default from the one
+    trained on; None where that is missing.
     """
 
     names: tuple[str, ...]
@@ -53,7 +51,7 @@ class InputRows:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Inputs x (B,*input_shape) with a name per row; y (B,) labels or values where known."""
+    """Inputs x (B,*input_shape), a name per row, and y (B,) labels or values where known."""
 
     source: str
     names: tuple[str, ...]
@@ -84,26 +82,36 @@ def open_examples(
     own = source != "test" or targets is None
     require(own, "targets", "none for the test part, which has its own", targets)
     inputs = open_inputs(model, source, data_dir)
-    if targets is not None and Path(targets).suffix.lower() in (".csv", ".tsv", ".npz"):
-        y: Tensor | None = _targets_in_file(model, Path(targets))
+    suffix = Path(targets or "").suffix.lower()
+    if targets is not None and suffix in (".csv", ".tsv"):
+        table, column = read_table(Path(targets)), _trained_on(model, "target")
+        if column not in table.columns:
+            require(len(table.columns) == 1, targets, "one column", ", ".join(table.columns))
+            column = table.columns[0]
+        y: Tensor | None = _targets_in_table(model, table, column)
+    elif targets is not None and suffix == ".npz":
+        y = _targets_in_archive(model, Path(targets), "y")
     else:
         y = inputs.targets(targets)
     count = len(inputs)
-    if y is not None:
-        require(len(y) == count, "targets", f"{count}, one for each row", len(y))
+    found = count if y is None else len(y)
+    require(found == count, "targets", f"{count}, one for each row", found)
+    require(rows is None or rows <= count, "rows", f"at most the {count} of the input", rows)
     if rows is None or rows == count:
         chosen = list(range(count))
         x = torch.cat([part for _, part in inputs.batches(1000)])
     else:
-        require(rows < count, "rows", f"at most the {count} of the input", rows)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         chosen = sorted(order[:rows].tolist())
         x = torch.cat([inputs.row(row) for row in chosen])
     device = model.backbone.mean.device
     x = model.backbone.check_inputs(x.to(device))
-    if source != "test" and (copies := _training_points(model, x)):
-        known = f"{copies} of the {len(x)} rows are training points of the model"
-        remark(f"note: {known}: figures on them do not apply to new data")
+    if source != "test":
+        with torch.no_grad():
+            near = [model.neighbors(model.query_keys(part)).distances for part in x.split(1000)]
+        if copies := int((torch.cat(near)[:, 0] == 0).sum()):
+            known = f"{copies} of the {len(x)} rows are training points of the model"
+            remark(f"note: {known}: figures on them do not apply to new data")
     names = tuple(inputs.names[row] for row in chosen)
     return Examples(source, names, x, None if y is None else y[torch.tensor(chosen)].to(device))
 
@@ -113,13 +121,6 @@ def class_names_of(model: OTAD) -> tuple[str, ...]:
     if model.backbone.task == "regression":
         return ()
     return tuple(map(str, model.notes.get("classes") or range(model.backbone.n_outputs)))
-
-
-@torch.no_grad()
-def _training_points(model: OTAD, x: Tensor) -> int:
-    """How many inputs are in the bank."""
-    nearest = (model.neighbors(model.query_keys(part)).distances[:, 0] for part in x.split(1000))
-    return sum(int((distances == 0).sum()) for distances in nearest)
 
 
 def open_inputs(model: OTAD, source: str, data_dir: Path | None = None) -> InputRows:
@@ -149,9 +150,8 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
 def _table(model: OTAD, path: Path) -> InputRows:
     counts = model.notes.get("preparation") is not None
     require(not counts, str(path), "an .h5ad file for a model of cells", "a table")
-    names = model.notes.get("feature_names")
-    if names is None:
-        raise InputError(f"{path}: expected NPZ or images, as the model has no feature names")
+    names = model.notes.get("feature_names") or ()
+    require(names, str(path), "NPZ or images, as the model has no feature names", "a table")
     refuse_repeats(names, "the model's feature names")
     table = read_table(path)
     missing = [name for name in names if name not in table.columns]
@@ -160,9 +160,8 @@ def _table(model: OTAD, path: Path) -> InputRows:
 
     def targets(name: str | None) -> Tensor | None:
         column = name or _trained_on(model, "target")
-        if name is None and column not in table.columns:
-            return None
-        return _targets_in_table(model, table, str(column))
+        known = name is not None or column in table.columns
+        return _targets_in_table(model, table, str(column)) if known else None
 
     return _from_tensor(table.numbers(names), targets)
 
@@ -172,17 +171,15 @@ def _arrays(model: OTAD, path: Path) -> InputRows:
     require(len(x), f"{path}, x", "at least one row", "none")
 
     def targets(name: str | None) -> Tensor | None:
-        if name is None and not read_npz(path, (), ("y",)):
-            return None
-        return _targets_in_archive(model, path, name)
+        known = name is not None or read_npz(path, (), ("y",))
+        return _targets_in_archive(model, path, name or "y") if known else None
 
     return _from_tensor(x, targets)
 
 
 def _cells(model: OTAD, path: Path) -> InputRows:
-    card = model.notes.get("preparation")
-    if card is None:
-        raise InputError(f"{path}: expected an input like the training data, got cells")
+    card = model.notes.get("preparation") or {}
+    require(card, str(path), "an input like the training data", "cells")
     prepare, cells = CellPreparation.from_json(card), read_h5ad(path)
     count = cells.values.shape[0]
 
@@ -196,7 +193,6 @@ def _cells(model: OTAD, path: Path) -> InputRows:
 
 
 def _images(model: OTAD, folder: Path) -> InputRows:
-    """A flat folder of images, or one of subfolders, as for training."""
     shape = model.backbone.input_shape
     square = len(shape) == 3 and shape[1] == shape[2] and shape[0] in (1, 3)
     require(square, str(folder), f"inputs of shape {shape}", "images")
@@ -221,9 +217,8 @@ def _images(model: OTAD, folder: Path) -> InputRows:
 
 def _gray(images: Tensor) -> Tensor:
     """(B,3,H,W) -> (B,1,H,W). Images that are gray already do not change by a bit."""
-    weights = images.new_tensor(_LUMINANCE).view(3, 1, 1)
-    mixed = (images * weights).sum(1, keepdim=True).clamp_(0, 1)
-    first = images[:, :1]
+    weights = images.new_tensor((0.299, 0.587, 0.114)).view(3, 1, 1)  # ITU-R BT.601, as Pillow
+    mixed, first = (images * weights).sum(1, keepdim=True).clamp_(0, 1), images[:, :1]
     return torch.where((images == first).all(1, keepdim=True), first, mixed)
 
 
@@ -233,18 +228,7 @@ def _from_tensor(x: Tensor, targets: Callable[[str | None], Tensor | None]) -> I
 
 def _trained_on(model: OTAD, option: str) -> Any:
     """An option by which the training data was read, from the model's card."""
-    card = data_card(model)
-    return card["choice"]["options"].get(option) if card else None
-
-
-def _targets_in_file(model: OTAD, path: Path) -> Tensor:
-    if path.suffix.lower() == ".npz":
-        return _targets_in_archive(model, path)
-    table, column = read_table(path), _trained_on(model, "target")
-    if column not in table.columns:
-        require(len(table.columns) == 1, str(path), "one column", ", ".join(table.columns))
-        column = table.columns[0]
-    return _targets_in_table(model, table, str(column))
+    return data_card(model).get("choice", {"options": {}})["options"].get(option)
 
 
 def _targets_in_table(model: OTAD, table: Table, column: str) -> Tensor:
@@ -253,9 +237,8 @@ def _targets_in_table(model: OTAD, table: Table, column: str) -> Tensor:
     return table.numbers([column]).flatten()
 
 
-def _targets_in_archive(model: OTAD, path: Path, name: str | None = None) -> Tensor:
-    array = name or "y"
-    return as_targets(read_npz(path, (array,))[array], path, array, class_names_of(model))
+def _targets_in_archive(model: OTAD, path: Path, name: str) -> Tensor:
+    return as_targets(read_npz(path, (name,))[name], path, name, class_names_of(model))
 
 
 def _encode(model: OTAD, labels: Sequence[str], path: Path) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from otad.errors import OtadError
+from otad.errors import InputError, OtadError
 
 # In the order of use, each with the first sentence of its help. The modules import torch, which
 # takes seconds, so a module is imported only when its command runs.
@@ -27,8 +27,7 @@ COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """Errors that the user can fix (our own, files and folders) are one line and exit code 2; any
-    other error keeps its traceback."""
+    """Errors that users can fix (our own, of files) are one line; others keep their traceback."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -36,6 +35,8 @@ class _Commands(TyperGroup):
             self.add_command(TyperCommand(name, help=summary), name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "bench":
+            raise InputError("no command 'bench': run the scripts in benchmarks/")
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load_command(name), rest
 
@@ -48,7 +49,6 @@ class _Commands(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """The command itself, from its module."""
     module = import_module(f"otad.cli.{'predict' if name == 'explain' else name}")
     alone = typer.Typer(add_completion=False)
     alone.command(name)(getattr(module, name))

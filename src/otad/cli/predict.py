@@ -20,8 +20,8 @@ from otad.cli import options as opt
 from otad.cli.console import describe_counts, progress_bar, remark, show, write_csv
 from otad.cli.inputs import InputRows, open_inputs
 from otad.cli.sources import open_model, training_inputs
-from otad.explain import Explanation
 from otad.explain import explain as explain_inputs
+from otad.io.codec import write_json
 from otad.io.files import replacing
 from otad.model.otad import OTAD, Trace
 from otad.scores import abstained, is_right, squared_errors
@@ -57,8 +57,7 @@ def predict(
     rows = open_inputs(model, input, data_dir)
     targets = rows.targets(None) if input == "test" else None
     record = write_predictions(model, rows, targets, out, batch_size)
-    metrics = (metric for metric in METRICS.values() if metric in record)
-    facts = {metric: f"{record[metric]:.4f}" for metric in metrics}
+    facts = {metric: f"{record[metric]:.4f}" for metric in METRICS.values() if metric in record}
     facts |= {"rows": describe_counts(record["status"]), "predictions": str(out)}
     show(record, as_json, title=f"Predicted {record['rows']} rows", facts=facts)
 
@@ -66,13 +65,13 @@ def predict(
 def write_predictions(
     model: OTAD, rows: InputRows, targets: Tensor | None, out: Path, batch_size: int
 ) -> dict[str, Any]:
-    """Writes the CSV file; returns how many rows have which status, and the score of the
-    predictions where targets are given, in plain JSON."""
+    """Returns how many rows have which status, and the score where targets are given."""
     counts: Counter[str] = Counter()
     total = 0.0
 
-    def lines() -> Iterator[list[str]]:
+    def lines() -> Iterator[Sequence[str]]:
         nonlocal total
+        yield COLUMNS
         with progress_bar("predicting") as advance, torch.no_grad():
             for part, x in rows.batches(batch_size):
                 trace = model.trace(x.to(model.backbone.mean.device))
@@ -85,7 +84,7 @@ def write_predictions(
                     yield line
                 advance(part.stop, len(rows))
 
-    write_csv(out, COLUMNS, lines())
+    write_csv(out, lines())
     record = {"predictions": str(out), "rows": len(rows), "status": dict(counts)}
     if targets is not None:
         record[METRICS[model.backbone.task]] = total / len(rows)
@@ -93,7 +92,7 @@ def write_predictions(
 
 
 def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterator[list[str]]:
-    outputs, nearest = trace.outputs, trace.neighbors
+    outputs, nearest, solution = trace.outputs, trace.neighbors, trace.solution
     if outputs.dim() == 2:
         largest, labels = outputs.softmax(1).max(1)
         predictions = [str(classes[code]) if classes else str(code) for code in labels.tolist()]
@@ -103,13 +102,11 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
         probabilities = [""] * len(predictions)
     for row in abstained(outputs).nonzero()[:, 0].tolist():
         predictions[row] = probabilities[row] = ""
-    points = (column[:, 0].tolist() for column in (nearest.indices, nearest.distances))
-    solved = (column.tolist() for column in (trace.solution.smoothness, trace.solution.status))
-    columns = zip(names, predictions, probabilities, *points, *solved, strict=True)
-    for name, prediction, probability, index, distance, smoothness, status in columns:
+    found = nearest.indices[:, 0], nearest.distances[:, 0], solution.smoothness, solution.status
+    columns = zip(names, predictions, probabilities, *(c.tolist() for c in found), strict=True)
+    for *answer, index, distance, smoothness, status in columns:
         used = "" if math.isnan(smoothness) else f"{smoothness:.6g}"
-        found = [str(index), f"{distance:.6g}", used, Status(status).name.lower()]
-        yield [name, prediction, probability, *found]
+        yield [*answer, str(index), f"{distance:.6g}", used, Status(status).name.lower()]
 
 
 def explain(
@@ -117,8 +114,7 @@ def explain(
     input: opt.Input,
     row: Annotated[int, opt.option("Which row, counted from 0.")] = 0,
     out: Annotated[
-        Path | None,
-        opt.option("Picture (.png, .svg, .pdf; of images) or numbers (.json).", dir_okay=False),
+        Path | None, opt.option("Picture (.png, .svg, .pdf) or numbers (.json).", dir_okay=False)
     ] = None,
     top: Annotated[int, opt.option("How many training points to show.", min=1)] = 5,
     data_dir: opt.DataDir = None,
@@ -133,34 +129,25 @@ def explain(
 
     Example: otad explain digits-model test --row 3 --out why.png
     """
-    if out is not None:
-        ends = f"a name that ends in {', '.join(PICTURES)} or .json"
-        require(out.suffix.lower() in (*PICTURES, ".json"), "out", ends, out.name)
+    kind = ".json" if out is None else out.suffix.lower()
+    ends = f"a name that ends in {', '.join(PICTURES)} or .json"
+    require(kind in (*PICTURES, ".json"), "out", ends, out)
     model = open_model(model_dir, device, data_dir, out, input)
+    drawn = kind == ".json" or len(model.backbone.input_shape) > 1
+    require(drawn, "out", "a .json file, as only images can be drawn", out)
     x = open_inputs(model, input, data_dir).row(row).to(device)
-    explanation = explain_inputs(
-        model,
-        x,
-        classes=model.notes.get("classes") or None,
-        feature_names=model.notes.get("feature_names"),
-        train_x=None if out is None else training_inputs(model, data_dir),
-    )[0]
+    known: dict[str, Any] = {"classes": model.notes.get("classes") or None}
+    known["feature_names"] = model.notes.get("feature_names")
+    known["train_x"] = None if out is None else training_inputs(model, data_dir)
+    (explanation,) = explain_inputs(model, x, **known)
     if out is not None:
-        _write_explanation(explanation, out, top)
+        if kind == ".json":
+            write_json(out, explanation.to_dict(inputs=True))
+        else:
+            with replacing(out) as partial:
+                explanation.figure(top=top).savefig(partial, format=kind[1:], dpi=150)
         remark(f"wrote {out}")
     if as_json:
         typer.echo(json.dumps(explanation.to_dict(), allow_nan=False))
     else:
         Console().print(explanation.table(top=top))
-
-
-def _write_explanation(explanation: Explanation, out: Path, top: int) -> None:
-    kind = out.suffix.lower()
-    drawn = kind == ".json" or explanation.inputs.dim() > 1
-    require(drawn, "out", "a .json file, as only images can be drawn", out.name)
-    with replacing(out) as partial:
-        if kind == ".json":
-            text = json.dumps(explanation.to_dict(inputs=True), indent=2, allow_nan=False)
-            partial.write_text(text + "\n", encoding="utf-8")
-        else:
-            explanation.figure(top=top).savefig(partial, format=kind[1:], dpi=150)

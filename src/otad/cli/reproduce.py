@@ -13,16 +13,13 @@ from otad.cli import options as opt
 from otad.cli.console import remark
 from otad.io.codec import read_json
 
-ALL = "all"
+HOW = ("jobs", "data_dir", "out", "work", "max_seconds", "seed", "quick")
 
 
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="NAME...",
-            help=f"Experiments, {ALL!r}, or paths of your own .toml; without any, lists them.",
-        ),
+        opt.argument("NAME...", "Experiments, 'all' or paths of your own .toml; none lists them."),
     ] = None,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
@@ -31,9 +28,7 @@ def reproduce(
         Path | None, opt.option("Folder for nets and finished parts.  [default: --out/.work]")
     ] = None,
     jobs: Annotated[int, opt.option("Processes at once; timings still run alone.", min=1)] = 1,
-    max_seconds: Annotated[
-        float | None, opt.option("Stop a training in time; the same command resumes it.")
-    ] = None,
+    max_seconds: opt.MaxSeconds = None,
     seed: opt.Seed = 0,
     quick: Annotated[bool, opt.option("Small data, for a test run.", "--quick")] = False,
     page: Annotated[Path | None, opt.option("Markdown page for all records of --out.")] = None,
@@ -46,27 +41,17 @@ def reproduce(
 
     Example: otad reproduce mnist --data-dir data --device cuda --page docs/results.md
     """
+    how = opt.given(locals(), HOW)
     from otad import experiments
 
     known = experiments.names()
     if not names:
-        for name in known:
-            typer.echo(name)
+        typer.echo("\n".join(known))
     else:
-        alone = ALL not in names or len(names) == 1
-        require(alone, "names", f"{ALL!r} alone", ", ".join(names))
-        records = experiments.reproduce_together(
-            list(known) if names == [ALL] else names,
-            jobs=jobs,
-            data_dir=data_dir,
-            device=str(check_device(device)),
-            out=out,
-            work=work,
-            max_seconds=max_seconds,
-            seed=seed,
-            quick=quick,
-            progress=True,
-        )
+        require("all" not in names or len(names) == 1, "names", "'all' alone", ", ".join(names))
+        how |= {"device": str(check_device(device)), "progress": True}
+        chosen = list(known) if names == ["all"] else names
+        records = experiments.reproduce_together(chosen, **how)
         paths = [out / f"{record.experiment.stem}.json" for record in records]
         if as_json:
             found = [read_json(path) for path in paths]

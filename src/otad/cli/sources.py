@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,33 +17,24 @@ from otad.checks import check_device, require
 from otad.data import Dataset
 from otad.data.registry import find_first
 from otad.errors import InputError
-from otad.io.files import replacing
+from otad.io.codec import to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
-from otad.model import otad as models
 from otad.model.folder import CARD
-from otad.model.otad import OTAD
+from otad.model.otad import OTAD, load
 from otad.nets import Backbone, build
 
 NET_FILE = "net.safetensors"
 RECORD_FILE = "training.json"
 
 
-class _Kind(NamedTuple):
-    """A kind of data on disk: its reader, and the options that the reader needs and accepts."""
-
-    title: str
-    read: Callable[..., Dataset]
-    needs: tuple[str, ...] = ()
-    accepts: tuple[str, ...] = ()
-
-
-_CSV = _Kind("a CSV file", data.load_csv, ("target", "task"), ("features",))
-_FOLDER = _Kind("an image folder", data.load_image_folder, ("size",), ("resize",))
-_KINDS = {
+# Kinds of data on disk: the reader, and the options that it needs and accepts.
+_CSV = ("a CSV file", data.load_csv, ("target", "task"), ("features",))
+_FOLDER = ("an image folder", data.load_image_folder, ("size",), ("resize",))
+_KINDS: dict[str, tuple[str, Callable[..., Dataset], tuple[str, ...], tuple[str, ...]]] = {
     ".csv": _CSV,
     ".tsv": _CSV,
-    ".h5ad": _Kind("an AnnData file", data.load_h5ad, ("label",), ("drop", "genes", "normalize")),
-    ".npz": _Kind("an NPZ file", data.load_npz, (), ("task",)),
+    ".h5ad": ("an AnnData file", data.load_h5ad, ("label",), ("drop", "genes", "normalize")),
+    ".npz": ("an NPZ file", data.load_npz, (), ("task",)),
 }
 _RELATIVE = (
     "relative paths start from the current folder or --data-dir; a net or a model notes them from "
@@ -54,16 +44,14 @@ _RELATIVE = (
 
 @dataclass(frozen=True)
 class DataChoice:
-    """A data set as the user named it, by a registered name or a path, with the options that were
-    given for reading it (those of `otad train`)."""
+    """A registered name or a path, with the options of `otad train` for reading it."""
 
     data: str
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def path_from(self, data_dir: Path | None) -> Path | None:
-        """Its path, or None for a registered name. A relative path that does not exist here is
-        taken relative to `data_dir`."""
+        """None for a registered name. A path that does not exist here is one from `data_dir`."""
         places = self._places(data_dir)
         return next((path for path in places if path.exists()), places[0] if places else None)
 
@@ -74,28 +62,25 @@ class DataChoice:
         return list(dict.fromkeys((path, path if data_dir is None else data_dir / path)))
 
     def load(self, data_dir: Path | None = None) -> Dataset:
-        """Read it; `data_dir` is the folder of the registered sets and of relative paths."""
         path = self.path_from(data_dir)
         if path is None:
             return data.load(self.data, data_dir, seed=self.seed, **self.options)
-        kind = _FOLDER if path.is_dir() else _KINDS.get(path.suffix.lower())
-        if kind is None:
-            absent = "" if path.exists() else f", which does not exist: {_RELATIVE}"
-            raise InputError(
-                f"data: expected a registered name ({', '.join(data.names())}), an image folder or "
-                f"a file that ends in {', '.join(_KINDS)}, got {self.data!r}{absent}"
-            )
-        for name in kind.needs:
-            require(name in self.options, str(path), f"{_flag(name)} for {kind.title}", "none")
+        absent = "" if path.exists() else f", which does not exist: {_RELATIVE}"
+        readable = path.is_dir() or path.suffix.lower() in _KINDS
+        names, ends = ", ".join(data.names()), ", ".join(_KINDS)
+        expected = f"a registered name ({names}), an image folder or a file that ends in {ends}"
+        require(readable, "data", expected, f"{self.data!r}{absent}")
+        title, read, needs, accepts = _FOLDER if path.is_dir() else _KINDS[path.suffix.lower()]
+        for name in needs:
+            require(name in self.options, str(path), f"{_flag(name)} for {title}", "none")
         for name in self.options:
-            known = name in (*kind.needs, *kind.accepts, "test_fraction")
-            require(known, str(path), f"only options of {kind.title}", _flag(name))
-        find_first(self._places(data_dir), kind.title.partition(" ")[2], _RELATIVE)
-        return kind.read(path, seed=self.seed, **self.options)
+            known = name in (*needs, *accepts, "test_fraction")
+            require(known, str(path), f"only options of {title}", _flag(name))
+        find_first(self._places(data_dir), title.partition(" ")[2], _RELATIVE)
+        return read(path, seed=self.seed, **self.options)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> DataChoice:
-        """From `asdict`, which the cards of nets and models contain."""
         return cls(record["data"], record["seed"], record["options"])
 
 
@@ -105,21 +90,16 @@ def _flag(option: str) -> str:
 
 def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
     """What a net or a model stores about its data, in plain JSON."""
-    return {
-        "data": {
-            "name": dataset.name,
-            "source": dataset.source,
-            "fingerprint": dataset.fingerprint(),
-            "train_rows": len(dataset.train_x),
-            "test_rows": len(dataset.test_x),
-            "choice": asdict(choice),
-        },
-        "task": dataset.task,
-        "input_shape": list(dataset.input_shape),
-        "bounds": None if dataset.bounds is None else list(dataset.bounds),
-        "classes": list(dataset.classes),
-        "feature_names": None if dataset.feature_names is None else list(dataset.feature_names),
+    names = ("task", "input_shape", "bounds", "classes", "feature_names")
+    of_data = {
+        "name": dataset.name,
+        "source": dataset.source,
+        "fingerprint": dataset.fingerprint(),
+        "train_rows": len(dataset.train_x),
+        "test_rows": len(dataset.test_x),
+        "choice": asdict(choice),
     }
+    return {"data": of_data} | {name: to_plain(getattr(dataset, name)) for name in names}
 
 
 def data_card(model: OTAD) -> dict[str, Any]:
@@ -131,8 +111,7 @@ def data_card(model: OTAD) -> dict[str, Any]:
 def bank_part(
     dataset: Dataset, per_class: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the train part that the bank is made of: all of them, or `per_class`
-    random ones of each class."""
+    """All inputs and targets of the train part, or `per_class` random ones of each class."""
     x, y = dataset.train_x, dataset.train_y
     if per_class is None:
         return x, y
@@ -142,8 +121,7 @@ def bank_part(
 
 
 def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
-    """The inputs of the bank where the bank itself does not have them, from the data the model was
-    made of. None where that data is not available."""
+    """From the data the model was made of, where its bank does not have them; None without it."""
     card = data_card(model)
     if knows_inputs(model, None) or not card:
         return None
@@ -156,18 +134,16 @@ def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class TrainedNet:
-    """A net and what it stores about its data (see `describe_data`)."""
+    """A net and what `describe_data` says of its data."""
 
     net: Backbone
     about: dict[str, Any]
 
     def write(self, folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
-        """The net with its config, and the record of its training; returns their paths."""
+        """Returns the paths of the net with its config and of the record."""
         header = {"config": self.net.config(), "about": self.about}
         write_tensors(folder / NET_FILE, self.net.state_dict(), header)
-        with replacing(folder / RECORD_FILE) as partial:
-            text = json.dumps(record, indent=2, allow_nan=False)
-            partial.write_text(text + "\n", encoding="utf-8")
+        write_json(folder / RECORD_FILE, record)
         return {"net": str(folder / NET_FILE), "record": str(folder / RECORD_FILE)}
 
     @staticmethod
@@ -185,12 +161,10 @@ class TrainedNet:
 
 def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
     """Refuses an `out` that is one of the inputs, or is in an input folder of images, which would
-    be read differently afterwards. The word test, None and names of columns are not files."""
-    if out is None:
-        return
+    be read differently afterwards. The word test and names of columns are not files."""
     expected = "another place than that of an input"
     for given in inputs:
-        if given in (None, "test") or not os.path.exists(given):
+        if out is None or given in (None, "test") or not os.path.exists(given):
             continue
         same = out.exists() and out.samefile(given)
         require(not same, "out", expected, f"{out}, which would overwrite {given}")
@@ -202,9 +176,8 @@ def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
 def open_model(
     folder: Path, device: str, data_dir: Path | None, out: Path | None, *inputs: str | Path | None
 ) -> OTAD:
-    """The model in a folder. Refuses an `out` that is one of its files, a file that it was made
-    from, or one of the `inputs`."""
-    model = models.load(folder, device=str(check_device(device)))
+    """Refuses an `out` that is a file of the model or of its data, or one of the `inputs`."""
+    model = load(folder, device=str(check_device(device)))
     files = [*inputs, folder / CARD, *folder.glob("*.safetensors")]
     if card := data_card(model):
         files.append(DataChoice.from_json(card["choice"]).path_from(data_dir))

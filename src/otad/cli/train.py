@@ -6,8 +6,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
-import typer
-
 from otad import training
 from otad.checks import check_device
 from otad.cli import options as opt
@@ -27,11 +25,7 @@ CHANGES = ("epochs", "batch_size", "learning_rate", "optimizer", "weight_decay",
 
 def train(
     data: Annotated[
-        str,
-        typer.Argument(
-            metavar="DATA",
-            help="Registered name (digits, mnist, red_wine, ...), CSV, NPZ, .h5ad or image folder.",
-        ),
+        str, opt.argument("DATA", "Registered name such as digits, CSV, NPZ, .h5ad, image folder.")
     ],
     out: opt.OutFolder,
     seed: opt.Seed = 0,
@@ -40,17 +34,12 @@ def train(
     data_dir: opt.DataDir = None,
     target: Annotated[str | None, _reading("CSV: the column to predict.")] = None,
     task: Annotated[str | None, _reading("CSV, NPZ: classification or regression.")] = None,
-    features: Annotated[
-        list[str] | None, _reading("CSV: a column to learn from. Repeatable.  [default: all]")
-    ] = None,
+    features: Annotated[opt.Names, _reading("CSV: a column. Repeatable.  [default: all]")] = None,
     label: Annotated[str | None, _reading(".h5ad: the obs column to predict.")] = None,
-    drop: Annotated[
-        list[str] | None, _reading(".h5ad: leave out cells with this label. Repeatable.")
-    ] = None,
+    drop: Annotated[opt.Names, _reading(".h5ad: drop cells of this label. Repeatable.")] = None,
     genes: Annotated[int | None, _reading(".h5ad: number of genes, by variance.")] = None,
     normalize: Annotated[
-        bool | None,
-        _reading(".h5ad: log-normalize counts.  [default: yes]", "--normalize/--no-normalize"),
+        bool | None, _reading(".h5ad: log-normalize.  [default: yes]", "--normalize/--no-normalize")
     ] = None,
     size: Annotated[int | None, _reading("Images: side length to resize and crop to.")] = None,
     resize: Annotated[int | None, _reading("Images: shorter side before the crop.")] = None,
@@ -61,21 +50,16 @@ def train(
     patch: Annotated[int | None, _training("vit: side of a patch.  [default: 4]")] = None,
     width: Annotated[int | None, _training("vit: of each token.  [default: 384]")] = None,
     heads: Annotated[int | None, _training("vit: of each attention.  [default: 12]")] = None,
-    recipe: Annotated[
-        str, _training(f"Settings that the options below change: {', '.join(RECIPES)}.")
-    ] = "fc",
+    recipe: Annotated[str, _training(f"Settings to start from: {', '.join(RECIPES)}.")] = "fc",
     energy_weight: Annotated[
-        float | None,
-        _training("Weight of the transport energy; more is smoother.  [fc: 0.01]", "--alpha"),
+        float | None, _training("Weight of the transport energy.  [fc: 0.01]", "--alpha")
     ] = None,
     epochs: Annotated[int | None, _training("Passes over the data.  [fc: 30]")] = None,
     batch_size: Annotated[int | None, _training("Rows per step.  [fc: 128]")] = None,
     learning_rate: Annotated[float | None, _training("Its highest value.  [fc: 0.05]")] = None,
     optimizer: Annotated[str | None, _training("sgd or adamw.  [fc: sgd]")] = None,
     weight_decay: Annotated[float | None, _training("Of the optimizer.  [fc: 0.0005]")] = None,
-    max_seconds: Annotated[
-        float | None, _training("Stop in time; the same command resumes the training.")
-    ] = None,
+    max_seconds: opt.MaxSeconds = None,
     validation: Annotated[float, _training("Share of the train part held out.")] = 0.0,
 ) -> None:
     """Train a residual network whose blocks move the data as little as possible.
@@ -97,22 +81,15 @@ def train(
     config = training.recipe(recipe, **changes, seed=seed, device=device)
     check_device(device)
     dataset = choice.load(data_dir)
-    trained, result = train_net(
-        dataset,
-        config,
-        validation=validation,
-        kind=net,
-        options=opt.given(options, SHAPE),
-        checkpoint_dir=out,
-        max_seconds=max_seconds,
-        progress=True,
-    )
+    how: dict[str, Any] = {"validation": validation, "kind": net, "max_seconds": max_seconds}
+    how |= {"options": opt.given(options, SHAPE), "checkpoint_dir": out, "progress": True}
+    trained, result = train_net(dataset, config, **how)
     about = describe_data(dataset, choice)
     record = training_record(trained, result, config, about, validation)
     if not result.finished:
-        done = {"epochs_done": len(result.history), "epochs": config.epochs}
+        record |= {"epochs_done": len(result.history), "epochs": config.epochs}
         title = f"Out of time after epoch {len(result.history)} of {config.epochs}"
-        show(record | done, as_json, title=title, facts={"next": "the same command resumes"})
+        show(record, as_json, title=title, facts={"next": "the same command resumes"})
         return
     files = TrainedNet(trained, about).write(out, record)
     facts = {
@@ -128,28 +105,19 @@ def train(
 def train_net(
     dataset: Dataset, config: TrainConfig, *, validation: float = 0.0, **options: Any
 ) -> tuple[Backbone, TrainResult]:
-    """A net for the data set, in its own units inside and out, and the history of its training.
-
-    Inputs are standardized by the train part, tables per feature and images as a whole; `options`
-    as in `fit_backbone`.
-    """
-    images = len(dataset.input_shape) > 1
-    held_out = validation != 0.0
-    return fit_backbone(
-        split(dataset, validation, config.seed) if held_out else [dataset.train_x, dataset.train_y],
-        config,
-        task=dataset.task,
-        n_outputs=len(dataset.classes) or 1,
-        bounds=dataset.bounds,
-        inputs=Standardizer.fit(dataset.train_x, "all" if images else "feature"),
-        **options,
-    )
+    """Trained on inputs standardized by the train part, tables per feature and images as a whole;
+    `options` as in `fit_backbone`."""
+    x, y = dataset.train_x, dataset.train_y
+    parts = [x, y] if validation == 0.0 else split(dataset, validation, config.seed)
+    options |= {"task": dataset.task, "n_outputs": len(dataset.classes) or 1}
+    inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature")
+    return fit_backbone(parts, config, inputs=inputs, bounds=dataset.bounds, **options)
 
 
 def training_record(
     net: Backbone, result: TrainResult, config: TrainConfig, about: dict[str, Any], held: float
 ) -> dict[str, Any]:
-    """A training, in plain JSON; `held` is the share held out for validation."""
+    """In plain JSON; `held` is the share held out for validation."""
     last = result.final
     final = {"loss": last.loss, "energy": last.energy, f"train_{result.metric}": last.train_score}
     if last.val_score is not None:

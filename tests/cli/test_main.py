@@ -1,0 +1,141 @@
+"""The command line as a whole: help, exit codes, options that are refused, and `otad reproduce`."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from cli.small import Terminal
+from experiments.toml_files import WINE
+
+from otad.cli.main import COMMANDS, load_command
+from otad.experiments import names
+
+
+def test_version(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", {"otad": "1.2.3"}.__getitem__)
+    assert terminal.succeed("--version").stdout == "otad 1.2.3\n"
+
+
+def test_commands_are_listed_in_the_order_of_use(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = terminal.succeed("--help").stdout.splitlines()
+    listed = [line.strip(" │").split()[0] for line in shown if line.startswith("│ ")]
+    assert [word for word in listed if not word.startswith("-")] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_shows_the_first_sentence_and_an_example(terminal: Terminal, name: str) -> None:
+    command = load_command(name)
+    assert command.name == name
+    assert command.help.partition("\n\n")[0].replace("\n", " ") == COMMANDS[name]
+    shown = terminal.text(name, "--help")
+    assert f"Example: otad {name} " in shown
+    assert "--json" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("demo --seed -1", "seed: .*0, got -1"),
+        ("train digits --out net --seed -1", "seed: .*-1"),
+        ("defend net --out model --seed -1", "seed: .*-1"),
+        ("imitate model --out other --seed -1", "seed: .*-1"),
+        ("attack model test --eps 1 --seed -1", "seed: .*-1"),
+        ("certify model test --seed -1", "seed: .*-1"),
+        (f"evaluate model test --eps 1 --seed {2**64}", f"{2**64 - 1}, got {2**64}"),
+        ("reproduce mnist --seed -1", "seed: .*-1"),
+        ("reproduce mnist --device meta", "device: .*'meta'"),
+        ("reproduce all mnist", "names: .*'all' alone, got all, mnist"),
+        ("train no_such_data --out net", "data: "),
+        ("bench", "benchmarks/"),
+    ],
+)
+def test_an_error_of_the_user_is_one_line(terminal: Terminal, command: str, message: str) -> None:
+    assert re.search(message, terminal.refuse(*command.split()))
+    assert not list(Path().iterdir())
+
+
+def test_other_errors_keep_their_traceback(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert terminal.run("predict", "model", "test", "--batch-size", "many").exit_code == 2
+    monkeypatch.setattr("otad.data.load", lambda *args, **options: 1 / 0)
+    result = terminal.run("train", "digits", "--out", "net")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+STARTS = {
+    "attack": "attack digits-model test --eps 0.5",
+    "certify": "certify digits-model test --out radii.csv",
+    "certify values": "certify body-model test --out intervals.csv",
+    "defend": "defend digits-net --out model",
+    "defend values": "defend body-net --out model",
+    "evaluate": "evaluate digits-model test --eps 0.5,1",
+    "explain": "explain digits-model test",
+    "explain values": "explain body-model test",
+    "imitate": "imitate digits-model --out nn --width 32 --blocks 1 --heads 2 --epochs 2",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("attack", "--attack magic", "attack: expected one of"),
+        ("attack", "--option speed=3", "options of pgd"),
+        ("attack", "--option metric=l2", "option: .*metric"),
+        ("attack", "--option train_x=0", "option: .*train_x"),
+        ("attack", "--norm l7", "norm: .*l2, linf, got 'l7'"),
+        ("attack", "--out found.csv", r"out: .*\.npz, got found.csv"),
+        ("attack", "--rows 41", "rows: .*40.*41"),
+        ("attack", "--immutable age", "immutable: .*tables"),
+        ("attack", "--targets y", "targets: .*test"),
+        ("attack", "--eps -1", "eps: .*0, got -1"),
+        ("certify", "--eps little", "eps: .*'little'"),
+        ("certify values", "--embedding-lipschitz 2", "embedding_lipschitz: .*None"),
+        ("certify", "--unit inch", "unit: .*1, std"),
+        ("defend", "--climb 0.2", "climb: .*two.*'0.2'"),
+        ("defend", "--climb 0.2,x", "climb: .*'0.2,x'"),
+        ("defend", "--neighbors 5000", "n_neighbors: .*160"),
+        ("defend", "--smoothness 0", "smoothness: "),
+        ("defend", "--scope global --spares 2", "scope: .*'local'.*spares.*'global'"),
+        ("defend", "--scope global --smoothness 0.01", "160 points"),
+        ("defend", "--bank-dtype int8", "bank_dtype: .*float32, float16, bfloat16"),
+        ("defend", "--per-class 1000", "per_class: .*1000"),
+        ("defend values", "--per-class 5", "per_class: .*regression"),
+        ("defend", "--device quantum", "device: .*'quantum'"),
+        ("evaluate", "--headline 2", "headline: .*0.5,1, got 2"),
+        ("evaluate", "--suite huge", "suite: .*quick, standard, full, got 'huge'"),
+        ("evaluate", "--attack magic", "magic"),
+        ("explain", "--row 40", "row: expected 0 to 39, got 40"),
+        ("explain", "--out why.bmp", r"out: .*\.png, \.svg.*why.bmp"),
+        ("explain values", "--out why.png", "only images can be drawn, got why.png"),
+        ("imitate", "--alpha 2", "alpha: .*0 to 1, got 2"),
+        ("imitate", "--device cuda:99", "device: .*'cuda:99'"),
+    ],
+)
+def test_refusals_write_nothing(
+    terminal: Terminal, workshop: Path, command: str, options: str, message: str
+) -> None:
+    name, folder, *given = f"{STARTS[command]} {options}".split()
+    assert re.search(message, terminal.refuse(name, workshop / folder, *given))
+    assert not list(Path().iterdir())
+
+
+def test_experiments_are_reproduced_by_name_or_file(terminal: Terminal) -> None:
+    assert terminal.succeed("reproduce").stdout.split() == list(names())
+    for name in ("one", "two"):
+        Path(f"{name}.toml").write_text(WINE, encoding="utf-8")
+    printed = terminal.json("reproduce", "one.toml", "two.toml", "--page", "results.md")
+    assert [record["name"] for record in printed] == ["one", "two"]
+    for record in printed:
+        assert record == json.loads(Path("results", f"{record['name']}.json").read_text())
+        command = f"`otad reproduce {record['name']} --seed 0`"
+        assert command in Path("results.md").read_text(encoding="utf-8")
+    assert terminal.json("reproduce", "one.toml")["name"] == "one"
