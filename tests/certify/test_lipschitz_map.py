@@ -90,13 +90,13 @@ def test_strong_search_breaks_no_radius(name: str) -> None:
     proved = 0
     for seed in range(2):
         model = global_model(seed, **SETTINGS[name])
-        x = queries(model, 50, seed)
+        x = queries(model, 30, seed)
         found = certify(model, x)
         assert torch.equal(found.prediction, model(x).argmax(1))
         gain = strongest_gain(model, x, found.radius)
         assert float(gain[found.radius > 0].max()) <= 0
         proved += int((found.radius > 0.01).sum())
-    assert proved >= 50, "radii of 0 prove nothing"
+    assert proved >= 30, "radii of 0 prove nothing"
 
 
 def test_distances_are_in_the_unit_asked_for() -> None:
@@ -127,8 +127,8 @@ def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
     rule = rule_of(model, torch.linspace(0.5, 2.0, 4))
     rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
     slopes = rule.slope(rows)
-    start = queries(model, 80, 5).double()
-    step = torch.randn(80, 4, generator=torch.Generator().manual_seed(6)).double()
+    start = queries(model, 40, 5).double()
+    step = torch.randn(40, 4, generator=torch.Generator().manual_seed(6)).double()
     closest = 0.0
     for row, slope in zip(rows, slopes, strict=True):
         for size in (3.0, 0.3, 1e-3):
@@ -258,17 +258,15 @@ def lifted_model(
 @pytest.mark.parametrize("lipschitz", [None, 3.0])
 def test_a_lift_is_certified_by_its_own_constant(lipschitz: float | None) -> None:
     """Answers are k-Lipschitz and the head reads them as they are: margin / (k sqrt 2 / std)."""
-    for seed in range(2):
-        model = lifted_model(seed, lipschitz=lipschitz)
-        constant = model.smoothness - 1
-        x = queries(model, 60, seed)
-        found = certify(model, x)
-        top = model(x).detach().double().topk(2).values
-        expected = (top[:, 0] - top[:, 1]) / (2**0.5 * constant / 0.7)
-        torch.testing.assert_close(found.radius, expected, rtol=1e-3, atol=1e-4)
-        assert bool((found.radius <= expected).all())
-        assert float(strongest_gain(model, x, found.radius)[found.radius > 0].max()) <= 0
-        assert float(strongest_gain(model, x, 3 * found.radius).max()) > 0
+    model = lifted_model(0, lipschitz=lipschitz)
+    x = queries(model, 40, 0)
+    found = certify(model, x)
+    top = model(x).detach().double().topk(2).values
+    expected = (top[:, 0] - top[:, 1]) / (2**0.5 * (model.smoothness - 1) / 0.7)
+    torch.testing.assert_close(found.radius, expected, rtol=1e-3, atol=1e-4)
+    assert bool((found.radius <= expected).all())
+    assert float(strongest_gain(model, x, found.radius)[found.radius > 0].max()) <= 0
+    assert float(strongest_gain(model, x, 3 * found.radius).max()) > 0
 
 
 def test_values_of_a_lift() -> None:

@@ -26,7 +26,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     few |= {name: getattr(whole, name)[:60] for name in ("test_x", "test_y")}
     monkeypatch.setattr(data, "load", lambda *given, **options: replace(whole, **few))
     monkeypatch.setattr(demo, "RECIPE", replace(demo.RECIPE, epochs=12))
-    monkeypatch.setattr(demo, "ATTACKED", 8)
+    monkeypatch.setattr(demo, "ATTACKED", 6)
     monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
     monkeypatch.setitem(PRESETS, "quick", [Choice("straight"), Choice("noise")])
     monkeypatch.setattr(map_pictures, "LINES", 5)
@@ -43,7 +43,7 @@ def test_the_demo_leaves_report_model_and_predictions(
     record = terminal.json("demo", "--out", "there", "--seed", 1)
     for name, path in (("report", "report.html"), ("robustness", "robustness.md")):
         assert f"there/{path}" in facts[name]
-    assert "2 attacks on 8 digits" in facts["under attack"]
+    assert "2 attacks on 6 digits" in facts["under attack"]
     page = Path(record["report"]).read_text(encoding="utf-8")
     for text in (f"{record['otad']:.1%}", f"{record['share_raised']:.1%}", "seed 1"):
         assert text in page
@@ -58,7 +58,7 @@ def test_the_demo_leaves_report_model_and_predictions(
     # The robustness is in the record, on the page and in Markdown alike.
     assert record["evaluation"] == "there/evaluation/evaluation.json"
     evaluation = Evaluation.read(Path(record["evaluation"]))
-    assert (evaluation.n, evaluation.eps, evaluation.seed) == (8, (0.5, 2.0), 1)
+    assert (evaluation.n, evaluation.eps, evaluation.seed) == (6, (0.5, 2.0), 1)
     assert record["worst_case_accuracy"] == evaluation.worst_case_accuracy
     proved = evaluation.certified_accuracy(0.5)
     assert proved is not None

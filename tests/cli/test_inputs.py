@@ -107,7 +107,9 @@ def test_cells_are_prepared_as_for_the_training(terminal: Terminal) -> None:
     names = [f"kind {k}" for k in kinds]
     counts = np.random.default_rng(0).poisson(rates)
     cells = write_cells(Path("cells.h5ad"), counts, kind=names, again=names[::-1])
-    terminal.succeed("train", "cells.h5ad", "--label", "kind", "--out", "net", "--epochs", 20)
+    terminal.succeed(
+        "train", "cells.h5ad", "--label", "kind", "--out", "net", "--epochs", 12, "--blocks", 1
+    )
     terminal.succeed("defend", "net", "--out", "model")
     terminal.succeed("predict", "model", "cells.h5ad", "--out", "all.csv", "--batch-size", 11)
     predicted = np.array(column("all.csv", "prediction"))
