@@ -10,14 +10,14 @@ from cli.small import BODY, QUICK, Terminal, write_body, write_digits
 import otad
 from otad.cli.sources import DataChoice
 from otad.data import Dataset
-from otad.evaluate import strength_flags
+from otad.evaluate import attack_flags
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Terminal:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OTAD_DATA", raising=False)
-    monkeypatch.setattr(strength_flags, "STEPS", 2)  # flags are proved in tests/evaluate
+    monkeypatch.setattr(attack_flags, "STEPS", 2)  # flags are proved in tests/evaluate
     return Terminal()
 
 
