@@ -174,11 +174,9 @@ def test_steepest_at_any_scale_and_zero(kind, size, generator) -> None:
 
 
 def test_distance_is_infinite_where_an_immutable_feature_moved() -> None:
-    mutable = torch.tensor([True, False])
-    x = torch.zeros(2, 2)
+    ball = L2(1.0, mutable=torch.tensor([True, False]), scale=torch.tensor([2.0, 1.0]))
     moved = torch.tensor([[3.0, 0.0], [0.0, 1e-30]])
-    found = L2(1.0, mutable=mutable, scale=torch.tensor([2.0, 1.0])).distance(moved, x)
-    assert found.tolist() == [1.5, math.inf]
+    assert ball.distance(moved, torch.zeros(2, 2)).tolist() == [1.5, math.inf]
 
 
 def test_bounds_are_those_of_the_dtype() -> None:

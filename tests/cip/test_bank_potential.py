@@ -160,33 +160,25 @@ def test_blocks_make_no_difference_and_every_sweep_is_reported(monkeypatch) -> N
     assert_close(whole.levels, pieces.levels, rtol=0, atol=1e-12)
 
 
-def test_equal_inputs_with_different_features_have_no_map() -> None:
-    x, z = smooth_bank(20, 3, 2)
-    x[4] = x[11]
-    assert PairCurvatures(Pairs(x, z, 0.0)).largest() == math.inf
-    with pytest.raises(SolverError, match="equal inputs"):
-        least_bank_smoothness(x, z)
-
-
-def test_features_that_move_less_than_strong_convexity_asks_have_no_map() -> None:
-    x = torch.randn(10, 2, generator=torch.Generator().manual_seed(12), dtype=torch.float64)
-    assert least_bank_smoothness(x, 0.5 * x, 0.4).smoothness == pytest.approx(0.5, rel=1e-3)
-    with pytest.raises(SolverError, match=r"strong_convexity \(0.6\)"):
-        least_bank_smoothness(x, 0.5 * x, 0.6)
+X, Z = smooth_bank(20, 3, 2)
+TWINS = torch.cat([X, X[4:5]]), torch.cat([Z, Z[11:12]])
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("work", "error", "message"),
     [
-        ({"smoothness": -1.0}, "smoothness: .*above strong_convexity"),
-        ({"features": torch.zeros(5, 3)}, r"features: .*\(6, 3\)"),
-        ({"inputs": torch.full((6, 3), torch.nan)}, "inputs: .*finite.*nan"),
+        (lambda: least_bank_smoothness(*TWINS), SolverError, "equal inputs"),
+        (lambda: least_bank_smoothness(X, X / 2, 0.6), SolverError, r"strong_convexity \(0.6\)"),
+        (lambda: integrate_bank(X, Z, -1.0), InputError, "smoothness: .*above strong_convexity"),
+        (lambda: integrate_bank(X, Z[:5], 2.0), InputError, r"features: .*\(20, 3\)"),
+        (lambda: integrate_bank(X * torch.nan, Z, 2.0), InputError, "inputs: .*finite.*nan"),
     ],
 )
-def test_refuses_bad_input(change: dict, message: str) -> None:
-    given = {"inputs": torch.rand(6, 3), "features": torch.rand(6, 3), "smoothness": 2.0}
-    with pytest.raises(InputError, match=message):
-        integrate_bank(**(given | change))
+def test_refusals(work, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        work()
+    assert PairCurvatures(Pairs(*TWINS, 0.0)).largest() == math.inf
+    assert least_bank_smoothness(X, X / 2, 0.4).smoothness == pytest.approx(0.5, rel=1e-3)
 
 
 def test_all_cycles_of_a_map_are_found_once() -> None:

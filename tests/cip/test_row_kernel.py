@@ -36,13 +36,7 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 
 
 def both_ways(
-    problem: CipProblem,
-    mode="consistent",
-    potential="canonical",
-    climb=None,
-    cap=math.inf,
-    spares=0,
-    parts=1,
+    problem: CipProblem, *, parts=1, climb=None, cap=math.inf, spares=0, **rules: str
 ) -> tuple[DualSolution, DualSolution, list[int]]:
     """By the kernel and in torch, and the kernel's outcome; products in so many parts."""
     lowers = climb is not None and climb[1] > 0
@@ -53,6 +47,7 @@ def both_ways(
     squares = (found.squares.double() * shares[..., 0]).to(found.squares)
     products = Products(values.to(DEVICE), squares.to(DEVICE), found.with_offsets)
     curvature = problem.smoothness.to(DEVICE), problem.strong_convexity.to(DEVICE)
+    potential, mode = rules.get("potential", "canonical"), rules.get("mode", "consistent")
     how = Relaxation(climb, cap, spares), potential, mode
     solved, outcome = solve_triton(products, *curvature, *how, DOUBLE, sensitive=True)
     return solved, solve_torch(products.gram(), *curvature, *how), outcome.tolist()
