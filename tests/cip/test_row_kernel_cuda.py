@@ -154,7 +154,7 @@ def test_what_is_not_finite_is_refused(wrong, generator) -> None:
 # Neighbors, dimensions (5000: several segments of features), l, L.
 SHAPES = [
     *[(1, 5, 0.0, 3.0), (3, 17, 0.0, 3.0), (10, 784, 0.0, 3.0), (10, 784, -0.5, 3.0)],
-    *[(33, 500, 0.3, 3.0), (64, 300, -0.3, 3.0), (10, 5000, 0.0, 0.8)],
+    *[(33, 500, 0.3, 3.0), (64, 300, -0.3, 3.0), (10, 5000, 0.0, 0.6)],
 ]
 
 
