@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import sparse
-from sklearn.utils.sparsefuncs import mean_variance_axis
 from torch import Tensor
 
 from otad.checks import check_count, require
@@ -63,6 +62,8 @@ class CellPreparation:
         cls, cells: CellTable, *, genes: int | None = None, normalize: bool = True
     ) -> CellPreparation:
         """From train cells: the median total, the `genes` of largest variance, mean and std."""
+        from sklearn.utils.sparsefuncs import mean_variance_axis  # loads pandas, too
+
         target_sum = float(np.median(_totals(cells.values))) if normalize else None
         require(target_sum != 0, "cells", "counts", "a median total of zero")
         values, chosen = _log_normalize(cells.values, target_sum), cells.genes
