@@ -16,7 +16,7 @@ from otad.attacks.adaptive import Keys, Straight
 from otad.attacks.random_search import RandomNoise
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
-from otad.evaluate import evaluate, make_attack
+from otad.evaluate import attack_flags, evaluate, make_attack
 from otad.evaluate.attack_flags import plant, planted_example
 from otad.evaluate.records import CERTIFICATE_CHECK, FAIL, NOT_RUN, PASS
 from otad.evaluate.suite import suite
@@ -48,8 +48,9 @@ def test_suites_have_what_a_metric_needs(proved: tuple[OTAD, Tensor], preset: st
 
 
 def test_the_record_has_certificates_below_attacks_above_and_flags_beside(
-    proved: tuple[OTAD, Tensor], tmp_path: Path
+    proved: tuple[OTAD, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attack_flags, "STEPS", 3)
     model, train_x = proved
     attacks = [QUICK, "straight", replace(make_attack("soft_knn", model), steps=10, polish=5)]
     arguments = (model, *tiles(18, 3), L2(0.5, (0.0, 1.0)))

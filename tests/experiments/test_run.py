@@ -21,7 +21,7 @@ import pytest
 from experiments.toml_files import VISION, WINE, written
 from filelock import FileLock
 
-from otad.attacks import ATTACKS
+from otad.attacks import ATTACKS, AutoAttackSuite, Pgd
 from otad.data import Dataset, load
 from otad.errors import InputError, OtadError
 from otad.evaluate import Evaluation
@@ -104,6 +104,7 @@ def test_shipped_experiment_in_small(
     if experiment.cost is None:
         monkeypatch.setattr(study_module, "load", load_few)
     monkeypatch.setattr("otad.report.evaluation_report.plot_uri", lambda figure: "data:,")
+    monkeypatch.setattr(AutoAttackSuite, "run", lambda self, *given: Pgd(steps=3).run(*given))
     record = reproduce(name, out=tmp_path, work=work, quick=True, progress=watching(lines))
     assert RunRecord.read(tmp_path / f"{name}-quick.json") == record
     for table in ("rows", "nets", "metrics", "surrogates"):
