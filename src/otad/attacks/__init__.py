@@ -8,24 +8,7 @@ from otad.attacks.random_search import Pixle, RandomNoise, RandomSearch
 from otad.threat import L2, Linf, LpBall
 
 __all__ = [
-    "ATTACKS",
-    "L2",
-    "Apgd",
-    "Attack",
-    "AttackResult",
-    "AutoAttackSuite",
-    "Bpda",
-    "Knowledge",
-    "Linf",
-    "LpBall",
-    "MetricAttack",
-    "Needs",
-    "NgOpt",
-    "Pgd",
-    "Pixle",
-    "RandomNoise",
-    "RandomSearch",
-    "Square",
-    "Transfer",
-    "register_attack",
-]
+    "ATTACKS", "L2", "Apgd", "Attack", "AttackResult", "AutoAttackSuite", "Bpda", "Knowledge",
+    "Linf", "LpBall", "MetricAttack", "Needs", "NgOpt", "Pgd", "Pixle", "RandomNoise",
+    "RandomSearch", "Square", "Transfer", "register_attack",
+]  # fmt: skip

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.needs import Knowledge, Needs, Setting
-from otad.checks import (
-    WORKING_DTYPES,
-    check_evaluation,
-    check_finite,
-    check_shape,
-    check_tensor,
-    require,
-)
+from otad.checks import WORKING_DTYPES, check_evaluation, check_shape, check_tensor, require
 from otad.errors import InputError
 from otad.threat import LpBall
 
@@ -241,10 +234,9 @@ class Attack(ABC):
         """Attack examples x (B,*) with right answers y (B,), all in one batch, but for those whose
         class is wrong already. `generator` (on the CPU) is the only source of randomness."""
         check_evaluation(model, "model")
-        if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
+        if not isinstance(x, Tensor) or x.dim() < 2:
             raise InputError("x: expected a tensor of at least one example (B,*input_shape)")
-        require(x.dtype in WORKING_DTYPES, "x", "dtype float32 or float64", x.dtype)
-        check_finite(x, "x")
+        check_tensor(x, "x", "B" + ",*" * (x.dim() - 1))
         check_tensor(y, "y", "B", dtypes=(torch.int64, *WORKING_DTYPES))
         check_shape(y, "y", (len(x),), "with one target per example")
         ball.check_inputs(x)

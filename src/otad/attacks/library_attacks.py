@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import multiprocessing
@@ -24,9 +23,10 @@ from otad.attacks.base import Attack, Survivors, Target, gain_of, option, regist
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import cross_entropy
 from otad.checks import check_choice, check_count, check_positive, require
-from otad.errors import InputError, MissingExtraError
+from otad.errors import InputError, import_extra
 from otad.threat import LpBall, per_row
 
+EXTRA = "attacks"  # that installs the libraries
 LIBRARY_NORMS = {"l2": "L2", "linf": "Linf"}
 VARIANTS = ("standard", "plus", "rand", "custom")
 PARTS = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
@@ -34,14 +34,6 @@ NEED_CLASSES = {"apgd-dlr": 3, "apgd-t": 4}  # their loss looks at so many logit
 TARGETS = 9  # classes the targeted parts try, where there are so many
 WEIGHT = 10.0  # of NgOpt: the margin against the size of the step
 HISTORY = 16  # candidates that nevergrad archives: by default all of them, in 784 dimensions
-
-
-def import_extra(module: str) -> Any:
-    """A module of the extra `attacks`."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(module.partition(".")[0], "attacks") from error
 
 
 @contextmanager
@@ -101,7 +93,7 @@ class Square(Attack):
             gain = (cross_entropy if by_entropy else gain_of)(outputs, y)
             return alive.to(x) * 2 - 1, -gain.masked_fill(gain.isnan(), math.inf)
 
-        engine = import_extra("pyautoattack.square").SquareAttack(
+        engine = import_extra("pyautoattack.square", EXTRA).SquareAttack(
             None,
             norm=LIBRARY_NORMS[ball.norm],
             n_queries=self.queries - 1,  # it asks once before it counts
@@ -152,7 +144,8 @@ class AutoAttackSuite(Attack):
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         self.remarks.clear()
-        library, checks = import_extra("pyautoattack"), import_extra("pyautoattack.checks")
+        names = ("pyautoattack", "pyautoattack.checks")
+        library, checks = (import_extra(name, EXTRA) for name in names)
         box = UnitBox(ball)
         model, units = _Counted(target, box, x.dtype), box.to_unit(x).float()
         with own_randomness(generator) as seed:
@@ -274,7 +267,7 @@ class NgOpt(Attack):
             return x
         scale = torch.ones_like(x[0]) if ball.scale is None else ball.scale.to(x)
         settings, count = (len(free), self.budget, self.sigma), min(self.processes, len(x))
-        import_extra("nevergrad")
+        import_extra("nevergrad", EXTRA)
         with own_randomness(generator) as seed, ExitStack() as stack:
             seeds = dict(enumerate(range(seed, seed + len(x))))
             made = _Optimizers(settings, seeds) if count == 1 else _Pool(settings, seeds, count)
@@ -367,7 +360,7 @@ def _serve(pipe: Connection, settings: Settings, seeds: dict[int, int]) -> None:
 
 
 def _optimizer(settings: Settings, seed: int) -> Any:
-    nevergrad = import_extra("nevergrad")
+    nevergrad = import_extra("nevergrad", EXTRA)
     dimension, budget, sigma = settings
     space = nevergrad.p.Array(shape=(dimension,)).set_mutation(sigma=sigma)
     space.random_state = np.random.RandomState(seed % 2**32)

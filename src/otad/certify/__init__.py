@@ -11,14 +11,7 @@ from otad.certify.attention import (
 from otad.certify.certification import Certificate, Interval, certify, certify_values
 
 __all__ = [
-    "Certificate",
-    "Interval",
-    "activation_lipschitz",
-    "attention_lipschitz",
-    "certify",
-    "certify_values",
-    "layer_norm_bound",
-    "layer_norm_lipschitz",
-    "mlp_lipschitz",
+    "Certificate", "Interval", "activation_lipschitz", "attention_lipschitz", "certify",
+    "certify_values", "layer_norm_bound", "layer_norm_lipschitz", "mlp_lipschitz",
     "vit_block_lipschitz",
-]
+]  # fmt: skip

@@ -2,8 +2,7 @@
 
 Pure functions of weights, in the layout of torch (outputs, inputs): `nn.MultiheadAttention` keeps
 `in_proj_weight` (3D,D), the rows of queries, keys and values, head after head. Norms are
-Frobenius for sequences X (N,D) and spectral for maps between them.
-"""
+Frobenius for sequences X (N,D) and spectral for maps between them."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def attention_lipschitz(
       Q_r, K_r, V_r and the output weight:  sqrt(R) T^2 (T^2 M^2 (sqrt(N) + 1) / sqrt(w) + sqrt(N));
     - "tight", with each matrix's own spectral norm and a sharper proof (see the documentation):
       the lesser of |W| sqrt(sum_r |V_r|^2 c_r^2) and sum_r |V_r W_r| c_r, where
-      c_r = |K_r Q_r^T| M^2 / sqrt(w) + sqrt(N) (1 + M |K_r b_r| / (2 sqrt(w))).
-    """
+      c_r = |K_r Q_r^T| M^2 / sqrt(w) + sqrt(N) (1 + M |K_r b_r| / (2 sqrt(w)))."""
     check_choice(form, "form", ("tight", "paper"))
     count, tokens = check_count(n_heads, "n_heads"), check_count(n_tokens, "n_tokens")
     bound = _checked_size(max_norm, "max_norm")
@@ -88,8 +86,7 @@ def layer_norm_lipschitz(weight: Tensor, *, eps: float, min_std: float = 0.0) ->
     """max |weight| / sqrt(min_std^2 + eps), for tokens of standard deviation at least min_std.
 
     With c the centered token and s = sqrt(|c|^2 / D + eps), the Jacobian before the weight is
-    (I - c c^T / (D s^2)) / s on centered vectors, with eigenvalues 1 / s and eps / s^3 <= 1 / s.
-    """
+    (I - c c^T / (D s^2)) / s on centered vectors, with eigenvalues 1 / s and eps / s^3 <= 1 / s."""
     largest = float(_checked(weight, "weight", "D").abs().max())
     require(0 < eps < math.inf, "eps", "a positive finite number", eps)
     return largest / math.sqrt(_checked_size(min_std, "min_std") ** 2 + eps)
@@ -124,8 +121,7 @@ def vit_block_lipschitz(
 
     The input of the attention is what LN1 gives, so `attention` may be taken at `max_norm =
     layer_norm_bound(...)`, and (1 + attention * attention_norm) (1 + mlp * mlp_norm) then holds
-    for all X.
-    """
+    for all X."""
     for name, value in locals().items():
         _checked_size(value, name)
     return ROUNDING * (1 + attention * attention_norm) * (1 + mlp * mlp_norm)

@@ -5,8 +5,7 @@ For a query e, bank points i and j at distances d_i and d_j, and a move of the q
     |e' - x_i|^2 - |e' - x_j|^2 = d_i^2 - d_j^2 - 2 <u, stretch (x_i - x_j)>,
 
 so j stays closer than i for every |u| < b_ij = (d_i^2 - d_j^2) / (2 |stretch (x_i - x_j)|), the
-distance of their bisector.
-"""
+distance of their bisector."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ class BankBisectors:
         """min(start, min over i of measure_i) (B,), for quantities that are at least floor_i (B,N).
 
         Bank points are measured in the order of their floor, in growing blocks, until no floor is
-        below the least found. `floor` is overwritten.
-        """
+        below the least found. `floor` is overwritten."""
         best = start.clone()
         rows = torch.arange(len(floor), device=floor.device)
         block = FIRST_BLOCK

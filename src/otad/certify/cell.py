@@ -5,8 +5,7 @@ given neighbors and potentials x' -> z' is the gradient of a function with curva
 max(|l|, L)-Lipschitz. Potentials do not depend on the query, nor on the order of the neighbors,
 except where a neighbor is left out (the farthest on a cycle) or a spare takes its place. So the
 rule covers rows solved with the curvature asked for and all their neighbors, without spares; and
-only those that stay so when every constraint is tightened by more than its rounding error.
-"""
+only those that stay so when every constraint is tightened by more than its rounding error."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def steady_map(model: OTAD, batch: Batch, votes: Votes) -> SteadyMap:
     rounding errors stay comparable.
 
     An error of at most e in each constraint moves a potential by K e. Eq. (3) minimizes a maximum
-    of functions with Hessian I / M, so an error of D in each moves its minimizer by 2 sqrt(M D).
-    """
+    of functions with Hessian I / M, so an error of D in each moves its minimizer by 2 sqrt(M D)."""
     embedded, found = batch.embedded, batch.trace.neighbors
     farthest = found.distances[:, -1]
     if model.metric is not None:

@@ -33,8 +33,7 @@ class Certificate:
     """No input closer than `radius` (B,) to its example changes the model's `prediction` (B,).
 
     Radii are float64, in l2, in the unit asked for (see `certify`), and 0 where nothing is proved.
-    `rules`: which rule gave the radius of each row. `assumptions`: what the proof rests on.
-    """
+    `rules`: which rule gave the radius of each row. `assumptions`: what the proof rests on."""
 
     radius: Tensor
     prediction: Tensor
@@ -94,8 +93,7 @@ def certify(
     a metric, "hull" needs its constant (and for l = 0 no other), "cell" that of the embedding too,
     and is left out where that is not known. A radius is infinite where no bank point can ever vote
     for another class. Refused: regression, other than linear heads, models that abstain or whose
-    strong convexity is not known beforehand, embeddings and metrics of unknown constant.
-    """
+    strong convexity is not known beforehand, embeddings and metrics of unknown constant."""
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
     names = (NONE, *(rule.name for rule in rules))
     radii, predictions, chosen = [], [], []
@@ -132,8 +130,7 @@ def certify_values(
     and the largest vote of the bank points that can be neighbors within eps; and where the
     neighbors cannot change at all, no further from the answer at x than the Lipschitz constant
     allows. Global scope: that distance, for every input; the interval is all numbers where the map
-    was not solved. Parameters and refusals as in `certify`.
-    """
+    was not solved. Parameters and refusals as in `certify`."""
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
     lows, highs, used = [], [], set()

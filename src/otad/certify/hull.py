@@ -6,8 +6,7 @@ class. The radius is the least of these over the bank.
 Point i is one of the K neighbors only if fewer than K rivals are closer. Of K disjoint groups of
 rivals, one then has no member closer than i, so the query is in all half-spaces of that group:
 enter_i is at least the distance of the nearest of these K intersections. With one rival per group
-it would be the K-th largest b_ij; with more it is larger.
-"""
+it would be the K-th largest b_ij; with more it is larger."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ def joint_distance(gram: Tensor, heights: Tensor, sizes: Tensor, rounding: float
     Any weights w >= 0 give one, as sum_k w_k heights_k <= |sum_k w_k g_k| |u|. They are found by a
     few sweeps of coordinate ascent on w.heights - |sum_k w_k g_k|^2 / 2, whose optimum gives the
     distance itself. `gram` (...,m,m) holds <g_j, g_k> up to the relative error `rounding` of
-    sqrt(sizes_j sizes_k), sizes (...,m).
-    """
+    sqrt(sizes_j sizes_k), sizes (...,m)."""
     gram = gram + torch.diag_embed(rounding * sizes + TINY)
     weights = torch.zeros_like(heights)
     for _ in range(SWEEPS):

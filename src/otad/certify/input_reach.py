@@ -3,8 +3,7 @@
 Without a metric both are the same space. With one, keys move by at most Q |delta|, Q a Lipschitz
 constant of the metric, which decides which bank points can be neighbors; and the embedded input
 moves as the embedding allows, which decides the answer for given neighbors. With l = 0 the hull
-rule depends on the keys alone.
-"""
+rule depends on the keys alone."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Reach:
     work with u: their radii are radii of the input.
 
     `slip` is the relative rounding error of e as the model computes it, so that in truth
-    |u| <= r + 2 slip (size + r), where size is |e(x) / stretch|.
-    """
+    |u| <= r + 2 slip (size + r), where size is |e(x) / stretch|."""
 
     stretch: Tensor
     slip: float

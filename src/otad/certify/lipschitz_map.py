@@ -34,8 +34,7 @@ status is "solved" they are at most, with u64 and u the unit roundoffs of float6
 
 W bounds the points with weight: they are affinely independent, so d + 1 at most, here taken twice.
 scale and size grow with the query by known slopes, so all this is a + b |u|, and what is certified
-is (margin - a) / (slope(v) + b).
-"""
+is (margin - a) / (slope(v) + b)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Certificate rules, and the batches they work on.
 
 A rule is a subclass of `Rule` in a file of its own in this folder. The model's answerer names the
-rules that can apply to it; the best of them counts, row by row.
-"""
+rules that can apply to it; the best of them counts, row by row."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The votes of single bank points, and how far the query must move to change them.
 
 For neighbors S the model's feature is sum_i lambda_i (z_i + l (e' - x_i)) with weights of the
-simplex, so its outputs are the same mixture of the votes w_k.(z_i + l (e' - x_i)) + b_k.
-"""
+simplex, so its outputs are the same mixture of the votes w_k.(z_i + l (e' - x_i)) + b_k."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class Votes:
     `scores` (C,N) w_k.(z_i - l x_i) + b_k, to which the query adds l w_k.e; `sizes` (N,)
     |z_i| + |l| |x_i|. `roundoff` bounds the relative error of the model's own arithmetic: image and
     output are float32 sums of K and of d terms. `stretch` is that of the embedding (see `Reach`);
-    for l = 0, where a vote does not depend on the query, it need not be known (None).
-    """
+    for l = 0, where a vote does not depend on the query, it need not be known (None)."""
 
     @torch.no_grad()
     def __init__(self, model: OTAD, stretch: Tensor | None) -> None:
@@ -92,8 +90,7 @@ class Votes:
         """|u| (B,N) from which bank point i may vote for another class than the prediction (B,).
 
         A vote for c against j, taken at the query, changes by at most |l| |stretch (w_c - w_j)| for
-        each unit of u. Infinite where no move changes it, 0 where it is not for c at all.
-        """
+        each unit of u. Infinite where no move changes it, 0 where it is not for c at all."""
         classes, place = prediction.unique(return_inverse=True)
         if self.convexity == 0 and len(classes) < len(prediction):  # the query does not matter
             return self.turning(embedded[: len(classes)], classes)[place]

@@ -2,8 +2,7 @@
 
 problem = CipProblem(query, anchors, images, smoothness=2.0)
 solution = ExactCip()(problem)
-solution.image, solution.residual, problem.residual(solution)
-"""
+solution.image, solution.residual, problem.residual(solution)"""
 
 from otad.cip.local.potentials import least_smoothness
 from otad.cip.local.solver import ExactCip
@@ -12,11 +11,6 @@ from otad.cip.reference import CvxpyCip
 from otad.cip.solution import CipSolution, Status
 
 __all__ = [
-    "BankProblem",
-    "CipProblem",
-    "CipSolution",
-    "CvxpyCip",
-    "ExactCip",
-    "Status",
+    "BankProblem", "CipProblem", "CipSolution", "CvxpyCip", "ExactCip", "Status",
     "least_smoothness",
-]
+]  # fmt: skip

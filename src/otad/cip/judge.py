@@ -26,8 +26,7 @@ def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
     From the raw data and the solution alone, however it was found: the potentials obey (2) with
     the curvature the solution used; v >= q_i(z'); multipliers >= 0, zero on neighbors left out,
     summing to 1; multiplier times slack is 0; z' = sum_i lambda_i z~_i. Each is divided by the
-    natural size of its terms (see `relative`). A row without a solution (NaN) has infinity.
-    """
+    natural size of its terms (see `relative`). A row without a solution (NaN) has infinity."""
     batch, count, dim = problem.shape
     shape = tuple(solution.multipliers.shape)
     require(shape == (batch, count), "solution", f"multipliers of shape {(batch, count)}", shape)

@@ -7,8 +7,7 @@ and the answer (v, z') = (h(x'), grad h(x')) obey
 
     (2)  u~_i >= u~_j + <z~_j, a_i - a_j> + |z~_i - z~_j|^2 / (2M)             for all i != j
     (3)  minimize v  subject to  v >= q_i(z') for all i,
-         q_i(z) = u~_i - <z~_i, a_i> + |z - z~_i|^2 / (2M),      u~_i = u_i - (l/2) |a_i|^2.
-"""
+         q_i(z) = u~_i - <z~_i, a_i> + |z - z~_i|^2 / (2M),      u~_i = u_i - (l/2) |a_i|^2."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class CipProblem(_Problem):
 
     `smoothness` (L > 0) and `strong_convexity` (l < L, may be negative) are numbers or one value
     per row, stored as float64 tensors (B,). `has_strong_convexity`: whether some l is other than 0.
-    Gradients flow through `query` alone.
-    """
+    Gradients flow through `query` alone."""
 
     per_row = ("anchors", "images")
     anchors: Tensor

@@ -1,8 +1,7 @@
 """An independent reference: eqs. (2) and (3) as the paper prints them, one conic program per row.
 
 Potentials come from a longest-path closure in the paper's (L, l) form, the least smoothness from a
-linear program (HiGHS), the feature from K quadratic constraints in R^d (CVXPY and Clarabel).
-"""
+linear program (HiGHS), the feature from K quadratic constraints in R^d (CVXPY and Clarabel)."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ class _Quadratics:
         """The optimum with the smallest duality gap on any likely support of the multipliers.
 
         With a gap of 1e-10 an interior point is still 1e-5 from z'. All K bounds have the same
-        Hessian, so on the right support one Newton step from there is exact.
-        """
+        Hessian, so on the right support one Newton step from there is exact."""
         span, height = self.high - self.low, self.at(point)
         slope = (point - self.images + self.low * self.offsets) / span
         candidates = [multipliers]
@@ -170,11 +168,8 @@ def find_potentials(
     high = least_smoothness_by_lp(anchors, images, low)
     if high == np.inf:
         return levels, high, Status.INFEASIBLE
-    return (
-        canonical_potentials(difference_bounds(anchors, images, high, low))[0],
-        high,
-        Status.RAISED,
-    )
+    levels, _ = canonical_potentials(difference_bounds(anchors, images, high, low))
+    return levels, high, Status.RAISED
 
 
 def difference_bounds(anchors: Array, images: Array, high: float, low: float) -> Array:
@@ -198,8 +193,7 @@ def canonical_potentials(bounds: Array) -> tuple[Array, float]:
 def least_smoothness_by_lp(anchors: Array, images: Array, low: float) -> float:
     """The least L by HiGHS: maximize 1/(L - l) over eq. (2), which is linear in it and in u:
 
-    u_i - u_j >= <z_j, dx> + l/2 |dx|^2 + |dz - l dx|^2 / (2 (L - l)).
-    """
+    u_i - u_j >= <z_j, dx> + l/2 |dx|^2 + |dz - l dx|^2 / (2 (L - l))."""
     from scipy.optimize import linprog  # slow to import
 
     count = len(anchors)

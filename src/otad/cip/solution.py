@@ -30,8 +30,7 @@ class CipSolution:
     for; `mode` says whether the map itself uses them ("consistent") or the curvature of the
     problem ("paper"). `active` (B,K) marks the neighbors that were used, `residual` (B,) is the
     solver's own estimate of its KKT residual and `status` (B,) holds a `Status` per row. An
-    estimated row has NaN for all that an estimate does not provide.
-    """
+    estimated row has NaN for all that an estimate does not provide."""
 
     image: Tensor
     value: Tensor

@@ -5,13 +5,6 @@ from otad.evaluate.runner import evaluate
 from otad.evaluate.suite import ATTACKS, PRESETS, make_attack
 
 __all__ = [
-    "ATTACKS",
-    "PRESETS",
-    "AttackRecord",
-    "CertificateRecord",
-    "Evaluation",
-    "Flag",
-    "SolverRecord",
-    "evaluate",
-    "make_attack",
-]
+    "ATTACKS", "PRESETS", "AttackRecord", "CertificateRecord", "Evaluation", "Flag", "SolverRecord",
+    "evaluate", "make_attack",
+]  # fmt: skip

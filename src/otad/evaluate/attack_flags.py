@@ -92,10 +92,8 @@ def plant(context: FlagContext, defended: OTAD, x: Tensor, y: Tensor) -> Iterato
     generator = context.generator("plants")  # other draws than those of the attacks
     half = context.threat.with_eps(DISTANCE * context.threat.eps)
     aims = half.surface(x, generator)
-    chosen = (
-        torch.randperm(len(defended.bank_inputs), generator=generator)[:REMAINING].sort().values
-    )
-    chosen = chosen.to(defended.bank_inputs.device)
+    chosen = torch.randperm(len(defended.bank_inputs), generator=generator)[:REMAINING]
+    chosen = chosen.sort().values.to(defended.bank_inputs.device)
     if context.model is defended and not defended.answerer.rests_on_neighbors:
         yield from plant_in_map(defended, chosen, x, y, half, context.train_x)
     else:
@@ -144,8 +142,7 @@ def plant_in_map(
 
     so a pair is planted by raising its own level to that. Two pairs with D = x_p - x_q can both be
     interpolated if <z~_p - z~_q, D> >= |z~_p - z~_q|^2 / M: the features have to part along D, and
-    the less they do, the larger is the M that is needed. Other levels stay; they fit it too.
-    """
+    the less they do, the larger is the M that is needed. Other levels stay; they fit it too."""
     used = chosen[~defended.whole_bank.potential.levels[chosen].isnan()]
     features = defended.bank_features[used]
     with torch.no_grad():

@@ -82,10 +82,8 @@ class Identity:
         if isinstance(module, Answerer):
             return {"solver": self._plain(module.solver, f"{place}.solver")}
         own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
-        if type(module).__module__.partition(".")[0] in (
-            "otad",
-            "torch",
-        ):  # others follow from these
+        package = type(module).__module__.partition(".")[0]
+        if package in ("otad", "torch"):  # private attributes follow from the others
             own = {key: value for key, value in own.items() if not key.startswith("_")}
         return {key: self._plain(value, f"{place}.{key}") for key, value in own.items()}
 

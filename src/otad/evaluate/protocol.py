@@ -56,8 +56,7 @@ def run_attacks(
     - `strongest`: find the input with the largest margin of a wrong class of every row (in
       regression, always, the largest error); otherwise the nearest one of each broken row.
     - `certified`: attacks by name that leave out rows with a certified radius (n,) above eps.
-    - `folder`: where finished batches are saved, and found again.
-    """
+    - `folder`: where finished batches are saved, and found again."""
     found = Attacked(model, x, y, threat, strongest, seed, batch_size, folder)
     described = [found.described(attack) for attack in attacks]
     runs = list(itertools.product((threat.eps,) if eps is None else eps, described))
@@ -82,8 +81,7 @@ class Attacked:
     `right` (n,): answered right without attack (regression: all). `abstained`: how many get no
     answer. `distances` (n,): see `Evaluation.distances`. `gains` (n,): the largest margin of a
     wrong class, or |f - y|, within the eps of the threat. `inputs` (n,*): the nearest (or
-    strongest) input of the rows that are `found` (n,). `remarks`: those of attacks, by name.
-    """
+    strongest) input of the rows that are `found` (n,). `remarks`: those of attacks, by name."""
 
     def __init__(
         self, model: nn.Module, x: Tensor, y: Tensor, threat: LpBall, strongest: bool = False,

@@ -25,8 +25,7 @@ class Findings:
 
     `attacked`: all it was run on; `broken`: those it broke, at these `distances`; `abstained`: the
     broken ones where the model gives no answer. `errors`: |f - y| of the attacked rows of a
-    regression, where nothing is broken. `forwards`, `backwards`: answers and gradients computed.
-    """
+    regression, where nothing is broken. `forwards`, `backwards`: answers and gradients computed."""
 
     attacked: tuple[int, ...] = ()
     broken: tuple[int, ...] = ()
@@ -83,8 +82,7 @@ class Evaluation:
     "knn_mean_feature", or "model" for any other one). `clean_right`: rows answered right without
     attack (regression: all). `clean_errors`: |f - y| without attack (regression only). `seconds`:
     with those of batches that an earlier run had finished. `missing`: attacks that were not run,
-    and why. `skipped_proved`: attacks that skipped rows with a certificate of that radius.
-    """
+    and why. `skipped_proved`: attacks that skipped rows with a certificate of that radius."""
 
     task: str
     n: int
@@ -113,9 +111,7 @@ class Evaluation:
     @property
     def is_sound(self) -> bool:
         """No attack contradicts a certificate."""
-        return not any(
-            flag.name == CERTIFICATE_CHECK and flag.verdict == FAIL for flag in self.flags
-        )
+        return (CERTIFICATE_CHECK, FAIL) not in {(one.name, one.verdict) for one in self.flags}
 
     @property
     def worst_case_accuracy(self) -> float:

@@ -70,8 +70,7 @@ def evaluate(
     - `train_x` (N,*): the training inputs, where they cannot be computed from the bank.
     - `folder`: where finished batches are saved, from which a killed run resumes, and at the end
       `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m,*), the nearest
-      adversarial examples; in regression, the worst inputs within the threat's eps.
-    """
+      adversarial examples; in regression, the worst inputs within the threat's eps."""
     started = time.perf_counter()
     x, y, threat = _prepared(model, x, y, threat)
     given = [threat.eps] if eps is None else [float(value) for value in eps]

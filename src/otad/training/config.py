@@ -29,8 +29,7 @@ class LoopConfig:
     - `ema`: decay of the running average of all weights, which is the result; 0 for none.
     - `mixed_precision`: the net computes in bfloat16 where autocast allows it.
     - `whole_batches`: skip the rows that do not fill a batch; other epochs use them.
-    - `log_every`: epochs between two lines to the `otad` logger.
-    """
+    - `log_every`: epochs between two lines to the `otad` logger."""
 
     epochs: int = 30
     batch_size: int = 128

@@ -55,8 +55,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
     """One training run: a trainer subclasses it to say what a batch, a step and a record are.
 
     Everything random in an epoch follows from the seed and the epoch, so a run resumed from a
-    checkpoint ends with the same weights bit for bit.
-    """
+    checkpoint ends with the same weights bit for bit."""
 
     record_type: ClassVar[type]
     checkpoint_name: ClassVar[str] = "checkpoint.safetensors"

@@ -14,17 +14,11 @@ from torch import Tensor
 from otad.checks import check_choice, check_count, check_shape, check_tensor, require
 from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
+from otad.training import metric_losses
 from otad.training.acceleration import precision
 from otad.training.adversary import Adversary, perturbed_weights, steepest_perturbation
 from otad.training.config import check_range
 from otad.training.loop import Batches
-from otad.training.metric_losses import (
-    LOSSES,
-    OWN_LOSSES,
-    make_loss,
-    neighborhood_loss,
-    squared_distances,
-)
 from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
 
 _ENCODED_ROWS = 1024  # at a time
@@ -40,8 +34,7 @@ class MetricConfig(InputConfig):
     - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
       training inputs, computed before every epoch and updated row by row within it.
     - `channels_last`: memory layout of images that is faster on GPUs.
-    - `n_neighbors`: number of votes for the score on validation data.
-    """
+    - `n_neighbors`: number of votes for the score on validation data."""
 
     epochs: int = 40
     batch_size: int = 512
@@ -58,13 +51,14 @@ class MetricConfig(InputConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.loss, "loss", tuple(LOSSES))
+        check_choice(self.loss, "loss", tuple(metric_losses.LOSSES))
         check_choice(self.references, "references", ("batch", "bank"))
         check_count(self.n_neighbors, "n_neighbors")
         check_count(self.batch_size, "batch_size", least=2)
         in_batch, got = self.references == "batch", f"{self.loss!r} with {self.references!r}"
-        capturable = self.loss in OWN_LOSSES and in_batch  # other steps synchronize with the GPU
-        expected = f"with a loss of {', '.join(OWN_LOSSES)} within the batch"
+        own = metric_losses.OWN_LOSSES
+        capturable = self.loss in own and in_batch  # other steps synchronize with the GPU
+        expected = f"with a loss of {', '.join(own)} within the batch"
         require(capturable or not self.cuda_graph, "cuda_graph", expected, got)
         # The other losses have too many pairs with a whole bank.
         fits = in_batch or self.loss == "neighborhood"
@@ -75,7 +69,7 @@ class MetricConfig(InputConfig):
     @property
     def margin_used(self) -> float:
         """The margin, or the usual one of the loss."""
-        return LOSSES[self.loss] if self.margin is None else self.margin
+        return metric_losses.LOSSES[self.loss] if self.margin is None else self.margin
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -87,8 +81,7 @@ def train_metric(
     Arguments are those of `train`, with class labels. The train score of a record is the share of
     inputs whose nearest reference is of their class; score and loss are those of the perturbed
     inputs and weights if there is an adversary. The validation score is the accuracy of a vote
-    among the nearest training keys. The energy is 0.
-    """
+    among the nearest training keys. The energy is 0."""
     return MetricTraining(metric, data, config, **options).fit(progress)
 
 
@@ -106,7 +99,7 @@ def neighbor_accuracy(
     """Share of keys (B,m) whose nearest references (R,m) vote for their label."""
     votes = []
     for some in keys.split(_ENCODED_ROWS):
-        lengths = squared_distances(some, references)
+        lengths = metric_losses.squared_distances(some, references)
         nearest = lengths.topk(min(n_neighbors, len(references)), largest=False).indices
         votes.append(reference_labels[nearest].mode(1).values)
     return float((torch.cat(votes) == labels).double().mean())
@@ -118,7 +111,7 @@ class MetricTraining(SupervisedTraining[Metric]):
     def __init__(self, net: Metric, data: Data, config: MetricConfig, **options: Any) -> None:
         expected = f"False for a {type(net).__name__}, which synchronizes with a GPU"
         require(net.is_capturable or not config.cuda_graph, "cuda_graph", expected, "True")
-        self.loss = make_loss(config.loss, config.margin_used, config.temperature)
+        self.loss = metric_losses.make_loss(config.loss, config.margin_used, config.temperature)
         self.bank: Tensor | None = None
         super().__init__(net, data, config, **options)
 
@@ -156,7 +149,7 @@ class MetricTraining(SupervisedTraining[Metric]):
         self.update(first=first)
         with torch.no_grad():
             references, labels, own = self._references(clean, y, rows)
-            lengths = squared_distances(keys, references)
+            lengths = metric_losses.squared_distances(keys, references)
             lengths.scatter_(1, own[:, None], math.inf)
             nearest = lengths.min(1)
             right = (labels[nearest.indices] == y) & nearest.values.isfinite()
@@ -189,7 +182,7 @@ class MetricTraining(SupervisedTraining[Metric]):
             among = (y, *self._references(clean, y, rows))
 
             def loss(keys: Tensor) -> Tensor:
-                return neighborhood_loss(keys, *among, temperature=temperature)
+                return metric_losses.neighborhood_loss(keys, *among, temperature=temperature)
 
             return adversary.attack(metric, x, loss, start)
 

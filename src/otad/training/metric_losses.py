@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.errors import MissingExtraError
+from otad.errors import import_extra
 
 LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}  # usual margins
 OWN_LOSSES = ("neighborhood", "means")  # pytorch-metric-learning has the rest
@@ -45,8 +44,7 @@ def neighborhood_loss(
 
     Distances within a class count as longer by `margin`. `own` (B,) is the place of each row's own
     copy in the references, which is no neighbor; -1 for none. The loss is 0 for a row without a
-    reference of its class.
-    """
+    reference of its class."""
     same = labels[:, None] == reference_labels
     lengths = squared_distances(keys, references)
     if margin > 0:
@@ -79,8 +77,7 @@ def means_loss(
         -log( p_iy ),  p_ic ~ exp(-(|k_i - m_c| + margin [c = y]) / temperature).
 
     Means of the references (R,m), without the row's own copy `own` (B,); 0 for a row alone in its
-    class. Plain distances, since their differences certify a Lipschitz map.
-    """
+    class. Plain distances, since their differences certify a Lipschitz map."""
     alike = (reference_labels[:, None] == reference_labels).to(keys.dtype)
     counts = alike.sum(1)
     means = alike @ references / counts[:, None]  # one for each reference
@@ -98,16 +95,16 @@ def make_loss(name: str, margin: float, temperature: float) -> Loss:
 
     triplet: mean of max(0, |a - p| - |a - n| + margin) over semi-hard triplets (a, p, n), those
     with 0 < |a - n| - |a - p| <= margin. contrastive: mean |a - p| over pairs of one class, plus
-    mean max(0, margin - |a - n|) over all other pairs; means are over nonzero terms.
-    """
+    mean max(0, margin - |a - n|) over all other pairs; means are over nonzero terms."""
     if name in OWN_LOSSES:
         row_loss = neighborhood_loss if name == "neighborhood" else means_loss
         return lambda *batch: row_loss(*batch, temperature=temperature, margin=margin).mean()
-    losses, distances = _library("losses"), _library("distances")
+    parts = (f"pytorch_metric_learning.{part}" for part in ("losses", "distances", "miners"))
+    losses, distances, miners = (import_extra(part, "metric") for part in parts)
     plain = distances.LpDistance(normalize_embeddings=False)  # the metric scales its keys itself
     options: dict[str, Any] = {"margin": margin, "distance": plain}
     if name == "triplet":
-        miner = _library("miners").TripletMarginMiner(type_of_triplets="semihard", **options)
+        miner = miners.TripletMarginMiner(type_of_triplets="semihard", **options)
         loss = losses.TripletMarginLoss(**options)
     else:
         miner, loss = None, losses.ContrastiveLoss(neg_margin=margin, distance=plain)
@@ -119,10 +116,3 @@ def make_loss(name: str, margin: float, temperature: float) -> Loss:
         return loss(keys, labels, found, **among)  # type: ignore[no-any-return]
 
     return mean_over_pairs
-
-
-def _library(part: str) -> Any:
-    try:
-        return importlib.import_module(f"pytorch_metric_learning.{part}")
-    except ImportError as error:
-        raise MissingExtraError("pytorch-metric-learning", "metric") from error

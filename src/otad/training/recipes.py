@@ -81,8 +81,7 @@ def fit_backbone(
     Inputs are standardized inside the net, by default by the statistics of each feature, or of each
     channel of images, in train_x. Targets of a regression are standardized for the training; then
     the head takes over their units, in which the records are too. `options` give the size of the
-    net; the rest is as in `make_backbone` and `train`.
-    """
+    net; the rest is as in `make_backbone` and `train`."""
     train_x, parts, units = data[0], list(data), None
     if inputs is None:
         inputs = Standardizer.fit(train_x, "channel" if train_x.dim() == 4 else "feature")

@@ -28,8 +28,7 @@ class InputConfig(LoopConfig):
     """Settings of trainings on inputs, which may be images.
 
     - `augment`: a name of `otad.training.augmentation.AUGMENTATIONS`.
-    - `cuda_graph`: on a GPU, capture one step of AdamW on whole batches and replay it.
-    """
+    - `cuda_graph`: on a GPU, capture one step of AdamW on whole batches and replay it."""
 
     augment: str = "none"
     cuda_graph: bool = False
@@ -88,11 +87,8 @@ class TrainResult:
     def best_epoch(self) -> int:
         """Best validation score, or without validation data the lowest training loss."""
         sign = -1.0 if self.metric == "accuracy" else 1.0
-
-        def badness(record: EpochRecord) -> float:
-            return record.loss if record.val_score is None else sign * record.val_score
-
-        return min(self.history, key=badness).epoch
+        each = [x.loss if x.val_score is None else sign * x.val_score for x in self.history]
+        return self.history[each.index(min(each))].epoch
 
 
 class Split(Protocol):

@@ -97,9 +97,8 @@ class Bisector(BankAttack):
             ranks, mean = bank.ranks_of(embedded, right), bank.sites[right].mean(1)
             of_mean = ranks.mean(1) if bank.by_tangents else (embedded - mean).square().sum(1)
             others = [(bank.sites[right[:, place]], ranks[:, place]) for place in (0, -1)]
-            for i, (other, before) in itertools.product(
-                wrong.unbind(1), (*others, (mean, of_mean))
-            ):
+            others.append((mean, of_mean))
+            for i, (other, before) in itertools.product(wrong.unbind(1), others):
                 gap, rank = bank.sites[i] - other, bank.ranks_of(embedded, i[:, None])[:, 0]
                 square = gap.square().sum(1)
                 length = ((rank - before) / (2 * square).clamp_min(1e-12)).clamp_min(0)

@@ -11,20 +11,9 @@ from triton.language import constexpr
 
 @triton.jit(do_not_specialize=["batches"])
 def gram_kernel(
-    query,
-    inputs,
-    features,
-    indices,
-    products,
-    squares,
-    batches,
-    dim,
-    count: constexpr,
-    padded: constexpr,
-    shifts: constexpr,
-    length: constexpr,
-    width: constexpr,
-):
+    query, inputs, features, indices, products, squares, batches, dim,
+    count: constexpr, padded: constexpr, shifts: constexpr, length: constexpr, width: constexpr,
+):  # fmt: skip
     """One program per query and segment of `length` features: all inner products of the stack
     there, in one pass over the neighbors."""
     batch = tl.program_id(0).to(tl.int64)
@@ -88,17 +77,9 @@ def combine_kernel(points, indices, weights, total, dim, count: constexpr, width
 
 @triton.jit(do_not_specialize=["batches"])
 def dot_kernel(
-    points,
-    indices,
-    vectors,
-    dots,
-    batches,
-    dim,
-    count: constexpr,
-    padded: constexpr,
-    length: constexpr,
-    width: constexpr,
-):
+    points, indices, vectors, dots, batches, dim,
+    count: constexpr, padded: constexpr, length: constexpr, width: constexpr,
+):  # fmt: skip
     """One program per query and segment: the products of its neighbors with its own vector."""
     batch = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * length

@@ -2,8 +2,7 @@
 
 A program finds potentials, relaxing the curvature where it must, then multipliers, value and
 residual, as `otad.cip.local.solve_torch` and `otad.cip.local.simplex_qp` do for a batch. A row
-that needs more (a neighbor to leave out, numbers out of range, too many pivots) is left to them.
-"""
+that needs more (a neighbor to leave out, numbers out of range, too many pivots) is left to them."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -38,35 +37,16 @@ def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
 
 @triton.jit(do_not_specialize=["batch"])
 def row_kernel(
-    products,
-    squares,
-    smoothness,
-    convexity,
-    steps,
-    shares,
-    value_at,
-    numbers,
-    status,
-    takes_part,
-    outcome,
-    sensitivity,
-    batch,
-    segments: constexpr,
-    total: constexpr,
-    count: constexpr,
-    padded: constexpr,
-    shifts: constexpr,
-    climbs: constexpr,
-    consistent: constexpr,
-    sensitive: constexpr,
-    rule: constexpr,
-):
+    products, squares, smoothness, convexity, steps, shares, value_at, numbers, status, takes_part,
+    outcome, sensitivity, batch,
+    segments: constexpr, total: constexpr, count: constexpr, padded: constexpr, shifts: constexpr,
+    climbs: constexpr, consistent: constexpr, sensitive: constexpr, rule: constexpr,
+):  # fmt: skip
     """One program per row, of `total` neighbors of which the first `count` take part.
 
     `steps`: noise, the steps up and down of the climb, the cap. Written are `shares` (2,B,K):
     multipliers and levels; `value_at` (B,); `numbers` (4,B): L, l and the map's l, the residual;
-    `status` (B,); `takes_part` (B,K); `outcome` (B,), see `solve_triton`; `sensitivity` (B,K,K).
-    """
+    `status` (B,); `takes_part` (B,K); `outcome` (B,), see `solve_triton`; `sensitivity` (B,K,K)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     active = i < count

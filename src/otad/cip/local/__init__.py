@@ -7,5 +7,4 @@
 5. feature z' and its gradient           `feature`
 
 `solver` calls steps 2 to 5; `solve_torch` runs 2 to 4 for a batch, on a GPU one kernel of
-`otad.cip.kernels` does, which `stream_triton` feeds without gathering neighbors.
-"""
+`otad.cip.kernels` does, which `stream_triton` feeds without gathering neighbors."""

@@ -5,8 +5,7 @@ With the sensitivity H (B,K,K) of the multipliers to the K lines <z~_i, x'> the 
     d lambda / dx' = H Z~,      dz'/dx' = l I + Z~^T H Z~,      dv/dx' = z'.
 
 dz'/dx' is symmetric with eigenvalues in [l, L], so the backward pass is two products with the
-neighbors. The potentials do not depend on the query.
-"""
+neighbors. The potentials do not depend on the query."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ u_i - u_j >= w_ij has a solution iff the complete digraph with weights w has no 
 The max-plus closure D (the longest path from j to i) decides that, and gives the potentials:
 column j of D is the lowest potential that vanishes at j, minus row j the highest. With w = s + t/M,
 the least M is a minimum-ratio-cycle problem, solved exactly by Newton's method on 1/M. Arrays are
-(K,K,B), batch last; inactive neighbors have weight -inf.
-"""
+(K,K,B), batch last; inactive neighbors have weight -inf."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def greatest_flatness(constraints: Constraints) -> Tensor:
     """The largest 1/M (B,) without a positive cycle: +inf if every M > 0 will do, <= 0 if none.
 
     Newton's method from above: a closed walk of value s(C) + t(C)/M > 0 proves that 1/M is at most
-    -s(C)/t(C), and the closure gives the longest such walk.
-    """
+    -s(C)/t(C), and the closure gives the longest such walk."""
     bend, active = constraints.bend, constraints.active
     # Cycles of two neighbors give the first bound.
     rise2, bend2 = (m + m.transpose(0, 1) for m in (constraints.rise, bend))

@@ -1,7 +1,6 @@
 """All that the solver needs of a batch: the inner products of its neighbors.
 
-Small arrays are in float64 with the batch axis last, (K,K,B), for long contiguous rows.
-"""
+Small arrays are in float64 with the batch axis last, (K,K,B), for long contiguous rows."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class Gram:
 
     `cross` (K,K,B) <c_i, a_j>, `images` (K,K,B) <c_i, c_j>, `tilt` (K,B) <z_1, a_i>,
     `squared_distance` (K,B) |a_i|^2, `center` (B,) |z_1|, and `offsets` (K,K,B) <a_i, a_j>, None
-    where every strong convexity is 0; `noise` is the relative rounding error of all of them.
-    """
+    where every strong convexity is 0; `noise` is the relative rounding error of all of them."""
 
     cross: Tensor
     images: Tensor
@@ -73,8 +71,7 @@ class Products:
     """The inner products of a batch as they are computed, batch before neighbors.
 
     `values` (S,B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K and `squares` (S,B,K) |a_i|^2,
-    each to be summed over its S parts. The K rows of the a_i are computed only `with_offsets`.
-    """
+    each to be summed over its S parts. The K rows of the a_i are computed only `with_offsets`."""
 
     values: Tensor
     squares: Tensor

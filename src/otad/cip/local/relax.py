@@ -2,8 +2,7 @@
 
 The smoothness is raised to the exact least value, or in the paper's steps, L + t delta1 and
 l - t delta2 for the first t that works. Where that would exceed `max_smoothness`, a neighbor on
-the violating cycle is left out, and a spare takes its place.
-"""
+the violating cycle is left out, and a spare takes its place."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ round is one symmetric pivot per unfinished row on the tableau
     T = [ -N       N G_SR      ]        N: inverse of the bordered matrix [G_SS 1; 1^T 0], S block
         [ G_RS N   Schur block ]        R: the neighbors outside S
 
-The objective rises with every step, so no basis is visited twice and the method always ends.
-"""
+The objective rises with every step, so no basis is visited twice and the method always ends."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def maximize_on_simplex(
 
     `gram` (K,K,B) positive semidefinite up to the relative error `tolerance`, `linear` (K,B),
     `active` (K,B) with at least one True in each column. `guess` (K,B): which are expected to get
-    weight, one active neighbor at least; by default all.
-    """
+    weight, one active neighbor at least; by default all."""
     first = active if guess is None else guess
     batch = linear.shape[1]
     threads = torch.get_num_threads() if linear.device.type == "cpu" else 1

@@ -25,8 +25,7 @@ class DualSolution:
     `multipliers` and `potentials` (B,K), `value` (B,) in float64 or the dtype of the query;
     `sensitivity` (B,K,K) of the multipliers to the lines, None where no gradient is needed;
     `smoothness` and `strong_convexity` (B,) of the potentials, `map_convexity` (B,) of the map;
-    `active` (B,K); `residual` and `status` (B,).
-    """
+    `active` (B,K); `residual` and `status` (B,)."""
 
     multipliers: Tensor
     sensitivity: Tensor | None
@@ -75,12 +74,7 @@ class DualSolution:
 
 
 def solve_torch(
-    gram: Gram,
-    smoothness: Tensor,
-    strong_convexity: Tensor,
-    relax: Relaxation,
-    rule: str,
-    mode: str,
+    gram: Gram, smoothness: Tensor, convexity: Tensor, relax: Relaxation, rule: str, mode: str
 ) -> DualSolution:
     """The solution for the requested curvature (B,); failures are marked by `status` alone.
     `rule` and `mode`: `potential` and `mode` of `ExactCip`."""
@@ -89,7 +83,7 @@ def solve_torch(
         if not bool(finite.all()):  # products overflowed: give these rows harmless numbers
             gram = gram.changed(lambda part: part.masked_fill(~finite, 0.0))
         # Eq. (2): potentials (K,B) for the requested curvature, or for the nearest that has any.
-        relaxed, longest, status = relax(gram, smoothness, strong_convexity)
+        relaxed, longest, status = relax(gram, smoothness, convexity)
         active = relaxed.active
         levels = potentials_from_paths(longest, active, rule)
         violation = (longest + levels[None] - levels[:, None]).amax((0, 1))  # paths bound edges
@@ -97,7 +91,7 @@ def solve_torch(
         levels = levels - (levels * active).sum(0) / active.sum(0)
 
         # Eq. (3), for the curvature of the map: the multipliers, by its dual over the simplex.
-        used = Curvature(smoothness, strong_convexity, active) if mode == "paper" else relaxed
+        used = Curvature(smoothness, convexity, active) if mode == "paper" else relaxed
         cross, images = gram.shifted(used.strong_convexity)
         modulus = used.smoothness - used.strong_convexity
         line = levels - gram.potential_shift(used.strong_convexity)

@@ -1,8 +1,7 @@
 """The exact, batched, differentiable solver of the convex integration problem.
 
 Launching the five hundred small operations of `solve_torch` on a GPU is most of its time: there
-`solve_triton` launches one kernel, with a program for each row.
-"""
+`solve_triton` launches one kernel, with a program for each row."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class ExactCip:
     - `potential`: "canonical", or "lowest" and "highest" to measure how much the choice matters.
     - `on_failure`: for rows without a solution "raise" a `SolverError`, "abstain" (NaN), or return
       the feature of the nearest neighbor ("fallback"); `status` says which in every case.
-    - `chunk`: rows whose neighbors are in working memory at a time; None fits the device.
-    """
+    - `chunk`: rows whose neighbors are in working memory at a time; None fits the device."""
 
     mode: str = "consistent"
     climb: tuple[float, float] | None = None

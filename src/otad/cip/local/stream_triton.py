@@ -2,8 +2,7 @@
 
 These Triton kernels read each neighbor once for the inner products and once more, if its multiplier
 is not zero, for the feature; the gradient costs as much again. They apply to a float32 batch whose
-bank is on the same CUDA device.
-"""
+bank is on the same CUDA device."""
 
 from __future__ import annotations
 

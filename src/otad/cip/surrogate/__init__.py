@@ -11,11 +11,6 @@ from otad.cip.surrogate.training import (
 )
 
 __all__ = [
-    "CIP_NET_RECIPE",
-    "CipNet",
-    "CipNetConfig",
-    "CipNetEpoch",
-    "CipNetResult",
-    "leave_one_out",
+    "CIP_NET_RECIPE", "CipNet", "CipNetConfig", "CipNetEpoch", "CipNetResult", "leave_one_out",
     "train_cip_net",
-]
+]  # fmt: skip

@@ -41,8 +41,7 @@ class CipNet(nn.Module):
     and z' moves and scales with the features.
 
     A network proves nothing: `status` is ESTIMATED (UNSOLVED where numbers are out of range), and
-    all is NaN but the image, and the multipliers where z' is made of them ("hull").
-    """
+    all is NaN but the image, and the multipliers where z' is made of them ("hull")."""
 
     # What a model needs of its solver, see `otad.cip.protocols`.
     mode: ClassVar[str] = "estimated"

@@ -1,8 +1,7 @@
 """Training CIP-net on a teacher's solutions, the network's own features, or both:
 
 min over theta of  mean over x' of  alpha |CIP-net(x') - QCP(x')|^2
-                                    + (1 - alpha) |CIP-net(x') - z(x')|^2.
-"""
+                                    + (1 - alpha) |CIP-net(x') - z(x')|^2."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ def train_cip_net(
     `ExactCip`; with alpha = 0 it is not used. `own_features` (M,d) are needed for alpha below 1.
     `cached`: solve every problem once, before the training; else in every batch. A `source` names
     the problems in a checkpoint, instead of a hash of all their numbers. `progress`, and the
-    options of `Saving`, are as in `otad.training.train`.
-    """
+    options of `Saving`, are as in `otad.training.train`."""
     is_config = isinstance(config, CipNetConfig)
     require(is_config, "config", "a CipNetConfig", type(config).__name__)
     require(0 <= alpha <= 1, "alpha", "a number from 0 to 1", repr(alpha))
@@ -164,14 +162,11 @@ class _Task:
         if self.held_out is not None:
             kinds["held_out"] = vars(self.held_out)
         named = set() if self.source is None else _NAMED_BY_SOURCE
-        prints = {
-            kind: {
-                name: fingerprint({name: part})
-                for name, part in parts.items()
-                if isinstance(part, Tensor) and name not in named
-            }
-            for kind, parts in kinds.items()
-        }
+        prints: dict[str, Any] = {}
+        for kind, parts in kinds.items():
+            hashed = [name for name in parts if name not in named]
+            tensors = {name: parts[name] for name in hashed if isinstance(parts[name], Tensor)}
+            prints[kind] = {name: fingerprint({name: part}) for name, part in tensors.items()}
         uses_teacher = self.alpha > 0 or self.held_out is not None
         by = {"teacher": stable_repr(self.teacher)} if uses_teacher else {}
         return prints | {"source": self.source, "alpha": self.alpha, "cached": self.cached} | by

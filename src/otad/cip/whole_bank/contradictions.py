@@ -5,8 +5,7 @@ the left side is 0, so M >= sum |z~_i - z~_j|^2 / 2 over - sum <z~_j, x_i - x_j>
 M from below, and the least M is the largest of these bounds. Most often a cycle of two attains it.
 
 The ratio of a pair is bounded in float32, by matrix products, and confirmed in float64, from
-differences, where it may be the largest or above a limit.
-"""
+differences, where it may be the largest or above a limit."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ lifted part of the map is a k-Lipschitz map through all (x_i, g_i): Kirszbraun's
 It gives a query x' the value sum_i lambda_i g_i, where lambda minimizes over the simplex, with
 y_i = k (x_i - x'), the dual of the global map without the terms that are the same for all i:
 
-    |sum_i lambda_i y_i|^2 + |sum_i lambda_i g_i|^2 + sum_i lambda_i (|y_i|^2 - |g_i|^2).
-"""
+    |sum_i lambda_i y_i|^2 + |sum_i lambda_i g_i|^2 + sum_i lambda_i (|y_i|^2 - |g_i|^2)."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def lifted_potential(
     """The potential of a lifted bank (N,p+C) for l = 1 - k, L = 1 + k; `lift` is C.
 
     `lipschitz` is k, by default the least that all pairs allow (1 if all answers are equal). For a
-    smaller one, points are left out until no pair is steeper.
-    """
+    smaller one, points are left out until no pair is steeper."""
     check_bank(inputs, features)
     width = inputs.shape[1]
     require(check_count(lift, "lift") < width, "lift", f"fewer than {width} coordinates", lift)
@@ -124,8 +122,7 @@ def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float 
     """Values (B,C) at queries (B,p) of the k-Lipschitz map of points (N,p) and answers (N,C).
 
     It passes through the pairs where `least_lipschitz` is at most k, and is k-Lipschitz either way.
-    Gradients reach the query, the points and the answers.
-    """
+    Gradients reach the query, the points and the answers."""
     check_tensor(query, "query", "B,p")
     for name, part in (("points", points), ("answers", answers)):
         check_tensor(part, name, "N,C")

@@ -12,8 +12,7 @@ are dropped, until no slope exceeds that of the weights: max_i g_i - sum_i lambd
 far the value is from the maximum. The value rises each time, so this ends.
 
 About the z~' of given weights, f(lambda) = |z~'|^2 / (2M) + sum_i lambda_i g_i - |sum_i lambda_i
-(z~_i - z~')|^2 / (2M): the numbers of a round are as small as what is left to gain.
-"""
+(z~_i - z~')|^2 / (2M): the numbers of a round are as small as what is left to gain."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class WholeBank:
     equal to z_i at every bank point that was not left out, differentiable in the query. The bank
     may be on another device than the queries. `pricing`: how the points of the largest slope are
     found, by all products ("exact") or first by an index of FAISS ("faiss"); the last round, and
-    the gap, are exact either way.
-    """
+    the gap, are exact either way."""
 
     def __init__(
         self, inputs: Tensor, features: Tensor, potential: BankPotential, *, pricing: str = "exact"

@@ -10,8 +10,7 @@ s_j = u~_j - <z~_j, x_j> + |z~_j|^2 / (2M), that is max_j (s_j + <z~_j, q_i>) + 
 matrix product. Sweeps are the Bellman-Ford relaxation of a longest path: they end, at the least
 solution above the start, iff no cycle of pairs has positive weight; and the points that last raised
 each other reveal such a cycle as soon as it is closed. After a sweep over all pairs only the points
-it raised can raise others, so the next sweeps use those alone, and the last one uses all again.
-"""
+it raised can raise others, so the next sweeps use those alone, and the last one uses all again."""
 
 from __future__ import annotations
 
@@ -24,13 +23,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import require
-from otad.cip.whole_bank.contradictions import (
-    PairCurvatures,
-    cycle_bound,
-    cycles_of,
-    heaviest_point,
-    vertex_cover,
-)
+from otad.cip.whole_bank import contradictions
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import SolverError
@@ -98,8 +91,8 @@ def integrate_most(
             got = f"{smoothness}, for which {gone} do so far"
             raise SolverError(f"smoothness: expected {expected}, got {got}")
 
-    steep = PairCurvatures(pairs).above(modulus, "smoothness", smoothness)
-    leave_out(vertex_cover(steep, len(pairs)))
+    steep = contradictions.PairCurvatures(pairs).above(modulus, "smoothness", smoothness)
+    leave_out(contradictions.vertex_cover(steep, len(pairs)))
     found = _sweep(prices, smoothness, progress=progress, leave_out=leave_out)
     assert isinstance(found, BankPotential)  # every contradiction has been resolved
     return found
@@ -120,7 +113,7 @@ def least_bank_smoothness(
     prices = _prices(inputs, features, strong_convexity + 1.0, strong_convexity)
     pairs, reach = prices.pairs, tolerance / 2
     best: BankPotential | None = None
-    low = PairCurvatures(pairs).largest()
+    low = contradictions.PairCurvatures(pairs).largest()
     # The smallest M that L = l + M can express; any number where the features leave it open.
     flattest = FLATTEST * max(abs(strong_convexity), float(low == 0))
     while best is None or best.modulus - low > tolerance * best.modulus:
@@ -141,7 +134,7 @@ def least_bank_smoothness(
             best, reach = found, tolerance / 2
             continue
         before = low
-        low = max(trial, *(cycle_bound(pairs, cycle) for cycle in found.cycles))
+        low = max(trial, *(contradictions.cycle_bound(pairs, one) for one in found.cycles))
         if low < (1 + 4 * reach) * before:
             reach *= 4
     return best
@@ -182,10 +175,10 @@ def _sweep(
         if bool(moved.any()):
             levels = torch.where(moved, target, levels)
             parents = torch.where(moved, source, parents)
-            if cycles := cycles_of(parents):
+            if cycles := contradictions.cycles_of(parents):
                 if leave_out is None:
                     return Contradiction(cycles)
-                gone = [heaviest_point(pairs, cycle, modulus) for cycle in cycles]
+                gone = [contradictions.heaviest_point(pairs, one, modulus) for one in cycles]
                 leave_out(torch.tensor(gone, device=levels.device))
                 # No point has a parent that is left out.
                 roots = ~pairs.included | ~pairs.included[parents]
