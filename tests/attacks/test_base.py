@@ -158,7 +158,7 @@ def survivors_of(labels: list[int], features: int = 1) -> Survivors:
     return Survivors(target, torch.zeros(len(labels), features), L2(9.0))
 
 
-def test_judged_by_the_model_remembered_by_gain() -> None:
+def test_judged_by_the_model_remembered_by_gain_and_a_tie_that_breaks_is_better() -> None:
     survivors = survivors_of([0, 0, 1])
     assert survivors.rows.tolist() == [0, 1, 2]
     first = torch.tensor([[2.0, 1.0], [1.0, 3.0], [0.0, 9.0]])
@@ -168,15 +168,11 @@ def test_judged_by_the_model_remembered_by_gain() -> None:
     second = torch.tensor([[0.0, 10.0], [2.0, 1.5]])  # a smaller gain, then a larger one
     survivors.judge(torch.full((2, 1), 2.0), second, torch.tensor([2, 0]))
     assert survivors.inputs.flatten().tolist() == [2.0, 1.0, 1.0]
-
-
-def test_a_tie_that_breaks_is_better_than_one_that_does_not() -> None:
-    """Equal logits have gain 0 both times; the first of the classes is the answer."""
+    # Equal logits have gain 0 both times; the first of the classes is the answer.
     survivors, row = survivors_of([1]), torch.tensor([0])
-    survivors.judge(torch.full((1, 1), 1.0), torch.tensor([[0.0, 2.0, 2.0]]), row)
-    assert survivors.rows.tolist() == [0]
-    survivors.judge(torch.full((1, 1), 2.0), torch.tensor([[2.0, 2.0, 0.0]]), row)
-    assert survivors.rows.tolist() == []
+    for value, logits, left in ((1.0, [0.0, 2.0, 2.0], [0]), (2.0, [2.0, 2.0, 0.0], [])):
+        survivors.judge(torch.full((1, 1), value), torch.tensor([logits]), row)
+        assert survivors.rows.tolist() == left
     assert float(survivors.inputs) == 2.0
 
 

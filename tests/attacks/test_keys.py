@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attacks.keyed import Bent, keyed_model, tiles
+from attacks.bank_models import BOX, Bent, keyed_model, tiles
 from attacks.linear_models import assert_legal, run
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from otad.attacks.base import Survivors, Target, margin
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 
-BOX = (0.0, 1.0)
 QUICK = Keys(steps=15, targets=2, temperatures=(0.1,), restarts=1, polish=10)
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from attacks.keyed import SHAPE, keyed_model, tiles
+from attacks.bank_models import SHAPE, keyed_model, tiles
 from certify.small import Folded, keyed_plane, plane_model, queries
 from torch import Tensor, nn
 

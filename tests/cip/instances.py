@@ -1,8 +1,11 @@
-"""Random convex integration problems whose answers exist, small CIP-nets, and comparisons."""
+"""Random convex integration problems whose answers exist, small CIP-nets, comparisons, and a
+linear program for eq. (2)."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -93,3 +96,25 @@ def family(seed: int, rows: int) -> CipProblem:
     """Problems of one kind for small CIP-nets, in float32."""
     generator = torch.Generator().manual_seed(seed)
     return converted(random_problem(generator, rows, K, DIM, smoothness=3.0), torch.float32)
+
+
+def gaps(x: Tensor, z: Tensor, levels: Tensor, smoothness: float, bend: float) -> Tensor:
+    """u~_i - (right side for j) (N,N), straight from the definition."""
+    x, z = x.double(), z.double()
+    images, values = z - bend * x, levels - bend / 2 * x.square().sum(1)
+    steps = ((x[:, None] - x[None]) * images[None]).sum(2)
+    bends = (images[:, None] - images[None]).square().sum(2) / (2 * (smoothness - bend))
+    return values[:, None] - values[None] - steps - bends
+
+
+def is_feasible(x: Tensor, z: Tensor, smoothness: float, bend: float) -> bool:
+    """By HiGHS, which knows nothing of cycles: u_j - u_i <= what is left for i and j."""
+    room, unknowns = gaps(x, z, torch.zeros(len(x)), smoothness, bend).numpy(), np.eye(len(x))
+    i, j = np.nonzero(unknowns == 0)
+    if len(i) == 0:
+        return True
+    rows, most = unknowns[j] - unknowns[i], room[i, j] / np.abs(room).max()
+    options = {"primal_feasibility_tolerance": 1e-10}
+    answer = linprog(0 * unknowns[0], rows, most, bounds=(None, None), options=options)
+    assert answer.status in (0, 2)
+    return bool(answer.status == 0)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
+from cip.instances import gaps, is_feasible
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 from torch import Tensor
 from torch.testing import assert_close
 
 from otad.cip.whole_bank import contradictions, potential
 from otad.cip.whole_bank import pairs as bank_pairs
-from otad.cip.whole_bank.contradictions import PairCurvatures, cycle_bound, cycles_of, vertex_cover
+from otad.cip.whole_bank.contradictions import PairCurvatures, cycle_bound, vertex_cover
+from otad.cip.whole_bank.lifted_bank import steep_pairs
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import (
     BankPotential,
@@ -39,23 +39,6 @@ def smooth_bank(
     z = torch.softmax(x @ corners.T, 1) @ corners + x / 2
     z += noise * torch.randn(size, dim, generator=generator, dtype=torch.float64)
     return (x + 2.0).to(dtype), (z - 3.0).to(dtype)
-
-
-def gaps(x: Tensor, z: Tensor, levels: Tensor, smoothness: float, bend: float) -> Tensor:
-    """u~_i - (right side for j) (N,N), straight from the definition."""
-    x, z = x.double(), z.double()
-    images, values = z - bend * x, levels - bend / 2 * x.square().sum(1)
-    steps = ((x[:, None] - x[None]) * images[None]).sum(2)
-    bends = (images[:, None] - images[None]).square().sum(2) / (2 * (smoothness - bend))
-    return values[:, None] - values[None] - steps - bends
-
-
-def is_feasible(x: Tensor, z: Tensor, smoothness: float, bend: float) -> bool:
-    """By an LP solver, which knows nothing of cycles: u_j - u_i <= what is left for i and j."""
-    room = gaps(x, z, torch.zeros(len(x), dtype=torch.float64), smoothness, bend).numpy()
-    i, j = np.nonzero(~np.eye(len(x), dtype=bool))
-    rows = np.eye(len(x))[j] - np.eye(len(x))[i]
-    return linprog(np.zeros(len(x)), rows, room[i, j], bounds=(None, None)).status == 0
 
 
 def assert_satisfied(x: Tensor, z: Tensor, found: BankPotential) -> None:
@@ -181,13 +164,6 @@ def test_refusals(work, error: type[Exception], message: str) -> None:
     assert least_bank_smoothness(X, X / 2, 0.4).smoothness == pytest.approx(0.5, rel=1e-3)
 
 
-def test_all_cycles_of_a_map_are_found_once() -> None:
-    parents = torch.tensor([1, 2, 0, 3, 3, 6, 5, 2, 8])
-    found = sorted(tuple(sorted(cycle.tolist())) for cycle in cycles_of(parents))
-    assert found == [(0, 1, 2), (5, 6)]
-    assert cycles_of(torch.arange(4)) == ()
-
-
 @pytest.mark.parametrize("bend", BENDS)
 def test_the_pair_bound_is_the_steepest_pair(bend: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contradictions.BLOCK, "cpu", 16)
@@ -215,8 +191,12 @@ def test_without_the_contradicting_points_no_pair_contradicts() -> None:
     assert set(gone.tolist()) <= set(integrate_most(x, z, 3.0).left_out.tolist())
 
 
-def test_too_many_contradictions_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_contradictions_and_steep_pairs_are_not_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(contradictions, "MOST_PAIRS", 20)
     x, z = smooth_bank(30, 3, 5)
     with pytest.raises(SolverError, match=r"smoothness: .*0.1.* 20 pairs"):
         integrate_most(x, z, 0.1)
+    with pytest.raises(SolverError, match=r"lipschitz.*1e-06.*20 pairs"):
+        steep_pairs(x, z, 1e-6)

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cip.instances import (
-    assert_same,
-    changed,
-    converted,
-    convex_map,
-    normal,
-    random_problem,
-    rows_of,
-)
+from cip.instances import assert_same, changed, converted, normal, random_problem, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -151,19 +143,6 @@ def gradient(problem: CipProblem | BankProblem, solver: ExactCip) -> Tensor:
     return torch.autograd.grad(total, problem.query)[0]
 
 
-def test_curvature_per_row(generator) -> None:
-    """One value per row is what as many problems with a number each would use."""
-    high = torch.tensor([0.9, 1.3, 2.0, 3.0, 5.0], dtype=DOUBLE)
-    low = torch.tensor([0.3, -0.5, 0.0, -1.0, 0.1], dtype=DOUBLE)
-    problem = random_problem(generator, 5, 6, 4, smoothness=high, strong_convexity=low)
-    solution = ExactCip()(problem)
-    for row in range(5):
-        at = slice(row, row + 1)
-        numbers = {"smoothness": float(high[row]), "strong_convexity": float(low[row])}
-        alone = changed(rows_of(problem, at), **numbers)
-        assert_same(ExactCip()(alone), solution.rows(at), alone, 1e-12)
-
-
 N, D, B, K = 60, 9, 12, 5
 SOLVERS = (ExactCip(), ExactCip(mode="paper", climb=(1.0, 1.0)), ExactCip(chunk=4))
 
@@ -173,7 +152,7 @@ def bank(tmp_path: Path) -> FeatureBank:
     """In a file."""
     generator = torch.Generator().manual_seed(0)
     inputs = normal(generator, N, D)
-    features = convex_map(inputs[None], generator)[0] + 0.1 * normal(generator, N, D)
+    features = inputs + inputs.tanh() + 0.1 * normal(generator, N, D)
     labels = torch.zeros(N, dtype=torch.int64)
     FeatureBank(inputs.half(), features.half(), labels, "net").save(tmp_path / "bank")
     return FeatureBank.load(tmp_path / "bank")

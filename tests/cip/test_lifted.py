@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from cip.test_bank_potential import gaps
+from cip.instances import gaps
 from cip.test_whole_bank import full_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -238,9 +238,3 @@ def test_equal_points_do_not_break_it() -> None:
     assert_close(found, lifted_map(queries(8, 3), points, answers, 1.3))
     found.sum().backward()
     assert bool(twice.grad.isfinite().all())
-
-
-def test_too_many_steep_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contradictions, "MOST_PAIRS", 20)
-    with pytest.raises(SolverError, match=r"lipschitz.*1e-06.*20 pairs"):
-        steep_pairs(*parts(30, 3, 2, 0), 1e-6)

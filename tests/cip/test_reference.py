@@ -22,16 +22,6 @@ from otad.errors import MissingExtraError, SolverError
 cvxpy = pytest.importorskip("cvxpy", reason="needs the extra 'reference' (cvxpy, clarabel)")
 
 
-def test_one_neighbor_in_closed_form(generator) -> None:
-    problem = random_problem(generator, 2, 1, 4, smoothness=1.0, strong_convexity=0.3)
-    solution = CvxpyCip()(problem)
-    gap = problem.query - problem.anchors[:, 0]
-    assert_close(solution.image, problem.images[:, 0] + 0.3 * gap)
-    value = (problem.images[:, 0] * gap).sum(1) + 0.15 * gap.square().sum(1)
-    assert_close(solution.value, value)
-    assert solution.multipliers.tolist() == [[1.0]] * 2
-
-
 def test_two_neighbors_on_a_line_in_closed_form() -> None:
     """z = x at x = 0 and x = 2 with l = 0, L = 2; then u_2 - u_1 may be 1 to 3, the middle is 2.
 
@@ -65,12 +55,8 @@ def test_potentials_and_least_smoothness_of_a_parabola(generator) -> None:
 def test_fields_of_the_solution(generator) -> None:
     problem = random_problem(generator, 3, 4, 5, smoothness=1.0)
     solution = CvxpyCip(mode="paper")(problem)
-    assert solution.mode == "paper"
-    assert (solution.image.shape, solution.value.shape) == ((3, 5), (3,))
-    assert solution.multipliers.shape == solution.potentials.shape == (3, 4)
-    assert solution.status.tolist() == [Status.RAISED] * 3
+    assert (solution.mode, solution.status.tolist()) == ("paper", [Status.RAISED] * 3)
     assert torch.equal(solution.residual, problem.residual(solution))
-    assert float(solution.residual.max()) <= 1e-9
     single = converted(problem, torch.float32)
     rough = CvxpyCip()(changed(single, query=single.query.requires_grad_()))
     assert (rough.image.dtype, rough.smoothness.dtype) == (torch.float32, torch.float64)
@@ -118,13 +104,15 @@ CASES = [(2, COUNTS, 3), (11, COUNTS, 3), (128, COUNTS, 1), (784, (2, 5, 8, 10, 
 @pytest.mark.parametrize("strong_convexity", CONVEXITIES)
 @pytest.mark.parametrize(("dim", "counts", "batch"), CASES, ids=["d2", "d11", "d128", "d784"])
 def test_same_answer(dim, counts, batch, strong_convexity, mode, generator) -> None:
-    """Potentials, least smoothness, value, image and multipliers, each found on its own."""
+    """Potentials, least smoothness, value, image and multipliers, each found on its own, with the
+    curvature of each row."""
     generator.manual_seed(100 * dim + 10 * CONVEXITIES.index(strong_convexity) + (mode == "paper"))
     raised = 0
     for count in counts:
         # Below, within and above the range in which the least smoothness lies.
-        smoothness = torch.tensor([3.0, 1.0, 1.6]).roll(count)[:batch].double()
-        curvature = {"smoothness": smoothness, "strong_convexity": strong_convexity}
+        high = torch.tensor([3.0, 1.0, 1.6]).roll(count)[:batch].double()
+        low = strong_convexity + torch.tensor([0.0, 0.05, -0.2])[:batch].double()
+        curvature = {"smoothness": high, "strong_convexity": low}
         problem = random_problem(generator, batch, count, dim, **curvature)
         found, expected = ExactCip(mode=mode)(problem), CvxpyCip(mode=mode)(problem)
         raised += int((found.status == Status.RAISED).sum())

@@ -90,10 +90,7 @@ BANK = [
 
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
-    [
-        *((dense, *case) for case in DENSE + EITHER),
-        *((of_bank, *case) for case in BANK + EITHER),
-    ],
+    [*((dense, *case) for case in DENSE + EITHER), *((of_bank, *case) for case in BANK + EITHER)],
 )
 def test_problems(make, changes, message) -> None:
     with pytest.raises(InputError, match=f"^{message}") as caught:

@@ -61,10 +61,7 @@ def test_kernel_equals_the_cpu(solver, count, dim, low, generator, monkeypatch) 
 
 @pytest.mark.parametrize(
     "solver",
-    [
-        ExactCip(on_failure="fallback"),
-        ExactCip(on_failure="abstain", max_smoothness=2.6, spares=1),
-    ],
+    [ExactCip(on_failure="fallback"), ExactCip(on_failure="abstain", max_smoothness=2.6, spares=1)],
 )
 def test_some_rows_by_each_way(solver, generator) -> None:
     """Solved, raised, repaired, infeasible and out of range, side by side."""

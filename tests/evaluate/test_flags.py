@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attacks.bank_models import blobs, stairs
-from attacks.keyed import keyed_model, tiles
-from attacks.test_one_map import lifted_stairs
+from attacks.bank_models import blobs, keyed_model, lifted_stairs, stairs, tiles
 from evaluate.small import Blind, Plane, Slope, Walk, context_of, plane_data, two_sides, verdicts
 from torch import Tensor, nn
 

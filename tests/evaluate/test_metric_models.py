@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attacks.keyed import SHAPE, keyed_model, tiles, token_net
+from attacks.bank_models import SHAPE, keyed_model, tiles, token_net
 from evaluate.small import context_of, timeless, verdicts
 from torch import Tensor
 
