@@ -58,7 +58,7 @@ def make_small() -> Small:
     result = train(net, dataset, CONFIG)
     model = defend(net, dataset.train_x, dataset.train_y, n_neighbors=5, smoothness=1.5)
     x, y = dataset.test_x[:ROWS], dataset.test_y[:ROWS]
-    return Small(dataset, model, result, assess(model, x, y, baselines=True, batch_size=25))
+    return Small(dataset, model, result, assess(model, x, y, baselines=True))
 
 
 def write_report(small: Small, folder: Path) -> Path:

@@ -66,11 +66,12 @@ def test_an_abstention_is_never_right(task: str, outputs: int, score: float) -> 
     assert record["share_raised"] == 0.0
 
 
-def test_regression_scores_are_mean_squared_errors(generator: torch.Generator) -> None:
+def test_regression_scores_are_mean_squared_errors(generator: torch.Generator, monkeypatch) -> None:
+    monkeypatch.setattr("otad.report.assessment.BATCH", 8)
     x, y = torch.randn(50, 3, generator=generator), torch.randn(50, generator=generator)
     model = defend(fc_resnet((3,), 1, task="regression"), x[:30], y[:30], n_neighbors=4)
     steps: list[tuple[int, int]] = []
-    found = assess(model, x[30:], y[30:], batch_size=8, progress=lambda *it: steps.append(it))
+    found = assess(model, x[30:], y[30:], progress=lambda *it: steps.append(it))
     with torch.no_grad():
         expected = (model(x[30:]) - y[30:]).square().mean()
     assert found.metric == "mse"

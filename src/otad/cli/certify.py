@@ -11,22 +11,14 @@ from torch import Tensor
 
 from otad.certify import certify as certify_inputs
 from otad.certify import certify_values
+from otad.cli import console
 from otad.cli import options as opt
-from otad.cli.console import (
-    describe_counts,
-    describe_quantiles,
-    describe_score,
-    progress_bar,
-    show,
-    write_csv,
-)
 from otad.cli.inputs import Examples, class_names_of, open_examples
 from otad.cli.sources import open_model
 from otad.model.otad import OTAD
 from otad.scores import score_of, share_score
 
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "most": 1.0}
-
 
 # For the record, in words, and as lines of a CSV file, all digits: none is rounded up.
 Proved = tuple[dict[str, Any], dict[str, str], list[tuple[str, ...]]]
@@ -70,17 +62,17 @@ def certify(
     facts["scope"] = model.answerer.summary(model.n_neighbors) + keys
     facts["assumptions"] = "; ".join(record["assumptions"])
     if out is not None:
-        write_csv(out, lines)
+        console.write_csv(out, lines)
         facts["rows"] = str(out)
     record = {"rows": len(examples), "scope": model.scope, "metric": metric, **record}
     record["csv"] = None if out is None else str(out)
-    show(record, as_json, title=f"Certified {len(examples)} rows", facts=facts)
+    console.show(record, as_json, title=f"Certified {len(examples)} rows", facts=facts)
 
 
 def _prove_classes(
     model: OTAD, examples: Examples, radii: list[float], options: dict[str, Any]
 ) -> Proved:
-    with progress_bar("certifying") as advance:
+    with console.progress_bar("certifying") as advance:
         found = certify_inputs(model, examples.x, progress=advance, **options)
     certified = {}
     if examples.y is not None:
@@ -89,8 +81,13 @@ def _prove_classes(
             certified[opt.radius_text(eps)] = share_score(right, len(examples))
     quantiles, rules = _quantiles(found.radius), dict(Counter(found.rules))
     record = {"certified": certified, "radius": quantiles, "rules": rules}
-    facts = {f"certified at {eps}": describe_score(score) for eps, score in certified.items()}
-    facts |= {"radius": describe_quantiles(quantiles), "rules": describe_counts(rules)}
+    facts = {
+        f"certified at {eps}": console.describe_score(score) for eps, score in certified.items()
+    }
+    facts |= {
+        "radius": console.describe_quantiles(quantiles),
+        "rules": console.describe_counts(rules),
+    }
     names, radius = class_names_of(model), map(str, found.radius.tolist())
     predictions = (names[label] for label in found.prediction.tolist())
     lines = zip(examples.names, predictions, radius, found.rules, strict=True)
@@ -105,18 +102,18 @@ def _prove_values(
     facts: dict[str, str] = {}
     assumptions: dict[str, None] = {}  # of all intervals, in order
     lines: list[tuple[str, ...]] = [("row", "eps", "low", "high")]
-    with progress_bar("certifying") as advance:
+    with console.progress_bar("certifying") as advance:
         for done, eps in enumerate(radii, 1):
             found = certify_values(model, examples.x, eps, **options)
             assumptions |= dict.fromkeys(found.assumptions)
             radius, width = opt.radius_text(eps), _quantiles(found.high - found.low)
             intervals[radius] = {"width": width}
-            facts[f"width at {radius}"] = describe_quantiles(width)
+            facts[f"width at {radius}"] = console.describe_quantiles(width)
             if examples.y is not None:
                 worst = (found.low - examples.y).abs().maximum((found.high - examples.y).abs())
                 score = score_of(worst, torch.zeros_like(worst))
                 intervals[radius]["certified"] = score
-                facts[f"mse at most, at {radius}"] = describe_score(score)
+                facts[f"mse at most, at {radius}"] = console.describe_score(score)
             bounds = zip(examples.names, found.low.tolist(), found.high.tolist(), strict=True)
             lines += [(name, radius, str(low), str(high)) for name, low, high in bounds]
             advance(done, len(radii))

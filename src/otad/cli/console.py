@@ -23,8 +23,7 @@ from otad.scores import Score
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that vanishes at the end, called with the steps done and all steps; none
-    where stderr is not a terminal."""
+    """A bar on a terminal that vanishes at the end, called with the steps done and all steps."""
     with bars(passing=True) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -88,11 +88,8 @@ def defend(
     assessment, card = assess_and_save(model, dataset, about, out)
     points = len(model.bank_inputs)
     record = {"model": str(out), "card": str(card), "bank_points": points, **scope_record(model)}
-    facts = _facts(assessment, model) | {
-        "bank": f"{points} training points",
-        "model": str(out),
-        "next": f"otad predict {out} test --out predictions.csv",
-    }
+    facts = _facts(assessment, model) | {"bank": f"{points} training points", "model": str(out)}
+    facts["next"] = f"otad predict {out} test --out predictions.csv"
     record |= assessment.to_dict()
     show(record, as_json, title=f"Defended on {dataset.name}", facts=facts)
 

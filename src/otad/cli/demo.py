@@ -153,11 +153,8 @@ def demo(
         "demo_seconds": time.perf_counter() - started,
     }
     figures = "{otad:.2%} right; {worst_case_accuracy:.1%} left by attacks, {certified:.1%} proved"
-    by_map = {
-        "OTAD": robustness,
-        f"global map, L = {through_all.curvature}": globally,
-        "global map, no net": by_points,
-    }
+    by_map = {"OTAD": robustness, f"global map, L = {through_all.curvature}": globally}
+    by_map["global map, no net"] = by_points
     attacks, raised = len(evaluation.per_attack), f"{assessment.share_raised:.1%} of the rows"
     facts = {
         "accuracy of the net": f"{assessment.scores[NET]:.2%} on {len(assessment)} test digits",

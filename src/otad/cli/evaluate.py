@@ -112,13 +112,9 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
     found["flags"] = {flag.name: flag.verdict for flag in evaluation.flags}
     radii = {opt.radius_text(eps): eps for eps in evaluation.eps}
     if evaluation.task == "classification":
-        of_radius = {
-            "worst_case": evaluation.worst_case,
-            "certified": evaluation.certified_accuracy,
-        }
-        for name, score in of_radius.items():
-            found[name] = {text: score(eps) for text, eps in radii.items()}
-        return found | {"per_attack": evaluation.per_attack}
+        found["worst_case"] = {text: evaluation.worst_case(eps) for text, eps in radii.items()}
+        proved = {text: evaluation.certified_accuracy(eps) for text, eps in radii.items()}
+        return found | {"certified": proved, "per_attack": evaluation.per_attack}
     errors = {text: fmean(evaluation.worst_errors(eps)) for text, eps in radii.items()}
     found["mean_worst_error"] = errors
     if evaluation.certificate is not None:

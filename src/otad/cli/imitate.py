@@ -44,8 +44,7 @@ def imitate(
     batch_size: Annotated[int | None, _training("Rows per step.  [default: 256]")] = None,
     learning_rate: Annotated[float | None, _training("The highest.  [default: 0.0003]")] = None,
     mixed_precision: Annotated[
-        bool | None,
-        _training("bfloat16.  [default: on a GPU]", "--mixed-precision/--full-precision"),
+        bool | None, _training("bfloat16.  [default: on GPU]", "--mixed-precision/--full-precision")
     ] = None,
     held_out: Annotated[int, _training("Random points of the bank to measure the error on.")] = 0,
     cached: Annotated[

@@ -16,20 +16,17 @@ from otad.cli.sources import DataChoice, data_card
 from otad.data import CellPreparation, Table, read_h5ad, read_images, read_npz, read_table
 from otad.data.dataset import encode_labels, refuse_repeats
 from otad.data.images import list_images, visible
-from otad.data.npz import as_inputs, as_targets
 from otad.data.registry import find_first
+from otad.data.user_files import as_inputs, as_targets
 from otad.errors import InputError
 from otad.model.otad import OTAD
 
 
 @dataclass(frozen=True, eq=False)
 class InputRows:
-    """Inputs of a model, read a few at a time.
-
-    `names`: the number or the file of each row. `read(rows)`: inputs (B,*input_shape).
-    `targets(name)`: targets (N,) from the column or array of that name, by default from the one
-    trained on; None where that is missing.
-    """
+    """Inputs of a model, read a few at a time. `names`: the number or the file of each row.
+    `read(rows)`: inputs (B,*input_shape). `targets(name)`: targets (N,) from the column or array of
+    that name, by default from the one trained on; None where that is missing."""
 
     names: tuple[str, ...]
     read: Callable[[slice], Tensor]

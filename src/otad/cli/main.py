@@ -66,15 +66,12 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+_EAGER: dict[str, Any] = {"callback": _print_version, "is_eager": True}
+_Version = Annotated[bool, typer.Option("--version", help="Print the version.", **_EAGER)]
+
+
 @main.callback()
-def otad(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
+def otad(version: _Version = False) -> None:
     """Robust prediction by optimal transport and exact convex integration.
 
     Start with: otad demo

@@ -39,8 +39,7 @@ Input = Annotated[
     str, argument("INPUT", "CSV, NPZ (array x), image folder or .h5ad; or test: its test data.")
 ]
 DataDir = Annotated[
-    Path | None,
-    option("Folder of the data sets and of relative paths.  [default: OTAD_DATA]", panel=READING),
+    Path | None, option("Folder of data and relative paths.  [default: OTAD_DATA]", panel=READING)
 ]
 Targets = Annotated[
     str | None,
@@ -65,8 +64,7 @@ Unit = Annotated[
     str | None, option("1, or std: those of the training data.  [default: 1]", panel=THREAT)
 ]
 Scale = Annotated[
-    Path | None,
-    option('JSON file: unit of each feature, {"alcohol": 0.5, ...}.', panel=THREAT, dir_okay=False),
+    Path | None, option('JSON: units of features, {"pH": 0.5, ...}.', panel=THREAT, dir_okay=False)
 ]
 
 

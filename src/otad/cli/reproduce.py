@@ -18,8 +18,7 @@ HOW = ("jobs", "data_dir", "out", "work", "max_seconds", "seed", "quick")
 
 def reproduce(
     names: Annotated[
-        list[str] | None,
-        opt.argument("NAME...", "Experiments, 'all' or paths of your own .toml; none lists them."),
+        opt.Names, opt.argument("NAME...", "Experiments, 'all' or your own .toml; none lists them.")
     ] = None,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",

@@ -36,10 +36,7 @@ _KINDS: dict[str, tuple[str, Callable[..., Dataset], tuple[str, ...], tuple[str,
     ".h5ad": ("an AnnData file", data.load_h5ad, ("label",), ("drop", "genes", "normalize")),
     ".npz": ("an NPZ file", data.load_npz, (), ("task",)),
 }
-_RELATIVE = (
-    "relative paths start from the current folder or --data-dir; a net or a model notes them from "
-    "the folder it was made in"
-)
+_RELATIVE = "relative paths, as a net or a model notes them, start from here or from --data-dir"
 
 
 @dataclass(frozen=True)
@@ -72,20 +69,16 @@ class DataChoice:
         require(readable, "data", expected, f"{self.data!r}{absent}")
         title, read, needs, accepts = _FOLDER if path.is_dir() else _KINDS[path.suffix.lower()]
         for name in needs:
-            require(name in self.options, str(path), f"{_flag(name)} for {title}", "none")
+            require(name in self.options, str(path), f"--{name} for {title}", "none")
         for name in self.options:
             known = name in (*needs, *accepts, "test_fraction")
-            require(known, str(path), f"only options of {title}", _flag(name))
+            require(known, str(path), f"only options of {title}", f"--{name}")
         find_first(self._places(data_dir), title.partition(" ")[2], _RELATIVE)
         return read(path, seed=self.seed, **self.options)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> DataChoice:
         return cls(record["data"], record["seed"], record["options"])
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")
 
 
 def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:

@@ -105,8 +105,7 @@ def train(
 def train_net(
     dataset: Dataset, config: TrainConfig, *, validation: float = 0.0, **options: Any
 ) -> tuple[Backbone, TrainResult]:
-    """Trained on inputs standardized by the train part, tables per feature and images as a whole;
-    `options` as in `fit_backbone`."""
+    """Inputs are standardized, tables by feature, images as one; `options` of `fit_backbone`."""
     x, y = dataset.train_x, dataset.train_y
     parts = [x, y] if validation == 0.0 else split(dataset, validation, config.seed)
     options |= {"task": dataset.task, "n_outputs": len(dataset.classes) or 1}

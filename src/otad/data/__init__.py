@@ -6,7 +6,6 @@ from otad.data import named  # noqa: F401, it registers the data sets
 from otad.data.cells import CellPreparation, CellTable, load_h5ad, read_h5ad
 from otad.data.dataset import Dataset, Standardizer, Task
 from otad.data.images import list_images, load_image_folder, read_images
-from otad.data.npz import load_npz, read_npz
 from otad.data.registry import (
     DatasetInfo,
     MissingDataError,
@@ -16,7 +15,7 @@ from otad.data.registry import (
     register_dataset,
 )
 from otad.data.splits import TrainValidation, holdout, most_central, split, subset_per_class
-from otad.data.table import Table, load_csv, read_table
+from otad.data.user_files import Table, load_csv, load_npz, read_npz, read_table
 
 __all__ = [
     "CellPreparation", "CellTable", "Dataset", "DatasetInfo", "MissingDataError", "Standardizer",

@@ -156,8 +156,7 @@ def load_h5ad(
     name: str | None = None,
     source: str = "the user's AnnData file",
 ) -> Dataset:
-    """Cells labeled by the obs column `label`, prepared by a `CellPreparation`, without those whose
-    label is in `drop`, such as 'Ambiguous'."""
+    """Cells labeled by the obs column `label`, without labels in `drop`; see `CellPreparation`."""
     cells = read_h5ad(path, label)
     labels = cells.labels or ()
     dropped = (drop,) if isinstance(drop, str) else tuple(drop)

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,12 +25,6 @@ def refuse_repeats(names: Iterable[str], where: str) -> None:
     require(not repeated, where, "distinct names", f"repeated {', '.join(repeated)}")
 
 
-class Preparation(Protocol):
-    """What was done to the inputs of a data set, such as `CellPreparation`."""
-
-    def to_json(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Train and test parts of one data set, checked once, on the CPU.
@@ -38,7 +32,7 @@ class Dataset:
     Inputs are float32: vectors (N, d), or images (N, C, H, W) within `bounds`. Targets are (N,):
     int64 indices into `classes`, or float32 values with no classes for regression. Inputs are not
     normalized: the model does that, so that distances are in the user's own units. (Cells are the
-    exception, and `preparation` repeats what was done to them.)
+    exception: `preparation`, a `CellPreparation`, repeats what was done to them.)
     """
 
     name: str
@@ -51,7 +45,7 @@ class Dataset:
     classes: tuple[str, ...] = ()
     bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
-    preparation: Preparation | None = field(default=None, repr=False)
+    preparation: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         labeled = check_choice(self.task, "task", TASKS) == "classification"
@@ -119,8 +113,7 @@ class Standardizer:
 
     @classmethod
     def fit(cls, x: Tensor, per: Per = "feature") -> Standardizer:
-        """Statistics of x (N, ...) for every feature, every image channel, or one for all. The std
-        of a constant feature is 1."""
+        """By feature of x (N, ...), by channel, or one for all; the std of a constant is 1."""
         check_choice(per, "per", ("feature", "channel", "all"))
         any_axes = ",".join(["N", *(f"axis{k}" for k in range(1, x.ndim))])
         check_tensor(x, "x", "N,C,H,W" if per == "channel" else any_axes)

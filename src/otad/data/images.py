@@ -32,8 +32,7 @@ _PIXELS = 3 * 32 * 32
 
 
 def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) -> Tensor:
-    """RGB images (N, 3, size, size) in [0, 1]: the shorter side is resized to `resize` (default:
-    `size`), then the center is cropped."""
+    """RGB (N,3,size,size) in [0, 1]: the shorter side resized to `resize`, the center cropped."""
     check_count(size, "size")
     short = size if resize is None else check_count(resize, "resize", least=size)
     pixels = np.empty((len(paths), size, size, 3), dtype=np.uint8)
@@ -129,8 +128,7 @@ def _resize_and_crop(image: Image.Image, size: int, short: int) -> Image.Image:
 
 
 def load_idx(folders: Sequence[Path], *, name: str, **about: Any) -> Dataset:
-    """The four official files, each in the first folder that has it, with or without .gz; `about`
-    holds the other fields of the data set."""
+    """The four official files, each in the first folder that has it, with or without .gz."""
 
     def read(file: str, axes: int) -> Tensor:
         path = _find_packed(folders, file, name)

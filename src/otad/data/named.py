@@ -14,7 +14,7 @@ from otad.data.dataset import Dataset, Task
 from otad.data.images import load_cifar10, load_idx, load_image_folder
 from otad.data.registry import find_first, register_dataset
 from otad.data.splits import split_rows
-from otad.data.table import load_csv
+from otad.data.user_files import load_csv
 
 DIGITS = tuple(str(k) for k in range(10))
 FASHION = (
@@ -83,16 +83,11 @@ def imagenette(root: Path, *, size: int = 224, resize: int | None = None, **abou
     where="https://archive.ics.uci.edu/dataset/186/wine+quality, winequality-red.csv into wine/",
 )
 def red_wine(
-    root: Path,
-    *,
-    task: Task = "regression",
-    test_fraction: float = 0.2,
-    seed: int = 0,
-    **about: str,
+    root: Path, *, task: Task = "regression", test_fraction: float = 0.2, seed: int = 0, **more: str
 ) -> Dataset:
     places = [root / "wine/winequality-red.csv", root / "winequality-red.csv"]
     path = find_first(places, "red_wine")
-    return load_csv(path, "quality", task=task, test_fraction=test_fraction, seed=seed, **about)
+    return load_csv(path, "quality", task=task, test_fraction=test_fraction, seed=seed, **more)
 
 
 def _register_cells(
@@ -108,32 +103,19 @@ def _register_cells(
         return load_h5ad(path, label, **{"normalize": counts} | options)
 
 
-_register_cells(
-    "merfish_mousePOA",
-    "merfish_mousePOA.h5ad",
+_register_cells("merfish_mousePOA", "merfish_mousePOA.h5ad",
     "6,509 cells of the mouse preoptic area, 155 genes, 16 types of which one is 'Ambiguous'",
-    "MERFISH, Moffitt et al. 2018, by way of https://github.com/JEFworks-Lab/SEraster",
-)
-_register_cells(
-    "human_kidney",
-    "human_kidney_top2000.h5ad",
+    "MERFISH, Moffitt et al. 2018, by way of https://github.com/JEFworks-Lab/SEraster")  # fmt: skip
+_register_cells("human_kidney", "human_kidney_top2000.h5ad",
     "5,685 cells of the human kidney, 2,000 genes, 11 types",
-    "https://github.com/ttgump/scDCC, the 2,000 most variable genes",
-)
-_register_cells(
-    "starmap_mpfc",
-    "starmap_mpfc.h5ad",
+    "https://github.com/ttgump/scDCC, the 2,000 most variable genes")  # fmt: skip
+_register_cells("starmap_mpfc", "starmap_mpfc.h5ad",
     "3,704 cells of the mouse prefrontal cortex, 158 genes, 16 types of which one is 'NA'",
-    "STARmap, Wang et al. 2018, by way of https://github.com/YosefLab/scVI-data",
-)
-_register_cells(
-    "pbmc68k",
-    "10x_pbmc68k_reduced.h5ad",
+    "STARmap, Wang et al. 2018, by way of https://github.com/YosefLab/scVI-data")  # fmt: skip
+_register_cells("pbmc68k", "10x_pbmc68k_reduced.h5ad",
     "700 blood cells, 765 genes already log-normalized and scaled, 10 types",
     "10x Genomics PBMC 68k, the reduced file bundled with scanpy",
-    label="bulk_labels",
-    counts=False,
-)
+    label="bulk_labels", counts=False)  # fmt: skip
 
 
 @register_dataset(
@@ -196,23 +178,15 @@ def _register_bundled(name: str, summary: str, source: str) -> None:
         return split_rows(x, y, test_fraction, seed, classes=classes, **about)
 
 
-_register_bundled(
-    "digits",
-    "1,797 digits, 1 x 8 x 8",
-    "UCI Optical Recognition of Handwritten Digits (Alpaydin, Kaynak 1998), CC BY 4.0",
-)
-_register_bundled(
-    "breast_cancer",
-    "569 tumors, 30 measurements, 2 classes",
-    "UCI Breast Cancer Wisconsin Diagnostic (Wolberg 1995), CC BY 4.0",
-)
-_register_bundled(
-    "diabetes",
-    "442 patients, 10 measurements, regression",
-    "Efron, Hastie, Johnstone, Tibshirani 2004; as shipped with scikit-learn, BSD-3-Clause",
-)
-_register_bundled(
-    "wine",
-    "178 wines, 13 measurements, 3 cultivars",
-    "UCI Wine (Aeberhard, Forina 1992), CC BY 4.0",
-)
+BUNDLED = {
+    "digits": ("1,797 digits, 1 x 8 x 8",
+        "UCI Optical Recognition of Handwritten Digits (Alpaydin, Kaynak 1998), CC BY 4.0"),
+    "breast_cancer": ("569 tumors, 30 measurements, 2 classes",
+        "UCI Breast Cancer Wisconsin Diagnostic (Wolberg 1995), CC BY 4.0"),
+    "diabetes": ("442 patients, 10 measurements, regression",
+        "Efron, Hastie, Johnstone, Tibshirani 2004; as shipped with scikit-learn, BSD-3-Clause"),
+    "wine": ("178 wines, 13 measurements, 3 cultivars",
+        "UCI Wine (Aeberhard, Forina 1992), CC BY 4.0"),
+}  # fmt: skip
+for _name, _about in BUNDLED.items():
+    _register_bundled(_name, *_about)

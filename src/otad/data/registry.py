@@ -39,12 +39,7 @@ _INFOS: dict[str, DatasetInfo] = {}
 
 
 def register_dataset(
-    name: str,
-    summary: str,
-    *,
-    source: str,
-    where: str = BUILT_IN,
-    options_of: Callable[..., object] | None = None,
+    name: str, summary: str, *, source: str, where: str = BUILT_IN, options_of: Build | None = None
 ) -> Callable[[Build], Build]:
     """Make a loader known to `load`. It is called with the data folder (unless the data set is
     built in), the options given, and the `name` and `source` of the data set. Its options are its

@@ -32,8 +32,7 @@ def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainVali
 def split_rows(
     x: Tensor, y: Tensor, test_fraction: float, seed: int, *, classes: tuple[str, ...], **about: Any
 ) -> Dataset:
-    """A data set of x (N, ...) and y (N,) with a share held out as its test part, a regression if
-    there are no `classes`; `about` holds the other fields."""
+    """x (N, ...) and y (N,), a share of them held out to test; a regression without `classes`."""
     task: Task = "classification" if classes else "regression"
     kept, held = holdout(y, test_fraction, seed, task=task)
     parts = x[kept], y[kept], x[held], y[held]
@@ -65,8 +64,7 @@ def subset_per_class(labels: Tensor, per_class: int, generator: torch.Generator)
 
 
 def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
-    """Ascending indices of the `per_class` rows of every class that are nearest to its mean, of
-    `points` (N,m) with `labels` (N,)."""
+    """Ascending indices of the `per_class` points (N,m) of each class nearest to its mean."""
     check_tensor(points, "points", "N,m")
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
     check_shape(labels, "labels", (len(points),), "with one label per point")

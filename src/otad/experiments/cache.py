@@ -24,6 +24,7 @@ from otad.io.tensor_files import read_tensors, write_tensors
 
 T = TypeVar("T")
 Report = Callable[[int, int], None]  # of the steps done and all steps
+Train = Callable[..., tuple[int, dict[str, Any]]]
 SAVE_SECONDS = 60.0  # between two checkpoints
 RESUMES = "the same command resumes"
 
@@ -55,13 +56,7 @@ class WorkFolder:
             return found
 
     def trained(
-        self,
-        kind: str,
-        identity: Any,
-        net: nn.Module,
-        epochs: int,
-        train: Callable[..., tuple[int, dict[str, Any]]],
-        report: Report,
+        self, kind: str, identity: Any, net: nn.Module, epochs: int, train: Train, report: Report
     ) -> dict[str, Any]:
         """Train `net`, or load the weights of an earlier run; the results, with "seconds". `train`
         gets the arguments of a trainer that resumes, and gives the epochs done and its results."""

@@ -1,5 +1,4 @@
-"""The record of a run: one JSON file with its configuration (the content of the TOML file), its
-results and where they were made."""
+"""The record of a run: one JSON file with its configuration, its results and where it was made."""
 
 from __future__ import annotations
 
@@ -174,24 +173,19 @@ class RunRecord:
 
     @staticmethod
     def read(path: Path) -> RunRecord:
-        return _record_in(path, read_json(path))
+        content = read_json(path)
+        found = content.get("format") if isinstance(content, dict) else None
+        require(found == FORMAT, str(path), f"a record of format {FORMAT}", repr(found))
+        record: RunRecord = from_plain(RunRecord, content, path.name)
+        return record
 
 
 def read_records(folder: Path) -> list[RunRecord]:
     """The records of experiments in a folder, by name; other JSON files are ignored."""
     contents = {path: read_json(path) for path in sorted(folder.glob("*.json"))}
-    return [_record_in(*one) for one in contents.items() if _format_of(one[1]).startswith(FAMILY)]
-
-
-def _record_in(path: Path, content: Any) -> RunRecord:
-    found = _format_of(content)
-    require(found == FORMAT, str(path), f"a record of format {FORMAT}", repr(found))
-    record: RunRecord = from_plain(RunRecord, content, path.name)
-    return record
-
-
-def _format_of(content: Any) -> str:
-    return str(content.get("format")) if isinstance(content, dict) else ""
+    tables = {path: content for path, content in contents.items() if isinstance(content, dict)}
+    found = [path for path, table in tables.items() if str(table.get("format")).startswith(FAMILY)]
+    return [RunRecord.read(path) for path in found]
 
 
 def code_fingerprint() -> str:

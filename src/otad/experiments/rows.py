@@ -163,17 +163,10 @@ def attack_row(spec: AttackSpec, of: Subject, train_x: Tensor | None) -> Attacke
     if RANDOM_STEP in runs:
         inputs = ball.surface(x, torch.Generator().manual_seed(of.seed))
     else:
-        found = run_attacks(
-            victim,
-            x.to(device),
-            y.to(device),
-            ball,
-            make_attacks(runs, victim, train_x),
-            strongest=True,
-            seed=of.seed,
-            batch_size=BATCH,
-            progress=lambda attack, done, total, worst: of.report(done, total),
-        )
+        how: dict[str, Any] = {"strongest": True, "seed": of.seed, "batch_size": BATCH}
+        how["progress"] = lambda attack, done, total, worst: of.report(done, total)
+        attacks = make_attacks(runs, victim, train_x)
+        found = run_attacks(victim, x.to(device), y.to(device), ball, attacks, **how)
         inputs, broken = found.inputs, found.right & found.distances.isfinite()
         forwards = sum(record.forwards for record in found.records)
         backwards = sum(record.backwards for record in found.records)

@@ -139,21 +139,12 @@ def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = (part[chosen].to(model.backbone.mean.device) for part in (data.test_x, data.test_y))
     with study.work.lock(folder.name):
-        found = evaluate(
-            model,
-            x,
-            y,
-            L2(spec.headline),
-            eps=spec.eps,
-            attacks=make_attacks(spec.attacks, model, train_x) or "standard",
-            spare_proved=spec.spare_proved,
-            train_x=train_x,
-            flags=spec.flags,
-            seed=study.seed,
-            batch_size=spec.batch_size,
-            folder=work,
-            progress=lambda attack, done, total, worst: study.report(label, done, total),
-        )
+        names = ("eps", "spare_proved", "flags", "batch_size")
+        how: dict[str, Any] = {name: getattr(spec, name) for name in names}
+        how["attacks"] = make_attacks(spec.attacks, model, train_x) or "standard"
+        how["progress"] = lambda attack, done, total, worst: study.report(label, done, total)
+        how |= {"train_x": train_x, "seed": study.seed, "folder": work}
+        found = evaluate(model, x, y, L2(spec.headline), **how)
         study.seconds[label] = found.seconds
         found.write(folder / "evaluation.json")
         shown: dict[str, Any] = {"x": x, "y": y, "classes": data.classes, "train_x": train_x}
@@ -180,8 +171,7 @@ class Task(NamedTuple):
 
 
 def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
-    """The tasks of experiments in three phases, each of which needs the one before; what several
-    experiments share is one task."""
+    """The tasks in three phases, each of which needs the one before; what is shared is one task."""
     phases: list[dict[str, Task]] = [{}, {}, {}]
 
     def add(phase: int, content: Any, one: Experiment, method: str, *key: str) -> None:

@@ -1,5 +1,4 @@
-"""An experiment in progress: its data, what it learns and what it measures, each made once and
-saved in the work folder (see `cache`)."""
+"""An experiment in progress: what it loads, learns and measures, each made once (see `cache`)."""
 
 from __future__ import annotations
 
@@ -21,17 +20,10 @@ from otad.cip.whole_bank.potential import BankPotential
 from otad.data import Dataset, load, most_central, subset_per_class
 from otad.evaluate.protocol import VERSION as PROTOCOL_VERSION
 from otad.experiments import records
+from otad.experiments import rows as measuring
 from otad.experiments.cache import Report, WorkFolder
 from otad.experiments.experiment import Experiment
 from otad.experiments.learn import Learned, N, Source, config_of, fresh_metric, fresh_net, refusing
-from otad.experiments.rows import (
-    VERSION,
-    Subject,
-    attack_row,
-    batches_of,
-    measure_regularity,
-    measure_row,
-)
 from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
 from otad.io.codec import digest_of
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
@@ -53,7 +45,9 @@ Part = TypeVar(
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 # The settings of a row that decide its answers, beside its net, metric and CIP-net:
 MODEL = "method n_neighbors scope smoothness strong_convexity mode climb per_class central"
+MEASURED = {"surrogates": ("error", "held_out_error")}  # of others: "train_score"
 T = TypeVar("T")
+Learn = Callable[..., Any]
 
 
 def once(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
@@ -113,7 +107,7 @@ class Study:
         # Options decide how prototypes are drawn, which their configuration does not show.
         identity = [source.fingerprint, spec.normalize, spec.options]
         learn = partial(train, net, source.train, config)
-        return self._train("nets", key, net, config, identity, learn, "train_score")
+        return self._train("nets", key, net, config, identity, learn)
 
     def _try(self, key: str, choice: Choice, value: float) -> records.Candidate:
         """The score of a value, from an experiment of its own on the train part."""
@@ -149,7 +143,7 @@ class Study:
         config = config_of(MetricConfig, spec.train, seed=self.seed, device=self.device)
         identity = [source.fingerprint, spec.normalize]
         learn = partial(train_metric, net, source.train, config)
-        found = self._train("metrics", label, net, config, identity, learn, "train_score")
+        found = self._train("metrics", label, net, config, identity, learn)
         return replace(found, record=replace(found.record, results=about | found.record.results))
 
     @once
@@ -166,18 +160,10 @@ class Study:
             return imitate(model, config, net=net, **taught).result
 
         identity = [self.identity(spec.row), spec.alpha, spec.held_out]
-        measured, label = ("error", "held_out_error"), f"surrogate {key}"
-        return self._train("surrogates", label, net, config, identity, learn, *measured)
+        return self._train("surrogates", f"surrogate {key}", net, config, identity, learn)
 
     def _train(
-        self,
-        kind: str,
-        label: str,
-        net: N,
-        config: LoopConfig,
-        identity: Any,
-        learn: Callable[..., Any],
-        *measured: str,
+        self, kind: str, label: str, net: N, config: LoopConfig, identity: Any, learn: Learn
     ) -> Learned[N]:
         """A net that `learn` trains, or trained in an earlier run."""
         settings, report = asdict(config), partial(self.report, f"train {label}")
@@ -185,6 +171,7 @@ class Study:
 
         def run(**saving: Any) -> tuple[int, Options]:
             history = learn(**saving).history
+            measured = MEASURED.get(kind, ("train_score",))
             return len(history), {key: getattr(history[-1], key) for key in measured}
 
         results = self.work.trained(kind, name, net, config.epochs, run, report)
@@ -228,7 +215,9 @@ class Study:
         net = self.metric(metric).net
         x = self.source(self.experiment.metrics[metric].data).data.train_x
         with self.timed(f"keys by {metric}") as report, torch.no_grad():
-            return torch.cat([net(batch) for batch in batches_of(x, net.mean.device, report)])
+            return torch.cat(
+                [net(part) for part in measuring.batches_of(x, net.mean.device, report)]
+            )
 
     def bank_rows(self, row: RowSpec) -> Tensor | None:
         """The points of the train part that are in the bank of a row, None for all."""
@@ -318,7 +307,7 @@ class Study:
 
         def measure(report: Report) -> records.RowRecord:
             found = self.potential(key)
-            return measure_row(row, self._subject(key, report), found and found[1])
+            return measuring.measure_row(row, self._subject(key, report), found and found[1])
 
         identity = [self.identity(key), row.certify, row.lipschitz]
         return self.part(key, records.RowRecord, identity, measure)
@@ -330,7 +319,7 @@ class Study:
         identity = [self.identity(key), spec, PROTOCOL_VERSION, versions]
 
         def measure(report: Report) -> records.AttackedScore:
-            return attack_row(spec, self._subject(key, report), self.train_inputs(row))
+            return measuring.attack_row(spec, self._subject(key, report), self.train_inputs(row))
 
         return self.part(f"{key}: {name}", records.AttackedScore, identity, measure)
 
@@ -342,20 +331,21 @@ class Study:
             return None
 
         def measure(report: Report) -> records.Regularity:
-            return measure_regularity(self._subject(keys[0], report))
+            return measuring.measure_regularity(self._subject(keys[0], report))
 
         name = f"regularity of {net}"
         return self.part(name, records.Regularity, self.identity(keys[0]), measure)
 
-    def _subject(self, key: str, report: Report) -> Subject:
-        row = self.experiment.rows[key]
-        return Subject(self.model(key), self.net(row.net).net, self.data(row), self.seed, report)
+    def _subject(self, key: str, report: Report) -> measuring.Subject:
+        row, model = self.experiment.rows[key], self.model(key)
+        net, data = self.net(row.net).net, self.data(row)
+        return measuring.Subject(model, net, data, self.seed, report)
 
     def part(
         self, label: str, kind: type[Part], identity: Any, measure: Callable[[Report], Part]
     ) -> Part:
         """What `measure` finds, or found in an earlier run; its seconds are recorded."""
-        name = [kind.__name__, VERSION, identity]
+        name = [kind.__name__, measuring.VERSION, identity]
         found = self.work.part(kind, name, lambda: measure(partial(self.report, label)))
         self.report(label, 1, 1)
         self.seconds[label] = found.seconds or 0.0

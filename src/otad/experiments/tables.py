@@ -9,9 +9,12 @@ from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import matplotlib
 from jinja2 import Environment, FileSystemLoader, Template, Undefined
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from otad.checks import require
 from otad.evaluate import Evaluation
@@ -21,11 +24,8 @@ from otad.io.files import replacing
 from otad.scores import Score
 from otad.threat import L2
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 GIGABYTE = 1e9
+SVG: Any = {"svg.hashsalt": "otad", "svg.fonttype": "none"}  # reproducible, with searchable text
 HEADINGS = {"accuracy": "accuracy % (95 %)", "mse": "mean squared error (95 %)"}
 HEADER = """# Results
 
@@ -162,8 +162,8 @@ def _template() -> Template:
     made.finalize = lambda value: "-" if value is None else value
     made.filters |= {
         "fmt": _fmt,
-        "score": _score,
-        "value": lambda score: _fmt(score.value, ".2f" if score.metric == "accuracy" else ".3f"),
+        "score": lambda found: found and "{} ({} to {})".format(*_digits(found)),
+        "value": lambda score: _digits(score)[0],
         "percent": lambda share: _fmt(100 * share if share or share == 0 else None, ".2f"),
         "giga": lambda count: _fmt(None if count is None else count / GIGABYTE, ".2f"),
         "spread": lambda found: " / ".join(f"{one:.3g}" for one in found.marks) if found else None,
@@ -185,11 +185,9 @@ def _fmt(value: Any, form: str = "g") -> str | None:
     return None if value is None or isinstance(value, Undefined) else f"{value:{form}}"
 
 
-def _score(found: Score | None) -> str | None:
-    if found is None:
-        return None
-    form = ".2f" if found.metric == "accuracy" else ".3f"
-    return f"{found.value:{form}} ({found.low:{form}} to {found.high:{form}})"
+def _digits(score: Score) -> list[str]:
+    form = ".2f" if score.metric == "accuracy" else ".3f"
+    return [f"{number:{form}}" for number in (score.value, score.low, score.high)]
 
 
 def _brackets(options: Mapping[str, object]) -> str:
@@ -199,7 +197,8 @@ def _brackets(options: Mapping[str, object]) -> str:
 
 def draw_costs(costs: Sequence[CostRecord], threads: int, path: Path) -> None:
     """Time and memory against the size of the bank, a line for each device, as SVG."""
-    figure, (seconds, memory) = _panels(8.0, 3.4, 2)
+    figure = Figure((8.0, 3.4), layout="constrained")
+    seconds, memory = figure.subplots(1, 2)
     for device in dict.fromkeys(cost.device for cost in costs):
         part = sorted((cost for cost in costs if cost.device == device), key=attrgetter("bank"))
         banks = [cost.bank for cost in part]
@@ -224,7 +223,8 @@ def draw_curve(record: RunRecord, title: str, path: Path) -> None:
         if spec.method == "otad" and spec.smoothness
     }
     rows = {key: record.rows[key] for key in sorted(curvature, key=curvature.__getitem__)}
-    figure, (accuracy, lipschitz, error) = _panels(11.0, 3.6, 3)
+    figure = Figure((11.0, 3.6), layout="constrained")
+    accuracy, lipschitz, error = figure.subplots(1, 3)
 
     def plot(axes: Axes, label: str, marker: str, value: str, points: Mapping[str, Any]) -> None:
         known = {key: attrgetter(value)(one) for key, one in points.items() if one is not None}
@@ -246,23 +246,10 @@ def draw_curve(record: RunRecord, title: str, path: Path) -> None:
     _save(figure, title, path)
 
 
-def _panels(width: float, height: float, count: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, count))
-
-
 def _save(figure: Figure, title: str, path: Path) -> None:
-    """As an SVG file with text that can be searched, the same for the same figure."""
-    import matplotlib
-
     for axes in figure.axes:
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(title)
-    with (
-        matplotlib.rc_context({"svg.hashsalt": "otad", "svg.fonttype": "none"}),
-        replacing(path) as partial,
-    ):
+    with matplotlib.rc_context(SVG), replacing(path) as partial:
         figure.savefig(partial, format="svg", metadata={"Date": None})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,9 +14,12 @@ from torch import Tensor, nn
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.model.account import AccountBuilder, SolverAccount
+from otad.model.bank import Progress
 from otad.model.otad import OTAD
 from otad.scores import abstained, is_right, squared_errors
 from otad.training.supervised import METRICS
+
+BATCH = 1000  # rows at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,23 +64,16 @@ class Assessment:
 
 @torch.no_grad()
 def assess(
-    model: OTAD,
-    x: Tensor,
-    y: Tensor,
-    *,
-    baselines: bool = False,
-    batch_size: int = 1000,
-    progress: Callable[[int, int], None] | None = None,
+    model: OTAD, x: Tensor, y: Tensor, *, baselines: bool = False, progress: Progress | None = None
 ) -> Assessment:
-    """Test the network, the defended model and, with `baselines`, both kinds of k-NN; `progress`
-    is called with (rows done, rows in total) after each batch."""
+    """Test the network, the model and, with `baselines`, k-NN; `progress`: (rows done, all)."""
     others: dict[str, nn.Module] = {NET: model.backbone}
     if baselines:
         others |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
     builder = AccountBuilder(model, least_smoothness=True)
     found: defaultdict[str, list[Tensor]] = defaultdict(list)
     seconds, done = 0.0, 0
-    for batch in x.split(batch_size):
+    for batch in x.split(BATCH):
         inputs = batch.to(model.backbone.mean.device)
         started = time.perf_counter()
         trace = model.trace(inputs)

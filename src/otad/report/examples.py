@@ -53,8 +53,7 @@ def _certainty(explanation: Explanation) -> float:
 
 
 def make_case(explanation: Explanation, truth: str, *, by_truth: bool = False) -> Case:
-    """The card of one prediction, with the training points of most weight, which agree if they have
-    the predicted label or, with `by_truth`, the true one."""
+    """A card; its training points agree with the prediction or, `by_truth`, with the true label."""
     bounds = explanation.bounds
     answer = NO_ANSWER if explanation.prediction is None else str(explanation.prediction)
     votes = [

@@ -47,8 +47,7 @@ def make_bank() -> Bank:
 
 
 def interpolate_grid(bank: Bank) -> tuple[Array, Array, Array]:
-    """Nodes (n,n,2) of a grid, their images (n,n,2) and the smoothness used (n,n), by one convex
-    integration problem per node, with the nearest bank points."""
+    """Nodes (n,n,2) of a grid, their images by the nearest bank points, the smoothness (n,n)."""
     axis = torch.linspace(-MAP_EXTENT, MAP_EXTENT, (LINES - 1) * EVERY + 1, dtype=torch.float64)
     nodes = torch.cartesian_prod(axis, axis)
     nearest = torch.cdist(nodes, bank[0]).topk(MAP_NEIGHBORS, largest=False).indices

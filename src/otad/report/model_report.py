@@ -130,8 +130,7 @@ def accuracy_section(assessment: Assessment) -> Section:
 
 
 def answers_section(name: str, models: Mapping[str, Assessment]) -> Section:
-    """How the answers of model `name` were found, compared with other `models` on the same inputs
-    and with the same configured smoothness."""
+    """How the answers of model `name` were found, beside other `models` of the same smoothness."""
     assessment, configured = models[name], models[name].smoothness
     least = {label: other.least_smoothness for label, other in models.items()}
     plot = plot_uri(smoothness_histogram(least, configured))
@@ -205,8 +204,7 @@ class Contender(NamedTuple):
 def scopes_section(
     local: Contender, others: Sequence[Contender], *, radii: Sequence[float], eps: float
 ) -> Section:
-    """Local and global maps side by side: certified accuracy at all `radii`, and accuracy under
-    the attacks at `eps`."""
+    """Local and global maps: certified accuracy at all `radii`, and under attack at `eps`."""
     models = local, *others
     evaluations = [one.evaluation for one in models]
     rows: list[tuple[Cell, ...]] = [
