@@ -1,11 +1,11 @@
-"""A terminal in an empty folder, and nets and models for the commands to work with."""
+"""Every command runs in an empty folder; nets and models for the commands to work with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from cli.small import BODY, QUICK, Terminal, write_body, write_digits
+from cli.small import BODY, QUICK, terminal, write_body, write_digits
 
 import otad
 from otad.cli.sources import DataChoice
@@ -13,12 +13,11 @@ from otad.data import Dataset
 from otad.evaluate import attack_flags
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Terminal:
+@pytest.fixture(autouse=True)
+def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OTAD_DATA", raising=False)
     monkeypatch.setattr(attack_flags, "STEPS", 2)  # flags are proved in tests/evaluate
-    return Terminal()
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +26,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workshop")
     write_digits(folder / "digits.npz")
     write_body(folder / "body.csv")
-    terminal = Terminal()
     reading = ["--target", "progression", "--task", "regression"]
     reading += [f"--features={name}" for name in BODY]
     for data, options in (("digits.npz", ()), ("body.csv", reading)):
@@ -58,5 +56,5 @@ def body_model(workshop: Path) -> otad.OTAD:
 def nearest(workshop: Path) -> Path:
     """A model that answers by one neighbor: fast, and much can be proved of it."""
     folder = workshop / "nearest-model"
-    Terminal().succeed("defend", workshop / "digits-net", "--out", folder, "--neighbors", 1)
+    terminal.succeed("defend", workshop / "digits-net", "--out", folder, "--neighbors", 1)
     return folder

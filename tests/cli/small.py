@@ -50,6 +50,9 @@ class Terminal:
         return message
 
 
+terminal = Terminal()
+
+
 def write_digits(path: Path, rows: int = 200) -> None:
     """The first digits as gray images with 17 levels, labeled by whole numbers."""
     bunch = load_digits()

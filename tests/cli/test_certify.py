@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.small import Terminal, column
+from cli.small import column, terminal
 
 import otad
 from otad.certify import certify, certify_values
@@ -19,9 +19,7 @@ from otad.nets import LipschitzMetric
 TO_FILE = ("--out", "rows.csv")
 
 
-def test_radii_are_those_of_the_library_to_the_last_digit(
-    terminal: Terminal, nearest: Path, digits: Dataset
-) -> None:
+def test_radii_are_those_of_the_library_to_the_last_digit(nearest: Path, digits: Dataset) -> None:
     record = terminal.json("certify", nearest, "test", "--eps", "0.4,0.1,0.2", *TO_FILE)
     found = certify(otad.load(nearest), digits.test_x)
     radius = np.array(column("rows.csv", "radius", float))
@@ -54,7 +52,7 @@ def test_radii_are_those_of_the_library_to_the_last_digit(
     np.testing.assert_allclose(in_std * std, radius, rtol=1e-4)
 
 
-def test_rows_without_targets_are_certified_too(terminal: Terminal, workshop: Path) -> None:
+def test_rows_without_targets_are_certified_too(workshop: Path) -> None:
     with np.load(workshop / "digits.npz") as archive:
         np.savez("new.npz", x=archive["x"][:5])
     record = terminal.json("certify", workshop / "digits-model", "new.npz")
@@ -64,9 +62,7 @@ def test_rows_without_targets_are_certified_too(terminal: Terminal, workshop: Pa
     assert "certified at" not in shown
 
 
-def test_a_regression_gets_intervals(
-    terminal: Terminal, workshop: Path, body_model: otad.OTAD
-) -> None:
+def test_a_regression_gets_intervals(workshop: Path, body_model: otad.OTAD) -> None:
     command = ("certify", workshop / "body-model", "test", "--unit", "std", "--eps")
     record = terminal.json(*command, "0.5,0.1", *TO_FILE)
     examples = open_examples(body_model, "test")
@@ -92,9 +88,7 @@ def test_a_regression_gets_intervals(
     assert both == small
 
 
-def test_a_radius_is_reported_to_the_last_digit(
-    terminal: Terminal, workshop: Path, nearest: Path
-) -> None:
+def test_a_radius_is_reported_to_the_last_digit(workshop: Path, nearest: Path) -> None:
     """Nothing is proved at 0.714286, which is more than was asked for."""
     radii = ["0.7142857142857143", "0.7142857142857144"]
     options = ("--eps", ",".join(radii), "--rows", 5)
@@ -106,9 +100,7 @@ def test_a_radius_is_reported_to_the_last_digit(
     assert all(f"certified at {radius}" in shown for radius in radii)
 
 
-def test_a_global_map_is_certified_by_its_constant(
-    terminal: Terminal, workshop: Path, digits: Dataset
-) -> None:
+def test_a_global_map_is_certified_by_its_constant(workshop: Path, digits: Dataset) -> None:
     whole = ("--out", "whole", "--scope", "global", "--smoothness")
     terminal.succeed("defend", workshop / "digits-net", *whole, 12)
     record = terminal.json("certify", "whole", "test", "--eps", "0.01,0.1", *TO_FILE)
@@ -126,9 +118,7 @@ def test_a_global_map_is_certified_by_its_constant(
     assert width["least"] == pytest.approx(width["most"], rel=0.01), "the same for every input"
 
 
-def test_a_metric_of_known_constant_is_named(
-    terminal: Terminal, digits_model: otad.OTAD, digits: Dataset
-) -> None:
+def test_a_metric_of_known_constant_is_named(digits_model: otad.OTAD, digits: Dataset) -> None:
     sizes = {"widths": (16, 32), "depth": 1, "key_dim": 16, "bounds": (0.0, 1.0)}
     options = {"metric": LipschitzMetric((1, 8, 8), **sizes), "n_neighbors": 3}
     keyed = otad.defend(digits_model.backbone, digits.train_x, digits.train_y, **options)
@@ -144,13 +134,13 @@ def test_a_metric_of_known_constant_is_named(
     assert message.startswith("metric_lipschitz: expected None")
 
 
-def test_a_map_without_a_certificate_is_refused(terminal: Terminal, workshop: Path) -> None:
+def test_a_map_without_a_certificate_is_refused(workshop: Path) -> None:
     options = ("--out", "bent", "--strong-convexity", -0.5, "--climb", "0.2,0.1")
     terminal.succeed("defend", workshop / "digits-net", *options)
     assert "strong" in terminal.refuse("certify", "bent", "test")
 
 
-def test_an_infinite_radius_is_reported_everywhere(terminal: Terminal, nearest: Path) -> None:
+def test_an_infinite_radius_is_reported_everywhere(nearest: Path) -> None:
     model = otad.load(nearest)
     with torch.no_grad():  # the same answer whatever the input
         model.backbone.head.weight.zero_()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.small import Terminal, column, write_digits
+from cli.small import column, terminal, write_digits
 
 import otad
 from otad.cip.surrogate import CipNet
@@ -39,7 +39,7 @@ def test_the_card_contains_data_reading_and_metrics(
     assert metrics["rows"] == sum(metrics["status"].values()) == len(digits.test_x)
 
 
-def test_options_reach_the_model(terminal: Terminal, workshop: Path) -> None:
+def test_options_reach_the_model(workshop: Path) -> None:
     options = (
         "--neighbors 4 --smoothness 1.5 --strong-convexity -0.1 --mode paper --climb 0.2,0.1 "
         "--max-smoothness 3 --spares 2 --bank-dtype float16 --per-class 6 --seed 1"
@@ -55,7 +55,7 @@ def test_options_reach_the_model(terminal: Terminal, workshop: Path) -> None:
     assert model.bank_labels.bincount().tolist() == [6] * 10
 
 
-def test_a_global_map(terminal: Terminal, workshop: Path, digits: Dataset) -> None:
+def test_a_global_map(workshop: Path, digits: Dataset) -> None:
     arguments = ("defend", workshop / "digits-net", "--scope", "global")
     record = terminal.json(*arguments, "--out", "model")
     model = otad.load("model")
@@ -78,7 +78,7 @@ def test_a_global_map(terminal: Terminal, workshop: Path, digits: Dataset) -> No
     assert terminal.json("explain", "model", "test", "--row", 3)["scope"] == "global"
 
 
-def test_data_may_move_or_be_replaced(terminal: Terminal, workshop: Path) -> None:
+def test_data_may_move_or_be_replaced(workshop: Path) -> None:
     shutil.copy(workshop / "body.csv", "moved.csv")
     result = terminal.succeed("defend", workshop / "body-net", "moved.csv", "--out", "model")
     assert "not the data" not in result.stderr
@@ -88,7 +88,7 @@ def test_data_may_move_or_be_replaced(terminal: Terminal, workshop: Path) -> Non
     assert "more.npz is not the data" in result.stderr
 
 
-def test_data_of_other_classes_is_refused(terminal: Terminal, workshop: Path) -> None:
+def test_data_of_other_classes_is_refused(workshop: Path) -> None:
     whole = np.load(workshop / "digits.npz")
     few = whole["y"] < 5
     np.savez("few.npz", x=whole["x"][few], y=whole["y"][few])
@@ -98,7 +98,7 @@ def test_data_of_other_classes_is_refused(terminal: Terminal, workshop: Path) ->
         assert f"data: expected {expected}" in message
 
 
-def test_a_folder_without_a_whole_net_is_refused(terminal: Terminal, workshop: Path) -> None:
+def test_a_folder_without_a_whole_net_is_refused(workshop: Path) -> None:
     Path("empty").mkdir()
     assert "net.safetensors" in terminal.refuse("defend", "empty", "--out", "model")
     shutil.copytree(workshop / "digits-net", "cut")
@@ -106,7 +106,7 @@ def test_a_folder_without_a_whole_net_is_refused(terminal: Terminal, workshop: P
     assert "cut/net.safetensors" in terminal.refuse("defend", "cut", "--out", "model")
 
 
-def test_a_card_of_the_users_own_is_not_replaced(terminal: Terminal, workshop: Path) -> None:
+def test_a_card_of_the_users_own_is_not_replaced(workshop: Path) -> None:
     Path("mine").mkdir()
     Path("mine/card.json").write_text("{}")
     for command, source in (("defend", "digits-net"), ("imitate", "digits-model")):
@@ -116,7 +116,7 @@ def test_a_card_of_the_users_own_is_not_replaced(terminal: Terminal, workshop: P
     assert Path("mine/card.json").read_text() == "{}"
 
 
-def test_the_imitation_is_trained_tested_and_saved(terminal: Terminal, workshop: Path) -> None:
+def test_the_imitation_is_trained_tested_and_saved(workshop: Path) -> None:
     source = workshop / "digits-model"
     arguments = ("imitate", source, "--out", "nn", *TINY, "--held-out", 20)
     record = terminal.json(*arguments)
@@ -137,7 +137,7 @@ def test_the_imitation_is_trained_tested_and_saved(terminal: Terminal, workshop:
     assert "estimated by a network" in terminal.text("explain", "nn", "test")
 
 
-def test_an_imitation_out_of_time_resumes_later(terminal: Terminal, workshop: Path) -> None:
+def test_an_imitation_out_of_time_resumes_later(workshop: Path) -> None:
     arguments = ("imitate", workshop / "digits-model", "--out", "nn", *TINY, "--save-seconds", 0)
     assert "epoch 1 of 2" in terminal.text(*arguments, "--max-seconds", "0.001")
     assert not Path("nn/card.json").exists()
@@ -149,15 +149,13 @@ def test_an_imitation_out_of_time_resumes_later(terminal: Terminal, workshop: Pa
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_regression_is_imitated(terminal: Terminal, workshop: Path) -> None:
+def test_a_regression_is_imitated(workshop: Path) -> None:
     options = (*TINY, "--readout", "hull", "--alpha", "0.5", "--solve-anew")
     shown = terminal.text("imitate", workshop / "body-model", "--out", "nn", *options)
     assert "mse by CIP-net" in shown
 
 
-def test_without_its_data_a_model_is_imitated_untested(
-    terminal: Terminal, digits_model: otad.OTAD
-) -> None:
+def test_without_its_data_a_model_is_imitated_untested(digits_model: otad.OTAD) -> None:
     digits_model.notes["data"]["choice"]["data"] = "moved.npz"
     digits_model.save("model")
     result = terminal.succeed("imitate", "model", "--out", "nn", *TINY)

@@ -1,28 +1,35 @@
-"""The command line as a whole: help, exit codes, options that are refused, and `otad reproduce`."""
+"""The command line as a whole: help, exit codes, refusals; `otad reproduce` and `otad demo`."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from cli.small import Terminal
+from cli.small import read_csv, terminal
 from experiments.toml_files import WINE
 
+import otad
+from otad import data
+from otad.cli import demo
+from otad.cli.console import show
 from otad.cli.main import COMMANDS, load_command
+from otad.evaluate import PRESETS
+from otad.evaluate.records import Evaluation
+from otad.evaluate.suite import Choice
 from otad.experiments import names
+from otad.report import map_pictures
 
 
-def test_version(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", {"otad": "1.2.3"}.__getitem__)
     assert terminal.succeed("--version").stdout == "otad 1.2.3\n"
 
 
-def test_commands_are_listed_in_the_order_of_use(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_listed_in_the_order_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     shown = terminal.succeed("--help").stdout.splitlines()
     listed = [line.strip(" │").split()[0] for line in shown if line.startswith("│ ")]
@@ -30,7 +37,7 @@ def test_commands_are_listed_in_the_order_of_use(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_shows_the_first_sentence_and_an_example(terminal: Terminal, name: str) -> None:
+def test_the_help_shows_the_first_sentence_and_an_example(name: str) -> None:
     command = load_command(name)
     assert command.name == name
     assert command.help.partition("\n\n")[0].replace("\n", " ") == COMMANDS[name]
@@ -56,14 +63,12 @@ def test_the_help_shows_the_first_sentence_and_an_example(terminal: Terminal, na
         ("bench", "benchmarks/"),
     ],
 )
-def test_an_error_of_the_user_is_one_line(terminal: Terminal, command: str, message: str) -> None:
+def test_an_error_of_the_user_is_one_line(command: str, message: str) -> None:
     assert re.search(message, terminal.refuse(*command.split()))
     assert not list(Path().iterdir())
 
 
-def test_other_errors_keep_their_traceback(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.run("predict", "model", "test", "--batch-size", "many").exit_code == 2
     monkeypatch.setattr("otad.data.load", lambda *args, **options: 1 / 0)
     result = terminal.run("train", "digits", "--out", "net")
@@ -120,15 +125,13 @@ STARTS = {
         ("imitate", "--device cuda:99", "device: .*'cuda:99'"),
     ],
 )
-def test_refusals_write_nothing(
-    terminal: Terminal, workshop: Path, command: str, options: str, message: str
-) -> None:
+def test_refusals_write_nothing(workshop: Path, command: str, options: str, message: str) -> None:
     name, folder, *given = f"{STARTS[command]} {options}".split()
     assert re.search(message, terminal.refuse(name, workshop / folder, *given))
     assert not list(Path().iterdir())
 
 
-def test_experiments_are_reproduced_by_name_or_file(terminal: Terminal) -> None:
+def test_experiments_are_reproduced_by_name_or_file() -> None:
     assert terminal.succeed("reproduce").stdout.split() == list(names())
     for name in ("one", "two"):
         Path(f"{name}.toml").write_text(WINE, encoding="utf-8")
@@ -139,3 +142,76 @@ def test_experiments_are_reproduced_by_name_or_file(terminal: Terminal) -> None:
         command = f"`otad reproduce {record['name']} --seed 0`"
         assert command in Path("results.md").read_text(encoding="utf-8")
     assert terminal.json("reproduce", "one.toml")["name"] == "one"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few digits and epochs, a coarse grid for the picture, and two attacks."""
+    whole = data.load("digits", seed=1)
+    few = {name: getattr(whole, name)[:300] for name in ("train_x", "train_y")}
+    few |= {name: getattr(whole, name)[:60] for name in ("test_x", "test_y")}
+    monkeypatch.setattr(data, "load", lambda *given, **options: replace(whole, **few))
+    monkeypatch.setattr(demo, "RECIPE", replace(demo.RECIPE, epochs=12))
+    monkeypatch.setattr(demo, "ATTACKED", 6)
+    monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
+    monkeypatch.setitem(PRESETS, "quick", [Choice("straight"), Choice("noise")])
+    monkeypatch.setattr(map_pictures, "LINES", 5)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: dict[str, str] = {}
+    monkeypatch.setattr(
+        demo, "show", lambda *args, **shown: facts.update(shown["facts"]) or show(*args, **shown)
+    )
+    record = terminal.json("demo", "--out", "there", "--seed", 1)
+    for name, path in (("report", "report.html"), ("robustness", "robustness.md")):
+        assert f"there/{path}" in facts[name]
+    assert "2 attacks on 6 digits" in facts["under attack"]
+    page = Path(record["report"]).read_text(encoding="utf-8")
+    for text in (f"{record['otad']:.1%}", f"{record['share_raised']:.1%}", "seed 1"):
+        assert text in page
+    model = otad.load(record["model"])
+    assert model.notes["metrics"]["otad"] == record["otad"]
+    assert len(read_csv(record["predictions"])) == 60
+    assert Path("there/net/training.json").is_file()
+    assert Path("there/map.png").read_bytes().startswith(b"\x89PNG")
+
+    assert not Path("there/evaluation/parts").exists()
+
+    # The robustness is in the record, on the page and in Markdown alike.
+    assert record["evaluation"] == "there/evaluation/evaluation.json"
+    evaluation = Evaluation.read(Path(record["evaluation"]))
+    assert (evaluation.n, evaluation.eps, evaluation.seed) == (6, (0.5, 2.0), 1)
+    assert record["worst_case_accuracy"] == evaluation.worst_case_accuracy
+    proved = evaluation.certified_accuracy(0.5)
+    assert proved is not None
+    assert record["certified_accuracy"] == proved.value / 100
+    text = Path(record["robustness"]).read_text(encoding="utf-8")
+    worst = evaluation.worst_case(2.0)
+    assert worst.value < evaluation.worst_case_accuracy * 100  # else the next line says little
+    for content in (page, text):
+        assert f"{worst.value:.1f}%" in content
+        for flag in evaluation.flags:
+            assert flag.verdict in content
+            assert flag.name in content
+    assert page.index('id="cost"') < page.index('id="threat"') < page.index('id="examples"')
+    assert len(list(Path("there/robustness_files").iterdir())) > 3
+
+    # The same net in global scope beside it.
+    beside = record["global"]
+    one_map = otad.load(beside["model"])
+    assert (one_map.scope, beside["scope"]) == ("global", "global")
+    assert one_map.bank_fingerprint == model.bank_fingerprint
+    assert one_map.notes["metrics"]["otad"] == beside["otad"]
+    assert beside["attacks"] == ["noise"]
+    figures = [beside[name] for name in ("certified_accuracy", "worst_case_accuracy")]
+    for content in (page, text):
+        section = content[content.index("Local maps or a global map") :]
+        assert f"{beside['potential']['smoothness']:.3g}, through all points" in section
+        for figure in (*figures, record["points"]["certified_accuracy"]):
+            assert f"{100 * figure:.1f}%" in section
+    assert record["points"]["certified_accuracy"] <= record["points"]["worst_case_accuracy"]
+
+    # What the summary proposes next works on what was left behind.
+    terminal.succeed("explain", record["model"], "test", "--row", 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.small import BODY, QUICK, Terminal, column, read_csv, write_body, write_image, write_rows
+from cli.small import BODY, QUICK, column, read_csv, terminal, write_body, write_image, write_rows
 from PIL import Image
 
 import otad
@@ -18,7 +18,7 @@ from otad.model.bank import FeatureBank
 
 
 def test_every_column_is_that_of_the_trace(
-    terminal: Terminal, workshop: Path, digits: Dataset, digits_model: otad.OTAD
+    workshop: Path, digits: Dataset, digits_model: otad.OTAD
 ) -> None:
     options = ("--out", "p.csv", "--batch-size", 7)
     record = terminal.json("predict", workshop / "digits-model", "test", *options)
@@ -44,7 +44,7 @@ def test_every_column_is_that_of_the_trace(
 
 @pytest.mark.parametrize(("name", "score"), [("digits", ("accuracy", 0)), ("body", ("mse", "inf"))])
 def test_an_abstention_is_no_prediction(
-    terminal: Terminal, workshop: Path, name: str, score: tuple[str, object]
+    workshop: Path, name: str, score: tuple[str, object]
 ) -> None:
     """Bank points at one place with different features contradict each other in every row."""
     model = otad.load(workshop / f"{name}-model")
@@ -59,14 +59,14 @@ def test_an_abstention_is_no_prediction(
     assert set(column("p.csv", "prediction") + column("p.csv", "probability")) == {""}
 
 
-def test_brackets_in_a_name_are_no_markup(terminal: Terminal, workshop: Path) -> None:
+def test_brackets_in_a_name_are_no_markup(workshop: Path) -> None:
     for out in ("answers[bold].csv", "answers[/b].csv"):
         shown = terminal.text("predict", workshop / "body-model", "test", "--out", out)
         assert out.split("/")[-1] in shown
 
 
 def test_columns_are_found_by_name_and_others_ignored(
-    terminal: Terminal, workshop: Path, body_model: otad.OTAD
+    workshop: Path, body_model: otad.OTAD
 ) -> None:
     rows = read_csv(workshop / "body.csv")[:5]
     write_rows("new.csv", rows, ["bp", "remark", *BODY[:3]])
@@ -81,7 +81,7 @@ def test_columns_are_found_by_name_and_others_ignored(
     assert all(name in shown for name in ("age", "bmi", "weight", "distance"))
 
 
-def test_images_flat_or_in_subfolders_gray_or_in_color(terminal: Terminal, workshop: Path) -> None:
+def test_images_flat_or_in_subfolders_gray_or_in_color(workshop: Path) -> None:
     pixels = np.load(workshop / "digits.npz")["x"][:6]
     for number in range(6):
         for folder in ("flat", f"sorted/{number % 2}"):
@@ -106,9 +106,7 @@ def test_images_flat_or_in_subfolders_gray_or_in_color(terminal: Terminal, works
     assert found[0] == pytest.approx(found[1], abs=0.05)  # Pillow rounds to 256 levels
 
 
-def test_refused_inputs_leave_no_file(
-    terminal: Terminal, workshop: Path, body_model: otad.OTAD
-) -> None:
+def test_refused_inputs_leave_no_file(workshop: Path, body_model: otad.OTAD) -> None:
     write_body(Path("body.csv"))
     Path("short.csv").write_text("age,bmi\n1,2\n")
     Path("words.csv").write_text("age,sex,bmi,bp\n1,2,3,high\n")
@@ -145,9 +143,7 @@ def test_refused_inputs_leave_no_file(
     assert Path("p.csv").read_text() == "precious"
 
 
-def test_a_model_saved_from_python_will_do(
-    terminal: Terminal, workshop: Path, digits_model: otad.OTAD
-) -> None:
+def test_a_model_saved_from_python_will_do(workshop: Path, digits_model: otad.OTAD) -> None:
     digits_model.notes = {}
     digits_model.save("mine", data="some digits")
     np.savez("x.npz", x=np.load(workshop / "digits.npz")["x"][:4])
@@ -158,7 +154,7 @@ def test_a_model_saved_from_python_will_do(
 
 
 def test_data_is_found_by_a_relative_path_and_must_not_change(
-    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_in, elsewhere = tmp_path / "made", tmp_path / "elsewhere"
     for folder in (made_in, elsewhere):
@@ -187,7 +183,7 @@ def test_data_is_found_by_a_relative_path_and_must_not_change(
 
 
 def test_the_weights_are_those_of_the_trace(
-    terminal: Terminal, workshop: Path, digits: Dataset, digits_model: otad.OTAD
+    workshop: Path, digits: Dataset, digits_model: otad.OTAD
 ) -> None:
     options = ("--row", 3, "--out", "why.json")
     record = terminal.json("explain", workshop / "digits-model", "test", *options)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.small import BODY, QUICK, Terminal, write_body, write_cells, write_digits
+from cli.small import BODY, QUICK, terminal, write_body, write_cells, write_digits
 from PIL import Image
 
 import otad
@@ -54,7 +54,7 @@ def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop
     assert mean == pytest.approx(float(dataset.train_y.mean()), abs=40)
 
 
-def test_progress_and_validation_are_reported_in_units(terminal: Terminal) -> None:
+def test_progress_and_validation_are_reported_in_units() -> None:
     write_body(Path("body.csv"))
     arguments = ("train", *READING, "--features", "bmi", "--out", "net", *QUICK, "--json")
     for _ in range(2):  # the second time it is read from its checkpoint
@@ -70,9 +70,7 @@ def test_progress_and_validation_are_reported_in_units(terminal: Terminal) -> No
     assert result.final.val_score == pytest.approx(float(errors), rel=1e-4)
 
 
-def test_an_interrupted_training_resumes_to_the_same_net(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_training_resumes_to_the_same_net(monkeypatch: pytest.MonkeyPatch) -> None:
     write_digits(Path("digits.npz"))
     command = ("train", "digits.npz", "--epochs", 4, "--blocks", 1, "--out")
     terminal.succeed(*command, "whole")
@@ -100,7 +98,7 @@ def test_an_interrupted_training_resumes_to_the_same_net(
     assert broken.header == whole.header
 
 
-def test_json_is_all_on_stdout(terminal: Terminal) -> None:
+def test_json_is_all_on_stdout() -> None:
     write_digits(Path("digits.npz"))
     options = ("--validation", 0.2, "--alpha", 0.5, "--seed", 3, "--hidden", 7)
     record = terminal.json("train", "digits.npz", "--out", "net", *QUICK, *options)
@@ -111,7 +109,7 @@ def test_json_is_all_on_stdout(terminal: Terminal) -> None:
     assert record["data"]["choice"] == {"data": "digits.npz", "seed": 3, "options": {}}
 
 
-def test_an_image_folder(terminal: Terminal) -> None:
+def test_an_image_folder() -> None:
     for name, level in (("dark", 40), ("light", 200)):
         Path("images", name).mkdir(parents=True)
         for k in range(10):
@@ -149,7 +147,7 @@ def test_an_image_folder(terminal: Terminal) -> None:
         ("digits.npz --no-normalize", "got --normalize"),
     ],
 )
-def test_refusals_leave_no_net(terminal: Terminal, arguments: str, message: str) -> None:
+def test_refusals_leave_no_net(arguments: str, message: str) -> None:
     write_digits(Path("digits.npz"))
     write_body(Path("body.csv"))
     Path("images").mkdir()
@@ -158,7 +156,7 @@ def test_refusals_leave_no_net(terminal: Terminal, arguments: str, message: str)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # CPUs without bfloat16
-def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> None:
+def test_a_vision_transformer_by_a_recipe_in_two_runs() -> None:
     write_digits(Path("digits.npz"))
     shape = ("--net", "vit", "--patch", 4, "--width", 8, "--heads", 2, "--blocks", 1)
     changes = ("--recipe", "vit_cifar10", "--epochs", 4, "--alpha", 0.001, "--batch-size", 64)
@@ -175,7 +173,7 @@ def test_a_vision_transformer_by_a_recipe_in_two_runs(terminal: Terminal) -> Non
     assert TrainedNet.read(Path("net")).net.width == 8
 
 
-def test_cells_may_be_normalized_already(terminal: Terminal) -> None:
+def test_cells_may_be_normalized_already() -> None:
     values = np.random.default_rng(0).normal(size=(40, 3))
     write_cells(Path("cells.h5ad"), values, kind=["a", "b"] * 20)
     arguments = ("train", "cells.h5ad", "--label", "kind", "--out", "net", *QUICK)

@@ -12,8 +12,6 @@ from sklearn import datasets as bundled
 from otad.data import Dataset, MissingDataError, describe, load, names, register_dataset
 from otad.errors import InputError
 
-FILE_SETS = [name for name in names() if describe(name).needs_folder]
-
 
 def test_every_set_is_described() -> None:
     assert len(set(names())) == len(names()) == 14
@@ -60,7 +58,7 @@ def test_refusals(name: str, options: dict[str, Any], message: str) -> None:
         load(name, **options)
 
 
-@pytest.mark.parametrize("name", FILE_SETS)
+@pytest.mark.parametrize("name", [name for name in names() if describe(name).needs_folder])
 def test_a_file_set_says_where_it_looked_and_where_to_get_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(MissingDataError) as caught:
         load(name, tmp_path)
@@ -82,11 +80,14 @@ def test_the_folder_is_the_argument_else_the_variable_else_an_error(
     first, second = tmp_path / "first", tmp_path / "second"
     for folder, rows in ((first, 10), (second, 20)):
         (folder / "wine").mkdir(parents=True)
-        lines = "\n".join(f"{k},{k}" for k in range(rows))
-        (folder / "wine" / "winequality-red.csv").write_text(f"pH,quality\n{lines}\n")
+        lines = "\n".join(f"{k}.5;{5 + k % 2}" for k in range(rows))
+        (folder / "wine" / "winequality-red.csv").write_text(f'"pH";"quality"\n{lines}\n')
     monkeypatch.setenv("OTAD_DATA", str(first))
     assert len(load("red_wine").train_x) == 8
-    assert len(load("red_wine", second).train_x) == 16
+    found, other = load("red-wine", second), load("red_wine", second, seed=1)
+    assert (found.task, found.name, len(found.train_x)) == ("regression", "red_wine", 16)
+    assert load("red_wine", second, task="classification").classes == ("5", "6")
+    assert not torch.equal(found.test_x, other.test_x)
 
 
 @pytest.mark.parametrize(

@@ -268,10 +268,3 @@ def test_no_setting_is_chosen_by_a_row_with_a_metric_or_a_cip_net(
     choose = CHOOSE.replace("'otad'", "'taught'")
     with pytest.raises(InputError, match=r"choose.row: .*metric.*taught"):
         read_experiment(written(tmp_path, whole, ("blocks = 2", choose)))
-
-
-def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"experiment: .*cifar10, .*'minst'"):
-        read_experiment("minst")
-    with pytest.raises(InputError, match="expected a TOML file"):
-        read_experiment(tmp_path / "absent.toml")

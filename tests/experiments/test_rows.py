@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import factories
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,12 +20,15 @@ from otad.attacks import ATTACKS, L2
 from otad.attacks.pgd import Bpda, Pgd
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.certify import certify, certify_values
-from otad.cip import ExactCip
+from otad.cip import BankProblem, ExactCip
+from otad.cip.surrogate import CipNet
 from otad.data import Dataset, load
 from otad.errors import InputError
 from otad.evaluate.identity import generator_for
 from otad.experiments import names
+from otad.experiments import probe as probe_module
 from otad.experiments.experiment import read_experiment
+from otad.experiments.probe import time_steps
 from otad.experiments.records import AttackedScore, RowRecord
 from otad.experiments.rows import (
     Subject,
@@ -44,11 +52,7 @@ from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 from otad.scores import score_of
 
-SEED = 3
-
-
-def silent(done: int, total: int) -> None:
-    """A report that nobody reads."""
+SEED, WINE, DIABETES = 3, load("wine"), load("diabetes")
 
 
 def defended(data: Dataset, outputs: int, seed: int) -> OTAD:
@@ -58,24 +62,14 @@ def defended(data: Dataset, outputs: int, seed: int) -> OTAD:
 
 
 @pytest.fixture(scope="module")
-def wine() -> Dataset:
-    return load("wine")
-
-
-@pytest.fixture(scope="module")
-def model(wine: Dataset) -> OTAD:
+def model() -> OTAD:
     solver = ExactCip(mode="paper", climb=(0.2, 0.0), on_failure="fallback")
-    return defended(wine, 3, seed=3).replace(smoothness=1.2, solver=solver)
+    return defended(WINE, 3, seed=3).replace(smoothness=1.2, solver=solver)
 
 
 @pytest.fixture(scope="module")
-def diabetes() -> Dataset:
-    return load("diabetes")
-
-
-@pytest.fixture(scope="module")
-def regression(diabetes: Dataset) -> OTAD:
-    return defended(diabetes, 1, seed=1)
+def regression() -> OTAD:
+    return defended(DIABETES, 1, seed=1)
 
 
 MODELS: dict[str, Callable[[OTAD], nn.Module]] = {
@@ -88,13 +82,13 @@ MODELS: dict[str, Callable[[OTAD], nn.Module]] = {
 
 def measured(model: OTAD, data: Dataset, method: str = "otad", **settings: Any) -> RowRecord:
     row, predictor = RowSpec("one", method, **settings), MODELS[method](model)  # type: ignore[arg-type]
-    return measure_row(row, Subject(predictor, model.backbone, data, 0, silent), None)
+    return measure_row(row, Subject(predictor, model.backbone, data, 0, Mock()), None)
 
 
-def test_score_and_account_are_those_of_the_model(model: OTAD, wine: Dataset) -> None:
+def test_score_and_account_are_those_of_the_model(model: OTAD) -> None:
     builder = AccountBuilder(model, potentials=True, relative_error=True)
-    trace, record = builder.add(wine.test_x), measured(model, wine)
-    assert record.score == score_of(trace.outputs, wine.test_y)
+    trace, record = builder.add(WINE.test_x), measured(model, WINE)
+    assert record.score == score_of(trace.outputs, WINE.test_y)
     account = record.account
     assert account == builder.account()
     assert account.relative_error is not None
@@ -102,15 +96,15 @@ def test_score_and_account_are_those_of_the_model(model: OTAD, wine: Dataset) ->
     assert points_of(50, 10, 1).tolist() == points_of(50, 30, 1)[:10].tolist()
 
 
-def test_local_lipschitz_is_of_the_features(model: OTAD, wine: Dataset) -> None:
+def test_local_lipschitz_is_of_the_features(model: OTAD) -> None:
     spec = LipschitzSpec(radius=1e-2, points=5, steps=10)
-    record = measured(model, wine, "net", lipschitz=spec)
-    assert record.score == score_of(model.backbone(wine.test_x), wine.test_y)
+    record = measured(model, WINE, "net", lipschitz=spec)
+    assert record.score == score_of(model.backbone(WINE.test_x), WINE.test_y)
     assert record.account is None
     assert record.lipschitz is not None
     assert record.lipschitz.count == 5
     slopes = []
-    for point in model.backbone.embed(wine.test_x):
+    for point in model.backbone.embed(WINE.test_x):
         jacobian = torch.autograd.functional.jacobian(
             lambda e: model.backbone.transport(e[None])[0][0], point
         )
@@ -119,30 +113,28 @@ def test_local_lipschitz_is_of_the_features(model: OTAD, wine: Dataset) -> None:
     assert record.lipschitz.least >= 0.8 * min(slopes)
 
 
-def test_regularity_is_that_of_the_bank(model: OTAD, wine: Dataset) -> None:
-    found = measure_regularity(Subject(model, model.backbone, wine, 0, silent))
+def test_regularity_is_that_of_the_bank(model: OTAD) -> None:
+    found = measure_regularity(Subject(model, model.backbone, WINE, 0, Mock()))
     assert found.energy is not None
     assert found.least_smoothness is not None
-    energy = transport_energy(model.backbone, wine.train_x).double()
+    energy = transport_energy(model.backbone, WINE.train_x).double()
     assert found.energy.mean == pytest.approx(float(energy.mean()))
-    least = neighborhood_smoothness(model, wine.test_x)
+    least = neighborhood_smoothness(model, WINE.test_x)
     assert found.least_smoothness.most == pytest.approx(float(least.max()))
-    every = torch.arange(len(wine.train_x))
+    every = torch.arange(len(WINE.train_x))
     assert found.violations == pytest.approx(monotonicity_violations(model, every))
 
 
-def test_certified_scores_are_those_of_certify(
-    model: OTAD, wine: Dataset, regression: OTAD, diabetes: Dataset
-) -> None:
+def test_certified_scores_are_those_of_certify(model: OTAD, regression: OTAD) -> None:
     spec = CertifySpec((0.01, 0.1), "std")
-    found = certified_scores(model, wine.test_x, wine.test_y, spec, silent)
-    certificate = certify(model, wine.test_x, unit=model.backbone.std)
+    found = certified_scores(model, WINE.test_x, WINE.test_y, spec, Mock())
+    certificate = certify(model, WINE.test_x, unit=model.backbone.std)
     for radius in spec.eps:
-        share = certificate.holds(wine.test_y, radius).double().mean()
+        share = certificate.holds(WINE.test_y, radius).double().mean()
         assert found[f"{radius:g}"].value == pytest.approx(100 * float(share))
     whole = regression.replace(scope="global")
-    x, y = diabetes.test_x, diabetes.test_y
-    errors = certified_scores(whole, x, y, CertifySpec((0.001,)), silent)
+    x, y = DIABETES.test_x, DIABETES.test_y
+    errors = certified_scores(whole, x, y, CertifySpec((0.001,)), Mock())
     bound = certify_values(whole, x, 0.001)
     worst = torch.maximum((bound.low - y).abs(), (bound.high - y).abs()).double()
     assert errors["0.001"].value == pytest.approx(float(worst.square().mean()), rel=1e-5)
@@ -153,7 +145,7 @@ def spec(name: str, **settings: Any) -> AttackSpec:
 
 
 def under(spec: AttackSpec, method: str, model: OTAD, data: Dataset) -> AttackedScore:
-    subject = Subject(MODELS[method](model), model.backbone, data, SEED, silent)
+    subject = Subject(MODELS[method](model), model.backbone, data, SEED, Mock())
     return attack_row(spec, subject, None)
 
 
@@ -164,11 +156,9 @@ def points(data: Dataset) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", list(MODELS))
-def test_score_under_attack_is_that_of_a_direct_call(
-    model: OTAD, wine: Dataset, method: str
-) -> None:
-    found = under(spec("bpda", eps=4.0, options={"steps": 5}), method, model, wine)
-    (x, y), net, predictor = points(wine), model.backbone, MODELS[method](model)
+def test_score_under_attack_is_that_of_a_direct_call(model: OTAD, method: str) -> None:
+    found = under(spec("bpda", eps=4.0, options={"steps": 5}), method, model, WINE)
+    (x, y), net, predictor = points(WINE), model.backbone, MODELS[method](model)
     with torch.no_grad():
         right = predictor(x).argmax(1) == y
     attack = Pgd(steps=5) if method == "net" else Bpda(steps=5, network=net)
@@ -198,24 +188,22 @@ def test_without_a_radius_the_whole_box() -> None:
         ball_of(AttackSpec("pgd"), fc_resnet((4,), 3, blocks=1))
 
 
-def test_a_random_step_has_its_length(
-    regression: OTAD, diabetes: Dataset, model: OTAD, wine: Dataset
-) -> None:
-    found = under(spec(RANDOM_STEP, eps=0.5), "otad", regression, diabetes)
+def test_a_random_step_has_its_length(regression: OTAD, model: OTAD) -> None:
+    found = under(spec(RANDOM_STEP, eps=0.5), "otad", regression, DIABETES)
     assert found.distance is not None
     assert found.distance.least == pytest.approx(0.5, rel=1e-3)
     assert found.distance.most <= 0.5
     assert (found.forwards, found.backwards) == (0, 0)
-    far = under(spec(RANDOM_STEP, eps=30.0), "majority_knn", model, wine)
+    far = under(spec(RANDOM_STEP, eps=30.0), "majority_knn", model, WINE)
     assert far.score.value < far.clean.value
 
 
 @pytest.mark.parametrize("method", list(MODELS))
 def test_a_regression_gets_the_adversarial_examples_of_its_net(
-    regression: OTAD, diabetes: Dataset, method: str
+    regression: OTAD, method: str
 ) -> None:
-    found = under(spec("pgd", on="net", options={"steps": 4}), method, regression, diabetes)
-    (x, y), net, predictor = points(diabetes), regression.backbone, MODELS[method](regression)
+    found = under(spec("pgd", on="net", options={"steps": 4}), method, regression, DIABETES)
+    (x, y), net, predictor = points(DIABETES), regression.backbone, MODELS[method](regression)
     generator = generator_for(SEED, "pgd", repr(1.0), 0)
     direct = Pgd(steps=4)(net, x, y, L2(1.0, scale=net.std), generator=generator)
     with torch.no_grad():
@@ -224,23 +212,22 @@ def test_a_regression_gets_the_adversarial_examples_of_its_net(
     assert found.score.value == pytest.approx(float((outputs - y).square().mean()), rel=1e-4)
     assert found.metrics["E"] == pytest.approx(float((outputs - clean).abs().mean()), rel=1e-3)
     assert found.metrics["SMAPE"] > 0
+    assert found.score.n == found.clean.n == 12
 
 
-def test_an_adaptive_attack_on_a_regression_is_at_least_as_strong(
-    regression: OTAD, diabetes: Dataset
-) -> None:
+def test_an_adaptive_attack_on_a_regression_is_at_least_as_strong(regression: OTAD) -> None:
     steps = {"steps": 5}
-    transferred = under(spec("pgd", on="net", options=steps), "otad", regression, diabetes)
+    transferred = under(spec("pgd", on="net", options=steps), "otad", regression, DIABETES)
     adaptive = spec("pgd", options=steps, also={"bpda": steps, "straight": {"points": 2}})
-    found = under(adaptive, "otad", regression, diabetes)
+    found = under(adaptive, "otad", regression, DIABETES)
     assert found.score.value > transferred.score.value > transferred.clean.value
 
 
-def test_what_does_not_fit_a_row_is_refused(model: OTAD, wine: Dataset) -> None:
+def test_what_does_not_fit_a_row_is_refused(model: OTAD) -> None:
     with pytest.raises(InputError, match="straight: "):
-        under(spec("straight"), "net", model, wine)
+        under(spec("straight"), "net", model, WINE)
     with pytest.raises(InputError, match=r"pgd.*speed"):
-        under(spec("pgd", options={"speed": 9}), "otad", model, wine)
+        under(spec("pgd", options={"speed": 9}), "otad", model, WINE)
 
 
 @pytest.mark.parametrize("name", names())
@@ -263,3 +250,75 @@ def test_attacks_of_shipped_experiments_can_be_made(model: OTAD, name: str) -> N
             assert made.name == run
     (straight,) = make_attacks({"straight": {"shares": [1.0]}}, model)
     assert vars(straight)["shares"] == (1.0,), "lists of a file become tuples"
+
+
+QUERIES = factories.points(9, seed=5)
+STEPS = ["search", "products", "potentials and QP", "image"]
+
+
+class FirstFeatures(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2]
+
+
+def on_disk(tmp_path: Path, **options: Any) -> OTAD:
+    return factories.model(resident=False, bank_path=str(tmp_path / "bank.safetensors"), **options)
+
+
+def test_names(tmp_path: Path) -> None:
+    found = time_steps(factories.model(), QUERIES)
+    assert list(found) == STEPS
+    assert all(seconds >= 0 for seconds in found.values())
+    assert list(time_steps(on_disk(tmp_path), QUERIES)) == ["search", "rows", *STEPS[1:]]
+    network = factories.model(solver=CipNet(factories.D, 6, width=8, blocks=1, heads=2))
+    assert list(time_steps(network, QUERIES)) == ["search", "network"]
+    assert list(time_steps(factories.model(scope="global"), QUERIES)) == ["global map"]
+
+
+WATCHED: dict[str, list[tuple[type, str]]] = {
+    "search": [(OTAD, "query_keys"), (OTAD, "neighbors")],
+    "rows": [(BankProblem, "fetched")],
+    "products": [(ExactCip, "products")],
+    "potentials and QP": [(ExactCip, "solve")],
+    "image": [(ExactCip, "solution")],
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Each watched call takes a time of its own on a clock that stands still otherwise."""
+    calls: list[tuple[str, int]] = []
+    now, spent = [0], count(1)
+
+    def watch(owner: type, name: str, step: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seconds = 2 ** next(spent)
+            now[0] += seconds
+            calls.append((step, seconds))
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for step, owners in WATCHED.items():
+        for owner, name in owners:
+            watch(owner, name, step)
+    clock = SimpleNamespace(perf_counter=lambda: float(now[0]))
+    monkeypatch.setattr(probe_module, "time", clock)
+    return calls
+
+
+@pytest.mark.parametrize("climb", [None, (1.0, 1.0)])
+def test_the_steps_are_the_calls_of_a_prediction(
+    tmp_path: Path, calls: list[tuple[str, int]], climb: tuple[float, float] | None
+) -> None:
+    solver = ExactCip(climb=climb, on_failure="fallback")
+    ours = on_disk(tmp_path, metric=FirstFeatures(), solver=solver)
+    ours(QUERIES)
+    predicted = [step for step, _ in calls]
+    assert set(predicted) == set(WATCHED)
+    calls.clear()
+    found = time_steps(ours, QUERIES)
+    assert [step for step, _ in calls] == predicted, "nothing else is timed"
+    assert found == {step: sum(spent for name, spent in calls if name == step) for step in WATCHED}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,7 @@ from otad.data import Dataset, load
 from otad.errors import InputError, OtadError
 from otad.evaluate import Evaluation
 from otad.experiments import RunRecord, names, reproduce, reproduce_together
+from otad.experiments import rows as rows_module
 from otad.experiments import run as run_module
 from otad.experiments import study as study_module
 from otad.experiments.cache import UnfinishedError
@@ -132,7 +134,6 @@ def check_row(record: RunRecord, row: RowRecord, spec: RowSpec) -> None:
     assert row.score.low <= row.score.value <= row.score.high
     assert (row.account is not None) == (spec.method == "otad")
     if row.account is not None:
-        assert sum(row.account.statuses.values()) == pytest.approx(1.0)
         assert (row.potential is not None) == (not spec.uses_neighbors)
         assert record.nets[spec.net].regularity is not None or row.potential is not None
         if spec.surrogate is None:
@@ -143,11 +144,8 @@ def check_row(record: RunRecord, row: RowRecord, spec: RowSpec) -> None:
     assert list(row.attacks) == list(spec.attacks)
     for key, found in row.attacks.items():
         asked = spec.attacks[key]
-        assert found.score.n == found.clean.n == asked.points
-        if found.score.metric == "accuracy":
-            assert found.score.value <= found.clean.value
-        else:
-            assert set(found.metrics) == {"E", "SMAPE"}
+        assert found.score.n == asked.points
+        assert found.score.metric == "mse" or found.score.value <= found.clean.value
         if found.distance is not None and asked.eps is not None:
             assert found.distance.most <= asked.eps
         assert found.forwards > 0 or RANDOM_STEP in asked.runs or found.clean.value == 0
@@ -207,10 +205,6 @@ def test_record_holds_all_it_depends_on(whole: tuple[RunRecord, Path]) -> None:
     assert {candidate.score.n for candidate in two.candidates} == {43}
 
 
-class KilledError(Exception):
-    pass
-
-
 def timeless(record: RunRecord) -> object:
     """The figures of a record, without times and places."""
     rows = {}
@@ -231,9 +225,9 @@ def test_a_killed_run_resumes_to_the_same_record(
     def kill(part: str, done: int, total: int) -> None:
         calls.append(part)
         if len(calls) > moment:
-            raise KilledError
+            raise KeyboardInterrupt
 
-    with pytest.raises(KilledError):
+    with pytest.raises(KeyboardInterrupt):
         reproduce(small, out=tmp_path, seed=4, progress=kill)
     assert not (tmp_path / "small.json").exists()
     assert timeless(reproduce(small, out=tmp_path, seed=4)) == timeless(whole[0])
@@ -245,7 +239,7 @@ def test_finished_parts_are_read_by_other_experiments(
     first, work = whole[0], whole[1] / ".work"
     nets = sorted((work / "nets").iterdir())
     for name in ("measure_row", "attack_row", "measure_regularity"):
-        monkeypatch.setattr(study_module, name, lambda *_, **__: pytest.fail("measured again"))
+        monkeypatch.setattr(rows_module, name, lambda *_, **__: pytest.fail("measured again"))
     other = written(tmp_path, SMALL, ("[rows]\n", "[rows]\ne = { net = 'one', method = 'net' }\n"))
     rows = reproduce(other, out=tmp_path, work=work, seed=4).rows
     assert {key: rows[key] for key in first.rows} == first.rows
@@ -255,24 +249,32 @@ def test_finished_parts_are_read_by_other_experiments(
         reproduce(other, out=tmp_path, seed=1)
 
 
-def test_two_runs_of_the_same_experiment_take_turns(
+def test_two_runs_at_once_share_what_they_find_and_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, busy, calls = written(tmp_path, OTAD_WINE + SUITE), threading.Lock(), list[int]()
-    evaluate = run_module.evaluate
+    """Potential and row are computed by one of them, the suite (from its parts) by both."""
+    busy, calls = defaultdict[str, threading.Lock](threading.Lock), list[str]()
 
-    def slowly(*args: Any, **options: Any) -> Any:
-        assert busy.acquire(blocking=False), "two at once"
-        calls.append(1)
-        time.sleep(0.3)
-        found = evaluate(*args, **options)
-        busy.release()
-        return found
+    def watch(module: Any, name: str) -> None:
+        original = getattr(module, name)
 
-    monkeypatch.setattr(run_module, "evaluate", slowly)
+        def slowly(*args: Any, **options: Any) -> Any:
+            assert busy[name].acquire(blocking=False), "two at once"
+            calls.append(name)
+            time.sleep(0.3)
+            found = original(*args, **options)
+            busy[name].release()
+            return found
+
+        monkeypatch.setattr(module, name, slowly)
+
+    watch(study_module, "write_tensors")
+    watch(rows_module, "measure_row")
+    watch(run_module, "evaluate")
+    path = written(tmp_path, OTAD_WINE + SUITE, ('"otad" }', '"otad", scope = "global" }'))
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: reproduce(path, out=tmp_path / "out"), range(2))
-    assert calls == [1, 1]
+    assert calls == ["write_tensors", "measure_row", "evaluate", "evaluate"]
     assert timeless(one) == timeless(other)
 
 
@@ -295,17 +297,12 @@ def test_processes_give_the_record_of_one_and_a_failure_stops_no_other(
     assert all(done == total for done, total in lines.values()), "every line reached its end"
 
 
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads in place of processes, which take seconds to start."""
-    monkeypatch.setattr(
-        run_module, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs)
-    )
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_errors_of_several_experiments(jobs: int, tmp_path: Path) -> None:
+def test_errors_of_several_experiments(
+    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = lambda jobs, *_: ThreadPoolExecutor(jobs)  # noqa: E731 - processes start slowly
+    monkeypatch.setattr(run_module, "ProcessPoolExecutor", threads)
     broken, small = written(tmp_path, WINE + WRONG, name="broken"), written(tmp_path, WINE)
     with pytest.raises(OtadError, match=r"\Abroken: blocks: expected.*-1\Z"):
         reproduce_together([broken, small], jobs=jobs, out=tmp_path)
@@ -378,7 +375,6 @@ PUSH = 'attacks = ["push"] }\n[attacks]\npush = { name = "pgd", eps = 1.0, point
 @pytest.mark.parametrize(
     ("added", "changes", "message", "is_trained"),
     [
-        ("", [("epochs = 1", "epochs = 1, speed = 9")], r"train: .*speed", False),
         (COST.format(143), [], r"cost.banks: .*142.*143", True),
         (COST.format(9), [VALUES], "cost: .*classes, got wine", False),
         ('[speed]\nrows = ["right"]\n', [VALUES], "speed: .*classes, got wine", False),

@@ -1,20 +1,25 @@
-"""The models of rows are those a user would make, and their parts are made once."""
+"""The models of rows are those a user would make; their parts are made once, and resume."""
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from experiments.toml_files import VISION, study_of, written
+from experiments.toml_files import VISION, WINE, study_of, written
+from torch import nn
 from torch.testing import assert_close
 
-from otad.experiments import study as study_module
+from otad.errors import InputError
+from otad.experiments import rows as rows_module
+from otad.experiments.cache import UnfinishedError, WorkFolder
 from otad.experiments.study import Study
+from otad.io.codec import read_json
 from otad.model.defend import defend
 
 
@@ -108,28 +113,6 @@ def test_banks_in_other_dtypes_have_potentials_of_their_own(tmp_path: Path) -> N
     assert len(list((tmp_path / "shared" / "potentials").iterdir())) == 2
 
 
-def test_two_that_need_a_potential_at_once_find_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path, VISION)
-    studies = [study_of(path, tmp_path / "work") for _ in range(2)]
-    for study in studies:
-        study.bank("vit")
-    write, found = study_module.write_tensors, []
-
-    def slowly(*args: Any) -> None:
-        found.append(1)
-        time.sleep(0.3)
-        write(*args)
-
-    monkeypatch.setattr(study_module, "write_tensors", slowly)
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda study: study.potential("whole"), studies)
-    assert found == [1]
-    assert one[1] == other[1]
-    assert_close(one[0].levels, other[0].levels, rtol=0, atol=0, equal_nan=True)
-
-
 def test_a_row_without_its_model_is_read(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +122,105 @@ def test_a_row_without_its_model_is_read(
     again = study_of(written(tmp_path, VISION, change), study.work.folder)
     assert again.experiment.rows["exact"].label == "new", "which changes nothing"
     assert (again.row("exact"), again.attack("exact", "push"), again.regularity("vit")) == first
-    monkeypatch.setattr(study_module, "VERSION", 2)
+    monkeypatch.setattr(rows_module, "VERSION", 2)
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         study.row("exact")
+
+
+def test_weights_are_learned_once_and_their_seconds_add_up(tmp_path: Path) -> None:
+    def killed(progress: Any, **saving: Any) -> tuple[int, dict[str, float]]:
+        progress(SimpleNamespace(epoch=1, seconds=2.0))
+        progress(SimpleNamespace(epoch=2, seconds=3.0))
+        raise KeyboardInterrupt
+
+    def learn(progress: Any, checkpoint_dir: Path, **saving: Any) -> tuple[int, dict[str, float]]:
+        progress(SimpleNamespace(epoch=2, seconds=4.0))  # again, as it was not saved yet
+        (checkpoint_dir / "checkpoint.safetensors").write_bytes(b"large")
+        return 2, {"train_score": 0.5}
+
+    def never(**saving: Any) -> tuple[int, dict[str, float]]:
+        raise AssertionError("learned again")
+
+    def trained(value: float, train: Any) -> tuple[dict[str, Any], float]:
+        net = nn.Linear(1, 1)
+        nn.init.constant_(net.weight, value)
+        found = WorkFolder(tmp_path).trained("nets", "name", net, 2, train, lambda *_: None)
+        return found, float(net.weight.detach())
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(1.0, killed)
+    first = trained(2.0, learn)
+    assert first == ({"train_score": 0.5, "seconds": 6.0}, 2.0)
+    assert trained(3.0, never) == first
+    (place,) = (tmp_path / "nets").iterdir()
+    assert {path.name for path in place.iterdir()} == {"weights.safetensors", "seconds.json"}
+
+
+KINDS = {"net": "vit", "metric": "learned", "surrogate": "imitation"}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_training_out_of_time_resumes_to_the_same_weights(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, VISION, ("epochs = 1", "epochs = 2"))
+    study = study_of(path, tmp_path / "pieces")
+    if kind == "surrogate":
+        study.defended("exact")
+    monkeypatch.setattr(study.work, "_seconds_left", lambda: 1e-6)  # enough for one epoch
+    with pytest.raises(UnfinishedError, match="after epoch 1 of 2"):
+        getattr(study, kind)(KINDS[kind])
+    late = study_of(path, tmp_path / "late", deadline=time.time() - 1)
+    with pytest.raises(UnfinishedError, match="out of time"):
+        getattr(late, kind)(KINDS[kind])
+    works = (tmp_path / "pieces", tmp_path / "whole")
+    found = [getattr(study_of(path, work), kind)(KINDS[kind]) for work in works]
+    assert found[0].identity == found[1].identity
+
+
+def test_what_is_learned_is_loaded_unless_its_settings_changed(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    first, second = (study_of(written(tmp_path, VISION), work) for _ in range(2))
+    surrogate = first.surrogate("imitation")
+    files = sorted(work.rglob("*.safetensors"))
+    assert [file.parent.parent.name for file in files] == ["metrics", "nets", "surrogates"]
+    times = [file.stat().st_mtime_ns for file in files]
+    again = second.surrogate("imitation")
+    assert (again.identity, again.record) == (surrogate.identity, surrogate.record)
+    assert surrogate.record.seconds > 0
+    assert surrogate.record.results["held_out_error"] is not None
+    assert [file.stat().st_mtime_ns for file in files] == times
+    assert len(read_json(files[0].parent / "seconds.json")) == 2, "one entry an epoch"
+    for old, new in (("bors = 3", "bors = 3\nsmoothness = 5.0"), ("steps = 1", "steps = 2")):
+        study_of(written(tmp_path, VISION, (old, new)), work).surrogate("imitation")
+    names = [file.parent.parent.name for file in work.rglob("weights.safetensors")]
+    assert Counter(names) == {"nets": 1, "metrics": 2, "surrogates": 3}
+
+
+def test_prototypes_drawn_differently_are_told_apart(tmp_path: Path) -> None:
+    def weights(neighbors: int, work: str) -> str:
+        options = f'kind = "prototypes"\noptions = {{ neighbors = {neighbors}, per_class = 2 }}'
+        changes = ("blocks = 1", options), ("epochs = 1", 'epochs = 1, loss = "margin"')
+        net = study_of(written(tmp_path, WINE, *changes), tmp_path / work).net("right")
+        return net.identity["weights"]
+
+    near, far = weights(1, "shared"), weights(9, "shared")
+    assert near != far == weights(9, "alone")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "message"),
+    [
+        ("epochs = 1,", "epoch = 1,", "net", "train: .*epoch"),
+        ("patch = 4,", "path = 4,", "net", "options: .*'vit'.*path"),
+        ("batch_size = 64,", "size = 64,", "metric", "train: .*size"),
+        ("steps = 1", "step = 1", "metric", "train: .*step"),
+        ("key_dim = 4", "keys = 4", "metric", "options: .*'cnn'.*keys"),
+        ("epochs = 2, warmup", "epoch = 2, warmup", "surrogate", "train: .*epoch"),
+        ("heads = 2, blocks", "head = 2, blocks", "surrogate", "options: .*head"),
+    ],
+)
+def test_unknown_settings(tmp_path: Path, old: str, new: str, kind: str, message: str) -> None:
+    study = study_of(written(tmp_path, VISION, (old, new)), tmp_path / "work")
+    with pytest.raises(InputError, match=message):
+        getattr(study, kind)(KINDS[kind])

@@ -70,6 +70,4 @@ def written(folder: Path, text: str, *changes: tuple[str, str], name: str = "sma
 
 
 def study_of(path: Path, work: Path, deadline: float | None = None) -> Study:
-    experiment = read_experiment(path)
-    folder = WorkFolder(work, deadline)
-    return Study(experiment, lambda part, done, total: None, folder)
+    return Study(read_experiment(path), lambda *_: None, WorkFolder(work, deadline))
