@@ -14,10 +14,12 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from otad.cip.surrogate import CipNet, CipNetConfig
+from otad.errors import InputError
 from otad.model.defend import defend
 from otad.model.imitation import fresh_net
 from otad.model.otad import OTAD
@@ -109,6 +111,12 @@ KINDS: dict[str, Callable[[int], OTAD]] = {
     "surrogate": lambda seed: estimated("fc", "free", 1 + seed),
     "surrogate, metric": lambda seed: estimated("vit", "hull", 1 + seed),
 }
+
+
+def refuses(call: Callable[..., object], *given: Any, match: str, **options: Any) -> None:
+    """The call raises an InputError whose message matches."""
+    with pytest.raises(InputError, match=match):
+        call(*given, **options)
 
 
 def run_script(code: str, *arguments: object) -> list[str]:

@@ -33,16 +33,18 @@ def blobs(size: int, seed: int, task: str = "classification") -> tuple[Tensor, T
     return drawn, first if task == "regression" else (first > 0.5).long()
 
 
-def first_feature_net(task: str = "classification") -> FCResNet:
-    """Features are inputs, and the head reads the first of them, so that votes are labels."""
-    outputs = 2 if task == "classification" else 1
-    net = fc_resnet((2,), outputs, blocks=1, task=task, bounds=BOX)
+def first_feature_net(
+    task: str = "classification", bounds: tuple[float, float] | None = BOX
+) -> FCResNet:
+    """Features are inputs, and the head reads the first of them: class 1 right of the middle."""
+    outputs, middle = 2 if task == "classification" else 1, sum(bounds or (0.0,)) / 2
+    net = fc_resnet((2,), outputs, blocks=1, task=task, bounds=bounds)
     with torch.no_grad():
         for weight in net.parameters():
             weight.zero_()
         net.head.weight.copy_(torch.tensor([[-1.0, 0.0], [1.0, 0.0]])[-outputs:])
         if outputs == 2:
-            net.head.bias.copy_(torch.tensor([0.5, -0.5]))
+            net.head.bias.copy_(torch.tensor([middle, -middle]))
     return net.eval()
 
 

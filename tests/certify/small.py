@@ -192,7 +192,7 @@ def within(step: Tensor, radius: Tensor, unit: Tensor) -> Tensor:
     return step * (most / length.clamp_min(1e-300)).clamp_max(1.0)[:, None].to(step)
 
 
-def strongest_gain(
+def best_gain(
     model: OTAD, x: Tensor, radius: Tensor, unit: Tensor | None = None, steps: int = 12
 ) -> Tensor:
     """The largest margin of another class (B,), above 0 where one has won, by search in the ball

@@ -1,25 +1,34 @@
 """The hull rule finds what its formula says, whatever is pruned; and what the cell rule rests on:
-one set of neighbors, one map."""
+one set of neighbors, one map. What cannot be certified is refused, with the reason."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from certify.small import distance_to, global_model, plane_model, queries
+from factories import refuses
+from torch import Tensor, nn
 
-from otad.certify import bisectors, certify, hull
+from otad.certify import Certificate, bisectors, certify, certify_values, hull
 from otad.certify.bisectors import BankBisectors
 from otad.certify.cell import cell_radius, steady_map
 from otad.certify.hull import Entrance, joint_distance
 from otad.certify.input_reach import input_reach
 from otad.certify.rules import Batch
 from otad.cip import CipProblem, ExactCip, Status
+from otad.errors import SolverError
 from otad.model.bank import FeatureBank
+from otad.model.defend import defend
 from otad.model.otad import OTAD
+from otad.nets import LinearHead, SequentialBackbone, fc_resnet
+
+ZERO = torch.zeros(1, 2)
 
 
-def slow_radius(model: OTAD, x: torch.Tensor) -> np.ndarray:
+def slow_radius(model: OTAD, x: Tensor) -> np.ndarray:
     """min_i max(K-th largest_j b_ij, turn_i), as it is written down, in loops."""
     bank = model.bank_inputs.double().numpy()
     features = model.bank_features.double().numpy()
@@ -143,7 +152,7 @@ def test_a_far_bank_point_does_not_change_the_radii() -> None:
     assert int((plain > 0.01).sum()) >= 3
 
 
-def random_set(seed: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+def random_set(seed: int, noise: float) -> tuple[Tensor, Tensor]:
     drawn_by = torch.Generator().manual_seed(seed)
     anchors = torch.randn(5, 3, dtype=torch.float64, generator=drawn_by)
     return anchors, anchors + noise * torch.randn(5, 3, dtype=torch.float64, generator=drawn_by)
@@ -175,7 +184,7 @@ def test_which_point_is_left_out_does_depend_on_the_query() -> None:
     assert differing > 0
 
 
-def parts(model: OTAD, x: torch.Tensor) -> tuple[BankBisectors, torch.Tensor, torch.Tensor]:
+def parts(model: OTAD, x: Tensor) -> tuple[BankBisectors, Tensor, Tensor]:
     """Bisectors, neighbors, and up to where the map is known to be steady."""
     reach = input_reach(model, None, None, None)
     batch = Batch(reach, x)
@@ -215,3 +224,121 @@ def test_steady_rows_are_solved_ones_with_room() -> None:
     doubled = torch.tensor([len(set(row.tolist())) < 4 for row in twins])
     assert doubled.any()
     assert (around[2][doubled] == 0).all()
+
+
+class Bent(LinearHead):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh()
+
+
+def linear(weight: list[list[float]]) -> nn.Linear:
+    layer = nn.Linear(2, 2)
+    layer.weight.data, layer.bias.data = torch.tensor(weight), torch.zeros(2)
+    return layer
+
+
+def embedded_model(*, embed: nn.Module) -> OTAD:
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
+    head = linear([[-1.0, 0.2], [1.0, 0.1]])
+    net = SequentialBackbone(embed, [nn.Identity()], head, input_shape=(2,))
+    return defend(net, x, (x[:, 0] > 0).long(), n_neighbors=2)
+
+
+@pytest.mark.parametrize("make", [plane_model, global_model], ids=["local", "global"])
+def test_another_task_or_head(make: Any) -> None:
+    model, values = make(0), make(0, task="regression")
+    refuses(certify_values, model, ZERO, 0.1, match=r"regression.*classification.*certify")
+    refuses(certify, values, ZERO, match=r"classification.*regression.*certify_values")
+    model.backbone.head.__class__ = Bent
+    refuses(certify, model, ZERO, match=r"head.*LinearHead.*Bent")
+
+
+def test_a_solver_that_climbs_by_a_known_curvature_or_raises() -> None:
+    certify(plane_model(0, solver={"climb": (0.5, 0.0)}), ZERO)
+    certify(plane_model(0, solver={"climb": (0.5, 0.1), "mode": "paper"}), ZERO)
+    model = plane_model(0, on_failure="raise", n_neighbors=1)
+    assert any("raises an error" in words for words in certify(model, ZERO).assumptions)
+    torn = plane_model(0, on_failure="raise", copies=10, points=20, n_neighbors=20)
+    with pytest.raises(SolverError):
+        certify(torn, ZERO)
+
+
+def test_unknown_embedding_needs_a_constant() -> None:
+    model = embedded_model(embed=linear([[1.2, -0.5], [0.5, 1.2]]))  # a rotation, times 1.3
+    x = torch.randn(12, 2, generator=torch.Generator().manual_seed(1))
+    for constant in (None, -1.0):
+        refuses(certify, model, x, embedding_lipschitz=constant, match=f"embedding.*{constant}")
+    found = certify(model, x, embedding_lipschitz=1.3001)
+    assert any("1.3" in words for words in found.assumptions)
+    # The same points and features seen without the rotation: radii are 1.3 times larger there.
+    inner = SequentialBackbone(None, [nn.Identity()], nn.Linear(2, 2), input_shape=(2,))
+    inner.head.weight, inner.head.bias = model.backbone.head.weight, model.backbone.head.bias
+    plain = OTAD(inner.eval(), model.bank, n_neighbors=2)
+    inside = certify(plain, model.backbone.embed(x).detach())
+    assert torch.allclose(found.radius * 1.3001, inside.radius, rtol=1e-4, atol=1e-5)
+    model.backbone.train()
+    refuses(certify, model, x, embedding_lipschitz=1.3001, match="evaluation mode")
+
+
+def test_known_embedding_takes_no_constant() -> None:
+    class Squashed(SequentialBackbone):
+        def normalize(self, x: Tensor) -> Tensor:
+            return x.tanh()
+
+    model = embedded_model(embed=nn.Flatten())
+    certify(model, ZERO)
+    refuses(certify, model, ZERO, embedding_lipschitz=1.0, match=r"embedding_lipschitz.*1\.0")
+    model.backbone.__class__ = Squashed  # whose normalization is its own
+    refuses(certify, model, ZERO, match=r"embedding_lipschitz.*Squashed")
+
+
+def without_number() -> OTAD:
+    model = plane_model(0)
+    with torch.no_grad():
+        model.backbone.head.bias.fill_(torch.nan)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(1, 3)}, "expected shape"),
+        ({"x": torch.full((1, 2), torch.nan)}, "expected finite values"),
+        ({"x": torch.zeros(1, 2, dtype=torch.int64)}, "expected dtype"),
+        ({"x": [[0.0, 0.0]]}, r"expected a torch\.Tensor"),
+        ({"unit": torch.ones(3)}, r"unit.*\(3,\)"),
+        ({"unit": torch.tensor([1.0, 0.0])}, r"unit.*positive.*0\.0"),
+        ({"unit": torch.tensor([1.0, torch.inf])}, r"unit.*finite"),
+        ({"unit": 1.0}, r"unit.*float"),
+        ({"batch_size": 0}, r"batch_size.*0"),
+        ({"model": fc_resnet((2,), 2)}, r"model.*OTAD.*FCResNet"),
+        ({"model": plane_model(0, on_failure="abstain")}, r"on_failure.*'abstain'"),
+        ({"model": plane_model(0, solver={"climb": (0.5, 0.1)})}, r"climb.*0\.1"),
+        ({"model": without_number()}, "model.*nan"),
+        *(({"eps": eps}, f"eps.*{eps}") for eps in (-0.1, torch.inf, torch.nan)),
+    ],
+)
+def test_arguments(change: dict[str, Any], message: str) -> None:
+    task = "regression" if "eps" in change else "classification"
+    given = {"model": plane_model(0, task=task), "x": ZERO} | change
+    refuses(certify_values if "eps" in change else certify, **given, match=message)
+
+
+def test_certificate_counts_and_converts() -> None:
+    one = Certificate(torch.tensor([0.5, 2.0, 3.0]), torch.tensor([1, 1, 0]), ("hull",) * 3, ())
+    assert one.holds(torch.tensor([1, 0, 0]), 1.0).tolist() == [False, False, True]
+    assert one.accuracy(torch.tensor([1, 1, 0]), 1.0) == pytest.approx(2 / 3)
+    assert one.linf_radius(4).tolist() == [0.25, 1.0, 1.5]
+    refuses(one.linf_radius, 0, match=r"n_mutable.*0")
+    refuses(one.holds, torch.tensor([1]), 1.0, match=r"y.*\(3,\).*\(1,\)")
+
+
+def test_bank_in_half_precision_and_elsewhere() -> None:
+    """A bank that is not resident, in float16, gives the radii of its rounded points."""
+    model = plane_model(2, n_neighbors=2)
+    pairs = model.bank_inputs.half(), model.bank_features.half()
+    x, radii = queries(model, 8, 2), []
+    for inputs, features in (pairs, [part.float() for part in pairs]):
+        bank = FeatureBank(inputs, features, model.bank_labels, "rounded")
+        radii.append(certify(model.replace(bank=bank, resident=False), x).radius)
+    assert torch.allclose(radii[0], radii[1], rtol=1e-9)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from attacks.bank_models import first_feature_net
 from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, LpBall
@@ -16,7 +17,6 @@ from otad.evaluate.protocol import run_attacks
 from otad.io.codec import to_plain
 from otad.model.defend import defend
 from otad.model.otad import OTAD
-from otad.nets import FCResNet, fc_resnet
 
 
 class Plane(nn.Module):
@@ -93,25 +93,10 @@ def plane_data(count: int = 40) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-RADII = (0.2, 0.4, 0.6)
-
-
 def run_plane(**options: Any) -> Evaluation:
     x, y = plane_data()
-    settings = {"eps": RADII, "attacks": [Slant(), Walk()], "batch_size": 7, "flags": False}
-    return evaluate(Plane().eval(), x, y, L2(0.4), **(settings | options))
-
-
-def identity_net(n_outputs: int, task: str) -> FCResNet:
-    """A net of two inputs that leaves them as they are; class 1 where the first is positive."""
-    net = fc_resnet((2,), n_outputs, blocks=1, task=task, bounds=(-1.0, 1.0))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-        net.head.weight[-1, 0] = 1.0
-        if n_outputs == 2:
-            net.head.weight[0, 0] = -1.0
-    return net.eval()
+    settings = {"attacks": [Slant(), Walk()], "eps": (0.2, 0.4, 0.6), "batch_size": 7}
+    return evaluate(Plane().eval(), x, y, L2(0.4), **{"flags": False} | settings | options)
 
 
 def two_sides(
@@ -121,7 +106,7 @@ def two_sides(
     global scope the map is nearly the identity, and no gradient is zero."""
     x = torch.rand(points + examples, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
     y = (x[:, 0] > 0).long() if task == "classification" else x[:, 0].clone()
-    net = identity_net(2 if task == "classification" else 1, task)
+    net = first_feature_net(task, bounds=(-1.0, 1.0))
     options = {"n_neighbors": 3, "smoothness": 1.5} | options
     return defend(net, x[:points], y[:points], **options), x[points:], y[points:]
 

@@ -9,23 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from attacks.bank_models import blobs, keyed_model, lifted_stairs, stairs, tiles
+from attacks.bank_models import SHAPE, blobs, keyed_model, lifted_stairs, stairs, tiles, token_net
 from evaluate.small import Blind, Plane, Slope, Walk, context_of, plane_data, two_sides, verdicts
 from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, Linf, LpBall
-from otad.attacks.adaptive import SoftKnn, Straight
+from otad.attacks.adaptive import Keys, SoftKnn, Straight
 from otad.attacks.base import Target
 from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn
-from otad.evaluate import AttackRecord, Flag, attack_flags, evaluate, flags
+from otad.evaluate import AttackRecord, Flag, attack_flags, evaluate, flags, make_attack
 from otad.evaluate.certificate_check import certificate_holds, prove
 from otad.evaluate.flags import CHECKS, Check, FlagContext, remark_flag
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, CertificateRecord
+from otad.evaluate.suite import suite
+from otad.model.defend import defend
 from otad.model.otad import OTAD
 
 BOX = (0.0, 1.0)
+QUICK = Keys(steps=10, targets=1, temperatures=(0.1,), restarts=1, polish=5)
 
 
 def plane_context(model: nn.Module | None = None, **options: Any) -> FlagContext:
@@ -344,3 +347,39 @@ def test_nothing_is_claimed_where_no_example_is_right() -> None:
     x, _ = plane_data()
     context = context_of(Plane().eval(), x, (x[:, 0] <= 0).long(), L2(0.1), attacks=(Walk(),))
     assert PASS not in {check(context).verdict for check in CHECKS}
+
+
+@pytest.mark.parametrize("rule", ["otad", "k-nn"])
+def test_planted_keys_are_found_by_who_looks_for_them_alone(rule: str) -> None:
+    model, train_x = keyed_model()
+    attacked = model if rule == "otad" else MajorityKnn(model, 5).eval()
+    x, y = tiles(30, 5)
+    ball = L2(0.1, BOX)
+    if rule == "otad":
+        context = context_of(model, x, y, ball, train_x=train_x)
+        (planted,) = attack_flags.plant(context, model, *context.sample(4))
+        assert len(planted.train_x) == len(planted.model.bank_labels) > 90
+        keys, embedded = model.query_keys(planted.train_x), model.backbone.embed(planted.train_x)
+        torch.testing.assert_close(keys, planted.model.bank_keys)
+        torch.testing.assert_close(embedded, planted.model.bank_inputs)
+    for attack in (QUICK, Straight(points=12, train_x=train_x), make_attack("soft_knn", model)):
+        context = context_of(attacked, x, y, ball, attacks=(attack,), train_x=train_x)
+        flag = attack_flags.planted_example(context)
+        assert flag.verdict == PASS, (attack.name, flag.found)
+    blind = context_of(attacked, x, y, ball, attacks=(RandomNoise(draws=1),))
+    assert attack_flags.planted_example(blind).verdict == FAIL
+
+
+def test_one_map_behind_an_embedding_is_attacked_the_same_way() -> None:
+    x, y = tiles(60, 0)
+    model = defend(token_net(x, y), x, y, scope="global")
+    attacks, _ = suite(model, "quick", SHAPE, "classification", L2(0.15, BOX), x)
+    assert {"straight", "keys"} <= {attack.name for attack in attacks}
+    context = context_of(model, *tiles(30, 9), L2(0.15, BOX), train_x=x)
+    for attack in (QUICK, Straight(points=6, train_x=x)):
+        result = attack(model, *context.sample(), L2(1.5, BOX), generator=torch.Generator())
+        assert result.accuracy < 0.7, attack.name
+    for planted in attack_flags.plant(context, model, *context.sample(2)):
+        assert planted.train_x is not None
+        embedded = model.backbone.embed(planted.train_x)
+        torch.testing.assert_close(embedded, planted.model.bank_inputs)

@@ -110,20 +110,13 @@ def test_a_card_tells_models_apart_and_copies_not() -> None:
     assert cards[4]["potential"]["left_out"] == []
 
 
-def linear(factor: float) -> nn.Linear:
-    layer = nn.Linear(2, 2)
-    for weight in layer.parameters():
-        nn.init.constant_(weight, factor)
-    return layer
-
-
 @pytest.mark.parametrize(
     "attack",
     [
         lambda factor: Straight(train_x=torch.full((3, 2), factor)),
         lambda factor: Transfer(nn.Identity(), inner=Straight(shares=(factor,))),
         lambda factor: MetricAttack(metric=partial(torch.mul, other=factor)),
-        lambda factor: MetricAttack(metric=linear(factor).forward),
+        lambda factor: MetricAttack(metric=nn.PReLU(init=factor).forward),
     ],
     ids=["tensor", "inner", "partial", "method"],
 )

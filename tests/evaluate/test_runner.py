@@ -1,4 +1,4 @@
-"""Evaluations: what a record says, and wrong arguments."""
+"""Evaluations: what a record says, wrong arguments, and models with neighbors by a metric."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from evaluate.small import Plane, Slope, Walk, Wander, plane_data, run_plane, two_sides
+from attacks.bank_models import SHAPE, keyed_model, tiles
+from evaluate.small import Plane, Slope, Walk, Wander, plane_data, run_plane, timeless, two_sides
+from factories import refuses
 from safetensors.torch import load_file
 from torch import Tensor
 
 from otad.attacks import L2, Linf
-from otad.attacks.adaptive import Straight
+from otad.attacks.adaptive import Keys, Straight
 from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.certify import certify
 from otad.cip import Status
-from otad.errors import InputError
-from otad.evaluate import Evaluation, evaluate
+from otad.evaluate import Evaluation, attack_flags, evaluate, make_attack
 from otad.evaluate.flags import CHECKS
-from otad.model.bank import FeatureBank
-from otad.nets import FCResNet
+from otad.evaluate.records import CERTIFICATE_CHECK, NOT_RUN, PASS
+from otad.evaluate.suite import suite
+from otad.model.otad import OTAD
+from otad.nets import FCResNet, LipschitzMetric
 
 
 @pytest.mark.parametrize("flags", [True, False])
@@ -50,21 +54,16 @@ def test_an_embedding_of_its_own_is_certified_by_its_constant() -> None:
             return 2 * super().embed(x)
 
     model, x, y = two_sides()
-    net = Twice((2,), 2, blocks=1, bounds=(-1.0, 1.0))
-    net.load_state_dict(model.backbone.state_dict())
-    bank = FeatureBank(2 * model.bank_inputs, model.bank_features, model.bank_labels, "twice")
-    other = model.replace(backbone=net.eval(), bank=bank)
+    model.backbone.__class__ = Twice
     options = {"attacks": [RandomNoise(draws=3)], "flags": False}
-    without = evaluate(other, x, y, L2(0.1), **options)
+    without = evaluate(model, x, y, L2(0.1), **options)
     assert without.certificate is None
     assert "embedding_lipschitz" in without.missing["certificate"]
-    stated = evaluate(other, x, y, L2(0.1), embedding_lipschitz=2.0, **options).certificate
-    plain = evaluate(model, x, y, L2(0.1), **options).certificate
-    assert any("by 2 at most" in text for text in stated.assumptions)
-    hull = [row for row, rule in enumerate(plain.rules) if rule == "hull"]
-    assert len(hull) > 10  # distances and bound are twice as large, so the radius is the same
-    radii = [(stated.radius[row], plain.radius[row]) for row in hull]
-    assert all(first == pytest.approx(second, abs=1e-5) for first, second in radii)
+    stated = evaluate(model, x, y, L2(0.1), embedding_lipschitz=2.0, **options).certificate
+    proved = certify(model, x, embedding_lipschitz=2.0)
+    assert stated.assumptions == proved.assumptions
+    assert stated.radius == tuple(proved.radius.tolist())
+    assert max(stated.radius) > 0
 
 
 def test_regression_records_errors_of_all_rows(tmp_path: Path) -> None:
@@ -83,8 +82,7 @@ def test_regression_records_errors_of_all_rows(tmp_path: Path) -> None:
     kept = load_file(tmp_path / "adversarial.safetensors")
     assert len(kept["rows"]) == len(x)
     assert L2(1.0).distance(kept["inputs"], x) == pytest.approx([0.3] * len(x), abs=1e-6)
-    with pytest.raises(InputError, match=r"accuracy.*regression"):
-        record.worst_case()
+    refuses(record.worst_case, match=r"accuracy.*regression")
 
 
 def test_otad_is_compared_with_its_relatives_and_accounts_for_its_solver() -> None:
@@ -210,8 +208,7 @@ def test_wrong_arguments_are_refused(change: Any, message: str, monkeypatch) -> 
     monkeypatch.setattr(Wander, "limit", 0)
     x, y = plane_data()
     given = {"model": Plane().eval(), "x": x, "y": y, "threat": L2(0.1), "attacks": [Wander()]}
-    with pytest.raises(InputError, match=message):
-        evaluate(**(given | (change() if callable(change) else change)))
+    refuses(evaluate, **given | (change() if callable(change) else change), match=message)
 
 
 def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
@@ -231,5 +228,69 @@ def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert read[0].count == record.n == whole["count"]
     assert read[1] is None
     path.write_text(json.dumps({"format": "something-else"}), encoding="utf-8")
-    with pytest.raises(InputError, match=r"evaluation\.json.*something-else"):
-        Evaluation.read(path)
+    refuses(Evaluation.read, path, match=r"evaluation\.json.*something-else")
+
+
+BALL = L2(0.15, (0.0, 1.0))
+QUICK = Keys(steps=10, targets=1, temperatures=(0.1,), restarts=1, polish=5)
+
+
+@pytest.fixture(scope="module")
+def proved() -> tuple[OTAD, Tensor]:
+    """Neighbors by an orthogonal net, and the training inputs."""
+    metric = LipschitzMetric(SHAPE, widths=(8, 16), depth=1, key_dim=8, bounds=(0.0, 1.0))
+    return keyed_model(metric=metric, neighbors=3)
+
+
+@pytest.mark.parametrize("preset", ["quick", "standard", "full"])
+def test_suites_have_what_a_metric_needs(proved: tuple[OTAD, Tensor], preset: str) -> None:
+    model, train_x = proved
+    names = {"keys", "soft_knn", "metric", "bpda", "pgd", "transfer", "random_search", "noise"}
+    without, missing = suite(model, preset, SHAPE, "classification", BALL)
+    assert names <= {attack.name for attack in without}
+    assert "train_x" in missing["straight"]
+    with_inputs, missing = suite(model, preset, SHAPE, "classification", BALL, train_x)
+    assert names | {"straight"} <= {attack.name for attack in with_inputs}
+    assert not {"straight", "region", "bisector", "keys"} & set(missing)
+
+
+def test_the_record_has_certificates_below_attacks_above_and_flags_beside(
+    proved: tuple[OTAD, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attack_flags, "STEPS", 3)
+    model, train_x = proved
+    attacks = [QUICK, "straight", replace(make_attack("soft_knn", model), steps=10, polish=5)]
+    arguments = (model, *tiles(18, 3), L2(0.5, (0.0, 1.0)))
+    options = {"eps": [0.02, 0.5], "attacks": attacks, "train_x": train_x, "folder": tmp_path}
+    found = evaluate(*arguments, **options)
+    assert found.is_sound
+    assert any("LipschitzMetric" in text for text in found.certificate.assumptions)
+    assert 0 < found.certified_accuracy(0.02).value <= found.worst_case(0.02).value
+    assert found.worst_case(0.5).value < found.clean["otad"].value
+    raised = {flag.name: flag.verdict for flag in found.flags}
+    assert raised[CERTIFICATE_CHECK] == PASS
+    assert raised["planted adversarial example is found"] == PASS
+    assert raised["a large eps drives accuracy to chance"] == PASS
+    not_run = [name for name, verdict in raised.items() if verdict == NOT_RUN]
+    assert not_run == ["white-box at least as strong as black-box"]
+    again = evaluate(*arguments, **options | {"flags": False})  # from the saved batches
+    assert timeless(replace(found, flags=())) == timeless(replace(again, flags=()))
+
+
+def test_a_metric_without_a_constant_is_certified_where_one_is_stated() -> None:
+    model, _ = keyed_model(neighbors=3)
+    x, y = tiles(6, 4)
+    options = {"attacks": [RandomNoise(draws=2)], "flags": False}
+    silent = evaluate(model, x, y, BALL, **options)
+    assert silent.certificate is None
+    assert "Bent" in silent.missing["certificate"]
+    constant = float(torch.linalg.matrix_norm(model.metric.weight, ord=2)) * 1.01  # tanh adds none
+    stated = evaluate(model, x, y, BALL, metric_lipschitz=constant, **options)
+    assert stated.certificate is not None
+    assert max(stated.certificate.radius) > 0
+    for given, pattern in (
+        ({"metric_lipschitz": 1.0}, r"metric_lipschitz.*1\.0 for VisionTransformer"),
+        ({"train_x": x}, "train_x.*None"),
+    ):
+        refuses(evaluate, model.backbone, x, y, BALL, **given, attacks=["pgd"], match=pattern)
+    refuses(make_attack, "straight", model, train_x=tiles(90, 99)[0], match=r"train_x.*row 0")

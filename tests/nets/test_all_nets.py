@@ -1,18 +1,19 @@
-"""What every net does: draw from its generator, come back from JSON, check its inputs."""
+"""What every net does, whether of the library or of the user's own modules."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from factories import refuses
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import remove_spectral_norm, spectral_norm
 
 from otad import nets
-from otad.errors import InputError
+from otad.nets import SequentialBackbone, adapt, build
 from otad.nets.inputs import InputNet
 
 SHAPE = (3, 8, 8)
@@ -76,66 +77,28 @@ def test_a_net_is_rebuilt_from_json_and_safetensors(name: str) -> None:
     assert type(twin) is type(net)
 
 
-@pytest.fixture
-def double_by_default() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("double_by_default")
 @EVERY
 def test_nets_have_the_default_dtype(name: str) -> None:
-    net = make(name).eval()
+    torch.set_default_dtype(torch.float64)
+    try:
+        net = make(name).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert net(net.check_inputs(images().double())).dtype == torch.float64
     assert {weight.dtype for weight in net.parameters()} == {net.mean.dtype} == {torch.float64}
 
 
-def test_registered_classes_are_built_by_name() -> None:
-    class Shift(nets.Backbone):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.head = nets.LinearHead(self.dim, self.n_outputs, self.task).to_empty(device="cpu")
-
-        def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
-            return e + 1, torch.full((len(e),), float(self.dim))
-
-    class Half(nets.Metric):
-        projection = torch.nn.Identity()
-
-        def features(self, u: Tensor) -> Tensor:
-            return u / 2
-
-    half = Half((3,), key_norm="free", key_dim=3)
-    for net, decorator, rebuild in (
-        (Shift(input_shape=(3,), n_outputs=2), nets.register, nets.build),
-        (half, nets.register_metric, nets.build_metric),
-    ):
-        name = type(net).__name__
-        with pytest.raises(InputError, match=rf"got {name}; .*otad\.nets\.{decorator.__name__}"):
-            net.config()
-        decorator("for-test")(type(net))
-        assert type(rebuild(net.config())) is type(net)
-        with pytest.raises(InputError, match=r"kind.*'for-test'"):
-            decorator("for-test")(type(net))
-    assert torch.equal(half(torch.ones(1, 3)), torch.full((1, 3), 0.5))
-    assert half.lipschitz is None
-
-
 @pytest.mark.parametrize(
-    ("rebuild", "config", "message"),
-    [
-        (nets.build, {}, "kind.*fc_resnet.*'None'"),
-        (nets.build, {"kind": "transformer"}, "'transformer'"),
-        (nets.build, {"kind": "fc_resnet", "depth": 3}, "options of fc_resnet"),
-        (nets.build, {"kind": "sequential"}, "options of sequential"),
-        (nets.build_metric, {"kind": "guess"}, "kind.*cnn.*'guess'"),
-        (nets.build_metric, {"kind": "cnn"}, "options of cnn"),
-    ],
+    ("net", "register", "rebuild"),
+    [("plain", nets.register, nets.build), ("metric_cnn", nets.register_metric, nets.build_metric)],
 )
-def test_an_unknown_config_is_refused(rebuild, config: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        rebuild(config)
+def test_registered_classes_are_built_by_name(net, register, rebuild) -> None:
+    net = make(net)
+    net.__class__ = own = type("Own", (type(net),), {})
+    refuses(net.config, match=rf"got Own; .*otad\.nets\.{register.__name__}")
+    register("for-test")(own)
+    assert type(rebuild(net.config())) is own
+    refuses(register("for-test"), own, match=r"kind.*'for-test'")
 
 
 @pytest.mark.parametrize(
@@ -156,5 +119,141 @@ def test_an_unknown_config_is_refused(rebuild, config: dict, message: str) -> No
 )
 def test_bad_inputs_are_refused(x: object, message: str) -> None:
     net = nets.fc_resnet((2, 2), 3, bounds=(0, 1))
-    with pytest.raises(InputError, match=f"pixels: .*{message}"):
-        net.check_inputs(x, "pixels")
+    refuses(net.check_inputs, x, "pixels", match=f"pixels: .*{message}")
+
+
+class _Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
+
+
+def test_an_adapted_sequential_computes_the_same(x: Tensor) -> None:
+    plain = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
+    net = adapt(plain)
+    assert torch.equal(net(x), plain(x))
+    z, energy = net.transport(net.embed(x))
+    assert torch.equal(z, plain[:-1](x))
+    torch.testing.assert_close(energy, ((z - x) ** 2).sum(1))
+    assert net.head.weight is plain[-1].weight
+    assert (net.input_shape, net.dim, net.n_outputs) == ((6,), 6, 3)
+    assert adapt(net) is net
+    flat = adapt(nn.Sequential(nn.Flatten(), *plain), input_shape=(2, 3), bounds=(0, 1))
+    assert torch.equal(flat(x.reshape(5, 2, 3)), plain(x))
+    linear = adapt(nn.Sequential(nn.Linear(6, 2, bias=False)))  # has no transport
+    z, energy = linear.transport(linear.embed(x))
+    assert torch.equal(z, x)
+    assert torch.equal(energy, torch.zeros(5))
+
+
+def test_own_residual_blocks_have_the_paper_s_energy(x: Tensor) -> None:
+    blocks = [_Residual(nn.Linear(4, 4)) for _ in range(2)]
+    net = SequentialBackbone(nn.Linear(6, 4), blocks, nn.Linear(4, 3), input_shape=(6,))
+    e = net.embed(x)
+    first = blocks[0].inner(e)
+    second = blocks[1].inner(e + first)
+    expected = (first**2).sum(1) + (second**2).sum(1)
+    torch.testing.assert_close(net.transport(e)[1], expected)
+
+
+def test_a_stack_of_known_layers_is_rebuilt_from_json(x: Tensor) -> None:
+    embed = nn.Sequential(nn.Linear(6, 4, bias=False), nn.LayerNorm(4), nn.LeakyReLU(0.2))
+    blocks = [nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.3), nn.Softplus(2.0))]
+    net = SequentialBackbone(embed, blocks, nn.Linear(4, 3), input_shape=(6,), mean=0.1).eval()
+    before = torch.random.get_rng_state()
+    twin = build(json.loads(json.dumps(net.config()))).eval()
+    assert torch.equal(before, torch.random.get_rng_state())
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(net(x), twin(x))
+    assert str(net) == str(twin)
+
+
+class _Halved(nn.Module):
+    """Works in place, without an attribute that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), _Halved()])
+def test_layers_that_work_in_place_leave_what_they_are_given(layer: nn.Module, x: Tensor) -> None:
+    x = x - 0.5
+    net = SequentialBackbone(None, [layer, layer], nn.Linear(6, 2), input_shape=(6,), mean=-0.25)
+    assert torch.equal(net.mean, torch.full((6,), -0.25))  # nor did the look at the dimensions
+    e = net.embed(x)
+    before = e.clone()
+    z, energy = net.transport(e)
+    assert torch.equal(e, before)
+    first = layer(before.clone())
+    second = layer(first.clone())
+    assert torch.equal(z, second)
+    torch.testing.assert_close(energy, ((first - before) ** 2 + (second - first) ** 2).sum(1))
+    e.requires_grad_()
+    (slope,) = torch.autograd.grad(net.transport(e)[1].sum(), e)
+    assert bool((slope != 0).any())
+
+
+def test_an_embedding_that_works_in_place_leaves_inputs_and_mean(x: Tensor) -> None:
+    x, embed = x - 0.5, nn.Sequential(nn.ReLU(inplace=True), nn.Flatten())
+    net = SequentialBackbone(embed, [], nn.Linear(6, 2), input_shape=(6,), mean=-0.25)
+    before = x.clone()
+    assert torch.equal(net.embed(x), (before + 0.25).relu())
+    assert torch.equal(x, before)
+    assert torch.equal(net.mean, torch.full((6,), -0.25))
+    norm = nn.BatchNorm1d(6)  # the look at the dimensions leaves batch statistics too
+    adapt(nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 2)))
+    assert norm.training
+    assert norm.num_batches_tracked == 0
+
+
+def _stack(parts: tuple) -> SequentialBackbone:
+    return SequentialBackbone(*parts[:3], input_shape=parts[3])
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (build, {}, "kind.*fc_resnet.*'None'"),
+        (build, {"kind": "transformer"}, "'transformer'"),
+        (build, {"kind": "fc_resnet", "depth": 3}, "options of fc_resnet"),
+        (build, {"kind": "sequential"}, "options of sequential"),
+        (nets.build_metric, {"kind": "guess"}, "kind.*cnn.*'guess'"),
+        (nets.build_metric, {"kind": "cnn"}, "options of cnn"),
+        (adapt, nn.Linear(3, 2), "a Backbone or a non-empty nn.Sequential, got Linear"),
+        (adapt, nn.Sequential(), "got Sequential; give its parts"),
+        (adapt, nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), "last layer, got Softmax"),
+        (adapt, nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), "input_shape: .*None for ReLU"),
+        (adapt, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), "at least 2 for classification"),
+        (adapt, nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 2)), "9 like .* got 5: .*space"),
+        (adapt, nn.Sequential(spectral_norm(nn.Linear(6, 2))), "head: .*parametrization"),
+        (_stack, (None, [nn.Linear(5, 6)], nn.Linear(6, 2), (6,)), r"blocks\[0\]: .* \(1, 6\)"),
+        (_stack, (nn.Identity(), [], nn.Linear(6, 2), (2, 6)), r"embed: .*shape \(B,d\), got"),
+        (_stack, (None, [], nn.Identity(), (6,)), r"head: expected an nn\.Linear .*Identity"),
+        (_stack, (nn.Linear(6, 4), [], nn.Linear(5, 2), (6,)), "in_features .* 4 .* 5: .*space"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(make, given: object, message: str) -> None:
+    refuses(make, given, match=message)
+
+
+def test_modules_that_json_cannot_describe_are_refused() -> None:
+    blocks = [_Residual(nn.Linear(6, 6))]
+    net = SequentialBackbone(None, blocks, nn.Linear(6, 2), input_shape=(6,))
+    refuses(net.config, match=r"got _Residual; subclass Backbone")
+    layer = nn.Linear(6, 6)
+    net = adapt(nn.Sequential(layer, nn.Linear(6, 2)))
+    config = net.config()
+    spectral_norm(layer)
+    refuses(net.config, match=r"Linear with weights .*, got .*_orig")
+    remove_spectral_norm(layer)
+    assert net.config() == config
+    config["blocks"][0]["layers"][0]["layer"] = "os.system"
+    refuses(build, config, match=r"layer: .*Identity.* got 'os\.system'")

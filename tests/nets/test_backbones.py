@@ -1,15 +1,21 @@
-"""Fully connected nets, residual, plain and lifted: energy, linear head, refusals."""
+"""Fully connected nets and vision transformers: energy, linear head, sizes, refusals."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from factories import refuses
 from torch import Tensor, nn
 
-from otad.errors import InputError
-from otad.nets import FCResNet, fc_resnet, lifted_net, plain_net
+from otad.nets import FCResNet, LinearHead, fc_resnet, lifted_net, plain_net
 from otad.nets.inputs import draw_linear
+from otad.nets.vit import VisionTransformer, vision_transformer
 from otad.training import TrainConfig, train
+
+TINY = {"patch": 2, "width": 12, "blocks": 2, "heads": 3, "hidden": 20}
+tiny_vit = partial(vision_transformer, **TINY)
 
 
 def _inputs(rows: int, *shape: int, seed: int = 1) -> Tensor:
@@ -42,15 +48,17 @@ def test_features_and_energy_equal_the_hand_computed_sums(variant) -> None:
     assert net(x).shape == (7, 4)
 
 
-def test_the_head_is_linear_and_the_forward_pass_ends_in_it() -> None:
-    net = fc_resnet((6,), 3, blocks=2)
-    a, b = _inputs(4, 6, seed=3), _inputs(4, 6, seed=4)
-    mixed = net.head(0.25 * a + 0.75 * b)
-    torch.testing.assert_close(mixed, 0.25 * net.head(a) + 0.75 * net.head(b))
-    torch.testing.assert_close(net.head(a), a @ net.head.weight.T + net.head.bias)
-    torch.testing.assert_close(net(a), net.head(net.transport(net.embed(a))[0]))
-    assert isinstance(net.head, nn.Linear)
-    assert fc_resnet((6,), 1, task="regression")(a).shape == (4,)
+@pytest.mark.parametrize(
+    "net",
+    [fc_resnet((6,), 3), tiny_vit((3, 4, 4), 5), tiny_vit((3, 4, 4), 5, class_token=True)],
+    ids=["fc", "tokens", "class token"],
+)
+def test_the_head_is_the_matrix_it_says_and_the_forward_pass_ends_in_it(net) -> None:
+    x, z = _inputs(7, *net.input_shape), _inputs(7, net.dim)
+    assert isinstance(net.head, LinearHead)
+    assert net.head.matrix.shape == (net.n_outputs, net.dim)
+    torch.testing.assert_close(net.head(z), z @ net.head.matrix.T + net.head.bias)
+    torch.testing.assert_close(net(x), net.head(net.transport(net.embed(x))[0]))
 
 
 def test_twins_have_the_same_parameters_and_the_paper_s_width() -> None:
@@ -85,17 +93,19 @@ def test_drawn_weights_have_the_stated_variance() -> None:
         ({"mean": float("nan")}, "mean.*nan"),
         ({"mean": [0.0, 1.0]}, r"mean: .*\(3,\), got \(2,\)"),
         ({"blocks": 0}, "blocks.* 1, got 0"),
-        ({"lift": True, "hidden": ()}, "hidden.*none"),
-        ({"lift": True, "hidden": (0,)}, "hidden.* 1, got 0"),
-        ({"lift": True, "blocks": -1}, "blocks.* 0, got -1"),
-        ({"lift": True, "task": "regression"}, "n_outputs: expected 1 for regression"),
+        ({"make": lifted_net, "hidden": ()}, "hidden.*none"),
+        ({"make": lifted_net, "hidden": (0,)}, "hidden.* 1, got 0"),
+        ({"make": lifted_net, "blocks": -1}, "blocks.* 0, got -1"),
+        ({"make": lifted_net, "task": "regression"}, "n_outputs: expected 1 for regression"),
+        ({"make": tiny_vit, "input_shape": (3, 5, 4)}, r"input_shape.* 2 .*\(3, 5, 4\)"),
+        ({"make": tiny_vit, "input_shape": (12,)}, r"expected images \(C,H,W\)"),
+        ({"make": tiny_vit, "input_shape": (3, 4, 4), "heads": 5}, "width 12, got 5"),
+        ({"make": tiny_vit, "input_shape": (3, 4, 4), "blocks": 0}, "blocks.* 1, got 0"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
-    given = {"input_shape": (3,), "n_outputs": 2} | options
-    make = lifted_net if given.pop("lift", False) else fc_resnet
-    with pytest.raises(InputError, match=message):
-        make(**given)
+    given = {"make": fc_resnet, "input_shape": (3,), "n_outputs": 2} | options
+    refuses(given.pop("make"), **given, match=message)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +122,7 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
 )
 def test_bad_targets_are_refused(task: str, y: list, message: str) -> None:
     net = fc_resnet((4,), 3 if task == "classification" else 1, task=task)
-    with pytest.raises(InputError, match=f"y: .*{message}"):
-        net.check_targets(torch.tensor(y), 2)
+    refuses(net.check_targets, torch.tensor(y), 2, match=f"y: .*{message}")
 
 
 def test_an_input_is_embedded_with_zeros_behind_it() -> None:
@@ -160,3 +169,82 @@ def test_regression_lifts_one_coordinate_and_takes_the_units_of_targets() -> Non
     net.head.take_units(5.0, 2.0)
     torch.testing.assert_close(net(x), 5 + 2 * plain)
     assert (net.lift, net.dim, plain.shape) == (1, 7, (4,))
+
+
+def twin_layer(net: VisionTransformer, block: int) -> nn.TransformerEncoderLayer:
+    """torch's own pre-norm layer with the same weights."""
+    layer = nn.TransformerEncoderLayer(
+        net.width, net.heads, net.hidden, 0.0, "gelu", net.norm_eps, batch_first=True,
+        norm_first=True,
+    ).eval()  # fmt: skip
+    theirs = {
+        "attn.qkv.": "self_attn.in_proj_", "attn.proj.": "self_attn.out_proj.",
+        "mlp.fc1.": "linear1.", "mlp.fc2.": "linear2.",
+    }  # fmt: skip
+    state = {}
+    for name, value in net.blocks[block].state_dict().items():
+        part = name.removesuffix("weight").removesuffix("bias")
+        state[name.replace(part, theirs.get(part, part))] = value
+    layer.load_state_dict(state)
+    return layer
+
+
+def test_features_equal_those_of_torch_layers() -> None:
+    net = tiny_vit((3, 4, 4), 5, mean=0.4, std=0.3, seed=2).eval()
+    x = _inputs(6, 3, 4, 4)
+    patches = (x - 0.4) / 0.3
+    patches = patches.unfold(2, 2, 2).unfold(3, 2, 2)  # (B,3,2,2,2,2)
+    patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(6, 4, 12)
+    state = net.state_dict()
+    tokens = patches @ state["patch_embed.proj.weight"].flatten(1).T
+    tokens = tokens + state["patch_embed.proj.bias"] + state["pos_embed"]
+    torch.testing.assert_close(net.embed(x), tokens.flatten(1))
+    expected = tokens
+    for block in range(2):
+        expected = twin_layer(net, block)(expected)
+    z, _ = net.transport(net.embed(x))
+    torch.testing.assert_close(z, expected.flatten(1), rtol=1e-4, atol=1e-5)
+    means = expected.mean(1) @ state["head.weight"].T + state["head.bias"]
+    torch.testing.assert_close(net(x), means, rtol=1e-4, atol=1e-5)
+
+
+def test_the_energy_is_that_of_both_steps_of_every_block() -> None:
+    net = tiny_vit((3, 4, 4), 5, seed=3).eval()
+    x, expected = net.embed(_inputs(3, 3, 4, 4)).unflatten(1, (4, 12)), torch.zeros(3)
+    for block in net.blocks:
+        half = x + block.attn(block.norm1(x))
+        end = half + block.mlp(block.norm2(half))
+        expected += (half - x).square().sum((1, 2)) + (end - half).square().sum((1, 2))
+        x = end
+    torch.testing.assert_close(net.transport(net.embed(_inputs(3, 3, 4, 4)))[1], expected)
+
+
+def test_sizes_are_those_of_the_paper_and_of_timm() -> None:
+    def count(net: nn.Module) -> int:
+        return sum(weight.numel() for weight in net.parameters())
+
+    paper = vision_transformer((3, 32, 32), 10)
+    assert (paper.tokens, paper.dim) == (64, 64 * 384)
+    assert 6.2e6 < count(paper) < 6.4e6
+    deit = {"patch": 16, "width": 384, "blocks": 12, "heads": 6, "hidden": 1536}
+    options = {"class_token": True, "final_norm": True}
+    # the number of parameters of timm's deit_small_patch16_224
+    assert count(vision_transformer((3, 224, 224), 1000, **deit, **options)) == 22_050_664
+
+
+def test_parameters_have_the_names_and_shapes_of_timm() -> None:
+    width, hidden = 12, 20
+    weights: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj": (width, 3, 2, 2), "norm": (width,), "head": (5, width),
+    }  # fmt: skip
+    for k in range(2):
+        weights |= {
+            f"blocks.{k}.norm1": (width,), f"blocks.{k}.attn.qkv": (3 * width, width),
+            f"blocks.{k}.attn.proj": (width, width), f"blocks.{k}.norm2": (width,),
+            f"blocks.{k}.mlp.fc1": (hidden, width), f"blocks.{k}.mlp.fc2": (width, hidden),
+        }  # fmt: skip
+    expected = {"cls_token": (1, 1, width), "pos_embed": (1, 5, width)}
+    for name, shape in weights.items():
+        expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    net = tiny_vit((3, 4, 4), 5, class_token=True, final_norm=True, mean=0.5)
+    assert {name: tuple(weight.shape) for name, weight in net.named_parameters()} == expected

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from factories import refuses
 from report.evaluations import Attacked, Small, by_hand, hand_report, of_values
 from torch import nn
 
-from otad.errors import InputError
 from otad.evaluate.records import Evaluation
 from otad.io.tensor_files import write_tensors
 from otad.model.defend import defend
@@ -268,16 +268,14 @@ def test_examples_are_spread_over_the_ball() -> None:
 
 
 def test_examples_are_read_back_and_must_be_those_of_the_record(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"x: .*10.*got 3"):
-        evaluation_report(by_hand(), x=torch.zeros(3, 2))
+    refuses(evaluation_report, by_hand(), x=torch.zeros(3, 2), match=r"x: .*10.*got 3")
     path = tmp_path / "adversarial.safetensors"
     write_tensors(path, {"rows": torch.tensor([4, 2]), "inputs": torch.rand(2, 3)}, {})
     read = Adversarial.read(path)
     assert read.rows.tolist() == [4, 2]
     assert read.inputs.shape == (2, 3)
     write_tensors(path, {"rows": torch.tensor([4, 2])}, {})
-    with pytest.raises(InputError, match="got no inputs"):
-        Adversarial.read(path)
+    refuses(Adversarial.read, path, match="got no inputs")
 
 
 def test_a_new_section_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from training.small_vision import KEYS, LABELS, moons
 
 from otad.cip.whole_bank.lifted_bank import least_lipschitz
-from otad.errors import InputError
 from otad.nets import fc_resnet, lifted_net
 from otad.training import TrainConfig, train
 from otad.training.backbone import margin_loss, pair_excess, scaled_margins
@@ -91,19 +90,6 @@ def test_training_widens_margins_within_the_constant() -> None:
     assert train(net, (x, y), replace(MARGIN, **settings)).final.train_score > 0.85
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("classification", {"label_smoothing": 0.1}, "label_smoothing: .* 'margin', got 0.1"),
-        ("classification", {"mixing": 0.5}, "mixing: expected 0 .*0.5"),
-        ("regression", {}, "loss: expected 'fit' for regression, got 'margin'"),
-    ],
-)
-def test_a_margin_has_whole_labels(task: str, options: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        margin_loss(task, TrainConfig(loss="margin", **options))
-
-
 @pytest.mark.parametrize("margin", [0.0, 0.5])
 def test_the_neighborhood_loss_is_the_hand_computed_one(margin: float) -> None:
     own = torch.arange(4)
@@ -115,26 +101,26 @@ def test_the_neighborhood_loss_is_the_hand_computed_one(margin: float) -> None:
         torch.testing.assert_close(loss[i], -torch.log(weight[alike].sum() / weight.sum()))
 
 
-def test_a_row_without_its_class_counts_nothing_and_spoils_no_gradient() -> None:
-    keys = KEYS.clone().requires_grad_()
-    labels = torch.tensor([0, 0, 1, 2])
-    loss = neighborhood_loss(keys, labels, keys, labels, margin=0.1, own=torch.arange(4))
-    assert loss[2:].tolist() == [0.0, 0.0]
-    loss.sum().backward()
-    assert bool(keys.grad.isfinite().all())
-
-
 @pytest.mark.parametrize("margin", [0.0, 0.1])
 @pytest.mark.parametrize("loss", [neighborhood_loss, means_loss])
-def test_a_row_that_is_all_there_is_costs_nothing(
-    loss: Callable[..., Tensor], margin: float
+@pytest.mark.parametrize(
+    ("keys", "labels", "alone"),
+    [
+        (KEYS[:1], [0], [0]),
+        (KEYS, [0, 0, 1, 2], [2, 3]),
+        (torch.zeros(6, 2), [0, 0, 1, 1, 2, 2], []),
+    ],
+    ids=["all there is", "without its class", "equal keys"],
+)
+def test_rows_alone_cost_nothing_and_no_gradient_is_spoiled(
+    keys: Tensor, labels: list[int], alone: list[int], loss: Callable[..., Tensor], margin: float
 ) -> None:
-    keys = KEYS[:1].clone().requires_grad_()
-    found = loss(keys, LABELS[:1], keys, LABELS[:1], margin=margin, own=torch.tensor([0]))
-    assert found.tolist() == [0.0]
+    keys, y = keys.clone().requires_grad_(), torch.tensor(labels)
+    found = loss(keys, y, keys, y, margin=margin, own=torch.arange(len(y)))
+    assert found[alone].tolist() == [0.0] * len(alone)
     found.sum().backward()
-    assert keys.grad is not None
-    assert not keys.grad.any()
+    assert bool(keys.grad.isfinite().all())
+    assert len(y) > 1 or not keys.grad.any()
 
 
 def test_the_loss_by_means_is_the_hand_computed_one() -> None:
@@ -154,13 +140,6 @@ def test_the_loss_by_means_is_the_hand_computed_one() -> None:
         own = shares.get(int(labels[i]))
         expected = 0.0 if own is None else -math.log(own / sum(shares.values()))
         assert float(found[i]) == pytest.approx(expected, abs=1e-9)
-
-
-def test_equal_keys_spoil_no_gradient_of_the_loss_by_means() -> None:
-    keys = torch.zeros(6, 2, requires_grad=True)
-    labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    means_loss(keys, labels, keys, labels, torch.arange(6)).sum().backward()
-    assert bool(keys.grad.isfinite().all())
 
 
 def _by_hand(name: str, keys: Tensor, references: Tensor, margin: float) -> float:

@@ -15,23 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from factories import run_script
+from factories import refuses, run_script
 from torch import Tensor, nn
 from training.small_vision import FILE, images, small_cnn, small_vit, weights_print
 
 from otad.errors import InputError
 from otad.io.tensor_files import read_tensors
 from otad.nets import SequentialBackbone, fc_resnet
-from otad.training import (
-    EpochRecord,
-    MetricConfig,
-    TrainConfig,
-    TrainResult,
-    loop,
-    recipe,
-    train,
-    train_metric,
-)
+from otad.training import MetricConfig, TrainConfig, TrainResult, loop, recipe, train, train_metric
 from otad.training.adversary import Adversary
 from otad.training.augmentation import Compose, RandomFlip
 
@@ -88,8 +79,8 @@ class StopError(Exception):
     pass
 
 
-def stop_after(epoch: int) -> Callable[[EpochRecord], None]:
-    def report(record: EpochRecord) -> None:
+def stop_after(epoch: int) -> Callable[[Any], None]:
+    def report(record: Any) -> None:
         if record.epoch == epoch:
             raise StopError
 
@@ -180,25 +171,19 @@ KILLS = """
     config = TrainConfig(epochs=20, batch_size=16, energy_weight=0.01, ema=0.9)
     config.make_optimizer(torch.nn.Linear(1, 1))  # torch's lazy imports
 
-    def attempt(name, die_at_rename=0, die_at_call=0):
-        folder, renames, calls, rename = base / name, 0, 0, os.replace
+    def attempt(name, last_rename=None, last_call=None):
+        # Killed at a rename, or at a function call after the first one.
+        folder, renames, calls = base / name, 0, 0
 
-        def count(*event):
-            nonlocal calls
-            calls += 1
-            if calls == die_at_call:
+        def count(frame, event, function):
+            nonlocal renames, calls
+            calls += renames > 0
+            renames += event == "c_call" and function is os.replace
+            if renames == last_rename or calls == last_call:
                 os.kill(os.getpid(), signal.SIGKILL)
-
-        def counted_rename(*names):
-            nonlocal renames
-            renames += 1
-            if renames == die_at_rename:
-                os.kill(os.getpid(), signal.SIGKILL)
-            rename(*names)
-            sys.setprofile(count)  # from the first checkpoint of this process on
 
         if not (pid := os.fork()):
-            os.replace = counted_rename
+            sys.setprofile(count)
             try:
                 train(fc_resnet((3,), 2, blocks=1), data, config, checkpoint_dir=folder)
                 sys.setprofile(None)
@@ -212,10 +197,10 @@ KILLS = """
 
     attempt("whole")
     per_epoch = int((base / "calls").read_text()) // 19
-    attempt("cut", die_at_rename=3)
+    attempt("cut", last_rename=3)
     dice = random.Random(0)
     for _ in range(8):
-        attempt("cut", die_at_call=dice.randrange(1, per_epoch * 3 // 2))
+        attempt("cut", last_call=dice.randrange(1, per_epoch * 3 // 2))
     attempt("cut")
     """
 
@@ -255,8 +240,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_pat
     for message, changes, options in others:
         call = {"net": small_net(), "data": table(), "config": replace(CONFIG, **changes)} | options
         start = weights_print(call["net"])
-        with pytest.raises(InputError, match=f"differs in {message}"):
-            train(**call, checkpoint_dir=tmp_path)
+        refuses(train, **call, checkpoint_dir=tmp_path, match=f"differs in {message}")
         assert weights_print(call["net"]) == start
     assert train(small_net(), table(), replace(CONFIG, log_every=3), checkpoint_dir=tmp_path)
 
@@ -286,10 +270,8 @@ def test_own_modules_and_augmentations_are_recognized_at_any_address(tmp_path: P
         return train(net, images(), CONFIG, **options).resumed_after
 
     assert (resumed_after(1, 0.5), resumed_after(1, 0.5)) == (0, 3)
-    with pytest.raises(InputError, match=r"differs in augment .*RandomFlip\(probability=0\.25\)"):
-        resumed_after(1, 0.25)
-    with pytest.raises(InputError, match=r"differs in net\.structure"):
-        resumed_after(2, 0.5)
+    refuses(resumed_after, 1, 0.25, match=r"differs in augment .*RandomFlip\(probability=0\.25\)")
+    refuses(resumed_after, 2, 0.5, match=r"differs in net\.structure")
 
 
 def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -299,5 +281,4 @@ def test_a_file_that_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     flipped = good[:-9] + bytes([good[-9] ^ 4]) + good[-8:]
     for content in (b"", good[:7], good[:100], good[:-1], flipped, pickle.dumps({"a": 1})):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=FILE):
-            train(small_net(), table(), config, checkpoint_dir=tmp_path)
+        refuses(train, small_net(), table(), config, checkpoint_dir=tmp_path, match=FILE)

@@ -1,21 +1,25 @@
-"""What training learns, reports and refuses."""
+"""What training learns, reports and refuses, and its settings."""
 
 from __future__ import annotations
 
 import logging
+import math
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from factories import refuses
 from torch import Tensor, nn
 from training.small_vision import images, small_cnn, weights_print
 
-from otad.errors import InputError
-from otad.nets import SequentialBackbone, fc_resnet, lifted_net, plain_net
-from otad.training import EpochRecord, MetricConfig, TrainConfig, TrainResult, train, train_metric
+from otad.nets import SequentialBackbone, fc_resnet, lifted_net, plain_net, vision_transformer
+from otad.training import MetricConfig, TrainConfig, recipe, train, train_metric
 from otad.training.adversary import Adversary
+from otad.training.supervised import EpochRecord, TrainResult
 
 SHORT = TrainConfig(epochs=4, batch_size=32, learning_rate=0.05)
 
@@ -184,8 +188,7 @@ _X, _Y = _two_moons(8)
 def test_bad_data_is_refused(data, message: str) -> None:
     net = _net()
     before = _weights(net)
-    with pytest.raises(InputError, match=message):
-        train(net, data, SHORT)
+    refuses(train, net, data, SHORT, match=message)
     assert torch.equal(before, _weights(net))
 
 
@@ -202,5 +205,97 @@ def test_runs_that_cannot_learn_are_refused(
     make, changes: dict, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=message):
-        train(make(), _two_moons(64), replace(SHORT, **changes))
+    refuses(train, make(), _two_moons(64), replace(SHORT, **changes), match=message)
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"epochs": 10, "warmup": 2}, {0: 0.0, 1: 0.1, 2: 0.2, 6: 0.1, 10: 0.0}),
+        ({"epochs": 8, "schedule": "constant"}, {0: 0.2, 3.5: 0.2, 8: 0.2}),
+        ({"epochs": 8, "schedule": "step"}, {0: 0.2, 3.9: 0.2, 4.1: 0.02, 5.9: 0.02, 6.1: 0.002}),
+    ],
+)
+def test_the_rate_follows_the_schedule(options: dict, rates: dict[float, float]) -> None:
+    config = TrainConfig(learning_rate=0.2, **options)
+    assert {epoch: config.rate_at(epoch) for epoch in rates} == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("sgd", torch.optim.SGD, {"momentum": 0.7, "weight_decay": 0.1, "lr": 0.2}),
+        ("adamw", torch.optim.AdamW, {"betas": (0.7, 0.999), "weight_decay": 0.1, "lr": 0.2}),
+    ],
+)
+def test_the_optimizers_get_the_settings(name: str, kind: type, settings: dict) -> None:
+    config = TrainConfig(optimizer=name, momentum=0.7, weight_decay=0.1, learning_rate=0.2)
+    made = config.make_optimizer(torch.nn.Linear(2, 2))
+    assert isinstance(made, kind)
+    assert made.defaults | settings == made.defaults
+
+
+def test_matrices_alone_are_decayed() -> None:
+    net = vision_transformer((3, 8, 8), 3, width=8, blocks=1, heads=2, class_token=True)
+    config = TrainConfig(decay_on="matrices", weight_decay=0.3)
+    decayed, undecayed = config.make_optimizer(net).param_groups
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    block = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    layers = ("patch_embed.proj", "head", *(f"blocks.0.{name}" for name in block))
+    assert {names.pop(id(weight)) for weight in decayed["params"]} == {
+        f"{name}.weight" for name in layers
+    }
+    assert {id(parameter) for parameter in undecayed["params"]} == set(names)
+    assert {"pos_embed", "cls_token", "blocks.0.norm1.weight"} < set(names.values())
+
+
+def test_recipes_can_be_changed_but_only_by_settings_that_exist() -> None:
+    config = recipe("vit_cifar10", energy_weight=1e-5, epochs=20)
+    assert (config.energy_weight, config.epochs, config.optimizer) == (1e-5, 20, "adamw")
+    assert recipe("fc") == TrainConfig(energy_weight=0.01)
+    refuses(recipe, "fc", rate=0.1, match=r"changes: expected settings of TrainConfig, .* 'rate'")
+    refuses(recipe, "vit", match="recipe: expected one of fc, vit_cifar10, got 'vit'")
+
+
+BAD: dict[type, dict[str, list]] = {
+    TrainConfig: {
+        "epochs": [0], "batch_size": [1.5], "log_every": [True], "seed": [-1, 2**64],
+        "optimizer": ["lion"], "schedule": ["linear"], "decay_on": ["some"], "device": ["abacus"],
+        "learning_rate": [0.0, math.nan], "momentum": [1.0], "weight_decay": [-0.1],
+        "warmup": [30], "gradient_clip": [-1], "ema": [1.0], "augment": ["wild"],
+        "loss": ["neighborhood"], "energy_weight": ["much"], "label_smoothing": [1.0],
+        "mixing": [1.5, np.float32(0.5)], "target_margin": [0.0], "pair_smoothness": [0.0],
+        "pair_weight": [-1.0],
+    },
+    MetricConfig: {
+        "loss": ["angular"], "references": ["queue"], "temperature": [0.0, np.float32(0.1)],
+        "margin": [-1.0, np.float32(0.1)], "batch_size": [1], "n_neighbors": [0],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [(kind, name, value) for kind in BAD for name, bad in BAD[kind].items() for value in bad],
+)
+def test_bad_settings_are_refused(kind: type, name: str, value: object) -> None:
+    refuses(kind, **{name: value}, match=f"{name}: expected .*, got {re.escape(repr(value))}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            MetricConfig,
+            {"loss": "triplet", "references": "bank"},
+            "references.*'triplet'.*'bank'",
+        ),
+        (MetricConfig, {"loss": "triplet", "cuda_graph": True}, "cuda_graph: .*means.*'triplet'"),
+        (MetricConfig, {"references": "bank", "cuda_graph": True}, "cuda_graph: .*'bank'"),
+        (TrainConfig, {"whole_batches": True, "cuda_graph": True}, "cuda_graph: .*'adamw'.*'sgd'"),
+        (TrainConfig, {"optimizer": "adamw", "cuda_graph": True}, "whole_batches=False"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(kind, settings: dict, message: str) -> None:
+    refuses(kind, **settings, match=message)

@@ -1,22 +1,26 @@
-"""What a vision transformer is trained with: averages, precision, bytes, clipping, limits."""
+"""What a vision transformer is trained with: averages, precision, bytes, clipping, CUDA graphs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from factories import refuses
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.small_vision import images, small_cnn, small_vit, weights_print
 
 from otad.errors import InputError
-from otad.nets import fc_resnet, vision_transformer
+from otad.nets import LipschitzMetric, ResNetMetric, fc_resnet, vision_transformer
 from otad.training import MetricConfig, TrainConfig, backbone, recipe, train, train_metric
+from otad.training.adversary import Adversary
 from otad.training.augmentation import mix_some
 from otad.training.loop import Averaged, epoch_batches
 
@@ -24,6 +28,9 @@ from otad.training.loop import Averaged, epoch_batches
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 PLAIN = TrainConfig(epochs=3, batch_size=16, learning_rate=0.01, optimizer="adamw")
 WHOLE = recipe("vit_cifar10", epochs=4, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
+ON_GPU = replace(WHOLE, mixed_precision=False, device="cuda")
+METRIC = MetricConfig(epochs=4, batch_size=16, warmup=1, ema=0.8, device="cuda")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_the_recipe_learns() -> None:
@@ -243,6 +250,9 @@ _VALUES = torch.rand(8, 2), torch.rand(8)
         (_UNBOUNDED, (_X, _Y), {"augment": "light"}, {}, r"augment: .*'light'.*\(3, 8, 8\)"),
         (_REGRESSION, _VALUES, {"mixing": 0.5}, {}, "mixing: .*classified, got 0.5 for regression"),
         (_REGRESSION, _VALUES, {"label_smoothing": 0.1}, {}, "label_smoothing: .*0.1"),
+        (small_vit, (_X, _Y), {"loss": "margin", "label_smoothing": 0.1}, {}, "smoothing: .*0.1"),
+        (small_vit, (_X, _Y), {"loss": "margin", "mixing": 0.5}, {}, "mixing: expected 0 .*0.5"),
+        (_REGRESSION, _VALUES, {"loss": "margin"}, {}, "loss: expected 'fit' .* got 'margin'"),
         (small_vit, (_X, _Y), {"augment": "light"}, {"augment": math.exp}, "augment: .*exp"),
         (small_vit, (_X, _Y), {}, {"max_seconds": 5}, "max_seconds: .*checkpoint_dir.*5"),
         (small_vit, (_X, _Y), {}, {"max_seconds": 0}, "max_seconds: .*positive.*0"),
@@ -250,5 +260,62 @@ _VALUES = torch.rand(8, 2), torch.rand(8)
     ],
 )
 def test_bad_calls_are_refused(net, data, changes: dict, options: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        train(net(), data, replace(PLAIN, **changes), **options)
+    refuses(train, net(), data, replace(PLAIN, **changes), **options, match=message)
+
+
+def test_a_metric_that_solves_systems_is_refused() -> None:
+    metric = LipschitzMetric((3, 8, 8), widths=(4, 8), key_dim=4)
+    config = replace(METRIC, cuda_graph=True, device="cpu")
+    refuses(train_metric, metric, images(50), config, match="cuda_graph: .*False.*LipschitzMetric")
+
+
+def same_when_captured(make: Callable, fit: Callable, config, tolerance: float) -> None:
+    plain, captured = make(), make()
+    expected = fit(plain, images(200), config)
+    result = fit(captured, images(200), replace(config, cuda_graph=True))
+    for one, two in zip(result.history, expected.history, strict=True):
+        found, known = (one.loss, one.energy), (two.loss, two.energy)
+        assert found == pytest.approx(known, rel=tolerance)
+    for one, two in zip(captured.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "adversary", [None, Adversary(0.3, steps=3), Adversary(0.3, steps=3, weight_share=0.01)]
+)
+@pytest.mark.parametrize("loss", ["neighborhood", "means"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_captured_training_of_a_metric_is_the_same(adversary, loss: str, mixed: bool) -> None:
+    settings = {"adversary": adversary, "loss": loss, "mixed_precision": mixed}
+    config = replace(METRIC, augment="light", channels_last=True, **settings)
+    make = partial(ResNetMetric, (3, 8, 8), widths=(4, 8), depth=1, key_dim=4, bounds=(0, 1))
+    # Rounding changes the steps of the adversary, and these the training.
+    same_when_captured(make, train_metric, config, 5e-2 if mixed or adversary else 1e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("mixed", "tolerance"), [(False, 1e-4), (True, 1e-2)])
+def test_a_captured_training_is_the_same(mixed: bool, tolerance: float) -> None:
+    same_when_captured(small_vit, train, replace(ON_GPU, mixed_precision=mixed), tolerance)
+
+
+def test_on_the_cpu_nothing_is_captured() -> None:
+    config = replace(ON_GPU, device="cpu")
+    plain, asked = small_vit(), small_vit()
+    expected = train(plain, images(50), config)
+    assert train(asked, images(50), replace(config, cuda_graph=True)) == expected
+    assert weights_print(asked) == weights_print(plain)
+
+
+@needs_gpu
+def test_a_captured_training_resumes(tmp_path: Path) -> None:
+    config = replace(ON_GPU, cuda_graph=True)
+    whole, parted = small_vit(), small_vit()
+    train(whole, images(200), config)
+    first = train(parted, images(200), config, checkpoint_dir=tmp_path, max_seconds=1e-6)
+    assert not first.finished
+    again = small_vit()
+    assert train(again, images(200), config, checkpoint_dir=tmp_path).resumed_after == 1
+    for one, two in zip(again.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)

@@ -1,22 +1,27 @@
-"""Scores, abstentions and the JSON of an assessment; the account is tested with the model."""
+"""The report on a model: scores, abstentions, the JSON of its assessment, pictures of its maps."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from draw_scopes import both_scopes, draw_scopes, field_of
+from PIL import Image
 from report.evaluations import ROWS, Small
 
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.cip import ExactCip
+from otad.cip import CipProblem, ExactCip
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
-from otad.model.diagnostics import neighborhood_smoothness
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet
+from otad.report import map_pictures
 from otad.report.assessment import assess
+
+INPUTS, FEATURES, LABELS = BANK = map_pictures.make_bank()
 
 
 def test_scores_do_not_depend_on_batches(small: Small) -> None:
@@ -30,14 +35,9 @@ def test_scores_do_not_depend_on_batches(small: Small) -> None:
     assert len(small.assessment) == ROWS
 
 
-def test_the_account_is_that_of_the_rows(small: Small) -> None:
-    found, x = small.assessment, small.dataset.test_x[:ROWS]
-    least = neighborhood_smoothness(small.model, x)
-    torch.testing.assert_close(found.least_smoothness, least)
-    raised = float((least > small.model.smoothness).double().mean())
-    assert found.share_raised == pytest.approx(raised)
-    assert 0 < raised < 1
-    record = found.to_dict()
+def test_the_record_is_plain_json(small: Small) -> None:
+    record = small.assessment.to_dict()
+    assert 0 < record["share_raised"] < 1
     assert sum(record["status"].values()) == record["rows"] == ROWS
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["least_smoothness"]["median"] <= record["smoothness"]["median"]
@@ -77,3 +77,51 @@ def test_regression_scores_are_mean_squared_errors(generator: torch.Generator, m
     assert found.metric == "mse"
     assert found.scores[DEFENDED] == pytest.approx(float(expected))
     assert steps == [(8, 20), (16, 20), (20, 20)]
+
+
+@pytest.fixture(scope="module")
+def models() -> list[OTAD]:
+    return both_scopes(size=100, epochs=20)
+
+
+def nearest(points: torch.Tensor) -> torch.Tensor:
+    apart = torch.cdist(points, INPUTS)
+    return apart.topk(map_pictures.MAP_NEIGHBORS, largest=False).indices
+
+
+def test_images_are_means_of_the_nearest_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pairs of the bank are met."""
+    rows, smoothness = nearest(INPUTS), map_pictures.MAP_SMOOTHNESS
+    problem = CipProblem(INPUTS, INPUTS[rows], FEATURES[rows], smoothness)
+    torch.testing.assert_close(ExactCip()(problem).image, FEATURES, rtol=0, atol=1e-6)
+    monkeypatch.setattr(map_pictures, "LINES", 9)
+    monkeypatch.setattr(map_pictures, "EVERY", 2)
+    nodes, images, smoothness = map(torch.from_numpy, map_pictures.interpolate_grid(BANK))
+    assert nodes.shape == images.shape == (17, 17, 2)
+    assert bool((smoothness >= map_pictures.MAP_SMOOTHNESS).all())
+    features = FEATURES[nearest(nodes.reshape(-1, 2))]
+    assert bool((images.reshape(-1, 2) >= features.amin(1) - 1e-9).all())
+    assert bool((images.reshape(-1, 2) <= features.amax(1) + 1e-9).all())
+
+
+def test_the_global_map_is_lipschitz_and_local_maps_jump(models: list[OTAD]) -> None:
+    assert [model.scope for model in models] == ["local", "global"]
+    assert torch.equal(models[0].bank_features, models[1].bank_features)
+    assert models[0].smoothness == models[1].smoothness
+    for model in models:
+        right = model(model.bank_inputs[:, :2].float()).argmax(1) == model.bank_labels
+        assert float(right.double().mean()) > 0.8
+    local, whole = (field_of(model.double(), nodes=90)[1].max() for model in models)
+    constant = models[1].smoothness - 1
+    assert 0.5 * constant < whole <= constant * (1 + 1e-9)
+    assert local > 2 * constant
+    _, finer = field_of(models[0].double(), nodes=270)
+    assert finer.max() > 2 * local, "the slope of a jump grows with the grid"
+
+
+def test_pictures_are_drawn(models: list[OTAD], tmp_path: Path) -> None:
+    map_pictures.draw_map(tmp_path / "new" / "map.png")
+    draw_scopes(tmp_path / "new" / "scopes.png", models=models, nodes=40)
+    for name in ("map", "scopes"):
+        with Image.open(tmp_path / "new" / f"{name}.png") as picture:
+            assert picture.size[0] > 1000
