@@ -1,4 +1,4 @@
-"""Saved models of every kind, the questions they are asked, and the comparison of answers.
+"""Saved models of every kind, and the questions they are asked.
 
 The models in `models/` and the answers beside it were recorded by an earlier version. `record.py`
 records the answers of the same models again, where a change of behavior is intended.
@@ -6,10 +6,7 @@ records the answers of the same models again, where a change of behavior is inte
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from typer.testing import CliRunner
+from golden.arrays import MODELS, Arrays, as_array
+from torch import Tensor
 
 # names that moved are changed here alone
 import otad
-from otad import L2, OTAD, InputError, Linf, OTADClassifier, OTADRegressor
+from otad import L2, OTAD, InputError, Linf
 from otad.attacks import (
     Apgd,
     AutoAttackSuite,
@@ -37,33 +34,13 @@ from otad.attacks import (
     Transfer,
 )
 from otad.attacks.adaptive import Bisector, Keys, Region, SoftKnn, Straight
-from otad.cip.surrogate import CipNet, CipNetConfig
-from otad.cli.main import main as commands
-from otad.cli.sources import TrainedNet
 from otad.evaluate import Evaluation
 from otad.explain import explain
-from otad.model.bank import FeatureBank
-from otad.model.imitation import imitate
-from otad.model.prototypes import prototype_net
-from otad.nets import (
-    CNNMetric,
-    LipschitzMetric,
-    fc_resnet,
-    lifted_net,
-    vision_transformer,
-)
-from otad.training import MetricConfig, TrainConfig, train, train_metric
-from otad.training.adversary import Adversary
 
 
 def metric_part(model: OTAD) -> Callable[[Tensor], Tensor]:
     """Inputs to where a model searches neighbors."""
     return model.backbone.embed if model.metric is None else model.metric
-
-
-def net_of_command(folder: Path) -> nn.Module:
-    """The net in a folder of `otad train`."""
-    return TrainedNet.read(folder).net
 
 
 def smoothness_of(record: Evaluation) -> tuple[float, ...]:
@@ -78,13 +55,7 @@ def evaluation_of_file(path: Path) -> Evaluation:
     return Evaluation.read(path)
 
 
-# end of the names that moved
-
-HERE = Path(__file__).parent
-MODELS = HERE / "models"
-Arrays = dict[str, np.ndarray]
-
-CLASSES, DIM, IMAGE, POINTS, ASKED = 3, 6, (1, 8, 8), 45, 12
+ASKED = 12  # queries of a model
 
 
 @dataclass(frozen=True)
@@ -182,10 +153,6 @@ CASES: dict[str, Case] = {
     "regression_lifted": Case(),
     "local_from_file": Case(loading={"resident": False, "verify": False}),
 }
-
-
-def as_array(value: Any) -> np.ndarray:
-    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
 
 
 def answers_of(model: OTAD, case: Case, x: Tensor, y: Tensor) -> Arrays:
@@ -405,317 +372,6 @@ def evaluation_answers(record: Evaluation) -> Arrays:
 def flag_answers(model: OTAD, case: Case, x: Tensor, y: Tensor) -> Arrays:
     record = evaluation_of(model, case, x, y, flags=True)
     return {f"flag/{flag.name}": as_array(flag.verdict) for flag in record.flags}
-
-
-# Short trainings: each takes data, and a function that may change the first weights of its net.
-
-Change = Callable[[nn.Module], None]
-
-
-def weights_of(net: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in net.state_dict().items() if value.is_floating_point()}
-
-
-def history_of(result: Any) -> dict[str, Any]:
-    return {"loss": [epoch.loss for epoch in result.history]}
-
-
-def backbone_start() -> Any:
-    return fc_resnet((DIM,), CLASSES, blocks=2, hidden=7, seed=31)
-
-
-def cip_net_config(epochs: int) -> CipNetConfig:
-    return CipNetConfig(
-        epochs=epochs,
-        batch_size=16,
-        learning_rate=0.05,
-        optimizer="sgd",
-        weight_decay=5e-4,
-        warmup=0.0,
-        gradient_clip=0.0,
-    )
-
-
-BACKBONE_CONFIG = TrainConfig(
-    epochs=5, batch_size=16, learning_rate=0.02, energy_weight=0.05, warmup=1.0, ema=0.5
-)
-
-
-def train_backbone(data: Mapping[str, Tensor], change: Change, **options: Any) -> dict[str, Any]:
-    net = backbone_start()
-    change(net)
-    result = train(net, (data["x"], data["y"]), BACKBONE_CONFIG, **options)
-    return weights_of(net) | history_of(result) | {"resumed": result.resumed_after}
-
-
-def train_for_margins(data: Mapping[str, Tensor], change: Change) -> dict[str, Any]:
-    net = lifted_net((DIM,), CLASSES, blocks=1, hidden=(7,), seed=32)
-    change(net)
-    config = TrainConfig(
-        epochs=5,
-        batch_size=15,
-        learning_rate=3e-3,
-        optimizer="adamw",
-        loss="margin",
-        pair_weight=0.1,
-        decay_on="matrices",
-        gradient_clip=1.0,
-        schedule="step",
-    )
-    result = train(net, (data["x"], data["y"]), config)
-    return weights_of(net) | history_of(result)
-
-
-def train_vit(data: Mapping[str, Tensor], change: Change) -> dict[str, Any]:
-    sizes = {"patch": 4, "width": 4, "blocks": 1, "heads": 2, "hidden": 4}
-    net = vision_transformer(IMAGE, CLASSES, seed=33, bounds=(0.0, 1.0), **sizes)
-    change(net)
-    config = TrainConfig(
-        epochs=5, batch_size=15, learning_rate=0.02, energy_weight=0.1, label_smoothing=0.1
-    )
-    result = train(net, (data["images"], data["kinds"]), config)
-    return weights_of(net) | history_of(result)
-
-
-def train_values(data: Mapping[str, Tensor], change: Change) -> dict[str, Any]:
-    net = fc_resnet((DIM,), 1, blocks=2, hidden=7, seed=34, task="regression")
-    change(net)
-    config = TrainConfig(epochs=5, batch_size=16, learning_rate=0.01, energy_weight=0.05)
-    parts = (data["numbers"], data["t"], data["numbers"][:9], data["t"][:9])
-    result = train(net, parts, config)
-    scores = {"scores": [epoch.val_score for epoch in result.history]}
-    return weights_of(net) | history_of(result) | scores
-
-
-def metric_start() -> Any:
-    return CNNMetric(IMAGE, widths=(4, 4), key_dim=4, bounds=(0.0, 1.0), mean=0.5)
-
-
-METRIC_CONFIG = MetricConfig(
-    epochs=5, batch_size=15, learning_rate=1e-2, optimizer="sgd", n_neighbors=3
-)
-
-
-def train_key_net(data: Mapping[str, Tensor], change: Change, **options: Any) -> dict[str, Any]:
-    net = metric_start()
-    change(net)
-    result = train_metric(net, (data["images"], data["kinds"]), METRIC_CONFIG, **options)
-    return weights_of(net) | history_of(result) | {"resumed": result.resumed_after}
-
-
-def train_robust_key_net(data: Mapping[str, Tensor], change: Change) -> dict[str, Any]:
-    net = LipschitzMetric(IMAGE, widths=(8, 8), depth=1, key_dim=4, bounds=(0.0, 1.0))
-    change(net)
-    config = MetricConfig(
-        epochs=5,
-        batch_size=15,
-        learning_rate=1e-2,
-        optimizer="sgd",
-        adversary=Adversary(0.2, steps=2, weight_share=0.01),
-        references="bank",
-        n_neighbors=3,
-    )
-    result = train_metric(net, (data["images"], data["kinds"]), config)
-    return weights_of(net) | history_of(result)
-
-
-def train_imitation(data: Mapping[str, Tensor], change: Change, **options: Any) -> dict[str, Any]:
-    model = otad.load(MODELS / "local")
-    net = CipNet(DIM, 5, width=8, blocks=1, heads=2, generator=torch.Generator().manual_seed(35))
-    change(net)
-    result = imitate(model, cip_net_config(5), net=net, held_out=6, **options).result
-    missed = {"missed": [epoch.held_out_error for epoch in result.history]}
-    return weights_of(net) | history_of(result) | missed | {"resumed": result.resumed_after}
-
-
-def train_prototypes(data: Mapping[str, Tensor], change: Change) -> dict[str, Any]:
-    bare = lifted_net((DIM,), CLASSES, blocks=0)
-    net = prototype_net(bare, data["x"], data["y"], per_class=6, neighbors=3)
-    change(net)
-    config = TrainConfig(epochs=5, batch_size=15, learning_rate=0.05, loss="margin")
-    result = train(net, (data["x"], data["y"]), config)
-    return weights_of(net) | history_of(result)
-
-
-SETTINGS = {"n_neighbors": 4, "n_blocks": 1, "hidden": 8, "epochs": 5, "random_state": 0}
-
-
-def fit_classifier(data: Mapping[str, Tensor], change: Change) -> dict[str, Any]:
-    x, names = data["x"].numpy(), np.array(["a", "b", "c"])[data["y"].numpy()]
-    found = {}
-    for scope in ("local", "global"):
-        model = OTADClassifier(scope=scope, optimizer="sgd", **SETTINGS).fit(x, names)
-        asked = x[:8] + 0.3
-        found[f"{scope}/shares"] = model.predict_proba(asked)
-        found[f"{scope}/labels"] = model.predict(asked)
-        found[f"{scope}/radius"] = model.certify(asked).radius
-        found[f"{scope}/loss"] = [epoch.loss for epoch in model.history_]
-    return found
-
-
-def fit_regressor(data: Mapping[str, Tensor], change: Change) -> dict[str, Any]:
-    x, y = data["numbers"].numpy(), data["t"].numpy()
-    found = {}
-    for scope in ("local", "global"):
-        model = OTADRegressor(scope=scope, optimizer="sgd", **SETTINGS).fit(x, y)
-        asked = x[:8] + 0.3
-        found[f"{scope}/values"] = model.predict(asked)
-        interval = model.certify(asked, 0.1)
-        found[f"{scope}/low"], found[f"{scope}/high"] = interval.low, interval.high
-    return found
-
-
-TRAININGS: dict[str, Callable[..., dict[str, Any]]] = {
-    "backbone": train_backbone,
-    "margins": train_for_margins,
-    "vit": train_vit,
-    "regression": train_values,
-    "metric": train_key_net,
-    "robust_metric": train_robust_key_net,
-    "cip_net": train_imitation,
-    "prototypes": train_prototypes,
-    "classifier": fit_classifier,
-    "regressor": fit_regressor,
-}
-# Those whose run, stopped after its first epoch, is kept on disk to go on from there.
-RESUMED = ("backbone", "metric", "cip_net")
-
-
-def training_answers(
-    name: str, data: Mapping[str, Tensor], change: Change, **options: Any
-) -> Arrays:
-    found = TRAININGS[name](data, change, **options)
-    return {f"{name}/{part}": as_array(value) for part, value in found.items()}
-
-
-def run_command(*arguments: object) -> str:
-    """What an `otad` command prints."""
-    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
-    if result.exit_code != 0:
-        raise RuntimeError(f"{result.output}\n{result.exception!r}")
-    return result.stdout
-
-
-def command_answers(folder: Path, out: Path, x: Tensor) -> Arrays:
-    """The net that `otad train` wrote, and the model that `otad defend` makes of it."""
-    net = net_of_command(folder)
-    run_command("defend", folder, "--out", out, "--neighbors", 4, "--data-dir", folder)
-    model = otad.load(out)
-    return {
-        "net": as_array(net(x)),
-        "model": as_array(model(x)),
-        "classes": as_array(model.notes["classes"]),
-    }
-
-
-def bank_answers(path: Path) -> Arrays:
-    """A bank from its file, mapped and in memory."""
-    found: Arrays = {}
-    for name, mmap in (("mapped", True), ("read", False)):
-        bank = FeatureBank.load(path, mmap=mmap)
-        inputs, features = bank.gather(torch.tensor([[0, 3], [44, 7]]))
-        some = bank.subset(4, torch.Generator().manual_seed(1))
-        found |= {f"{name}/inputs": inputs.numpy(), f"{name}/features": features.numpy()}
-        found |= {f"{name}/labels": bank.labels.numpy(), f"{name}/subset": some.inputs.numpy()}
-        found[f"{name}/fingerprint"] = as_array(bank.fingerprint)
-    return found
-
-
-# Keeping and comparing. A file holds all numbers of one kind in a row, and an index.
-
-FLOAT32, FLOAT64, FOUND = (1e-4, 1e-5), (1e-9, 1e-11), (1e-3, 1e-5)
-SOUGHT = ("distance", "gain", "error")
-
-
-def tolerance_of(name: str, precise: bool) -> tuple[float, float]:
-    """Relative and absolute: of what is computed in float64 from stored numbers, of what another
-    processor may sum in another order in float32, or of what an attack finds by steps."""
-    is_sought = name.startswith(("attack/", "evaluation/")) and name.endswith(SOUGHT)
-    if is_sought:
-        return FOUND
-    return FLOAT64 if precise else FLOAT32
-
-
-def agreement(found: np.ndarray, golden: np.ndarray, tolerance: tuple[float, float]) -> np.ndarray:
-    """Where two arrays of one shape agree: numbers within the tolerance, all else exactly."""
-    if golden.dtype.kind != "f":
-        return np.asarray(found == golden)
-    relative, absolute = tolerance
-    return np.isclose(found, golden, rtol=relative, atol=absolute, equal_nan=True)
-
-
-def undecided(name: str) -> str:
-    return f"undecided/{name}"
-
-
-def numbers_in(texts: np.ndarray) -> np.ndarray:
-    """One text of numbers for each text."""
-    return np.array([" ".join(re.findall(r"\d[\d.e+-]*", text)) for text in texts.tolist()])
-
-
-def differences(found: Arrays, golden: Arrays, *, precise: bool = False) -> list[str]:
-    """In words, everything in which answers differ from those kept, but for undecided places."""
-    told = []
-    kept = {name for name in golden if not name.startswith("undecided/")}
-    for name in sorted(kept | found.keys()):
-        if name not in found or name not in kept:
-            told.append(f"{name}: {'no answer any more' if name in kept else 'a new answer'}")
-            continue
-        new, old = found[name], golden[name]
-        if name.endswith("/assumptions"):  # the numbers in them, whatever the words are
-            new, old = numbers_in(new), numbers_in(old)
-        if new.shape != old.shape or new.dtype.kind != old.dtype.kind:
-            told.append(f"{name}: {new.dtype} {new.shape} instead of {old.dtype} {old.shape}")
-            continue
-        excused = golden.get(undecided(name), np.zeros(old.shape, dtype=bool))
-        wrong = ~agreement(new, old, tolerance_of(name, precise)) & ~excused
-        if wrong.any():
-            where = np.argwhere(wrong)[0].tolist()
-            told.append(f"{name}: {new[wrong][:3]} instead of {old[wrong][:3]}, first at {where}")
-    return told
-
-
-def read_arrays(path: Path) -> Arrays:
-    found: Arrays = {}
-    with np.load(path, allow_pickle=False) as file:
-        index = json.loads(str(file["index"]))
-        packed = {kind: file[f"numbers{place}"] for place, kind in enumerate(index["order"])}
-    used = dict.fromkeys(packed, 0)
-    for name, kind, shape, texts in index["entries"]:
-        if kind not in packed:
-            found[name] = np.array(texts, dtype=kind).reshape(shape)
-            continue
-        count = math.prod(shape)
-        found[name] = packed[kind][used[kind] : used[kind] + count].reshape(shape)
-        used[kind] += count
-    return found
-
-
-def given_in(golden: Arrays) -> tuple[Tensor, Tensor]:
-    """The queries and right answers of a file."""
-    return torch.from_numpy(golden["given/x"]), torch.from_numpy(golden["given/y"])
-
-
-def training_data_in(golden: Arrays) -> dict[str, Tensor]:
-    given = only(golden, within="given/")
-    return {name.removeprefix("given/"): torch.from_numpy(value) for name, value in given.items()}
-
-
-def start_in(golden: Arrays, training: str) -> dict[str, Tensor]:
-    """The weights a training started from."""
-    prefix = f"start/{training}/"
-    start = only(golden, within=prefix)
-    return {name.removeprefix(prefix): torch.from_numpy(value) for name, value in start.items()}
-
-
-def only(golden: Arrays, *, within: str = "", without: tuple[str, ...] = ()) -> Arrays:
-    """Entries whose names begin so, and not so, undecided places with them."""
-    return {
-        name: value
-        for name, value in golden.items()
-        if name.removeprefix(undecided("")).startswith(within)
-        and not name.removeprefix(undecided("")).startswith(without)
-    }
 
 
 def loaded(kind: str | Path) -> OTAD:

@@ -10,18 +10,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from golden.arrays import HERE, Arrays, given_in, read_arrays
 from golden.cases import (
     CASES,
-    HERE,
-    Arrays,
     answers_of,
     attack_answers,
     evaluation_answers,
     evaluation_of,
     flag_answers,
-    given_in,
     loaded,
-    read_arrays,
 )
 
 
