@@ -150,7 +150,7 @@ def test_expensive_attacks_skip_what_is_proved_and_nothing_else() -> None:
     settings = {"eps": (0.1, 0.2, 0.3), "attacks": attacks, "flags": False}
     assert evaluate(model, x, y, L2(0.2), **settings).skipped_proved == ()
     named_twice = ["straight", "random_search", "straight"]
-    record = evaluate(model, x, y, L2(0.2), spare_proved=named_twice, **settings)
+    record = evaluate(model, x, y, L2(0.2), skip_proved=named_twice, **settings)
     assert record.skipped_proved == ("straight", "random_search")
     assert record.certificate is not None
     radius, skipped = record.certificate.radius, 0
@@ -166,7 +166,7 @@ def test_expensive_attacks_skip_what_is_proved_and_nothing_else() -> None:
     assert sum(len(one.broken) for one in record.attacks if one.attack != "pgd") > 0
 
 
-SPARE = {"spare_proved": ["wander"]}
+SPARE = {"skip_proved": ["wander"]}
 
 
 def sides(**options: Any) -> dict[str, Any]:
@@ -198,9 +198,9 @@ def sides(**options: Any) -> dict[str, Any]:
         (lambda: sides() | {"threat": L2(0.1, bounds=(-2.0, 1.0))}, r"threat.*-2\.0"),
         ({"embedding_lipschitz": 1.0}, r"embedding_lipschitz.*1\.0 for Plane"),
         (lambda: sides() | {"embedding_lipschitz": 1.0}, r"embedding_lipschitz.*1\.0"),
-        (lambda: sides() | {"spare_proved": ["square"]}, "spare_proved.*wander.*square"),
-        (lambda: sides() | SPARE | {"certificate": False}, "spare_proved.*wander"),
-        (lambda: sides(task="regression") | SPARE, "spare_proved.*regression.*wander"),
+        (lambda: sides() | {"skip_proved": ["square"]}, "skip_proved.*wander.*square"),
+        (lambda: sides() | SPARE | {"certificate": False}, "skip_proved.*wander"),
+        (lambda: sides(task="regression") | SPARE, "skip_proved.*regression.*wander"),
     ],
 )
 def test_wrong_arguments_are_refused(change: Any, message: str, monkeypatch) -> None:

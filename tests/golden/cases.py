@@ -34,7 +34,8 @@ from otad.attacks import (
     Transfer,
 )
 from otad.attacks.adaptive import Bisector, Keys, Region, SoftKnn, Straight
-from otad.evaluate import Evaluation
+from otad.evaluate import Evaluation, Flag
+from otad.evaluate.records import CERTIFICATE_CHECK
 from otad.explain import explain
 
 
@@ -49,6 +50,10 @@ def smoothness_of(record: Evaluation) -> tuple[float, ...]:
     if used is None:
         return ()
     return (used.least, used.median, used.quantile_90, used.quantile_99, used.most)
+
+
+def recorded_name(flag: Flag) -> str:
+    return "certificate sandwich" if flag.name == CERTIFICATE_CHECK else flag.name
 
 
 def evaluation_of_file(path: Path) -> Evaluation:
@@ -361,7 +366,7 @@ def evaluation_answers(record: Evaluation) -> Arrays:
         found["certificate/rules"] = record.certificate.rules
         found["certificate/worst_errors"] = record.certificate.worst_errors
     for flag in record.flags:
-        found[f"flag/{flag.name}"] = flag.verdict
+        found[f"flag/{recorded_name(flag)}"] = flag.verdict
     if record.solver is not None:
         found["solver/statuses"] = list(record.solver.statuses)
         found["solver/shares"] = list(record.solver.statuses.values())
@@ -371,7 +376,7 @@ def evaluation_answers(record: Evaluation) -> Arrays:
 
 def flag_answers(model: OTAD, case: Case, x: Tensor, y: Tensor) -> Arrays:
     record = evaluation_of(model, case, x, y, flags=True)
-    return {f"flag/{flag.name}": as_array(flag.verdict) for flag in record.flags}
+    return {f"flag/{recorded_name(flag)}": as_array(flag.verdict) for flag in record.flags}
 
 
 def loaded(kind: str | Path) -> OTAD:

@@ -22,7 +22,7 @@ from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
 from otad.report.page import Report
 
-HOW = ("spare_proved", "embedding_lipschitz", "metric_lipschitz", "seed", "batch_size")
+HOW = ("skip_proved", "embedding_lipschitz", "metric_lipschitz", "seed", "batch_size")
 
 
 def evaluate(
@@ -41,7 +41,7 @@ def evaluate(
     unit: opt.Unit = None,
     scale: opt.Scale = None,
     all_rows: Annotated[bool, opt.option("Attack rows already broken too.", "--all-rows")] = False,
-    spare_proved: Annotated[
+    skip_proved: Annotated[
         opt.Names, opt.option("Skip this attack on certified rows. Repeatable.")
     ] = None,
     no_flags: Annotated[bool, opt.option("Skip the checks of the attacks.", "--no-flags")] = False,

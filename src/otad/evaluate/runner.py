@@ -45,7 +45,7 @@ def evaluate(
     eps: Sequence[float] | None = None,
     attacks: str | Sequence[str | Attack] = "standard",
     survivors_only: bool = True,
-    spare_proved: Sequence[str] = (),
+    skip_proved: Sequence[str] = (),
     certificate: bool = True,
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
@@ -63,7 +63,7 @@ def evaluate(
     - `attacks`: a preset ("quick", "standard", "full") or attacks, by name or made, in order.
     - `survivors_only`: leave out rows known to be wrong at a distance of at most eps. Otherwise
       every attack runs on all examples that are right without attack: slower, but comparable.
-    - `spare_proved`: names of expensive attacks that skip rows with a certified radius above eps.
+    - `skip_proved`: names of expensive attacks that skip rows with a certified radius above eps.
     - `certificate`: also certify. `flags`: also check whether the attacks were too weak. An attack
       that contradicts a certificate is reported in any case (`is_sound`).
     - `embedding_lipschitz`, `metric_lipschitz`: constants that are not known, see `certify`.
@@ -83,10 +83,10 @@ def evaluate(
     check_constants(model, constants)
     task = "regression" if y.is_floating_point() else "classification"
     chosen, missing = suite(model, attacks, x.shape[1:], task, threat, train_x)
-    for name in spare_proved:
-        check_choice(name, "spare_proved", [attack.name for attack in chosen])
-        require(certificate, "spare_proved", "none with certificate=False", name)
-        require(task != "regression", "spare_proved", "none with a regression", name)
+    for name in skip_proved:
+        check_choice(name, "skip_proved", [attack.name for attack in chosen])
+        require(certificate, "skip_proved", "none with certificate=False", name)
+        require(task != "regression", "skip_proved", "none with a regression", name)
     place = None if folder is None else Path(folder)
     checks = CHECKS if flags else [certificate_holds]
     total = certificate + len(radii) * len(chosen) * math.ceil(len(x) / batch_size) + len(checks)
@@ -102,7 +102,7 @@ def evaluate(
             proof = prove(model, x, y, threat, **constants)
         except InputError as error:
             missing["certificate"] = str(error)
-    skipped = {} if proof is None else dict.fromkeys(spare_proved, torch.tensor(proof.radius))
+    skipped = {} if proof is None else dict.fromkeys(skip_proved, torch.tensor(proof.radius))
     run = run_attacks(
         model, x, y, threat, chosen, eps=radii, survivors_only=survivors_only, certified=skipped,
         seed=seed, batch_size=batch_size, folder=place,

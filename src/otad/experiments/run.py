@@ -139,7 +139,7 @@ def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
     chosen = points_of(len(data.test_x), spec.points, study.seed)
     x, y = (part[chosen].to(model.backbone.mean.device) for part in (data.test_x, data.test_y))
     with study.work.lock(folder.name):
-        names = ("eps", "spare_proved", "flags", "batch_size")
+        names = ("eps", "skip_proved", "flags", "batch_size")
         how: dict[str, Any] = {name: getattr(spec, name) for name in names}
         how["attacks"] = make_attacks(spec.attacks, model, train_x) or "standard"
         how["progress"] = lambda attack, done, total, worst: study.report(label, done, total)

@@ -210,7 +210,7 @@ class EvaluateSpec:
     batch_size: Count = 1000
     flags: bool = True
     attacks: dict[str, Options] = field(default_factory=dict)  # empty: the preset "standard"
-    spare_proved: tuple[str, ...] = ()  # attacks that skip points with a certificate of the radius
+    skip_proved: tuple[str, ...] = ()  # attacks that skip points with a certificate of the radius
     certify: tuple[RowName, ...] = ()  # rows to certify on these points; if any, those beside too
     at_most: dict[str, float] = field(default_factory=dict)  # worst case in percent, by eps
     # certified accuracy in percent, by row and eps, or with "worst" for a row the worst case
