@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 from cli.small import BODY, QUICK, terminal, write_body, write_digits
+from evaluate.small import QUICK_CHECKS
 
 import otad
 from otad.cli.sources import DataChoice
 from otad.data import Dataset
-from otad.evaluate import attack_flags
+from otad.evaluate import runner
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OTAD_DATA", raising=False)
-    monkeypatch.setattr(attack_flags, "STEPS", 2)  # flags are proved in tests/evaluate
+    monkeypatch.setattr(runner, "CHECKS", QUICK_CHECKS)
 
 
 @pytest.fixture(scope="session")

@@ -154,7 +154,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RECIPE", replace(demo.RECIPE, epochs=12))
     monkeypatch.setattr(demo, "ATTACKED", 6)
     monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
-    monkeypatch.setitem(PRESETS, "quick", [Choice("straight"), Choice("noise")])
+    monkeypatch.setitem(PRESETS, "quick", [Choice("straight"), Choice("noise", {"draws": 5})])
     monkeypatch.setattr(map_pictures, "LINES", 5)
 
 

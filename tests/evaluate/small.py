@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from otad.attacks import L2, Attack, LpBall
 from otad.attacks.base import Target
 from otad.evaluate import Evaluation, evaluate
-from otad.evaluate.flags import FlagContext
+from otad.evaluate.flags import CHECKS, FlagContext
 from otad.evaluate.protocol import run_attacks
 from otad.io.codec import to_plain
 from otad.model.defend import defend
 from otad.model.otad import OTAD
+
+# All but those that repeat attacks with more steps, restarts and eps.
+QUICK_CHECKS = [check for check in CHECKS if check.__name__ != "never_weaker"]
 
 
 class Plane(nn.Module):

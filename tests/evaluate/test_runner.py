@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from attacks.bank_models import SHAPE, keyed_model, tiles
-from evaluate.small import Plane, Slope, Walk, Wander, plane_data, run_plane, timeless, two_sides
+from evaluate.small import (
+    QUICK_CHECKS,
+    Plane,
+    Slope,
+    Walk,
+    Wander,
+    plane_data,
+    run_plane,
+    timeless,
+    two_sides,
+)  # fmt: skip
 from factories import refuses
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,7 +33,7 @@ from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.certify import certify
 from otad.cip import Status
-from otad.evaluate import Evaluation, attack_flags, evaluate, make_attack
+from otad.evaluate import Evaluation, evaluate, make_attack, runner
 from otad.evaluate.flags import CHECKS
 from otad.evaluate.records import CERTIFICATE_CHECK, NOT_RUN, PASS
 from otad.evaluate.suite import suite
@@ -257,10 +267,10 @@ def test_suites_have_what_a_metric_needs(proved: tuple[OTAD, Tensor], preset: st
 def test_the_record_has_certificates_below_attacks_above_and_flags_beside(
     proved: tuple[OTAD, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attack_flags, "STEPS", 3)
+    monkeypatch.setattr(runner, "CHECKS", QUICK_CHECKS)
     model, train_x = proved
     attacks = [QUICK, "straight", replace(make_attack("soft_knn", model), steps=10, polish=5)]
-    arguments = (model, *tiles(18, 3), L2(0.5, (0.0, 1.0)))
+    arguments = (model, *tiles(9, 3), L2(0.5, (0.0, 1.0)))
     options = {"eps": [0.02, 0.5], "attacks": attacks, "train_x": train_x, "folder": tmp_path}
     found = evaluate(*arguments, **options)
     assert found.is_sound
