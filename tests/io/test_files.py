@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,7 +146,8 @@ KILLS = """
                 os._exit(status)
         _, status = os.waitpid(pid, 0)
         assert status in (0, signal.SIGKILL), status
-        return [status == signal.SIGKILL, *read(), len(list(folder.iterdir()))]
+        names = {entry.name for entry in folder.iterdir()} - {".lock"}
+        return [status == signal.SIGKILL, *read(), len(names)]
 
     def count(*event):
         global calls
@@ -182,3 +184,57 @@ def test_killed_writers_leave_the_old_files_or_the_new(tmp_path: Path) -> None:
             assert whole
             assert found in (previous, version)
             previous = found
+
+
+TWO_SAVERS = """
+    import os, sys
+    import torch
+    import otad
+    from otad.nets import fc_resnet
+
+    torch.set_num_threads(1)
+    x = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
+    models = [otad.defend(fc_resnet((4,), 2, seed=seed), x, (x[:, 0] > 0.5).long(), n_neighbors=3)
+              for seed in range(2)]
+    for _ in range(6):
+        child = os.fork()
+        models[child == 0].save(sys.argv[1])
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        found = otad.load(sys.argv[1])
+        assert any(torch.equal(found(x), model(x)) for model in models)
+    print("whole")
+    """
+
+
+def test_of_two_processes_that_save_into_one_folder_the_last_one_wins(tmp_path: Path) -> None:
+    assert run_script(TWO_SAVERS, tmp_path) == ["whole"]
+
+
+def test_two_writers_of_one_file_both_succeed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as first:
+        first.write_text("first")
+        with replacing(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes, links and pipes")
+def test_links_are_followed_modes_kept_and_other_kinds_refused(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    with replacing(link) as partial:
+        partial.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, Path("/dev/null")):
+        with pytest.raises(InputError, match=f"{path}: expected a regular file"), replacing(path):
+            pass

@@ -136,7 +136,8 @@ def test_a_second_save_replaces_the_first(tmp_path: Path, before: str, after: st
     other.notes = {"first": 1}
     other.save(tmp_path, added=2)
     other.notes["added"] = 2
-    names = {"card.json", "README.txt", *(part(tmp_path, kind).name for kind in FILES[after])}
+    names = {"card.json", ".lock", "README.txt"}
+    names |= {part(tmp_path, kind).name for kind in FILES[after]}
     for _ in range(2):
         assert same(otad.load(tmp_path), other)
         assert {entry.name for entry in tmp_path.iterdir()} == names
@@ -162,7 +163,7 @@ def test_a_save_leaves_the_users_own_files(folder: Path) -> None:
     assert (folder / "bank-train.safetensors").read_bytes() == mapped
     assert all((folder / name).read_text() == "the user's own" for name in theirs[1:])
     assert (folder / f"bank-{16 * '0'}.safetensors").is_dir()
-    assert len(list(folder.iterdir())) == len(theirs) + 1 + 3
+    assert len(list(folder.iterdir())) == len(theirs) + 1 + 3 + 1  # and the lock
 
 
 @pytest.mark.parametrize("content", ['{"format": "greeting"}', "[1, 2]", "no JSON", b"\xff"])
@@ -283,7 +284,7 @@ def test_damaged_files_are_refused(
             "expected the (contents|bank)",
         ),
         "pickle": (lambda f: rewrite(f, block, lambda _: trap), "pickles are never read"),
-        "folder": (lambda f: put_folder(f, block), "got: a folder"),
+        "folder": (lambda f: put_folder(f, block), "regular file inside the folder"),
         "absent": (lambda f: part(f, block).unlink(), "expected the file that card.json names"),
     }
     change, message = does[damage]
@@ -345,7 +346,7 @@ def test_a_save_that_is_cut_short_leaves_the_old_model(tmp_path: Path, kind: str
         assert same(otad.load(tmp_path), old)
     new.save(tmp_path)
     assert same(otad.load(tmp_path), new)
-    assert len(list(tmp_path.iterdir())) == len(FILES[kind]) + 1
+    assert len(list(tmp_path.iterdir())) == len(FILES[kind]) + 2  # card and lock
 
 
 def test_a_bank_of_other_labels_is_another_file(folder: Path) -> None:

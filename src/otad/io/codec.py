@@ -15,6 +15,7 @@ from otad.checks import require
 from otad.errors import InputError
 from otad.io.files import replacing
 
+_MOST_BYTES = 2**28
 _NOT_FINITE = ("inf", "-inf", "nan")  # as text: JSON does not have them
 
 
@@ -77,9 +78,31 @@ def _dataclass(kind: type, value: Any, where: str) -> Any:
 def read_json(path: Path) -> Any:
     """The plain values of a file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        size = path.stat().st_size
+        require(size <= _MOST_BYTES, str(path), f"at most {_MOST_BYTES} bytes of JSON", size)
+        return parse_json(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeError) as error:
         raise InputError(f"{path}: expected a record in JSON, got: {error}") from error
+
+
+def parse_json(text: str, name: str) -> Any:
+    """The plain values of a text, with finite numbers; whole ones of at most 64 bits."""
+    try:
+        return json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name}: expected a record in JSON, got: {error}") from error
+
+
+def _whole(text: str) -> int:
+    if len(text) > 19 or abs(int(text)) >= 2**63:
+        raise ValueError(f"the number {text[:30]}, which has more than 64 bits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"the number {text[:30]}, which is not finite")
+    return float(text)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -5,30 +5,78 @@ from __future__ import annotations
 import glob
 import os
 import secrets
+import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from otad.checks import require
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """The name of a new file beside `path`, which replaces it when the block ends without error.
 
-    A kill at any moment leaves what was at `path` before, or the whole new file. What a killed
-    writer left behind is removed by the next one; of two writers at once, the first one fails.
+    A kill at any moment leaves what was at `path` before, or the whole new file; of two writers at
+    once the last one wins. What a killed writer left behind is removed by the next one. Links are
+    followed, the mode of the old file is kept, and what is not a regular file is refused.
     """
+    old = path.stat() if path.exists() else None
+    found = "a folder" if path.is_dir() else "a device, a pipe or a socket"
+    require(old is None or stat.S_ISREG(old.st_mode), str(path), "a regular file or none", found)
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        leftover.unlink(missing_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    _remove_abandoned(path)
+    partial, guard = _new_partial(path)
     try:
         yield partial
+        if old is not None:
+            partial.chmod(stat.S_IMODE(old.st_mode))
         _flush(partial)
+        if sys.platform == "win32":  # where an open file cannot be renamed
+            guard.close()
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not name the file
+        raise
     finally:
+        guard.close()
         partial.unlink(missing_ok=True)
     if os.name == "posix":  # elsewhere a folder cannot be opened
         _flush(path.parent)
+
+
+def _new_partial(path: Path) -> tuple[Path, BinaryIO]:
+    """A new empty file, and its open handle, which shows others that its writer is alive."""
+    while True:
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        guard = partial.open("xb")
+        if _lock(guard) and partial.exists():  # else it was removed before it was locked
+            return partial, guard
+        guard.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with suppress(OSError):  # another writer removed it, or on Windows still has it open
+            with leftover.open("rb") as file:
+                abandoned = _lock(file)
+            if abandoned:
+                leftover.unlink()
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether nobody else holds this file."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def _flush(path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from otad.checks import require
 from otad.errors import InputError, OtadError
+from otad.io.codec import parse_json
 from otad.io.files import replacing
 
 FORMAT = "otad-tensors"
@@ -60,14 +61,15 @@ def read_tensors(path: Path) -> TensorFile:
         require(ours, str(path), f"format {FORMAT!r}", sorted(metadata))
         check_seal(path)
         text = metadata["header"]
-    return TensorFile({name: tensor.clone() for name, tensor in mapped.items()}, json.loads(text))
+    header = parse_json(text, str(path))
+    return TensorFile({name: tensor.clone() for name, tensor in mapped.items()}, header)
 
 
 def write_sealed(
     path: Path, layout: Layout, metadata: Mapping[str, str], rows: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Write a sealed file from the next `rows` of a tensor, again and again, in its own dtype.
-    Tensors of wider dtypes have to come first in the layout, so that all are aligned."""
+) -> str:
+    """Write a sealed file from the next `rows` of a tensor, again and again, in its own dtype; its
+    checksum. Tensors of wider dtypes come first in the layout, so that all are aligned."""
     header: dict[str, object] = {"__metadata__": {**metadata, "checksum": _UNSEALED}}
     starts, stops, stop = {}, {}, 0
     for name, (dtype, shape) in layout.items():
@@ -78,7 +80,7 @@ def write_sealed(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the tensors
     with replacing(path) as partial:
-        with partial.open("xb") as file:
+        with partial.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name, some in rows:
                 file.seek(8 + len(text) + starts[name])
@@ -89,6 +91,7 @@ def write_sealed(
         with partial.open("rb+") as file:
             file.seek(place)
             file.write(checksum.encode())
+    return checksum
 
 
 def map_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

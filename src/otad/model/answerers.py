@@ -20,11 +20,12 @@ from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError
-from otad.io.codec import to_plain
+from otad.io.codec import parse_json, to_plain
 from otad.io.mapped_rows import gathered
 from otad.io.tensor_files import fingerprint
 from otad.model.bank import BankModule
 from otad.model.folder import Block
+from otad.nets.inputs import restored
 from otad.search.neighbors import Neighbors
 
 SCOPES = ("local", "global")
@@ -212,9 +213,7 @@ class SurrogateAnswerer(NeighborAnswerer):
 
     @classmethod
     def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
-        net = CipNet.from_config(entry["config"])
-        net.load_state_dict(dict(tensors), assign=True)  # which preserves their dtype
-        return {**settings, "solver": net.eval()}
+        return {**settings, "solver": restored(CipNet.from_config, entry["config"], tensors)}
 
 
 class WholeBankAnswerer(Answerer):
@@ -297,7 +296,14 @@ class WholeBankAnswerer(Answerer):
         return torch.tensor(list(json.dumps(self._curvature()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        for name, value in json.loads(bytes(state.tolist())).items():
+        found = parse_json(bytes(state.tolist()).decode(errors="replace"), "state_dict")
+        numbers = isinstance(found, dict) and {type(value) for value in found.values()} <= {
+            int,
+            float,
+        }
+        good = numbers and found.keys() == self._curvature().keys()
+        require(good, "state_dict", f"the numbers {', '.join(CURVATURE)}", found)
+        for name, value in found.items():
             setattr(self, name, value)
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:

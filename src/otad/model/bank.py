@@ -21,6 +21,7 @@ from otad.checks import (
     check_tensor,
     require,
 )
+from otad.errors import InputError
 from otad.io import tensor_files
 from otad.io.mapped_rows import block_of, gathered, remember
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
@@ -88,6 +89,12 @@ class FeatureBank:
         )
         return inputs.to(dtype), features.to(dtype)
 
+    def sample(self) -> str:
+        """A fingerprint of at most 64 points, evenly spread over the bank."""
+        rows = torch.linspace(0, len(self) - 1, min(len(self), 64), dtype=torch.float64).long()
+        parts = {"inputs": self.inputs, "features": self.features, "labels": self.labels}
+        return tensor_files.fingerprint({name: gathered(t, rows) for name, t in parts.items()})
+
     def subset(self, per_class: int, generator: torch.Generator) -> FeatureBank:
         """`per_class` random points of each class, in the order of the bank, in memory."""
         check_tensor(self.labels, "labels", "N", dtypes=(torch.int64,))
@@ -147,10 +154,10 @@ class FeatureBank:
             inputs[rows], features[rows] = some_inputs, some_features
         return cls(inputs, features, labels, fingerprint, verify=False)
 
-    def save(self, path: str | Path) -> None:
-        """Write one sealed safetensors file."""
+    def save(self, path: str | Path) -> str:
+        """Write one sealed safetensors file; its checksum."""
         kind = self.dtype, (len(self), self.dim)
-        _write(Path(path), self.fingerprint, self.labels.cpu(), kind, self._blocks())
+        return _write(Path(path), self.fingerprint, self.labels.cpu(), kind, self._blocks())
 
     @classmethod
     def load(
@@ -158,18 +165,22 @@ class FeatureBank:
         path: str | Path,
         *,
         expect_fingerprint: str | None = None,
+        expect_checksum: str | None = None,
         verify: bool = True,
         mmap: bool = True,
     ) -> FeatureBank:
         """The bank of a file, mapped from it or read into memory. `verify` reads the file once and
         refuses a changed byte or a value that is not finite; `expect_fingerprint` refuses the bank
-        of another net or of other data."""
+        of another net or of other data, `expect_checksum` any other bank."""
         path = Path(path)
         tensors, metadata = tensor_files.map_sealed(path)
         kind, version = metadata.get("format"), metadata.get("version")
         is_bank = kind == FORMAT and set(tensors) == {"inputs", "features", "labels"}
         require(is_bank, str(path), "a feature bank", kind or "other tensors")
         require(version == VERSION, str(path), f"a bank of version {VERSION}", version)
+        checksum = metadata.get("checksum", "none")
+        if expect_checksum not in (None, checksum):
+            raise InputError(f"{path}: expected the bank {expect_checksum}, got {checksum}")
         if verify:
             tensor_files.check_seal(path)
         fingerprint = metadata.get("fingerprint", "")
@@ -210,13 +221,13 @@ def _transported(
             progress(start + len(batch), len(x))
 
 
-def _write(path: Path, fingerprint: str, labels: Tensor, kind: Kind, blocks: Blocks) -> None:
+def _write(path: Path, fingerprint: str, labels: Tensor, kind: Kind, blocks: Blocks) -> str:
     # labels, the widest entries, come first, so that all are aligned
     layout = {"labels": (labels.dtype, (len(labels),)), "inputs": kind, "features": kind}
     metadata = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint}
     pairs = (zip(("inputs", "features"), block, strict=True) for block in blocks)
     rows = chain([("labels", labels)], chain.from_iterable(pairs))
-    tensor_files.write_sealed(path, layout, metadata, rows)
+    return tensor_files.write_sealed(path, layout, metadata, rows)
 
 
 def _check_labels(labels: Tensor, count: int) -> None:

@@ -1,7 +1,8 @@
 """A model on disk: a folder of safetensors files and the JSON card that binds them.
 
 Files carry fingerprints in their names and the card is replaced last, so a kill while saving leaves
-the model that was there before. Cards that were edited are refused. Nothing is ever unpickled."""
+the model that was there before; a lock lets one process save at a time. Cards that were edited, or
+whose files are not those they were written with, are refused. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from otad.checks import require
@@ -24,6 +26,7 @@ from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, writ
 from otad.model.bank import FeatureBank
 
 CARD = "card.json"
+LOCK = ".lock"
 FORMAT = "otad-model"
 VERSIONS = (1, 2, 3, 4)  # plain, with a metric, global, with a surrogate
 _OWN_FILE = r"(?:backbone|bank|metric|keys|levels|surrogate)-[0-9a-f]{16}\.safetensors"
@@ -49,44 +52,51 @@ def write_model(
     and names the files. `blocks`: by the place of their entry in it, with dots between levels."""
     folder = Path(folder)
     refuse_foreign_card(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / LOCK):
+        bank_file = _bank_file(bank)
+        card = {
+            "format": FORMAT,
+            "written_with": {"torch": torch.__version__, "python": platform.python_version()},
+            **about,
+            "bank": {
+                "file": bank_file,
+                "fingerprint": bank.fingerprint,
+                "points": len(bank),
+                "dim": bank.dim,
+                "dtype": str(bank.dtype).removeprefix("torch."),
+                "sample": bank.sample(),
+            },
+        }
+        files = {}
+        for place, block in blocks.items():
+            header = {"part": block.kind, **block.header}
+            if block.of_bank:
+                header["bank"] = _owner(card)
+            note = json.dumps(header, sort_keys=True, default=str)
+            name = _file_name(block.kind, block.tensors, note)
+            files[name] = block.tensors, header
+            *parents, last = place.split(".")
+            entries = card
+            for parent in parents:
+                entries = entries[parent]
+            entries[last] = {**block.entry, "file": name, "fingerprint": fingerprint(block.tensors)}
+        _sealed_text(card)  # refuses notes that are not plain before anything is written
+        card["bank"]["checksum"] = bank.save(folder / bank_file)
+        for name, (held, header) in files.items():
+            write_tensors(folder / name, held, header)
+        with replacing(folder / CARD) as partial:
+            partial.write_text(_sealed_text(card), encoding="utf-8")
+        for old in folder.iterdir():  # what earlier saves left, killed ones too
+            named_by_us = _OWN_NAME.fullmatch(old.name) and old.name not in {bank_file, *files}
+            if named_by_us and old.is_file():
+                old.unlink()
+        return folder / CARD
+
+
+def _bank_file(bank: FeatureBank) -> str:
     tensors = {"inputs": bank.inputs, "features": bank.features, "labels": bank.labels}
-    bank_file = _file_name("bank", tensors, bank.fingerprint)
-    card = {
-        "format": FORMAT,
-        "written_with": {"torch": torch.__version__, "python": platform.python_version()},
-        **about,
-        "bank": {
-            "file": bank_file,
-            "fingerprint": bank.fingerprint,
-            "points": len(bank),
-            "dim": bank.dim,
-            "dtype": str(bank.dtype).removeprefix("torch."),
-        },
-    }
-    files = {}
-    for place, block in blocks.items():
-        header = {"part": block.kind, **block.header}
-        if block.of_bank:
-            header["bank"] = _owner(card)
-        note = json.dumps(header, sort_keys=True, default=str)
-        name = _file_name(block.kind, block.tensors, note)
-        files[name] = block.tensors, header
-        *parents, last = place.split(".")
-        entries = card
-        for parent in parents:
-            entries = entries[parent]
-        entries[last] = {**block.entry, "file": name, "fingerprint": fingerprint(block.tensors)}
-    text = _sealed_text(card)
-    bank.save(folder / bank_file)
-    for name, (held, header) in files.items():
-        write_tensors(folder / name, held, header)
-    with replacing(folder / CARD) as partial:
-        partial.write_text(text, encoding="utf-8")
-    for old in folder.iterdir():  # what earlier saves left, killed ones too
-        named_by_us = _OWN_NAME.fullmatch(old.name) and old.name not in {bank_file, *files}
-        if named_by_us and old.is_file():
-            old.unlink()
-    return folder / CARD
+    return _file_name("bank", tensors, bank.fingerprint)
 
 
 def _file_name(kind: str, tensors: Mapping[str, Tensor], note: str) -> str:
@@ -126,10 +136,19 @@ def read_card(folder: str | Path) -> dict[str, Any]:
 
 
 def read_bank(folder: Path, card: Mapping[str, Any], *, verify: bool, mmap: bool) -> FeatureBank:
-    """The bank that the card names. `verify` reads all of it and refuses one changed byte."""
+    """The bank that the card names. `verify` reads all of it and refuses one changed byte; without,
+    its header and a sample of its points are compared."""
     entry = card["bank"]
-    path, expected = _existing(folder, entry), entry["fingerprint"]
-    return FeatureBank.load(path, expect_fingerprint=expected, verify=verify, mmap=mmap)
+    path = _existing(folder, entry)
+    named = {f"expect_{name}": entry.get(name) for name in ("fingerprint", "checksum")}
+    bank = FeatureBank.load(path, **named, verify=verify, mmap=mmap)
+    found = bank.sample()
+    expected = entry.get("sample", found)
+    require(found == expected, str(path), f"points with the fingerprint {expected}", found)
+    if verify and "checksum" not in entry:  # an older card binds the bank by the name of its file
+        name = _bank_file(bank)
+        require(name == path.name, str(path), f"the contents of {path.name}", f"those of {name}")
+    return bank
 
 
 def read_block(
@@ -146,8 +165,13 @@ def read_block(
 
 
 def _existing(folder: Path, entry: Mapping[str, Any]) -> Path:
-    path = folder / str(entry["file"])
-    require(path.exists(), str(path), f"the file that {CARD} names", "none")
+    """The file of an entry: a plain name, a regular file, and in the folder itself."""
+    name = str(entry["file"])
+    require(_OWN_NAME.fullmatch(name), f"{folder / CARD}", "the name of a model's file", repr(name))
+    path = folder / name
+    inside = path.is_file() and path.resolve().parent == folder.resolve()
+    found = "none, or none that is a regular file inside the folder"
+    require(inside, str(path), f"the file that {CARD} names", found)
     return path
 
 

@@ -25,6 +25,7 @@ from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer
 from otad.model.bank import BankModule, FeatureBank
 from otad.model.folder import CARD, Block, read_bank, read_block, read_card, write_model
 from otad.nets import Backbone, Metric, build, build_metric
+from otad.nets.inputs import restored
 
 METRIC_VERSION = 2  # the least version of a model card with a metric
 
@@ -212,27 +213,38 @@ def load(
     folder: str | Path, *, device: str = "cpu", resident: bool = True, verify: bool = True
 ) -> OTAD:
     """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`. With
-    `resident=False` the bank stays mapped from its file; `verify=False` skips its checksum."""
+    `resident=False` the bank stays mapped from its file; `verify=False` compares its header and a
+    sample of its points alone."""
     folder = Path(folder)
     card = read_card(folder)
     try:
-        backbone = build(card["backbone"]["config"])
+        model = _read_model(folder, card, resident, verify)
+    except (InputError, FileNotFoundError):
+        if read_card(folder) == card:
+            raise
+        return load(folder, device=device, resident=resident, verify=verify)  # it was just replaced
+    return model.to(device)
+
+
+def _read_model(folder: Path, card: dict[str, Any], resident: bool, verify: bool) -> OTAD:
+    try:
+        nets, metric, keys = card["backbone"], None, None
+        backbone = restored(build, nets["config"], read_block(folder, card, nets))
         bank = read_bank(folder, card, verify=verify, mmap=not resident)
-        backbone.load_state_dict(read_block(folder, card, card["backbone"]), assign=True)
-        metric, keys = None, None
         if "metric" in card:
-            metric, stored = build_metric(card["metric"]["config"]).eval(), card["metric"]
-            metric.load_state_dict(read_block(folder, card, stored["metric"]), assign=True)
-            keys = read_block(folder, card, stored["keys"])["keys"]
+            nets = card["metric"]
+            state = read_block(folder, card, nets["metric"])
+            metric = restored(build_metric, nets["config"], state)
+            keys = read_block(folder, card, nets["keys"])["keys"]
         kind = next((kind for kind in ANSWERERS if kind.card_entry in card), NeighborAnswerer)
         entry = card[kind.card_entry] if kind.card_entry else {}
         tensors = read_block(folder, card, entry) if entry else {}
         options = kind.restore(card["settings"], entry, tensors)
         own: dict[str, Any] = {"resident": resident, "metric": metric, "keys": keys}
-        model = OTAD(backbone.eval(), bank, **own, **options)
+        model = OTAD(backbone, bank, **own, **options)
         model.notes = dict(card["notes"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / CARD}: expected a whole model card, got: {error!r}") from error
     except RuntimeError as error:
         raise InputError(f"{folder}: expected weights that fit {CARD}, got: {error}") from error
-    return model.to(device)
+    return model

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from otad.checks import check_choice, check_count, check_finite, check_shape, check_tensor, require
 from otad.errors import InputError
@@ -16,6 +21,7 @@ from otad.errors import InputError
 Sizes = Sequence[int]
 AnyClass = TypeVar("AnyClass", bound=type)
 AnyLinear = TypeVar("AnyLinear", bound=nn.Linear)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class InputNet(nn.Module):
@@ -51,11 +57,13 @@ class InputNet(nn.Module):
             given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # that of layers
             check_finite(given, name)
             try:
-                self.register_buffer(name, given.expand(self.input_shape).clone())
+                spread = given.expand(self.input_shape)
             except RuntimeError as error:
                 expected = f"a shape that broadcasts to {self.input_shape}"
                 got = tuple(given.shape)
                 raise InputError(f"{name}: expected {expected}, got {got}") from error
+            self.register_buffer(name, spread)  # before it uses memory, see `restored`
+            setattr(self, name, spread.clone())
         require((self.std > 0).all(), "std", "positive values", self.std.min().item())
 
     def normalize(self, x: Tensor) -> Tensor:
@@ -137,6 +145,44 @@ class Registry(Generic[AnyNet]):
             return self._kinds[kind].from_config(options)
         except (KeyError, TypeError) as error:
             raise InputError(f"config: expected the options of {kind}, got {options!r}") from error
+
+
+def restored(
+    make: Callable[[Mapping[str, Any]], AnyModule],
+    config: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+) -> AnyModule:
+    """The net `make(config)` with the weights of a state, in evaluation mode. Weights must be
+    finite, and a config that asks for far more of them is refused before it uses memory or time."""
+    for name, tensor in state.items():
+        if tensor.is_floating_point():
+            check_finite(tensor, name)
+    with _built_within(state):
+        net = make(config)
+    net.load_state_dict(state, assign=True)
+    return net.eval()
+
+
+@contextmanager
+def _built_within(state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse to register far more tensors than a state has. A net may register one repeatedly."""
+    values = sum(tensor.numel() for tensor in state.values())
+    room = {"tensors": 4 * len(state) + 64, "values": 4 * values + 64}
+    thread = threading.get_ident()
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and threading.get_ident() == thread:
+            found["tensors"] += 1
+            found["values"] += tensor.numel()
+            for unit, most in room.items():
+                require(found[unit] <= most, "net", f"at most {most} {unit} to load", "more")
+
+    found = dict.fromkeys(room, 0)
+    with (
+        register_module_parameter_registration_hook(count),
+        register_module_buffer_registration_hook(count),
+    ):
+        yield
 
 
 @contextmanager
