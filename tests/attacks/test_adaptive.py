@@ -58,7 +58,7 @@ def test_region_finds_the_distance_of_a_fine_grid(make, rows, seed, slack, gener
             assert bool(found.broken) == breaks
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ["stairs", "lifted", "local"])
 def test_where_the_gradient_is_zero_bank_attacks_and_bpda_succeed(name, generator) -> None:
     """In flat places PGD from the example does not move; attacks on neighbors and tangents do, and
     so does BPDA with the gradient of the network."""

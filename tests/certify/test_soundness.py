@@ -48,7 +48,7 @@ def test_nothing_changes_within_a_radius(make: Any, name: str) -> None:
     proved = 0
     for seed in range(2):
         model = make(seed, **SETTINGS[name])
-        x = queries(model, 10, seed + 50)
+        x = queries(model, 6, seed + 50)
         found = certify(model, x)
         assert broken(model, x, found.radius) == []
         assert torch.equal(found.prediction, model(x).argmax(1))

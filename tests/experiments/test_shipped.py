@@ -18,6 +18,7 @@ from otad.experiments import RunRecord, names, reproduce
 from otad.experiments import study as study_module
 from otad.experiments.experiment import Experiment, read_experiment
 from otad.experiments.records import RowRecord
+from otad.experiments.run import plan
 from otad.experiments.spec import RANDOM_STEP, RowSpec
 from otad.experiments.tables import render
 
@@ -35,7 +36,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-@pytest.mark.parametrize("name", names())
+# The work of another one, longer or on other data.
+VARIANTS = ("cifar10_robust_longer", "cifar10_robust_moved", "global_suite_all", "whole_bank_small")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_shipped_variant_can_be_planned(name: str) -> None:
+    assert any(plan([read_experiment(name, quick=True)]))
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in VARIANTS])
 def test_shipped_experiment_in_small(
     name: str, tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

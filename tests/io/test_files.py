@@ -196,7 +196,7 @@ TWO_SAVERS = """
     x = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
     models = [otad.defend(fc_resnet((4,), 2, seed=seed), x, (x[:, 0] > 0.5).long(), n_neighbors=3)
               for seed in range(2)]
-    for _ in range(6):
+    for _ in range(3):
         child = os.fork()
         models[child == 0].save(sys.argv[1])
         if child == 0:
