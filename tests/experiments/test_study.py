@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,11 @@ from torch.testing import assert_close
 from otad.errors import InputError
 from otad.experiments import rows as rows_module
 from otad.experiments.cache import UnfinishedError, WorkFolder
+from otad.experiments.records import Candidate
 from otad.experiments.study import Study
 from otad.io.codec import read_json
 from otad.model.defend import defend
+from otad.scores import share_score
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +131,27 @@ def test_a_row_without_its_model_is_read(
         study.row("exact")
 
 
+def _flip_a_digit(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"7.0", b"6.0"))
+
+
+def _unseal(file: Path) -> None:
+    file.write_text(json.dumps(read_json(file)["content"]))
+
+
+@pytest.mark.parametrize("damage", [_flip_a_digit, _unseal, Path.unlink])
+def test_a_damaged_part_is_computed_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder, values = WorkFolder(tmp_path), iter((7.0, 7.5, 8.0))
+
+    def found() -> float:
+        return folder.part(Candidate, "n", lambda: Candidate(next(values), share_score(1, 2))).value
+
+    assert [found(), found()] == [7.0, 7.0]
+    (file,) = (tmp_path / "parts").iterdir()
+    damage(file)
+    assert [found(), found()] == [7.5, 7.5]
+
+
 def test_weights_are_learned_once_and_their_seconds_add_up(tmp_path: Path) -> None:
     def killed(progress: Any, **saving: Any) -> tuple[int, dict[str, float]]:
         progress(SimpleNamespace(epoch=1, seconds=2.0))
@@ -190,7 +215,8 @@ def test_what_is_learned_is_loaded_unless_its_settings_changed(tmp_path: Path) -
     assert surrogate.record.seconds > 0
     assert surrogate.record.results["held_out_error"] is not None
     assert [file.stat().st_mtime_ns for file in files] == times
-    assert len(read_json(files[0].parent / "seconds.json")) == 2, "one entry an epoch"
+    seconds = read_json(files[0].parent / "seconds.json")["content"]
+    assert len(seconds) == 2, "one entry an epoch"
     for old, new in (("bors = 3", "bors = 3\nsmoothness = 5.0"), ("steps = 1", "steps = 2")):
         study_of(written(tmp_path, VISION, (old, new)), work).surrogate("imitation")
     names = [file.parent.parent.name for file in work.rglob("weights.safetensors")]

@@ -1,6 +1,6 @@
 """The work folder: finished parts and trained weights, shared by all processes that use it.
 
-parts/NAME.json                 a finished part
+parts/NAME.json                 a finished part with its checksum; a damaged one is computed again
 KIND/NAME/weights.safetensors   the weights and results of a finished training
 KIND/NAME/seconds.json          the time of each epoch; beside it, until the end, a checkpoint
 locks/NAME.lock                 held by the process that computes NAME; others wait and then read it
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from filelock import FileLock
 from torch import nn
 
-from otad.errors import OtadError
+from otad.errors import InputError, OtadError
 from otad.io.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
 
@@ -50,9 +50,10 @@ class WorkFolder:
         name = digest_of(identity)
         path = self.folder / "parts" / f"{name}.json"
         with self.lock(name):
-            if not path.exists():
-                write_json(path, to_plain(compute()))
-            found: T = from_plain(kind, read_json(path), path.name)
+            plain = _read_sealed(path)
+            if plain is None:
+                _write_sealed(path, plain := to_plain(compute()))
+            found: T = from_plain(kind, plain, path.name)
             return found
 
     def trained(
@@ -64,11 +65,11 @@ class WorkFolder:
         place = self.folder / kind / name
         weights, times = place / "weights.safetensors", place / "seconds.json"
         with self.lock(name):
-            seconds: dict[str, float] = read_json(times) if times.exists() else {}
+            seconds: dict[str, float] = _read_sealed(times) or {}
 
             def tick(record: Any) -> None:
                 seconds[str(record.epoch)] = record.seconds
-                write_json(times, seconds)
+                _write_sealed(times, seconds)
                 report(record.epoch, epochs)
 
             if not weights.exists():
@@ -91,3 +92,16 @@ class WorkFolder:
         if left <= 0:
             raise UnfinishedError(f"out of time; {RESUMES}")
         return left
+
+
+def _write_sealed(path: Path, content: Any) -> None:
+    write_json(path, {"checksum": digest_of(content, 64), "content": content})
+
+
+def _read_sealed(path: Path) -> Any:
+    """None where there is no such file, or a damaged one, or one without a checksum."""
+    try:
+        stored = read_json(path)
+        return stored["content"] if stored["checksum"] == digest_of(stored["content"], 64) else None
+    except (InputError, KeyError, TypeError):
+        return None
