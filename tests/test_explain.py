@@ -227,7 +227,9 @@ def test_another_embedding_needs_the_training_inputs() -> None:
         ({"classes": ["a"]}, "classes: expected 2 names, one for each output, got 1"),
         ({"classes": ["a", "a"]}, "classes: expected distinct names, got repeated a"),
         ({"feature_names": ["a"]}, r"feature_names: expected one for each input \(4,\), got 1"),
-        ({"train_x": torch.zeros(3, D)}, r"train_x: expected shape \(60, 4\) one for each point"),
+        ({"train_x": torch.zeros(3, D)}, r"train_x: expected shape \(60, 4\)"),
+        ({"train_x": 10 * rand(N, D).flip(0)}, "train_x: .*in its order, got others in row"),
+        ({"train_x": 10 * rand(N, D).double()}, "train_x: .*float32, got .*float64"),
         ({"x": torch.zeros(1, D + 1)}, r"x: expected shape \(1, 4\)"),
     ],
 )

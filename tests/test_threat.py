@@ -196,6 +196,8 @@ def test_description_and_json(kind) -> None:
         ({"eps": math.inf}, "eps: .*inf"),
         ({"bounds": (1.0, 0.0)}, "bounds: .*low < high"),
         ({"bounds": (0.0, math.inf)}, "bounds: .*finite"),
+        ({"bounds": (0.0, 1.0, 2.0)}, "bounds: .*0.0,"),
+        ({"bounds": (0.0,)}, "bounds: .*0.0,"),
         ({"scale": torch.tensor([1.0, 0.0])}, "scale: .*positive.*mutable"),
         ({"scale": torch.tensor([1.0, math.nan])}, "scale: .*finite"),
         ({"mutable": torch.ones(2)}, "mutable: .*bool.*float32"),

@@ -101,6 +101,13 @@ def check_positive(value: float | Sequence[float], name: str, *, most: float = m
     require(fits, name, f"finite positive numbers{limit}", repr(value))
 
 
+def check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest legal value, as plain numbers."""
+    ordered = len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
+    require(ordered, "bounds", "two finite numbers low < high", repr(bounds))
+    return float(bounds[0]), float(bounds[1])
+
+
 def check_device(name: str) -> torch.device:
     """A device that is present and computes: a number comes back from it."""
     try:

@@ -14,11 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from otad.checks import check_count, check_shape, require
+from otad.checks import check_count, require
 from otad.cip import Status
 from otad.data.dataset import refuse_repeats
 from otad.errors import InputError
-from otad.model.otad import OTAD
+from otad.model.otad import OTAD, check_training_inputs
 from otad.nets import Backbone, only_normalizes
 
 if TYPE_CHECKING:
@@ -278,8 +278,7 @@ def _raw_inputs(model: OTAD, indices: Tensor, train_x: Tensor | None) -> Any:
     """Inputs (B,K,*input_shape) of the training points, or (B,K) times None."""
     backbone, points = model.backbone, model.bank_inputs
     if train_x is not None:
-        expected = (len(points), *backbone.input_shape)
-        check_shape(train_x, "train_x", expected, "one for each point of the bank")
+        check_training_inputs(model, train_x, indices.unique())
         return train_x[indices.to(train_x.device)].cpu()
     if not only_normalizes(backbone):
         return [[None] * indices.shape[1]] * len(indices)

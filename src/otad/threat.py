@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from otad.checks import check_finite, check_shape, require
+from otad.checks import check_bounds, check_finite, check_shape, require
 
 FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
 FILLINGS = 8  # rounds of giving the features that can still move what the others cannot use
@@ -40,9 +40,7 @@ class LpBall(ABC):
         # Plain numbers, as a record holds them, also where NumPy or torch gave them.
         object.__setattr__(self, "eps", float(self.eps))
         if self.bounds is not None:
-            fits = -math.inf < self.bounds[0] < self.bounds[1] < math.inf
-            require(fits, "bounds", "finite (low, high) with low < high", repr(self.bounds))
-            object.__setattr__(self, "bounds", tuple(map(float, self.bounds)))
+            object.__setattr__(self, "bounds", check_bounds(self.bounds))
         if self.scale is not None:
             check_finite(self.scale, "scale")
             expected = "positive values (features that cannot change belong in `mutable`)"

@@ -16,12 +16,12 @@ from otad.attacks.adaptive.ascent import _by_rank, _by_vote
 from otad.attacks.adaptive.neighborhood import (
     Block,
     Neighborhood,
-    check_training_inputs,
     head_outputs,
 )
 from otad.attacks.base import Survivors, Target, margin
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
+from otad.model.otad import check_training_inputs
 
 QUICK = Keys(steps=15, targets=2, temperatures=(0.1,), restarts=1, polish=10)
 

@@ -244,6 +244,14 @@ def embedded_model(*, embed: nn.Module) -> OTAD:
     return defend(net, x, (x[:, 0] > 0).long(), n_neighbors=2)
 
 
+@pytest.mark.parametrize("eps", [-0.1, float("nan"), float("inf")])
+def test_no_accuracy_at_an_impossible_distance(eps: float) -> None:
+    found = Certificate(torch.ones(2), torch.tensor([0, 1]), ("hull",) * 2, ())
+    for ask in (found.accuracy, found.holds):
+        with pytest.raises(InputError, match=f"eps: .*{eps}"):
+            ask(torch.tensor([0, 1]), eps)
+
+
 @pytest.mark.parametrize("make", [plane_model, global_model], ids=["local", "global"])
 def test_another_task_or_head(make: Any) -> None:
     model, values = make(0), make(0, task="regression")

@@ -197,6 +197,11 @@ def test_a_fraction_outside_the_open_unit_interval_is_refused(fraction: float) -
         holdout(torch.zeros(1), fraction, 0, task="regression")  # half a row keeps none
 
 
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(InputError, match=r"task: .*'regresion'"):
+        holdout(torch.arange(10), 0.2, 0, task="regresion")  # type: ignore[arg-type]
+
+
 def test_split_cuts_the_train_part_only() -> None:
     x = torch.arange(20.0).unsqueeze(1)
     y = torch.arange(20) % 2

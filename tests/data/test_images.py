@@ -40,6 +40,27 @@ def colors_match_labels(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x, expected[:, :, None, None].expand_as(x))
 
 
+def test_only_images_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, started = tmp_path / "drawing.png", Mock()
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", started)
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    with pytest.raises(InputError, match=r"drawing.png: not a readable image"):
+        read_images([path], 4)
+    assert not started.called
+
+
+def test_no_more_is_unpacked_than_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paint(tmp_path / "large.png", (0, 0, 0), (9, 8))
+    monkeypatch.setattr("otad.data.images._MOST_STORED", 71)
+    with pytest.raises(InputError, match=r"large.png: expected at most 71 pixels, got 72"):
+        read_images([tmp_path / "large.png"], 4)
+    path = tmp_path / "zeros.gz"
+    path.write_bytes(gzip.compress(bytes(1000)))
+    monkeypatch.setattr("otad.data.images.most_unpacked", lambda path: 999)
+    with pytest.raises(InputError, match=r"zeros.gz: expected at most 999 bytes"):
+        read_idx(path)
+
+
 @pytest.mark.parametrize("is_split", [True, False])
 def test_folders_are_the_split_or_are_split_by_seed(tmp_path: Path, is_split: bool) -> None:
     if is_split:

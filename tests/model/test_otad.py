@@ -270,6 +270,14 @@ def test_a_model_refuses_bad_queries_other_banks_and_settings_early(monkeypatch)
             ours(x)
     with pytest.raises(InputError, match=r"bank: expected features of dimension 5 .* got 2"):
         OTAD(net(), FeatureBank(*[torch.zeros(9, 2)] * 2, torch.zeros(9).long(), "two"))
+    values = fc_resnet((D,), 1, task="regression", blocks=1)
+    for other, labels, message in (
+        (net(), Y.float(), "bank: expected labels from 0 to 2, .* got values"),
+        (net(), Y + 7, "bank: expected labels from 0 to 2, .* got labels up to 9"),
+        (values, Y, "bank: expected values, got labels up to 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            OTAD(other, FeatureBank(X, X, labels, "other"))
     monkeypatch.setattr(FeatureBank, "build", None)
     with pytest.raises(InputError, match="n_neighbors"):
         defend(net(), X, Y, n_neighbors=N + 1)

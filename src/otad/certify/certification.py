@@ -47,6 +47,7 @@ class Certificate:
     def holds(self, y: Tensor, eps: float) -> Tensor:
         """Rows (B,) whose prediction is y and cannot change within l2 distance eps."""
         check_shape(y, "y", tuple(self.prediction.shape), "like the predictions")
+        require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
         return (self.prediction == y.to(self.prediction.device)) & (self.radius > eps)
 
     def accuracy(self, y: Tensor, eps: float) -> float:

@@ -59,7 +59,18 @@ def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping
 def write_csv(out: Path, lines: Iterable[Sequence[str]]) -> None:
     """The whole file, or none where writing fails."""
     with replacing(out) as partial, partial.open("w", newline="", encoding="utf-8") as stream:
-        csv.writer(stream).writerows(lines)
+        csv.writer(stream).writerows(map(_as_text, line) for line in lines)
+
+
+def _as_text(cell: str) -> str:
+    """With an apostrophe before what a spreadsheet would take for a formula; numbers unchanged."""
+    if not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def describe_score(score: Score) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import struct
 import zlib
@@ -20,9 +21,12 @@ from otad.data.dataset import Dataset, encode_labels
 from otad.data.registry import find_first
 from otad.data.splits import holdout
 from otad.errors import InputError
+from otad.io.files import most_unpacked
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others may start programs
 _MOST_PIXELS = 2**26  # of a resized image; Pillow takes four bytes for each
+_MOST_STORED = 2**27  # pixels of an image file
 _LARGEST = 1 << 32  # bytes; a header that claims more is damaged
 
 CIFAR_CLASSES = (
@@ -102,7 +106,9 @@ def _scan(folder: Path, known: Sequence[str] = ()) -> tuple[Sequence[str], list[
 
 def _read_image(path: Path) -> Image.Image:
     try:
-        with Image.open(path) as opened:
+        with Image.open(path, formats=FORMATS) as opened:
+            pixels = math.prod(opened.size)
+            require(pixels <= _MOST_STORED, str(path), f"at most {_MOST_STORED} pixels", pixels)
             wide = opened.mode[0] in "IF"  # 16- or 32-bit levels, which RGB would cut off at 255
             require(not wide, str(path), "8-bit levels", f"Pillow mode {opened.mode}")
             return ImageOps.exif_transpose(opened).convert("RGB")
@@ -195,7 +201,11 @@ def _unpacked(path: Path) -> bytes:
     if content[:2] != b"\x1f\x8b" and path.suffix != ".gz":
         return content
     try:
-        return gzip.decompress(content)
+        most = most_unpacked(path)
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
+            unpacked = packed.read(most + 1)
+        require(len(unpacked) <= most, str(path), f"at most {most} bytes unpacked", "more")
+        return unpacked
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: truncated or damaged gzip file ({error})") from error
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otad.checks import check_count, check_shape, check_tensor, require
-from otad.data.dataset import Dataset, Task
+from otad.checks import check_choice, check_count, check_shape, check_tensor, require
+from otad.data.dataset import TASKS, Dataset, Task
 
 
 class TrainValidation(NamedTuple):
@@ -42,15 +42,15 @@ def split_rows(
 def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
     """Ascending row indices (kept, held) with ceil(fraction * N) rows held out: of every class in
     proportion (largest remainder), but at least one row of each is kept for training."""
-    total = len(targets)
+    total, stratified = len(targets), check_choice(task, "task", TASKS) == "classification"
     require(0.0 < fraction < 1.0, "fraction", "a number between 0 and 1", repr(fraction))
     held_count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is a hair above 7
     require(held_count < total, "fraction", f"less than all {total} rows", fraction)
     generator = torch.Generator().manual_seed(seed)
-    if task == "regression":
-        held = torch.randperm(total, generator=generator)[:held_count]
-    else:
+    if stratified:
         held = _stratified(targets, held_count, generator)
+    else:
+        held = torch.randperm(total, generator=generator)[:held_count]
     mask = torch.zeros(total, dtype=torch.bool)
     mask[held] = True
     return (~mask).nonzero().flatten(), mask.nonzero().flatten()

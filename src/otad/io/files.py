@@ -15,6 +15,11 @@ from typing import BinaryIO
 from otad.checks import require
 
 
+def most_unpacked(path: Path) -> int:
+    """The bytes that a compressed file may unpack to: one that has more is made to fill memory."""
+    return max(2**30, 100 * path.stat().st_size)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """The name of a new file beside `path`, which replaces it when the block ends without error.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_evaluation, require
+from otad.checks import check_evaluation, check_shape, require
 from otad.cip import BankProblem
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.map import WholeBank
@@ -27,6 +27,8 @@ from otad.model.folder import CARD, Block, read_bank, read_block, read_card, wri
 from otad.nets import Backbone, Metric, build, build_metric
 from otad.nets.inputs import restored
 
+SAMPLE = 64  # training inputs that are embedded again
+SAME = 1e-2  # of their lengths, for banks in half precision
 METRIC_VERSION = 2  # the least version of a model card with a metric
 
 
@@ -80,6 +82,11 @@ class OTAD(BankModule):
     ) -> None:
         expected = f"features of dimension {backbone.dim} like the backbone's"
         require(bank.dim == backbone.dim, "bank", expected, bank.dim)
+        most = None if bank.labels.is_floating_point() else int(bank.labels.max())
+        is_value, count = backbone.task == "regression", backbone.n_outputs
+        expected = "values" if is_value else f"labels from 0 to {count - 1}, one for each output"
+        fits = most is None if is_value else most is not None and most < count
+        require(fits, "bank", expected, "values" if most is None else f"labels up to {most}")
         asked = {"n_neighbors": n_neighbors, "metric": metric, **answering}
         answerer = make_answerer(bank, lift=backbone.lift, **asked)
         paired = (metric is None) == (keys is None)
@@ -206,6 +213,25 @@ def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
     """(B,m). A user's layers may work in place; a `Metric` normalizes first."""
     keys: Tensor = metric(x if isinstance(metric, Metric) else x.clone())
     return keys
+
+
+@torch.no_grad()
+def check_training_inputs(model: OTAD, train_x: object, rows: Tensor | None = None) -> Tensor:
+    """Refuse inputs (N,*) other than those the bank was made from, in the order of the bank; these
+    rows, or else a sample, are embedded again."""
+    backbone, points = model.backbone, len(model.bank_labels)
+    if not isinstance(train_x, Tensor) or train_x.dtype != backbone.mean.dtype:
+        got = train_x.dtype if isinstance(train_x, Tensor) else type(train_x).__name__
+        raise InputError(f"train_x: expected a tensor of dtype {backbone.mean.dtype}, got {got}")
+    check_shape(train_x, "train_x", (points, *backbone.input_shape), "with a row per bank point")
+    if rows is None:
+        rows = torch.linspace(0, points - 1, min(SAMPLE, points)).long()
+    again = backbone.embed(train_x[rows.to(train_x.device)].to(backbone.mean.device))
+    known = model.bank_inputs[rows.to(model.bank_inputs.device)].to(again)
+    off = (again - known).norm(dim=1) > SAME * (again.norm(dim=1) + known.norm(dim=1))
+    found = f"others in row {rows[int(off.int().argmax())]}"
+    require(not off.any(), "train_x", "the inputs the bank was made from, in its order", found)
+    return train_x
 
 
 @torch.inference_mode(False)  # tensors made in that mode could never be differentiated through

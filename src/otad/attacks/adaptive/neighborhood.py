@@ -19,15 +19,13 @@ from otad.checks import check_count, check_shape, require
 from otad.cip.whole_bank.pairs import Pairs, middle_of
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.errors import InputError
-from otad.model.otad import OTAD
+from otad.model.otad import OTAD, check_training_inputs
 from otad.nets import only_normalizes
 from otad.threat import LpBall
 
 SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
 FEATURES_AT_ONCE = 2**25  # numbers of a block of features
 CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
-SAMPLE = 64  # training inputs that are embedded again
-SAME = 1e-2  # of their lengths, for banks in half precision
 OFF_ORIGIN = 0.95  # |middle| / median |point| above which distances drown in the squares of lengths
 
 
@@ -54,23 +52,6 @@ def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
 def knows_inputs(model: OTAD, train_x: Tensor | None) -> bool:
     """Whether the training inputs are given, or only normalized in the bank."""
     return train_x is not None or only_normalizes(model.backbone)
-
-
-@torch.no_grad()
-def check_training_inputs(model: OTAD, train_x: object) -> Tensor:
-    """Refuse inputs (N,*) other than those the bank was made from; a sample is embedded again."""
-    backbone, points = model.backbone, len(model.bank_labels)
-    if not isinstance(train_x, Tensor) or train_x.dtype != backbone.mean.dtype:
-        got = train_x.dtype if isinstance(train_x, Tensor) else type(train_x).__name__
-        raise InputError(f"train_x: expected a tensor of dtype {backbone.mean.dtype}, got {got}")
-    check_shape(train_x, "train_x", (points, *backbone.input_shape), "with a row per bank point")
-    rows = torch.linspace(0, points - 1, min(SAMPLE, points)).long()
-    again = backbone.embed(train_x[rows.to(train_x.device)].to(backbone.mean.device))
-    known = model.bank_inputs[rows.to(model.bank_inputs.device)].to(again)
-    off = (again - known).norm(dim=1) > SAME * (again.norm(dim=1) + known.norm(dim=1))
-    found = f"others in row {rows[int(off.int().argmax())]}"
-    require(not off.any(), "train_x", "the inputs the bank was made from", found)
-    return train_x
 
 
 # A bank of images has gigabytes of features, and every batch of every attack asks for this.
