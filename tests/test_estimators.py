@@ -66,7 +66,36 @@ def test_the_state_of_the_caller_does_not_matter() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert within.module_.backbone.mean.dtype == torch.float32
-    assert within.predict(x).shape == (60,)
+    assert np.array_equal(within.predict_proba(x), expected)
+
+
+@pytest.mark.parametrize("target", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+def test_an_offset_costs_nothing(kind: type[Estimator], target: bool, tmp_path) -> None:
+    """Seconds since 1970 and the like, which float32 rounds to multiples of 128."""
+    x, y = tables(kind, 120)
+    moves = np.array([0, 1.7e9, 0]) * (not target)
+    far = y + 1.7e9 if (shifted := target and kind is OTADRegressor) else y
+    model, near = quick(kind).fit(x[:80] + moves, far[:80]), quick(kind).fit(x[:80], y[:80])
+    assert abs(model.score(x[80:] + moves, far[80:]) - near.score(x[80:], y[80:])) < 0.01
+    wide = shifted or not target
+    assert model.module_.backbone.mean.dtype == (torch.float64 if wide else torch.float32)
+    model.module_.save(tmp_path)
+    queries = torch.tensor(x[80:] + moves).to(model.module_.backbone.mean.dtype)
+    assert torch.equal(otad.load(tmp_path)(queries), model.module_(queries))
+    if shifted:
+        labels = [it.label for it in model.explain(x[80:81])[0].neighbors]
+        assert set(labels) <= set(far)
+
+
+def test_features_that_their_dtype_rounds_away_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    x, y = tables(OTADClassifier)
+    late = pandas.DataFrame({"time": 1.7e9 + 99 * x[:, 0], "id": 1e16 + 2 * np.round(x[:, 0])})
+    with pytest.warns(UserWarning, match=r"float64, got 1 .*: id"):
+        quick(OTADClassifier).fit(late, y)
+    with pytest.warns(UserWarning, match=r"float32, got 1 .*: time"):
+        quick(OTADClassifier).fit(late.assign(id=x[:, 1]).astype(np.float32), y)
 
 
 def test_classifier_on_a_real_table() -> None:

@@ -23,14 +23,16 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from torch import Tensor
 
 from otad.certify import Certificate, Interval, certify, certify_values
-from otad.checks import check_choice, require
-from otad.data import Task, holdout
+from otad.checks import check_choice, check_finite, require
+from otad.data import Standardizer, Task, holdout
+from otad.data.dataset import in_working_dtype, usual_statistics
 from otad.explain import Explanation, explain
 from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
 from otad.training import TrainConfig, fit_backbone
 
 LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
+DTYPES = (np.float64, np.float32)  # of inputs; others are converted to the first
 ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
 
 Array = NDArray[Any]
@@ -67,9 +69,10 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
 
     @torch.inference_mode(False)  # weights made in that mode could not be trained
     def fit(self, X: Any, y: Any) -> Self:
-        """Learn from inputs X (n, d) or (n, c, h, w) of any dtype, worked with in float32, and y
-        (n,): labels of any type, or in regression numbers. A fit that is refused leaves all of an
-        earlier one."""
+        """Learn from inputs X (n, d) or (n, c, h, w) of any dtype and y (n,): labels of any type,
+        or in regression numbers. They are worked with in float32, or in float64 where the spread of
+        a feature or target is too small for it. A fit that is refused leaves all of an earlier one.
+        """
         fitted = copy(self)
         fitted._fit(X, y)
         self.__dict__ = fitted.__dict__
@@ -94,15 +97,15 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         """Inputs as a tensor, targets (n,) as they came."""
         options = {"allow_nd": True, "ensure_min_samples": 2}
         options["y_numeric"] = self._task == "regression"
-        inputs, targets = validate_data(self, X, y, dtype=np.float32, **options)
+        inputs, targets = validate_data(self, X, y, dtype=DTYPES, **options)
         expected = "vectors (n, d) or images (n, c, h, w)"
         require(inputs.ndim in (2, 4), "X", expected, f"an array of shape {inputs.shape}")
         return torch.tensor(inputs), column_or_1d(targets, warn=True)
 
     def _check_inputs(self, X: Any) -> Tensor:
         check_is_fitted(self, "module_")
-        inputs = validate_data(self, X, dtype=np.float32, allow_nd=True, reset=False)
-        return torch.tensor(inputs, device=self.module_.backbone.mean.device)
+        inputs = validate_data(self, X, dtype=DTYPES, allow_nd=True, reset=False)
+        return torch.tensor(inputs).to(self.module_.backbone.mean)
 
     def _unit(self, unit: Any) -> Tensor | None:
         device = self.module_.backbone.mean.device
@@ -122,6 +125,8 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
 
     def _learn(self, x: Tensor, y: Tensor, n_outputs: int, **notes: Any) -> None:
         """Train a network and defend it, with notes for the card of the model."""
+        x, targets = in_working_dtype(x, y)
+        check_finite(x, "X")
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         recipe = ("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer", "device")
         config = TrainConfig(**self._given("energy_weight", *recipe), seed=seed)
@@ -135,12 +140,13 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         hidden = max(LEAST_WIDTH, math.prod(x.shape[1:])) if hidden is None else hidden
         options: dict[str, Any] = {"task": self._task, "n_outputs": n_outputs, "bounds": bounds}
         options["options"] = {"blocks": blocks, "hidden": hidden}
+        names = getattr(self, "feature_names_in_", ())
+        options["inputs"] = Standardizer.fit(parts[0], usual_statistics(x), names)
         net, result = fit_backbone(parts, config, progress=self.verbose > 0, **options)
         self.history_, self.n_iter_ = result.history, len(result.history)
-        targets = y.float() if y.is_floating_point() else y
         self.module_ = defend(net, x[rows], targets[rows], **self._settings())
-        if hasattr(self, "feature_names_in_"):
-            notes["feature_names"] = self.feature_names_in_.tolist()
+        if len(names) > 0:
+            notes["feature_names"] = list(names)
         self.module_.notes = notes
 
     def _outputs(self, X: Any) -> Array:

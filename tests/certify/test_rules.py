@@ -19,7 +19,7 @@ from otad.certify.hull import Entrance, joint_distance
 from otad.certify.input_reach import input_reach
 from otad.certify.rules import Batch
 from otad.cip import CipProblem, ExactCip, Status
-from otad.errors import SolverError
+from otad.errors import InputError, SolverError
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
 from otad.model.otad import OTAD

@@ -13,6 +13,7 @@ from PIL import Image
 
 import otad
 from otad.cip import ExactCip
+from otad.cli.console import write_csv
 from otad.data import Dataset
 from otad.model.bank import FeatureBank
 
@@ -63,6 +64,35 @@ def test_brackets_in_a_name_are_no_markup(workshop: Path) -> None:
     for out in ("answers[bold].csv", "answers[/b].csv"):
         shown = terminal.text("predict", workshop / "body-model", "test", "--out", out)
         assert out.split("/")[-1] in shown
+
+
+def test_offsets_of_a_table_cost_nothing(workshop: Path) -> None:
+    rows, names, answers = read_csv(workshop / "body.csv"), [*BODY, "progression"], []
+    for offset in (0.0, 1.7e9):
+        far = [
+            row | {name: str(float(row[name]) + offset) for name in ("bmi", "progression")}
+            for row in rows
+        ]
+        folder, table = f"model-{offset}", f"{offset}.csv"
+        write_rows(table, far, names)
+        reading = ("--target", "progression", "--task", "regression")
+        terminal.succeed("train", table, *reading, "--out", folder + "-net", *QUICK)
+        terminal.succeed("defend", folder + "-net", "--out", folder, "--neighbors", 5)
+        write_rows("new.csv", far[:9], names)
+        terminal.succeed("predict", folder, "new.csv", "--out", "p.csv")
+        answers.append(np.array(column("p.csv", "prediction", float)) - offset)
+        terminal.succeed("certify", folder, "test", "--eps", 0.1)
+        shown = terminal.json("explain", folder, "new.csv")
+        assert float(far[0]["progression"]) in [it["label"] for it in shown["neighbors"]]
+    assert np.ptp(answers[0]) > 10
+    np.testing.assert_allclose(*answers, rtol=0.01)
+
+
+def test_no_cell_is_a_formula(tmp_path: Path) -> None:
+    cells = ["=1+1", "+x", "-x", "@x", "\t=1", "-1.5e-3", "+2", "-inf", "x=1", "", "'q"]
+    write_csv(tmp_path / "cells.csv", [cells])
+    found = (tmp_path / "cells.csv").read_text().strip().split(",")
+    assert found == ["'=1+1", "'+x", "'-x", "'@x", "'\t=1", *cells[5:]]
 
 
 def test_columns_are_found_by_name_and_others_ignored(

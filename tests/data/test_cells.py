@@ -136,8 +136,69 @@ def test_h5ad_files_are_read_split_and_prepared_from_train_cells(h5ad: Path) -> 
     assert load_h5ad(h5ad, "cell_type", drop="Ambiguous").fingerprint() == dataset.fingerprint()
 
 
+def test_an_offset_costs_nothing() -> None:
+    far = table(COUNTS.astype(np.float64) + 1.7e9)
+    prepare, near = (CellPreparation.fit(cells, normalize=False) for cells in (far, table()))
+    again = CellPreparation.from_json(json.loads(json.dumps(prepare.to_json())))
+    for found in (prepare(far), again(far.rows([3, 5]))):
+        expected = near(table() if len(found) == 40 else table().rows([3, 5]))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip": 0.0}, "clip: .*positive.*0.0"),
+        ({"clip": float("nan")}, "clip: .*nan"),
+        ({"target_sum": -1.0}, "target_sum: .*-1.0"),
+        ({"genes": ["a"]}, r"mean: expected shape \(1,\)"),
+    ],
+)
+def test_a_preparation_that_makes_no_sense_is_refused(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        CellPreparation.from_json(CellPreparation.fit(table()).to_json() | change)
+
+
+def test_no_cells_and_other_labels_are_refused() -> None:
+    with pytest.raises(InputError, match=r"at least one cell.*\(0, 6\)"):
+        table(COUNTS[:0])
+    with pytest.raises(InputError, match=r"labels: expected 40, .* got 1"):
+        CellTable(sparse.csr_matrix(COUNTS), GENES, ("glia",))
+
+
+@pytest.mark.parametrize("how", ["link", "storage", "virtual"])
+def test_data_of_other_files_is_refused(h5ad: Path, how: str) -> None:
+    h5py = pytest.importorskip("h5py")
+    other = h5ad.with_name("other.h5")
+    with h5py.File(other, "w") as file:
+        values = file["data"] = np.ones(5, np.float32)
+    with h5py.File(h5ad, "r+") as file:
+        if how == "link":
+            file["uns/more"] = h5py.ExternalLink(str(other), "data")
+        elif how == "storage":
+            file.create_dataset("uns/more", (5,), "u1", external=[(str(other), 0, 5)])
+        else:
+            layout = h5py.VirtualLayout((5,), values.dtype)
+            layout[:] = h5py.VirtualSource(str(other), "data", (5,))
+            file.create_virtual_dataset("uns/more", layout)
+    with pytest.raises(InputError, match="the file itself, got 'uns/more' in another"):
+        read_h5ad(h5ad)
+
+
+def test_no_more_is_unpacked_than_stated(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otad.data.cells.most_unpacked", lambda path: 999)
+    with pytest.raises(InputError, match="at most 999 bytes"):
+        read_h5ad(h5ad)
+
+
 def test_refusals_of_the_reader(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     h5py = pytest.importorskip("h5py")
+    with monkeypatch.context() as patch:
+        patch.setattr("anndata.read_h5ad", Mock(side_effect=MemoryError("damaged")))
+        with pytest.raises(InputError, match=r"not a readable .h5ad file \(damaged\)"):
+            load_h5ad(h5ad, "cell_type")
     for label, drop, message in (
         ("cell_type", ["Unsure"], "drop: .*Ambiguous, glia, neuron, got 'Unsure'"),
         ("cell_type", ["Ambiguous", "glia", "neuron"], "drop: .*40"),
@@ -151,10 +212,6 @@ def test_refusals_of_the_reader(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for damage in (bytes, lambda content: content[:500]):
         h5ad.write_bytes(damage(h5ad.read_bytes()))
         with pytest.raises(InputError, match=r"not a readable .h5ad file"):
-            load_h5ad(h5ad, "cell_type")
-    with monkeypatch.context() as patch:
-        patch.setattr("anndata.read_h5ad", Mock(side_effect=MemoryError("damaged")))
-        with pytest.raises(InputError, match=r"not a readable .h5ad file \(damaged\)"):
             load_h5ad(h5ad, "cell_type")
     h5ad.unlink()
     with pytest.raises(InputError, match=r"merfish_mousePOA.h5ad"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
 from otad.data import Dataset, Standardizer, holdout, most_central, split, subset_per_class
+from otad.data.dataset import in_working_dtype
 from otad.errors import InputError
 
 
@@ -47,7 +48,9 @@ def test_a_good_dataset_is_kept_as_given_and_frozen() -> None:
     ("changes", "message"),
     [
         ({"train_x": torch.full((6, 3), float("nan"))}, "train_x: expected finite"),
-        ({"train_x": torch.zeros(6, 3, dtype=torch.float64)}, "expected dtype float32"),
+        ({"train_x": torch.zeros(6, 3, dtype=torch.float16)}, "expected dtype float32"),
+        ({"train_x": torch.zeros(6, 3, dtype=torch.float64)}, "test_x: expected dtype float64"),
+        ({"bounds": (0.0, 0.5, 1.0)}, "bounds: expected"),
         ({"train_x": torch.zeros(6, 3, 2)}, "expected 2 axes"),
         ({"train_x": torch.zeros(0, 3)}, "at least one entry along N"),
         ({"test_x": torch.zeros(2, 4)}, r"expected shape \(2, 3\) to match train_x"),
@@ -113,6 +116,30 @@ def test_a_constant_is_known_through_rounding() -> None:
     for rows in range(2, 40):
         scale = Standardizer.fit(torch.full((rows, 1), 0.1, dtype=torch.float64))
         assert float(scale.std) == 1.0
+
+
+@pytest.mark.parametrize(("offset", "dtype"), [(1e3, torch.float32), (1.7e9, torch.float64)])
+@pytest.mark.parametrize("of_targets", [False, True])
+def test_float64_where_float32_is_too_coarse(
+    table: torch.Tensor, offset: float, dtype: torch.dtype, of_targets: bool
+) -> None:
+    x, y = table.double(), table[:, 0].double()
+    moved = y + offset if of_targets else x + offset
+    found = in_working_dtype(x, moved) if of_targets else in_working_dtype(moved, y)
+    assert {part.dtype for part in found} == {dtype}
+    kept = in_working_dtype(table + offset, torch.arange(50))  # rounded already; labels
+    assert [part.dtype for part in kept] == [torch.float32, torch.int64]
+
+
+@pytest.mark.filterwarnings("error")
+def test_features_below_the_resolution_are_named(table: torch.Tensor) -> None:
+    names = ("a", "time", "c", "d")
+    shift = torch.tensor([0.0, 1.7e8, 0.0, 0.0], dtype=torch.float64)
+    Standardizer.fit(table, names=names)  # a constant is none
+    Standardizer.fit(table.double() + shift, names=names)
+    for x in ((table + shift).float(), table + 3e8 * shift):
+        with pytest.raises(UserWarning, match=f"{x.dtype}.*: time"):
+            Standardizer.fit(x, names=names)
 
 
 def test_one_pair_a_channel_or_one_for_all() -> None:

@@ -173,6 +173,7 @@ def test_images_get_a_channel_and_bytes_become_shares_of_255(tmp_path: Path) -> 
         ({"x": X, "y": Y[:, None]}, r"y: .*whole numbers or text.*\(10, 1\)"),
         ({"x": np.where(X == 5, np.nan, X), "y": Y}, "expected finite values, got nan"),
         ({"x": X, "y": np.zeros(10, int)}, "expected two classes or more"),
+        ({"x": X[:0], "y": Y[:0]}, "fraction: .*all 0 rows"),
         ({"x": X.reshape(10, 2, 2), "y": Y}, r"expected values in \[0.0, 1.0\]"),
     ],
 )
@@ -203,6 +204,12 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         np.save(stream, X)
     with pytest.raises(InputError, match="got a single array"):
         load_npz(tmp_path / "single.npz")
+
+
+def test_no_more_is_unpacked_than_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otad.data.user_files.most_unpacked", lambda path: 99)
+    with pytest.raises(InputError, match="at most 99 bytes"):
+        load_npz(save(tmp_path / "large.npz", x=X, y=Y))
 
 
 @pytest.mark.parametrize("compressed", [False, True])

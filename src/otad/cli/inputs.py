@@ -141,7 +141,7 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
     unchanged = dataset.fingerprint() == card["fingerprint"]
     expected = f"{card['choice']['data']!r} as it was when the model was made"
     require(unchanged, "input", expected, "other contents, on which it may have been trained")
-    return _from_tensor(dataset.test_x, lambda name: dataset.test_y)
+    return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y)
 
 
 def _table(model: OTAD, path: Path) -> InputRows:
@@ -160,7 +160,7 @@ def _table(model: OTAD, path: Path) -> InputRows:
         known = name is not None or column in table.columns
         return _targets_in_table(model, table, str(column)) if known else None
 
-    return _from_tensor(table.numbers(names), targets)
+    return _from_tensor(model, table.numbers(names), targets)
 
 
 def _arrays(model: OTAD, path: Path) -> InputRows:
@@ -171,7 +171,7 @@ def _arrays(model: OTAD, path: Path) -> InputRows:
         known = name is not None or read_npz(path, (), ("y",))
         return _targets_in_archive(model, path, name or "y") if known else None
 
-    return _from_tensor(x, targets)
+    return _from_tensor(model, x, targets)
 
 
 def _cells(model: OTAD, path: Path) -> InputRows:
@@ -219,8 +219,11 @@ def _gray(images: Tensor) -> Tensor:
     return torch.where((images == first).all(1, keepdim=True), first, mixed)
 
 
-def _from_tensor(x: Tensor, targets: Callable[[str | None], Tensor | None]) -> InputRows:
-    return InputRows(tuple(map(str, range(len(x)))), lambda rows: x[rows], targets)
+def _from_tensor(
+    model: OTAD, x: Tensor, targets: Callable[[str | None], Tensor | None]
+) -> InputRows:
+    names, dtype = tuple(map(str, range(len(x)))), model.backbone.mean.dtype
+    return InputRows(names, lambda rows: x[rows].to(dtype), targets)
 
 
 def _trained_on(model: OTAD, option: str) -> Any:
@@ -231,11 +234,13 @@ def _trained_on(model: OTAD, option: str) -> Any:
 def _targets_in_table(model: OTAD, table: Table, column: str) -> Tensor:
     if class_names_of(model):
         return _encode(model, table.texts(column), table.path)
-    return table.numbers([column]).flatten()
+    return table.numbers([column]).flatten().to(model.backbone.mean.dtype)
 
 
 def _targets_in_archive(model: OTAD, path: Path, name: str) -> Tensor:
-    return as_targets(read_npz(path, (name,))[name], path, name, class_names_of(model))
+    classes, dtype = class_names_of(model), model.backbone.mean.dtype
+    found = as_targets(read_npz(path, (name,))[name], path, name, classes)
+    return found if classes else found.to(dtype)
 
 
 def _encode(model: OTAD, labels: Sequence[str], path: Path) -> Tensor:

@@ -98,7 +98,8 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
         predictions = [str(classes[code]) if classes else str(code) for code in labels.tolist()]
         probabilities = [f"{value:.6f}" for value in largest.tolist()]
     else:
-        predictions = [f"{value:.7g}" for value in outputs.tolist()]
+        digits = 7 if outputs.dtype == torch.float32 else 16
+        predictions = [f"{value:.{digits}g}" for value in outputs.tolist()]
         probabilities = [""] * len(predictions)
     for row in abstained(outputs).nonzero()[:, 0].tolist():
         predictions[row] = probabilities[row] = ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otad import data
-from otad.attacks.adaptive.neighborhood import check_training_inputs, knows_inputs
+from otad.attacks.adaptive.neighborhood import knows_inputs
 from otad.checks import check_device, require
 from otad.data import Dataset
 from otad.data.registry import find_first
@@ -20,8 +20,9 @@ from otad.errors import InputError
 from otad.io.codec import to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
 from otad.model.folder import CARD
-from otad.model.otad import OTAD, load
+from otad.model.otad import OTAD, check_training_inputs, load
 from otad.nets import Backbone, build
+from otad.nets.inputs import restored
 
 NET_FILE = "net.safetensors"
 RECORD_FILE = "training.json"
@@ -145,11 +146,10 @@ class TrainedNet:
         require(path.is_file(), str(folder), "a folder written by `otad train`", f"no {NET_FILE}")
         tensors, header = read_tensors(path)
         try:
-            net, about = build(header["config"]), dict(header["about"])
-            net.load_state_dict(tensors)
+            net, about = restored(build, header["config"], tensors), dict(header["about"])
         except (KeyError, RuntimeError) as error:
             raise InputError(f"{path}: expected a net with its config, got: {error}") from error
-        return TrainedNet(net.eval(), about)
+        return TrainedNet(net, about)
 
 
 def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:

@@ -109,7 +109,7 @@ def train_net(
     x, y = dataset.train_x, dataset.train_y
     parts = [x, y] if validation == 0.0 else split(dataset, validation, config.seed)
     options |= {"task": dataset.task, "n_outputs": len(dataset.classes) or 1}
-    inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature")
+    inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature", dataset.feature_names or ())
     return fit_backbone(parts, config, inputs=inputs, bounds=dataset.bounds, **options)
 
 

@@ -13,11 +13,19 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from otad.checks import check_count, require
-from otad.data.dataset import Dataset, Standardizer, class_names, encode_labels, refuse_repeats
+from otad.checks import check_count, check_positive, check_shape, require
+from otad.data.dataset import (
+    Dataset,
+    Standardizer,
+    class_names,
+    encode_labels,
+    is_coarse,
+    refuse_repeats,
+)
 from otad.data.registry import find_first
 from otad.data.splits import holdout
 from otad.errors import InputError, MissingExtraError
+from otad.io.files import most_unpacked
 
 CLIP = 10.0  # of scaled values
 _CARD = {"genes", "target_sum", "mean", "std", "clip"}
@@ -32,8 +40,11 @@ class CellTable:
     labels: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        count = self.values.shape[1]
+        cells, count = self.values.shape
+        require(cells > 0 and count > 0, "cells", "at least one cell and gene", self.values.shape)
         require(count == len(self.genes), "genes", f"{count} names", len(self.genes))
+        named = cells if self.labels is None else len(self.labels)
+        require(named == cells, "labels", f"{cells}, one for each cell", named)
         refuse_repeats(self.genes, "genes")
         require(np.isfinite(self.values.data).all(), "cells", "finite values", "NaN or infinity")
 
@@ -57,6 +68,12 @@ class CellPreparation:
     scaling: Standardizer
     clip: float = CLIP
 
+    def __post_init__(self) -> None:
+        check_positive(self.clip, "clip")
+        check_positive(1.0 if self.target_sum is None else self.target_sum, "target_sum")
+        shape = (len(self.genes),)
+        check_shape(self.scaling.mean, "mean", shape, "with one number for each gene")
+
     @classmethod
     def fit(
         cls, cells: CellTable, *, genes: int | None = None, normalize: bool = True
@@ -64,9 +81,12 @@ class CellPreparation:
         """From train cells: the median total, the `genes` of largest variance, mean and std."""
         from sklearn.utils.sparsefuncs import mean_variance_axis  # loads pandas, too
 
-        target_sum = float(np.median(_totals(cells.values))) if normalize else None
+        mean, variance = mean_variance_axis(cells.values.astype(np.float64), axis=0)
+        dtype = np.float64 if is_coarse(mean, np.sqrt(variance)) else np.float32
+        counts = cells.values.astype(dtype)
+        target_sum = float(np.median(_totals(counts))) if normalize else None
         require(target_sum != 0, "cells", "counts", "a median total of zero")
-        values, chosen = _log_normalize(cells.values, target_sum), cells.genes
+        values, chosen = _log_normalize(counts, target_sum), cells.genes
         if genes is not None:
             enough = check_count(genes, "genes") <= len(cells.genes)
             require(enough, "genes", f"at most {len(cells.genes)}", genes)
@@ -74,7 +94,8 @@ class CellPreparation:
             columns = np.sort(np.argsort(-variance, kind="stable")[:genes])
             chosen = tuple(cells.genes[column] for column in columns)
             values = values[:, columns]
-        scaling = Standardizer.fit(torch.from_numpy(values.toarray()).float())
+        dense = torch.from_numpy(values.toarray().astype(dtype))
+        scaling = Standardizer.fit(dense, names=chosen)
         return cls(chosen, target_sum, scaling)
 
     def __call__(self, cells: CellTable) -> Tensor:
@@ -83,9 +104,12 @@ class CellPreparation:
         missing = [gene for gene in self.genes if gene not in position]
         without = f"cells without {len(missing)} of them: {', '.join(missing[:5])}"
         require(not missing, "cells", f"the {len(self.genes)} genes of the preparation", without)
-        values = _log_normalize(cells.values, self.target_sum)
+        wide = self.scaling.mean.dtype == torch.float64
+        counts = cells.values.astype(np.float64 if wide else np.float32)
+        values = _log_normalize(counts, self.target_sum)
         chosen = values[:, [position[gene] for gene in self.genes]].toarray()
-        return self.scaling(torch.from_numpy(chosen).float()).clamp(-self.clip, self.clip)
+        scaled = self.scaling(torch.from_numpy(chosen).to(self.scaling.mean))
+        return scaled.float().clamp(-self.clip, self.clip)
 
     def to_json(self) -> dict[str, Any]:
         scaling = {"mean": self.scaling.mean.tolist(), "std": self.scaling.std.tolist()}
@@ -95,7 +119,9 @@ class CellPreparation:
     @classmethod
     def from_json(cls, card: dict[str, Any]) -> CellPreparation:
         require(set(card) == _CARD, "preparation", str(sorted(_CARD)), sorted(card))
-        mean, std = (torch.tensor(card[key], dtype=torch.float32) for key in ("mean", "std"))
+        mean, std = (torch.tensor(card[key], dtype=torch.float64) for key in ("mean", "std"))
+        if torch.equal(mean, mean.float().double()):  # they were found in float32
+            mean, std = mean.float(), std.float()
         scaling = Standardizer(mean, std)
         return cls(tuple(card["genes"]), card["target_sum"], scaling, card["clip"])
 
@@ -124,11 +150,13 @@ def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -
         raise MissingExtraError("anndata", "singlecell") from error
     find_first([path], "AnnData file")
     try:
+        _check_contents(path)
         with warnings.catch_warnings():  # anndata warns about files of its older layouts
             warnings.simplefilter("ignore")
             content = read(path)
         require(content.X is not None, str(path), "values in X", "none")
-        values = sparse.csr_matrix(content.X, dtype=np.float32)
+        dtype = np.result_type(content.X.dtype, np.float32)
+        values = sparse.csr_matrix(content.X, dtype=dtype)
         values.check_format(full_check=True)  # a place beyond the end would be read from there
     except InputError:
         raise
@@ -142,6 +170,25 @@ def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -
         require(not unknown, str(path), f"a value of {label!r} for every cell", "missing ones")
         labels = tuple(str(value) for value in cells[label])
     return CellTable(values, tuple(str(gene) for gene in content.var_names), labels)
+
+
+def _check_contents(path: Path) -> None:
+    """Refuse data in other files, which HDF5 can name, and more of it than fits in memory."""
+    import h5py
+
+    sizes, most = [0], most_unpacked(path)
+
+    def is_outside(name: str, link: object) -> str | None:
+        outside = isinstance(link, h5py.ExternalLink)
+        if isinstance(found := None if outside else file.get(name), h5py.Dataset):
+            sizes.append(found.nbytes)
+            outside = found.is_virtual or found.external is not None
+        return name if outside else None  # a name ends the visit
+
+    with h5py.File(path) as file:
+        outside = file.visititems_links(is_outside)
+    require(outside is None, str(path), "all data in the file itself", f"{outside!r} in another")
+    require(sum(sizes) <= most, str(path), f"at most {most} bytes unpacked", sum(sizes))
 
 
 def load_h5ad(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from otad.checks import check_alike, check_choice, check_finite, check_shape, check_tensor, require
+from otad.checks import (
+    check_alike,
+    check_bounds,
+    check_choice,
+    check_finite,
+    check_shape,
+    check_tensor,
+    require,
+)
 
 Task = Literal["classification", "regression"]
 Per = Literal["feature", "channel", "all"]
 TASKS = ("classification", "regression")
+COARSEST = 2.0**-10  # of the spread: the steps between numbers that a feature can have
+_EPS = torch.finfo(torch.float32).eps
 
 
 def refuse_repeats(names: Iterable[str], where: str) -> None:
@@ -29,10 +40,11 @@ def refuse_repeats(names: Iterable[str], where: str) -> None:
 class Dataset:
     """Train and test parts of one data set, checked once, on the CPU.
 
-    Inputs are float32: vectors (N, d), or images (N, C, H, W) within `bounds`. Targets are (N,):
-    int64 indices into `classes`, or float32 values with no classes for regression. Inputs are not
-    normalized: the model does that, so that distances are in the user's own units. (Cells are the
-    exception: `preparation`, a `CellPreparation`, repeats what was done to them.)
+    Inputs are float32, or float64 where they need it (see `in_working_dtype`): vectors (N, d), or
+    images (N, C, H, W) within `bounds`. Targets are (N,): int64 indices into `classes`, or values
+    of the dtype of the inputs, with no classes, for regression. Inputs are not normalized: the
+    model does that, so that distances are in the user's own units. (Cells are the exception:
+    `preparation`, a `CellPreparation`, repeats what was done to them.)
     """
 
     name: str
@@ -48,6 +60,8 @@ class Dataset:
     preparation: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.bounds is not None:
+            check_bounds(self.bounds)
         labeled = check_choice(self.task, "task", TASKS) == "classification"
         enough = len(self.classes) > 1 if labeled else not self.classes
         expected = "two classes or more" if labeled else "no classes for regression"
@@ -56,6 +70,7 @@ class Dataset:
         self._check_part("test", self.test_x, self.test_y)
         test_shape = (len(self.test_x), *self.input_shape)
         check_shape(self.test_x, f"{self.name} test_x", test_shape, "to match train_x")
+        check_alike(self.test_x, f"{self.name} test_x", self.train_x, "train_x")
         if labeled:
             first = int(self.train_y[0])
             several = bool((self.train_y != first).any())
@@ -83,8 +98,8 @@ class Dataset:
     def _check_part(self, part: str, x: Tensor, y: Tensor) -> None:
         named_x, named_y = f"{self.name} {part}_x", f"{self.name} {part}_y"
         images = isinstance(x, Tensor) and x.dim() == 4
-        check_tensor(x, named_x, "N,C,H,W" if images else "N,d", dtypes=(torch.float32,))
-        target = torch.int64 if self.task == "classification" else torch.float32
+        check_tensor(x, named_x, "N,C,H,W" if images else "N,d")
+        target = torch.int64 if self.task == "classification" else x.dtype
         check_tensor(y, named_y, "N", dtypes=(target,))
         require(len(x) == len(y), named_y, f"{len(x)} targets like {part}_x", len(y))
         limits = [(x, named_x, self.bounds)] if self.bounds is not None else []
@@ -112,18 +127,23 @@ class Standardizer:
         require(least > 0, "std", "positive values", least)
 
     @classmethod
-    def fit(cls, x: Tensor, per: Per = "feature") -> Standardizer:
-        """By feature of x (N, ...), by channel, or one for all; the std of a constant is 1."""
+    def fit(cls, x: Tensor, per: Per = "feature", names: Sequence[str] = ()) -> Standardizer:
+        """By feature of x (N, ...), by channel, or one for all; the std of a constant is 1. Warns
+        of features, by `names`, that their dtype is too coarse for."""
         check_choice(per, "per", ("feature", "channel", "all"))
         any_axes = ",".join(["N", *(f"axis{k}" for k in range(1, x.ndim))])
         check_tensor(x, "x", "N,C,H,W" if per == "channel" else any_axes)
-        axes = {"feature": (0,), "channel": (0, 2, 3), "all": tuple(range(x.dim()))}[per]
-        double = x.double()  # 60,000 images add up to more digits than float32 holds
-        mean = double.mean(dim=axes, keepdim=True)
-        std = double.std(dim=axes, correction=0, keepdim=True)
-        # The rounding of a constant column leaves a std near 1e-17 of its size, not zero.
-        constant = std <= 1e-12 * double.abs().amax(dim=axes, keepdim=True)
-        std = std.masked_fill(constant, 1.0)
+        mean, std, size = _statistics(x, per)
+        coarse = ((std > 0) & (std <= torch.finfo(x.dtype).eps * size)).flatten().nonzero()[:, 0]
+        if len(coarse) > 0:
+            found = ", ".join(str(names[k] if len(names) else k) for k in coarse.tolist()[:5])
+            warnings.warn(
+                f"x: expected features that vary by more than the rounding of {x.dtype}, got "
+                f"{len(coarse)} that do not: {found}; subtract an offset from them in float64",
+                stacklevel=2,
+            )
+        # What float64 cannot resolve is constant, too.
+        std = std.masked_fill(std <= torch.finfo(torch.float64).eps * size, 1.0)
         if per == "all":
             mean, std = mean.flatten(), std.flatten()
         return cls(mean[0].to(x.dtype), std[0].to(x.dtype))
@@ -133,6 +153,40 @@ class Standardizer:
 
     def inverse(self, x: Tensor) -> Tensor:
         return x * self.std + self.mean
+
+
+def usual_statistics(x: Tensor) -> Per:
+    """One for each channel of images (N,C,H,W), else for each feature."""
+    return "channel" if x.dim() == 4 else "feature"
+
+
+def _statistics(x: Tensor, per: Per) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, std (0 where all values are equal) and largest size, in float64: 60,000 images add up
+    to more digits than float32 holds."""
+    axes = {"feature": (0,), "channel": (0, 2, 3), "all": tuple(range(x.dim()))}[per]
+    double = x.double()
+    least, most = double.amin(axes, keepdim=True), double.amax(axes, keepdim=True)
+    std = double.std(axes, correction=0, keepdim=True).masked_fill(least == most, 0.0)
+    return double.mean(axes, keepdim=True), std, torch.maximum(least.abs(), most.abs())
+
+
+def is_coarse(mean: Any, std: Any) -> bool:
+    """Whether the steps of float32 near one of these means are too long for its std, unless 0."""
+    return bool(((std > 0) & (abs(mean) * _EPS > COARSEST * std)).any())
+
+
+def in_working_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs (N, ...) and targets (N,) in float32, or in float64 where float32 would round a
+    feature or the target to more than a thousandth of its spread, as it does with the seconds of
+    a clock; labels unchanged."""
+    coarse = False
+    for values in (x, y):
+        if values.dtype != torch.float64 or values.numel() == 0:  # rounded already, or labels
+            continue
+        mean, std, _ = _statistics(values, usual_statistics(values))
+        coarse |= is_coarse(mean, std)
+    dtype = torch.float64 if coarse else torch.float32
+    return x.to(dtype), y.to(dtype) if y.is_floating_point() else y
 
 
 def class_names(values: Sequence[str]) -> tuple[str, ...]:

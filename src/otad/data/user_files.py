@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, require
-from otad.data.dataset import TASKS, Dataset, Task, class_names, encode_labels
+from otad.data.dataset import TASKS, Dataset, Task, class_names, encode_labels, in_working_dtype
 from otad.data.registry import find_first
 from otad.data.splits import split_rows
 from otad.errors import InputError
+from otad.io.files import most_unpacked
 
 _SEPARATORS = (";", "\t", ",")
 Array = np.ndarray[Any, Any]
@@ -49,11 +50,11 @@ class Table:
         return [row[position] for row in self.rows]
 
     def numbers(self, columns: Sequence[str]) -> Tensor:
-        """float32 (N, d); cells that are no finite number are refused."""
+        """float64 (N, d); cells that are no finite number, in float32 either, are refused."""
         positions = [self._position(column) for column in columns]
         cells = [[_number(row[position]) for position in positions] for row in self.rows]
-        values = torch.tensor(cells, dtype=torch.float32)
-        for row, k in (~values.isfinite()).nonzero()[:1].tolist():
+        values = torch.tensor(cells, dtype=torch.float64)
+        for row, k in (~values.float().isfinite()).nonzero()[:1].tolist():
             where = f"{self.path} line {self.lines[row]}, column {columns[k]!r}"
             cell = self.rows[row][positions[k]]
             raise InputError(f"{where}: expected a finite number, got {cell!r}")
@@ -114,7 +115,8 @@ def load_csv(
         classes = class_names(texts)
         y = encode_labels(texts, classes, target)
     about = {"name": name or path.stem, "source": source, "feature_names": tuple(features)}
-    return split_rows(table.numbers(features), y, test_fraction, seed, classes=classes, **about)
+    x, y = in_working_dtype(table.numbers(features), y)
+    return split_rows(x, y, test_fraction, seed, classes=classes, **about)
 
 
 def _separator(header: str, row: str) -> str:
@@ -149,14 +151,15 @@ def load_npz(
     classes = () if task == "regression" else class_names(_texts(y, path, "y"))
     targets = as_targets(y, path, "y", classes)
     require(len(x) == len(targets), str(path), f"{len(x)} y for as many x", len(targets))
+    x, targets = in_working_dtype(x, targets)
     named = arrays.get("feature_names")
     about: dict[str, Any] = {"name": path.stem, "source": "the user's NPZ file", "classes": classes}
     about["bounds"] = (0.0, 1.0) if x.dim() == 4 else None
     about["feature_names"] = None if named is None else tuple(map(str, named.ravel()))
     if "test_x" not in arrays:
         return split_rows(x, targets, test_fraction, seed, **about)
-    test_x = as_inputs(arrays["test_x"], path, "test_x")
-    test_y = as_targets(arrays["test_y"], path, "test_y", classes)
+    test_x = as_inputs(arrays["test_x"], path, "test_x").to(x.dtype)
+    test_y = as_targets(arrays["test_y"], path, "test_y", classes).to(targets.dtype)
     return Dataset(about.pop("name"), x, targets, test_x, test_y, task, **about)
 
 
@@ -172,6 +175,9 @@ def read_npz(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) ->
             complete, stored = set(needed) <= {*archive.files}, ", ".join(archive.files)
             require(complete, str(path), f"the arrays {', '.join(needed)}", stored or "none")
             wanted = (*needed, *(name for name in optional if name in archive.files))
+            members: Any = archive.zip
+            size, most = sum(one.file_size for one in members.infolist()), most_unpacked(path)
+            require(size <= most, str(path), f"at most {most} bytes unpacked", size)
             return {name: archive[name] for name in wanted}
     except InputError:
         raise
@@ -180,14 +186,15 @@ def read_npz(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) ->
 
 
 def as_inputs(values: Array, path: Path, name: str) -> Tensor:
-    """Vectors (N,d), or images (N,C,H,W) or (N,H,W) in [0, 1]; uint8 images are divided by 255."""
+    """Vectors (N,d) in float64, or images (N,C,H,W) or (N,H,W) in [0, 1]; uint8 images are divided
+    by 255."""
     where = f"{path}, {name}"
     require(values.dtype.kind in "fiu", where, "numbers", f"dtype {values.dtype}")
     shapes = "shape (N,d), (N,H,W) or (N,C,H,W)"
     require(values.ndim in (2, 3, 4), where, shapes, values.shape)
-    x = torch.from_numpy(values.astype(np.float32))
     if values.ndim == 2:
-        return x
+        return torch.from_numpy(values.astype(np.float64))
+    x = torch.from_numpy(values.astype(np.float32))
     if values.dtype == np.uint8:
         x = x.div_(255)
     return x.unsqueeze(1) if values.ndim == 3 else x
@@ -198,7 +205,7 @@ def as_targets(values: Array, path: Path, name: str, classes: tuple[str, ...]) -
     if classes:
         return encode_labels(_texts(values, path, name), classes, f"{path}, {name}")
     _check_column(values, f"{path}, {name}", "numbers", "fiu")
-    return torch.from_numpy(values.astype(np.float32))
+    return torch.from_numpy(values.astype(np.float64))
 
 
 def _texts(values: Array, path: Path, name: str) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import (
+    WORKING_DTYPES,
     check_alike,
     check_choice,
     check_count,
@@ -41,9 +42,10 @@ Transport = Callable[[Tensor], tuple[Tensor, Tensor]]
 @dataclass(frozen=True, eq=False)
 class FeatureBank:
     """Pairs of inputs x_i (N, d) and features z_i (N, d) in the same R^d, with labels (N,): class
-    numbers (int64) or targets (float32). Inputs and features are float16, bfloat16 or float32, in
-    memory or mapped from a file, of which only the rows needed are read. `fingerprint` names the
-    net and the data they come from. With `verify` all values are read once and must be finite."""
+    numbers (int64) or targets (float32, float64). Inputs and features are float16, bfloat16 or
+    float32, in memory or mapped from a file, of which only the rows needed are read. `fingerprint`
+    names the net and the data they come from. With `verify` all values are read once and must be
+    finite."""
 
     inputs: Tensor
     features: Tensor
@@ -140,7 +142,8 @@ class FeatureBank:
         for name, value in (("x", x), ("y", y)):
             has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0
             require(has_rows, name, "a torch.Tensor with at least one row", type(value).__name__)
-        labels = y.to("cpu", torch.float32 if y.is_floating_point() else torch.int64)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        labels = y.to("cpu", wide if y.is_floating_point() else torch.int64)
         _check_labels(labels, len(x))
         blocks = _transported(transport, x, batch_size, dtype, progress)
         first = next(blocks)
@@ -231,7 +234,7 @@ def _write(path: Path, fingerprint: str, labels: Tensor, kind: Kind, blocks: Blo
 
 
 def _check_labels(labels: Tensor, count: int) -> None:
-    check_tensor(labels, "labels", "N", dtypes=(torch.int64, torch.float32))
+    check_tensor(labels, "labels", "N", dtypes=(torch.int64, *WORKING_DTYPES))
     check_shape(labels, "labels", (count,), "one for each input")
     if labels.dtype == torch.int64:
         least = int(labels.min())
@@ -273,11 +276,12 @@ class BankModule(nn.Module):
     @property
     def bank(self) -> FeatureBank:
         """The bank where it is now. Banks have at most float32: that of a float64 module, too."""
-        inputs, features, labels = (
+        inputs, features = (
             tensor.float() if tensor.dtype == torch.float64 else tensor
-            for tensor in (self.bank_inputs, self.bank_features, self.bank_labels)
+            for tensor in (self.bank_inputs, self.bank_features)
         )
-        return FeatureBank(inputs, features, labels, self.bank_fingerprint, verify=False)
+        labels, name = self.bank_labels, self.bank_fingerprint
+        return FeatureBank(inputs, features, labels, name, verify=False)
 
     @property
     def bank_points(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,15 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from otad.checks import check_choice, check_count, check_finite, check_shape, check_tensor, require
+from otad.checks import (
+    check_bounds,
+    check_choice,
+    check_count,
+    check_finite,
+    check_shape,
+    check_tensor,
+    require,
+)
 from otad.errors import InputError
 
 Sizes = Sequence[int]
@@ -48,11 +55,7 @@ class InputNet(nn.Module):
         super().__init__()
         require(len(input_shape) > 0, "input_shape", "at least one axis", "()")
         self.input_shape = tuple(check_count(size, "input_shape") for size in input_shape)
-        self.bounds: tuple[float, float] | None = None
-        if bounds is not None:
-            ordered = len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
-            require(ordered, "bounds", "two finite numbers low < high", repr(bounds))
-            self.bounds = float(bounds[0]), float(bounds[1])
+        self.bounds = None if bounds is None else check_bounds(bounds)
         for name, value in (("mean", mean), ("std", std)):
             given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # that of layers
             check_finite(given, name)
@@ -197,6 +200,18 @@ def evaluating(net: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def draw(weight: Tensor, how: str, *limits: float, generator: torch.Generator) -> None:
+    """Fill a tensor by a method such as "uniform_", with the same numbers in every dtype."""
+    drawn = torch.empty_like(weight, dtype=torch.float32)
+    weight.copy_(getattr(drawn, how)(*limits, generator=generator))
+
+
+def standard_normal(*shape: int, generator: torch.Generator) -> Tensor:
+    """The same numbers in every default dtype."""
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
+    return drawn.to(torch.get_default_dtype())
+
+
 def linear(
     fan_in: int, fan_out: int, generator: torch.Generator, *, bias: bool = True, **options: float
 ) -> nn.Linear:
@@ -212,9 +227,9 @@ def draw_linear(
     layer.to_empty(device="cpu")
     with torch.no_grad():
         bound = gain * (3 / fan_in) ** 0.5
-        layer.weight.uniform_(-bound, bound, generator=generator)
+        draw(layer.weight, "uniform_", -bound, bound, generator=generator)
         if layer.bias is not None:
-            layer.bias.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+            draw(layer.bias, "uniform_", -(fan_in**-0.5), fan_in**-0.5, generator=generator)
     return layer
 
 

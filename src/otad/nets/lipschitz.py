@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from otad.checks import check_count, require
 from otad.nets.base import Metric, register_metric
-from otad.nets.inputs import Sizes, check_image_shape
+from otad.nets.inputs import Sizes, check_image_shape, draw
 
 
 @register_metric("lipschitz")
@@ -78,7 +78,8 @@ class OrthogonalLinear(nn.Linear):
         self.to_empty(device="cpu")
         with torch.no_grad():
             # At this scale the angles of the transform are far from 0: a well mixed start.
-            self.weight.normal_(0.0, 2 * max(before, after) ** -0.5, generator=generator)
+            spread = 2 * max(before, after) ** -0.5
+            draw(self.weight, "normal_", 0.0, spread, generator=generator)
             self.bias.zero_()
         orthogonal(self, orthogonal_map="cayley", use_trivialization=False)
         self._cached: tuple[tuple[object, ...], Tensor] | None = None

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from otad.checks import check_count, require
 from otad.nets.base import Metric, register_metric
-from otad.nets.inputs import Sizes, check_image_shape, linear
+from otad.nets.inputs import Sizes, check_image_shape, draw, linear
 from otad.nets.vit import Attention, Block, PatchEmbedding, check_tokens, draw_tokens
 
 
@@ -171,7 +171,8 @@ def _convolution(
     layer = nn.Conv2d(before, after, size, stride, size // 2, bias=False, device="meta")
     layer.to_empty(device="cpu")
     with torch.no_grad():
-        layer.weight.normal_(0.0, (2 / (before * size * size)) ** 0.5, generator=generator)
+        spread = (2 / (before * size * size)) ** 0.5
+        draw(layer.weight, "normal_", 0.0, spread, generator=generator)
     return nn.Sequential(layer, nn.BatchNorm2d(after))
 
 

@@ -11,7 +11,14 @@ from torch.nn import functional
 
 from otad.checks import check_count, require
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
-from otad.nets.inputs import Sizes, check_image_shape, draw_linear, linear
+from otad.nets.inputs import (
+    Sizes,
+    check_image_shape,
+    draw,
+    draw_linear,
+    linear,
+    standard_normal,
+)
 
 
 class TokenHead(LinearHead):
@@ -79,7 +86,7 @@ class PatchEmbedding(nn.Module):
         bound = (channels * patch * patch) ** -0.5
         with torch.no_grad():
             for parameter in self.proj.parameters():
-                parameter.uniform_(-bound, bound, generator=generator)
+                draw(parameter, "uniform_", -bound, bound, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
@@ -151,7 +158,7 @@ vision_transformer = VisionTransformer
 
 
 def draw_tokens(count: int, width: int, generator: torch.Generator) -> nn.Parameter:
-    return nn.Parameter(0.02 * torch.randn(1, count, width, generator=generator))
+    return nn.Parameter(0.02 * standard_normal(1, count, width, generator=generator))
 
 
 def check_tokens(input_shape: Sizes, patch: int, width: int, heads: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from otad.checks import check_choice
 from otad.data import Standardizer
+from otad.data.dataset import usual_statistics
 from otad.errors import InputError
 from otad.nets import Backbone, fc_resnet, lifted_net, vision_transformer
 from otad.nets.inputs import Sizes
@@ -84,10 +85,12 @@ def fit_backbone(
     net; the rest is as in `make_backbone` and `train`."""
     train_x, parts, units = data[0], list(data), None
     if inputs is None:
-        inputs = Standardizer.fit(train_x, "channel" if train_x.dim() == 4 else "feature")
+        inputs = Standardizer.fit(train_x, usual_statistics(train_x))
     about: dict[str, Any] = {"inputs": inputs, "seed": config.seed, "task": task, "bounds": bounds}
     net = make_backbone(kind, train_x.shape[1:], n_outputs, **about, **options or {})
     net.to(train_x.dtype)
+    for name in ("mean", "std"):  # made in the default dtype
+        getattr(net, name).copy_(getattr(inputs, name))
     if task == "regression":
         units = Standardizer.fit(data[1])
         parts[1::2] = [units(targets).to(train_x.dtype) for targets in parts[1::2]]

@@ -14,7 +14,7 @@ from otad.cip.execution import blocks
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
-from otad.nets.inputs import draw_linear
+from otad.nets.inputs import draw_linear, standard_normal
 from otad.nets.vit import Block
 
 READOUTS = ("free", "hull")
@@ -80,8 +80,8 @@ class CipNet(nn.Module):
         self.from_feature = linear(dim, width, 1.0)
         self.feature_to_input = linear(width, width, 1.0)
         self.input_to_feature = linear(width, width, 1.0)
-        self.kinds = nn.Parameter(0.02 * torch.randn(3, width, generator=drawn_by))
-        self.curvature = nn.Parameter(0.02 * torch.randn(width, generator=drawn_by))
+        self.kinds = nn.Parameter(0.02 * standard_normal(3, width, generator=drawn_by))
+        self.curvature = nn.Parameter(0.02 * standard_normal(width, generator=drawn_by))
         self.blocks = nn.ModuleList(
             Block(width, heads, self.hidden, 1e-6, drawn_by)
             for _ in range(check_count(blocks, "blocks"))
