@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from otad.errors import InputError
+from otad.errors import InputError, OtadError
 
 WORKING_DTYPES = (torch.float32, torch.float64)
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, *WORKING_DTYPES)
@@ -18,6 +19,19 @@ def require(ok: object, name: str, expected: str, got: object) -> None:
     """Raise `InputError` "name: expected ..., got ..." unless `ok`."""
     if not ok:
         raise InputError(f"{name}: expected {expected}, got {got}")
+
+
+@contextmanager
+def refusing(expected: str) -> Iterator[None]:
+    """What code raises that builds something from the values of a file becomes an `InputError`:
+    "name: expected ..., got: ..."."""
+    wrong = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+    try:
+        yield
+    except OtadError:
+        raise
+    except wrong as error:
+        raise InputError(f"{expected}, got: {error!r}") from error
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

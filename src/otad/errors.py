@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import unicodedata
 from typing import Any
+
+_NOT_SHOWN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, marks of direction, halves of characters
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, in which names from a file cannot move the cursor or hide what is
+    shown: control characters are written as \\x1b. Line breaks and tabs stay."""
+    if text.isprintable():
+        return text
+    hidden = {mark for mark in {*text} - {*"\n\t"} if unicodedata.category(mark) in _NOT_SHOWN}
+    return text.translate({ord(mark): mark.encode("unicode_escape").decode() for mark in hidden})
 
 
 class OtadError(Exception):
-    """Base of all errors raised by this library."""
+    """Base of all errors raised by this library. Its message is safe to print."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InputError(OtadError, ValueError):

@@ -17,7 +17,7 @@ from torch import Tensor
 from otad.checks import check_count, require
 from otad.cip import Status
 from otad.data.dataset import refuse_repeats
-from otad.errors import InputError
+from otad.errors import InputError, printable
 from otad.model.otad import OTAD, check_training_inputs
 from otad.nets import Backbone, only_normalizes
 
@@ -159,7 +159,7 @@ class Explanation:
         names = self.feature_names or [f"feature {k}" for k in range(len(self.inputs))]
         for number, name in enumerate(names[:max_features]):
             values = (f"{float(values[number]):.4g}" for values in (self.inputs, *known))
-            table.add_row(escape(name), *values)
+            table.add_row(escape(printable(name)), *values)
         if len(names) > max_features:
             table.add_row(f"... {len(names) - max_features} more")
         return table
@@ -295,7 +295,7 @@ def _weight(neighbor: Neighbor) -> str:
 def _text(label: Label | None) -> str:
     if label is None:
         return "none (abstained)"
-    return f"{label:.5g}" if isinstance(label, float) else str(label)
+    return f"{label:.5g}" if isinstance(label, float) else printable(str(label))
 
 
 def _finite(value: float) -> float | None:

@@ -6,14 +6,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from otad.errors import printable
+
+
+class _Description(ProgressColumn):
+    """The text as it is: names in it are neither markup nor commands of the terminal."""
+
+    def render(self, task: Task) -> Text:
+        return Text(printable(task.description))
 
 
 def bars(*, passing: bool = False) -> Progress:
     """Bars with steps and time left; `passing` ones vanish and show on a terminal alone."""
     console = Console(stderr=True)
     return Progress(
-        TextColumn("{task.description}"),
+        _Description(),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),

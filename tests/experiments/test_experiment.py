@@ -199,6 +199,8 @@ EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
         ("[otad]", EVALUATE.replace("otad", "none") + "[otad]", "evaluate.row: .*got 'none'"),
         ("[otad]", "[cost]\nnet = 'two'\nbanks = [1]\nqueries = 1\n[otad]", "cost.net: .*'two'"),
         ("[otad]", "[cost]\nnet = 'one'\nbanks = [1]\nqueries = 0\n[otad]", "queries.*0"),
+        ("title", "include = '/a.toml'\ntitle", "include: expected a file in its own folder"),
+        ("title", "include = '../a.toml'\ntitle", "include: expected a file in its own folder"),
         ("title", "include = [1]\ntitle", r"small.toml.include\[0\]: expected str, got 1"),
         ("title", "quick = 3\ntitle", "small.toml.quick: expected dict.*, got 3"),
         ("[nets.one]", "[nets]\ntwo = 3\n[nets.one]", "nets.two: expected dict.*, got 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -255,6 +256,22 @@ def test_what_experiments_share_is_one_task() -> None:
 def test_refusals(names: list[str], options: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         reproduce_together(names, out=tmp_path, **options)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_processes_end_with_an_interruption_and_say_who_was_killed(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    def stop(part: str, done: int, total: int) -> None:
+        if not is_killed:
+            raise KeyboardInterrupt
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    error = OtadError if is_killed else KeyboardInterrupt
+    with pytest.raises(error, match=r"a process was killed|^$"):
+        reproduce(written(tmp_path, WINE), jobs=2, out=tmp_path, progress=stop)
+    assert not multiprocessing.active_children()
 
 
 VALUES = ('name = "wine"', 'name = "diabetes"')

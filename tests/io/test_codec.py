@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from otad.errors import InputError
-from otad.io.codec import from_plain, to_plain
+from otad.io.codec import from_plain, read_toml, to_plain
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,29 @@ def test_refusals_name_the_place(change: dict[str, Any], message: str) -> None:
     assert from_plain(Outer, GOOD, "file").count == 1
     with pytest.raises(InputError, match=message):
         from_plain(Outer, GOOD | change, "file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "[" * 2000,
+        "x = " + "[" * 65 + "]" * 65,
+        "a." * 80 + "a = 1",
+        "a." * 8000 + "a = 1",  # takes seconds to parse
+        "x = 0x" + "f" * 17,
+        "x = " + "9" * 5000,
+        "x = 1e999",
+        "x = nan",
+        "x = 2020-01-01",
+        "x = 1\n" + "# much\n" * 20_000,
+        "x = \xff",
+        "x = ",
+    ],
+)
+def test_toml_is_bounded(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=r"own\.toml: expected a TOML file, got: "):
+        read_toml(path)
+    path.write_text("x = { y = [1, 2.5, true, 'text'] }")
+    assert read_toml(path) == {"x": {"y": [1, 2.5, True, "text"]}}

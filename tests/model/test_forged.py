@@ -63,6 +63,16 @@ def test_names_of_files_outside_are_refused(folder: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX links and pipes")
+def test_a_card_that_has_no_end_is_refused(folder: Path) -> None:
+    (folder / "card.json").unlink()
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(folder / "card.json")
+        with pytest.raises(InputError, match=r"card\.json: expected .* a device or a pipe"):
+            otad.load(folder)
+        (folder / "card.json").unlink()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX links and pipes")
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_links_outside_and_pipes_are_refused(folder: Path, kind: str) -> None:
     path = next(folder.glob("bank-*"))
@@ -87,6 +97,7 @@ def test_links_outside_and_pipes_are_refused(folder: Path, kind: str) -> None:
         ("surrogate", ("surrogate",), {"blocks": 10**7}),
         ("surrogate", ("surrogate",), {"width": 10**7}),
         ("prototypes", ("backbone",), {"n_outputs": 10**9}),
+        ("prototypes", ("backbone",), {"n_points": 10**9}),
     ],
 )
 def test_declared_sizes_are_bounded_by_the_weights(
@@ -104,6 +115,27 @@ def test_declared_sizes_are_bounded_by_the_weights(
         otad.load(tmp_path)
 
 
+def test_more_neighbors_than_a_stated_cost_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.rand(200, 5, generator=torch.Generator().manual_seed(0))
+    large = model().replace(bank=FeatureBank(x, x, torch.zeros(200, dtype=torch.int64), "large"))
+    large.save(folder)
+    forge(folder, lambda card: card["settings"]["solver"].update(spares=190))
+    message = "n_neighbors: expected at most 128, got 6 and 190 spares: about .* s a query"
+    with pytest.raises(InputError, match=message):
+        otad.load(folder)
+    with pytest.raises(InputError, match=r"got 129 and 0 spares.*OTAD_MOST_NEIGHBORS=129"):
+        large.replace(n_neighbors=129)
+    monkeypatch.setenv("OTAD_MOST_NEIGHBORS", "196")
+    assert otad.load(folder).n_searched == 196
+    monkeypatch.setenv("OTAD_MOST_NEIGHBORS", "many")
+    with pytest.raises(
+        InputError, match="OTAD_MOST_NEIGHBORS: expected a whole number, got 'many'"
+    ):
+        large.replace(n_neighbors=5)
+
+
 @pytest.mark.parametrize("kind", ["local", "metric", "surrogate"])
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, kind: str) -> None:
     made = KINDS[kind](0)
@@ -116,7 +148,15 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, kind: str) -> N
     assert torch.isfinite(otad.load(tmp_path)(queries(made))).all()
 
 
-HUGE = ("[" * 100_000, "[1e999]", "[NaN]", f"[{'9' * 5000}]", "[9223372036854775808]", "{")
+HUGE = (
+    "[" * 100_000,
+    "[" * 65 + "]" * 65,
+    "[1e999]",
+    "[NaN]",
+    f"[{'9' * 5000}]",
+    "[9223372036854775808]",
+    "{",
+)
 
 
 @pytest.mark.parametrize("text", HUGE)
@@ -127,6 +167,16 @@ def test_json_is_bounded(tmp_path: Path, text: str) -> None:
         read_json(path)
     with pytest.raises(InputError, match=r"card\.json"):
         otad.load(tmp_path)
+
+
+def test_notes_that_could_not_be_read_again_are_not_saved(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(70):
+        deep = [deep]
+    for note in (deep, 2**70):
+        with pytest.raises(InputError, match="notes: expected plain JSON"):
+            model().save(tmp_path, note=note)
+    assert not (tmp_path / "card.json").exists()
 
 
 @pytest.mark.parametrize("extra", [{"forward": 1.0}, {"smoothness": "1"}, [1], {}])

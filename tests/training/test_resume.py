@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from training.small_vision import FILE, images, small_cnn, small_vit, weights_print
 
 from otad.errors import InputError
-from otad.io.tensor_files import read_tensors
+from otad.io.tensor_files import read_tensors, write_tensors
 from otad.nets import SequentialBackbone, fc_resnet
 from otad.training import MetricConfig, TrainConfig, TrainResult, loop, recipe, train, train_metric
 from otad.training.adversary import Adversary
@@ -106,7 +106,7 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(tmp_path: Path, case: Case
     assert len({weights_print(net) for net in (whole, resumed, bare, finished)}) == 1
     assert (tmp_path / "whole" / FILE).read_bytes() == before
     assert (tmp_path / "cut" / FILE).read_bytes() == before
-    assert os.listdir(tmp_path / "cut") == [FILE]
+    assert {*os.listdir(tmp_path / "cut")} == {FILE, loop.LOCK}
 
 
 @pytest.fixture
@@ -210,12 +210,19 @@ def test_a_run_killed_six_times_ends_with_the_same_file(tmp_path: Path) -> None:
     once."""
     rows = [json.loads(line) for line in run_script(KILLS, tmp_path, FILE)]
     whole, unrenamed, *at_random, final = rows
-    assert whole == final == [0, 20, 1]
-    assert unrenamed == [signal.SIGKILL, 2, 2]  # the new file is written, not yet in its place
+    assert whole == final == [0, 20, 2]  # the checkpoint and the lock
+    assert unrenamed == [signal.SIGKILL, 2, 3]  # the new file is written, not yet in its place
     assert [status for status, _, _ in at_random] == 5 * [signal.SIGKILL]
     reached = [epochs for _, epochs, _ in at_random]
     assert reached == sorted(set(reached))  # every run resumed where the last one was killed
     assert (tmp_path / "whole" / FILE).read_bytes() == (tmp_path / "cut" / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("header", [{}, [1], {"run": [], "history": 5}])
+def test_a_forged_checkpoint_is_one_error(tmp_path: Path, header: Any) -> None:
+    write_tensors(tmp_path / FILE, {"odd": torch.zeros(1)}, header)
+    with pytest.raises(InputError, match=f"{FILE}: expected a checkpoint of this run"):
+        train(small_net(), table(), CONFIG, checkpoint_dir=tmp_path)
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_path: Path) -> None:

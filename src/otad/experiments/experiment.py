@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from otad.checks import check_choice, check_count, require
 from otad.data import Dataset
-from otad.errors import InputError
 from otad.experiments import spec
-from otad.io.codec import from_plain
+from otad.io.codec import from_plain, read_toml
 
 _FOLDER = Path(__file__).parent / "configs"
 _TABLE = dict[str, Any]
@@ -134,6 +132,8 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
     included = content.pop("include", ())
     listed = [included] if isinstance(included, str) else included
     for shared in reversed(from_plain(tuple[str, ...], listed, f"{path.name}.include")):
+        inside = not Path(shared).is_absolute() and ".." not in Path(shared).parts
+        require(inside, f"{path.name}.include", "a file in its own folder", shared)
         content = _merged(_read(path.parent / shared), content)
     changes = content.pop("quick", {})
     content = _merged(content, changes) if quick else content
@@ -160,11 +160,7 @@ def parse_experiment(source: Mapping[str, Any], name: str, quick: bool) -> Exper
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected a TOML file, got: {error}") from error
-    return _checked(content, path.name)
+    return _checked(read_toml(path), path.name)
 
 
 def _checked(content: dict[str, Any], where: str) -> dict[str, Any]:

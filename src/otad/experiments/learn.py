@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from otad import nets
+from otad.checks import refusing
 from otad.cip.surrogate import CipNet
 from otad.data import Dataset, Standardizer, split
-from otad.errors import InputError
 from otad.experiments.records import DataRecord, LearnedRecord
 from otad.experiments.spec import MetricSpec, NetSpec, Options
 from otad.io.codec import digest_of
@@ -73,15 +72,16 @@ def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> n
     sizes = data.input_shape, len(data.classes) or 1
     common: Options = {"task": data.task, "bounds": data.bounds}
     common["inputs"] = _units(data.train_x, spec.normalize)
-    if spec.kind == "prototypes":
-        frame = cast(nets.LiftedNet, make_backbone("lifted", *sizes, blocks=0, **common)).to(device)
-        options: Options = {"generator": torch.Generator().manual_seed(seed)} | spec.options
-        with refusing(f"options: expected those of {spec.kind!r}"):
-            return prototype_net(frame, data.train_x, data.train_y, **options)
-    common |= {"blocks": spec.blocks, "seed": seed} | spec.options
-    if spec.kind == "fc":
-        return make_backbone("fc_resnet", *sizes, residual=spec.residual, **common)
-    return make_backbone(spec.kind, *sizes, **common)
+    with refusing(f"options: expected those of {spec.kind!r}"):
+        if spec.kind == "prototypes":
+            frame = make_backbone("lifted", *sizes, blocks=0, **common).to(device)
+            options: Options = {"generator": torch.Generator().manual_seed(seed)} | spec.options
+            points = data.train_x, data.train_y
+            return prototype_net(cast(nets.LiftedNet, frame), *points, **options)
+        common |= {"blocks": spec.blocks, "seed": seed} | spec.options
+        if spec.kind == "fc":
+            return make_backbone("fc_resnet", *sizes, residual=spec.residual, **common)
+        return make_backbone(spec.kind, *sizes, **common)
 
 
 def fresh_metric(spec: MetricSpec, data: Dataset, seed: int) -> nets.Metric:
@@ -110,12 +110,3 @@ def config_of(kind: type[C], settings: Options, **place: Any) -> C:
 def _units(x: Tensor, normalize: str) -> Standardizer | None:
     """What a net standardizes its inputs by, from the train part x (N,...); None for nothing."""
     return None if normalize == "none" else Standardizer.fit(x, normalize)  # type: ignore[arg-type]
-
-
-@contextmanager
-def refusing(expected: str) -> Iterator[None]:
-    """Options of a TOML file that a constructor does not know are an error of the user."""
-    try:
-        yield
-    except TypeError as error:
-        raise InputError(f"{expected}, got: {error}") from error

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +23,7 @@ from otad.checks import check_count, check_device
 from otad.data.dataset import refuse_repeats
 from otad.errors import OtadError
 from otad.evaluate.runner import evaluate
-from otad.experiments.cache import UnfinishedError, WorkFolder
+from otad.experiments.cache import RESUMES, UnfinishedError, WorkFolder
 from otad.experiments.experiment import Experiment, read_experiment
 from otad.experiments.probe import measure_costs, measure_speeds
 from otad.experiments.records import RunRecord, SuiteRecord, code_fingerprint
@@ -204,7 +207,7 @@ def _share(
     errors: dict[str, BaseException] = {}
     context = multiprocessing.get_context("spawn")  # a GPU's driver does not survive a fork
     threads = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, context, _begin, (threads,)) as pool:
+    with ProcessPoolExecutor(jobs, context, _begin, (threads,)) as pool, _ending_processes():
         for tasks in phases:
             useful = [task for task in tasks if not set(task.owners) <= set(errors)]
             running = {pool.submit(work, task): task for task in useful}
@@ -213,13 +216,31 @@ def _share(
             for future in as_completed(running):
                 task, error = running[future], future.exception()
                 report(str(task), 1, 1)
+                if isinstance(error, BrokenProcessPool):
+                    remedy = f"try fewer jobs than {jobs}; {RESUMES}"
+                    raise OtadError(f"a process was killed, perhaps for lack of memory: {remedy}")
                 if error is not None:
                     errors = dict.fromkeys(task.owners, error) | errors
     return errors
 
 
+@contextmanager
+def _ending_processes() -> Iterator[None]:
+    """An interruption ends the processes started here at once: what they finished is stored."""
+    others = multiprocessing.active_children()
+    try:
+        yield
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.terminate()
+        raise
+
+
 def _begin(threads: int) -> None:
-    """Start a process, which ends with its parent: otherwise it would hold locks."""
+    """Start a process, which ends with its parent: otherwise it would hold locks. The parent alone
+    is interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
     assert parent is not None

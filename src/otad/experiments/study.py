@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from otad.attacks import ATTACKS
 from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.checks import refusing
 from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.cip.whole_bank.potential import BankPotential
 from otad.data import Dataset, load, most_central, subset_per_class
@@ -23,7 +24,7 @@ from otad.experiments import records
 from otad.experiments import rows as measuring
 from otad.experiments.cache import Report, WorkFolder
 from otad.experiments.experiment import Experiment
-from otad.experiments.learn import Learned, N, Source, config_of, fresh_metric, fresh_net, refusing
+from otad.experiments.learn import Learned, N, Source, config_of, fresh_metric, fresh_net
 from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
 from otad.io.codec import digest_of
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
@@ -82,7 +83,8 @@ class Study:
     def source(self, key: str) -> Source:
         self.report(f"load {key}", 0, 1)
         spec = self.experiment.data[key]
-        data = load(spec.name, self.data_dir, seed=self.seed, **spec.options)
+        with refusing(f"data.{key}: expected options of {spec.name}"):
+            data = load(spec.name, self.data_dir, seed=self.seed, **spec.options)
         self.experiment.check_data(key, data)
         self.report(f"load {key}", 1, 1)
         return Source(data, data.fingerprint())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import stat
+import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from otad.errors import InputError
 from otad.io.files import replacing
 
 _MOST_BYTES = 2**28
+_MOST_LEVELS, _MOST_TOML, _MOST_LINE = 64, 2**17, 2**12
 _NOT_FINITE = ("inf", "-inf", "nan")  # as text: JSON does not have them
 
 
@@ -78,31 +81,60 @@ def _dataclass(kind: type, value: Any, where: str) -> Any:
 def read_json(path: Path) -> Any:
     """The plain values of a file."""
     try:
-        size = path.stat().st_size
-        require(size <= _MOST_BYTES, str(path), f"at most {_MOST_BYTES} bytes of JSON", size)
-        return parse_json(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeError) as error:
+        text = _text(path, _MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: expected a record in JSON, got: {error}") from error
+    return parse_json(text, str(path))
 
 
 def parse_json(text: str, name: str) -> Any:
     """The plain values of a text, with finite numbers; whole ones of at most 64 bits."""
     try:
-        return json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+        return _bounded(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name}: expected a record in JSON, got: {error}") from error
 
 
-def _whole(text: str) -> int:
-    if len(text) > 19 or abs(int(text)) >= 2**63:
-        raise ValueError(f"the number {text[:30]}, which has more than 64 bits")
-    return int(text)
+def read_toml(path: Path) -> dict[str, Any]:
+    """The plain values of a file, bounded as in JSON."""
+    try:
+        text = _text(path, _MOST_TOML)
+        # The parser's time grows with the square of the parts of a dotted key, which are in a line.
+        if max(map(len, text.split("\n"))) > _MOST_LINE:
+            raise ValueError(f"a line of more than {_MOST_LINE} characters")
+        return _bounded(tomllib.loads(text))  # type: ignore[no-any-return]
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: expected a TOML file, got: {error}") from error
 
 
-def _finite(text: str) -> float:
-    if not math.isfinite(float(text)):
-        raise ValueError(f"the number {text[:30]}, which is not finite")
-    return float(text)
+def _text(path: Path, most: int) -> str:
+    """That of a regular file of at most so many bytes: a device may have no end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("a folder, a device or a pipe")
+    if found.st_size > most:
+        raise ValueError(f"{found.st_size} bytes, more than {most}")
+    return path.read_text(encoding="utf-8")
+
+
+def _bounded(content: Any) -> Any:
+    """The same, if it has at most 64 levels, finite numbers, and whole ones of at most 64 bits."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, (dict, list)):
+                inner += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError("a number of more than 64 bits")
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"the number {value}, which is not finite")
+            elif not isinstance(value, (str, int, float, NoneType)):
+                raise ValueError(f"a {type(value).__name__}")
+        level = inner
+        if not level:
+            return content
+    raise ValueError(f"more than {_MOST_LEVELS} levels")
 
 
 def write_json(path: Path, content: Any) -> None:

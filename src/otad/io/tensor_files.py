@@ -51,7 +51,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
 
 def read_tensors(path: Path) -> TensorFile:
     """Tensors on the CPU and the header, or an `InputError` if any byte was changed."""
-    require(path.exists(), str(path), "a safetensors file", "none")
+    require(path.is_file(), str(path), "a safetensors file", "none, or no regular file")
     mapped, metadata = map_sealed(path)
     if list(metadata) == [OLD_FORMAT]:
         checksum, text = metadata[OLD_FORMAT][:64], metadata[OLD_FORMAT][64:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,13 @@ from otad.cip.protocols import Solver
 from otad.cip.whole_bank import potential as potentials
 from otad.cip.whole_bank.lifted_bank import lifted_potential
 from otad.cip.whole_bank.potential import BankPotential, Progress
-from otad.errors import SolverError
+from otad.errors import InputError, SolverError
 from otad.model import answerers
 from otad.model.answerers import Answerer, NeighborAnswerer, WholeBankAnswerer, is_global
 from otad.model.bank import FeatureBank
+
+MOST_VARIABLE = "OTAD_MOST_NEIGHBORS"
+SECONDS = (6e-9, 5e-7)  # of a row with K neighbors by K^3, measured on a core of a CPU
 
 
 def make_answerer(
@@ -87,10 +91,25 @@ def check_settings(
         local = answerers.local_answerer(solver, smoothness, strong_convexity)
         local.check_sizes(n_neighbors, dim)
         spares = local.spares
-    fits = check_count(n_neighbors, "n_neighbors") + spares <= points
+    searched = check_count(n_neighbors, "n_neighbors") + spares
+    asked = f"{n_neighbors} and {spares} spares"
     expected = f"at most the {points} points of the bank"
-    require(fits, "n_neighbors", expected, f"{n_neighbors} and {spares} spares")
+    require(searched <= points, "n_neighbors", expected, asked)
+    most = most_neighbors()
+    if local is not None and searched > most:
+        low, high = (f"{seconds * searched**3:.2g}" for seconds in SECONDS)
+        remedy = f"set {MOST_VARIABLE}={searched} to insist"
+        cost = f"about {low} s a query, and {high} s where neighbors contradict each other"
+        raise InputError(f"n_neighbors: expected at most {most}, got {asked}: {cost}; {remedy}")
     return local
+
+
+def most_neighbors() -> int:
+    """How many neighbors and spares a row may have: 128, or what the user's environment says. No
+    file can raise it."""
+    text = os.environ.get(MOST_VARIABLE) or "128"
+    require(text.isdecimal(), MOST_VARIABLE, "a whole number", repr(text))
+    return int(text)
 
 
 def _find_potential(

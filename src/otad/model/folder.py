@@ -20,7 +20,7 @@ from torch import Tensor
 
 from otad.checks import require
 from otad.errors import InputError
-from otad.io.codec import digest_of, read_json
+from otad.io.codec import digest_of, parse_json, read_json
 from otad.io.files import replacing
 from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, write_tensors
 from otad.model.bank import FeatureBank
@@ -180,7 +180,7 @@ def _sealed_text(card: Mapping[str, Any]) -> str:
     plain = {}
     for name, entry in card.items():
         try:
-            plain[name] = json.loads(json.dumps(entry, allow_nan=False))  # as a reader will see it
+            plain[name] = parse_json(json.dumps(entry, allow_nan=False), name)  # as readers see it
         except (TypeError, ValueError) as error:
             raise InputError(f"{name}: expected plain JSON values, got: {error}") from error
     return json.dumps(plain | {"checksum": _checksum(plain)}, indent=2) + "\n"

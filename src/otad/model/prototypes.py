@@ -54,8 +54,11 @@ class PrototypeNet(LiftedNet):
         super().__init__(input_shape, n_outputs, blocks=0, **options)
         require(self.task == "classification", "task", "'classification'", repr(self.task))
         count = check_count(n_points, "n_points")
-        self.register_buffer("labels", torch.zeros(count, dtype=torch.int64))
-        self.points = nn.Parameter(torch.zeros(count, self.dim - self.lift))
+        # Registered before they use memory, see `nets.inputs.restored`.
+        self.register_buffer("labels", torch.zeros((), dtype=torch.int64).expand(count))
+        self.points = nn.Parameter(torch.zeros(()).expand(count, self.dim - self.lift))
+        self.labels, points = self.labels.clone(), self.points.detach().clone()
+        self.points = nn.Parameter(points)
         self._rivals: Tensor | None = None
         self._state: tuple[object, ...] = ()
         self._age = 0

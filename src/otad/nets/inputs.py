@@ -21,6 +21,7 @@ from otad.checks import (
     check_finite,
     check_shape,
     check_tensor,
+    refusing,
     require,
 )
 from otad.errors import InputError
@@ -142,12 +143,11 @@ class Registry(Generic[AnyNet]):
 
     def build(self, config: Mapping[str, Any]) -> AnyNet:
         """The net `config` describes, with fresh weights; load its state dict afterwards."""
+        require(isinstance(config, Mapping), "config", "a table of options", repr(config))
         options = dict(config)
         kind = check_choice(str(options.pop("kind", None)), "config['kind']", tuple(self._kinds))
-        try:
+        with refusing(f"config: expected the options of {kind}"):
             return self._kinds[kind].from_config(options)
-        except (KeyError, TypeError) as error:
-            raise InputError(f"config: expected the options of {kind}, got {options!r}") from error
 
 
 def restored(
@@ -162,7 +162,8 @@ def restored(
             check_finite(tensor, name)
     with _built_within(state):
         net = make(config)
-    net.load_state_dict(state, assign=True)
+    with refusing("net: expected weights that fit its config"):
+        net.load_state_dict(state, assign=True)
     return net.eval()
 
 

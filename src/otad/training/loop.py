@@ -16,10 +16,12 @@ from time import monotonic, perf_counter
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from otad.checks import require
+from otad.checks import refusing, require
+from otad.errors import InputError
 from otad.progress import bars
 from otad.training.acceleration import CapturedStep, precision
 from otad.training.checkpoint import describe_run, load_run, save_run
@@ -28,6 +30,7 @@ from otad.training.config import LoopConfig
 AnyNet = TypeVar("AnyNet", bound=nn.Module)
 AnyRecord = TypeVar("AnyRecord")
 Batches = Iterator[tuple[Tensor, ...]]
+LOCK = ".training.lock"
 _log = logging.getLogger("otad")
 
 
@@ -81,10 +84,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         self.weights = Averaged(net, config.ema).to(device)
         self.optimizer = config.make_optimizer(net)
         self.history: list[AnyRecord] = []
-        if self.path is not None and self.path.exists():
-            records = load_run(self.path, self.identity, self.weights, self.optimizer)
-            self.history = [self.record_type(**record) for record in records]
-        self.resumed_after = len(self.history)
+        self.resumed_after = 0
         self._step = CapturedStep(self.step) if config.captures_steps else self.step
 
     @property
@@ -114,7 +114,27 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         return None
 
     def run(self, progress: Callable[[AnyRecord], None] | bool) -> None:
-        """Train for the epochs that remain, as far as the time allows."""
+        """Train for the epochs that remain, as far as the time allows, alone in the folder."""
+        if self.path is None:
+            return self._run(progress)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            alone = FileLock(self.path.with_name(LOCK)).acquire(timeout=0)
+        except Timeout as error:
+            place = f"{self.path.parent}, in which another one runs"
+            raise InputError(f"checkpoint_dir: expected no other training, got {place}") from error
+        with alone:
+            if self.path.exists():
+                self._resume(self.path)
+            return self._run(progress)
+
+    def _resume(self, path: Path) -> None:
+        with refusing(f"{path}: expected a checkpoint of this run"):
+            records = load_run(path, self.identity, self.weights, self.optimizer)
+            self.history = [self.record_type(**record) for record in records]
+        self.resumed_after = len(self.history)
+
+    def _run(self, progress: Callable[[AnyRecord], None] | bool) -> None:
         now = saved_at = monotonic()
         config, done = self.config, len(self.history)
         deadline = self.saving.started + (self.saving.max_seconds or math.inf)
