@@ -61,10 +61,14 @@ def test_the_help_shows_the_first_sentence_and_an_example(name: str) -> None:
         ("reproduce all mnist", "names: .*'all' alone, got all, mnist"),
         ("train no_such_data --out net", "data: "),
         ("bench", "benchmarks/"),
+        ("train digits --out=", "out: expected a value, got an empty text"),
+        ("demo --out EMPTY", "out: expected a value, got an empty text"),
+        ("predict model EMPTY --out answers.csv", "expected a value, got an empty text"),
     ],
 )
 def test_an_error_of_the_user_is_one_line(command: str, message: str) -> None:
-    assert re.search(message, terminal.refuse(*command.split()))
+    given = ("" if part == "EMPTY" else part for part in command.split())
+    assert re.search(message, terminal.refuse(*given))
     assert not list(Path().iterdir())
 
 
@@ -103,12 +107,15 @@ STARTS = {
         ("attack", "--targets y", "targets: .*test"),
         ("attack", "--eps -1", "eps: .*0, got -1"),
         ("certify", "--eps little", "eps: .*'little'"),
+        ("certify", "--eps 0,5", "eps: expected a decimal point.*'0,5'"),
+        ("evaluate", "--eps 0,25,1", "eps: expected a decimal point.*'0,25,1'"),
         ("certify values", "--embedding-lipschitz 2", "embedding_lipschitz: .*None"),
         ("certify", "--unit inch", "unit: .*1, std"),
         ("defend", "--climb 0.2", "climb: .*two.*'0.2'"),
         ("defend", "--climb 0.2,x", "climb: .*'0.2,x'"),
         ("defend", "--neighbors 5000", "n_neighbors: .*160"),
         ("defend", "--smoothness 0", "smoothness: "),
+        ("defend", "--neighbors 150", "n_neighbors: .*128, got 150 .* s a query.*OTAD_MOST_NEIGHB"),
         ("defend", "--scope global --spares 2", "scope: .*'local'.*spares.*'global'"),
         ("defend", "--scope global --smoothness 0.01", "160 points"),
         ("defend", "--bank-dtype int8", "bank_dtype: .*float32, float16, bfloat16"),

@@ -14,7 +14,7 @@ from PIL import Image
 
 import otad
 from otad import data
-from otad.cli.sources import DataChoice, TrainedNet
+from otad.cli.sources import TrainedNet
 from otad.cli.train import train_net
 from otad.data import Dataset
 from otad.io.tensor_files import fingerprint, read_tensors
@@ -43,7 +43,7 @@ def test_the_net_says_all_about_itself_and_the_record_is_there_to_read(
 
 def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop: Path) -> None:
     trained = TrainedNet.read(workshop / "body-net")
-    dataset = DataChoice.from_json(trained.about["data"]["choice"]).load()
+    dataset = trained.note.choice.load()
     assert dataset.feature_names == BODY
     torch.testing.assert_close(trained.net.mean, dataset.train_x.mean(0))
     record = json.loads((workshop / "body-net" / "training.json").read_text())

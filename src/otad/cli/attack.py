@@ -60,7 +60,7 @@ def attack(
     options = read_options(option or ())
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     ball = opt.threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
-    chosen = make_attack(name, model, train_x=training_inputs(model, data_dir), **options)
+    chosen = make_attack(name, model, train_x=training_inputs(model, data_dir, input), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     y = examples.targets
     with torch.no_grad():

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from otad.errors import printable
 from otad.io.codec import to_plain
 from otad.io.files import replacing
 from otad.progress import bars
@@ -41,7 +42,7 @@ def attack_bar(*, of_values: bool = False) -> Iterator[Callable[[str, int, int, 
 
 
 def remark(message: str) -> None:
-    typer.echo(f"otad: {message}", err=True)
+    typer.echo(f"otad: {printable(message)}", err=True)
 
 
 def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping[str, str]) -> None:
@@ -49,10 +50,11 @@ def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping
     if as_json:
         typer.echo(json.dumps(to_plain(dict(record)), allow_nan=False))
         return
-    # Names of files and classes may contain brackets, which are not markup.
-    table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
-    for name, value in facts.items():
-        table.add_row(escape(name), escape(value))
+    # Names of files and classes may contain brackets, which are not markup, and commands.
+    table = Table(show_header=False, title_justify="left", title_style="bold")
+    table.title = escape(printable(title))
+    for fact in facts.items():
+        table.add_row(*(escape(printable(text)) for text in fact))
     Console().print(table)
 
 

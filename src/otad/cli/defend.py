@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import torch
 from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_quantiles, progress_bar, remark, show
-from otad.cli.sources import DataChoice, TrainedNet, bank_part, describe_data, refuse_overwriting
+from otad.cli.sources import TrainedNet, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
 from otad.evaluate.identity import DEFENDED, NET
 from otad.model import defend as building
@@ -71,8 +72,9 @@ def defend(
     require(steps is None or len(steps) == 2, "climb", "two numbers such as 0.2,0", repr(climb))
     solver = solver_for(scope, mode=mode, climb=steps, max_smoothness=max_smoothness, spares=spares)
     trained = TrainedNet.read(net_dir)
-    before = DataChoice.from_json(trained.about["data"]["choice"])
-    choice = DataChoice(data or before.data, before.seed, before.options)
+    choice = trained.note.choice
+    if data is not None:
+        choice = replace(choice, data=data)
     refuse_overwriting(out, choice.path_from(data_dir))
     refuse_foreign_card(out)
     dataset = choice.load(data_dir)
@@ -80,7 +82,7 @@ def defend(
     for name in ("task", "input_shape", "classes", "feature_names"):
         expected = f"{name} {trained.about[name]} like the data the net was trained on"
         require(about[name] == trained.about[name], "data", expected, about[name])
-    if about["data"]["fingerprint"] != trained.about["data"]["fingerprint"]:
+    if about["data"]["fingerprint"] != trained.note.fingerprint:
         remark(f"note: {choice.data} is not the data the net was trained on")
     model = build_model(trained, dataset, n_neighbors=neighbors, solver=solver, **chosen)
     if per_class is not None:

@@ -76,7 +76,7 @@ def evaluate(
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
-    x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir)
+    x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir, input)
     how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
     how |= {"survivors_only": not all_rows, "flags": not no_flags, "folder": out}
     with attack_bar(of_values=y.is_floating_point()) as progress:

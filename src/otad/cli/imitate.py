@@ -9,17 +9,16 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from otad.checks import check_device
 from otad.cli import options as opt
 from otad.cli.console import progress_bar, remark, show
 from otad.cli.inputs import open_inputs
-from otad.cli.sources import data_card, refuse_overwriting
+from otad.cli.sources import data_note, open_model, refuse_overwriting
 from otad.errors import InputError
 from otad.evaluate.identity import DEFENDED, NET
 from otad.model.folder import refuse_foreign_card
 from otad.model.imitation import Imitation, fresh_net, recipe_for
 from otad.model.imitation import imitate as imitate_model
-from otad.model.otad import OTAD, load
+from otad.model.otad import OTAD
 from otad.report.assessment import Assessment, assess
 
 _training = partial(opt.option, panel=opt.TRAINING)
@@ -68,7 +67,7 @@ def imitate(
     changes, shape, how = (opt.given(options, names) for names in (CHANGES, SHAPE, HOW))
     refuse_overwriting(out, model_dir)
     refuse_foreign_card(out)
-    model = load(model_dir, device=str(check_device(device)))
+    model = open_model(model_dir, device, data_dir, None)
     if epochs is not None:
         changes["warmup"] = min(recipe_for(model).warmup, epochs / 2)
     config = replace(recipe_for(model), **changes)
@@ -104,7 +103,7 @@ def imitate(
 
 def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | None:
     """None where it is not available: then a note says that the new model is not tested."""
-    if not data_card(model):
+    if data_note(model) is None:
         remark("note: the model names no data, so it is not tested")
         return None
     try:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.checks import require
+from otad.checks import refusing, require
 from otad.cli.console import remark
-from otad.cli.sources import DataChoice, data_card
+from otad.cli.sources import data_note
 from otad.data import CellPreparation, Table, read_h5ad, read_images, read_npz, read_table
 from otad.data.dataset import encode_labels, refuse_repeats
 from otad.data.images import list_images, visible
@@ -135,11 +135,13 @@ def open_inputs(model: OTAD, source: str, data_dir: Path | None = None) -> Input
 
 
 def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
-    card = data_card(model)
-    require(card, "input", "for 'test' a model made by `otad defend`", "one that names no data")
-    dataset = DataChoice.from_json(card["choice"]).load(data_dir)
-    unchanged = dataset.fingerprint() == card["fingerprint"]
-    expected = f"{card['choice']['data']!r} as it was when the model was made"
+    note = data_note(model)
+    if note is None:
+        got = "one that names no data"
+        raise InputError(f"input: expected for 'test' a model made by `otad defend`, got {got}")
+    dataset = note.choice.load(data_dir)
+    unchanged = dataset.fingerprint() == note.fingerprint
+    expected = f"{note.choice.data!r} as it was when the model was made"
     require(unchanged, "input", expected, "other contents, on which it may have been trained")
     return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y)
 
@@ -147,7 +149,7 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
 def _table(model: OTAD, path: Path) -> InputRows:
     counts = model.notes.get("preparation") is not None
     require(not counts, str(path), "an .h5ad file for a model of cells", "a table")
-    names = model.notes.get("feature_names") or ()
+    names = list(map(str, model.notes.get("feature_names") or ()))
     require(names, str(path), "NPZ or images, as the model has no feature names", "a table")
     refuse_repeats(names, "the model's feature names")
     table = read_table(path)
@@ -177,7 +179,9 @@ def _arrays(model: OTAD, path: Path) -> InputRows:
 def _cells(model: OTAD, path: Path) -> InputRows:
     card = model.notes.get("preparation") or {}
     require(card, str(path), "an input like the training data", "cells")
-    prepare, cells = CellPreparation.from_json(card), read_h5ad(path)
+    with refusing("notes.preparation: expected that of cells"):
+        prepare = CellPreparation.from_json(card)
+    cells = read_h5ad(path)
     count = cells.values.shape[0]
 
     def targets(name: str | None) -> Tensor | None:
@@ -228,7 +232,8 @@ def _from_tensor(
 
 def _trained_on(model: OTAD, option: str) -> Any:
     """An option by which the training data was read, from the model's card."""
-    return data_card(model).get("choice", {"options": {}})["options"].get(option)
+    note = data_note(model)
+    return None if note is None else note.choice.options.get(option)
 
 
 def _targets_in_table(model: OTAD, table: Table, column: str) -> Tensor:

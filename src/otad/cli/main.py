@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from otad.errors import InputError, OtadError
+from otad.errors import InputError, OtadError, printable
 
 # In the order of use, each with the first sentence of its help. The modules import torch, which
 # takes seconds, so a module is imported only when its command runs.
@@ -26,8 +27,15 @@ COMMANDS = {
 }
 
 
+RESUMING = ("train", "imitate", "evaluate", "reproduce")
+_FULL_MEMORY = re.compile(
+    "out of memory|allocate memory|not enough memory|alloc_failed", re.IGNORECASE
+)
+
+
 class _Commands(TyperGroup):
-    """Errors that users can fix (our own, of files) are one line; others keep their traceback."""
+    """Errors that users can fix (our own, of files, of memory) are one line, as is an interruption;
+    others keep their traceback."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -37,15 +45,33 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] == "bench":
             raise InputError("no command 'bench': run the scripts in benchmarks/")
+        for before, text in zip(["", *args], args, strict=False):
+            flag, equals, value = text.partition("=")
+            if not text or (equals and not value and flag.startswith("--")):
+                option = (flag or before).lstrip("-") or "arguments"
+                raise InputError(f"{option}: expected a value, got an empty text")
+            if text != printable(text):
+                raise InputError(f"arguments: expected no control characters, got {text}")
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load_command(name), rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (OtadError, OSError) as error:
-            typer.echo(f"otad: {error}", err=True)
-            raise typer.Exit(2) from error
+        except (OtadError, OSError, UnicodeError) as error:  # a name may be no text
+            reason, status = str(error), 2
+        except (MemoryError, RuntimeError) as error:
+            text = str(error).partition("\n")[0]
+            if not isinstance(error, MemoryError) and not _FULL_MEMORY.search(text):
+                raise
+            remedy = "try a smaller --batch-size, fewer --rows, or another --device"
+            reason, status = f"out of memory: {remedy} ({text or 'no more to allocate'})", 2
+        except KeyboardInterrupt:
+            resumes = ctx.invoked_subcommand in RESUMING
+            again = "resumes after what is saved" if resumes else "starts again"
+            reason, status = f"interrupted: files are whole, and the same command {again}", 130
+        typer.echo(f"otad: {printable(reason)}", err=True)
+        raise typer.Exit(status)
 
 
 def load_command(name: str) -> Any:

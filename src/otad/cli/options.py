@@ -83,6 +83,9 @@ def read_numbers(text: str, option: str) -> tuple[float, ...]:
 
 def read_radii(text: str) -> tuple[float, ...]:
     radii = read_numbers(text, "eps")
+    odd = radii[0] == 0 and (len(radii) == 2 or [*radii] != sorted(radii))
+    expected = "a decimal point in 0.5, as commas separate distances, or 0.0 for no distance"
+    require("." in text or not odd, "eps", expected, repr(text))
     valid = len({*radii}) == len(radii) and all(0 <= eps < float("inf") for eps in radii)
     require(valid, "eps", "distinct finite numbers of at least 0", repr(text))
     return radii

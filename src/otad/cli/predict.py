@@ -139,7 +139,7 @@ def explain(
     x = open_inputs(model, input, data_dir).row(row).to(device)
     known: dict[str, Any] = {"classes": model.notes.get("classes") or None}
     known["feature_names"] = model.notes.get("feature_names")
-    known["train_x"] = None if out is None else training_inputs(model, data_dir)
+    known["train_x"] = None if out is None else training_inputs(model, data_dir, input)
     (explanation,) = explain_inputs(model, x, **known)
     if out is not None:
         if kind == ".json":

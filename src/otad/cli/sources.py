@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,18 @@ from torch import Tensor
 
 from otad import data
 from otad.attacks.adaptive.neighborhood import knows_inputs
-from otad.checks import check_device, require
+from otad.checks import check_device, refusing, require
+from otad.cli.console import remark
 from otad.data import Dataset
 from otad.data.registry import find_first
 from otad.errors import InputError
-from otad.io.codec import to_plain, write_json
+from otad.io.codec import from_plain, to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
 from otad.model.folder import CARD
 from otad.model.otad import OTAD, check_training_inputs, load
 from otad.nets import Backbone, build
 from otad.nets.inputs import restored
+from otad.training.config import check_seed
 
 NET_FILE = "net.safetensors"
 RECORD_FILE = "training.json"
@@ -46,7 +48,10 @@ class DataChoice:
 
     data: str
     seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     def path_from(self, data_dir: Path | None) -> Path | None:
         """None for a registered name. A path that does not exist here is one from `data_dir`."""
@@ -75,11 +80,40 @@ class DataChoice:
             known = name in (*needs, *accepts, "test_fraction")
             require(known, str(path), f"only options of {title}", f"--{name}")
         find_first(self._places(data_dir), title.partition(" ")[2], _RELATIVE)
+        regular = path.is_dir() or path.is_file()
+        require(regular, str(path), title, "a device, a pipe or a socket")
         return read(path, seed=self.seed, **self.options)
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> DataChoice:
-        return cls(record["data"], record["seed"], record["options"])
+
+@dataclass(frozen=True)
+class Kept:
+    """The part of the train part that is in the bank, as in `bank_part`."""
+
+    per_class: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DataNote:
+    """What a net or a model notes about its data, as far as commands read it."""
+
+    choice: DataChoice
+    fingerprint: str
+    kept: Kept = Kept()
+
+    @staticmethod
+    def of(notes: Mapping[str, Any]) -> DataNote:
+        """From the notes of `otad train` or `otad defend`."""
+        card = notes["data"]
+        known = {one.name: card[one.name] for one in fields(DataNote) if one.name in card}
+        found: DataNote = from_plain(DataNote, known, "notes.data")
+        return found
+
+
+def data_note(model: OTAD) -> DataNote | None:
+    """What `otad defend` noted about the data; None for a model saved from Python."""
+    card = model.notes.get("data")
+    return DataNote.of(model.notes) if isinstance(card, dict) and "choice" in card else None
 
 
 def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
@@ -96,12 +130,6 @@ def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
     return {"data": of_data} | {name: to_plain(getattr(dataset, name)) for name in names}
 
 
-def data_card(model: OTAD) -> dict[str, Any]:
-    """What `otad defend` stored about the data; empty for a model saved from Python."""
-    card = model.notes.get("data")
-    return card if isinstance(card, dict) and "choice" in card else {}
-
-
 def bank_part(
     dataset: Dataset, per_class: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -114,14 +142,22 @@ def bank_part(
     return x[rows], y[rows]
 
 
-def training_inputs(model: OTAD, data_dir: Path | None) -> Tensor | None:
-    """From the data the model was made of, where its bank does not have them; None without it."""
-    card = data_card(model)
-    if knows_inputs(model, None) or not card:
+def training_inputs(model: OTAD, data_dir: Path | None, source: str) -> Tensor | None:
+    """From the data the model was made of, where its bank does not have them; None without it. A
+    file that the model names is read where the user asks for it: as the `source` test, or in the
+    folder of data."""
+    note = data_note(model)
+    if note is None or knows_inputs(model, None):
+        return None
+    path, folder = note.choice.path_from(data_dir), (data_dir or Path()).resolve()
+    inside = data_dir is not None and path is not None and folder in path.resolve().parents
+    if path is not None and source != "test" and not inside:
+        remark(f"note: {path}, which the model names, is not read; see --data-dir")
         return None
     try:
-        dataset = DataChoice.from_json(card["choice"]).load(data_dir)
-        return check_training_inputs(model, bank_part(dataset, **card.get("kept", {}))[0])
+        dataset = note.choice.load(data_dir)
+        part, _ = bank_part(dataset, note.kept.per_class, note.kept.seed)
+        return check_training_inputs(model, part)
     except InputError:
         return None
 
@@ -132,6 +168,10 @@ class TrainedNet:
 
     net: Backbone
     about: dict[str, Any]
+
+    @property
+    def note(self) -> DataNote:
+        return DataNote.of(self.about)
 
     def write(self, folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
         """Returns the paths of the net with its config and of the record."""
@@ -145,11 +185,13 @@ class TrainedNet:
         path = folder / NET_FILE
         require(path.is_file(), str(folder), "a folder written by `otad train`", f"no {NET_FILE}")
         tensors, header = read_tensors(path)
-        try:
+        with refusing(f"{path}: expected a net with its config and data"):
             net, about = restored(build, header["config"], tensors), dict(header["about"])
-        except (KeyError, RuntimeError) as error:
-            raise InputError(f"{path}: expected a net with its config, got: {error}") from error
-        return TrainedNet(net, about)
+            for name in ("data", "task", "input_shape", "classes", "feature_names"):
+                require(name in about, str(path), f"notes of its {name}", "none")
+            trained = TrainedNet(net, about)
+            _ = trained.note  # refuses what it cannot read
+        return trained
 
 
 def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
@@ -171,8 +213,23 @@ def open_model(
 ) -> OTAD:
     """Refuses an `out` that is a file of the model or of its data, or one of the `inputs`."""
     model = load(folder, device=str(check_device(device)))
-    files = [*inputs, folder / CARD, *folder.glob("*.safetensors")]
-    if card := data_card(model):
-        files.append(DataChoice.from_json(card["choice"]).path_from(data_dir))
-    refuse_overwriting(out, *files)
+    _check_names(model)
+    note = data_note(model)
+    if out is not None:
+        files = [*inputs, folder / CARD, *folder.glob("*.safetensors")]
+        files.append(None if note is None else note.choice.path_from(data_dir))
+        refuse_overwriting(out, *files)
     return model
+
+
+def _check_names(model: OTAD) -> None:
+    """Refuse notes with other than a name for each class, and for each feature of a table."""
+    net, is_table = model.backbone, len(model.backbone.input_shape) == 1
+    counts = {"feature_names": net.input_shape[0] if is_table else 0}
+    if net.task == "classification":
+        counts["classes"] = net.n_outputs
+    for name, count in counts.items():
+        listed = model.notes.get(name) or []
+        fits = isinstance(listed, list) and len(listed) in (0, count)
+        fits = fits and all(isinstance(one, str | int | float) for one in listed)
+        require(fits, f"notes.{name}", f"{count} names, or none", repr(listed)[:200])
