@@ -96,6 +96,23 @@ def check_evaluation(net: object, name: str) -> None:
             )
 
 
+def check_weights(net: nn.Module, name: str) -> None:
+    """Refuse parameters and buffers that are not finite. A buffer may hold -inf, as masks of
+    attention do, and NaN if its module names it in `nan_buffers`."""
+    buffers = {name for name, _ in net.named_buffers()}
+    meant = {
+        f"{part}.{buffer}".lstrip(".")
+        for part, module in net.named_modules()
+        for buffer in getattr(module, "nan_buffers", ())
+    }
+    for part, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if not tensor.is_floating_point() or part in meant:
+            continue
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        if part not in buffers or tensor.sum(dtype=wide).item() != -math.inf:
+            check_finite(tensor, f"{name}.{part}")
+
+
 def check_choice(value: str, name: str, choices: Sequence[str]) -> str:
     require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
     return value

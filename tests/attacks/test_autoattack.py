@@ -109,6 +109,7 @@ def dynamic(model: nn.Module, x: Tensor) -> Tensor:
         (lambda model, x: model(x).softmax(1), ("apgd-ce",), "the output is a probability"),
         (dynamic, ("apgd-ce",), "dynamic defense"),
         (flat, ("apgd-ce", "apgd-t", "square"), "Square Attack has decreased"),
+        (lambda model, x: model(x + (0 * x).sqrt()), ("apgd-ce",), "gradients were NaN"),
     ],
 )
 def test_what_the_library_finds_suspicious_is_reported(answer, attacks, expected) -> None:

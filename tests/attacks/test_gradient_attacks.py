@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from otad.attacks.base import Attack, margin
+from otad.attacks.library_attacks import AutoAttackSuite
 from otad.attacks.objectives import LOSSES, cross_entropy, dlr, loss_for
 from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer
 from otad.attacks.random_search import RandomNoise
 from otad.errors import InputError
+from otad.model.defend import defend
 from otad.threat import L2, Linf
 
 MAKERS: dict[str, Callable[[nn.Module], Attack]] = {
@@ -155,6 +157,53 @@ def test_refused_networks(maker, name, network, message) -> None:
     assert set(net(EXAMPLES).argmax(1).tolist()) == {0, 1, 2}
     with pytest.raises(InputError, match=message.replace("NAME", name)):
         run(maker(network), net, EXAMPLES, L2(0.1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("maker", [*MAKERS.values(), None], ids=[*MAKERS, "autoattack"])
+def test_weights_that_are_not_finite_are_refused(maker, value) -> None:
+    """Those of the model by every attack, and those of an attack's own networks."""
+    net, spoiled = random_net(), random_net()
+    spoiled[1].weight.data[3, 2] = value
+    attack = AutoAttackSuite() if maker is None else maker(spoiled)
+    with pytest.raises(InputError, match=rf"model\.1\.weight.*{value} at \(3, 2\)"):
+        run(attack, spoiled, EXAMPLES, L2(0.1), torch.zeros(40, dtype=torch.int64))
+    if maker is not None and any(isinstance(one, nn.Module) for one in vars(attack).values()):
+        with pytest.raises(InputError, match=rf"(network|substitute|source|metric)\.1\.w.*{value}"):
+            run(attack, net, EXAMPLES, L2(0.1))
+
+
+def test_defend_refuses_weights_that_are_not_finite() -> None:
+    x, y = torch.rand(9, 2), torch.arange(9) % 2
+    for place in ("net", "metric"):
+        net, metric = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+        (net[1] if place == "net" else metric).bias.data[1] = math.nan  # the bank would be finite
+        with pytest.raises(InputError, match=rf"{place}\..*bias.*nan at \(1,\)"):
+            defend(net, x, y, n_neighbors=2, metric=metric)
+
+
+def test_buffers_may_mask_but_not_be_nan() -> None:
+    net = random_net()
+    net.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    assert run(Pgd(steps=2), net, EXAMPLES, L2(0.1)).accuracy <= 1
+    for value in (math.nan, math.inf):
+        net.mask[0] = value
+        with pytest.raises(InputError, match=f"model.mask.*{value}"):
+            run(Pgd(steps=2), net, EXAMPLES, L2(0.1), torch.zeros(40, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["pgd", "bpda", "apgd_substitute", "metric", "transfer"])
+def test_a_gradient_that_is_not_finite_is_no_silent_zero(name) -> None:
+    class Rooted(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (0 * x[:, :1]).sqrt()  # infinite times 0
+
+    net = Rooted(*random_net()).eval()
+    attack = MetricAttack(net, steps=7) if name == "metric" else MAKERS[name](net)
+    blind = name != "metric"  # which takes differences in its place
+    with pytest.warns(UserWarning, match=r"NaN.*40 of 40") if blind else nullcontext():
+        found = run(attack, net, EXAMPLES, L2(0.01))
+    assert bool((found.blind == blind).all())
 
 
 LOGITS = torch.tensor([[3.0, 1.0, 2.5, 0.0], [0.0, 5.0, 4.0, 1.0]], dtype=torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.needs import Knowledge, Needs, Setting
-from otad.checks import WORKING_DTYPES, check_evaluation, check_shape, check_tensor, require
+from otad.checks import (
+    WORKING_DTYPES,
+    check_evaluation,
+    check_shape,
+    check_tensor,
+    check_weights,
+    require,
+)
 from otad.errors import InputError
 from otad.threat import LpBall
 
@@ -44,11 +52,8 @@ class Evaluated(NamedTuple):
     gradient: Tensor
 
 
-def value_and_gradient(
-    function: Callable[[Tensor], Tensor], x: Tensor, *, finite: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Values (n,) of a function of each row, and its gradient (n,*), 0 where it has none; with
-    `finite` also where it is NaN or infinite."""
+def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (n,) of a function of each row, and its gradient (n,*), 0 where it has none."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         value = function(x)
@@ -56,7 +61,7 @@ def value_and_gradient(
     if not total.requires_grad:
         return value, torch.zeros_like(x)
     (gradient,) = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=True)
-    return value.detach(), gradient.nan_to_num(0.0, 0.0, 0.0) if finite else gradient
+    return value.detach(), gradient
 
 
 class Target:
@@ -70,6 +75,7 @@ class Target:
         self.model, self.y, self.tolerance, self.breakable = model, y, tolerance, breakable
         self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         self.backwards = torch.zeros_like(self.forwards)
+        self.blind = torch.zeros_like(self.forwards, dtype=torch.bool)
 
     def targets(self, rows: Tensor | None = None) -> Tensor:
         return self.y if rows is None else self.y[rows]
@@ -94,8 +100,19 @@ class Target:
             outputs.append(self.model(inputs))
             return loss(outputs[0], self.targets(rows))
 
-        value, gradient = value_and_gradient(value_of, x)
+        value, gradient = self.differentiate(value_of, x, rows)
         return Evaluated(outputs[0].detach(), value, gradient)
+
+    def differentiate(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Values (n,) of a function of inputs (n,*), one for each of `rows`, and a gradient to
+        climb: what is NaN or infinite in it is 0, and `blind` notes the examples with a value."""
+        value, gradient = value_and_gradient(function, x)
+        blind = ~gradient.flatten(1).isfinite().all(1) & value.isfinite()
+        if bool(blind.any()):
+            self.blind[blind if rows is None else rows[blind]] = True
+        return value, gradient.nan_to_num(0.0, 0.0, 0.0)
 
     def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
         """Whether answers (n,) are wrong: another class, an abstention, an error too large."""
@@ -155,7 +172,8 @@ class AttackResult:
     """`inputs` (B,*): the best found within the ball. `broken` (B,): the model's answer there is
     wrong (or was, unattacked: then `inputs` is the example itself). `abstained` (B,): it gave none.
     `distance` (B,) float64: measured from the example. `gain` (B,): see `gain_of`. `forwards`,
-    `backwards` (B,): how often the model was asked for an answer, for a gradient."""
+    `backwards` (B,): how often the model was asked for an answer, for a gradient. `blind` (B,): a
+    gradient on the way was NaN or infinite, so that the attack may have missed something."""
 
     inputs: Tensor
     broken: Tensor
@@ -164,6 +182,7 @@ class AttackResult:
     gain: Tensor
     forwards: Tensor
     backwards: Tensor
+    blind: Tensor
     seconds: float
 
     @property
@@ -234,6 +253,8 @@ class Attack(ABC):
         """Attack examples x (B,*) with right answers y (B,), all in one batch, but for those whose
         class is wrong already. `generator` (on the CPU) is the only source of randomness."""
         check_evaluation(model, "model")
+        check_weights(model, "model")
+        self.check_networks()
         if not isinstance(x, Tensor) or x.dim() < 2:
             raise InputError("x: expected a tensor of at least one example (B,*input_shape)")
         check_tensor(x, "x", "B" + ",*" * (x.dim() - 1))
@@ -262,6 +283,9 @@ class Attack(ABC):
             broken[rows[wrong]] = True
             target.forwards[rows] += inner.forwards
             target.backwards[rows] += inner.backwards
+            target.blind[rows] = inner.blind
+        if bool(target.blind.any()):
+            warnings.warn(f"{self.name}: {blindness(target.blind)}", stacklevel=2)
         return AttackResult(
             inputs=inputs,
             broken=broken,
@@ -270,8 +294,19 @@ class Attack(ABC):
             gain=gain_of(outputs, y),
             forwards=target.forwards,
             backwards=target.backwards,
+            blind=target.blind,
             seconds=time.perf_counter() - started,
         )
+
+    @final
+    def check_networks(self) -> None:
+        """Refuse networks of the attack's own that have weights which are not finite."""
+        for name, value in vars(self).items():
+            net = getattr(value, "__self__", value)  # a method of a network is one as well
+            if isinstance(net, nn.Module):
+                check_weights(net, name)
+            elif isinstance(value, Attack):
+                value.check_networks()
 
     @final
     def check_inputs(self, x: Tensor, y: Tensor, ball: LpBall) -> None:
@@ -279,6 +314,12 @@ class Attack(ABC):
         task = "regression" if y.is_floating_point() else "classification"
         if reason := self.needs.unmet_in(Setting(x.shape[1:], task, ball)):
             raise InputError(f"{self.name}: {reason}")
+
+
+def blindness(blind: Tensor) -> str:
+    """A remark about an attack with blind rows (B,)."""
+    share = f"{int(blind.sum())} of {len(blind)} examples"
+    return f"gradients were NaN or infinite on {share}, where the attack may be too weak"
 
 
 ATTACKS: dict[str, type[Attack]] = {}  # every registered attack by name

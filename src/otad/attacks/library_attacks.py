@@ -163,6 +163,8 @@ class AutoAttackSuite(Attack):
                 found, _ = suite.run_standard_evaluation(units, target.y, batch_size=len(x))
         if not model.has_gradient:
             self.remarks.append("the model has no gradient: the gradient attacks went nowhere")
+        if count := model.blind:
+            self.remarks.append(f"{count} gradients were NaN or infinite, taken for 0")
         if count := model.abstained:
             self.remarks.append(f"the model abstained on {count} queries, taken for equal logits")
         places = torch.arange(len(x), device=x.device)  # the rest goes to the first examples
@@ -193,16 +195,16 @@ class _Counted:
 
     def __init__(self, target: Target, box: UnitBox, dtype: torch.dtype) -> None:
         self.target, self.box, self.dtype = target, box, dtype
-        self.forwards = self.backwards = self.abstained = 0
+        self.forwards = self.backwards = self.abstained = self.blind = 0
         self.has_gradient = True
 
     def __call__(self, units: Tensor) -> Tensor:
         self.forwards += len(units)
         moved = self.box.from_unit(units).to(self.dtype)
-        if moved.requires_grad:
-            moved.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0))
         logits: Tensor = self.target.model(moved).to(units.dtype)
         silent = logits.isnan().any(1, keepdim=True)
+        if moved.requires_grad:
+            moved.register_hook(lambda gradient: self._made_finite(gradient, silent[:, 0]))
         self.abstained += int(silent.sum())
         logits = logits.masked_fill(silent, 0.0)
         if moved.requires_grad:
@@ -211,6 +213,10 @@ class _Counted:
                 logits = logits + 0.0 * moved.flatten(1).sum(1, keepdim=True).to(logits.dtype)
             logits.register_hook(self._count_gradient)
         return logits
+
+    def _made_finite(self, gradient: Tensor, silent: Tensor) -> Tensor:
+        self.blind += int((~gradient.flatten(1).isfinite().all(1) & ~silent).sum())
+        return gradient.nan_to_num(0.0, 0.0, 0.0)
 
     def _count_gradient(self, gradient: Tensor) -> None:
         self.backwards += len(gradient)

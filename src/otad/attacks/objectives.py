@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from otad.attacks.base import Evaluated, Loss, Target, margin, value_and_gradient
+from otad.attacks.base import Evaluated, Loss, Target, margin
 from otad.checks import check_choice, check_evaluation, check_shape, require
 
 Objective = Callable[[Tensor, Tensor], Evaluated]
@@ -44,7 +44,8 @@ def asking(target: Target, climbed: Callable[[Tensor, Tensor, Tensor], Tensor]) 
 
     def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
         outputs = target(moved, rows)
-        return Evaluated(outputs, *value_and_gradient(lambda x: climbed(x, rows, outputs), moved))
+        found = target.differentiate(lambda x: climbed(x, rows, outputs), moved, rows)
+        return Evaluated(outputs, *found)
 
     return evaluate
 

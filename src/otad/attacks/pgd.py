@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from otad.attacks.base import Attack, Survivors, Target, check_outputs, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, check_loss, loss_for, substitute_gradient
+from otad.attacks.stand_in import climbable
 from otad.checks import check_count, check_evaluation, check_positive, require
 from otad.threat import LpBall, per_row
 
@@ -39,7 +40,7 @@ class Ascent(Attack):
         require(fits, "restarts", "1 without a random start", f"{self.restarts}, all the same")
 
     @abstractmethod
-    def objective(self, target: Target, x: Tensor) -> Objective: ...
+    def objective(self, target: Target, x: Tensor, ball: LpBall) -> Objective: ...
 
     @abstractmethod
     def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
@@ -47,7 +48,7 @@ class Ascent(Attack):
         `survivors` records what it finds."""
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors, objective = Survivors(target, x, ball), self.objective(target, x)
+        survivors, objective = Survivors(target, x, ball), self.objective(target, x, ball)
         for _ in range(self.restarts):
             # For all examples: which numbers one draws does not depend on which others survive.
             start = ball.inside(x, generator) if self.random_start else x
@@ -67,7 +68,7 @@ class ModelAscent(Ascent):
     family = "white-box"
     needs = Needs(gradients=True)
 
-    def objective(self, target: Target, x: Tensor) -> Objective:
+    def objective(self, target: Target, x: Tensor, ball: LpBall) -> Objective:
         loss = loss_for(self.loss, target.y)
         if self.substitute is None:
             return lambda moved, rows: target.evaluate(moved, loss, rows)
@@ -213,7 +214,7 @@ class Bpda(ProjectedAscent):
     family = "white-box"
     needs = Needs(network=True)
 
-    def objective(self, target: Target, x: Tensor) -> Objective:
+    def objective(self, target: Target, x: Tensor, ball: LpBall) -> Objective:
         loss = loss_for(self.loss, target.y)
         return substitute_gradient(target, loss, self.network, straight_through=True)
 
@@ -222,10 +223,12 @@ class Bpda(ProjectedAscent):
 @dataclass(frozen=True, eq=False)
 class MetricAttack(ProjectedAscent):
     """The OTAD paper's attack on the metric: climbs |psi(x + delta) - psi(x)|^2, psi being the
-    `metric`, the embedding (B,*) -> (B,d) in which neighbors are searched."""
+    `metric`, the embedding (B,*) -> (B,d) in which neighbors are searched, or smoothed differences
+    of it where its gradient does not say how it changes."""
 
     metric: Callable[[Tensor], Tensor] = field(metadata={"known": "keys"})
     name = "metric"
+    version = 2
     family = "adaptive"
     needs = Needs(network=True)
 
@@ -234,14 +237,16 @@ class MetricAttack(ProjectedAscent):
         expected = "True, as the gradient is 0 at the example itself"
         require(self.random_start, "random_start", expected, False)
 
-    def objective(self, target: Target, x: Tensor) -> Objective:
+    def objective(self, target: Target, x: Tensor, ball: LpBall) -> Objective:
         with torch.no_grad():
             anchors = self.metric(x)
         fits = anchors.dim() >= 2 and len(anchors) == len(x)
         require(fits, "metric", f"an embedding ({len(x)}, d)", f"shape {tuple(anchors.shape)}")
 
+        metric = climbable(self.metric, x, ball)
+
         def distance(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:
-            return (self.metric(inputs) - anchors[rows]).flatten(1).square().sum(1)
+            return (metric(inputs) - anchors[rows]).flatten(1).square().sum(1)
 
         return asking(target, distance)
 
@@ -274,6 +279,7 @@ class Transfer(Attack):
             source = Target(self.source, target.targets(rows), breakable=False)
             examples = x[rows]
             found = self.inner.run(source, examples, ball, generator).detach()
+            target.blind[rows] |= source.blind
             moved = torch.where(found.isfinite(), found, examples)
             survivors.ask(survivors.project(moved, rows), rows)
         return survivors.inputs

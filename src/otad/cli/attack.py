@@ -23,7 +23,7 @@ from otad.scores import score_of, share_score
 from otad.threat import LpBall
 
 # Arguments of attacks that no text can give.
-NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "metric")
+NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "metric", "stand_in")
 
 
 def attack(

@@ -8,16 +8,19 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.base import gain_of, value_and_gradient
+from otad.attacks.stand_in import Map, agreement, is_trusted
 from otad.evaluate.identity import generator_for
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Flag
 from otad.evaluate.suite import defended_of
-from otad.model.otad import OTAD
+from otad.model.otad import OTAD, keys_of
+from otad.nets import only_normalizes
 from otad.threat import per_row
 
 SAMPLE = 64  # examples a check uses
@@ -28,6 +31,7 @@ STEP = {torch.float64: 1e-5, torch.float32: 1e-3}
 AGREEMENT = {torch.float64: 1e-3, torch.float32: 5e-2}
 DIFFERENCES = "gradients agree with finite differences"
 CHANGES = "random noise changes the neighbors"
+HIDDEN = "gradients hold at the scale of the threat"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +74,17 @@ class NotRunError(Exception):
 Question = Callable[[FlagContext], tuple[bool, str]]
 Check = Callable[[FlagContext], Flag]
 CHECKS: list[Check] = []
+ONLY_FOR: dict[Check, Callable[[nn.Module], bool]] = {}  # models to which a check applies
 
 
-def check(name: str, meaning: str, advice: str) -> Callable[[Question], Check]:
-    """Registers a function that returns whether all is well, and what was found."""
+def check(
+    name: str,
+    meaning: str,
+    advice: str,
+    applies: Callable[[nn.Module], bool] | None = None,
+) -> Callable[[Question], Check]:
+    """Registers a function that returns whether all is well, and what was found, for the models to
+    which it `applies`, all by default."""
 
     def decorated(function: Question) -> Check:
         @functools.wraps(function)
@@ -87,6 +98,8 @@ def check(name: str, meaning: str, advice: str) -> Callable[[Question], Check]:
             return Flag(name, verdict, found, meaning, todo)
 
         CHECKS.append(checked)
+        if applies is not None:
+            ONLY_FOR[checked] = applies
         return checked
 
     return decorated
@@ -107,20 +120,61 @@ def remark_flag(attack: str, remarks: Iterable[str]) -> Flag:
 @check(
     "gradients are there",
     "Where the gradient is zero or NaN, attacks by gradient are blind, be it that an answer rests "
-    "on a single bank point or that the model hides its gradient.",
+    "on a single bank point or that the model hides its gradient. NaN is never honest.",
     "Rely on black-box attacks, certificates and attacks that move the neighbors, not on PGD, APGD "
     "or AutoAttack alone.",
 )
 def gradient_share(context: FlagContext) -> tuple[bool, str]:
     x, y = context.sample()
-    _, gradient = value_and_gradient(lambda at: gain_of(context.model(at), y), x, finite=False)
-    blind = (gradient.flatten(1) == 0).all(1) | ~gradient.flatten(1).isfinite().all(1)
+    value, gradient = value_and_gradient(lambda at: gain_of(context.model(at), y), x)
+    lost = ~gradient.flatten(1).isfinite().all(1)
+    blind = (gradient.flatten(1) == 0).all(1) | lost
+    lost &= value.isfinite()
     share = float(blind.double().mean())
     found = f"zero or NaN on {share:.0%} of {len(x)} examples"
     if isinstance(context.model, OTAD) and bool(blind.any()):
         single = (_weighted(context.model, x[blind]) >= 0).sum(1) == 1
         found += f"; {int(single.sum())} of these {int(blind.sum())} rest on a single bank point"
-    return share <= ZERO_SHARE, found
+    if bool(lost.any()):
+        found += f"; NaN or infinite on {int(lost.sum())} that are answered"
+    return share <= ZERO_SHARE and not bool(lost.any()), found
+
+
+def maps_of(model: nn.Module) -> dict[str, Map]:
+    """What attacks by gradient go through: of a model with a bank, the embedding and the metric,
+    unless inputs are only normalized; of others the answers."""
+    defended = defended_of(model)
+    if defended is None:
+        return {"answers": model}
+    maps: dict[str, Map] = {}
+    if not only_normalizes(defended.backbone):
+        maps["embedding"] = defended.backbone.embed
+    if defended.metric is not None:
+        maps["keys"] = partial(keys_of, metric=defended.metric)
+    return maps
+
+
+@check(
+    HIDDEN,
+    "Attacks follow the gradient of the answers, or of the embedding and the metric to other "
+    "neighbors. Where a step of the threat's scale along it changes them by something else than it "
+    "promises, it is hidden: rounded, saturated, shattered or replaced.",
+    "The attacks keys, soft_knn and metric take smoothed differences in its place; give them a "
+    "differentiable copy (`stand_in`) if you have one. Believe no other attack by gradient.",
+    applies=lambda model: bool(maps_of(model)),
+)
+def hidden_gradient(context: FlagContext) -> tuple[bool, str]:
+    x, _ = context.sample()
+    if context.threat.eps == 0:
+        raise NotRunError("it takes an eps above 0")
+    if not (maps := maps_of(context.model)):
+        raise NotRunError("inputs are only normalized")
+    found, is_well = [], True
+    for name, function in maps.items():
+        agrees = agreement(function, x, context.threat)
+        found.append(f"{name}: {int(agrees.sum())} of {len(agrees)} examples that noise changes")
+        is_well = is_well and is_trusted(agrees)
+    return is_well, "the gradient shows the way of " + ", ".join(found)
 
 
 @check(
@@ -145,7 +199,7 @@ def finite_differences(context: FlagContext) -> tuple[bool, str]:
     with torch.no_grad():
         low_value, high_value = (gain_of(model(end), y) for end in ends)
     difference = (high_value - low_value) / (2 * step)
-    _, gradient = value_and_gradient(lambda at: gain_of(model(at), y), center, finite=False)
+    _, gradient = value_and_gradient(lambda at: gain_of(model(at), y), center)
     slope = (gradient * direction).flatten(1).sum(1)
     same = _same_neighbors(model, *ends) & difference.isfinite()
     size = difference.abs() + slope.abs()
@@ -169,19 +223,32 @@ def finite_differences(context: FlagContext) -> tuple[bool, str]:
 @torch.no_grad()
 def batch_independence(context: FlagContext) -> tuple[bool, str]:
     x, _ = context.sample()
-    alone = torch.cat([context.model(one) for one in x.split(1)])
-    return _same_answers(context.model(x), alone, f"1 and {len(x)} at a time")
+
+    def alone(function: Map) -> list[Tensor]:
+        return [function(x), torch.cat([function(one) for one in x.split(1)])]
+
+    return _same_answers(context, alone, f"1 and {len(x)} at a time")
 
 
 @check(
     "the model is not randomized",
-    "A single answer of a randomized model does not show whether an input is adversarial.",
+    "A single answer of a model that is randomized, or changes from call to call, does not show "
+    "whether an input is adversarial.",
     "Attack the expected answer over many draws, or fix the draw and evaluate that model.",
 )
 @torch.no_grad()
 def randomness(context: FlagContext) -> tuple[bool, str]:
-    x, _ = context.sample()
-    return _same_answers(context.model(x), context.model(x), "two passes")
+    x, y = context.sample()
+
+    def passes(function: Map) -> list[Tensor]:
+        with torch.enable_grad():
+            differentiated = function(x.clone().requires_grad_()).detach()
+        return [function(x), differentiated, function(x)]
+
+    is_well, found = _same_answers(context, passes, "passes, one of them with a gradient")
+    if not context.is_regression and (lost := int((context.model(x).argmax(1) != y).sum())):
+        return False, f"{found}; {lost} were right before the attacks and are not any more"
+    return is_well, found
 
 
 @check(
@@ -204,13 +271,25 @@ def neighbor_changes(context: FlagContext) -> tuple[bool, str]:
     return True, found
 
 
-def _same_answers(first: Tensor, second: Tensor, what: str) -> tuple[bool, str]:
-    allowed = REPEAT * float(first.abs().nan_to_num(0.0).max())
-    changed = ~first.isclose(second, rtol=0, atol=allowed, equal_nan=True)  # abstentions agree
-    if first.dim() == 2:
-        changed = changed.any(1) | (first.argmax(1) != second.argmax(1))
-    differ = int(changed.sum())
-    return differ == 0, f"{differ} of {len(first)} answers differ between {what}"
+def _same_answers(
+    context: FlagContext, ways: Callable[[Map], list[Tensor]], what: str
+) -> tuple[bool, str]:
+    """Whether `ways` of asking a function give the same rows (n,*), for the answers of the model
+    and for its embedding and keys: these may change without a change of neighbors on the sample."""
+    found, is_well = [], True
+    for name, function in ({"answers": context.model} | maps_of(context.model)).items():
+        first, *others = ways(function)
+        allowed = REPEAT * float(first.abs().nan_to_num(0.0).max())
+        changed = torch.zeros(len(first), dtype=torch.bool, device=first.device)
+        for other in others:  # abstentions agree
+            far = ~first.isclose(other, rtol=0, atol=allowed, equal_nan=True)
+            changed |= far.flatten(1).any(1) if first.dim() > 1 else far
+            if name == "answers" and first.dim() == 2:
+                changed |= first.argmax(1) != other.argmax(1)
+        if name == "answers" or bool(changed.any()):
+            found.append(f"{int(changed.sum())} of {len(first)} {name} differ between {what}")
+        is_well = is_well and not bool(changed.any())
+    return is_well, "; ".join(found)
 
 
 def _in_double(model: nn.Module, x: Tensor) -> tuple[nn.Module, torch.dtype]:

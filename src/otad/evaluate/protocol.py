@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
-from otad.attacks.base import Target
+from otad.attacks.base import Target, blindness
 from otad.errors import InputError
 from otad.evaluate.identity import Identity, generator_for, version_of
 from otad.evaluate.records import AttackRecord, Findings
@@ -183,6 +183,8 @@ class Attacked:
             seconds=time.perf_counter() - started,
         )
         remarks = tuple(str(remark) for remark in getattr(attack, "remarks", ()))
+        if bool(result.blind.any()):
+            remarks += (blindness(result.blind),)
         shown = torch.ones_like(broken) if self.strongest else broken
         return Part(findings, remarks, gains[shown.cpu()], inputs[shown].cpu())
 

@@ -17,7 +17,7 @@ from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
-from otad.evaluate.flags import CHECKS, FlagContext, remark_flag
+from otad.evaluate.flags import CHECKS, ONLY_FOR, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
 from otad.evaluate.protocol import Progress, run_attacks
 from otad.evaluate.records import Evaluation
@@ -88,7 +88,8 @@ def evaluate(
         require(certificate, "skip_proved", "none with certificate=False", name)
         require(task != "regression", "skip_proved", "none with a regression", name)
     place = None if folder is None else Path(folder)
-    checks = CHECKS if flags else [certificate_holds]
+    fitting = [one for one in CHECKS if one not in ONLY_FOR or ONLY_FOR[one](model)]
+    checks = fitting if flags else [certificate_holds]
     total = certificate + len(radii) * len(chosen) * math.ceil(len(x) / batch_size) + len(checks)
 
     def report(label: str, done: int, worst: float) -> None:

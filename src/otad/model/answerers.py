@@ -226,6 +226,7 @@ class WholeBankAnswerer(Answerer):
     rests_on_neighbors = False
     mode = "consistent"
     solver = None
+    nan_buffers = ("levels",)  # of the points that are left out
     levels: Tensor
 
     def __init__(self, potential: BankPotential) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from otad.checks import check_weights
 from otad.cip.whole_bank.potential import Progress
 from otad.io.tensor_files import fingerprint_of
 from otad.model.answerer_options import check_settings
@@ -46,6 +47,7 @@ def defend(
     is_value = isinstance(y, Tensor) and y.is_floating_point()
     task = "regression" if is_value else "classification"
     backbone = adapt(net, input_shape=shape, task=task).eval()
+    check_weights(backbone, "net")
     inputs = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(inputs))
     asked: dict[str, Any] = {"n_neighbors": n_neighbors, **answering}
@@ -69,6 +71,7 @@ def defend(
     keys = None
     if metric is not None:
         metric = metric.to(device).eval()
+        check_weights(metric, "metric")
         with torch.no_grad():
             batches = inputs.split(batch_size)
             keys = torch.cat([keys_of(batch.to(device), metric) for batch in batches])

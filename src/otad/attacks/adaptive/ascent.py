@@ -6,17 +6,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of
-from otad.attacks.base import Evaluated, Survivors, option, register_attack, value_and_gradient
+from otad.attacks.base import Evaluated, Survivors, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
 from otad.attacks.pgd import Apgd
+from otad.attacks.stand_in import Map, climbable
 from otad.checks import check_count, check_positive, require
+from otad.nets import only_normalizes
 from otad.threat import L2
 
 ASK_EVERY = 5  # steps: the smooth approximation needs no answers of the model
@@ -29,9 +31,27 @@ def _check_losses(losses: tuple[str, ...], name: str) -> None:
     require(losses and {*losses} <= {*LOSSES}, name, f"some of {LOSSES}", losses)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KeyAscent(BankAttack):
+    """Climbs through the keys by which neighbors are searched. Where their gradient does not say
+    how they change, it climbs smoothed differences of them, or the gradient of `stand_in`, a
+    differentiable function (B,*) -> (B,m) in their place, if that is given."""
+
+    stand_in: Map | None = None
+
+    def blocks(self, survivors: Survivors) -> Iterator[Block]:
+        keys: Map | None = None
+        for block in blocks_of(survivors):
+            owner = block.bank.owner
+            is_plain = owner.metric is None and only_normalizes(owner.backbone)
+            if keys is None and (self.stand_in is not None or not is_plain):
+                keys = climbable(owner.query_keys, survivors.x, survivors.ball, self.stand_in)
+            yield Block(survivors, replace(block.bank, keys=keys), block.rows)
+
+
 @register_attack
 @dataclass(frozen=True)
-class SoftKnn(BankAttack):
+class SoftKnn(KeyAscent):
     """Every bank point i votes with weight exp(-|e - x_i|^2 / T), e the embedded input.
 
     The attack climbs log(weight of the wrong votes) - log(weight of the right ones), where wrong
@@ -49,7 +69,7 @@ class SoftKnn(BankAttack):
     needs = Needs(bank=True, gradients=True)
 
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
-        for block in blocks_of(survivors):
+        for block in self.blocks(survivors):
             for temperature in self.temperatures:
                 for place in range(2 if block.is_regression else self.targets):
                     block = block.remaining()
@@ -74,7 +94,7 @@ class SoftKnn(BankAttack):
             return -mean if place else mean
 
         for step in range(1, self.steps + 1):
-            _, gradient = value_and_gradient(smooth, moved)
+            _, gradient = block.target.differentiate(smooth, moved, block.rows)
             # From a step across the ball down to none: what is climbed is smooth, so few will do.
             stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
             moved = block.survivors.project(moved + stride * ball.steepest(gradient), block.rows)
@@ -92,7 +112,7 @@ def _advantage(scores: Tensor, wrong: Tensor, right: Tensor) -> Tensor:
 
 @register_attack
 @dataclass(frozen=True, eq=False)
-class Keys(BankAttack):
+class Keys(KeyAscent):
     """With s_i the squared distance of bank point i where neighbors are searched (its key), APGD
     climbs in turn, while the model judges every iterate:
 
@@ -119,7 +139,7 @@ class Keys(BankAttack):
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         climber, x, ball = Apgd(steps=self.steps), survivors.x, survivors.ball
         starts = [x, *(ball.inside(x, generator) for _ in range(self.restarts - 1))]
-        for block in blocks_of(survivors):
+        for block in self.blocks(survivors):
             for start, (objective, from_best) in itertools.product(starts, [*self._plans(block)]):
                 rows = survivors.among(block.rows)
                 if len(rows):
@@ -176,7 +196,7 @@ def _by_vote(block: Block, temperature: float, *, jointly: bool) -> Objective:
 
     def both(moved: Tensor, rows: Tensor) -> Evaluated:
         own = target.evaluate(moved, loss, rows)
-        _, by_keys = value_and_gradient(lambda x: voted(x, rows, own.outputs), moved)
+        _, by_keys = target.differentiate(lambda x: voted(x, rows, own.outputs), moved, rows)
         return own._replace(gradient=UNIT.steepest(own.gradient) + UNIT.steepest(by_keys))
 
     return both if jointly else asking(target, voted)

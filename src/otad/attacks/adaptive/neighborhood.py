@@ -14,6 +14,7 @@ from torch.nn.functional import one_hot
 from otad.attacks.base import Attack, Survivors, Target, option
 from otad.attacks.needs import Knowledge
 from otad.attacks.pgd import Apgd
+from otad.attacks.stand_in import Map
 from otad.baselines import Knn
 from otad.checks import check_count, check_shape, require
 from otad.cip.whole_bank.pairs import Pairs, middle_of
@@ -88,7 +89,8 @@ class Neighborhood:
 
     `votes` (N,): the class each point votes for on its own, in regression its value; `outputs`
     (N,C) or (N,): those it would give. `members` (N,): which points of the bank these are, None for
-    all. `train_x`: the training inputs of the whole bank, where the attacker was given them."""
+    all. `train_x`: the training inputs of the whole bank, where the attacker was given them.
+    `keys`: `owner.query_keys` with a gradient to climb, see `climbable`."""
 
     owner: OTAD
     sites: Tensor
@@ -100,6 +102,7 @@ class Neighborhood:
     members: Tensor | None = None
     train_x: Tensor | None = None
     by_tangents: bool = False
+    keys: Map | None = None
 
     @staticmethod
     @torch.no_grad()
@@ -160,7 +163,8 @@ class Neighborhood:
         return [common, replace(common, sites=sites, offsets=offsets, by_tangents=True)]
 
     def embed(self, x: Tensor) -> Tensor:
-        return self.owner.query_keys(x)[:, : self.sites.shape[1]] - self.center
+        keys = (self.keys or self.owner.query_keys)(x)
+        return keys[:, : self.sites.shape[1]] - self.center
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
@@ -274,5 +278,5 @@ class BankAttack(Attack):
         if self.polish == 0 or not isinstance(target.model, OTAD):
             return survivors.inputs
         climber = Apgd(steps=self.polish)
-        climber.climb(again, climber.objective(target, x), survivors.inputs, again.rows)
+        climber.climb(again, climber.objective(target, x, ball), survivors.inputs, again.rows)
         return again.inputs
