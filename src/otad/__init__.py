@@ -7,6 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from otad.arguments import guard
+
 if TYPE_CHECKING:
     from otad import attacks, cip, data, nets
     from otad.certify import Certificate, Interval, certify, certify_values
@@ -105,7 +107,9 @@ def __getattr__(name: str) -> Any:
     else:
         value = getattr(import_module(source), name)
     globals()[name] = value
-    return value
+    if source != "otad.estimators":  # scikit-learn wants constructors that check nothing
+        guard(globals(), [name])
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

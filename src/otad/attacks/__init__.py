@@ -1,5 +1,6 @@
 """Attacks on a model, each within a ball around every example."""
 
+from otad.arguments import guard
 from otad.attacks.base import ATTACKS, Attack, AttackResult, register_attack
 from otad.attacks.library_attacks import AutoAttackSuite, NgOpt, Square
 from otad.attacks.needs import Knowledge, Needs
@@ -12,3 +13,5 @@ __all__ = [
     "Linf", "LpBall", "MetricAttack", "Needs", "NgOpt", "Pgd", "Pixle", "RandomNoise",
     "RandomSearch", "Square", "Transfer", "register_attack",
 ]  # fmt: skip
+
+guard(globals(), __all__)

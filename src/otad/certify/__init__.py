@@ -1,5 +1,6 @@
 """Certified radii: distances within which no attack, known or unknown, changes a prediction."""
 
+from otad.arguments import guard
 from otad.certify.attention import (
     activation_lipschitz,
     attention_lipschitz,
@@ -15,3 +16,5 @@ __all__ = [
     "certify_values", "layer_norm_bound", "layer_norm_lipschitz", "mlp_lipschitz",
     "vit_block_lipschitz",
 ]  # fmt: skip
+
+guard(globals(), __all__)

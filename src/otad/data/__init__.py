@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from otad.arguments import guard
 from otad.data import named  # noqa: F401, it registers the data sets
 from otad.data.cells import CellPreparation, CellTable, load_h5ad, read_h5ad
 from otad.data.dataset import Dataset, Standardizer, Task
@@ -23,3 +24,5 @@ __all__ = [
     "load_h5ad", "load_image_folder", "load_npz", "most_central", "names", "read_h5ad",
     "read_images", "read_npz", "read_table", "register_dataset", "split", "subset_per_class",
 ]  # fmt: skip
+
+guard(globals(), __all__)

@@ -1,5 +1,6 @@
 """Backbones and metrics, and adapters for the user's own modules."""
 
+from otad.arguments import guard
 from otad.nets.adapt import (
     PretrainedMetric,
     SequentialBackbone,
@@ -28,3 +29,5 @@ __all__ = [
     "only_normalizes", "plain_net", "register", "register_features", "register_metric",
     "vision_transformer",
 ]  # fmt: skip
+
+guard(globals(), __all__)

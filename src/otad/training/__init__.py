@@ -1,5 +1,6 @@
 """Training of backbones and metrics, with checkpoints."""
 
+from otad.arguments import guard
 from otad.training.backbone import TrainConfig, train
 from otad.training.metric import MetricConfig, train_metric
 from otad.training.recipes import RECIPES, fit_backbone, make_backbone, recipe
@@ -9,3 +10,5 @@ __all__ = [
     "RECIPES", "EpochRecord", "MetricConfig", "Split", "TrainConfig", "TrainResult",
     "fit_backbone", "make_backbone", "recipe", "train", "train_metric",
 ]  # fmt: skip
+
+guard(globals(), __all__)
