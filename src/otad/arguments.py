@@ -4,70 +4,135 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
 from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from otad.errors import InputError
 
-_TAKEN = {int: Integral, float: Real, Path: os.PathLike}  # what fits beside the type itself
-_WORDS = {NoneType: "None", int: "an integer", float: "a number", str: "text", Path: "a path"}
+# What fits beside the type itself, and the kinds of NumPy's dtypes that do.
+_TAKEN: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike}
+_ARRAYS: dict[Any, str] = {Any: "biufOUST", int: "iu", float: "iuf", str: "OUST"}
+_WORDS: dict[Any, str] = {NoneType: "None", float: "a number", str: "text", Path: "a path"}
+_WORDS |= {int: "an integer of at most 64 bits", Callable: "a function"}
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+_NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed")
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def guard(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Check the arguments of the functions that a package offers under these names, and of the
-    constructors of its classes. Calls within the package go to the functions themselves."""
+    """Check the arguments of the functions that a package offers under these names, of the
+    constructors of its classes, and of their methods, but not those of networks, which are compiled
+    and recorded. Calls of functions within the package go to the functions themselves."""
     for name in names:
         value = namespace[name]
-        if inspect.isfunction(value):
+        if inspect.isroutine(value):
             namespace[name] = checked(value)
-        elif inspect.isclass(value) and inspect.isfunction(value.__init__):
-            value.__init__ = checked(value.__init__)
+        elif inspect.isclass(value) and not issubclass(value, (BaseException, Enum)):
+            _guard_class(value)
 
 
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which refuses an argument that does not fit its annotation."""
+def _guard_class(cls: type) -> None:
+    if getattr(cls, "_is_protocol", False):
+        return
+    if inspect.isfunction(cls.__init__):  # type: ignore[misc]
+        cls.__init__ = checked(cls.__init__)  # type: ignore[misc]
+    for name, one in list(vars(cls).items()):
+        if hasattr(cls, "state_dict") or (name.startswith("_") and name != "__call__"):
+            continue
+        if isinstance(one, (classmethod, staticmethod)):
+            setattr(cls, name, type(one)(checked(one.__func__)))
+        elif inspect.isfunction(one):
+            setattr(cls, name, checked(one))
+
+
+def checked(function: AnyFunction) -> AnyFunction:
+    """The same function, which refuses an argument that does not fit its annotation, and says so
+    in one line where memory does not suffice."""
     if hasattr(function, "_is_checked"):
         return function
-    signature, hints = inspect.signature(function), {}
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    signature = inspect.signature(function)
+    hints: dict[str, Any] = {}
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         if not hints:
-            found = get_type_hints(function)
-            names = (name for name, one in signature.parameters.items() if one.kind not in several)
-            hints.update({name: found.get(name, Any) for name in names})
+            hints.update(dict.fromkeys(signature.parameters, Any) | hints_of(function))
         try:
             given = signature.bind(*args, **options).arguments
         except TypeError:
             return function(*args, **options)  # Python says what is missing or unknown
         for name, value in given.items():
-            if not _fits(value, hints.get(name, Any)):
+            several = signature.parameters[name].kind in _SEVERAL
+            if not (several or _fits(value, hints[name])):
                 raise InputError(f"{name}: expected {_words(hints[name])}, got {_shown(value)}")
-        return function(*args, **options)
+        try:
+            return function(*args, **options)
+        except (MemoryError, RuntimeError) as error:
+            signs = (sign in str(error) for sign in _NO_MEMORY)
+            if not isinstance(error, MemoryError) and not any(signs):
+                raise
+            reason = str(error).partition("you tried")[2].partition("\n")[0] or f" {error}"
+            expected = "sizes for which memory suffices"
+            raise InputError(f"{function.__name__}: expected {expected}, got:{reason}") from error
 
     call._is_checked = True  # type: ignore[attr-defined]
-    return call
+    return cast(AnyFunction, call)
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The types of its parameters, but for names that are imported for type checkers alone."""
+    inner, found = inspect.unwrap(function), {}
+    for name, hint in inspect.get_annotations(inner).items():
+        with suppress(NameError):
+            found[name] = eval(hint, inner.__globals__) if isinstance(hint, str) else hint
+    return found
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    kind, parts = get_origin(hint) or hint, get_args(hint)
+    kind: Any = get_origin(hint) or hint
+    parts: Any = get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
-    if not isinstance(kind, type) or kind in (Any, object) or getattr(kind, "_is_protocol", False):
-        return True  # a type variable, or a choice, which the function checks itself, too
+    if isinstance(kind, TypeVar):
+        return kind.__bound__ is None or _fits(value, kind.__bound__)
+    if kind is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if kind is type and parts:
+        return isinstance(value, type) and all(issubclass(value, part) for part in parts)
+    if hint is None:
+        return value is None
+    if not isinstance(kind, type) or kind in (Any, object):
+        return True
+    if getattr(kind, "_is_protocol", False):
+        members = {*vars(kind), *inspect.get_annotations(kind)}
+        return all(hasattr(value, one) for one in members if one[0] != "_" or one == "__call__")
     if isinstance(value, bool) or kind is bool:
         return kind is bool and isinstance(value, bool)
     if isinstance(value, str) or kind is str:
-        return kind is str and isinstance(value, str)
+        return kind is str and isinstance(value, str) and "\0" not in value
+    if kind is Sequence and hasattr(getattr(value, "dtype", None), "kind"):  # NumPy or pandas
+        kinds = _ARRAYS.get(parts[0], "") if parts else value.dtype.kind
+        return getattr(value, "ndim", 0) == 1 and value.dtype.kind in kinds
+    if kind is float and hasattr(value, "__float__") and getattr(value, "ndim", 1) == 0:
+        return True  # a number of an array or a tensor
     if not isinstance(value, _TAKEN.get(kind, kind)):
         return False
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return False
+    if kind is Path:
+        return "\0" not in os.fspath(value)
+    if kind.__name__ == "Tensor":
+        return str(value.layout) == "torch.strided" and not (value.is_meta or value.is_complex())
     if kind is tuple and parts and parts[-1] is not Ellipsis:
         return len(value) == len(parts) and all(map(_fits, value, parts))
+    if len(parts) == 2 and isinstance(value, Mapping):
+        return all(_fits(key, parts[0]) and _fits(item, parts[1]) for key, item in value.items())
     if parts and isinstance(value, (list, tuple)):
         return all(_fits(item, parts[0]) for item in value)
     return True
@@ -77,13 +142,23 @@ def _words(hint: Any) -> str:
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return " or ".join(map(_words, parts))
+    if kind is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if kind is Callable:
+        return _WORDS[kind]
     inner = ", ".join("..." if part is Ellipsis else _words(part) for part in parts)
     name = _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+    if getattr(kind, "__module__", "").startswith("torch"):
+        tensor = "a torch.Tensor, dense and real, on a device such as cpu"
+        name = tensor if name == "Tensor" else f"an nn.{name}"
     return f"{name} of {inner}" if parts and isinstance(parts[0], type) else name
 
 
 def _shown(value: Any) -> str:
     """The type, and what is short in full."""
-    text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple)) else ""
-    name = type(value).__name__
-    return f"{name} {text}".strip() if len(text) <= 40 else name
+    name, text = type(value).__name__, ""
+    with suppress(ValueError):  # Python writes no number of more than 4,300 digits
+        text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple)) else ""
+    if hasattr(value, "layout"):
+        text = f"of {value.dtype} and {value.layout} on {value.device}".replace("torch.", "")
+    return f"{name} {text}".strip() if len(text) <= 60 else name

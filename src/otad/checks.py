@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from otad.errors import InputError, OtadError
 
 WORKING_DTYPES = (torch.float32, torch.float64)
+MOST_BLOCKS = 10_000  # of a network: more is a typing error, which would take hours to build
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, *WORKING_DTYPES)
 
 
@@ -118,9 +119,12 @@ def check_choice(value: str, name: str, choices: Sequence[str]) -> str:
     return value
 
 
-def check_count(value: object, name: str, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}: expected an integer of at least {least}, got {value!r}")
+def check_count(value: object, name: str, *, least: int = 1, most: int = 2**63 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        above = isinstance(value, int) and value > most
+        limit = f"at most {most}" if above else f"at least {least}"
+        found = "more" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+        raise InputError(f"{name}: expected an integer of {limit}, got {found}")
     return value
 
 

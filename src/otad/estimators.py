@@ -26,6 +26,7 @@ from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
 from otad.data.dataset import in_working_dtype, usual_statistics
+from otad.errors import InputError
 from otad.explain import Explanation, explain
 from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
@@ -127,7 +128,11 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         """Train a network and defend it, with notes for the card of the model."""
         x, targets = in_working_dtype(x, y)
         check_finite(x, "X")
-        seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        try:
+            drawn_by = check_random_state(self.random_state)
+        except ValueError as error:
+            raise InputError(f"random_state: expected a seed, got: {error}") from error
+        seed = int(drawn_by.randint(np.iinfo(np.int32).max))
         recipe = ("epochs", "batch_size", "learning_rate", "weight_decay", "optimizer", "device")
         config = TrainConfig(**self._given("energy_weight", *recipe), seed=seed)
         rows = torch.arange(len(x))

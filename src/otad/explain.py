@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from otad.arguments import guard
 from otad.checks import check_count, require
 from otad.cip import Status
 from otad.data.dataset import refuse_repeats
@@ -350,3 +351,6 @@ def _pixels(image: Tensor, low: float, high: float) -> NDArray[np.float32]:
     require(is_image, "figure", expected, f"{found}; a table shows vectors")
     scaled = ((image.detach().float().cpu() - low) / max(high - low, 1e-12)).clamp(0, 1)
     return (scaled if scaled.dim() == 2 else scaled.movedim(0, -1).squeeze(-1)).numpy()
+
+
+guard(globals(), __all__)

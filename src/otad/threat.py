@@ -44,7 +44,8 @@ class LpBall(ABC):
         if self.scale is not None:
             check_finite(self.scale, "scale")
             expected = "positive values (features that cannot change belong in `mutable`)"
-            require((self.scale > 0).all(), "scale", expected, float(self.scale.min()))
+            least = self.scale.flatten().sort().values[:1].tolist()
+            require(least and least[0] > 0, "scale", expected, least)
         if self.mutable is not None:
             require(self.mutable.dtype == torch.bool, "mutable", "dtype bool", self.mutable.dtype)
 
@@ -64,7 +65,7 @@ class LpBall(ABC):
 
     def distance(self, moved: Tensor, x: Tensor) -> Tensor:
         """|(moved - x) / scale|_p (B,) in float64; infinite where an immutable feature changed."""
-        step = moved.detach().double() - x.detach().double()
+        step = _difference(moved.detach().double(), x.detach().double())
         found = self._length((step / self._scale(step)).flatten(1))
         if self.mutable is not None:
             frozen = ~self.mutable.to(step.device)
@@ -75,7 +76,7 @@ class LpBall(ABC):
         """The points (B,*) of the ball, bounds included, nearest to `moved` in units of `scale`;
         their measured distance never exceeds eps. (Cutting a step to eps and then clipping it would
         leave only a fraction of it for images that are black or white nearly everywhere.)"""
-        step, room = self._masked(moved - x) / self._scale(x), None
+        step, room = self._masked(_difference(moved, x)) / self._scale(x), None
         if self.bounds is not None:  # how far each feature can go in the direction of its step
             low, high = self.bounds
             room = torch.where(step < 0, x - low, high - x) / self._scale(x)
@@ -83,6 +84,8 @@ class LpBall(ABC):
         step = self._shorten(step.flatten(1), room).view_as(x) * self._scale(x)
         shrink, result = FIRST_SHRINK, self._reached(x, step)
         while bool((outside := self.distance(result, x) > self.eps).any()):
+            if shrink > 1:  # no step is left
+                self.check_inputs(x)
             shrink *= 2
             step = torch.where(per_row(outside, x), step * max(0.0, 1 - shrink), step)
             result = self._reached(x, step)
@@ -226,3 +229,10 @@ NORMS: dict[str, type[LpBall]] = {ball.norm: ball for ball in (L2, Linf)}
 def per_row(values: Tensor, like: Tensor) -> Tensor:
     """Values (n,) in the shape (n,1,...) that broadcasts over `like` (n,*)."""
     return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _difference(moved: Tensor, x: Tensor) -> Tensor:
+    check_shape(moved, "moved", tuple(x.shape), "like x")
+    floating = moved.is_floating_point() and x.is_floating_point() and x.dim() > 0
+    require(floating, "moved", "rows of floating-point numbers like x", (moved.dtype, x.dtype))
+    return moved - x

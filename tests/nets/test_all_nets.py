@@ -236,7 +236,7 @@ def _stack(parts: tuple) -> SequentialBackbone:
         (adapt, nn.Sequential(spectral_norm(nn.Linear(6, 2))), "head: .*parametrization"),
         (_stack, (None, [nn.Linear(5, 6)], nn.Linear(6, 2), (6,)), r"blocks\[0\]: .* \(1, 6\)"),
         (_stack, (nn.Identity(), [], nn.Linear(6, 2), (2, 6)), r"embed: .*shape \(B,d\), got"),
-        (_stack, (None, [], nn.Identity(), (6,)), r"head: expected an nn\.Linear .*Identity"),
+        (_stack, (None, [], nn.Identity(), (6,)), r"head: expected an nn\.Linear.*Identity"),
         (_stack, (nn.Linear(6, 4), [], nn.Linear(5, 2), (6,)), "in_features .* 4 .* 5: .*space"),
     ],
 )

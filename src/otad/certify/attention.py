@@ -94,7 +94,7 @@ def layer_norm_lipschitz(weight: Tensor, *, eps: float, min_std: float = 0.0) ->
 
 def layer_norm_bound(weight: Tensor, bias: Tensor | None, *, n_tokens: int) -> float:
     """|LayerNorm(X)|_F for any X (N,D): a normalized token is no longer than sqrt(D)."""
-    token = math.sqrt(len(weight)) * float(_checked(weight, "weight", "D").abs().max())
+    token = float(_checked(weight, "weight", "D").abs().max()) * math.sqrt(len(weight))
     if bias is not None:
         check_shape(bias, "bias", tuple(weight.shape), "like weight")
         token += float(torch.linalg.vector_norm(bias.detach().double()))
@@ -132,5 +132,5 @@ def _checked(weight: Tensor, name: str, axes: str) -> Tensor:
 
 
 def _checked_size(value: float, name: str) -> float:
-    require(0 <= value < math.inf, name, "a finite number of at least 0", value)
+    require(0 <= value <= 1e150, name, "a number from 0 to 1e150", value)  # squares are finite
     return float(value)

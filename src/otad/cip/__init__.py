@@ -4,6 +4,7 @@ problem = CipProblem(query, anchors, images, smoothness=2.0)
 solution = ExactCip()(problem)
 solution.image, solution.residual, problem.residual(solution)"""
 
+from otad.arguments import guard
 from otad.cip.local.potentials import least_smoothness
 from otad.cip.local.solver import ExactCip
 from otad.cip.problem import BankProblem, CipProblem
@@ -14,3 +15,5 @@ __all__ = [
     "BankProblem", "CipProblem", "CipSolution", "CvxpyCip", "ExactCip", "Status",
     "least_smoothness",
 ]  # fmt: skip
+
+guard(globals(), __all__)

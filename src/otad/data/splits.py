@@ -42,6 +42,7 @@ def split_rows(
 def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
     """Ascending row indices (kept, held) with ceil(fraction * N) rows held out: of every class in
     proportion (largest remainder), but at least one row of each is kept for training."""
+    require(targets.dim() == 1, "targets", "one value per row (N,)", tuple(targets.shape))
     total, stratified = len(targets), check_choice(task, "task", TASKS) == "classification"
     require(0.0 < fraction < 1.0, "fraction", "a number between 0 and 1", repr(fraction))
     held_count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is a hair above 7

@@ -69,7 +69,7 @@ def reproduce_together(
     - `progress`: draw a bar per part, or a function of (part, steps done, all steps).
     - `jobs`: processes that share trainings, rows and attacks; speed is measured afterwards, alone.
     """
-    check_count(jobs, "jobs")
+    check_count(jobs, "jobs", most=1024)
     check_seed(seed)
     check_device(device)
     refuse_repeats((Path(name).stem for name in names), "names")

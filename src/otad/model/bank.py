@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from otad.arguments import guard
 from otad.checks import (
     WORKING_DTYPES,
     check_alike,
@@ -314,3 +315,6 @@ class BankModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_searched": None}  # a copy makes its own
+
+
+guard(globals(), ["FeatureBank"])

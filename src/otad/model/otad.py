@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_evaluation, check_shape, refusing, require
+from otad.arguments import checked
+from otad.checks import check_device, check_evaluation, check_shape, refusing, require
 from otad.cip import BankProblem
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.map import WholeBank
@@ -129,11 +130,15 @@ class OTAD(BankModule):
         """The global map."""
         return self.answerer.whole_bank(self)
 
+    @checked
     def query_keys(self, x: Tensor) -> Tensor:
         """Inputs (B,*input_shape) in the space in which neighbors are searched (B,m)."""
         check_evaluation(self, "model")
+        self.backbone.check_inputs(x, dtype=x.dtype)  # the shape alone
+        require(x.is_floating_point(), "x", "floating-point numbers", x.dtype)
         return self.backbone.embed(x) if self.metric is None else keys_of(x, self.metric)
 
+    @checked
     def solve(
         self, embedded: Tensor, keys: Tensor | None = None, *, exclude: Tensor | None = None
     ) -> Answer:
@@ -146,6 +151,7 @@ class OTAD(BankModule):
         """The convex integration problem of embedded inputs (B,d) with these bank points (B,K)."""
         return self.answerer.problem(self, embedded, indices)
 
+    @checked
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction and what it rests on. `exclude` (B,), for local scope alone: bank rows
         that are copies of x."""
@@ -179,6 +185,7 @@ class OTAD(BankModule):
         model.notes = dict(self.notes)
         return model
 
+    @checked
     def save(self, folder: str | Path, **notes: Any) -> Path:
         """Write the model to a folder (safetensors + JSON card); the path of the card. `notes`
         (data, classes, metrics, ... in plain JSON) are added to those the model has."""
@@ -249,7 +256,7 @@ def load(
         if read_card(folder) == card:
             raise
         return load(folder, device=device, resident=resident, verify=verify)  # it was just replaced
-    return model.to(device)
+    return model.to(check_device(device))
 
 
 def _read_model(folder: Path, card: dict[str, Any], resident: bool, verify: bool) -> OTAD:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from otad.arguments import guard
 from otad.checks import check_count, check_shape, check_tensor, require
 from otad.cip.whole_bank.lifted_bank import lifted_map
 from otad.io.tensor_files import fingerprint_of
@@ -31,6 +32,8 @@ from otad.model.bank import FeatureBank
 from otad.nets.base import register, squared_lengths
 from otad.nets.fully_connected import LiftedNet
 from otad.search.neighbors import TorchSearch
+
+__all__ = ["PrototypeNet", "prototype_net"]
 
 REFRESHED = 10  # steps of training after which nearest rivals are searched again
 
@@ -179,3 +182,6 @@ def _check(points: Tensor, labels: Tensor) -> None:
     check_tensor(points, "points", "N,p")
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
     check_shape(labels, "labels", (len(points),), "with one label per point")
+
+
+guard(globals(), __all__)

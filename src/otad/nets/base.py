@@ -21,7 +21,8 @@ class LinearHead(nn.Linear):
 
     def __init__(self, dim: int, n_outputs: int, task: str, *, bias: bool = True) -> None:
         # On the meta device: the owner sets the parameters, not the global generator.
-        super().__init__(dim, n_outputs, bias=bias, device="meta")
+        sizes = check_count(dim, "dim"), check_count(n_outputs, "n_outputs")
+        super().__init__(*sizes, bias=bias, device="meta")
         self.is_value = task == "regression"
 
     @property

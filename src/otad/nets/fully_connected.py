@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_count, require
+from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
 from otad.nets.inputs import Sizes, draw_linear, linear
 
@@ -53,7 +53,7 @@ class FCResNet(Backbone):
         gains = (3**-0.5, 3**-0.5) if residual else (2**0.5, 1.0)
         self.blocks = nn.ModuleList(
             _stack((self.dim, self.hidden, self.dim), gains, generator)
-            for _ in range(check_count(blocks, "blocks"))
+            for _ in range(check_count(blocks, "blocks", most=MOST_BLOCKS))
         )
         self.head = draw_linear(LinearHead(self.dim, n_outputs, self.task), generator)
 
@@ -102,7 +102,8 @@ class LiftedNet(Backbone):
         generator = torch.Generator().manual_seed(seed)
         widths, gains = (self.dim, *hidden, self.lift), (*[2**0.5] * len(hidden), 3**-0.5)
         self.blocks = nn.ModuleList(
-            _stack(widths, gains, generator) for _ in range(check_count(blocks, "blocks", least=0))
+            _stack(widths, gains, generator)
+            for _ in range(check_count(blocks, "blocks", least=0, most=MOST_BLOCKS))
         )
         self.head = LinearHead(self.dim, self.n_outputs, self.task).to_empty(device="cpu")
         self.head.requires_grad_(False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal
 
-from otad.checks import check_count, require
+from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Metric, register_metric
 from otad.nets.inputs import Sizes, check_image_shape, draw
 
@@ -44,7 +44,7 @@ class LipschitzMetric(Metric):
         even = len(widths) > 0 and not any(check_count(width, "widths") % 2 for width in widths)
         require(even, "widths", "even numbers, at least one", tuple(widths))
         self.widths = tuple(widths)
-        self.depth = check_count(depth, "depth", least=0)
+        self.depth = check_count(depth, "depth", least=0, most=MOST_BLOCKS)
         side = 2 ** len(self.widths)
         channels, height, across = check_image_shape(input_shape, side)
         generator = torch.Generator().manual_seed(seed)

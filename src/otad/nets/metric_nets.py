@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_count, require
+from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Metric, register_metric
 from otad.nets.inputs import Sizes, check_image_shape, draw, linear
 from otad.nets.vit import Attention, Block, PatchEmbedding, check_tokens, draw_tokens
@@ -35,7 +35,10 @@ class ResNetMetric(Metric):
     ) -> None:
         super().__init__(input_shape, **options)
         channels, _, _ = check_image_shape(input_shape, 1)
-        self.widths, self.depth = _check_widths(widths), check_count(depth, "depth")
+        self.widths, self.depth = (
+            _check_widths(widths),
+            check_count(depth, "depth", most=MOST_BLOCKS),
+        )
         generator = torch.Generator().manual_seed(seed)
         before = self.widths[0]
         self.stem, self.blocks = _convolution(channels, before, generator), nn.Sequential()
@@ -133,7 +136,7 @@ class ViTMetric(_TokenMetric):
     settings = ("blocks",)
 
     def __init__(self, input_shape: Sizes, *, blocks: int = 1, **options: Any) -> None:
-        self.n_blocks = check_count(blocks, "blocks")
+        self.n_blocks = check_count(blocks, "blocks", most=MOST_BLOCKS)
         super().__init__(input_shape, **options)
 
     def _draw_mixer(self, generator: torch.Generator) -> None:

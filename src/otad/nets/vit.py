@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_count, require
+from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
 from otad.nets.inputs import (
     Sizes,
@@ -134,7 +134,7 @@ class VisionTransformer(Backbone):
         self.cls_token = draw_tokens(1, width, generator) if class_token else None
         self.blocks = nn.ModuleList(
             Block(width, heads, self.hidden, norm_eps, generator)
-            for _ in range(check_count(blocks, "blocks"))
+            for _ in range(check_count(blocks, "blocks", most=MOST_BLOCKS))
         )
         self.norm = nn.LayerNorm(width, eps=norm_eps) if final_norm else nn.Identity()
         pool = "first" if class_token else "mean"

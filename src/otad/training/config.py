@@ -115,9 +115,7 @@ class LoopConfig:
 
 
 def check_seed(seed: int) -> int:
-    fits = check_count(seed, "seed", least=0) <= MAX_SEED
-    require(fits, "seed", f"an integer of at most {MAX_SEED}", seed)
-    return seed
+    return check_count(seed, "seed", least=0, most=MAX_SEED)
 
 
 def check_range(value: object, name: str, least: float, bound: float) -> None:

@@ -1,5 +1,6 @@
 """CIP-net: a transformer that imitates the solver, and its training."""
 
+from otad.arguments import guard
 from otad.cip.surrogate.net import CipNet
 from otad.cip.surrogate.training import (
     CIP_NET_RECIPE,
@@ -14,3 +15,5 @@ __all__ = [
     "CIP_NET_RECIPE", "CipNet", "CipNetConfig", "CipNetEpoch", "CipNetResult", "leave_one_out",
     "train_cip_net",
 ]  # fmt: skip
+
+guard(globals(), __all__)

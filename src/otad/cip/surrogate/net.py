@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_choice, check_count, require
+from otad.checks import MOST_BLOCKS, check_choice, check_count, require
 from otad.cip.execution import blocks
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution
@@ -84,7 +84,7 @@ class CipNet(nn.Module):
         self.curvature = nn.Parameter(0.02 * standard_normal(width, generator=drawn_by))
         self.blocks = nn.ModuleList(
             Block(width, heads, self.hidden, 1e-6, drawn_by)
-            for _ in range(check_count(blocks, "blocks"))
+            for _ in range(check_count(blocks, "blocks", most=MOST_BLOCKS))
         )
         self.norm = nn.LayerNorm(width)
         self.score = _zero(nn.Linear(width, 1, bias=False, device="meta"))
