@@ -3,7 +3,7 @@ quadratic program on the simplex against all supports."""
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -324,3 +324,44 @@ def test_pivoting_alone(dim, generator) -> None:
     assert_optimal(gram, linear, weights, active)
     image, other = (torch.einsum("kb,bkd->bd", w, vectors) for w in (weights, expected))
     assert_close(image, other, rtol=0, atol=1e-9)
+
+
+NASTY = {
+    "plain": lambda anchors, noise: anchors,
+    "equal": lambda anchors, noise: anchors[:, [0, 0, 0, 3, 4, 5, 6, 7]],
+    "collinear": lambda anchors, noise: anchors[:, :, :1] * noise[:, :1],
+    "close together": lambda anchors, noise: anchors[:, :1] + 1e-3 * anchors,
+    "nearly equal": lambda anchors, noise: anchors[:, [0, 0, 2, 2, 4, 5, 6, 7]] + 1e-4 * noise,
+}
+
+
+@pytest.mark.parametrize("kind", NASTY)
+@pytest.mark.parametrize("dim", [3, 30])
+def test_single_precision_far_from_the_origin(kind: str, dim: int, generator) -> None:
+    """Solved rows satisfy the optimality conditions, judged in float64, to the rounding of a sum of
+    d products; and the image is that of float64 up to 2 units in the last place of the largest
+    coordinate of any image, beside 4 eps of the row's own size, which no offset changes. Between
+    nearly equal or collinear anchors rounding decides: there to a tenth of the root of eps."""
+    eps, compared = torch.finfo(SINGLE).eps, 0
+    for offset, of_inputs, of_images in product((1, 1e2, 1e4, 1e6), (0, 1), (0, 1)):
+        anchors, noise = (normal(generator, 60, 8, dim) for _ in range(2))
+        anchors = NASTY[kind](anchors, noise)
+        images = anchors * torch.rand(60, 1, dim, generator=generator, dtype=DOUBLE)
+        query = anchors.mean(1) + 0.3 * normal(generator, 60, dim) + offset * of_inputs
+        parts = query, anchors + offset * of_inputs, images + offset * of_images
+        rough = CipProblem(*(part.float() for part in parts), 2.0)
+        exact = CipProblem(*(part.float().double() for part in parts), 2.0)
+        found, expected = (ExactCip(on_failure="abstain")(one) for one in (rough, exact))
+        solved = found.status == Status.SOLVED
+        assert bool((exact.residual(found) <= (dim + 10) * eps)[solved].all())
+        both = solved & (expected.status == Status.SOLVED)
+        compared += int(both.sum())
+        error = (found.image.double() - expected.image).norm(dim=1)
+        spread = (exact.images - exact.images.mean(1, keepdim=True)).norm(dim=-1).amax(1)
+        reach = (exact.anchors - exact.query[:, None]).norm(dim=-1).amax(1)
+        allowed = eps**0.5 / 10 if kind in ("nearly equal", "collinear") else 4 * eps
+        bound = 2 * eps * dim**0.5 * exact.images.abs().amax((1, 2)) + allowed * (
+            spread + 2 * reach
+        )
+        assert bool((error <= bound)[both].all())
+    assert compared >= 300, "rounding of far rows left too few of 960 as they were"

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cip.instances import CONVEXITIES, changed, converted, normal, random_problem, rows_of
+from cip.instances import (
+    CONVEXITIES,
+    changed,
+    converted,
+    convex_map,
+    normal,
+    random_problem,
+    rows_of,
+)  # fmt: skip
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -206,3 +214,19 @@ def test_potentials_satisfy_eq_2(problem, mode, rule) -> None:
     assert slack.min() >= -1e-11 * (1 + np.abs(bounds).max())
     assert float(solution.residual) <= 1e-9
     assert float(problem.residual(solution)) <= 1e-9
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("gap", [1e-3, 1e-5, 1e-8])
+def test_nearly_equal_anchors(gap, mode, generator) -> None:
+    """Compared at a curvature that is given. One that is raised to the least possible moves by
+    rounding, by about 1e-16 / gap^2, and then differences measure that movement."""
+    problem = random_problem(generator, 40, 6, 5, smoothness=1.5)
+    anchors = problem.anchors.clone()
+    anchors[:, [1, 3]] = anchors[:, [0, 2]] + gap * normal(generator, 40, 2, 5)
+    problem = changed(problem, anchors=anchors, images=convex_map(anchors, generator))
+    solver = ExactCip(mode=mode)
+    given = changed(problem, smoothness=solver(problem).smoothness * (1 + 1e-4))
+    assert bool((solver(given).status == Status.SOLVED).all())
+    found, expected = jacobians(given, solver)[0], differences(given, solver)[0]
+    assert float((found - expected).abs().max()) <= 1e-4
