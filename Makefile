@@ -12,7 +12,7 @@ TEST := $(VENV)/.test-$(KEY)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: demo test lint types format clean help
+.PHONY: demo test campaign lint types format clean help
 
 demo: $(CORE) ## set up, then run the demonstration
 	$(VENV)/bin/otad demo
@@ -20,6 +20,9 @@ demo: $(CORE) ## set up, then run the demonstration
 # The types are checked while the tests run: each of them alone leaves a core idle.
 test: lint ## set up, then lint, type check and run all tests
 	$(RUN) mypy & types=$$!; $(RUN) pytest -n 2 --dist worksteal && wait $$types
+
+campaign: $(TEST) ## 20,000 bad calls, forged files and kills; writes results/campaign.json
+	PYTHONPATH=tests $(VENV)/bin/python benchmarks/run_campaign.py
 
 lint: $(TEST) ## check the style and the layout of the code
 	$(RUN) ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +65,12 @@ def test_what_fits_is_taken() -> None:
     function(sizes=[], share=X.sum(), task="two", kind=InputError, others=object())
     with pytest.raises(TypeError, match="positional"):
         function(*range(99))
+
+
+def test_other_processes_find_checked_functions() -> None:
+    for one in (otad.load, otad.evaluate, otad.data.load, otad.nets.build, made := otad.nets.adapt):
+        assert pickle.loads(pickle.dumps(one)) is one
+    assert made.__module__ == "otad.nets"
 
 
 def test_methods_and_records_of_a_model() -> None:

@@ -32,7 +32,9 @@ def guard(namespace: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         value = namespace[name]
         if inspect.isroutine(value):
-            namespace[name] = checked(value)
+            namespace[name] = made = checked(value)
+            if made is not value:  # other processes find it here, not where the bare function is
+                made.__module__, made.__qualname__ = namespace["__name__"], name
         elif inspect.isclass(value) and not issubclass(value, (BaseException, Enum)):
             _guard_class(value)
 
