@@ -32,7 +32,8 @@ def guard(namespace: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         value = namespace[name]
         if inspect.isroutine(value):
-            namespace[name] = made = checked(value)
+            made: Any = checked(value)
+            namespace[name] = made
             if made is not value:  # other processes find it here, not where the bare function is
                 made.__module__, made.__qualname__ = namespace["__name__"], name
         elif inspect.isclass(value) and not issubclass(value, (BaseException, Enum)):
@@ -59,6 +60,7 @@ def checked(function: AnyFunction) -> AnyFunction:
     if hasattr(function, "_is_checked"):
         return function
     signature = inspect.signature(function)
+    several = [name for name, one in signature.parameters.items() if one.kind in _SEVERAL]
     hints: dict[str, Any] = {}
 
     @wraps(function)
@@ -69,10 +71,7 @@ def checked(function: AnyFunction) -> AnyFunction:
             given = signature.bind(*args, **options).arguments
         except TypeError:
             return function(*args, **options)  # Python says what is missing or unknown
-        for name, value in given.items():
-            several = signature.parameters[name].kind in _SEVERAL
-            if not (several or _fits(value, hints[name])):
-                raise InputError(f"{name}: expected {_words(hints[name])}, got {_shown(value)}")
+        check_options(hints, {k: v for k, v in given.items() if k not in several})
         try:
             return function(*args, **options)
         except (MemoryError, RuntimeError) as error:
@@ -85,6 +84,13 @@ def checked(function: AnyFunction) -> AnyFunction:
 
     call._is_checked = True  # type: ignore[attr-defined]
     return cast(AnyFunction, call)
+
+
+def check_options(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse a value that does not fit its type."""
+    for name, value in given.items():
+        if not _fits(value, hints[name]):
+            raise InputError(f"{name}: expected {_words(hints[name])}, got {_shown(value)}")
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -116,8 +122,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(hasattr(value, one) for one in members if one[0] != "_" or one == "__call__")
     if isinstance(value, bool) or kind is bool:
         return kind is bool and isinstance(value, bool)
-    if isinstance(value, str) or kind is str:
-        return kind is str and isinstance(value, str) and "\0" not in value
+    if isinstance(value, (str, bytes)) or kind is str:
+        return isinstance(value, kind if kind in (str, bytes) else ()) and "\0" not in str(value)
     if kind is Sequence and hasattr(getattr(value, "dtype", None), "kind"):  # NumPy or pandas
         kinds = _ARRAYS.get(parts[0], "") if parts else value.dtype.kind
         return getattr(value, "ndim", 0) == 1 and value.dtype.kind in kinds

@@ -22,6 +22,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
+from otad.arguments import check_options, hints_of
 from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
@@ -66,7 +67,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     validation_fraction: float | None = None
     device: str = "cpu"
     random_state: int | np.random.RandomState | None = None
-    verbose: int = 0
+    verbose: int | bool = 0
 
     @torch.inference_mode(False)  # weights made in that mode could not be trained
     def fit(self, X: Any, y: Any) -> Self:
@@ -95,7 +96,8 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         )
 
     def _check_training_data(self, X: Any, y: Any) -> tuple[Tensor, Array]:
-        """Inputs as a tensor, targets (n,) as they came."""
+        """Inputs as a tensor, targets (n,) as they came; options of other types are refused."""
+        check_options(hints_of(type(self).__init__), self.get_params(deep=False))
         options = {"allow_nd": True, "ensure_min_samples": 2}
         options["y_numeric"] = self._task == "regression"
         inputs, targets = validate_data(self, X, y, dtype=DTYPES, **options)

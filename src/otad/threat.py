@@ -233,6 +233,6 @@ def per_row(values: Tensor, like: Tensor) -> Tensor:
 
 def _difference(moved: Tensor, x: Tensor) -> Tensor:
     check_shape(moved, "moved", tuple(x.shape), "like x")
-    floating = moved.is_floating_point() and x.is_floating_point() and x.dim() > 0
+    floating = moved.is_floating_point() and x.is_floating_point() and x.dim() > 1
     require(floating, "moved", "rows of floating-point numbers like x", (moved.dtype, x.dtype))
     return moved - x

@@ -37,7 +37,7 @@ _PIXELS = 3 * 32 * 32
 
 def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) -> Tensor:
     """RGB (N,3,size,size) in [0, 1]: the shorter side resized to `resize`, the center cropped."""
-    check_count(size, "size")
+    check_count(size, "size", most=2**16)
     short = size if resize is None else check_count(resize, "resize", least=size)
     pixels = np.empty((len(paths), size, size, 3), dtype=np.uint8)
     for row, path in enumerate(paths):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice
+from otad.checks import check_choice, require
 from otad.data import Standardizer
 from otad.data.dataset import usual_statistics
 from otad.errors import InputError
@@ -83,6 +83,7 @@ def fit_backbone(
     channel of images, in train_x. Targets of a regression are standardized for the training; then
     the head takes over their units, in which the records are too. `options` give the size of the
     net; the rest is as in `make_backbone` and `train`."""
+    require(len(data) in (2, 4), "data", "two or four tensors", len(data))
     train_x, parts, units = data[0], list(data), None
     if inputs is None:
         inputs = Standardizer.fit(train_x, usual_statistics(train_x))

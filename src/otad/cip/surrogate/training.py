@@ -98,6 +98,9 @@ def leave_one_out(
     check_count(n_neighbors, "n_neighbors")
     rows = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(rows, "rows", "M", dtypes=(torch.int64,))
+    low, high = torch.aminmax(rows)
+    fits = low >= 0 and high < len(inputs)
+    require(fits, "rows", f"0 to {len(inputs) - 1}", f"{int(low)} to {int(high)}")
     query = gathered(inputs, rows).to(torch.promote_types(inputs.dtype, torch.float32))
     indices = TorchSearch(inputs)(query, n_neighbors, exclude=rows).indices
     return BankProblem(query, inputs, features, indices, smoothness, strong_convexity)
