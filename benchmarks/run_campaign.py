@@ -96,9 +96,10 @@ def disturb(kills: int, pairs: int, seed: int) -> tuple[Counter[str], list[str]]
         try:
             if 0 <= number < kills:
                 child = start(work, task)
-                time.sleep(rng.uniform(0, lasting[task]))
+                time.sleep(delay := rng.uniform(0, lasting[task]))
                 os.kill(child, signal.SIGKILL)
-                what += ", in time" if end(child) < 0 else ", too late"
+                if end(child) == 0:  # it was faster
+                    lasting[task], what = delay, f"{what}, too late"
             elif number >= kills:
                 assert {*map(end, [start(work, task, k) for k in range(2)])} in ({0}, {0, 2})
             check_intact()
