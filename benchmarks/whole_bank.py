@@ -55,10 +55,10 @@ def bank_of_net(
     folder: Path, data_dir: Path | None, size: int, queries: int, *, seed: int, device: str
 ) -> tuple[Bank, str]:
     """The train part of the data of a net in random order, its test part as queries, its name."""
-    from otad.cli.sources import DataChoice, TrainedNet
+    from otad.cli.sources import TrainedNet
 
     trained = TrainedNet.read(folder)
-    dataset = DataChoice.from_json(trained.about["data"]["choice"]).load(data_dir)
+    dataset = trained.note.choice.load(data_dir)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(dataset.train_x), generator=generator)[:size]
     net = trained.net.to(device)

@@ -44,7 +44,7 @@ def function(
     [
         ({"count": True}, "an integer"), ({"count": 1.0}, "an integer"), ({"count": 2**64}, "bits"),
         ({"count": 10**5000}, "bits, got int"), ({"count": 2**40}, "memory suffices"),
-        ({"share": "1"}, "a number or None, got str '1'"), ({"name": "a\0"}, "text"),
+        ({"share": "1"}, "a number or None, got '1'"), ({"name": "a\0"}, "text"),
         ({"path": "a"}, "a path"), ({"path": Path("\0")}, "a path"), ({"x": 1}, "Tensor"),
         ({"x": X.to("meta")}, "on meta"), ({"x": X.to_sparse()}, "Tensor.*sparse_coo"),
         ({"x": X * 1j}, "Tensor.*complex64"), ({"sizes": 1}, "Sequence of an integer"),

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 from otad.errors import InputError
 
 # What fits beside the type itself, and the kinds of NumPy's dtypes that do.
-_TAKEN: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike}
+_TAKEN: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike, tuple: (tuple, list)}
 _ARRAYS: dict[Any, str] = {Any: "biufOUST", int: "iu", float: "iuf", str: "OUST"}
 _WORDS: dict[Any, str] = {NoneType: "None", float: "a number", str: "text", Path: "a path"}
 _WORDS |= {int: "an integer of at most 64 bits", Callable: "a function"}
@@ -163,10 +163,10 @@ def _words(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The type, and what is short in full."""
+    """What is short in full, else its type."""
     name, text = type(value).__name__, ""
     with suppress(ValueError):  # Python writes no number of more than 4,300 digits
         text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple)) else ""
     if hasattr(value, "layout"):
-        text = f"of {value.dtype} and {value.layout} on {value.device}".replace("torch.", "")
-    return f"{name} {text}".strip() if len(text) <= 60 else name
+        return f"{name} of {value.dtype} and {value.layout} on {value.device}".replace("torch.", "")
+    return text if 0 < len(text) <= 60 else name

@@ -123,7 +123,7 @@ def check_count(value: object, name: str, *, least: int = 1, most: int = 2**63 -
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         above = isinstance(value, int) and value > most
         limit = f"at most {most}" if above else f"at least {least}"
-        found = "more" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+        found = "more" if isinstance(value, int) and abs(value) >= 2**256 else repr(value)
         raise InputError(f"{name}: expected an integer of {limit}, got {found}")
     return value
 

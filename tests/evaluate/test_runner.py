@@ -196,7 +196,7 @@ def sides(**options: Any) -> dict[str, Any]:
         ({"attacks": ["pixle"]}, "pixle.*images"),
         ({"attacks": [Walk(), Walk()]}, "each name once"),
         ({"attacks": []}, "attacks.*at least one"),
-        ({"attacks": [3]}, "attacks.*int"),
+        ({"attacks": [3]}, r"attacks: .*\[3\]"),
         ({"batch_size": 0}, "batch_size.*1"),
         ({"y": torch.zeros(3, dtype=torch.int64)}, "y.*40.*3"),
         ({"y": torch.full((40,), 2)}, "y.*0 to 1.*2"),

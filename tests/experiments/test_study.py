@@ -239,7 +239,7 @@ def test_prototypes_drawn_differently_are_told_apart(tmp_path: Path) -> None:
     [
         ("epochs = 1,", "epoch = 1,", "net", "train: .*epoch"),
         ("patch = 4,", "path = 4,", "net", "options: .*'vit'.*path"),
-        ("width = 8,", f"width = {2**62},", "net", "options: .*'vit'"),
+        ("width = 8,", f"width = {2**62},", "net", "width|dim|options"),
         ("test_fraction = 0.9", "test_fraction = [1]", "net", "data.digits: .*options|fraction: "),
         ("batch_size = 64,", "size = 64,", "metric", "train: .*size"),
         ("steps = 1", "step = 1", "metric", "train: .*step"),

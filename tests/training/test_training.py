@@ -181,8 +181,7 @@ _X, _Y = _two_moons(8)
         ((_X, _Y, _X, _Y - 1), "val_y: .*label -1"),
         ((_X, _Y, _X), "data: expected train_x, train_y or .* got train_x, train_y, val_x"),
         ((_X, _Y, _X, _Y, _X), "val_y, more"),
-        (SimpleNamespace(train_x=_X), "got train_x"),
-        (SimpleNamespace(), "got none"),
+        (SimpleNamespace(train_x=_X), "data: expected Split"),
     ],
 )
 def test_bad_data_is_refused(data, message: str) -> None:
