@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from copy import copy
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -19,7 +20,12 @@ from scipy.special import softmax
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import (
+    _check_sample_weight,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
 from torch import Tensor
 
 from otad.arguments import check_options, hints_of
@@ -28,6 +34,7 @@ from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
 from otad.data.dataset import in_working_dtype, usual_statistics
 from otad.errors import InputError
+from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
 from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
@@ -70,18 +77,34 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     verbose: int | bool = 0
 
     @torch.inference_mode(False)  # weights made in that mode could not be trained
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Learn from inputs X (n, d) or (n, c, h, w) of any dtype and y (n,): labels of any type,
         or in regression numbers. They are worked with in float32, or in float64 where the spread of
         a feature or target is too small for it. A fit that is refused leaves all of an earlier one.
+
+        `sample_weight` (n,): how much a row counts in the training of the network, as if it were
+        there so many times; only ratios matter. Every row of positive weight is one point of the
+        bank, whatever its weight; rows of weight 0 are left out of everything.
         """
         fitted = copy(self)
-        fitted._fit(X, y)
+        fitted._fit(X, y, sample_weight)
         self.__dict__ = fitted.__dict__
         return self
 
     @abstractmethod
-    def _fit(self, X: Any, y: Any) -> None: ...
+    def _fit(self, X: Any, y: Any, sample_weight: Any) -> None: ...
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the fitted estimator to a folder; the path of its card. `load` of this class reads
+        the estimator again, with the same predictions, and `otad.load` its `module_`. Of
+        `random_state` an integer is saved, not the state of a generator."""
+        check_is_fitted(self, "module_")
+        return save_estimator(self, folder)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: str = "cpu") -> Self:
+        """The estimator that `save` wrote to a folder, with its module on this device."""
+        return load_estimator(cls, folder, device)
 
     def explain(self, X: Any) -> list[Explanation]:
         """For each input the training points its prediction rests on; X may be a single input."""
@@ -95,15 +118,26 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
             feature_names=getattr(self, "feature_names_in_", None),
         )
 
-    def _check_training_data(self, X: Any, y: Any) -> tuple[Tensor, Array]:
-        """Inputs as a tensor, targets (n,) as they came; options of other types are refused."""
+    def _check_training_data(
+        self, X: Any, y: Any, sample_weight: Any
+    ) -> tuple[Tensor, Array, Array | None]:
+        """Inputs as a tensor, targets (n,) as they came, and weights (n,) or None, of rows with a
+        positive weight; options of other types are refused."""
         check_options(hints_of(type(self).__init__), self.get_params(deep=False))
         options = {"allow_nd": True, "ensure_min_samples": 2}
         options["y_numeric"] = self._task == "regression"
         inputs, targets = validate_data(self, X, y, dtype=DTYPES, **options)
         expected = "vectors (n, d) or images (n, c, h, w)"
         require(inputs.ndim in (2, 4), "X", expected, f"an array of shape {inputs.shape}")
-        return torch.tensor(inputs), column_or_1d(targets, warn=True)
+        targets = column_or_1d(targets, warn=True)
+        if sample_weight is None:
+            return torch.tensor(inputs), targets, None
+        weights = _check_sample_weight(
+            sample_weight, inputs, dtype=np.float64, ensure_non_negative=True
+        )
+        used = weights > 0
+        require(used.any(), "sample_weight", "at least one positive weight", "none")
+        return torch.tensor(inputs[used]), targets[used], weights[used]
 
     def _check_inputs(self, X: Any) -> Tensor:
         check_is_fitted(self, "module_")
@@ -126,7 +160,9 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         solving = self._given("mode", "climb", "max_smoothness", "on_failure")
         return asked | {"solver": solver_for(asked["scope"], **solving)}
 
-    def _learn(self, x: Tensor, y: Tensor, n_outputs: int, **notes: Any) -> None:
+    def _learn(
+        self, x: Tensor, y: Tensor, n_outputs: int, weights: Array | None, **notes: Any
+    ) -> None:
         """Train a network and defend it, with notes for the card of the model."""
         x, targets = in_working_dtype(x, y)
         check_finite(x, "X")
@@ -149,6 +185,8 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         options["options"] = {"blocks": blocks, "hidden": hidden}
         names = getattr(self, "feature_names_in_", ())
         options["inputs"] = Standardizer.fit(parts[0], usual_statistics(x), names)
+        if weights is not None:
+            options["weights"] = torch.tensor(weights)[rows]
         net, result = fit_backbone(parts, config, progress=self.verbose > 0, **options)
         self.history_, self.n_iter_ = result.history, len(result.history)
         self.module_ = defend(net, x[rows], targets[rows], **self._settings())
@@ -164,6 +202,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         return torch.cat(outputs).double().cpu().numpy()
 
 
+@dataclass(eq=False, repr=False)
 class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     """A classifier whose features are interpolated between training points.
 
@@ -182,6 +221,9 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     epochs, batch_size, learning_rate, weight_decay, optimizer ("adamw", "sgd") : the training.
     mode, climb, max_smoothness, on_failure ("fallback", "raise") : as in `otad.cip.ExactCip`; in
         local scope.
+    class_weight : what `sample_weight` is multiplied by in each class: a dict from labels to
+        weights (1 for a class that is not in it); "balanced", the same total for all classes; or
+        None. A class of weight 0 is left out.
     bounds : lowest and highest legal input value, such as (0, 1) for pixels; None for no bounds.
     validation_fraction : share of the rows that training and bank do not use; the network's score
         on them after each epoch is in `history_`.
@@ -197,16 +239,39 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     """
 
     _task: ClassVar[Task] = "classification"
-    classes_: Array
+    classes_: Array = field(init=False)
+    class_weight: dict[Any, float] | str | None = field(default=None, kw_only=True)
 
-    def _fit(self, X: Any, y: Any) -> None:
-        inputs, labels = self._check_training_data(X, y)
+    def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
+        inputs, labels, weights = self._check_training_data(X, y, sample_weight)
         check_classification_targets(labels)
+        if self.class_weight is not None:
+            by_class = self._weights_of_classes(labels, weights)
+            weights, used = by_class if weights is None else by_class * weights, by_class > 0
+            inputs, labels, weights = inputs[used], labels[used], weights[used]
+            require(len(labels), "class_weight", "a positive weight of some class", "none")
         self.classes_, codes = np.unique(labels, return_inverse=True)
         found = f"one class: {labels[0]!r}"
         require(len(self.classes_) > 1, "y", "at least two classes", found)
         names = list(map(str, self.classes_))
-        self._learn(inputs, torch.tensor(codes), len(names), classes=names)
+        self._learn(inputs, torch.tensor(codes), len(names), weights, classes=names)
+
+    def _weights_of_classes(self, labels: Array, weights: Array | None) -> Array:
+        """That of the class of each row (n,)."""
+        classes, codes = np.unique(labels, return_inverse=True)
+        given = self.class_weight
+        if isinstance(given, str):
+            check_choice(given, "class_weight", ("balanced",))
+            totals = np.bincount(codes, weights)
+            each: Array = totals.sum() / (len(classes) * totals)
+            return each[codes]
+        known, given = classes.tolist(), given or {}
+        unknown = [label for label in given if label not in known]
+        require(not unknown, "class_weight", f"classes of y, which are {known}", unknown)
+        each = np.array([given.get(label, 1.0) for label in known], np.float64)
+        fits = bool(np.isfinite(each).all()) and each.min() >= 0
+        require(fits, "class_weight", "finite weights of at least 0", given)
+        return each[codes]
 
     def predict(self, X: Any) -> Array:
         """The label of each input (n,)."""
@@ -237,15 +302,15 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
 class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
     """A regressor whose features are interpolated between training points.
 
-    Parameters and attributes are those of `OTADClassifier`, without `classes_`. The target is
+    Parameters and attributes are those of `OTADClassifier`, without those of classes. The target is
     standardized for the training; the module's own outputs are in the target's units.
     """
 
     _task: ClassVar[Task] = "regression"
 
-    def _fit(self, X: Any, y: Any) -> None:
-        inputs, values = self._check_training_data(X, y)
-        self._learn(inputs, torch.tensor(values.astype(np.float64)), 1)
+    def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
+        inputs, values, weights = self._check_training_data(X, y, sample_weight)
+        self._learn(inputs, torch.tensor(values.astype(np.float64)), 1, weights)
 
     def predict(self, X: Any) -> Array:
         """The value of each input (n,)."""

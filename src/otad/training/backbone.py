@@ -16,16 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from otad.checks import check_choice, require
+from otad.checks import check_choice, check_shape, check_tensor, require
 from otad.nets.base import Backbone, LinearHead
 from otad.training.acceleration import compiled, precision
 from otad.training.augmentation import mix_some
 from otad.training.config import check_share
 from otad.training.loop import Batches
-from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
+from otad.training.supervised import (
+    Data,
+    InputConfig,
+    Progress,
+    SupervisedTraining,
+    TrainResult,
+    parts_of,
+)
 
-Loss = Callable[[Tensor, Tensor, LinearHead], Tensor]
-"""outputs (B,C) or values (B,), targets (labels, shares of classes, values), head -> mean loss."""
+Loss = Callable[..., Tensor]
+"""outputs (B,C) or values (B,), targets (labels, shares of classes, values), head -> mean loss; or
+with `reduction="none"` the losses (B,)."""
 _SCORED_ROWS = 1024  # at a time
 _AUGMENTED_ROWS = 4096
 
@@ -67,7 +75,7 @@ def fit_loss(task: str, config: TrainConfig) -> Loss:
         loss = partial(functional.cross_entropy, label_smoothing=smoothing)
     else:
         require(smoothing == 0, "label_smoothing", "0 for regression", smoothing)
-    return lambda outputs, targets, _head: loss(outputs, targets)
+    return lambda outputs, targets, _head, **reduction: loss(outputs, targets, **reduction)
 
 
 def margin_loss(task: str, config: TrainConfig) -> Loss:
@@ -78,8 +86,12 @@ def margin_loss(task: str, config: TrainConfig) -> Loss:
     for name in ("label_smoothing", "mixing"):
         value = getattr(config, name)
         require(value == 0, name, "0 for the loss 'margin'", value)
-    target = config.target_margin
-    return lambda *scored: (target - scaled_margins(*scored)).clamp_min(0.0).mean()
+
+    def loss(*scored: Any, reduction: str = "mean") -> Tensor:
+        lacking = (config.target_margin - scaled_margins(*scored)).clamp_min(0.0)
+        return lacking.mean() if reduction == "mean" else lacking
+
+    return loss
 
 
 LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {"fit": fit_loss, "margin": margin_loss}
@@ -127,6 +139,8 @@ def train(
     the device as a whole. Inputs may be bytes, 0 to 255 over the bounds of the net. `progress` is
     called with each `EpochRecord`; True draws a bar. `options` are:
 
+    - `weights` (N,): of the training examples in the mean of loss + alpha * energy, positive and in
+      any unit; a row of weight 2 counts like two of weight 1
     - `augment`: your own augmentation in place of `config.augment`; it gets several batches at once
     - `checkpoint_dir`: the run is saved there after every epoch, or every `save_seconds`; a call
       with the same initial net, data and config resumes a killed run and ends with the same weights
@@ -138,11 +152,25 @@ def train(
 class BackboneTraining(SupervisedTraining[Backbone]):
     config: TrainConfig
 
-    def __init__(self, net: Backbone, data: Data, config: TrainConfig, **options: Any) -> None:
+    def __init__(
+        self,
+        net: Backbone,
+        data: Data,
+        config: TrainConfig,
+        *,
+        weights: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         images = net.task == "classification" and len(net.input_shape) == 3
         got = f"{config.mixing} for {net.task} of shape {net.input_shape}"
         expected = "0 unless images (C,H,W) are classified"
         require(images or config.mixing == 0, "mixing", expected, got)
+        if weights is not None:
+            for name in ("mixing", "pair_weight"):
+                value = getattr(config, name)
+                require(value == 0, name, "0 with weights of examples", value)
+            scaled = scaled_weights(weights, len(parts_of(data)["train_x"]))
+            options["more"] = {"weights": scaled.to(net.mean.dtype)}
         self.loss = LOSSES[config.loss](net.task, config)
         super().__init__(net, data, config, **options)
         self.forward = compiled(self._forward) if config.compiled else self._forward
@@ -159,6 +187,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
 
     def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         x, y, net = self.data["train_x"], self.data["train_y"], self.weights.net
+        weights = self.data.get("weights")
         mixing = self.config.mixing
         at_once = max(1, _AUGMENTED_ROWS // self.config.batch_size)  # few launches for many images
         for start in range(0, len(row_batches), at_once):
@@ -167,18 +196,25 @@ class BackboneTraining(SupervisedTraining[Backbone]):
             inputs, targets = net.from_bytes(x[rows]), y[rows]
             if self.augment is not None:
                 inputs = self.augment(inputs, generator)
-            for batch in zip(inputs.split(sizes), targets.split(sizes), strict=True):
+            of_rows = [] if weights is None else [weights[rows].split(sizes)]
+            pairs = zip(inputs.split(sizes), targets.split(sizes), *of_rows, strict=True)
+            for x_part, y_part, *more in pairs:
+                batch = x_part, y_part
                 if mixing > 0:
                     batch = mix_some(*batch, net.n_outputs, generator, probability=mixing)
-                yield batch
+                yield *batch, *more
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         """One gradient step; the batch means of loss, energy and score (3,)."""
-        (x, y), net, config = batch, self.weights.net, self.config
+        (x, y, *weights), net, config = batch, self.weights.net, self.config
         with precision(self.device, mixed=config.mixed_precision):
             passed = self.forward(x)
         embedded, features, outputs, energies = (part.to(net.mean.dtype) for part in passed)
-        loss, energy = self.loss(outputs, y, net.head), energies.mean()
+        if weights:
+            losses = self.loss(outputs, y, net.head, reduction="none")
+            loss, energy = ((weights[0] * part).mean() for part in (losses, energies))
+        else:
+            loss, energy = self.loss(outputs, y, net.head), energies.mean()
         objective = loss + config.energy_weight * energy if config.energy_weight > 0 else loss
         if config.pair_weight > 0:
             excess = pair_excess(embedded, features, config.pair_smoothness)
@@ -197,6 +233,16 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         with torch.no_grad(), precision(self.device, mixed=self.config.mixed_precision):
             sums = [_scores(net(net.from_bytes(x)), y).sum() for x, y in zip(*parts, strict=True)]
         return float(torch.stack(sums).double().sum()) / len(data["val_y"])
+
+
+def scaled_weights(weights: Tensor, rows: int) -> Tensor:
+    """Weights (rows,) of training examples in float64, scaled to a mean of 1."""
+    check_tensor(weights, "weights", "N")
+    check_shape(weights, "weights", (rows,), "with one for each training example")
+    least = float(weights.min())
+    require(least > 0, "weights", "positive numbers (leave out rows of weight 0)", least)
+    shares = weights.double() / weights.double().max()  # whose sum is finite
+    return shares / shares.mean()
 
 
 def _scores(outputs: Tensor, targets: Tensor) -> Tensor:

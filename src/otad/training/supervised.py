@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -113,8 +113,10 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         data: Data,
         config: InputConfig,
         augment: Augmentation | None = None,
+        more: Mapping[str, Tensor] | None = None,
         **saving: Any,
     ) -> None:
+        """`more`: further tensors with a row per training example, by name."""
         self.metric = METRICS[getattr(net, "task", "classification")]
         parts = parts_of(data)
         for x_name, y_name in (_PARTS[:2], _PARTS[2:])[: len(parts) // 2]:
@@ -129,6 +131,7 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         varied = labels.is_floating_point() or bool((labels != labels[0]).any())
         only = f"only the label {int(labels[0])}"
         require(varied, "train_y", "at least two classes", only)
+        parts |= more or {}
         self.augment = choose_augmentation(config.augment, augment, net)
 
         def identity() -> dict[str, object]:
