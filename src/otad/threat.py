@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -26,12 +27,17 @@ class LpBall(ABC):
     - `scale` (*input_shape): the unit each feature is measured in, all 1 by default; the l-infinity
       ball of a table then has its own eps for each feature, eps * scale.
     - `mutable` (*input_shape) bool: the features an attacker can change, all by default.
+    - `groups`: for each categorical feature the positions of its one-hot columns in a flat input.
+      They move together or not at all: exactly one of them is 1, the others are 0. A switch to
+      another category changes two of them by 1, so that in units of 1 its length is sqrt(2) in l2
+      and 1 in l-infinity; a smaller ball has no switch. All columns of groups have the same unit.
     """
 
     eps: float
     bounds: tuple[float, float] | None = None
     scale: Tensor | None = None
     mutable: Tensor | None = None
+    groups: Sequence[Sequence[int]] | None = None
     norm: ClassVar[str]
     order: ClassVar[float]  # p
 
@@ -48,6 +54,11 @@ class LpBall(ABC):
             require(least and least[0] > 0, "scale", expected, least)
         if self.mutable is not None:
             require(self.mutable.dtype == torch.bool, "mutable", "dtype bool", self.mutable.dtype)
+        if self.groups is not None:
+            object.__setattr__(self, "groups", _check_groups(self.groups) or None)
+        if self.groups is not None:
+            units = {self._group_unit(column) for group in self.groups for column in group}
+            require(len(units) == 1, "scale", "the same unit for all columns of groups", units)
 
     def with_eps(self, eps: float) -> Self:
         return replace(self, eps=eps)
@@ -62,20 +73,33 @@ class LpBall(ABC):
             lowest, highest = x.new_tensor(self.bounds).tolist()  # 0.3 is another number in float32
             fits = lowest <= low and high <= highest
             require(fits, "x", f"values within {self.bounds}", f"values from {low} to {high}")
+        for group in self.groups or ():
+            last, size = max(group), x[0].numel()
+            require(last < size, "groups", f"positions below {size}, as in x", last)
+            values = x.flatten(1)[:, list(group)]
+            wrong = values[~_is_one_hot(values)][:1].tolist()
+            require(not wrong, "x", f"exactly one 1, else 0, in the columns {group}", wrong)
 
     def distance(self, moved: Tensor, x: Tensor) -> Tensor:
-        """|(moved - x) / scale|_p (B,) in float64; infinite where an immutable feature changed."""
+        """|(moved - x) / scale|_p (B,) in float64; infinite where an immutable feature changed, or
+        a group has not exactly one category."""
         step = _difference(moved.detach().double(), x.detach().double())
         found = self._length((step / self._scale(step)).flatten(1))
         if self.mutable is not None:
             frozen = ~self.mutable.to(step.device)
             found = found.masked_fill((step[:, frozen] != 0).any(1), math.inf)
+        for group in self.groups or ():
+            found = found.masked_fill(
+                ~_is_one_hot(moved.detach().flatten(1)[:, list(group)]), math.inf
+            )
         return found
 
     def project(self, moved: Tensor, x: Tensor) -> Tensor:
         """The points (B,*) of the ball, bounds included, nearest to `moved` in units of `scale`;
         their measured distance never exceeds eps. (Cutting a step to eps and then clipping it would
         leave only a fraction of it for images that are black or white nearly everywhere.)"""
+        if self.groups is not None:
+            return self._project_groups(moved, x)
         step, room = self._masked(_difference(moved, x)) / self._scale(x), None
         if self.bounds is not None:  # how far each feature can go in the direction of its step
             low, high = self.bounds
@@ -94,13 +118,16 @@ class LpBall(ABC):
     def clip(self, moved: Tensor, x: Tensor) -> Tensor:
         """`moved` (B,*) shortened to the ball and then clipped to the bounds, for training: a CUDA
         graph can capture it, as it reads nothing back from the GPU. It is not the nearest point
-        where bounds cut the step, and may exceed eps by rounding."""
+        where bounds cut the step, may exceed eps by rounding, and knows no groups."""
         step = self._masked(moved - x) / self._scale(x)
         moved = x + self._shorten(step.flatten(1), None).view_as(x) * self._scale(x)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
 
     def inside(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniformly random points of the ball (B,*), as far as the bounds let them be."""
+        """Uniformly random points of the ball (B,*), as far as the bounds let them be. With groups,
+        the number of switches is drawn first, then which, then the other features."""
+        if self.groups is not None:
+            return self._inside_groups(x, generator)
         return self.project(x + self.random_step(x, generator, torch.float64), x)
 
     def random_step(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -114,12 +141,16 @@ class LpBall(ABC):
 
     def steepest(self, gradient: Tensor) -> Tensor:
         """The step of length 1 along which a function with this gradient (B,*) grows most."""
+        if self.groups is not None and self.n_switches == 0:
+            return self.without_groups(gradient).steepest(gradient)
         scale = self._scale(gradient)
         scaled = self._masked(gradient) * scale
         return self._unit(scaled.flatten(1)).view_as(gradient) * scale
 
     def free_features(self, x: Tensor) -> Tensor:
         """The numbers (int64) of the features of a flat input that can change."""
+        if self.groups is not None and self.n_switches == 0:
+            return self.without_groups(x).free_features(x)
         mutable = torch.ones_like(x[0]) if self.mutable is None else self.mutable.to(x.device)
         return mutable.flatten().nonzero()[:, 0]
 
@@ -131,6 +162,9 @@ class LpBall(ABC):
             parts.append("each feature measured in its own unit")
         if self.mutable is not None:
             parts.append(f"{int((~self.mutable).sum())} features immutable")
+        if self.groups is not None:
+            most = f"up to {self.n_switches} can switch" if self.n_switches else "none can switch"
+            parts.append(f"{len(self.groups)} categorical features of which {most}")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,7 +173,88 @@ class LpBall(ABC):
         plain: dict[str, Any] = {"norm": self.norm, "eps": self.eps, "bounds": bounds}
         for name, tensor in (("scale", self.scale), ("mutable", self.mutable)):
             plain[name] = None if tensor is None else tensor.flatten().tolist()
+        if self.groups is not None:
+            plain["groups"] = [list(group) for group in self.groups]
         return plain
+
+    @property
+    def n_switches(self) -> int:
+        """How many groups can have another category at once."""
+        if self.groups is None:
+            return 0
+        steps = torch.full((1, 2 * len(self.groups)), 1 / self._group_unit(self.groups[0][0]))
+        counts = range(len(self.groups), 0, -1)
+        fits = (k for k in counts if float(self._length(steps.double()[:, : 2 * k])) <= self.eps)
+        return next(fits, 0)
+
+    def without_groups(self, x: Tensor, switches: int = 0) -> Self:
+        """The ball of the other features around inputs like x (B,*) that has this many switched
+        groups: it has what they leave of eps, and the columns of groups are immutable."""
+        mutable = torch.ones(x.shape[1:], dtype=torch.bool, device=x.device)
+        if self.mutable is not None:
+            mutable &= self.mutable.to(x.device)
+        columns = [column for group in self.groups or () for column in group]
+        mutable.view(-1)[columns] = False
+        return replace(self, eps=self._left(switches), mutable=mutable, groups=None)
+
+    def _project_groups(self, moved: Tensor, x: Tensor) -> Tensor:
+        """For each number of switches those that come nearest, with the nearest point of what they
+        leave of the ball; the nearest of all these."""
+        self.check_inputs(x)
+        _difference(moved, x)
+        aims, gains = self._switches(moved.flatten(1), x.flatten(1))
+        rank = gains.argsort(1, descending=True).argsort(1)
+        result, least = x, x.new_full((len(x),), math.inf, dtype=torch.float64)
+        most = self.n_switches
+        for count in range(most + 1) if self.norm == "l2" else (most,):
+            start = switched(x, self.groups or (), aims, (rank < count) & (gains > 0))
+            point = self.without_groups(x, count).project(moved, start)
+            step = (moved - point).double() / self._scale(x).double()
+            off = step.flatten(1).square().sum(1)
+            result = torch.where(per_row(off < least, x), point, result)
+            least = torch.minimum(off, least)
+        return result
+
+    def _switches(self, moved: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For flat `moved` (B,n) the position in each group of its largest column (B,G), and how
+        much larger it is than that of the category of x; -inf where x cannot leave its own."""
+        aims, gains = [], []
+        free = torch.ones_like(x[0], dtype=torch.bool)
+        if self.mutable is not None:
+            free = self.mutable.to(x.device).flatten()
+        for group in self.groups or ():
+            columns = list(group)
+            own = x[:, columns].argmax(1, keepdim=True)
+            allowed = moved[:, columns].masked_fill(~free[columns], -math.inf)
+            largest, aim = allowed.max(1, keepdim=True)
+            gain = largest - moved[:, columns].gather(1, own)
+            gains.append(gain.masked_fill(~free[columns][own], -math.inf))
+            aims.append(aim)
+        return torch.cat(aims, 1), torch.cat(gains, 1)
+
+    def _inside_groups(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        self.check_inputs(x)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=generator.device).to(x)
+
+        others = drawn(len(x), x[0].numel()).clamp_min(1e-6) - 2 * x.flatten(1)
+        aims, gains = self._switches(others, x.flatten(1))
+        rank = drawn(*gains.shape).masked_fill(gains <= 0, 2.0).argsort(1).argsort(1)
+        counts = (drawn(len(x)) * (self.n_switches + 1)).long().clamp_max(self.n_switches)
+        result = x
+        for count in range(self.n_switches + 1):
+            start = switched(x, self.groups or (), aims, (rank < count) & (gains > 0))
+            point = self.without_groups(x, count).inside(start, generator)
+            result = torch.where(per_row(counts == count, x), point, result)
+        return result
+
+    def _group_unit(self, column: int) -> float:
+        if self.scale is None:
+            return 1.0
+        size = self.scale.numel()
+        require(column < size, "groups", f"positions below {size}, as in scale", column)
+        return float(self.scale.flatten()[column])
 
     def _scale(self, x: Tensor) -> Tensor:
         return x.new_ones(()) if self.scale is None else self.scale.to(x)
@@ -160,6 +275,10 @@ class LpBall(ABC):
         return lengths
 
     @abstractmethod
+    def _left(self, switches: int) -> float:
+        """What so many switches leave of eps for the other features."""
+
+    @abstractmethod
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
         """The nearest step of the ball to each row (B,n), no feature moved further than `room`."""
 
@@ -176,6 +295,12 @@ class L2(LpBall):
     """Euclidean length."""
 
     norm, order = "l2", 2.0
+
+    def _left(self, switches: int) -> float:
+        if not switches or self.groups is None:
+            return self.eps
+        used = 2 * switches / self._group_unit(self.groups[0][0]) ** 2
+        return math.sqrt(max(0.0, self.eps**2 * (1 - 2.0**-40) - used))  # rounding stays within
 
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
         share = (self.eps / self._length(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
@@ -212,6 +337,9 @@ class Linf(LpBall):
 
     norm, order = "linf", math.inf
 
+    def _left(self, switches: int) -> float:
+        return self.eps
+
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
         return step.clamp(-self.eps, self.eps)  # what is beyond the bounds is cut off anyway
 
@@ -229,6 +357,31 @@ NORMS: dict[str, type[LpBall]] = {ball.norm: ball for ball in (L2, Linf)}
 def per_row(values: Tensor, like: Tensor) -> Tensor:
     """Values (n,) in the shape (n,1,...) that broadcasts over `like` (n,*)."""
     return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def switched(x: Tensor, groups: Sequence[Sequence[int]], aims: Tensor, chosen: Tensor) -> Tensor:
+    """x (B,*) with the category at position `aims` (B,G) in each group that is `chosen` (B,G)."""
+    result = x.flatten(1).clone()
+    for number, group in enumerate(groups):
+        columns, rows = torch.tensor(group, device=x.device), chosen[:, number].nonzero()
+        result[rows, columns] = 0.0
+        result[rows[:, 0], columns[aims[rows[:, 0], number]]] = 1.0
+    return result.view_as(x)
+
+
+def _check_groups(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    plain = tuple(tuple(int(column) for column in group) for group in groups)
+    columns = [column for group in plain for column in group]
+    fits = all(plain) and min(columns, default=0) >= 0 and len({*columns}) == len(columns)
+    expected = "the columns of each group, from 0, each at most once"
+    require(fits, "groups", expected, repr(groups)[:200])
+    return plain
+
+
+def _is_one_hot(values: Tensor) -> Tensor:
+    """Whether rows (B,m) have exactly one 1 and else 0."""
+    ones = values == 1
+    return (ones | (values == 0)).all(1) & (ones.sum(1) == 1)
 
 
 def _difference(moved: Tensor, x: Tensor) -> Tensor:

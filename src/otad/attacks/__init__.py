@@ -2,6 +2,7 @@
 
 from otad.arguments import guard
 from otad.attacks.base import ATTACKS, Attack, AttackResult, register_attack
+from otad.attacks.categories import Categories
 from otad.attacks.library_attacks import AutoAttackSuite, NgOpt, Square
 from otad.attacks.needs import Knowledge, Needs
 from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer
@@ -9,8 +10,8 @@ from otad.attacks.random_search import Pixle, RandomNoise, RandomSearch
 from otad.threat import L2, Linf, LpBall
 
 __all__ = [
-    "ATTACKS", "L2", "Apgd", "Attack", "AttackResult", "AutoAttackSuite", "Bpda", "Knowledge",
-    "Linf", "LpBall", "MetricAttack", "Needs", "NgOpt", "Pgd", "Pixle", "RandomNoise",
+    "ATTACKS", "L2", "Apgd", "Attack", "AttackResult", "AutoAttackSuite", "Bpda", "Categories",
+    "Knowledge", "Linf", "LpBall", "MetricAttack", "Needs", "NgOpt", "Pgd", "Pixle", "RandomNoise",
     "RandomSearch", "Square", "Transfer", "register_attack",
 ]  # fmt: skip
 

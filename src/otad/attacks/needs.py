@@ -42,8 +42,8 @@ class Needs:
     undefended `network` inside a defended model; a model that answers from a `bank`; its
     `affine_keys` or `train_inputs` (see `Knowledge`); `images` (channels, height, width);
     `unit_box`, bounded inputs and a threat that treats all features alike; images that the
-    `windows` of pyautoattack's Square can tile; a `package` of the extra `attacks`. `norms`,
-    `tasks`: those it works for."""
+    `windows` of pyautoattack's Square can tile; a threat with `groups`, categories that can switch;
+    a `package` of the extra `attacks`. `norms`, `tasks`: those it works for."""
 
     gradients: bool = False
     network: bool = False
@@ -53,6 +53,7 @@ class Needs:
     images: bool = False
     unit_box: bool = False
     windows: bool = False
+    groups: bool = False
     package: str | None = None
     norms: tuple[str, ...] = tuple(NORMS)
     tasks: tuple[str, ...] = ("classification", "regression")
@@ -84,7 +85,9 @@ class Needs:
             return f"it works in {' and '.join(self.norms)}, got {threat.norm}"
         if self.unit_box and threat.bounds is None:
             return "it needs bounded inputs, as pixels are, got a threat without bounds"
-        for name in ("scale", "mutable"):
+        if self.groups and not threat.groups:
+            return "it switches categories, got a threat without `groups`"
+        for name in ("scale", "mutable", "groups"):
             if self.unit_box and getattr(threat, name) is not None:
                 return f"it treats all features alike, got a threat with `{name}`"
         if self.windows and threat.norm == "l2" and not _can_tile(*input_shape[1:]):

@@ -333,6 +333,7 @@ def large_eps(context: FlagContext) -> tuple[bool, str]:
 
 def _large(threat: LpBall, x: Tensor) -> float:
     """Half the box of inputs in the measure of the ball; without bounds, the spread of x."""
+    threat = replace(threat, groups=None)
     if threat.bounds is None:
         center = x.mean(0, keepdim=True).expand_as(x)
         return max(FAR * threat.eps, float(replace(threat, mutable=None).distance(x, center).max()))

@@ -41,7 +41,8 @@ def prove(
     started, longest = time.perf_counter(), 1.0
     note: tuple[str, ...] = ()
     if ball.norm != "l2":  # certificates are in l2, where n features move by up to sqrt(n) eps
-        longest = math.sqrt(max(1, len(ball.free_features(x)))) * SAFETY
+        movable = replace(ball, groups=None).free_features(x)  # at a larger eps groups switch, too
+        longest = math.sqrt(max(1, len(movable))) * SAFETY
         note = (f"a step of size 1 in {ball.norm} is at most {longest:.6g} long in l2",)
     if y.is_floating_point():
         found = certify_values(model, x, ball.eps * longest, unit=ball.scale, **constants)

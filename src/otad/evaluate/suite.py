@@ -20,16 +20,19 @@ from otad.nets import Backbone
 
 class Choice(NamedTuple):
     """The name of an attack and its options; `affine`: only for models whose keys are (True) or are
-    not (False) affine in the input, so that straight lines lead to the neighbors."""
+    not (False) affine in the input, so that straight lines lead to the neighbors; `groups`: only
+    for threats with categories."""
 
     name: str
     options: Mapping[str, Any] = MappingProxyType({})
     affine: bool | None = None
+    groups: bool = False
 
 
 # Strong and cheap first: expensive attacks skip the examples that these break. Attacks that know
 # nothing about the model come late and show what the others have missed (see the flags).
 _STANDARD = [
+    Choice("categories", groups=True),
     Choice("straight"),
     Choice("keys", {"restarts": 3}, affine=False),
     Choice("soft_knn"),
@@ -49,6 +52,7 @@ _STANDARD = [
 _QUICK_KEYS = {"steps": 20, "targets": 2, "temperatures": (0.1,), "restarts": 1, "polish": 20}
 PRESETS = {
     "quick": [
+        Choice("categories", {"beam": 2}, groups=True),
         Choice("straight", {"points": 12}),
         Choice("keys", _QUICK_KEYS, affine=False),
         Choice("soft_knn", {"temperatures": (0.1, 0.01), "steps": 20}),
@@ -111,6 +115,8 @@ def suite(
         return chosen, {}
     check_choice(attacks, "preset", tuple(PRESETS))
     choices = [one for one in PRESETS[attacks] if one.affine in (None, known.affine_keys)]
+    if threat is None or threat.groups is None:
+        choices = [one for one in choices if not one.groups]
     reasons = {one.name: ATTACKS[one.name].misfit(known, setting) for one in choices}
     fitting = [one for one in choices if reasons[one.name] is None]
     made = [ATTACKS[one.name].for_model(known, **one.options) for one in fitting]
