@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from otad.cip import ExactCip, Status
 from otad.errors import InputError
-from otad.explain import AGREES, DIFFERS, explain
+from otad.explain import explain
+from otad.explain.explanation import AGREES, DIFFERS
 from otad.model.defend import defend
 from otad.model.otad import OTAD
 from otad.nets import SequentialBackbone, fc_resnet
@@ -101,7 +102,7 @@ def test_dict_is_json() -> None:
     assert (back["prediction"], back["status"]) == (one.prediction, "solved")
     assert set(back["probabilities"]) == {"3", "8"}
     assert [it["weight"] for it in back["neighbors"]] == [it.weight for it in one.neighbors]
-    assert set(back) - set(brief) == {"inputs", "feature_names"}
+    assert set(back) - set(brief) == {"inputs", "feature_names", "differences"}
     assert set(back["neighbors"][0]) - set(brief["neighbors"][0]) == {"inputs"}
     assert back["inputs"] == pytest.approx(QUERIES[0].tolist())
 
@@ -117,7 +118,7 @@ def test_text_and_table_show_query_and_neighbors() -> None:
     heaviest = sorted(one.neighbors, key=lambda it: -it.weight)
     assert one.heaviest(3) == heaviest[:3]
     assert f"{one.n_weighted} of {K} neighbors have weight" in text
-    assert text.count("\n") == 3 + one.n_weighted
+    assert text.count("\n") == 4 + len(one.by_class) + one.n_weighted + 5
     for it in heaviest[:3]:
         assert f"row {it.index}" in table
         assert f"{it.weight:.3f}" in table
@@ -130,9 +131,13 @@ def test_text_and_table_show_query_and_neighbors() -> None:
     assert type(one.prediction) is int
     assert set(one.probabilities) == {0, 1} >= {it.label for it in one.neighbors}
     table = plain(one.table(max_features=3))
-    assert "feature 2" in table
-    assert "feature 3" not in table
-    assert "... 1 more" in table
+    squares = [it.weight * ((it.inputs - one.inputs) / 3).square() for it in one.neighbors]
+    order = sum(squares).argsort(descending=True).tolist()
+    assert order != sorted(order)
+    listed = [line.split()[2] for line in table.splitlines() if "feature" in line]
+    assert listed == [str(k) for k in order[:3]]  # those that differ the most
+    assert "... 1 more, which differ less" in table
+    assert one.differences.tolist() == pytest.approx(sum(squares).tolist(), rel=1e-4)
     with pytest.raises(InputError, match=r"figure: .* got .* \(4,\)"):
         one.figure()
     with pytest.raises(InputError, match="count: expected an integer of at least 1, got 0"):

@@ -230,3 +230,31 @@ def test_the_weights_are_those_of_the_trace(
     assert Path("why.png").read_bytes().startswith(b"\x89PNG")
     assert "wrote why.png" in result.stderr
     assert "weight" in result.stdout
+
+
+def test_files_of_images_are_named() -> None:
+    for number in range(12):
+        for label in ("bright", "dark"):
+            image = np.full((8, 8), (200 if label == "bright" else 20) + number) / 255
+            write_image(Path("photos", label, f"{number}.png"), image)
+    terminal.succeed("train", "photos", "--size", 8, *QUICK, "--out", "net")
+    terminal.succeed("defend", "net", "--out", "model", "--neighbors", 3, "--per-class", 4)
+    record = terminal.json("explain", "model", "photos", "--row", 2)
+    names = [path.relative_to("photos").as_posix() for path in sorted(Path("photos").glob("*/*"))]
+    assert record["name"] == names[2]
+    model = otad.load("model")
+    noted = model.notes["train_names"]
+    assert len(noted) == len(model.bank_labels) == 8
+    for place, found in enumerate(noted):
+        pixels = np.asarray(Image.open(Path("photos", found)).convert("RGB"), dtype=np.float32)
+        expected = model.backbone.embed(torch.tensor(pixels).movedim(2, 0)[None] / 255)
+        torch.testing.assert_close(model.bank_inputs[place], expected[0], atol=1e-5, rtol=1e-5)
+    for it in record["neighbors"]:
+        assert it["name"] == noted[it["index"]]
+    terminal.succeed("predict", "model", "test", "--out", "p.csv")
+    tested = column("p.csv", "row")
+    assert set(tested) <= {*names} - {*noted}
+    shown = terminal.text("explain", "model", "test")
+    assert tested[0] in shown
+    assert terminal.json("explain", "model", "test")["neighbors"][0]["name"] in shown
+    terminal.succeed("explain", "model", "test", "--out", "why.png")

@@ -11,7 +11,7 @@ import torch
 from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_quantiles, progress_bar, remark, show
-from otad.cli.sources import TrainedNet, bank_part, describe_data, refuse_overwriting
+from otad.cli.sources import TrainedNet, bank_files, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
 from otad.evaluate.identity import DEFENDED, NET
 from otad.model import defend as building
@@ -117,7 +117,10 @@ def build_model(
             "progress": lambda done, total: shown.update(bank, completed=done, total=total),
             "sweep_progress": lambda *_: shown.update(sweeps, advance=1, visible=True),
         }
-        return building.defend(net, x, y, bank_dtype=dtype, **options)
+        model = building.defend(net, x, y, bank_dtype=dtype, **options)
+    if files := bank_files(dataset, per_class, seed):
+        model.notes["train_names"] = files
+    return model
 
 
 def scope_record(model: OTAD) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def assess_and_save(
     with progress_bar("testing") as advance:
         assessment = assess(model, *test, baselines=baselines, progress=advance)
     preparation = None if dataset.preparation is None else dataset.preparation.to_json()
-    model.notes = {**about, "preparation": preparation, "metrics": assessment.to_dict()}
+    model.notes |= {**about, "preparation": preparation, "metrics": assessment.to_dict()}
     return assessment, model.save(out)
 
 

@@ -143,7 +143,7 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
     unchanged = dataset.fingerprint() == note.fingerprint
     expected = f"{note.choice.data!r} as it was when the model was made"
     require(unchanged, "input", expected, "other contents, on which it may have been trained")
-    return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y)
+    return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y, dataset.test_files)
 
 
 def _table(model: OTAD, path: Path) -> InputRows:
@@ -224,10 +224,13 @@ def _gray(images: Tensor) -> Tensor:
 
 
 def _from_tensor(
-    model: OTAD, x: Tensor, targets: Callable[[str | None], Tensor | None]
+    model: OTAD,
+    x: Tensor,
+    targets: Callable[[str | None], Tensor | None],
+    files: tuple[str, ...] = (),
 ) -> InputRows:
     names, dtype = tuple(map(str, range(len(x)))), model.backbone.mean.dtype
-    return InputRows(names, lambda rows: x[rows].to(dtype), targets)
+    return InputRows(files or names, lambda rows: x[rows].to(dtype), targets)
 
 
 def _trained_on(model: OTAD, option: str) -> Any:

@@ -19,7 +19,7 @@ COMMANDS = {
     "defend": "Build the bank of training points, test the model, and save it.",
     "imitate": "Train a network to replace a model's solver, test both, and save the new model.",
     "predict": "Predict every row of an input, and report what each prediction rests on.",
-    "explain": "Show the training points a prediction rests on, with weight, label and distance.",
+    "explain": "Show what each training point contributes to a prediction, with weight and label.",
     "attack": "Run one attack on a model, and report how many of its predictions remain right.",
     "certify": "Prove how far each input can change in l2 without changing its prediction.",
     "evaluate": "Attack a model by a suite of attacks, certify it, and write a report.",

@@ -122,11 +122,14 @@ def explain(
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Show the training points a prediction rests on, with weight, label and distance.
+    """Show what each training point contributes to a prediction, with weight and label.
 
-    The prediction is the linear output of the weighted mean of their features: the
-    weights do not approximate the model, they define its prediction (with strong
-    convexity 0).
+    The prediction is read linearly from the weighted mean of their features: the
+    weights do not approximate the model, they define its prediction. A point
+    contributes its weight times the lead of the predicted class over the runner-up
+    that it alone would give (in regression, times its value). Contributions sum to
+    the lead, so a class of less weight wins where its points contribute more.
+    Features are listed from the one that differs most.
 
     Example: otad explain digits-model test --row 3 --out why.png
     """
@@ -136,8 +139,11 @@ def explain(
     model = open_model(model_dir, device, data_dir, out, input)
     drawn = kind == ".json" or len(model.backbone.input_shape) > 1
     require(drawn, "out", "a .json file, as only images can be drawn", out)
-    x = open_inputs(model, input, data_dir).row(row).to(device)
+    rows = open_inputs(model, input, data_dir)
+    x = rows.row(row).to(device)
     known: dict[str, Any] = {"classes": model.notes.get("classes") or None}
+    if rows.names[row] != str(row):  # the name of a file
+        known["names"] = [rows.names[row]]
     known["feature_names"] = model.notes.get("feature_names")
     known["train_x"] = None if out is None else training_inputs(model, data_dir, input)
     (explanation,) = explain_inputs(model, x, **known)

@@ -134,12 +134,25 @@ def bank_part(
     dataset: Dataset, per_class: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """All inputs and targets of the train part, or `per_class` random ones of each class."""
-    x, y = dataset.train_x, dataset.train_y
+    rows = _bank_rows(dataset, per_class, seed)
+    return dataset.train_x[rows], dataset.train_y[rows]
+
+
+def bank_files(dataset: Dataset, per_class: int | None = None, seed: int = 0) -> list[str]:
+    """The files of the same rows, where they are known."""
+    rows = _bank_rows(dataset, per_class, seed)
+    files = dataset.train_files
+    if not files or isinstance(rows, slice):
+        return list(files)
+    return [files[row] for row in rows.tolist()]
+
+
+def _bank_rows(dataset: Dataset, per_class: int | None, seed: int) -> slice | Tensor:
     if per_class is None:
-        return x, y
+        return slice(None)
     require(dataset.classes, "per_class", "data with classes", "a regression")
-    rows = data.subset_per_class(y, per_class, torch.Generator().manual_seed(seed))
-    return x[rows], y[rows]
+    drawn_by = torch.Generator().manual_seed(seed)
+    return data.subset_per_class(dataset.train_y, per_class, drawn_by)
 
 
 def training_inputs(model: OTAD, data_dir: Path | None, source: str) -> Tensor | None:

@@ -44,7 +44,8 @@ class Dataset:
     images (N, C, H, W) within `bounds`. Targets are (N,): int64 indices into `classes`, or values
     of the dtype of the inputs, with no classes, for regression. Inputs are not normalized: the
     model does that, so that distances are in the user's own units. (Cells are the exception:
-    `preparation`, a `CellPreparation`, repeats what was done to them.)
+    `preparation`, a `CellPreparation`, repeats what was done to them.) `train_files` and
+    `test_files` name the file of each row, where every row has one of its own.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Dataset:
     bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
     preparation: Any = field(default=None, repr=False)
+    train_files: tuple[str, ...] = field(default=(), repr=False)
+    test_files: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.bounds is not None:
@@ -102,6 +105,9 @@ class Dataset:
         target = torch.int64 if self.task == "classification" else x.dtype
         check_tensor(y, named_y, "N", dtypes=(target,))
         require(len(x) == len(y), named_y, f"{len(x)} targets like {part}_x", len(y))
+        files = getattr(self, f"{part}_files")
+        known = len(files) in (0, len(x))
+        require(known, f"{self.name} {part}_files", f"{len(x)} names, or none", len(files))
         limits = [(x, named_x, self.bounds)] if self.bounds is not None else []
         if self.task == "classification":
             limits.append((y, named_y, (0, len(self.classes) - 1)))

@@ -90,7 +90,9 @@ def load_image_folder(
         parts = [([paths[row] for row in part.tolist()], labels[part]) for part in rows]
     read = [(read_images(files, size, resize=resize), y) for files, y in parts]
     names = tuple((class_labels or {}).get(label, label) for label in classes)
-    return _dataset(*read, classes=names, name=name or root.name, source=source)
+    files = [tuple(path.relative_to(root).as_posix() for path in found) for found, _ in parts]
+    about: dict[str, Any] = {"train_files": files[0], "test_files": files[1], "source": source}
+    return _dataset(*read, classes=names, name=name or root.name, **about)
 
 
 def _scan(folder: Path, known: Sequence[str] = ()) -> tuple[Sequence[str], list[Path], Tensor]:

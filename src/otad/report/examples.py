@@ -40,8 +40,10 @@ def cases_section(explanations: Sequence[Explanation], truths: Sequence[str]) ->
         ("Right", sorted(right[N_UNSURE:])[:N_RIGHT]),
     )
     lead = (
-        "The linear head reads the weighted mean of the neighbors' features (l = 0), so weights "
-        "are the prediction itself. The label with the most weight need not win."
+        "An answer is the mean, by weight, of what the network reads from each training point. A "
+        "point contributes its weight times the lead in logits of the winner over the runner-up "
+        "that it alone would give, and contributions sum to the lead. So a class of less weight "
+        "wins where its points contribute more."
     )
     galleries = [Gallery(title, [cases[row] for row in rows]) for title, rows in groups if rows]
     return Section("why", "Explained predictions", lead, galleries)
@@ -62,12 +64,13 @@ def make_case(explanation: Explanation, truth: str, *, by_truth: bool = False) -
             label=str(it.label),
             weight=it.weight,
             agrees=str(it.label) == (truth if by_truth else answer),
-            title=f"training point {it.index}, distance {it.distance:.3g}",
+            title=f"{it.title}, distance {it.distance:.3g}",
+            contribution=it.contribution,
         )
         for it in explanation.heaviest(N_VOTES)
     ]
     image, certainty = pixels_uri(explanation.inputs, bounds), f"{_certainty(explanation):.1%}"
-    return Case(image, answer, truth, certainty, explanation.account, votes)
+    return Case(image, answer, truth, certainty, explanation.account, votes, explanation.reasons)
 
 
 class Adversarial(NamedTuple):

@@ -55,17 +55,20 @@ class Picture(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """A training point behind a prediction: its picture, label and weight (0 to 1), if known."""
+    """A training point behind a prediction: its picture, label, weight (0 to 1) and contribution,
+    if known."""
 
     uri: str
     label: str
     weight: float | None
     agrees: bool
     title: str
+    contribution: float | None = None
 
 
 class Case(NamedTuple):
-    """One explained prediction; `account` says how the solver found it."""
+    """One explained prediction; `account` says how the solver found it, `reasons` what the training
+    points contribute."""
 
     uri: str
     prediction: str
@@ -73,6 +76,7 @@ class Case(NamedTuple):
     certainty: str
     account: str = ""
     votes: Sequence[Vote] = ()
+    reasons: Sequence[str] = ()
 
     @property
     def right(self) -> bool:

@@ -1,0 +1,141 @@
+"""Explanations from the trace of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otad.checks import require
+from otad.cip import Status
+from otad.data.dataset import refuse_repeats
+from otad.explain.contributions import lead, outputs_alone
+from otad.explain.explanation import Explanation, Label, Neighbor, finite
+from otad.model.otad import OTAD, check_training_inputs
+from otad.nets import Backbone, only_normalizes
+
+Prediction = tuple[Label | None, dict[Label, float] | None]  # with the probabilities of all classes
+
+
+def explain(
+    model: OTAD,
+    x: Tensor,
+    *,
+    classes: Sequence[Any] | None = None,
+    feature_names: Sequence[str] | None = None,
+    train_x: Tensor | None = None,
+    names: Sequence[str] | None = None,
+    train_names: Sequence[str] | None = None,
+) -> list[Explanation]:
+    """One explanation for each input x (B,*input_shape), by a single trace of the batch.
+
+    `classes` names the C classes, `feature_names` the d features of a vector. The raw inputs of
+    training points are computed from the bank where the backbone only normalizes and flattens; for
+    another one, give the `train_x` (N,*input_shape) of the bank. `names` (B) are those of the
+    inputs, `train_names` (N) of the bank points, such as their files; by default those that the
+    model notes.
+    """
+    backbone, labels = model.backbone, _class_labels(model.backbone, classes)
+    columns = None if feature_names is None else tuple(map(str, feature_names))
+    fits = columns is None or (len(columns),) == backbone.input_shape
+    require(fits, "feature_names", f"one for each input {backbone.input_shape}", len(columns or ()))
+    with torch.no_grad():
+        trace = model.trace(x)
+    asked = _names(names, "names", len(x))
+    known = _names(
+        _noted(model) if train_names is None else train_names, "train_names", len(model.bank_labels)
+    )
+    raw = _raw_inputs(model, trace.neighbors.indices, train_x)
+    solution, outputs = trace.solution, trace.outputs.double().cpu()
+    weights, neighbors = solution.multipliers.double(), trace.neighbors
+    alone = outputs_alone(model, x, trace).cpu()
+    parts = neighbors.indices, weights, trace.labels, neighbors.distances
+    found = []
+    for row, answer in enumerate(zip(*(part.tolist() for part in parts), raw, strict=True)):
+        second, margin, leads = (None, None, alone[row, :, 0])
+        if labels and bool(outputs[row].isfinite().all()):
+            second, margin, leads = lead(outputs[row], alone[row])
+        points = [
+            Neighbor(
+                index,
+                finite(weight),
+                labels[label] if labels else label,
+                distance,
+                inputs,
+                None if math.isnan(weight) else value,
+                None if known is None else known[index],
+            )
+            for index, weight, label, distance, inputs, value in zip(
+                *answer, leads.tolist(), strict=True
+            )
+            if model.answerer.rests_on_neighbors or weight > 0  # others pad a narrow support
+        ]
+        found.append(
+            Explanation(
+                *_prediction(outputs[row], labels),
+                neighbors=tuple(points),
+                status=Status(int(solution.status[row])),
+                smoothness=float(solution.smoothness[row]),
+                residual=float(solution.residual[row]),
+                gap=None if trace.gap is None else float(trace.gap[row]),
+                inputs=x[row].cpu(),
+                feature_names=columns,
+                bounds=backbone.bounds,
+                runner_up=labels[second] if labels and second is not None else None,
+                margin=margin,
+                std=backbone.std.cpu(),
+                name=None if asked is None else asked[row],
+            )
+        )
+    return found
+
+
+def _names(given: Sequence[Any] | None, what: str, count: int) -> list[str] | None:
+    if given is None:
+        return None
+    require(len(given) == count, what, f"{count} names", len(given))
+    return list(map(str, given))
+
+
+def _noted(model: OTAD) -> list[Any] | None:
+    """The names of the bank points, unless the bank was replaced by another one."""
+    noted = model.notes.get("train_names")
+    return noted if isinstance(noted, list) and len(noted) == len(model.bank_labels) else None
+
+
+def _class_labels(backbone: Backbone, classes: Sequence[Any] | None) -> list[Label] | None:
+    """The name of each class, as plain values; None in regression."""
+    if backbone.task == "regression":
+        return None
+    count = backbone.n_outputs
+    given = range(count) if classes is None else classes
+    require(len(given) == count, "classes", f"{count} names, one for each output", len(given))
+    refuse_repeats(map(str, given), "classes")
+    return [label.item() if isinstance(label, np.generic) else label for label in given]
+
+
+def _prediction(output: Tensor, labels: list[Label] | None) -> Prediction:
+    """From logits (C,) or a value; None where it abstained."""
+    if not bool(output.isfinite().all()):
+        return None, None
+    if labels is None:
+        return float(output), None
+    return labels[int(output.argmax())], dict(zip(labels, output.softmax(0).tolist(), strict=True))
+
+
+def _raw_inputs(model: OTAD, indices: Tensor, train_x: Tensor | None) -> Any:
+    """Inputs (B,K,*input_shape) of the training points, or (B,K) times None."""
+    backbone, points = model.backbone, model.bank_inputs
+    if train_x is not None:
+        check_training_inputs(model, train_x, indices.unique())
+        return train_x[indices.to(train_x.device)].cpu()
+    if not only_normalizes(backbone):
+        return [[None] * indices.shape[1]] * len(indices)
+    embedded = points[indices.to(points.device)].to(backbone.mean)
+    embedded = embedded[..., : backbone.dim - backbone.lift]
+    shape = (*indices.shape, *backbone.input_shape)
+    return (embedded.reshape(shape) * backbone.std + backbone.mean).cpu()

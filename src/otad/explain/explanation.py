@@ -1,0 +1,355 @@
+"""A prediction and the training points it rests on, as text, table, picture, JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from otad.checks import check_count
+from otad.cip import Status
+from otad.errors import InputError, printable
+from otad.explain.picture import Panel, draw
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Label = str | int | float | bool
+AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
+LONGEST_NAME = 20  # letters below an image
+N_FEATURES = 5  # that differ the most, in a text
+
+
+class ClassPart(NamedTuple):
+    """What the training points of one class have in an answer: how many of them have weight, their
+    weight, and their contribution to the margin."""
+
+    points: int
+    weight: float
+    contribution: float
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbor:
+    """A training point: its row in the bank, the weight of its feature in the answer (None where
+    this is no weighted mean of features), its label, its distance to the query where neighbors are
+    searched, and its raw inputs and its `name`, such as a file, where they are known.
+
+    `alone` is the margin of `Explanation` (in regression the value) if all weight were on this
+    point, and `contribution` its weight times that: contributions sum to the margin, or the value.
+    """
+
+    index: int
+    weight: float | None
+    label: Label
+    distance: float
+    inputs: Tensor | None
+    alone: float | None = None
+    name: str | None = None
+
+    @property
+    def contribution(self) -> float | None:
+        return None if self.weight is None or self.alone is None else self.weight * self.alone
+
+    @property
+    def title(self) -> str:
+        """Its name, or else its row."""
+        return f"row {self.index}" if self.name is None else printable(self.name)
+
+    def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
+        found = {name: value for name, value in vars(self).items() if name != "inputs"}
+        found["contribution"] = self.contribution
+        if inputs and self.inputs is not None:
+            found["inputs"] = self.inputs.tolist()
+        return found
+
+    def __repr__(self) -> str:
+        has = f"weight {_weight(self)}, contribution {_signed(self.contribution)}"
+        return f"Neighbor({self.title}, {_text(self.label)}, {has}, distance {self.distance:.4g})"
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """One prediction and what it rests on.
+
+    `prediction` is a label or a value (None where the solver abstained), `probabilities` those of
+    all classes (None in regression), `neighbors` the training points found, nearest first; for a
+    global map those with weight, most weight first. `status`, `smoothness` (the L used), `residual`
+    and the duality `gap` of a global map say how the problem was solved; `inputs` is the query, and
+    `name` its name where it has one.
+
+    `margin` is how far the logit of the prediction is above that of the `runner_up`: the answer
+    changes exactly where this becomes 0. It is the sum of what the training points contribute, as
+    in regression the prediction is; `remainder` is what rounding leaves of it. `std` are the units
+    by which the features of query and training points are compared.
+    """
+
+    prediction: Label | None
+    probabilities: dict[Label, float] | None
+    neighbors: tuple[Neighbor, ...]
+    status: Status
+    smoothness: float
+    residual: float
+    inputs: Tensor
+    feature_names: tuple[str, ...] | None = None
+    bounds: tuple[float, float] | None = None
+    gap: float | None = None
+    runner_up: Label | None = None
+    margin: float | None = None
+    std: Tensor | None = None
+    name: str | None = None
+
+    @property
+    def scope(self) -> str:
+        return "local" if self.gap is None else "global"
+
+    @property
+    def n_weighted(self) -> int | None:
+        """How many neighbors have weight; None where the answer gives no weights."""
+        known = [it.weight for it in self.neighbors if it.weight is not None]
+        return sum(weight > 0 for weight in known) if len(known) == len(self.neighbors) else None
+
+    @property
+    def total(self) -> float | None:
+        """What contributions sum to: the margin, or in regression the prediction; None where the
+        answer gives no weights."""
+        if self.prediction is None or self.n_weighted is None:
+            return None
+        return float(self.prediction) if self.probabilities is None else self.margin
+
+    @property
+    def remainder(self) -> float | None:
+        if self.total is None:
+            return None
+        return self.total - math.fsum(it.contribution or 0.0 for it in self.neighbors)
+
+    @property
+    def by_class(self) -> dict[Label, ClassPart]:
+        """What the training points of each class have in the answer, largest contribution first;
+        empty in regression and where the answer gives no weights."""
+        if self.probabilities is None or self.total is None:
+            return {}
+        found: dict[Label, ClassPart] = {}
+        for it in self.neighbors:
+            if it.weight and it.contribution is not None:
+                points, weight, share = found.get(it.label, (0, 0.0, 0.0))
+                found[it.label] = ClassPart(points + 1, weight + it.weight, share + it.contribution)
+        return dict(sorted(found.items(), key=lambda item: -item[1].contribution))
+
+    @property
+    def reasons(self) -> list[str]:
+        """What the contributions sum to, and those of each class, as sentences."""
+        if self.total is None:
+            return []
+        if self.probabilities is None:
+            return [f"the contributions sum to the value {self.total:.5g}"]
+        rival = f"{_text(self.prediction)} over {_text(self.runner_up)}"
+        found = [f"the contributions sum to {self.total:.3g}, the lead in logits of {rival}"]
+        for label, part in self.by_class.items():
+            points = f"{part.points} training point{'s' if part.points > 1 else ''}"
+            weight = f"with weight {part.weight:.3f}"
+            found.append(f"{_text(label)}: {_signed(part.contribution)} by {points} {weight}")
+        return found
+
+    @property
+    def differences(self) -> Tensor | None:
+        """The mean over training points, by weight, of the squared difference to the query in units
+        of `std`; None where their inputs are not known."""
+        known = [it.inputs for it in self.neighbors if it.inputs is not None]
+        if not known or len(known) < len(self.neighbors) or self.std is None:
+            return None
+        squares = ((torch.stack(known).double() - self.inputs.double()) / self.std).square()
+        return torch.einsum("k,k...->...", self._shares(), squares)
+
+    def _shares(self) -> Tensor:
+        """The weights of the training points, or equal ones where the answer gives none."""
+        weights = [it.weight for it in self.neighbors if it.weight is not None]
+        if len(weights) < len(self.neighbors):
+            weights = [1 / len(self.neighbors)] * len(self.neighbors)
+        return torch.tensor(weights, dtype=torch.float64)
+
+    @property
+    def account(self) -> str:
+        """How the problem was solved, as text."""
+        level = f"{self.smoothness:.3g}"
+        if self.gap is not None:
+            exact = "" if self.status == Status.SOLVED else ", not as small as it should be"
+            return f"global map, smoothness {level}, gap {max(self.gap, 0.0):.1e}{exact}"
+        return {
+            Status.SOLVED: f"solved with smoothness {level}, as asked",
+            Status.RAISED: f"solved with smoothness raised to {level}: the neighbors need it",
+            Status.REPAIRED: f"solved with smoothness {level} without a contradicting neighbor",
+            Status.ESTIMATED: "estimated by a network that imitates the solver, not solved",
+            Status.INFEASIBLE: "not solved: the neighbors contradict each other",
+            Status.UNSOLVED: "not solved: the numbers are out of range",
+        }[self.status]
+
+    def heaviest(self, count: int) -> list[Neighbor]:
+        """The neighbors of most weight, and of those without any the nearest."""
+        check_count(count, "count")
+        return sorted(self.neighbors, key=lambda neighbor: -(neighbor.weight or 0.0))[:count]
+
+    def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
+        """Plain JSON, with the raw values of query and neighbors if asked for."""
+        shares = self.probabilities
+        found: dict[str, Any] = {
+            "prediction": self.prediction,
+            "probabilities": shares and {str(label): share for label, share in shares.items()},
+            "status": self.status.name.lower(),
+            "smoothness": finite(self.smoothness),
+            "residual": finite(self.residual),
+            "scope": self.scope,
+            "gap": None if self.gap is None else finite(self.gap),
+            "n_weighted": self.n_weighted,
+            "name": self.name,
+            "runner_up": self.runner_up,
+            "margin": self.margin,
+            "remainder": self.remainder,
+            "by_class": {str(label): part._asdict() for label, part in self.by_class.items()},
+            "neighbors": [neighbor.to_dict(inputs=inputs) for neighbor in self.neighbors],
+        }
+        if inputs:
+            names = self.feature_names
+            found |= {"inputs": self.inputs.tolist(), "feature_names": names and list(names)}
+            found["differences"] = None if self.differences is None else self.differences.tolist()
+        return found
+
+    def __repr__(self) -> str:
+        weighted = "no weights" if self.n_weighted is None else f"{self.n_weighted} with weight"
+        found = f"{len(self.neighbors)} training points, {weighted}"
+        return f"Explanation({self._answer()}, {found}, {self.scope}, {self.status.name.lower()})"
+
+    def __str__(self) -> str:
+        graded = "" if math.isnan(self.residual) else f"; residual {self.residual:.1e}"
+        count = len(self.neighbors)
+        shown = count if self.n_weighted is None else max(self.n_weighted, 1)
+        if self.n_weighted is None:
+            weighing = f"{count} neighbors, to which the answer gives no weights"
+        elif self.gap is not None:
+            weighing = f"{self.n_weighted} training points have weight"
+        else:
+            weighing = f"{self.n_weighted} of {count} neighbors have weight"
+        lines = [f"prediction: {self._answer()}", f"{self.account}{graded}", weighing]
+        columns = f"{'weight':>8}  {'alone':>8}  {'contribution':>12}  {'distance':>8}  {'row':>8}"
+        columns += "  label"
+        lines += [*self.reasons, columns]
+        for it in self.heaviest(shown):
+            parts = f"{_signed(it.alone):>8}  {_signed(it.contribution):>12}"
+            numbers = f"{_weight(it):>8}  {parts}  {it.distance:8.4g}"
+            name = "" if it.name is None else f"  {it.title}"
+            lines.append(f"{numbers}  {it.index:8d}  {_text(it.label)}{name}")
+        return "\n".join(lines + self._features_text())
+
+    def _features_text(self) -> list[str]:
+        """The features that differ most, of the query and of the mean training point."""
+        if self.inputs.dim() != 1 or self.differences is None:
+            return []
+        known = torch.stack([it.inputs for it in self.neighbors if it.inputs is not None])
+        mean, order = self._shares() @ known.double(), self._feature_order()
+        lines = ["features that differ most: the query, and the mean training point by weight"]
+        for k in order[:N_FEATURES]:
+            lines.append(f"  {self._feature_name(k)}: {float(self.inputs[k]):.4g}, {mean[k]:.4g}")
+        return lines
+
+    def _feature_order(self) -> list[int]:
+        """Features from the largest difference to the smallest, or in file order."""
+        if (differences := self.differences) is None:
+            return list(range(len(self.inputs)))
+        order: list[int] = differences.argsort(descending=True, stable=True).tolist()
+        return order
+
+    def _feature_name(self, k: int) -> str:
+        return f"feature {k}" if self.feature_names is None else printable(self.feature_names[k])
+
+    def table(self, *, top: int = 5, max_features: int = 40) -> Table:
+        """The query beside its `top` heaviest neighbors; feature by feature if vectors, from the
+        largest difference between the query and all its training points to the smallest."""
+        shown = self.heaviest(top)
+        caption = escape("\n".join([self.account, *self.reasons]))
+        table = Table(title=escape(f"prediction: {self._answer()}"), caption=caption)
+        table.add_column("")
+        table.add_column(
+            "query" if self.name is None else escape(printable(self.name)), justify="right"
+        )
+        for neighbor in shown:
+            table.add_column(escape(neighbor.title), justify="right")
+        table.add_row("weight", "", *(f"[bold]{_weight(it)}" for it in shown))
+        if self.total is not None:
+            alone = "value alone" if self.probabilities is None else "lead alone"
+            table.add_row(alone, "", *(_signed(it.alone) for it in shown))
+            parts = (_signed(it.contribution) for it in shown)
+            table.add_row("contribution", f"{self.total:.3g}", *parts)
+        labels = (f"[{self._color(it)}]{escape(_text(it.label))}" for it in shown)
+        table.add_row("label", escape(_text(self.prediction)), *labels)
+        table.add_row("distance", "", *(f"{it.distance:.4g}" for it in shown), end_section=True)
+        known = [it.inputs for it in shown if it.inputs is not None]
+        if self.inputs.dim() != 1 or len(known) < len(shown):
+            return table
+        order = self._feature_order()
+        for k in order[:max_features]:
+            values = (f"{float(values[k]):.4g}" for values in (self.inputs, *known))
+            table.add_row(escape(self._feature_name(k)), *values)
+        if len(order) > max_features:
+            table.add_row(f"... {len(order) - max_features} more, which differ less")
+        return table
+
+    def figure(self, *, top: int = 6) -> Figure:
+        """The query image beside its `top` heaviest neighbors, framed by whether labels agree; gray
+        levels as `bounds` say, or else over the range of the values shown."""
+        panels = [Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)]
+        for it in self.heaviest(top):
+            if it.inputs is None:
+                raise InputError(f"train_x: expected the image of row {it.index}, got none")
+            lines = [] if it.weight is None else [f"weight {it.weight:.3f}"]
+            if it.contribution is not None:
+                lines.append(f"contributes {_signed(it.contribution)}")
+            lines.append(f"distance {it.distance:#.3g}")
+            lines += [] if it.name is None else [_short(it.title)]
+            color = self._color(it)
+            panels.append(Panel(it.inputs, _text(it.label), "\n".join(lines), color, it.weight))
+        order = "nearest first" if self.n_weighted is None else "by weight"
+        heading = f"training points behind the answer, {order}"
+        return draw(panels, heading, [*self.reasons[:1], self.account], self.bounds)
+
+    def _certainty(self) -> str:
+        if self.prediction is None or self.probabilities is None:
+            return ""
+        return f"probability {self.probabilities[self.prediction]:.3f}"
+
+    def _answer(self) -> str:
+        certainty = self._certainty()
+        return _text(self.prediction) + (f" ({certainty})" if certainty else "")
+
+    def _color(self, neighbor: Neighbor) -> str:
+        if self.probabilities is None:
+            return NEUTRAL
+        return AGREES if neighbor.label == self.prediction else DIFFERS
+
+
+def _weight(neighbor: Neighbor) -> str:
+    return "none" if neighbor.weight is None else f"{neighbor.weight:.3f}"
+
+
+def _signed(value: float | None) -> str:
+    return "none" if value is None else f"{value:+.3g}" if value else "0"
+
+
+def _short(name: str) -> str:
+    """The end of a long name, which is what differs between files."""
+    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
+
+
+def _text(label: Label | None) -> str:
+    if label is None:
+        return "none (abstained)"
+    return f"{label:.5g}" if isinstance(label, float) else printable(str(label))
+
+
+def finite(value: float) -> float | None:
+    """JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
