@@ -163,10 +163,10 @@ def _words(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """What is short in full, else its type."""
+    """What is short in full, and the type."""
     name, text = type(value).__name__, ""
     with suppress(ValueError):  # Python writes no number of more than 4,300 digits
         text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple)) else ""
     if hasattr(value, "layout"):
         return f"{name} of {value.dtype} and {value.layout} on {value.device}".replace("torch.", "")
-    return text if 0 < len(text) <= 60 else name
+    return f"{text} ({name})" if 0 < len(text) <= 60 else name

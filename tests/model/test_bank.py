@@ -118,7 +118,7 @@ def test_gather(file: Path) -> None:
         with pytest.raises(InputError, match=r"indices: expected 0 to 56, got"):
             bank.gather(torch.tensor([0, bad]))
     for bad in (torch.tensor([True]), [1, 2]):
-        with pytest.raises(InputError, match=r"indices: expected .*, got (torch.bool|list)"):
+        with pytest.raises(InputError, match=r"indices: expected .*, got (torch.bool|.*list)"):
             bank.gather(bad)
 
 
