@@ -85,7 +85,7 @@ class NeighborSearch(ABC):
         self._check(queries, k, exclude)
         queries, size = queries.detach(), min(k + SPARE, len(self))
         if exclude is None:
-            exclude = torch.full((len(queries),), -1)
+            exclude = queries.new_full((len(queries),), -1, dtype=torch.int64)
         exclude = exclude.to(queries.device)
         indices, distances, proved = self._attempts(queries, k, size, exclude)
         if bool(proved.all()):
