@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import audit
 import numpy as np
 import peers
 import pytest
@@ -18,6 +19,7 @@ import timing
 import torch
 import whole_bank
 from instances import random_bank, random_instance
+from odd_models import attention_ratios
 from peers import MAP, MISSING, PEERS, QUESTIONS, Found, Peer
 from typer.testing import CliRunner
 
@@ -214,3 +216,49 @@ def test_bad_options_are_refused(option, value, capsys) -> None:
     with pytest.raises(SystemExit):
         solver.main([option, value])
     assert value in capsys.readouterr().err
+
+
+def test_the_audit_catches_radii_that_are_too_large(tmp_path, monkeypatch, capsys) -> None:
+    """Of 10 models, with radii 3 times as large; intervals and attention are left as they are."""
+    true = audit.certify
+
+    def planted(*given, **options):
+        found = true(*given, **options)
+        return replace(found, radius=3 * found.radius)
+
+    monkeypatch.setattr(audit, "certify", planted)
+    options = ["certificates", "--preset", "tiny", "--out", str(tmp_path)]
+    assert audit.main(options) == 1
+    record = json.loads((tmp_path / "audit-certificates-tiny.json").read_text())
+    wrong = Counter(one["rule"] for one in record["found"])
+    assert {"hull", "cell", "lipschitz"} == set(wrong)
+    assert record["violations"] == wrong.total() < record["certified"]
+    assert record["inputs"] > 3000
+    tables = [record[f"by_{key}"].values() for key in ("rule", "bank", "setting")]
+    assert {sum(one["inputs"] for one in table) for table in tables} == {record["inputs"]}
+    again = record["found"][-1]
+    repeated = audit.run_case(again["case"], record["seed"], record["queries_per_model"])
+    assert {name: again[name] for name in ("row", "rule", "radius", "nearest")}.items() <= next(
+        row for row in repeated["rows"] if row["row"] == again["row"]
+    ).items()
+    monkeypatch.setattr(audit, "certify", true)
+    assert audit.main([*options, "--only", str(again["case"])]) == 0
+    assert "violations: 0" in capsys.readouterr().out
+
+
+def test_the_bound_of_attention_is_audited() -> None:
+    bound, ratios = attention_ratios("tiny", torch.Generator().manual_seed(0), 4)
+    assert 0.05 * bound < ratios.max() < bound
+    assert ratios[-12:].mean() > ratios[:12].mean()  # power iteration finds what stretches more
+
+
+def test_the_audit_attacks_beside_the_suite(tmp_path: Path) -> None:
+    code = audit.main(["suite", "--preset", "tiny", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "audit-suite-tiny.json").read_text())
+    left = {name: record[f"left_by_{name}"] for name in ("suite", "own", "both")}
+    assert code == (left["suite"] > left["own"])
+    assert left["suite"] - left["both"] == len(record["only_own"])
+    assert left["own"] - left["both"] == len(record["only_suite"])
+    assert left["both"] <= left["own"] < record["config"]["points"]
+    assert record["own_parts"]["pull, then climb"] > 0
+    assert record["found"] == []
