@@ -76,7 +76,7 @@ def test_other_processes_find_checked_functions() -> None:
 def test_methods_and_records_of_a_model() -> None:
     made, record = model(), otad.Trace  # whose constructor is checked from now on
     assert isinstance(made.trace(queries(made)), record)
-    with pytest.raises(InputError, match="folder: expected text or a path, got .*list"):
+    with pytest.raises(InputError, match=r"folder: expected text or a path, got .*list"):
         made.save([])
     with pytest.raises(InputError, match=r"x: expected .*Tensor"):
         made.query_keys("x")
