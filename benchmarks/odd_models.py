@@ -56,7 +56,7 @@ CLASSES, POINTS, SHAPE = 3, 40, (1, 8, 8)
 
 
 class Case(NamedTuple):
-    """A model, the points (N,p) of its bank in input units, queries (B,p) and options of certify"""
+    """A model, the points (N,p) of its bank in input units, queries (B,p), options of `certify`."""
 
     model: otad.OTAD
     points: Tensor

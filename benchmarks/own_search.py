@@ -61,7 +61,7 @@ class Search:
             solved = (trace.solution.status == 0).view(away.shape)
             self.uncovered += int((changed & ~solved & (away < self.radius)).sum())
             changed &= solved
-        self.inside += (away < self.radius).sum(0)
+        self.inside += ((away > 0) & (away < self.radius)).sum(0)
         self.nearest = torch.minimum(self.nearest, away.masked_fill(~changed, math.inf).amin(0))
         return gain.detach(), changed if slope is None else slope.double() * self.unit
 
