@@ -64,7 +64,7 @@ def run_case(number: int, seed: int, queries: int) -> dict[str, Any]:
             interval = certify_values(case.model, inputs, eps, **case.options)
             limit, sign = torch.cat([interval.high, -interval.low]), torch.ones(2 * len(inputs))
             sign[len(inputs) :] = -1
-            radius = torch.where(limit.isfinite(), eps, 0.0)
+            radius = torch.where(limit.isfinite(), torch.full_like(limit, eps), 0.0)
             rules = [f"values, {case.model.scope}"] * len(limit)
             case = case._replace(x=case.x.repeat(2, 1))
         else:
