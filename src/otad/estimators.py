@@ -38,6 +38,7 @@ from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
 from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
+from otad.progress import progress_bar
 from otad.training import TrainConfig, fit_backbone
 
 LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
@@ -74,7 +75,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     validation_fraction: float | None = None
     device: str = "cpu"
     random_state: int | np.random.RandomState | None = None
-    verbose: int | bool = 0
+    verbose: int | bool | None = None
 
     @torch.inference_mode(False)  # weights made in that mode could not be trained
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -153,6 +154,10 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         values = {name: getattr(self, name) for name in names}
         return {k: v.item() if isinstance(v, np.generic) else v for k, v in values.items()}
 
+    @property
+    def _progress(self) -> bool | None:
+        return None if self.verbose is None else bool(self.verbose > 0)
+
     def _settings(self) -> dict[str, Any]:
         """Those of the defense."""
         check_choice(self.on_failure, "on_failure", ("fallback", "raise"))
@@ -187,9 +192,10 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         options["inputs"] = Standardizer.fit(parts[0], usual_statistics(x), names)
         if weights is not None:
             options["weights"] = torch.tensor(weights)[rows]
-        net, result = fit_backbone(parts, config, progress=self.verbose > 0, **options)
+        net, result = fit_backbone(parts, config, progress=self._progress, **options)
         self.history_, self.n_iter_ = result.history, len(result.history)
-        self.module_ = defend(net, x[rows], targets[rows], **self._settings())
+        defense = self._settings() | {"progress": self._progress}
+        self.module_ = defend(net, x[rows], targets[rows], **defense)
         if len(names) > 0:
             notes["feature_names"] = list(names)
         self.module_.notes = notes
@@ -197,8 +203,11 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     def _outputs(self, X: Any) -> Array:
         """Logits (n, C) or values (n,), float64."""
         inputs = self._check_inputs(X)
-        with torch.no_grad():
-            outputs = [self.module_(rows) for rows in inputs.split(ROWS_AT_ONCE)]
+        outputs: list[Tensor] = []
+        with progress_bar("predicting", self._progress) as report, torch.no_grad():
+            for rows in inputs.split(ROWS_AT_ONCE):
+                outputs.append(self.module_(rows))
+                report(sum(map(len, outputs)), len(inputs))
         return torch.cat(outputs).double().cpu().numpy()
 
 
@@ -227,7 +236,9 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     bounds : lowest and highest legal input value, such as (0, 1) for pixels; None for no bounds.
     validation_fraction : share of the rows that training and bank do not use; the network's score
         on them after each epoch is in `history_`.
-    device, random_state, verbose : where to work, the seed, and whether to draw a progress bar.
+    device, random_state : where to work, and the seed.
+    verbose : progress bars. None: on a terminal or in a notebook, after two seconds, and they
+        vanish at the end; 0: none; above 0: at once, and they stay.
 
     Attributes
     ----------

@@ -1,9 +1,22 @@
-"""The progress bars of all long work: on stderr, in one look."""
+"""The progress bars of all long work, on stderr.
+
+An argument `progress` is a function of the caller, which then draws itself; True, for bars that
+appear at once and stay; False, for none; or None, the default: bars that appear after two seconds
+and vanish at the end, on a terminal or in a notebook alone. `OTAD_PROGRESS=0` in the environment
+draws none. Work inside other work, and work of other threads meanwhile, draws none either.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from importlib.util import find_spec
+from multiprocessing import current_process
+from typing import Any, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -12,11 +25,27 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
 from otad.errors import printable
+
+VARIABLE = "OTAD_PROGRESS"
+SHOW_AFTER = 2.0  # seconds
+PartReport = Callable[[str, int, int], None]
+"""Called with the name of a part, the steps done and all its steps."""
+Draw = Callable[..., None]
+"""Called with the name of a part, the steps done, all its steps (None if not known) and, where it
+changes, the text beside its bar."""
+Counter = Callable[[int, int], None]
+"""Called with the steps done and all steps."""
+AttackReport = Callable[[str, int, int, float], None]
+"""Called with the running attack, the steps done, all steps, and the worst case so far: a share of
+right answers, or in regression an error."""
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+_running = threading.Lock()
 
 
 class _Description(ProgressColumn):
@@ -26,38 +55,119 @@ class _Description(ProgressColumn):
         return Text(printable(task.description))
 
 
+def can_draw() -> bool:
+    """Whether stderr is a terminal or a notebook, of a process that others do not share it with."""
+    if current_process().name != "MainProcess":  # a worker of a grid search
+        return False
+    if Console(stderr=True).is_jupyter:
+        return find_spec("ipywidgets") is not None
+    return _is_terminal(sys.stderr)
+
+
+def _is_terminal(stream: object) -> bool:
+    return bool(getattr(stream, "isatty", bool)())
+
+
 def bars(*, passing: bool = False) -> Progress:
-    """Bars with steps and time left; `passing` ones vanish and show on a terminal alone."""
-    console = Console(stderr=True)
+    """Bars with steps and time left; `passing` ones vanish at the end."""
     return Progress(
         _Description(),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
+        console=Console(stderr=True),
         transient=passing,
-        disable=passing and not console.is_terminal,
+        redirect_stdout=_is_terminal(sys.stdout),  # what is printed to a file stays there
     )
 
 
-PartReport = Callable[[str, int, int], None]
-"""Called with the name of a part, the steps done and all its steps."""
+class _PartBars:
+    """A bar for each part, on the screen from `start` to `stop`."""
+
+    def __init__(self, *, passing: bool) -> None:
+        self._bars = bars(passing=passing)
+        self._tasks: dict[str, TaskID] = {}
+        self._lock, self._started, self._ended = threading.Lock(), False, False
+
+    def draw(self, part: str, done: int, total: int | None = None, text: str | None = None) -> None:
+        if part not in self._tasks:
+            self._tasks[part] = self._bars.add_task(part, total=total)
+        task, shown = self._tasks[part], part if text is None else text
+        self._bars.update(task, completed=done, total=total, description=shown)
+
+    def start(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._bars.start()
+                self._started = True
+
+    def stop(self) -> None:
+        with self._lock:
+            self._ended = True
+            if self._started:  # else rich would write an empty line
+                self._bars.stop()
+
+
+def _wanted(progress: bool | None) -> bool:
+    if os.environ.get(VARIABLE) == "0":
+        return False
+    return can_draw() if progress is None else progress
+
+
+def _nothing(*_: object) -> None: ...
 
 
 @contextmanager
-def part_bars(progress: PartReport | bool) -> Iterator[PartReport]:
-    """The caller's function, a bar for each part on stderr for True, or nothing for False."""
-    if callable(progress):
-        yield progress
-    elif progress:
-        with bars() as lines:
-            tasks = {}
+def part_bars(progress: PartReport | bool | None = None) -> Iterator[Draw]:
+    """The caller's function, a bar for each part, or nothing."""
+    alone = _running.acquire(blocking=False)
+    try:
+        if callable(progress):
+            yield progress
+        elif not alone or not _wanted(progress):
+            yield _nothing
+        else:
+            shown = _PartBars(passing=progress is None)
+            later = threading.Timer(SHOW_AFTER, shown.start)
+            later.daemon = True
+            (shown.start if progress else later.start)()
+            try:
+                yield shown.draw
+            finally:
+                later.cancel()
+                shown.stop()
+    finally:
+        if alone:
+            _running.release()
 
-            def draw(part: str, done: int, total: int) -> None:
-                if part not in tasks:
-                    tasks[part] = lines.add_task(part, total=total)
-                lines.update(tasks[part], completed=done, total=total)
 
-            yield draw
-    else:
-        yield lambda part, done, total: None
+@contextmanager
+def progress_bar(text: str, progress: Counter | bool | None = None) -> Iterator[Counter]:
+    """The caller's function, one bar beside a text, or nothing."""
+    with part_bars(_silent(progress)) as draw:
+        yield progress if callable(progress) else lambda done, total: draw(text, done, total)
+
+
+def with_attack_bar(evaluate: AnyFunction) -> AnyFunction:
+    """The function (model, x, y, ...) whose `progress` is by default a bar with the running attack
+    and the worst case so far."""
+
+    @wraps(evaluate)
+    def call(*args: Any, progress: AttackReport | bool | None = None, **options: Any) -> Any:
+        y = args[2] if len(args) > 2 else options.get("y")
+        is_value = "float" in str(getattr(y, "dtype", None))
+        so_far = "{}: mean error {:.4g}" if is_value else "{}: worst case {:.1%}"
+
+        def draw(label: str, done: int, total: int, worst: float) -> None:
+            show("attacking", done, total, so_far.format(label, worst))
+
+        with part_bars(_silent(progress)) as show:
+            report = progress if callable(progress) else draw
+            return evaluate(*args, progress=report, **options)
+
+    return cast(AnyFunction, call)
+
+
+def _silent(progress: Callable[..., None] | bool | None) -> bool | None:
+    """Without bars where the caller's function is called instead."""
+    return False if callable(progress) else progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import LinearHead
 from otad.nets.vit import TokenHead
+from otad.progress import Counter, progress_bar
 
 LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix` times z
 NONE = "none"
-Progress = Callable[[int, int], None]
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules register themselves
     importlib.import_module(f"{__package__}.{_module.name}")
 
@@ -80,7 +80,7 @@ def certify(
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
     batch_size: int | None = None,
-    progress: Progress | None = None,
+    progress: Counter | bool | None = None,
 ) -> Certificate:
     """Radii within which no change of the inputs x (B,*input_shape) changes the class they get.
 
@@ -88,7 +88,8 @@ def certify(
     - `embedding_lipschitz`: for a net whose embedding does more than normalize, a proved constant Q
       with |e(x + delta) - e(x)| <= Q |delta / unit|.
     - `metric_lipschitz`: the same for the keys of a metric without a `lipschitz` of its own.
-    - `batch_size`: None fits the working memory. `progress` gets (rows done, rows in all).
+    - `batch_size`: None fits the working memory. `progress`: see `otad.progress`, with
+      (rows done, rows in all).
 
     Models of local scope have the rules "hull" and "cell", those of global scope "lipschitz". With
     a metric, "hull" needs its constant (and for l = 0 no other), "cell" that of the embedding too,
@@ -98,17 +99,18 @@ def certify(
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
     names = (NONE, *(rule.name for rule in rules))
     radii, predictions, chosen = [], [], []
-    for batch in _batches(rules, x, batch_size, progress):
-        radius = torch.zeros_like(batch.prediction, dtype=torch.float64)
-        number = torch.zeros_like(batch.prediction)
-        for place, rule in enumerate(rules, start=1):
-            found = rule.radius(batch, radius)
-            number = torch.where(found > radius, place, number)
-            radius = torch.maximum(radius, found)
-        radius = batch.to_input(radius)
-        radii.append(radius)
-        predictions.append(batch.prediction)
-        chosen.append(torch.where(radius > 0, number, 0))
+    with progress_bar("certifying", progress) as report:
+        for batch in _batches(rules, x, batch_size, report):
+            radius = torch.zeros_like(batch.prediction, dtype=torch.float64)
+            number = torch.zeros_like(batch.prediction)
+            for place, rule in enumerate(rules, start=1):
+                found = rule.radius(batch, radius)
+                number = torch.where(found > radius, place, number)
+                radius = torch.maximum(radius, found)
+            radius = batch.to_input(radius)
+            radii.append(radius)
+            predictions.append(batch.prediction)
+            chosen.append(torch.where(radius > 0, number, 0))
     used = tuple(names[number] for number in torch.cat(chosen).tolist())
     return Certificate(torch.cat(radii), torch.cat(predictions), used, _assumptions(rules, {*used}))
 
@@ -123,7 +125,7 @@ def certify_values(
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
     batch_size: int | None = None,
-    progress: Progress | None = None,
+    progress: Counter | bool | None = None,
 ) -> Interval:
     """An interval for each input of x (B,*input_shape) with all answers within l2 distance eps.
 
@@ -135,16 +137,17 @@ def certify_values(
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
     lows, highs, used = [], [], set()
-    for batch in _batches(rules, x, batch_size, progress):
-        reached = batch.from_input(eps)
-        low, high = torch.full_like(reached, -torch.inf), torch.full_like(reached, torch.inf)
-        for rule in rules:
-            least, largest = rule.interval(batch, reached)
-            if bool(largest.isfinite().any()):
-                used.add(rule.name)
-            low, high = torch.maximum(low, least), torch.minimum(high, largest)
-        lows.append(low)
-        highs.append(high)
+    with progress_bar("certifying", progress) as report:
+        for batch in _batches(rules, x, batch_size, report):
+            reached = batch.from_input(eps)
+            low, high = torch.full_like(reached, -torch.inf), torch.full_like(reached, torch.inf)
+            for rule in rules:
+                least, largest = rule.interval(batch, reached)
+                if bool(largest.isfinite().any()):
+                    used.add(rule.name)
+                low, high = torch.maximum(low, least), torch.minimum(high, largest)
+            lows.append(low)
+            highs.append(high)
     return Interval(torch.cat(lows), torch.cat(highs), float(eps), _assumptions(rules, used))
 
 
@@ -164,7 +167,7 @@ def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:
 
 
 def _batches(
-    rules: list[Rule], x: Tensor, batch_size: int | None, progress: Progress | None
+    rules: list[Rule], x: Tensor, batch_size: int | None, report: Counter
 ) -> Iterator[Batch]:
     reach = rules[0].reach
     inputs = reach.model.backbone.check_inputs(x)
@@ -173,8 +176,7 @@ def _batches(
     for start in range(0, len(inputs), check_count(batch_size, "batch_size")):
         stop = min(start + batch_size, len(inputs))
         yield Batch(reach, inputs[start:stop])
-        if progress is not None:
-            progress(stop, len(inputs))
+        report(stop, len(inputs))
 
 
 def _assumptions(rules: list[Rule], used: set[str]) -> tuple[str, ...]:

@@ -13,12 +13,13 @@ import torch
 from otad.attacks.base import Attack, AttackResult
 from otad.checks import require
 from otad.cli import options as opt
-from otad.cli.console import describe_score, progress_bar, show
+from otad.cli.console import describe_score, show
 from otad.cli.inputs import Examples, class_names_of, open_examples
 from otad.cli.sources import open_model, training_inputs
 from otad.evaluate import ATTACKS, make_attack
 from otad.io.files import replacing
 from otad.model.otad import OTAD
+from otad.progress import progress_bar
 from otad.scores import score_of, share_score
 from otad.threat import LpBall
 

@@ -16,6 +16,7 @@ from otad.cli import options as opt
 from otad.cli.inputs import Examples, class_names_of, open_examples
 from otad.cli.sources import open_model
 from otad.model.otad import OTAD
+from otad.progress import progress_bar
 from otad.scores import score_of, share_score
 
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "most": 1.0}
@@ -72,8 +73,7 @@ def certify(
 def _prove_classes(
     model: OTAD, examples: Examples, radii: list[float], options: dict[str, Any]
 ) -> Proved:
-    with console.progress_bar("certifying") as advance:
-        found = certify_inputs(model, examples.x, progress=advance, **options)
+    found = certify_inputs(model, examples.x, **options)
     certified = {}
     if examples.y is not None:
         for eps in radii:
@@ -102,7 +102,7 @@ def _prove_values(
     facts: dict[str, str] = {}
     assumptions: dict[str, None] = {}  # of all intervals, in order
     lines: list[tuple[str, ...]] = [("row", "eps", "low", "high")]
-    with console.progress_bar("certifying") as advance:
+    with progress_bar("certifying") as advance:
         for done, eps in enumerate(radii, 1):
             found = certify_values(model, examples.x, eps, **options)
             assumptions |= dict.fromkeys(found.assumptions)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,7 @@ from rich.table import Table
 from otad.errors import printable
 from otad.io.codec import to_plain
 from otad.io.files import replacing
-from otad.progress import bars
 from otad.scores import Score
-
-
-@contextmanager
-def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal that vanishes at the end, called with the steps done and all steps."""
-    with bars(passing=True) as bar:
-        task = bar.add_task(description, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def attack_bar(*, of_values: bool = False) -> Iterator[Callable[[str, int, int, float], None]]:
-    """The running attack and the worst case so far: a share, or an error (`of_values`)."""
-    so_far = "{}: mean error {:.4g}" if of_values else "{}: worst case {:.1%}"
-    with bars(passing=True) as bar:
-        task = bar.add_task("attacking", total=None)
-        yield lambda label, done, total, worst: bar.update(
-            task, description=so_far.format(label, worst), completed=done, total=total
-        )
 
 
 def remark(message: str) -> None:

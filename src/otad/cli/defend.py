@@ -10,7 +10,7 @@ import torch
 
 from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
-from otad.cli.console import describe_counts, describe_quantiles, progress_bar, remark, show
+from otad.cli.console import describe_counts, describe_quantiles, remark, show
 from otad.cli.sources import TrainedNet, bank_files, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
 from otad.evaluate.identity import DEFENDED, NET
@@ -18,7 +18,6 @@ from otad.model import defend as building
 from otad.model.answerer_options import solver_for
 from otad.model.folder import refuse_foreign_card
 from otad.model.otad import OTAD
-from otad.progress import bars
 from otad.report.assessment import Assessment, assess
 
 BANK_DTYPES = ("float32", "float16", "bfloat16")
@@ -110,14 +109,7 @@ def build_model(
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
     x, y = bank_part(dataset, per_class, seed)
     net = trained.net.to(check_device(device))
-    with bars(passing=True) as shown:
-        bank = shown.add_task("building the bank", total=None)
-        sweeps = shown.add_task("integrating it, sweeps", total=None, visible=False)
-        options |= {
-            "progress": lambda done, total: shown.update(bank, completed=done, total=total),
-            "sweep_progress": lambda *_: shown.update(sweeps, advance=1, visible=True),
-        }
-        model = building.defend(net, x, y, bank_dtype=dtype, **options)
+    model = building.defend(net, x, y, bank_dtype=dtype, **options)
     if files := bank_files(dataset, per_class, seed):
         model.notes["train_names"] = files
     return model
@@ -134,8 +126,7 @@ def assess_and_save(
 ) -> tuple[Assessment, Path]:
     """The card notes the data, how to read inputs, and the metrics."""
     test = dataset.test_x, dataset.test_y
-    with progress_bar("testing") as advance:
-        assessment = assess(model, *test, baselines=baselines, progress=advance)
+    assessment = assess(model, *test, baselines=baselines)
     preparation = None if dataset.preparation is None else dataset.preparation.to_json()
     model.notes |= {**about, "preparation": preparation, "metrics": assessment.to_dict()}
     return assessment, model.save(out)

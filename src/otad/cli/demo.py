@@ -12,7 +12,7 @@ import torch
 
 from otad.attacks import L2
 from otad.cli import options as opt
-from otad.cli.console import attack_bar, remark, show
+from otad.cli.console import remark, show
 from otad.cli.defend import assess_and_save, build_model, scope_record
 from otad.cli.evaluate import report_on
 from otad.cli.inputs import open_inputs
@@ -180,8 +180,7 @@ def _attack(
         made, _ = suite(model, SUITE, dataset.input_shape, dataset.task, L2(EPS))
         options["attacks"] = [attack for attack in made if attack.name not in SKIPPED]
     x, y = dataset.test_x[:ATTACKED], dataset.test_y[:ATTACKED]
-    with attack_bar() as progress:
-        found = evaluate(model, x, y, L2(EPS), progress=progress, **options)
+    found = evaluate(model, x, y, L2(EPS), **options)
     return sections.Contender(name, model, assessment, found)
 
 

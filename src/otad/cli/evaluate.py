@@ -11,7 +11,7 @@ from torch import Tensor
 
 from otad.checks import check_choice, require
 from otad.cli import options as opt
-from otad.cli.console import attack_bar, describe_counts, describe_score, show
+from otad.cli.console import describe_counts, describe_score, show
 from otad.cli.inputs import class_names_of, open_examples
 from otad.cli.sources import open_model, training_inputs
 from otad.evaluate import ATTACKS, PRESETS
@@ -79,8 +79,7 @@ def evaluate(
     x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir, input)
     how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
     how |= {"survivors_only": not all_rows, "flags": not no_flags, "folder": out}
-    with attack_bar(of_values=y.is_floating_point()) as progress:
-        evaluation = evaluate_model(model, x, y, threat, progress=progress, **how)
+    evaluation = evaluate_model(model, x, y, threat, **how)
     title = f"How robust is {model_dir.resolve().name}?"
     report = report_on(evaluation, model, x, y, out, train_x=train_x, title=title)
     files = {

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from otad.cli import options as opt
-from otad.cli.console import progress_bar, remark, show
+from otad.cli.console import remark, show
 from otad.cli.inputs import open_inputs
 from otad.cli.sources import data_note, open_model, refuse_overwriting
 from otad.errors import InputError
@@ -89,10 +89,8 @@ def imitate(
         return
     notes, tested = {"imitation": record}, None
     if test_part is not None:
-        with progress_bar("testing the solver") as advance:
-            exact = assess(model, *test_part, progress=advance)
-        with progress_bar("testing the network") as advance:
-            tested = exact, assess(imitation.model, *test_part, progress=advance)
+        exact = assess(model, *test_part)
+        tested = exact, assess(imitation.model, *test_part)
         record |= {"exact": exact.to_dict(), "estimated": tested[1].to_dict()}
         notes["metrics"] = record["estimated"]
     card = imitation.model.save(out, **notes)

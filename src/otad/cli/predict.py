@@ -17,13 +17,14 @@ from torch import Tensor
 from otad.checks import require
 from otad.cip import Status
 from otad.cli import options as opt
-from otad.cli.console import describe_counts, progress_bar, remark, show, write_csv
+from otad.cli.console import describe_counts, remark, show, write_csv
 from otad.cli.inputs import InputRows, open_inputs
 from otad.cli.sources import open_model, training_inputs
 from otad.explain import explain as explain_inputs
 from otad.io.codec import write_json
 from otad.io.files import replacing
 from otad.model.otad import OTAD, Trace
+from otad.progress import progress_bar
 from otad.scores import abstained, is_right, squared_errors
 from otad.training.supervised import METRICS
 

@@ -26,6 +26,7 @@ from otad.io.environment import Environment
 from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.otad import OTAD
+from otad.progress import with_attack_bar
 from otad.scores import Score, score_of
 
 ATTACKER_KNOWS = {
@@ -36,6 +37,7 @@ ATTACKER_KNOWS = {
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
+@with_attack_bar
 def evaluate(
     model: nn.Module,
     x: Tensor,
@@ -54,7 +56,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 250,
     folder: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Evaluation:
     """How robust a model is on examples x (n,*) with right answers y (n,): labels or values.
 
@@ -93,7 +95,7 @@ def evaluate(
     total = certificate + len(radii) * len(chosen) * math.ceil(len(x) / batch_size) + len(checks)
 
     def report(label: str, done: int, worst: float) -> None:
-        if progress is not None:
+        if callable(progress):
             progress(label, done, total, worst)
 
     proof = None

@@ -57,7 +57,7 @@ def reproduce_together(
     seed: int = 0,
     quick: bool = False,
     max_seconds: float | None = None,
-    progress: PartReport | bool = False,
+    progress: PartReport | bool | None = None,
 ) -> list[RunRecord]:
     """Run experiments by name, or from TOML files; write `out`/NAME.json and return the records.
 
@@ -66,7 +66,7 @@ def reproduce_together(
     - `work`: the folder of finished parts (default `out`/.work), from which a killed run resumes.
     - `quick`: make the changes listed under [quick], to test the code; writes NAME-quick.json.
     - `max_seconds`: then trainings stop with an `UnfinishedError`, and resume at the next call.
-    - `progress`: draw a bar per part, or a function of (part, steps done, all steps).
+    - `progress`: see `otad.progress`, with (part, steps done, all steps).
     - `jobs`: processes that share trainings, rows and attacks; speed is measured afterwards, alone.
     """
     check_count(jobs, "jobs", most=1024)

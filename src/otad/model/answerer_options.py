@@ -20,6 +20,7 @@ from otad.errors import InputError, SolverError
 from otad.model import answerers
 from otad.model.answerers import Answerer, NeighborAnswerer, WholeBankAnswerer, is_global
 from otad.model.bank import FeatureBank
+from otad.progress import part_bars
 
 MOST_VARIABLE = "OTAD_MOST_NEIGHBORS"
 SECONDS = (6e-9, 5e-7)  # of a row with K neighbors by K^3, measured on a core of a CPU
@@ -30,7 +31,7 @@ def make_answerer(
     *,
     lift: int,
     potential: BankPotential | None = None,
-    sweep_progress: Progress | None = None,
+    sweep_progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Answerer:
     """The answerer that these arguments of `OTAD` ask for, with the `settings` of `check_settings`;
@@ -42,7 +43,10 @@ def make_answerer(
     smoothness = settings.get("smoothness")
     if potential is None:
         convexity = settings.get("strong_convexity", 0.0)
-        potential = _find_potential(bank, smoothness, convexity, sweep_progress, lift)
+        own = sweep_progress if callable(sweep_progress) else None
+        with part_bars(False if own else sweep_progress) as draw:  # type: ignore[arg-type]
+            report = own or (lambda sweep, _: draw("integrating the bank, sweeps", sweep))
+            potential = _find_potential(bank, smoothness, convexity, report, lift)
     agrees = smoothness is None or math.isclose(smoothness, potential.smoothness)
     expected = f"{potential.smoothness}, that of the potential, or None"
     require(agrees, "smoothness", expected, smoothness)
@@ -116,7 +120,7 @@ def _find_potential(
     bank: FeatureBank,
     smoothness: float | None,
     convexity: float,
-    progress: Progress | None,
+    progress: Progress,
     lift: int,
 ) -> BankPotential:
     """Of the least L that all points allow, or of a given L, without points that contradict others.

@@ -26,6 +26,7 @@ from otad.checks import (
 from otad.errors import InputError
 from otad.io import tensor_files
 from otad.io.mapped_rows import block_of, gathered, remember
+from otad.progress import Counter, progress_bar
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
 
 BANK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,7 +36,6 @@ SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": Fais
 
 Kind = tuple[torch.dtype, tuple[int, int]]  # of inputs and of features
 Blocks = Iterator[tuple[Tensor, Tensor]]
-Progress = Callable[[int, int], None]
 Transport = Callable[[Tensor], tuple[Tensor, Tensor]]
 """A batch of raw inputs -> its embedded inputs (B, d) and their features (B, d)."""
 
@@ -134,10 +134,10 @@ class FeatureBank:
         batch_size: int = 1024,
         dtype: torch.dtype = torch.float32,
         path: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Counter | bool | None = None,
     ) -> FeatureBank:
         """One pass of `transport` over x (N, ...), with labels y (N,), to memory or to the file at
-        `path`, which is then mapped. `progress` is called with (rows done, rows in all)."""
+        `path`, which is then mapped. `progress`: see `otad.progress`, with (rows done, all)."""
         check_count(batch_size, "batch_size")
         require(dtype in BANK_DTYPES, "dtype", "float16, bfloat16 or float32", dtype)
         for name, value in (("x", x), ("y", y)):
@@ -146,16 +146,17 @@ class FeatureBank:
         wide = torch.promote_types(y.dtype, torch.float32)
         labels = y.to("cpu", wide if y.is_floating_point() else torch.int64)
         _check_labels(labels, len(x))
-        blocks = _transported(transport, x, batch_size, dtype, progress)
-        first = next(blocks)
-        blocks, shape = chain([first], blocks), (len(x), first[0].shape[1])
-        if path is not None:
-            _write(Path(path), fingerprint, labels, (dtype, shape), blocks)
-            return cls.load(path, verify=False)
-        inputs, features = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        for start, (some_inputs, some_features) in enumerate(blocks):
-            rows = slice(start * batch_size, (start + 1) * batch_size)
-            inputs[rows], features[rows] = some_inputs, some_features
+        with progress_bar("building the bank", progress) as report:
+            blocks = _transported(transport, x, batch_size, dtype, report)
+            first = next(blocks)
+            blocks, shape = chain([first], blocks), (len(x), first[0].shape[1])
+            if path is not None:
+                _write(Path(path), fingerprint, labels, (dtype, shape), blocks)
+                return cls.load(path, verify=False)
+            inputs, features = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+            for start, (some_inputs, some_features) in enumerate(blocks):
+                rows = slice(start * batch_size, (start + 1) * batch_size)
+                inputs[rows], features[rows] = some_inputs, some_features
         return cls(inputs, features, labels, fingerprint, verify=False)
 
     def save(self, path: str | Path) -> str:
@@ -205,7 +206,7 @@ class FeatureBank:
 
 
 def _transported(
-    transport: Transport, x: Tensor, batch_size: int, dtype: torch.dtype, progress: Progress | None
+    transport: Transport, x: Tensor, batch_size: int, dtype: torch.dtype, report: Counter
 ) -> Blocks:
     """Checked batches of inputs and features, on the CPU in the dtype of the bank."""
     dim = None
@@ -221,8 +222,7 @@ def _transported(
         check_finite(inputs, f"inputs from row {start} on, as {dtype}")  # a GPU does this at once
         check_finite(features, f"features from row {start} on, as {dtype}")
         yield inputs.cpu(), features.cpu()
-        if progress is not None:
-            progress(start + len(batch), len(x))
+        report(start + len(batch), len(x))
 
 
 def _write(path: Path, fingerprint: str, labels: Tensor, kind: Kind, blocks: Blocks) -> str:

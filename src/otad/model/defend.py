@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from otad.model.answerer_options import check_settings
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD, keys_of
 from otad.nets import adapt
+from otad.progress import Counter
 
 
 @torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
@@ -30,8 +30,8 @@ def defend(
     bank_path: str | None = None,
     metric: nn.Module | None = None,
     batch_size: int = 1024,
-    progress: Callable[[int, int], None] | None = None,
-    sweep_progress: Progress | None = None,
+    progress: Counter | bool | None = None,
+    sweep_progress: Progress | bool | None = None,
     **answering: Any,
 ) -> OTAD:
     """Turn a trained network into an OTAD model with the bank of its training data.
@@ -40,8 +40,8 @@ def defend(
     of its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
     `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
     are the training data. With `bank_path` the bank is written there and mapped from the file.
-    `progress` is called with (rows done, rows in all). For all else see `OTAD`: `answering` are its
-    scope, smoothness, strong_convexity and solver.
+    `progress`: see `otad.progress`, with (rows done, rows in all). For all else see `OTAD`:
+    `answering` are its scope, smoothness, strong_convexity and solver.
     """
     shape = x.shape[1:] if isinstance(x, Tensor) else None
     is_value = isinstance(y, Tensor) and y.is_floating_point()
@@ -79,7 +79,7 @@ def defend(
         backbone,
         bank.to(device) if resident else bank,
         **asked,
-        sweep_progress=sweep_progress,
+        sweep_progress=False if progress is False else sweep_progress,
         search=search,
         resident=resident,
         metric=metric,

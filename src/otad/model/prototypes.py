@@ -31,6 +31,7 @@ from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
 from otad.nets.base import register, squared_lengths
 from otad.nets.fully_connected import LiftedNet
+from otad.progress import Counter, progress_bar
 from otad.search.neighbors import TorchSearch
 
 __all__ = ["PrototypeNet", "prototype_net"]
@@ -117,10 +118,12 @@ def prototype_net(
     per_class: int | None = None,
     neighbors: int = 20,
     generator: torch.Generator | None = None,
+    progress: Counter | bool | None = None,
 ) -> PrototypeNet:
     """Prototypes for the inputs and outputs of `net`, to be trained or used as they are: inputs x
     (N,*input_shape) with labels y (N,), each replaced by the mean of its `neighbors` nearest of
-    that class; all, or at most `per_class` of each class, drawn by the generator."""
+    that class; all, or at most `per_class` of each class, drawn by the generator. `progress`: see
+    `otad.progress`, with (classes done, all classes)."""
     labels = net.check_targets(y, len(net.check_inputs(x))).cpu()
     rows = torch.arange(len(labels))
     if per_class is not None:
@@ -131,7 +134,9 @@ def prototype_net(
         rows = torch.cat(drawn).sort().values
     with torch.no_grad():
         embedded = torch.cat([net.embed(some.to(net.mean.device)) for some in x.split(4096)])
-    points = class_means(embedded[:, : -net.lift], labels.to(embedded.device), neighbors)
+    with progress_bar("placing prototypes", progress) as report:
+        own = embedded[:, : -net.lift], labels.to(embedded.device)
+        points = class_means(*own, neighbors, report)
     frame: dict[str, Any] = {"bounds": net.bounds, "mean": net.mean.cpu(), "std": net.std.cpu()}
     made = PrototypeNet(net.input_shape, net.n_outputs, n_points=len(rows), **frame).to(net.mean)
     with torch.no_grad():
@@ -141,18 +146,22 @@ def prototype_net(
 
 
 @torch.no_grad()
-def class_means(points: Tensor, labels: Tensor, neighbors: int) -> Tensor:
+def class_means(
+    points: Tensor, labels: Tensor, neighbors: int, report: Counter | None = None
+) -> Tensor:
     """(N,p): for each point the mean of the `neighbors` points of its class nearest to it, itself
     included; of all of them where a class has fewer."""
     _check(points, labels)
     if check_count(neighbors, "neighbors") == 1:
         return points
-    means = torch.empty_like(points)
-    for label in labels.unique():
+    means, classes = torch.empty_like(points), labels.unique()
+    for done, label in enumerate(classes, 1):
         own = points[labels == label]
         nearest = TorchSearch(own)(own, min(neighbors, len(own))).indices
         shares = [own[column] / nearest.shape[1] for column in nearest.unbind(1)]
         means[labels == label] = torch.stack(shares).sum(0)
+        if report is not None:
+            report(done, len(classes))
     return means
 
 
@@ -170,11 +179,13 @@ def nearest_rivals(points: Tensor, labels: Tensor) -> Tensor:
     _check(points, labels)
     is_mixed = bool((labels != labels[0]).any())
     require(is_mixed, "labels", "two classes at least", f"only {int(labels[0])}")
-    nearest = torch.empty_like(labels)
-    for label in labels.unique():
-        own = labels == label
-        others = (~own).nonzero()[:, 0]
-        nearest[own] = others[TorchSearch(points[others])(points[own], 1).indices[:, 0]]
+    nearest, classes = torch.empty_like(labels), labels.unique()
+    with progress_bar("searching rivals") as report:
+        for done, label in enumerate(classes, 1):
+            own = labels == label
+            others = (~own).nonzero()[:, 0]
+            nearest[own] = others[TorchSearch(points[others])(points[own], 1).indices[:, 0]]
+            report(done, len(classes))
     return nearest
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.model.account import AccountBuilder, SolverAccount
-from otad.model.bank import Progress
 from otad.model.otad import OTAD
+from otad.progress import Counter, progress_bar
 from otad.scores import abstained, is_right, squared_errors
 from otad.training.supervised import METRICS
 
@@ -64,7 +64,12 @@ class Assessment:
 
 @torch.no_grad()
 def assess(
-    model: OTAD, x: Tensor, y: Tensor, *, baselines: bool = False, progress: Progress | None = None
+    model: OTAD,
+    x: Tensor,
+    y: Tensor,
+    *,
+    baselines: bool = False,
+    progress: Counter | bool | None = None,
 ) -> Assessment:
     """Test the network, the model and, with `baselines`, k-NN; `progress`: (rows done, all)."""
     others: dict[str, nn.Module] = {NET: model.backbone}
@@ -73,18 +78,18 @@ def assess(
     builder = AccountBuilder(model, least_smoothness=True)
     found: defaultdict[str, list[Tensor]] = defaultdict(list)
     seconds, done = 0.0, 0
-    for batch in x.split(BATCH):
-        inputs = batch.to(model.backbone.mean.device)
-        started = time.perf_counter()
-        trace = model.trace(inputs)
-        found[DEFENDED].append(trace.outputs.cpu())  # waits for a GPU
-        seconds += time.perf_counter() - started
-        builder.add(inputs, trace)
-        for name, predictor in others.items():
-            found[name].append(predictor(inputs).cpu())
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(x))
+    with progress_bar("testing", progress) as report:
+        for batch in x.split(BATCH):
+            inputs = batch.to(model.backbone.mean.device)
+            started = time.perf_counter()
+            trace = model.trace(inputs)
+            found[DEFENDED].append(trace.outputs.cpu())  # waits for a GPU
+            seconds += time.perf_counter() - started
+            builder.add(inputs, trace)
+            for name, predictor in others.items():
+                found[name].append(predictor(inputs).cpu())
+            done += len(batch)
+            report(done, len(x))
     outputs = {name: torch.cat(parts) for name, parts in found.items()}
     measure = squared_errors if y.is_floating_point() else is_right
     scores = {name: float(measure(it, y.cpu()).double().mean()) for name, it in outputs.items()}

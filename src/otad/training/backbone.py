@@ -131,13 +131,13 @@ def pair_excess(embedded: Tensor, features: Tensor, smoothness: float) -> Tensor
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train(
-    net: Backbone, data: Data, config: TrainConfig, *, progress: Progress = False, **options: Any
+    net: Backbone, data: Data, config: TrainConfig, *, progress: Progress = None, **options: Any
 ) -> TrainResult:
     """Train `net` in place, leaving it on `config.device` in evaluation mode.
 
     `data` is a `Split`, or (train_x, train_y) or (train_x, train_y, val_x, val_y), and is moved to
-    the device as a whole. Inputs may be bytes, 0 to 255 over the bounds of the net. `progress` is
-    called with each `EpochRecord`; True draws a bar. `options` are:
+    the device as a whole. Inputs may be bytes, 0 to 255 over the bounds of the net. `progress`:
+    see `otad.progress`; a function is called with each `EpochRecord`. `options` are:
 
     - `weights` (N,): of the training examples in the mean of loss + alpha * energy, positive and in
       any unit; a row of weight 2 counts like two of weight 1

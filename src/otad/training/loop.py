@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from otad.checks import refusing, require
 from otad.errors import InputError
-from otad.progress import bars
+from otad.progress import part_bars
 from otad.training.acceleration import CapturedStep, precision
 from otad.training.checkpoint import describe_run, load_run, save_run
 from otad.training.config import LoopConfig
@@ -113,7 +113,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         """The score on held-out data after an epoch."""
         return None
 
-    def run(self, progress: Callable[[AnyRecord], None] | bool) -> None:
+    def run(self, progress: Callable[[AnyRecord], None] | bool | None) -> None:
         """Train for the epochs that remain, as far as the time allows, alone in the folder."""
         if self.path is None:
             return self._run(progress)
@@ -134,7 +134,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
             self.history = [self.record_type(**record) for record in records]
         self.resumed_after = len(self.history)
 
-    def _run(self, progress: Callable[[AnyRecord], None] | bool) -> None:
+    def _run(self, progress: Callable[[AnyRecord], None] | bool | None) -> None:
         now = saved_at = monotonic()
         config, done = self.config, len(self.history)
         deadline = self.saving.started + (self.saving.max_seconds or math.inf)
@@ -260,14 +260,12 @@ def epoch_batches(
 
 @contextmanager
 def reporting(
-    progress: Callable[[Any], None] | bool, epochs: int, done: int, label: str = "training"
+    progress: Callable[[Any], None] | bool | None, epochs: int, done: int, label: str = "training"
 ) -> Iterator[Callable[[Any], None]]:
-    """The caller's function of a record, a progress bar on stderr for True, nothing for False."""
-    if callable(progress):
-        yield progress
-    elif progress:
-        with bars() as bar:
-            task = bar.add_task(label, total=epochs, completed=done)
-            yield lambda record: bar.update(task, description=str(record), completed=record.epoch)
-    else:
-        yield lambda record: None
+    """The caller's function of a record, a progress bar, or nothing: see `otad.progress`."""
+    with part_bars(False if callable(progress) else progress) as draw:
+        if callable(progress):
+            yield progress
+        else:
+            draw(label, done, epochs)
+            yield lambda record: draw(label, record.epoch, epochs, str(record))

@@ -74,7 +74,7 @@ class MetricConfig(InputConfig):
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train_metric(
-    metric: Metric, data: Data, config: MetricConfig, *, progress: Progress = False, **options: Any
+    metric: Metric, data: Data, config: MetricConfig, *, progress: Progress = None, **options: Any
 ) -> TrainResult:
     """Train `metric` in place, leaving it on `config.device` in evaluation mode.
 

@@ -74,7 +74,7 @@ def fit_backbone(
     bounds: Sequence[float] | None = None,
     inputs: Standardizer | None = None,
     options: Mapping[str, Any] | None = None,
-    progress: Progress = False,
+    progress: Progress = None,
     **saving: Any,
 ) -> tuple[Backbone, TrainResult]:
     """Make a net for the data (train_x, train_y) or (train_x, train_y, val_x, val_y) and train it.

@@ -101,7 +101,7 @@ class Split(Protocol):
 
 
 Data = Split | Sequence[Tensor]
-Progress = Callable[[EpochRecord], None] | bool
+Progress = Callable[[EpochRecord], None] | bool | None
 
 
 class SupervisedTraining(Training[Net, EpochRecord]):

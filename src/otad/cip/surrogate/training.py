@@ -118,7 +118,7 @@ def train_cip_net(
     held_out: Problem | None = None,
     cached: bool = True,
     source: str | None = None,
-    progress: Callable[[CipNetEpoch], None] | bool = False,
+    progress: Callable[[CipNetEpoch], None] | bool | None = None,
     **saving: Any,
 ) -> CipNetResult:
     """Train `net` in place on the rows of `problems`; it is left in evaluation mode.

@@ -1,0 +1,182 @@
+"""Progress bars: by default after a while and on a terminal alone, and never where not wanted."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from factories import model, net, points, queries
+
+import otad
+from otad import progress
+from otad.attacks import Pgd
+from otad.model.defend import defend
+from otad.model.prototypes import prototype_net
+from otad.nets import lifted_net
+from otad.training import TrainConfig, train
+
+WORK = """
+import sys, time
+from otad import progress
+progress.SHOW_AFTER = 0.05
+with progress.progress_bar("some work", {progress}) as report:
+    report(1, 4)
+    time.sleep({seconds})
+    print("result")
+"""
+
+
+def on_terminal(code: str, **environment: str) -> tuple[str, str]:
+    """What a script writes to a pipe as stdout and to a terminal as stderr."""
+    outer, inner = pty.openpty()
+    path = os.pathsep.join(filter(None, sys.path))
+    known = os.environ | {"PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "80"} | environment
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=inner, env=known, text=True
+    ) as run:
+        os.close(inner)
+        shown = b""
+        while True:
+            try:
+                shown += (part := os.read(outer, 1000))
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+        assert run.stdout is not None
+        written = run.stdout.read()
+    os.close(outer)
+    assert run.returncode == 0, shown
+    return written, shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds", "environment", "drawn"),
+    [
+        ("None", 0.4, {}, True),
+        ("None", 0.0, {}, False),
+        ("None", 0.4, {"OTAD_PROGRESS": "0"}, False),
+        ("False", 0.4, {}, False),
+        ("True", 0.0, {}, True),
+        ("True", 0.0, {"OTAD_PROGRESS": "0"}, False),
+        ("lambda *_: None", 0.4, {}, False),
+    ],
+)
+def test_bars_on_a_terminal(
+    asked: str, seconds: float, environment: dict[str, str], drawn: bool
+) -> None:
+    written, shown = on_terminal(WORK.format(progress=asked, seconds=seconds), **environment)
+    assert ("some work" in shown) == drawn
+    assert bool(shown) == drawn
+    assert written == "result\n"  # what is printed to a file is not drawn
+
+
+def test_nothing_is_drawn_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    assert not progress.can_draw()
+    with progress.progress_bar("work") as report:
+        report(1, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The parts of all bars, as on a terminal."""
+    parts: list[str] = []
+
+    class Recorded:
+        def __init__(self, *, passing: bool) -> None:
+            parts.append(f"passing {passing}")
+
+        def draw(self, part: str, *_: object) -> None:
+            parts.append(part)
+
+        def start(self) -> None: ...
+
+        stop = start
+
+    monkeypatch.setattr(progress, "can_draw", lambda: True)
+    monkeypatch.setattr(progress, "_PartBars", Recorded)
+    yield parts
+    assert not progress._running.locked()
+
+
+def fit(shown: bool | None) -> object:
+    verbose = None if shown is None else 0
+    clf = otad.OTADClassifier(5, epochs=1, n_blocks=1, verbose=verbose)
+    x = points().numpy()
+    return clf.fit(x, x[:, 0] > 0.5).predict(x)
+
+
+X, Y = points(), (3 * points()[:, 0]).long()
+LONG: dict[str, tuple[Callable[[bool | None], object], set[str]]] = {
+    "evaluate": (
+        lambda it: otad.evaluate(
+            model(), X[:3], Y[:3], otad.L2(0.1), attacks=[Pgd(steps=1)], flags=False, progress=it
+        ),
+        {"attacking"},
+    ),
+    "certify": (
+        lambda it: otad.certify(model(), queries(model(), 2), progress=it),
+        {"building the bank", "certifying"},
+    ),
+    "global": (
+        lambda it: defend(net(), X, Y, scope="global", progress=it),
+        {"building the bank", "integrating the bank, sweeps"},
+    ),
+    "train": (lambda it: train(net(), (X, Y), TrainConfig(epochs=1), progress=it), {"training"}),
+    "fit": (fit, {"training", "building the bank", "predicting"}),
+    "prototypes": (
+        lambda it: prototype_net(lifted_net((5,), 3, blocks=0), X, Y, progress=it),
+        {"placing prototypes"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_work_draws_by_default(name: str, drawn: list[str]) -> None:
+    work, expected = LONG[name]
+    work(None)
+    assert {*drawn} >= expected
+    drawn.clear()
+    work(False)
+    assert not {*drawn} & (expected - {"building the bank"})
+
+
+def test_one_display_at_a_time(drawn: list[str]) -> None:
+    def other() -> None:
+        with progress.progress_bar("thread") as report:
+            report(1, 2)
+
+    with progress.progress_bar("outer") as report:
+        report(1, 2)
+        other()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert drawn == ["passing True", "outer"]
+    calls: list[tuple[int, int]] = []
+    with progress.progress_bar("own", lambda *now: calls.append(now)) as report:
+        report(3, 4)
+        other()
+    assert calls == [(3, 4)]
+    assert drawn == ["passing True", "outer"]
+    with pytest.raises(ZeroDivisionError), progress.progress_bar("broken"):
+        _ = 1 / 0
+    other()
+    assert drawn[-1] == "thread"
+
+
+def test_a_function_is_called_and_results_are_the_same(drawn: list[str]) -> None:
+    seen: list[tuple[int, int]] = []
+    one, x = model(), queries(model())
+    drawn.clear()
+    found = otad.certify(one, x, progress=lambda *now: seen.append(now), batch_size=7)
+    assert seen == [(7, 20), (14, 20), (20, 20)]
+    assert drawn == []
+    assert torch.equal(found.radius, otad.certify(one, x, batch_size=7).radius)
