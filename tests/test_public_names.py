@@ -33,13 +33,14 @@ def run(program: str) -> None:
 
 
 def test_functions_that_share_their_name_with_a_package() -> None:
-    """Whatever was imported before, `otad.evaluate` and `otad.certify` are the functions."""
+    """Whatever was imported before, `otad.evaluate`, `otad.certify` and `otad.explain` are
+    functions."""
     run(
         """
         import sys
 
         for first in (
-            "import otad; otad.certify, otad.evaluate",
+            "import otad; otad.certify, otad.evaluate, otad.explain",
             "import otad.evaluate.suite; from otad.certify import hull",
             "from otad import evaluate, certify",
             "from otad.evaluate import evaluate; from otad.certify import certify",
@@ -49,10 +50,12 @@ def test_functions_that_share_their_name_with_a_package() -> None:
             exec(first)
             import otad
             from otad.certify import Certificate, certify
+            from otad.explain import Explanation, explain
             from otad.evaluate import Evaluation, evaluate
             import otad.evaluate.records, otad.certify.votes
             assert otad.evaluate is evaluate, (first, otad.evaluate)
             assert otad.certify is certify, (first, otad.certify)
+            assert otad.explain is explain, (first, otad.explain)
             assert otad.Certificate is Certificate
         """
     )

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from otad.certify import Certificate, Interval, certify, certify_values
     from otad.errors import InputError, OtadError
     from otad.estimators import OTADClassifier, OTADRegressor
-    from otad.evaluate import evaluate
+    from otad.evaluate import attack, evaluate
+    from otad.explain import explain
     from otad.model import prototypes
     from otad.model.defend import defend
     from otad.model.otad import OTAD, Trace, load
@@ -35,6 +36,7 @@ __all__ = [
     "OtadError",
     "Trace",
     "__version__",
+    "attack",
     "attacks",
     "certify",
     "certify_values",
@@ -42,6 +44,7 @@ __all__ = [
     "data",
     "defend",
     "evaluate",
+    "explain",
     "load",
     "nets",
     "prototypes",
@@ -53,7 +56,8 @@ _SOURCES = {
     "otad.certify": ("Certificate", "Interval", "certify", "certify_values"),
     "otad.errors": ("InputError", "OtadError"),
     "otad.estimators": ("OTADClassifier", "OTADRegressor"),
-    "otad.evaluate": ("evaluate",),
+    "otad.evaluate": ("attack", "evaluate"),
+    "otad.explain": ("explain",),
     "otad.model": ("prototypes",),
     "otad.model.defend": ("defend",),
     "otad.model.otad": ("OTAD", "Trace", "load"),
@@ -72,14 +76,14 @@ _MOVED = {
 
 
 class _Package(ModuleType):
-    """`otad.certify` and `otad.evaluate` are functions although packages have these names.
+    """`otad.certify`, `otad.evaluate` and `otad.explain` are functions, and names of packages too.
 
     Python sets a loaded package as an attribute of its parent; here the function of the same name
     is set instead. Names in the packages are imported by `from otad.evaluate import Evaluation`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("certify", "evaluate") and isinstance(value, ModuleType):
+        if name in ("certify", "evaluate", "explain") and isinstance(value, ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 

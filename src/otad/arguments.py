@@ -156,10 +156,12 @@ def _words(hint: Any) -> str:
         return _WORDS[kind]
     inner = ", ".join("..." if part is Ellipsis else _words(part) for part in parts)
     name = _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
-    if getattr(kind, "__module__", "").startswith("torch"):
-        tensor = "a torch.Tensor, dense and real, on a device such as cpu"
-        name = tensor if name == "Tensor" else f"an nn.{name}"
-    return f"{name} of {inner}" if parts and isinstance(parts[0], type) else name
+    if name == "Tensor":
+        name = "a torch.Tensor, dense and real, on a device such as cpu"
+    elif getattr(kind, "__module__", "").startswith("torch.nn"):
+        name = f"an nn.{name}"
+    said = parts and isinstance(parts[0], type) and parts[0] is not Any
+    return f"{name} of {inner}" if said else name
 
 
 def _shown(value: Any) -> str:

@@ -32,7 +32,7 @@ from otad.arguments import check_options, hints_of
 from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
-from otad.data.dataset import in_working_dtype, usual_statistics
+from otad.data.dataset import encode_labels, in_working_dtype, usual_statistics
 from otad.errors import InputError
 from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
@@ -112,12 +112,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "module_")
         if np.ndim(X) == len(self.module_.backbone.input_shape):
             X = np.asarray(X)[None]
-        return explain(
-            self.module_,
-            self._check_inputs(X),
-            classes=getattr(self, "classes_", None),
-            feature_names=getattr(self, "feature_names_in_", None),
-        )
+        return explain(self, X)
 
     def _check_training_data(
         self, X: Any, y: Any, sample_weight: Any
@@ -140,14 +135,12 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         require(used.any(), "sample_weight", "at least one positive weight", "none")
         return torch.tensor(inputs[used]), targets[used], weights[used]
 
-    def _check_inputs(self, X: Any) -> Tensor:
+    def as_inputs(self, X: Any) -> Tensor:
+        """Inputs as a tensor that `module_` takes; the names of columns are compared."""
         check_is_fitted(self, "module_")
+        X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
         inputs = validate_data(self, X, dtype=DTYPES, allow_nd=True, reset=False)
         return torch.tensor(inputs).to(self.module_.backbone.mean)
-
-    def _unit(self, unit: Any) -> Tensor | None:
-        device = self.module_.backbone.mean.device
-        return None if unit is None else torch.tensor(np.asarray(unit, np.float64), device=device)
 
     def _given(self, *names: str) -> dict[str, Any]:
         """Parameters as plain Python values; grid searches hand over numpy's."""
@@ -202,13 +195,18 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
 
     def _outputs(self, X: Any) -> Array:
         """Logits (n, C) or values (n,), float64."""
-        inputs = self._check_inputs(X)
+        inputs = self.as_inputs(X)
         outputs: list[Tensor] = []
         with progress_bar("predicting", self._progress) as report, torch.no_grad():
             for rows in inputs.split(ROWS_AT_ONCE):
                 outputs.append(self.module_(rows))
                 report(sum(map(len, outputs)), len(inputs))
         return torch.cat(outputs).double().cpu().numpy()
+
+
+def _column(y: Any) -> Array:
+    found: Array = column_or_1d(y.detach().cpu().numpy() if isinstance(y, Tensor) else y)
+    return found
 
 
 @dataclass(eq=False, repr=False)
@@ -284,6 +282,10 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         require(fits, "class_weight", "finite weights of at least 0", given)
         return each[codes]
 
+    def as_targets(self, y: Any) -> Tensor:
+        """The positions of labels (n,) in `classes_`; others are refused."""
+        return encode_labels(_column(y).tolist(), self.classes_.tolist(), "y")
+
     def predict(self, X: Any) -> Array:
         """The label of each input (n,)."""
         best: Array = self._outputs(X).argmax(axis=1)
@@ -306,8 +308,7 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         for plain input units. Labels in the certificate are positions in `classes_`. See
         `otad.certify.certify` for what it assumes and refuses.
         """
-        inputs = self._check_inputs(X)
-        return certify(self.module_, inputs, unit=self._unit(unit))
+        return certify(self, X, unit=unit)
 
 
 class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
@@ -323,6 +324,10 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
         inputs, values, weights = self._check_training_data(X, y, sample_weight)
         self._learn(inputs, torch.tensor(values.astype(np.float64)), 1, weights)
 
+    def as_targets(self, y: Any) -> Tensor:
+        """Values (n,) in the dtype of the module."""
+        return torch.tensor(_column(y).astype(np.float64)).to(self.module_.backbone.mean)
+
     def predict(self, X: Any) -> Array:
         """The value of each input (n,)."""
         return self._outputs(X)
@@ -332,5 +337,4 @@ class OTADRegressor(RegressorMixin, _OTADEstimator):  # type: ignore[misc]
 
         `unit` as in `OTADClassifier.certify`; see `otad.certify.certify_values`.
         """
-        inputs = self._check_inputs(X)
-        return certify_values(self.module_, inputs, eps, unit=self._unit(unit))
+        return certify_values(self, X, eps, unit=unit)

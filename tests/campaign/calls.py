@@ -18,6 +18,7 @@ from cli.small import write_image
 from experiments.toml_files import WINE, written
 from factories import exact, images, model, net, points, small_net
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import otad
 from otad import attacks, cip, data, training
@@ -55,9 +56,10 @@ class Calls:
         scaling = data.Standardizer(x.mean(0), x.std(0))
         # fmt: off
         self.named: dict[str, list[Any]] = {
-            "X": [x.numpy()], "anchors": [anchors], "attack": [attacks.Pgd], "attacks": [("pgd",)],
-            "bank": [made.bank], "blocks": [1, [nn.Linear(5, 5)]], "classes": [tuple("abc")],
-            "config": [net().config(), vit.metric.config()], "data": [(x, y), images()],
+            "X": [x.numpy()], "anchors": [anchors], "attack": [attacks.Pgd, "pgd"],
+            "attacks": [("pgd",)], "bank": [made.bank], "blocks": [1, [nn.Linear(5, 5)]],
+            "classes": [tuple("abc")], "config": [net().config(), vit.metric.config()],
+            "data": [(x, y), images()], "x": [x], "model": [made, valued],
             "device": ["cpu"], "dim": [5], "environment": [Environment.now(torch.device("cpu"), 1)],
             "epochs": [1], "first": [points(7)], "folder": [folder / "model", path, path / "a"],
             "genes": [tuple("abcd")], "hidden": [None, 4], "images": [anchors / 2],
@@ -76,6 +78,8 @@ class Calls:
         tensors = [x, x.double(), y, x[0], x[:0], x[0, 0], x * math.nan, x * 1e38, x / 0, x.half(),
                    x.bool(), x.to(torch.complex64), x.T, images()[0], x.clone().requires_grad_(),
                    y.int(), -y, 10**6 * y, x[:, :0], x.to("meta"), x.to_sparse()]
+        arrays = [np.zeros(0), np.array(["a", None]), np.array({}), y.numpy(),
+                  x.double().numpy() * 1e300]
         texts = ["", "nothing", "\0", "\x1b[31mred", "é" * 300, "cuda:7", "[b]", "../x", "-1", "1"]
         paths = [folder / "none", folder, folder / "broken.csv", folder / "broken.npz", Path("\0"),
                  Path("/dev/null"), Path("a" * 300), folder / "table.csv" / "inside"]
@@ -96,7 +100,8 @@ class Calls:
             otad.nets.Backbone: ([net()], [vit.backbone]), otad.nets.LiftedNet: ([lifted], []),
             data.Standardizer: ([scaling], []), cip.CipProblem: ([problem], []),
             cip.Status: ([cip.Status.SOLVED], []), Mapping: ([{}], [{1: 2}]),
-            dict: ([{}], [{1: 2}, {"a": math.nan}, {"": []}]),
+            dict: ([{}], [{1: 2}, {"a": math.nan}, {"": []}]), np.ndarray: ([x.numpy()], arrays),
+            DataLoader: ([DataLoader(TensorDataset(x, y))], [DataLoader([]), DataLoader([{}, 1])]),
         }
         self.any = [None, True, 3, -2.5, math.nan, 10**400, "text", b"bytes", [], {}, (1, "2"),
                     {1}, object(), nothing, 1j, x.numpy(), np.array([{}]), [x, None], x, Path()]

@@ -313,7 +313,7 @@ def without_number() -> OTAD:
         ({"x": torch.zeros(1, 3)}, "expected shape"),
         ({"x": torch.full((1, 2), torch.nan)}, "expected finite values"),
         ({"x": torch.zeros(1, 2, dtype=torch.int64)}, "expected dtype"),
-        ({"x": [[0.0, 0.0]]}, r"expected a torch\.Tensor"),
+        ({"x": {0.0}}, r"expected a torch\.Tensor"),
         ({"unit": torch.ones(3)}, r"unit.*\(3,\)"),
         ({"unit": torch.tensor([1.0, 0.0])}, r"unit.*positive.*0\.0"),
         ({"unit": torch.tensor([1.0, torch.inf])}, r"unit.*finite"),

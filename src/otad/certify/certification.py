@@ -17,6 +17,7 @@ from otad.certify.input_reach import input_reach
 from otad.certify.rules import RULES, Batch, Rule
 from otad.checks import check_count, check_shape, require
 from otad.errors import InputError
+from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.nets import LinearHead
 from otad.nets.vit import TokenHead
@@ -73,10 +74,10 @@ class Interval:
 
 @torch.no_grad()
 def certify(
-    model: OTAD,
-    x: Tensor,
+    model: OTAD | Estimator,
+    x: ArrayLike,
     *,
-    unit: Tensor | None = None,
+    unit: ArrayLike | None = None,
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
     batch_size: int | None = None,
@@ -84,6 +85,8 @@ def certify(
 ) -> Certificate:
     """Radii within which no change of the inputs x (B,*input_shape) changes the class they get.
 
+    - `model`, `x`: an OTAD model or a fitted estimator, and a tensor, an array, a DataFrame or a
+      DataLoader.
     - `unit` (*input_shape): distances are |delta / unit| in l2; None for plain input units.
     - `embedding_lipschitz`: for a net whose embedding does more than normalize, a proved constant Q
       with |e(x + delta) - e(x)| <= Q |delta / unit|.
@@ -96,6 +99,7 @@ def certify(
     and is left out where that is not known. A radius is infinite where no bank point can ever vote
     for another class. Refused: regression, other than linear heads, models that abstain or whose
     strong convexity is not known beforehand, embeddings and metrics of unknown constant."""
+    model, x, unit = _converted(model, x, unit)
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
     names = (NONE, *(rule.name for rule in rules))
     radii, predictions, chosen = [], [], []
@@ -117,11 +121,11 @@ def certify(
 
 @torch.no_grad()
 def certify_values(
-    model: OTAD,
-    x: Tensor,
+    model: OTAD | Estimator,
+    x: ArrayLike,
     eps: float,
     *,
-    unit: Tensor | None = None,
+    unit: ArrayLike | None = None,
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
     batch_size: int | None = None,
@@ -135,6 +139,7 @@ def certify_values(
     allows. Global scope: that distance, for every input; the interval is all numbers where the map
     was not solved. Parameters and refusals as in `certify`."""
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
+    model, x, unit = _converted(model, x, unit)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
     lows, highs, used = [], [], set()
     with progress_bar("certifying", progress) as report:
@@ -151,9 +156,16 @@ def certify_values(
     return Interval(torch.cat(lows), torch.cat(highs), float(eps), _assumptions(rules, used))
 
 
+def _converted(
+    model: OTAD | Estimator, x: ArrayLike, unit: ArrayLike | None
+) -> tuple[OTAD, Tensor, Tensor | None]:
+    given = converted(model, x)
+    require(isinstance(given.module, OTAD), "model", "an OTAD model", type(model).__name__)
+    return given.module, given.x, None if unit is None else like_inputs(given.module, unit, "unit")
+
+
 def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:
     """Those that apply, at least one; refuses a model that the proofs do not cover."""
-    require(isinstance(model, OTAD), "model", "an OTAD model", type(model).__name__)
     own, head = model.backbone.task, model.backbone.head
     right = "certify" if own == "classification" else "certify_values"
     require(own == task, "model", task, f"{own}; use {right}")

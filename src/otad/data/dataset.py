@@ -203,10 +203,10 @@ def class_names(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(distinct))
 
 
-def encode_labels(values: Sequence[str], classes: Sequence[str], where: str) -> Tensor:
+def encode_labels(values: Sequence[Any], classes: Sequence[Any], where: str) -> Tensor:
     """int64 (N,) positions in `classes`; a value that is not there is refused."""
     codes = {name: code for code, name in enumerate(classes)}
-    known = f"one of the labels {', '.join(classes)}"
+    known = f"one of the labels {', '.join(map(str, classes))}"
     for row, value in enumerate(values):
         require(value in codes, where, known, f"{value!r} in row {row}")
     return torch.tensor([codes[value] for value in values], dtype=torch.int64)

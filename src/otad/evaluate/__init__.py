@@ -1,13 +1,14 @@
 """Robustness by the protocol: worst case over many attacks, proofs beneath it, flags beside it."""
 
 from otad.arguments import guard
+from otad.evaluate.attack import attack
 from otad.evaluate.records import AttackRecord, CertificateRecord, Evaluation, Flag, SolverRecord
 from otad.evaluate.runner import evaluate
 from otad.evaluate.suite import ATTACKS, PRESETS, make_attack
 
 __all__ = [
     "ATTACKS", "PRESETS", "AttackRecord", "CertificateRecord", "Evaluation", "Flag", "SolverRecord",
-    "evaluate", "make_attack",
+    "attack", "evaluate", "make_attack",
 ]  # fmt: skip
 
 guard(globals(), __all__)

@@ -25,6 +25,7 @@ from otad.evaluate.suite import backbone_of, defended_of, suite
 from otad.io.environment import Environment
 from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
+from otad.model.conversion import ArrayLike, Estimator, converted
 from otad.model.otad import OTAD
 from otad.progress import with_attack_bar
 from otad.scores import Score, score_of
@@ -39,10 +40,10 @@ ATTACKER_KNOWS = {
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 @with_attack_bar
 def evaluate(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    threat: LpBall,
+    model: nn.Module | Estimator,
+    x: ArrayLike,
+    y: ArrayLike | None = None,
+    threat: LpBall | None = None,
     *,
     eps: Sequence[float] | None = None,
     attacks: str | Sequence[str | Attack] = "standard",
@@ -60,6 +61,8 @@ def evaluate(
 ) -> Evaluation:
     """How robust a model is on examples x (n,*) with right answers y (n,): labels or values.
 
+    - `model`, `x`, `y`: a module or a fitted estimator; tensors, arrays, a DataFrame, or a
+      DataLoader in place of x and y. Labels are class numbers, of an estimator those of its `fit`.
     - `threat`: what an attacker may change, by default within the bounds the model declares.
     - `eps`: further radii to attack at, ascending; the headline is that of the threat.
     - `attacks`: a preset ("quick", "standard", "full") or attacks, by name or made, in order.
@@ -74,7 +77,7 @@ def evaluate(
       `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m,*), the nearest
       adversarial examples; in regression, the worst inputs within the threat's eps."""
     started = time.perf_counter()
-    x, y, threat = _prepared(model, x, y, threat)
+    model, x, y, threat = prepared(model, x, y, threat)
     given = [threat.eps] if eps is None else [float(value) for value in eps]
     are_radii = given and all(0 <= value < math.inf for value in given)
     expected = "at least one finite radius of at least 0, in ascending order"
@@ -160,23 +163,27 @@ def _clean(
     return scores, None if account is None else account.account()
 
 
-def _prepared(
-    model: nn.Module, x: Tensor, y: Tensor, threat: LpBall
-) -> tuple[Tensor, Tensor, LpBall]:
-    """Examples on the model's device, and the threat with the model's bounds."""
-    for name, value in (("x", x), ("y", y)):
+def prepared(
+    model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None, threat: LpBall | None
+) -> tuple[nn.Module, Tensor, Tensor, LpBall]:
+    """The module, examples on its device, and the threat with the bounds of the model."""
+    module, inputs, targets = converted(model, x, y)
+    for name, value in (("x", inputs), ("y", targets)):
         is_filled = isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0
         require(is_filled, name, "a torch.Tensor with at least one row", type(value).__name__)
-    require(len(x) == len(y), "y", f"one answer for each of the {len(x)} examples", len(y))
-    require(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
-    is_ball = isinstance(threat, LpBall)
-    require(is_ball, "threat", "a ball such as L2(0.5)", type(threat).__name__)
-    backbone = backbone_of(model)
+    assert targets is not None
+    count = len(inputs)
+    require(
+        len(targets) == count, "y", f"one answer for each of the {count} examples", len(targets)
+    )
+    if not isinstance(threat, LpBall):
+        raise InputError(f"threat: expected a ball such as L2(0.5), got {type(threat).__name__}")
+    backbone = backbone_of(module)
     if backbone is not None and (declared := backbone.bounds) is not None:
         low, high = threat.bounds or declared
         within = declared[0] <= low and high <= declared[1]
         require(within, "threat", f"bounds within {declared}, those of the model", (low, high))
         threat = replace(threat, bounds=(low, high))
-    tensors = *model.parameters(), *model.buffers(), x
+    tensors = *module.parameters(), *module.buffers(), inputs
     device = tensors[0].device
-    return x.detach().to(device), y.detach().to(device), threat
+    return module, inputs.detach().to(device), targets.detach().to(device), threat

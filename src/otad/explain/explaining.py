@@ -13,8 +13,10 @@ from torch import Tensor
 from otad.checks import require
 from otad.cip import Status
 from otad.data.dataset import refuse_repeats
+from otad.errors import InputError
 from otad.explain.contributions import lead, outputs_alone
 from otad.explain.explanation import Explanation, Label, Neighbor, finite
+from otad.model.conversion import ArrayLike, Estimator, converted
 from otad.model.otad import OTAD, check_training_inputs
 from otad.nets import Backbone, only_normalizes
 
@@ -22,8 +24,8 @@ Prediction = tuple[Label | None, dict[Label, float] | None]  # with the probabil
 
 
 def explain(
-    model: OTAD,
-    x: Tensor,
+    model: OTAD | Estimator,
+    x: ArrayLike,
     *,
     classes: Sequence[Any] | None = None,
     feature_names: Sequence[str] | None = None,
@@ -33,12 +35,21 @@ def explain(
 ) -> list[Explanation]:
     """One explanation for each input x (B,*input_shape), by a single trace of the batch.
 
-    `classes` names the C classes, `feature_names` the d features of a vector. The raw inputs of
-    training points are computed from the bank where the backbone only normalizes and flattens; for
-    another one, give the `train_x` (N,*input_shape) of the bank. `names` (B) are those of the
+    The model is an OTAD model or a fitted estimator, whose classes and names of features are the
+    default; x a tensor, an array, a DataFrame or a DataLoader. `classes` names the C classes,
+    `feature_names` the d features of a vector. The raw inputs of training points are computed from
+    the bank where the backbone only normalizes and flattens; for another one, give the `train_x`
+    (N,*input_shape) of the bank. `names` (B) are those of the
     inputs, `train_names` (N) of the bank points, such as their files; by default those that the
     model notes.
     """
+    if not isinstance(model, OTAD):
+        classes = getattr(model, "classes_", None) if classes is None else classes
+        known_columns = getattr(model, "feature_names_in_", None)
+        feature_names = known_columns if feature_names is None else feature_names
+    model, x, _ = converted(model, x)
+    if not isinstance(model, OTAD):
+        raise InputError(f"model: expected an OTAD model, got {type(model).__name__}")
     backbone, labels = model.backbone, _class_labels(model.backbone, classes)
     columns = None if feature_names is None else tuple(map(str, feature_names))
     fits = columns is None or (len(columns),) == backbone.input_shape

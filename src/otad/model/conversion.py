@@ -1,0 +1,136 @@
+"""Models and data as people have them, made into a module and tensors.
+
+`converted` is what `otad.evaluate`, `certify`, `certify_values`, `attack` and `explain` do with
+their first arguments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from otad.arguments import check_options
+from otad.checks import require
+from otad.data.dataset import encode_labels
+from otad.errors import InputError
+
+MOST_BYTES = 2**33  # of what a DataLoader gives: one without an end is stopped here
+
+
+class Estimator(Protocol):
+    """An `OTADClassifier` or `OTADRegressor`, fitted: then it has a `module_`."""
+
+    def as_inputs(self, X: Any) -> Tensor: ...
+    def as_targets(self, y: Any) -> Tensor: ...
+
+
+class DataFrame(Protocol):
+    """A DataFrame or Series of pandas, or of a library like it."""
+
+    def to_numpy(self) -> NDArray[Any]: ...
+
+
+ArrayLike = Tensor | NDArray[Any] | DataLoader[Any] | DataFrame | list[Any] | tuple[Any, ...]
+"""Tensors are used as they are; all else is converted to the dtype and device of the model."""
+
+
+class Converted(NamedTuple):
+    module: Any
+    x: Tensor
+    y: Tensor | None
+
+
+def converted(model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None = None) -> Converted:
+    """The module, inputs (n,*) and targets (n,) of a model and its data.
+
+    A DataLoader gives (inputs, targets) or inputs alone in batches, which are put together. The
+    targets of an estimator are labels as it was fitted with, those of a module class numbers, or
+    names where the notes of the model list its `classes`. Columns of a DataFrame must be those the
+    model was trained with, in the same order, where their names are known."""
+    given = {"model": model, "x": x, "y": y}
+    check_options({"model": nn.Module | Estimator, "x": ArrayLike, "y": ArrayLike | None}, given)
+    if isinstance(x, DataLoader):
+        require(y is None, "y", "None, as a DataLoader gives the targets too", type(y).__name__)
+        x, y = _all_batches(x)
+    if isinstance(model, nn.Module):
+        return Converted(model, _inputs(model, x), None if y is None else _targets(model, y))
+    inputs = model.as_inputs(x)  # says so where it is not fitted
+    return Converted(vars(model)["module_"], inputs, None if y is None else model.as_targets(y))
+
+
+def like_inputs(module: nn.Module, values: ArrayLike, name: str) -> Tensor:
+    """An array of numbers as a tensor of the dtype and on the device of a model's inputs; a tensor
+    unchanged."""
+    if isinstance(values, Tensor):
+        return values
+    array = _array(values, name)
+    require(array.dtype.kind in "biuf", name, "numbers", f"an array of {array.dtype}")
+    like = _weight_of(module)
+    wide = np.float64 if like.dtype == torch.float64 else np.float32
+    with np.errstate(over="ignore"):  # infinite numbers are refused where inputs are checked
+        return torch.from_numpy(array.astype(wide)).to(like)
+
+
+def _inputs(module: nn.Module, x: Any) -> Tensor:
+    known = _notes(module).get("feature_names")
+    if known is not None and hasattr(x, "columns"):
+        found = [str(name) for name in x.columns]
+        require(found == list(known), "x", f"the columns {', '.join(known)}", ", ".join(found))
+    return like_inputs(module, x, "x")
+
+
+def _targets(module: nn.Module, y: Any) -> Tensor:
+    if isinstance(y, Tensor):
+        return y
+    array = _array(y, "y")
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.dtype.kind in "OUT":
+        classes = _notes(module).get("classes", ())
+        expected = "class numbers, as the model has no names of classes"
+        require(len(classes) > 0, "y", expected, f"an array of {array.dtype}")
+        return encode_labels(array.tolist(), classes, "y").to(_weight_of(module).device)
+    values = like_inputs(module, array, "y")
+    is_value = getattr(getattr(module, "backbone", module), "task", None) == "regression"
+    is_number = array.dtype.kind == "f" or is_value
+    return values if is_number else torch.from_numpy(array.astype(np.int64)).to(values.device)
+
+
+def _array(values: Any, name: str) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"{name}: expected an array of numbers, got: {error}") from error
+
+
+def _notes(module: nn.Module) -> dict[str, Any]:
+    notes = getattr(module, "notes", {})
+    return notes if isinstance(notes, dict) else {}
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    """A tensor of the dtype and on the device of a module's inputs."""
+    mean = getattr(getattr(module, "backbone", module), "mean", None)
+    tensors = (mean, *module.parameters(), *module.buffers())
+    floats = (one for one in tensors if isinstance(one, Tensor) and one.is_floating_point())
+    return next(floats, torch.zeros(()))
+
+
+def _all_batches(loader: DataLoader[Any]) -> tuple[Tensor, Tensor | None]:
+    batches, size = [], 0
+    for batch in loader:
+        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        fits = len(parts) in (1, 2) and all(isinstance(part, Tensor) for part in parts)
+        found = f"a batch of {[type(part).__name__ for part in parts]}"
+        require(fits, "x", "batches of tensors (inputs, targets), or of inputs alone", found)
+        size += sum(part.nbytes for part in parts)
+        expected = f"a DataLoader that ends within {MOST_BYTES:,} bytes"
+        require(size <= MOST_BYTES, "x", expected, "more: give it a part of the data")
+        batches.append(parts)
+    require(batches, "x", "a DataLoader with at least one batch", "none")
+    columns = [torch.cat(column) for column in zip(*batches, strict=True)]
+    return columns[0], columns[1] if len(columns) == 2 else None

@@ -1,0 +1,171 @@
+"""Estimators, arrays, DataFrames and DataLoaders give what modules and tensors give."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import model, net, points, refuses
+from sklearn.exceptions import NotFittedError
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import otad
+from otad.estimators import OTADClassifier, OTADRegressor
+from otad.model import conversion
+from otad.model.conversion import converted
+
+pandas = pytest.importorskip("pandas", reason="comes with the extra singlecell")
+NAMES = ["acid", "heat", "salt"]
+THREAT = otad.L2(0.4)
+pytestmark = pytest.mark.filterwarnings("ignore:X does not have valid feature names")
+
+
+@pytest.fixture(scope="module", params=[OTADClassifier, OTADRegressor])
+def fitted(request: Any) -> tuple[Any, Any, np.ndarray]:
+    """A fitted estimator, a DataFrame and targets: labels that are no positions, or values."""
+    x = np.random.default_rng(0).normal([5, -30, 1], [1, 5, 0.2], (50, 3))
+    level = (x[:, 0] - 5) + (x[:, 1] + 30) / 5
+    y = np.array([30, 10, 20])[np.digitize(level, [-0.8, 0.8])]
+    if request.param is OTADRegressor:
+        y = 9 + level
+    frame = pandas.DataFrame(x, columns=NAMES)
+    made = request.param(n_neighbors=5, n_blocks=1, epochs=3, random_state=0)
+    return made.fit(frame, y), frame, y
+
+
+def coded(estimator: Any, frame: Any, y: np.ndarray) -> tuple[Tensor, Tensor]:
+    """By hand, what the module of an estimator is given."""
+    x = torch.tensor(frame.to_numpy(), dtype=torch.float32)
+    if isinstance(estimator, OTADRegressor):
+        return x, torch.tensor(y, dtype=torch.float32)
+    return x, torch.tensor([estimator.classes_.tolist().index(label) for label in y])
+
+
+def test_every_kind_of_data_gives_the_same(fitted: Any) -> None:
+    estimator, frame, labels = fitted
+    module, (x, y) = estimator.module_, coded(estimator, frame, labels)
+    given = torch.tensor(labels)
+    kinds: list[tuple[Any, Any, Any]] = [
+        (estimator, frame, pandas.Series(labels)),
+        (estimator, x.double(), given),
+        (estimator, frame.to_numpy().tolist(), labels.tolist()),
+        (estimator, DataLoader(TensorDataset(x, given), batch_size=7), None),
+        (module, x, y),
+        (module, frame, y.numpy()),
+        (module, frame.to_numpy(), y[:, None].numpy()),
+        (module, DataLoader(list(zip(x, y, strict=True)), batch_size=7), None),
+    ]
+    if not y.is_floating_point():
+        kinds += [
+            (module, frame, labels.astype(str)),
+            (module, x, labels.astype(str).astype(object)),
+        ]
+    for kind in kinds:
+        found = converted(*kind)
+        assert found.module is module
+        assert torch.equal(found.x, x)
+        assert found.y is not None
+        assert torch.equal(found.y, y)
+    frame = frame.rename(columns=dict.fromkeys(NAMES, "other"))
+    refuses(converted, module, frame, match="x: .*acid, heat, salt, got other, other, other")
+
+
+def test_estimators_are_evaluated_like_their_modules(fitted: Any) -> None:
+    estimator, frame, labels = (part if k == 0 else part[:8] for k, part in enumerate(fitted))
+    module, (x, y) = estimator.module_, coded(estimator, frame, labels)
+    options: dict[str, Any] = {"attacks": [otad.attacks.Pgd(steps=3)], "flags": False}
+    found = otad.evaluate(estimator, frame, labels, THREAT, **options)
+    expected = otad.evaluate(module, x, y, THREAT, **options)
+    assert found.clean == expected.clean
+    assert found.attacks[0].broken == expected.attacks[0].broken
+    assert found.attacks[0].errors == expected.attacks[0].errors
+    loader = DataLoader(TensorDataset(x, torch.tensor(labels)), batch_size=6)
+    assert otad.evaluate(estimator, loader, threat=THREAT, **options).clean == found.clean
+    unit = frame.std().to_numpy()
+    if isinstance(estimator, OTADClassifier):
+        radii = [
+            otad.certify(estimator, frame, unit=unit),
+            otad.certify(module, x, unit=torch.tensor(unit)),
+        ]
+        torch.testing.assert_close(radii[0].radius, radii[1].radius)
+    else:
+        ends = [otad.certify_values(estimator, loader, 0.1), otad.certify_values(module, x, 0.1)]
+        assert torch.equal(ends[0].low, ends[1].low)
+
+
+def test_estimators_are_explained_like_their_modules(fitted: Any) -> None:
+    estimator, frame, _ = fitted
+    names = list(estimator.classes_) if isinstance(estimator, OTADClassifier) else None
+    x = torch.tensor(frame.to_numpy()[:2], dtype=torch.float32)
+    expected = otad.explain(estimator.module_, x, classes=names, feature_names=NAMES)
+    for found in (otad.explain(estimator, frame[:2]), estimator.explain(frame[:2])):
+        assert [one.to_dict(inputs=True) for one in found] == [
+            one.to_dict(inputs=True) for one in expected
+        ]
+    refuses(otad.explain, net(), x, match="model: expected OTAD")
+
+
+def test_one_attack_in_batches(fitted: Any) -> None:
+    estimator, frame, labels = (part if k == 0 else part[:20] for k, part in enumerate(fitted))
+    module, (x, y) = estimator.module_, coded(estimator, frame, labels)
+    options: dict[str, Any] = {"attack": "pgd", "steps": 4}
+    found = otad.attack(estimator, frame, labels, THREAT, batch_size=7, **options)
+    again = otad.attack(module, x, y, THREAT, batch_size=7, **options)
+    assert torch.equal(found.inputs, again.inputs)
+    assert float(THREAT.distance(found.inputs, x).max()) <= 0.4
+    answers = module(found.inputs)
+    if isinstance(estimator, OTADClassifier):
+        assert torch.equal(found.broken, answers.argmax(1) != y)
+    else:
+        torch.testing.assert_close(found.gain, (answers - y).abs())
+    assert found.forwards.shape == (20,)
+    made = otad.attacks.Pgd(steps=4)
+    assert torch.equal(
+        otad.attack(module, x, y, THREAT, attack=made, batch_size=7).inputs, found.inputs
+    )
+    refuses(otad.attack, module, x, y, match="threat.*NoneType")
+    refuses(otad.attack, module, x, y, THREAT, attack="nothing", match="attack.*nothing")
+
+
+def test_a_bare_network_takes_arrays() -> None:
+    bare, x = net().double(), points(8)
+    found = converted(bare, x.numpy(), [0, 1, 2, 0, 1, 2, 0, 1])
+    assert (found.x.dtype, found.y.dtype) == (torch.float64, torch.int64)
+    plain = converted(torch.nn.Flatten(), x.numpy().astype(np.uint16))
+    assert (plain.x.dtype, plain.y) == (torch.float32, None)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (points(1)[0] for _ in itertools.count())
+
+
+def test_data_that_does_not_fit_is_refused(fitted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimator, frame, labels = fitted
+    if isinstance(estimator, OTADClassifier):
+        refuses(converted, estimator, frame, labels - 1, match="y: .*10, 20, 30, got 9|19|29")
+        refuses(
+            converted, estimator.module_, frame, ["10", "x"], match="10, 20, 30, got 'x' in row 1"
+        )
+    made, x = model(), points(6)
+    refuses(converted, made, x, np.array(["a"] * 6), match="y: .*numbers")
+    refuses(converted, made, [[1, 2], [3]], match="x: expected an array")
+    refuses(converted, made, np.array([["a"]]), match="x: expected numbers")
+    refuses(converted, made, "text", match="x: expected .*DataLoader or DataFrame.*'text'")
+    refuses(converted, made, x.to_sparse(), match="x: expected a torch.Tensor, dense")
+    with pytest.raises(NotFittedError):
+        otad.certify(OTADClassifier(), x)
+    refuses(converted, object(), x, match="model: expected .*Estimator, got object")
+    refuses(otad.certify, net(), x, match="model: expected OTAD")
+    loader = DataLoader(TensorDataset(x, x[:, 0]), batch_size=2)
+    refuses(converted, made, loader, x, match="y: expected None")
+    refuses(converted, made, DataLoader(TensorDataset(x, x, x)), match="x: .*3|Tensor.*Tensor")
+    refuses(converted, made, DataLoader([]), match="x: .*none")
+    refuses(otad.evaluate, made, DataLoader(TensorDataset(x)), threat=THREAT, match="y: .*NoneType")
+    monkeypatch.setattr(conversion, "MOST_BYTES", 1000)
+    refuses(converted, made, DataLoader(Endless(), batch_size=4), match="x: .*1,000 bytes")
