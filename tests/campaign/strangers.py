@@ -32,15 +32,15 @@ ODD = (None, True, -1, 0, 3, 10**9, 2**62, 1.5, -1e308, "", "local", "../x", "\0
 # fmt: on
 GOOD = {
     "demo": "--out rows.npz",  # which is a file
-    "train": "rows.npz --out net-2 --epochs 1 --blocks 1",
-    "defend": "net --out model-2 --neighbors 3",
-    "imitate": "model --out model-3 --epochs 1 --width 8 --heads 2 --blocks 1",
-    "predict": "model test --out predictions.csv",
+    "train": "rows.npz --out net-2 --force --epochs 1 --blocks 1",
+    "defend": "net --out model-2 --force --neighbors 3",
+    "imitate": "model --out model-3 --force --epochs 1 --width 8 --heads 2 --blocks 1",
+    "predict": "model test --out predictions.csv --force",
     "explain": "model test",
     "attack": "model test --eps 0.1 --attack pgd --option steps=1 --rows 3",
-    "certify": "model test --eps 0.1 --out radii.csv",
-    "evaluate": "model test --eps 0.1 --attack pgd --rows 3 --no-flags --out evaluation",
-    "reproduce": "wine.toml --out results",
+    "certify": "model test --eps 0.1 --out radii.csv --force",
+    "evaluate": "model test --eps 0.1 --attack pgd --rows 3 --no-flags --out evaluation --force",
+    "reproduce": "wine.toml --out results --force",
 }
 
 

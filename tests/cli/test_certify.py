@@ -46,7 +46,7 @@ def test_radii_are_those_of_the_library_to_the_last_digit(nearest: Path, digits:
     assert moved.sum() > 5
     assert (distance[moved] >= radius[moved]).all()  # no attack gets inside a radius
 
-    terminal.succeed("certify", nearest, "test", "--unit", "std", *TO_FILE)
+    terminal.succeed("certify", nearest, "test", "--unit", "std", *TO_FILE, "--force")
     std = float(otad.load(nearest).backbone.std.flatten()[0])  # one for all pixels
     in_std = np.array(column("rows.csv", "radius", float))
     np.testing.assert_allclose(in_std * std, radius, rtol=1e-4)
@@ -111,7 +111,7 @@ def test_a_global_map_is_certified_by_its_constant(workshop: Path, digits: Datas
     shown = terminal.text("certify", "whole", "test")
     assert "L = 12" in shown
     assert "duality gap" in shown
-    terminal.succeed("defend", workshop / "body-net", *whole, 40)
+    terminal.succeed("defend", workshop / "body-net", *whole, 40, "--force")
     record = terminal.json("certify", "whole", "test", "--eps", "0.1", "--unit", "std")
     assert record["scope"] == "global"
     width = record["intervals"]["0.1"]["width"]

@@ -84,7 +84,7 @@ def test_data_may_move_or_be_replaced(workshop: Path) -> None:
     assert "not the data" not in result.stderr
     assert otad.load("model").notes["metrics"]["metric"] == "mse"
     write_digits(Path("more.npz"), 300)
-    result = terminal.succeed("defend", workshop / "digits-net", "more.npz", "--out", "model")
+    result = terminal.succeed("defend", workshop / "digits-net", "more.npz", "--out", "other")
     assert "more.npz is not the data" in result.stderr
 
 
@@ -131,7 +131,7 @@ def test_the_imitation_is_trained_tested_and_saved(workshop: Path) -> None:
     assert model.notes["metrics"] == record["estimated"]
     assert model.notes["imitation"]["alpha"] == 1.0
     assert model.notes["classes"] == exact.notes["classes"]
-    again = terminal.json(*arguments)  # from the last checkpoint
+    again = terminal.json(*arguments, "--force")  # from the start
     assert again["history"][1]["loss"] == record["history"][1]["loss"]
     assert "40 estimated" in terminal.text("predict", "nn", "test", "--out", "answers.csv")
     assert "estimated by a network" in terminal.text("explain", "nn", "test")

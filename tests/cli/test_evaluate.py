@@ -124,7 +124,8 @@ def test_record_and_report_then_resumed_with_flags(nearest: Path) -> None:
         page = Path("evaluation", name).read_text(encoding="utf-8")
         assert f"{written.worst_case().value:.1f}%" in page
 
-    Path("evaluation/evaluation.json").unlink()  # as if killed before the end
+    for name in ("evaluation.json", "report.md"):  # as if killed before the end
+        Path("evaluation", name).unlink()
     shown = terminal.text(*command)
     for path, modified in parts.items():
         assert path.stat().st_mtime_ns == modified
@@ -171,7 +172,7 @@ def test_a_table_with_units_and_immutable_features(
     errors = printed["mean_worst_error"]
     assert 0 < errors["0.1"] <= errors["0.2"] <= printed["mean_certified_error"]
     assert "images" in printed["missing"]["square"]
-    shown = terminal.text(*command)
+    shown = terminal.text(*command, "--force")
     for text in ("not run: square", "clean mse, otad", "certified |f - y| at 0.2"):
         assert text in shown
 

@@ -257,7 +257,7 @@ def test_the_model_and_its_data_are_not_replaced(workshop: Path) -> None:
         assert REFUSED in terminal.refuse("predict", "model", "test", "--out", out)
         assert out.read_bytes() == before
     for _ in range(2):  # what is no part of the model may be beside it, and be replaced
-        terminal.succeed("predict", "model", "test", "--out", "model/answers.csv")
+        terminal.succeed("predict", "model", "test", "--out", "model/answers.csv", "--force")
 
 
 def test_pictures_in_a_folder_are_not_replaced(workshop: Path) -> None:
@@ -278,8 +278,9 @@ def test_names_that_are_no_files(workshop: Path, body_model: otad.OTAD) -> None:
     body_model.save("model")
     write_body(Path("body.csv"), 10)
     for _ in range(2):
-        terminal.succeed("predict", workshop / "body-model", "test", "--out", "test/answers.csv")
-        terminal.succeed("predict", "model", "body.csv", "--out", "red-wine")
+        of_test = ("predict", workshop / "body-model", "test", "--out", "test/answers.csv")
+        terminal.succeed(*of_test, "--force")
+        terminal.succeed("predict", "model", "body.csv", "--out", "red-wine", "--force")
 
 
 def test_links_are_followed(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ STARTS = {
         ("attack", "--option metric=l2", "option: .*metric"),
         ("attack", "--option train_x=0", "option: .*train_x"),
         ("attack", "--norm l7", "norm: .*l2, linf, got 'l7'"),
-        ("attack", "--out found.csv", r"out: .*\.npz, got found.csv"),
+        ("attack", "--out found.csv", r"out: .*\.npz.*got found.csv"),
         ("attack", "--rows 41", "rows: .*40.*41"),
         ("attack", "--immutable age", "immutable: .*tables"),
         ("attack", "--targets y", "targets: .*test"),
@@ -148,7 +148,17 @@ def test_experiments_are_reproduced_by_name_or_file() -> None:
         assert record == json.loads(Path("results", f"{record['name']}.json").read_text())
         command = f"`otad reproduce {record['name']} --seed 0`"
         assert command in Path("results.md").read_text(encoding="utf-8")
-    assert terminal.json("reproduce", "one.toml")["name"] == "one"
+    before = {path: path.read_bytes() for path in Path("results").glob("*.json")}
+    message = terminal.refuse("reproduce", "one.toml", "two.toml")
+    assert "--force" in message
+    assert "results/one.json" in message
+    Path("results/one.json").unlink()  # as if killed between the two
+    result = terminal.succeed("reproduce", "one.toml", "two.toml")
+    assert "results/two.json exists and stays" in result.stderr
+    assert Path("results/two.json").read_bytes() == before[Path("results/two.json")]
+    assert terminal.json("reproduce", "one.toml", "--force")["name"] == "one"
+    assert "results.md" in terminal.refuse("reproduce", "--page", "results.md")
+    terminal.succeed("reproduce", "--page", "results.md", "--force")
 
 
 @pytest.fixture

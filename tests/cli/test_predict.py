@@ -79,7 +79,7 @@ def test_offsets_of_a_table_cost_nothing(workshop: Path) -> None:
         terminal.succeed("train", table, *reading, "--out", folder + "-net", *QUICK)
         terminal.succeed("defend", folder + "-net", "--out", folder, "--neighbors", 5)
         write_rows("new.csv", far[:9], names)
-        terminal.succeed("predict", folder, "new.csv", "--out", "p.csv")
+        terminal.succeed("predict", folder, "new.csv", "--out", "p.csv", "--force")
         answers.append(np.array(column("p.csv", "prediction", float)) - offset)
         terminal.succeed("certify", folder, "test", "--eps", 0.1)
         shown = terminal.json("explain", folder, "new.csv")
@@ -119,7 +119,7 @@ def test_images_flat_or_in_subfolders_gray_or_in_color(workshop: Path) -> None:
     np.savez("bytes.npz", x=(pixels * 255).round().astype(np.uint8))
     answers = {}
     for source in ("flat", "sorted", "bytes.npz"):
-        terminal.succeed("predict", workshop / "digits-model", source, "--out", "p.csv")
+        terminal.succeed("predict", workshop / "digits-model", source, "--out", "p.csv", "--force")
         answers[source] = {line["row"]: line["probability"] for line in read_csv("p.csv")}
     assert list(answers["flat"]) == [f"{k}.png" for k in range(6)]
     assert list(answers["sorted"]) == [f"{k % 2}/{k}.png" for k in (0, 2, 4, 1, 3, 5)]
@@ -131,7 +131,7 @@ def test_images_flat_or_in_subfolders_gray_or_in_color(workshop: Path) -> None:
     for source, image in (("color", color), ("gray", color.convert("L"))):
         Path(source).mkdir()
         image.save(Path(source, "a.png"))
-        terminal.succeed("predict", workshop / "digits-model", source, "--out", "p.csv")
+        terminal.succeed("predict", workshop / "digits-model", source, "--out", "p.csv", "--force")
         found += column("p.csv", "distance", float)
     assert found[0] == pytest.approx(found[1], abs=0.05)  # Pillow rounds to 256 levels
 
@@ -208,7 +208,7 @@ def test_data_is_found_by_a_relative_path_and_must_not_change(
     assert "which would overwrite" in message
     assert (made_in / "body.csv").read_text() == before
     write_body(made_in / "body.csv", 90)
-    message = terminal.refuse(*predict, "p.csv", "--data-dir", made_in)
+    message = terminal.refuse(*predict, "q.csv", "--data-dir", made_in)
     assert "'body.csv' as it was when the model was made" in message
 
 

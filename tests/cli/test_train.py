@@ -58,6 +58,7 @@ def test_progress_and_validation_are_reported_in_units() -> None:
     write_body(Path("body.csv"))
     arguments = ("train", *READING, "--features", "bmi", "--out", "net", *QUICK, "--json")
     for _ in range(2):  # the second time it is read from its checkpoint
+        Path("net/training.json").unlink(missing_ok=True)  # as if killed before the end
         result = terminal.succeed(*arguments)
         loss = json.loads(result.stdout)["final"]["loss"]
         assert loss > 100

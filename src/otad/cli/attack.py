@@ -9,14 +9,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from otad.attacks.base import Attack, AttackResult
 from otad.checks import require
 from otad.cli import options as opt
 from otad.cli.console import describe_score, show
 from otad.cli.inputs import Examples, class_names_of, open_examples
+from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import open_model, training_inputs
 from otad.evaluate import ATTACKS, make_attack
+from otad.io.codec import to_plain
 from otad.io.files import replacing
 from otad.model.otad import OTAD
 from otad.progress import progress_bar
@@ -40,7 +43,10 @@ def attack(
     targets: opt.Targets = None,
     rows: opt.Rows = None,
     seed: opt.Seed = 0,
-    out: Annotated[Path | None, opt.option("NPZ file for what it found.", dir_okay=False)] = None,
+    out: Annotated[
+        Path | None, opt.option("NPZ file for what it found; - is stdout, JSON.", dir_okay=False)
+    ] = None,
+    force: opt.Force = False,
     batch_size: opt.BatchSize = 500,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
@@ -56,10 +62,11 @@ def attack(
 
     Example: otad attack wine-model wines.csv --norm linf --eps 0.1 --unit std
     """
-    named = out is None or out.suffix.lower() == ".npz"
-    require(named, "out", "a name that ends in .npz", out)
+    named = out in (None, STDOUT) or Path(out or "").suffix.lower() == ".npz"
+    require(named, "out", "a name that ends in .npz, or -", out)
     options = read_options(option or ())
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
+    check_out(out, force, as_json)
     ball = opt.threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
     chosen = make_attack(name, model, train_x=training_inputs(model, data_dir, input), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
@@ -92,9 +99,15 @@ def attack(
         "time": f"{found.seconds:.1f} s",
     }
     if out is not None:
-        _write(out, model, examples, found)
+        arrays = _arrays(model, examples, found)
         facts["inputs found"] = str(out)
-    show(record, as_json, title=f"Attacked {len(examples)} rows by {name}", facts=facts)
+        if out == STDOUT:
+            listed = {name: array.tolist() for name, array in arrays.items()}
+            typer.echo(json.dumps(to_plain(record | listed), allow_nan=False))
+        else:
+            with replacing(out) as partial, partial.open("wb") as stream:
+                np.savez(stream, **arrays)
+    show(record, as_json, title=f"Attacked {len(examples)} rows by {name}", facts=facts, out=out)
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
@@ -129,12 +142,10 @@ def _run(
     return AttackResult(**tensors, seconds=seconds)
 
 
-def _write(out: Path, model: OTAD, examples: Examples, found: AttackResult) -> None:
+def _arrays(model: OTAD, examples: Examples, found: AttackResult) -> dict[str, Any]:
     """Labels are written as class names, so that the file can be an input of commands."""
     tensors = {"adversarial": found.inputs, "broken": found.broken, "distance": found.distance}
     arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     y, classes = examples.targets.cpu(), class_names_of(model)
     labels = np.array([classes[label] for label in y.tolist()]) if classes else y.numpy()
-    arrays |= {"x": examples.x.cpu().numpy(), "y": labels, "row": np.array(examples.names)}
-    with replacing(out) as partial, partial.open("wb") as stream:
-        np.savez(stream, **arrays)
+    return arrays | {"x": examples.x.cpu().numpy(), "y": labels, "row": np.array(examples.names)}

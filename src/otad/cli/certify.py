@@ -14,6 +14,7 @@ from otad.certify import certify_values
 from otad.cli import console
 from otad.cli import options as opt
 from otad.cli.inputs import Examples, class_names_of, open_examples
+from otad.cli.outputs import check_out
 from otad.cli.sources import open_model
 from otad.model.otad import OTAD
 from otad.progress import progress_bar
@@ -33,7 +34,10 @@ def certify(
     metric_lipschitz: opt.MetricLipschitz = None,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
-    out: Annotated[Path | None, opt.option("CSV file for every row.", dir_okay=False)] = None,
+    out: Annotated[
+        Path | None, opt.option("CSV file for every row; - is stdout.", dir_okay=False)
+    ] = None,
+    force: opt.Force = False,
     targets: opt.Targets = None,
     rows: opt.Rows = None,
     seed: opt.Seed = 0,
@@ -54,6 +58,7 @@ def certify(
     options = opt.given(locals(), ("embedding_lipschitz", "metric_lipschitz"))
     radii = sorted(opt.read_radii(eps))
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
+    check_out(out, force, as_json)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     options["unit"] = opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale
     prove = _prove_values if model.backbone.task == "regression" else _prove_classes
@@ -67,7 +72,8 @@ def certify(
         facts["rows"] = str(out)
     record = {"rows": len(examples), "scope": model.scope, "metric": metric, **record}
     record["csv"] = None if out is None else str(out)
-    console.show(record, as_json, title=f"Certified {len(examples)} rows", facts=facts)
+    title = f"Certified {len(examples)} rows"
+    console.show(record, as_json, title=title, facts=facts, out=out)
 
 
 def _prove_classes(

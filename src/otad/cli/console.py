@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from otad.cli.outputs import STDOUT
 from otad.errors import printable
 from otad.io.codec import to_plain
 from otad.io.files import replacing
@@ -24,8 +26,16 @@ def remark(message: str) -> None:
     typer.echo(f"otad: {printable(message)}", err=True)
 
 
-def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping[str, str]) -> None:
-    """The result of a command on stdout: the whole record as JSON, or the facts as a table."""
+def show(
+    record: Mapping[str, Any],
+    as_json: bool,
+    *,
+    title: str,
+    facts: Mapping[str, str],
+    out: Path | None = None,
+) -> None:
+    """The result of a command on stdout: the whole record as JSON, or the facts as a table; on
+    stderr where `out` is stdout."""
     if as_json:
         typer.echo(json.dumps(to_plain(dict(record)), allow_nan=False))
         return
@@ -34,11 +44,14 @@ def show(record: Mapping[str, Any], as_json: bool, *, title: str, facts: Mapping
     table.title = escape(printable(title))
     for fact in facts.items():
         table.add_row(*(escape(printable(text)) for text in fact))
-    Console().print(table)
+    Console(stderr=out == STDOUT).print(table)
 
 
 def write_csv(out: Path, lines: Iterable[Sequence[str]]) -> None:
     """The whole file, or none where writing fails."""
+    if out == STDOUT:
+        csv.writer(sys.stdout).writerows(map(_as_text, line) for line in lines)
+        return
     with replacing(out) as partial, partial.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows(map(_as_text, line) for line in lines)
 

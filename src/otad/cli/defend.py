@@ -11,12 +11,13 @@ import torch
 from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_quantiles, remark, show
+from otad.cli.outputs import check_out
 from otad.cli.sources import TrainedNet, bank_files, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
 from otad.evaluate.identity import DEFENDED, NET
 from otad.model import defend as building
 from otad.model.answerer_options import solver_for
-from otad.model.folder import refuse_foreign_card
+from otad.model.folder import CARD, refuse_foreign_card
 from otad.model.otad import OTAD
 from otad.report.assessment import Assessment, assess
 
@@ -27,6 +28,7 @@ OF_BANK = ("per_class", "seed", "device", "bank_dtype", "scope", "smoothness", "
 def defend(
     net_dir: Annotated[Path, opt.argument("NET_DIR", "Folder written by `otad train`.")],
     out: opt.OutFolder,
+    force: opt.Force = False,
     data: Annotated[
         str | None, opt.argument("[DATA]", "The training data, if it is elsewhere now.")
     ] = None,
@@ -76,6 +78,7 @@ def defend(
         choice = replace(choice, data=data)
     refuse_overwriting(out, choice.path_from(data_dir))
     refuse_foreign_card(out)
+    check_out(out, force, results=[CARD])
     dataset = choice.load(data_dir)
     about = describe_data(dataset, choice)
     for name in ("task", "input_shape", "classes", "feature_names"):

@@ -16,6 +16,7 @@ from otad.cli.console import remark, show
 from otad.cli.defend import assess_and_save, build_model, scope_record
 from otad.cli.evaluate import report_on
 from otad.cli.inputs import open_inputs
+from otad.cli.outputs import check_out
 from otad.cli.predict import write_predictions
 from otad.cli.sources import DataChoice, TrainedNet, describe_data
 from otad.cli.train import train_net, training_record
@@ -46,7 +47,10 @@ SKIPPED = ("straight", "soft_knn", "square", "random_search")
 
 
 def demo(
-    out: opt.OutFolder = Path("demo-output"), seed: opt.Seed = 0, as_json: opt.AsJson = False
+    out: opt.OutFolder = Path("demo-output"),
+    force: opt.Force = False,
+    seed: opt.Seed = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Train, defend, attack and certify on handwritten digits, and write a report.
 
@@ -58,6 +62,8 @@ def demo(
     Example: otad demo --out my-demo
     """
     started = time.perf_counter()
+    results = ("model/card.json", "predictions.csv", "robustness.md", "map.png", "report.html")
+    check_out(out, force, results=results, started="net")
     choice = DataChoice("digits", seed)
     dataset = choice.load()
     about = describe_data(dataset, choice)

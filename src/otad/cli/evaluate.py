@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -13,10 +14,12 @@ from otad.checks import check_choice, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_score, show
 from otad.cli.inputs import class_names_of, open_examples
+from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import open_model, training_inputs
 from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
+from otad.io.codec import to_plain
 from otad.model.otad import OTAD
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
@@ -51,6 +54,7 @@ def evaluate(
     rows: opt.Rows = None,
     seed: opt.Seed = 0,
     out: opt.OutFolder = Path("evaluation"),
+    force: opt.Force = False,
     batch_size: opt.BatchSize = 250,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
@@ -60,7 +64,8 @@ def evaluate(
 
     The headline is the share of rows that are right and that no attack breaks.
     Finished batches are stored in --out: after an interruption, the same command
-    resumes. Writes evaluation.json, report.html and report.md.
+    resumes. Writes evaluation.json, report.html and report.md; --out - prints the
+    record alone. A finished evaluation is replaced with --force alone.
 
     Exit code 1 means that an attack refuted a certificate, which is a bug.
 
@@ -74,12 +79,18 @@ def evaluate(
     require(radius in radii, "headline", f"one of --eps {eps}", f"{radius:g}")
     check_choice(suite, "suite", tuple(PRESETS))
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
+    results = [] if out == STDOUT else ["evaluation.json", "report.html", "report.md"]
+    check_out(out, force, as_json, results=results, started="parts")
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir, input)
     how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
-    how |= {"survivors_only": not all_rows, "flags": not no_flags, "folder": out}
+    how |= {"survivors_only": not all_rows, "flags": not no_flags}
+    how["folder"] = None if out == STDOUT else out
     evaluation = evaluate_model(model, x, y, threat, **how)
+    if out == STDOUT:
+        typer.echo(json.dumps(to_plain(evaluation), allow_nan=False))
+        raise typer.Exit(0 if evaluation.is_sound else 1)
     title = f"How robust is {model_dir.resolve().name}?"
     report = report_on(evaluation, model, x, y, out, train_x=train_x, title=title)
     files = {

@@ -9,13 +9,15 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from otad.cip.surrogate.training import CHECKPOINT
 from otad.cli import options as opt
 from otad.cli.console import remark, show
 from otad.cli.inputs import open_inputs
+from otad.cli.outputs import check_out, start_anew
 from otad.cli.sources import data_note, open_model, refuse_overwriting
 from otad.errors import InputError
 from otad.evaluate.identity import DEFENDED, NET
-from otad.model.folder import refuse_foreign_card
+from otad.model.folder import CARD, refuse_foreign_card
 from otad.model.imitation import Imitation, fresh_net, recipe_for
 from otad.model.imitation import imitate as imitate_model
 from otad.model.otad import OTAD
@@ -30,6 +32,7 @@ HOW = ("alpha", "held_out", "cached", "save_seconds", "max_seconds")
 def imitate(
     model_dir: opt.ModelDir,
     out: opt.OutFolder,
+    force: opt.Force = False,
     data_dir: opt.DataDir = None,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -67,12 +70,14 @@ def imitate(
     changes, shape, how = (opt.given(options, names) for names in (CHANGES, SHAPE, HOW))
     refuse_overwriting(out, model_dir)
     refuse_foreign_card(out)
+    check_out(out, force, results=[CARD])
     model = open_model(model_dir, device, data_dir, None)
     if epochs is not None:
         changes["warmup"] = min(recipe_for(model).warmup, epochs / 2)
     config = replace(recipe_for(model), **changes)
     net = fresh_net(model, **shape)
     test_part = _test_part(model, data_dir)  # reports what is missing before the training
+    start_anew(out, CARD, CHECKPOINT)
     how |= {"checkpoint_dir": out, "progress": True}
     imitation = imitate_model(model, config, net=net, **how)
     history = imitation.result.history

@@ -32,6 +32,7 @@ AsJson = Annotated[bool, option("Print one JSON object to stdout, and nothing el
 Seed = Annotated[int, option("Seed of everything that is drawn at random.", callback=check_seed)]
 Device = Annotated[str, option("Where to compute: cpu, cuda or cuda:1.")]
 BatchSize = Annotated[int, option("Rows at a time.", min=1)]
+Force = Annotated[bool, option("Replace what --out has already.", "--force")]
 OutFolder = Annotated[Path, option("Folder for everything that is written.", file_okay=False)]
 MaxSeconds = Annotated[float | None, option("Stop in time; the same command resumes.")]
 ModelDir = Annotated[Path, argument("MODEL_DIR", "Model folder written by `otad defend`.")]

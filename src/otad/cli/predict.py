@@ -19,6 +19,7 @@ from otad.cip import Status
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, remark, show, write_csv
 from otad.cli.inputs import InputRows, open_inputs
+from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import open_model, training_inputs
 from otad.explain import explain as explain_inputs
 from otad.io.codec import write_json
@@ -35,7 +36,8 @@ PICTURES = (".png", ".svg", ".pdf")
 def predict(
     model_dir: opt.ModelDir,
     input: opt.Input,
-    out: Annotated[Path, opt.option("CSV file to write.", dir_okay=False)],
+    out: Annotated[Path, opt.option("CSV file to write; - is stdout.", dir_okay=False)],
+    force: opt.Force = False,
     data_dir: opt.DataDir = None,
     batch_size: opt.BatchSize = 1000,
     device: opt.Device = "cpu",
@@ -55,12 +57,13 @@ def predict(
     Example: otad predict wine-model new-wines.csv --out predictions.csv
     """
     model = open_model(model_dir, device, data_dir, out, input)
+    check_out(out, force, as_json)
     rows = open_inputs(model, input, data_dir)
     targets = rows.targets(None) if input == "test" else None
     record = write_predictions(model, rows, targets, out, batch_size)
     facts = {metric: f"{record[metric]:.4f}" for metric in METRICS.values() if metric in record}
     facts |= {"rows": describe_counts(record["status"]), "predictions": str(out)}
-    show(record, as_json, title=f"Predicted {record['rows']} rows", facts=facts)
+    show(record, as_json, title=f"Predicted {record['rows']} rows", facts=facts, out=out)
 
 
 def write_predictions(
@@ -116,8 +119,10 @@ def explain(
     input: opt.Input,
     row: Annotated[int, opt.option("Which row, counted from 0.")] = 0,
     out: Annotated[
-        Path | None, opt.option("Picture (.png, .svg, .pdf) or numbers (.json).", dir_okay=False)
+        Path | None,
+        opt.option("Picture (.png, .svg, .pdf) or numbers (.json); - is stdout.", dir_okay=False),
     ] = None,
+    force: opt.Force = False,
     top: Annotated[int, opt.option("How many training points to show.", min=1)] = 5,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
@@ -134,10 +139,11 @@ def explain(
 
     Example: otad explain digits-model test --row 3 --out why.png
     """
-    kind = ".json" if out is None else out.suffix.lower()
+    kind = ".json" if out in (None, STDOUT) else Path(out or "").suffix.lower()
     ends = f"a name that ends in {', '.join(PICTURES)} or .json"
     require(kind in (*PICTURES, ".json"), "out", ends, out)
     model = open_model(model_dir, device, data_dir, out, input)
+    check_out(out, force, as_json)
     drawn = kind == ".json" or len(model.backbone.input_shape) > 1
     require(drawn, "out", "a .json file, as only images can be drawn", out)
     rows = open_inputs(model, input, data_dir)
@@ -148,6 +154,9 @@ def explain(
     known["feature_names"] = model.notes.get("feature_names")
     known["train_x"] = None if out is None else training_inputs(model, data_dir, input)
     (explanation,) = explain_inputs(model, x, **known)
+    if out == STDOUT:
+        typer.echo(json.dumps(explanation.to_dict(inputs=True), allow_nan=False))
+        return
     if out is not None:
         if kind == ".json":
             write_json(out, explanation.to_dict(inputs=True))

@@ -15,6 +15,7 @@ from otad import data
 from otad.attacks.adaptive.neighborhood import knows_inputs
 from otad.checks import check_device, refusing, require
 from otad.cli.console import remark
+from otad.cli.outputs import STDOUT
 from otad.data import Dataset
 from otad.data.registry import find_first
 from otad.errors import InputError
@@ -74,11 +75,12 @@ class DataChoice:
         expected = f"a registered name ({names}), an image folder or a file that ends in {ends}"
         require(readable, "data", expected, f"{self.data!r}{absent}")
         title, read, needs, accepts = _FOLDER if path.is_dir() else _KINDS[path.suffix.lower()]
-        for name in needs:
-            require(name in self.options, str(path), f"--{name} for {title}", "none")
-        for name in self.options:
-            known = name in (*needs, *accepts, "test_fraction")
-            require(known, str(path), f"only options of {title}", f"--{name}")
+        missing = [f"--{name}" for name in needs if name not in self.options]
+        known = (*needs, *accepts, "test_fraction")
+        unknown = [f"--{name.replace('_', '-')}" for name in self.options if name not in known]
+        wrong = [f"no {name}" for name in missing] + unknown
+        expected = " and ".join([*(f"--{name}" for name in needs), "only options"])
+        require(not wrong, str(path), f"{expected} of {title}", ", ".join(wrong))
         find_first(self._places(data_dir), title.partition(" ")[2], _RELATIVE)
         regular = path.is_dir() or path.is_file()
         require(regular, str(path), title, "a device, a pipe or a socket")
@@ -212,7 +214,7 @@ def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
     be read differently afterwards. The word test and names of columns are not files."""
     expected = "another place than that of an input"
     for given in inputs:
-        if out is None or given in (None, "test") or not os.path.exists(given):
+        if out in (None, STDOUT) or given in (None, "test") or not os.path.exists(given):
             continue
         same = out.exists() and out.samefile(given)
         require(not same, "out", expected, f"{out}, which would overwrite {given}")
@@ -228,7 +230,7 @@ def open_model(
     model = load(folder, device=str(check_device(device)))
     _check_names(model)
     note = data_note(model)
-    if out is not None:
+    if out not in (None, STDOUT):
         files = [*inputs, folder / CARD, *folder.glob("*.safetensors")]
         files.append(None if note is None else note.choice.path_from(data_dir))
         refuse_overwriting(out, *files)

@@ -10,10 +10,19 @@ from otad import training
 from otad.checks import check_device
 from otad.cli import options as opt
 from otad.cli.console import show
-from otad.cli.sources import DataChoice, TrainedNet, describe_data, refuse_overwriting
+from otad.cli.outputs import check_out, start_anew
+from otad.cli.sources import (
+    NET_FILE,
+    RECORD_FILE,
+    DataChoice,
+    TrainedNet,
+    describe_data,
+    refuse_overwriting,
+)
 from otad.data import Dataset, Standardizer, split
 from otad.nets import Backbone
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
+from otad.training.loop import CHECKPOINT
 
 _reading = partial(opt.option, panel=opt.READING)
 _training = partial(opt.option, panel=opt.TRAINING)
@@ -28,6 +37,7 @@ def train(
         str, opt.argument("DATA", "Registered name such as digits, CSV, NPZ, .h5ad, image folder.")
     ],
     out: opt.OutFolder,
+    force: opt.Force = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
@@ -65,7 +75,8 @@ def train(
     """Train a residual network whose blocks move the data as little as possible.
 
     Minimizes loss + alpha * transport energy; inputs are standardized inside the
-    net. Every epoch is saved: after an interruption, the same command resumes.
+    net. Every epoch is saved: after an interruption, the same command resumes. A
+    finished net is replaced with --force alone.
     A vision transformer needs --net vit --recipe vit_cifar10, and a GPU.
 
     Example: otad train digits --out digits-net
@@ -75,6 +86,7 @@ def train(
     options = locals()
     choice = DataChoice(data, seed, opt.given(options, READING))
     refuse_overwriting(out, choice.path_from(data_dir))
+    check_out(out, force, results=(NET_FILE, RECORD_FILE), started=CHECKPOINT)
     changes = opt.given(options, CHANGES)
     if epochs is not None:  # a short training is not all warm-up
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
@@ -83,6 +95,7 @@ def train(
     dataset = choice.load(data_dir)
     how: dict[str, Any] = {"validation": validation, "kind": net, "max_seconds": max_seconds}
     how |= {"options": opt.given(options, SHAPE), "checkpoint_dir": out, "progress": True}
+    start_anew(out, RECORD_FILE, CHECKPOINT)
     trained, result = train_net(dataset, config, **how)
     about = describe_data(dataset, choice)
     record = training_record(trained, result, config, about, validation)

@@ -31,6 +31,7 @@ AnyNet = TypeVar("AnyNet", bound=nn.Module)
 AnyRecord = TypeVar("AnyRecord")
 Batches = Iterator[tuple[Tensor, ...]]
 LOCK = ".training.lock"
+CHECKPOINT = "checkpoint.safetensors"
 _log = logging.getLogger("otad")
 
 
@@ -61,7 +62,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
     checkpoint ends with the same weights bit for bit."""
 
     record_type: ClassVar[type]
-    checkpoint_name: ClassVar[str] = "checkpoint.safetensors"
+    checkpoint_name: ClassVar[str] = CHECKPOINT
     label: ClassVar[str] = "training"
     rows_on_device: ClassVar[bool] = True
     """Whether `batches` indexes tensors on the device of the net."""

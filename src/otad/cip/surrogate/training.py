@@ -31,6 +31,7 @@ Problem = CipProblem | BankProblem
 Teacher = Callable[[Problem], CipSolution]
 _NAMED_BY_SOURCE = {"query", "anchors", "images", "inputs", "features", "own_features"}
 _UNIT_ROWS = 256
+CHECKPOINT = "cip-net.safetensors"
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class _Task:
 
 class _CipNetTraining(Training[CipNet, CipNetEpoch]):
     record_type: ClassVar[type] = CipNetEpoch
-    checkpoint_name = "cip-net.safetensors"
+    checkpoint_name = CHECKPOINT
     label = "training CIP-net"
     rows_on_device = False  # problems may be in files
 
