@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from cli.small import read_csv, terminal
 from experiments.toml_files import WINE
+from typer.testing import CliRunner
 
 import otad
 from otad import data
 from otad.cli import demo
 from otad.cli.console import show
-from otad.cli.main import COMMANDS, load_command
+from otad.cli.main import COMMANDS, load_command, main
 from otad.evaluate import PRESETS
 from otad.evaluate.records import Evaluation
 from otad.evaluate.suite import Choice
@@ -34,6 +35,37 @@ def test_commands_are_listed_in_the_order_of_use(monkeypatch: pytest.MonkeyPatch
     shown = terminal.succeed("--help").stdout.splitlines()
     listed = [line.strip(" │").split()[0] for line in shown if line.startswith("│ ")]
     assert [word for word in listed if not word.startswith("-")] == list(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("otad e", {"explain", "evaluate"}),
+        ("otad evaluate --su", {"--suite"}),
+        ("otad train dig", {"digits"}),
+        ("otad attack model test --attack ap", {"apgd"}),
+        ("otad attack model te", {"test"}),
+        ("otad evaluate model test --suite ", set(PRESETS)),
+        ("otad predict mod", set()),  # a path, which the shell completes
+        ("otad predict bad\x07 mod", set()),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(typed: str, completed: set[str]) -> None:
+    count = len(typed.split(" ")) - 1
+    asked = {"_OTAD_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(count)}
+    result = CliRunner().invoke(main, [], prog_name="otad", env=asked)
+    assert set(result.stdout.split()) == completed
+    assert result.stderr == ""
+
+
+def test_completion_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    shown = CliRunner().invoke(main, ["--show-completion", "bash"], prog_name="otad").stdout
+    assert "complete -o default -F _otad_completion otad" in shown
+    result = CliRunner().invoke(main, ["--install-completion", "bash"], prog_name="otad")
+    assert result.exit_code == 0
+    assert "otad" in Path(".bashrc").read_text()
+    assert Path(".bash_completions/otad.sh").read_text().strip() == shown.strip()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -34,7 +34,9 @@ def attack(
     model_dir: opt.ModelDir,
     input: opt.Input,
     eps: Annotated[float, opt.option("How far an input may be changed.")],
-    name: Annotated[str, opt.option(f"One of {', '.join(ATTACKS)}.", "--attack")] = "pgd",
+    name: Annotated[
+        str, opt.option(f"One of {', '.join(ATTACKS)}.", "--attack", **opt.among(ATTACKS))
+    ] = "pgd",
     option: Annotated[opt.Names, opt.option("Of the attack: steps=100. Repeatable.")] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,

@@ -35,9 +35,14 @@ def evaluate(
     headline: Annotated[
         float | None, opt.option("Radius of the headline figure.  [default: the first of --eps]")
     ] = None,
-    suite: Annotated[str, opt.option(f"Attacks to run: {', '.join(PRESETS)}.")] = "standard",
+    suite: Annotated[
+        str, opt.option(f"Attacks to run: {', '.join(PRESETS)}.", **opt.among(PRESETS))
+    ] = "standard",
     attack: Annotated[
-        opt.Names, opt.option(f"Run this instead of a suite. Repeatable: {', '.join(ATTACKS)}.")
+        opt.Names,
+        opt.option(
+            f"Run this instead of a suite. Repeatable: {', '.join(ATTACKS)}.", **opt.among(ATTACKS)
+        ),
     ] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,
@@ -45,7 +50,8 @@ def evaluate(
     scale: opt.Scale = None,
     all_rows: Annotated[bool, opt.option("Attack rows already broken too.", "--all-rows")] = False,
     skip_proved: Annotated[
-        opt.Names, opt.option("Skip this attack on certified rows. Repeatable.")
+        opt.Names,
+        opt.option("Skip this attack on certified rows. Repeatable.", **opt.among(ATTACKS)),
     ] = None,
     no_flags: Annotated[bool, opt.option("Skip the checks of the attacks.", "--no-flags")] = False,
     embedding_lipschitz: opt.EmbeddingLipschitz = None,

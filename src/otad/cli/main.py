@@ -45,7 +45,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] == "bench":
             raise InputError("no command 'bench': run the scripts in benchmarks/")
-        for before, text in zip(["", *args], args, strict=False):
+        for before, text in zip(["", *args], [] if ctx.resilient_parsing else args, strict=False):
             flag, equals, value = text.partition("=")
             if not text or (equals and not value and flag.startswith("--")):
                 option = (flag or before).lstrip("-") or "arguments"
@@ -81,9 +81,7 @@ def load_command(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-main = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+main = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(asked: bool) -> None:

@@ -24,20 +24,35 @@ def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
-def argument(metavar: str, help: str) -> Any:
-    return typer.Argument(metavar=metavar, help=help)
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, **more)
+
+
+def among(choices: Iterable[str]) -> dict[str, Any]:
+    """For an option or argument whose names a shell completes; other values are allowed."""
+    names = tuple(choices)
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return {"autocompletion": complete}
 
 
 AsJson = Annotated[bool, option("Print one JSON object to stdout, and nothing else.", "--json")]
 Seed = Annotated[int, option("Seed of everything that is drawn at random.", callback=check_seed)]
-Device = Annotated[str, option("Where to compute: cpu, cuda or cuda:1.")]
+Device = Annotated[str, option("Where to compute: cpu, cuda or cuda:1.", **among(("cpu", "cuda")))]
 BatchSize = Annotated[int, option("Rows at a time.", min=1)]
 Force = Annotated[bool, option("Replace what --out has already.", "--force")]
 OutFolder = Annotated[Path, option("Folder for everything that is written.", file_okay=False)]
 MaxSeconds = Annotated[float | None, option("Stop in time; the same command resumes.")]
 ModelDir = Annotated[Path, argument("MODEL_DIR", "Model folder written by `otad defend`.")]
 Input = Annotated[
-    str, argument("INPUT", "CSV, NPZ (array x), image folder or .h5ad; or test: its test data.")
+    str,
+    argument(
+        "INPUT",
+        "CSV, NPZ (array x), image folder or .h5ad; or test: its test data.",
+        **among(("test",)),
+    ),
 ]
 DataDir = Annotated[
     Path | None, option("Folder of data and relative paths.  [default: OTAD_DATA]", panel=READING)
@@ -57,7 +72,7 @@ EmbeddingLipschitz = Annotated[
 MetricLipschitz = Annotated[
     float | None, option("Lipschitz constant of a metric that does not know its own.")
 ]
-Norm = Annotated[str, option("How a change is measured: l2 or linf.", panel=THREAT)]
+Norm = Annotated[str, option("How a change is measured: l2 or linf.", panel=THREAT, **among(NORMS))]
 Immutable = Annotated[
     Names, option('Features that cannot change: "age,sex". Repeatable.', panel=THREAT)
 ]

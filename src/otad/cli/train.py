@@ -19,7 +19,7 @@ from otad.cli.sources import (
     describe_data,
     refuse_overwriting,
 )
-from otad.data import Dataset, Standardizer, split
+from otad.data import Dataset, Standardizer, names, split
 from otad.nets import Backbone
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 from otad.training.loop import CHECKPOINT
@@ -34,7 +34,12 @@ CHANGES = ("epochs", "batch_size", "learning_rate", "optimizer", "weight_decay",
 
 def train(
     data: Annotated[
-        str, opt.argument("DATA", "Registered name such as digits, CSV, NPZ, .h5ad, image folder.")
+        str,
+        opt.argument(
+            "DATA",
+            "Registered name such as digits, CSV, NPZ, .h5ad, image folder.",
+            **opt.among(names()),
+        ),
     ],
     out: opt.OutFolder,
     force: opt.Force = False,
