@@ -191,7 +191,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         self.module_ = defend(net, x[rows], targets[rows], **defense)
         if len(names) > 0:
             notes["feature_names"] = list(names)
-        self.module_.notes = notes
+        self.module_.notes |= notes
 
     def _outputs(self, X: Any) -> Array:
         """Logits (n, C) or values (n,), float64."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import KINDS, model, queries
+from factories import KINDS, images, model, queries
 
 import otad
 from otad.errors import InputError
@@ -111,6 +111,39 @@ def test_declared_sizes_are_bounded_by_the_weights(
         card["config"].update(changes)
 
     forge(tmp_path, enlarge)
+    with pytest.raises(InputError, match="expected"):
+        otad.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head": "0"},
+        {"head": "elsewhere"},
+        {"head": 10**9},
+        {"input_shape": [10**5, 10**6]},
+        {"net": {"class": "os.system"}},
+        {"net": {"layer": "os.system"}},
+        {"net": {"layer": "Sequential", "layers": [{"layer": "Linear", "in_features": 5}]}},
+        {"layers": [{"layer": "Upsample", "scale_factor": 10**4}]},
+        {"layers": [{"layer": "Upsample", "scale_factor": 50}] * 4},
+        {"layers": [{"layer": "AdaptiveAvgPool2d", "output_size": 10**5}]},
+        {"layers": [{"layer": "ZeroPad2d", "padding": 10**5}]},
+    ],
+)
+def test_forged_layers_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    layers = torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 36, 3)
+    x, y = images()
+    otad.defend(torch.nn.Sequential(*layers), x, y).save(tmp_path)
+
+    def replace(card: dict[str, Any]) -> None:
+        features = card["backbone"]["config"]["inner"]["embed"]
+        if "layers" in change:
+            features["net"]["layers"][1:1] = change["layers"]
+        else:
+            features.update(change)
+
+    forge(tmp_path, replace)
     with pytest.raises(InputError, match="expected"):
         otad.load(tmp_path)
 

@@ -251,8 +251,9 @@ X, Y = points(N, 0), torch.arange(N) % 3
         ({"solver": ExactCip(max_smoothness=1.0)}, "max_smoothness: expected at least .* 2.0, got"),
         ({"search": "annoy"}, "search: expected one of torch, faiss, got 'annoy'"),
         ({"bank_dtype": torch.float64}, "dtype: expected float16, bfloat16 or float32"),
-        ({"net": nn.Linear(D, 3)}, "net: expected a Backbone or a non-empty nn.Sequential"),
-        ({"net": sequential(width=4)}, "dimension 5 .* got 4"),
+        ({"net": None}, "net: expected a module, or inputs='pixels'"),
+        ({"inputs": "rows"}, "inputs: expected one of auto, features, pixels, got 'rows'"),
+        ({"bounds": (0.0, 2.0)}, r"bounds: expected None, or those of the backbone, \(0.0, 1.0\)"),
     ],
 )
 def test_refused_settings(options: dict[str, object], message: str) -> None:

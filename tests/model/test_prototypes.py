@@ -125,7 +125,10 @@ def test_modes_of_the_caller_do_not_matter() -> None:
     [
         (lambda x, y: prototypes(x, y, per_class=0), "per_class: .* at least 1, got 0"),
         (lambda x, y: prototypes(x, y, neighbors=0), "neighbors: .* at least 1, got 0"),
-        (lambda x, y: PrototypeNet((2,), 1, n_points=3, task="regression"), "task: .*'regression'"),
+        (
+            lambda x, y: prototype_net(lifted_net((2,), 1, task="regression"), x, x[:, 0]),
+            "neighbors: expected 1 in regression.* neighbors 20",
+        ),
         (lambda x, y: prototypes(x, torch.zeros_like(y))(x), "labels: .*two classes.* only 0"),
         (lambda x, y: label_heights(x, y[:4]), r"labels: expected shape \(40,\)"),
     ],

@@ -108,8 +108,12 @@ def _embedding_reach(backbone: Backbone, measured: Tensor, constant: float | Non
         stretch = functional.pad((measured / backbone.std.double()).flatten(), (0, backbone.lift))
         return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps)
     if constant is None:
-        why = f"as {type(backbone).__name__} has its own embedding"
-        raise InputError(f"{name}: expected a number, {why}, got None")
+        raise InputError(
+            f"{name}: expected a proved constant, as {type(backbone).__name__} has its own "
+            "embedding, got None; without one, certify a network that transports its inputs "
+            "(OTADClassifier, `otad train`), search neighbors by a metric of known constant "
+            "(otad.nets.LipschitzMetric), or defend the inputs themselves (inputs='pixels')"
+        )
     _check_constant(constant, name)
     check_evaluation(backbone, "model.backbone")
     return Reach(measured.new_full((backbone.dim,), constant), 0.0)

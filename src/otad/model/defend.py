@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from otad.checks import check_weights
+from otad.checks import check_choice, check_shape, check_weights, require
+from otad.cip.whole_bank.lifted_bank import least_lipschitz
 from otad.cip.whole_bank.potential import Progress
+from otad.errors import InputError, SolverError
 from otad.io.tensor_files import fingerprint_of
 from otad.model.answerer_options import check_settings
+from otad.model.answerers import is_global
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD, keys_of
-from otad.nets import adapt
+from otad.model.prototypes import PrototypeNet, prototype_net
+from otad.nets import Backbone, Lift, lifted_net
+from otad.nets.adapt import Adapted, adapted
+from otad.nets.lift import MARGIN
 from otad.progress import Counter
+
+Bounds = tuple[float, float]
+INPUTS = ("auto", "features", "pixels")
+SAMPLE = 32  # inputs by which the head of a network is found
+ONE_LIPSCHITZ = 2.0  # the smoothness of a lifted map that is 1-Lipschitz
+STEEP = 1e4  # a global map of larger L keeps apart hardly any two answers, and proves nothing
 
 
 @torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
 def defend(
-    net: nn.Module,
+    net: nn.Module | None,
     x: Tensor,
     y: Tensor,
     *,
+    inputs: str = "auto",
+    bounds: Bounds | None = None,
     n_neighbors: int = 10,
     search: str = "torch",
     resident: bool = True,
@@ -36,52 +53,169 @@ def defend(
 ) -> OTAD:
     """Turn a trained network into an OTAD model with the bank of its training data.
 
-    `net` is a `Backbone`, or an `nn.Sequential` that ends in a Linear layer and preserves the size
-    of its flattened input up to there (see `otad.nets.adapt`; other nets are given in parts, by
-    `otad.nets.SequentialBackbone`); it is put in evaluation mode. `x` (N,*input_shape) and `y` (N,)
-    are the training data. With `bank_path` the bank is written there and mapped from the file.
-    `progress`: see `otad.progress`, with (rows done, rows in all). For all else see `OTAD`:
-    `answering` are its scope, smoothness, strong_convexity and solver.
+    `net` is any module that maps a batch to logits (B,C), or in regression to values (B,) or (B,1);
+    it is put in evaluation mode, and its weights are shared. `x` (N,*input_shape) and `y` (N,) are
+    the training data, labels or floating-point values. `bounds` are the lowest and highest legal
+    input value. What is interpolated between training points:
+
+    - `inputs="auto"`: a `Backbone`, or a network whose features have the size of the input and
+      follow it, transports inputs as in the paper. Of any other network the features that enter its
+      last Linear layer are the inputs of a Lipschitz map to its outputs, the lift over features.
+    - `inputs="features"`: the lift over features for every network.
+    - `inputs="pixels"`: the lift over the inputs themselves, numbers of a table too, to the labels
+      or values y. No network is used, so `net` may be None. Certificates hold for every input; the
+      scope is global unless another one is asked for.
+
+    A global map whose default smoothness does not exist, or is above 10,000, is replaced by the
+    lift over embedded inputs to the outputs of the network. What was chosen is said in a warning
+    and noted in `model.notes["defense"]`.
+
+    With `bank_path` the bank is written there and mapped from the file. `progress`: see
+    `otad.progress`, with (rows done, rows in all). For all else see `OTAD`: `answering` are its
+    scope, smoothness, strong_convexity and solver.
     """
-    shape = x.shape[1:] if isinstance(x, Tensor) else None
-    is_value = isinstance(y, Tensor) and y.is_floating_point()
-    task = "regression" if is_value else "classification"
-    backbone = adapt(net, input_shape=shape, task=task).eval()
+    if check_choice(inputs, "inputs", INPUTS) == "pixels":
+        made = _points(net, x, y, bounds)
+        answering = {"scope": "global"} | answering
+    else:
+        made = _adapted(net, x, y, inputs, bounds)
+    backbone = made.backbone.eval()
     check_weights(backbone, "net")
-    inputs = backbone.check_inputs(x)
-    targets = backbone.check_targets(y, len(inputs))
+    rows = backbone.check_inputs(x)
+    targets = backbone.check_targets(y, len(rows))
     asked: dict[str, Any] = {"n_neighbors": n_neighbors, **answering}
-    check_settings(len(inputs), metric=metric, dim=backbone.dim, **asked)
+    check_settings(len(rows), metric=metric, dim=backbone.dim, **asked)
     device = backbone.mean.device
 
     def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
         embedded = backbone.embed(batch.to(device))
         return embedded, backbone.transport(embedded)[0]
 
-    bank = FeatureBank.build(
-        transport,
-        inputs,
-        targets,
-        fingerprint=fingerprint_of(backbone, {"x": inputs, "y": targets}),
-        batch_size=batch_size,
-        dtype=bank_dtype,
-        path=bank_path,
-        progress=progress,
-    )
+    if isinstance(backbone, PrototypeNet) and made.path == "inputs":
+        bank = _stored(backbone.bank(bank_dtype), bank_path)
+    else:
+        bank = FeatureBank.build(
+            transport,
+            rows,
+            targets,
+            fingerprint=fingerprint_of(backbone, {"x": rows, "y": targets}),
+            batch_size=batch_size,
+            dtype=bank_dtype,
+            path=bank_path,
+            progress=progress,
+        )
     keys = None
     if metric is not None:
         metric = metric.to(device).eval()
         check_weights(metric, "metric")
         with torch.no_grad():
-            batches = inputs.split(batch_size)
+            batches = rows.split(batch_size)
             keys = torch.cat([keys_of(batch.to(device), metric) for batch in batches])
-    return OTAD(
-        backbone,
-        bank.to(device) if resident else bank,
-        **asked,
-        sweep_progress=False if progress is False else sweep_progress,
-        search=search,
-        resident=resident,
-        metric=metric,
-        keys=keys,
+    asked |= {"search": search, "resident": resident, "metric": metric, "keys": keys}
+
+    def build(backbone: Backbone, bank: FeatureBank, **more: Any) -> OTAD:
+        place = bank.to(device) if resident else bank
+        sweeps = False if progress is False else sweep_progress
+        return OTAD(backbone, place, sweep_progress=sweeps, **(asked | more))
+
+    given = ("smoothness", "strong_convexity", "potential")
+    if is_global(asked.get("scope", "local")) and not any(asked.get(name) for name in given):
+        model, made = _global_by_default(build, made, bank, bank_path)
+    else:
+        model = build(backbone, bank)
+    if made.says:
+        model.notes["defense"] = {"path": made.path, "says": made.says}
+        warnings.warn(f"defense: {made.says}", stacklevel=4)
+    return model
+
+
+def _adapted(
+    net: nn.Module | None, x: Tensor, y: Tensor, inputs: str, bounds: Bounds | None
+) -> Adapted:
+    if net is None:
+        raise InputError("net: expected a module, or inputs='pixels' to do without, got None")
+    if isinstance(net, Backbone):
+        fits = bounds in (None, net.bounds)
+        require(fits, "bounds", f"None, or those of the backbone, {net.bounds}", bounds)
+        bounds = net.bounds
+        if inputs == "auto":
+            return Adapted(net, "transport", "")
+    task = _task(x, y)
+    rows = torch.linspace(0, len(x) - 1, min(SAMPLE, len(x)), dtype=torch.float64).long()
+    return adapted(net, x[rows.to(x.device)], inputs=inputs, task=task, bounds=bounds)
+
+
+def _points(net: nn.Module | None, x: Tensor, y: Tensor, bounds: Bounds | None) -> Adapted:
+    """The lift over inputs, normalized like those of a backbone that is given."""
+    task = _task(x, y)
+    count = 1 if task == "regression" else int(y.max()) + 1
+    options: dict[str, Any] = {"task": task, "bounds": bounds}
+    if isinstance(net, Backbone):
+        options |= {"mean": net.mean.cpu(), "std": net.std.cpu(), "bounds": bounds or net.bounds}
+    frame = lifted_net(x.shape[1:], count, blocks=0, **options)
+    frame = frame.to(x.dtype).to(net.mean.device if isinstance(net, Backbone) else x.device)
+    answers = "values" if task == "regression" else "labels"
+    says = f"the lift over the inputs themselves to the {answers} of training points"
+    unused = "" if net is None else f"; {type(net).__name__} is not used"
+    return Adapted(prototype_net(frame, x, y, neighbors=1), "inputs", says + unused)
+
+
+def _task(x: Tensor, y: Tensor) -> str:
+    """By the targets: those of classification are whole numbers."""
+    rows = x.dim() > 1 and x.is_floating_point() and len(x) > 0
+    got = f"{x.dtype} of shape {tuple(x.shape)}"
+    require(rows, "x", "floating-point inputs (N,*input_shape)", got)
+    check_shape(y, "y", (len(x),), "with one target per input")
+    return "regression" if y.is_floating_point() else "classification"
+
+
+def _stored(bank: FeatureBank, path: str | None) -> FeatureBank:
+    """The bank, mapped from the file at `path` if there is one."""
+    if path is None:
+        return bank
+    bank.save(path)
+    return FeatureBank.load(path, verify=False)
+
+
+def _global_by_default(
+    build: Callable[..., OTAD], made: Adapted, bank: FeatureBank, path: str | None
+) -> tuple[OTAD, Adapted]:
+    """The model of a global map whose smoothness nobody asked for, and what it is made of."""
+    net = made.backbone
+    if made.path == "inputs" and net.task == "classification":
+        return build(net, bank, smoothness=ONE_LIPSCHITZ), made
+    try:
+        model = build(net, bank)
+        why = f"needs L = {model.smoothness:.3g}"
+    except SolverError:
+        model, why = None, "does not exist"
+    most = ONE_LIPSCHITZ if made.path == "features" else STEEP
+    if model is not None and model.smoothness <= most:
+        return model, made
+    if made.path == "features":  # two points differ by less than rounding
+        return build(net, bank, smoothness=ONE_LIPSCHITZ), made
+    lift, lifted_bank = _lifted(net, bank)
+    says = (
+        f"{made.says + '. ' if made.says else ''}The global map of least L {why}, so the network's "
+        f"own outputs are lifted over embedded inputs, by which they change {lift.stretch:.3g} "
+        "times as much at most; training with more transport energy avoids that"
     )
+    return build(lift, _stored(lifted_bank, path)), Adapted(lift, "lift", says)
+
+
+@torch.no_grad()
+def _lifted(net: Backbone, bank: FeatureBank) -> tuple[Lift, FeatureBank]:
+    """The lift of a backbone over its embedded inputs, with a bank of equal answers for equal
+    inputs, and with the least stretch for it."""
+    points = bank.inputs.float()
+    batches = bank.features.split(1024)
+    outputs = torch.cat([net.head(some.to(net.mean)).float().cpu() for some in batches])
+    _, place = points.unique(dim=0, return_inverse=True)
+    first = torch.full((len(points),), len(points)).scatter_reduce(
+        0, place, torch.arange(len(points)), "amin"
+    )
+    answers = outputs.reshape(len(points), -1)[first[place]]
+    lift = Lift(net, stretch=(1 + MARGIN) * least_lipschitz(points, answers) or 1.0)
+    answers = (answers / lift.stretch).to(bank.dtype)
+    pairs = functional.pad(bank.inputs, (0, lift.lift)), torch.cat([bank.inputs, answers], 1)
+    return lift.eval(), FeatureBank(*pairs, bank.labels, fingerprint_of(lift, {"x": bank.inputs}))

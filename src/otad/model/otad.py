@@ -7,6 +7,7 @@ feature of a Lipschitz map through pairs (x_i, z_i) of training points: the K ne
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer
 from otad.model.bank import BankModule, FeatureBank
 from otad.model.folder import CARD, Block, read_bank, read_block, read_card, write_model
 from otad.nets import Backbone, Metric, build, build_metric
+from otad.nets.features import parts_of_user, unwrapped, with_module
 from otad.nets.inputs import restored
 
 SAMPLE = 64  # training inputs that are embedded again
@@ -194,6 +196,8 @@ class OTAD(BankModule):
         settings = {name: getattr(self, name) for name in own} | answerer.settings()
         about: dict[str, Any] = {"version": answerer.card_version, "settings": settings}
         about["notes"] = self.notes | notes
+        for part in parts_of_user(self.backbone):
+            about["probe"] = part.probe()
         config = {"config": self.backbone.config()}
         blocks = {"backbone": Block("backbone", self.backbone.state_dict(), config, config)}
         if metric is not None and keys is not None:
@@ -243,26 +247,41 @@ def check_training_inputs(model: OTAD, train_x: object, rows: Tensor | None = No
 
 @torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
 def load(
-    folder: str | Path, *, device: str = "cpu", resident: bool = True, verify: bool = True
+    folder: str | Path,
+    *,
+    net: nn.Module | Callable[[], nn.Module] | None = None,
+    device: str = "cpu",
+    resident: bool = True,
+    verify: bool = True,
 ) -> OTAD:
     """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`. With
     `resident=False` the bank stays mapped from its file; `verify=False` compares its header and a
-    sample of its points alone."""
+    sample of its points alone.
+
+    `net`: for a network of a class of your own, a module of that class or a function that makes
+    one. Its weights are replaced by those of the folder, which must have the same names and shapes
+    and give the same outputs. Nothing is imported because a folder says so."""
+    if net is not None and not isinstance(net, nn.Module):
+        net = net()
+        require(isinstance(net, nn.Module), "net", "a function that makes a module", type(net))
     folder = Path(folder)
     card = read_card(folder)
     try:
-        model = _read_model(folder, card, resident, verify)
+        model = _read_model(folder, card, net, resident, verify)
     except (InputError, FileNotFoundError):
         if read_card(folder) == card:
             raise
-        return load(folder, device=device, resident=resident, verify=verify)  # it was just replaced
+        again: dict[str, Any] = {"net": net, "resident": resident, "verify": verify}
+        return load(folder, device=device, **again)  # it was just replaced
     return model.to(check_device(device))
 
 
-def _read_model(folder: Path, card: dict[str, Any], resident: bool, verify: bool) -> OTAD:
+def _read_model(
+    folder: Path, card: dict[str, Any], net: nn.Module | None, resident: bool, verify: bool
+) -> OTAD:
     with refusing(f"{folder / CARD}: expected a whole model card"):
         nets, metric, keys = card["backbone"], None, None
-        backbone = restored(build, nets["config"], read_block(folder, card, nets))
+        backbone = _read_backbone(card, read_block(folder, card, nets), net)
         bank = read_bank(folder, card, verify=verify, mmap=not resident)
         if "metric" in card:
             nets = card["metric"]
@@ -277,3 +296,21 @@ def _read_model(folder: Path, card: dict[str, Any], resident: bool, verify: bool
         model = OTAD(backbone, bank, **own, **options)
         model.notes = dict(card["notes"])
         return model
+
+
+def _read_backbone(
+    card: dict[str, Any], state: dict[str, Tensor], net: nn.Module | None
+) -> Backbone:
+    """The backbone that the card describes, with the user's own module in it if there is one."""
+    net = None if net is None else unwrapped(net)
+    backbone = restored(build, with_module(card["backbone"]["config"], net), state)
+    parts = list(parts_of_user(backbone))
+    expected = f"None, as the {type(backbone).__name__} of this folder is complete"
+    require(net is None or parts, "net", expected, type(net).__name__)
+    for part in parts:
+        noted, found = torch.tensor(card["probe"]), torch.tensor(part.probe())
+        same = noted.shape == found.shape
+        same = same and bool((found - noted).abs().max() <= SAME * noted.abs().max())
+        got = f"{type(part.net).__name__}, which gives others with the same weights"
+        require(same, "net", "a module that gives the outputs noted in the folder", got)
+    return backbone

@@ -12,6 +12,9 @@ No 1-Lipschitz map does better: at x_i the margin h_i certifies a radius of h_i 
 half of the way to a point of another class. And the map of such a lifted bank is a 1-Lipschitz
 classifier whatever the points are, and differentiable in them. So the points can be trained like
 the weights of a net, for wide margins of the very classifier that is certified afterwards.
+
+In regression the answers are the targets themselves, divided by the least Lipschitz constant of
+all pairs, which the head multiplies back; points that are equal share the mean of their targets.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch.nn import functional
 
 from otad.arguments import guard
 from otad.checks import check_count, check_shape, check_tensor, require
-from otad.cip.whole_bank.lifted_bank import lifted_map
+from otad.cip.whole_bank.lifted_bank import least_lipschitz, lifted_map
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
 from otad.nets.base import register, squared_lengths
@@ -56,10 +59,10 @@ class PrototypeNet(LiftedNet):
     ) -> None:
         """All points and labels are 0 at first."""
         super().__init__(input_shape, n_outputs, blocks=0, **options)
-        require(self.task == "classification", "task", "'classification'", repr(self.task))
         count = check_count(n_points, "n_points")
+        dtype = torch.int64 if self.task == "classification" else self.mean.dtype
         # Registered before they use memory, see `nets.inputs.restored`.
-        self.register_buffer("labels", torch.zeros((), dtype=torch.int64).expand(count))
+        self.register_buffer("labels", torch.zeros((), dtype=dtype).expand(count))
         self.points = nn.Parameter(torch.zeros(()).expand(count, self.dim - self.lift))
         self.labels, points = self.labels.clone(), self.points.detach().clone()
         self.points = nn.Parameter(points)
@@ -70,18 +73,20 @@ class PrototypeNet(LiftedNet):
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         inputs = e[:, : -self.lift]
         with torch.autocast(e.device.type, enabled=False):
-            heights = self._heights()
-            answers = functional.one_hot(self.labels, self.lift) * heights[:, None]
+            heights = self._heights() if self.task == "classification" else None
+            answers = self._answers(heights).to(self.points.dtype)
             found = lifted_map(inputs.to(self.points.dtype), self.points, answers)
         return torch.cat([inputs, found.to(e.dtype)], dim=1), squared_lengths(found)
 
-    def bank(self) -> FeatureBank:
-        """Inputs (x_i, 0) and features (x_i, g_i), (n,p+C), in float32."""
-        points = self.points.detach().to(torch.float32, copy=True)
-        heights = label_heights(points, self.labels).to(points.dtype)
-        # Never rounded up: two answers would be steeper than 1, and one of them left out.
-        heights = torch.nextafter(heights, torch.zeros_like(heights))
-        answers = functional.one_hot(self.labels, self.n_outputs) * heights[:, None]
+    def bank(self, dtype: torch.dtype = torch.float32) -> FeatureBank:
+        """Inputs (x_i, 0) and features (x_i, g_i), (n,p+C)."""
+        points, heights = self.points.detach().to(dtype, copy=True), None
+        if self.task == "classification":  # of the points as they are rounded
+            exact = label_heights(points.to(torch.float32), self.labels)
+            heights = exact.to(dtype)
+            # Never rounded up: two answers would be steeper than 1, and one of them left out.
+            heights = torch.nextafter(heights, torch.zeros_like(heights))
+        answers = self._answers(heights).to(dtype)
         pairs = functional.pad(points, (0, self.n_outputs)), torch.cat([points, answers], 1)
         return FeatureBank(*pairs, self.labels, fingerprint_of(self, note="prototypes"))
 
@@ -94,6 +99,12 @@ class PrototypeNet(LiftedNet):
         options = super().config()
         del options["blocks"], options["hidden"]
         return options | {"n_points": len(self.points)}
+
+    def _answers(self, heights: Tensor | None) -> Tensor:
+        """g_i (n,C): the heights of the labels, or values in units of the head's slope."""
+        if heights is None:
+            return self.labels[:, None] / self.head.weight[:, -1]
+        return functional.one_hot(self.labels, self.lift) * heights[:, None]
 
     def _heights(self) -> Tensor:
         """D_i / sqrt 2 (n,), differentiable in the points."""
@@ -122,8 +133,13 @@ def prototype_net(
 ) -> PrototypeNet:
     """Prototypes for the inputs and outputs of `net`, to be trained or used as they are: inputs x
     (N,*input_shape) with labels y (N,), each replaced by the mean of its `neighbors` nearest of
-    that class; all, or at most `per_class` of each class, drawn by the generator. `progress`: see
-    `otad.progress`, with (classes done, all classes)."""
+    that class; all, or at most `per_class` of each class, drawn by the generator. In regression y
+    are values, and all points are used as they are. `progress`: see `otad.progress`, with (classes
+    done, all classes)."""
+    if net.task == "regression":
+        kept = per_class is None and neighbors == 1
+        got = f"per_class {per_class} and neighbors {neighbors}"
+        require(kept, "neighbors", "1 in regression, with all points", got)
     labels = net.check_targets(y, len(net.check_inputs(x))).cpu()
     rows = torch.arange(len(labels))
     if per_class is not None:
@@ -134,14 +150,22 @@ def prototype_net(
         rows = torch.cat(drawn).sort().values
     with torch.no_grad():
         embedded = torch.cat([net.embed(some.to(net.mean.device)) for some in x.split(4096)])
-    with progress_bar("placing prototypes", progress) as report:
-        own = embedded[:, : -net.lift], labels.to(embedded.device)
-        points = class_means(*own, neighbors, report)
+    points = embedded[:, : -net.lift]
+    if neighbors != 1:
+        with progress_bar("placing prototypes", progress) as report:
+            points = class_means(points, labels.to(points.device), neighbors, report)
     frame: dict[str, Any] = {"bounds": net.bounds, "mean": net.mean.cpu(), "std": net.std.cpu()}
+    frame["task"] = net.task
     made = PrototypeNet(net.input_shape, net.n_outputs, n_points=len(rows), **frame).to(net.mean)
     with torch.no_grad():
         made.points.copy_(points[rows.to(points.device)])
         made.labels.copy_(labels[rows])
+        if net.task == "regression":  # equal points share the mean of their values
+            _, place = points.unique(dim=0, return_inverse=True)
+            sums = made.labels.new_zeros(len(points)).index_add(0, place, made.labels)
+            made.labels.copy_((sums / place.bincount(minlength=len(points)).clamp_min(1))[place])
+            slope = least_lipschitz(made.points, made.labels[:, None])
+            made.head.weight[:, -1] = slope or 1.0
     return made
 
 

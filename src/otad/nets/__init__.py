@@ -18,12 +18,13 @@ from otad.nets.base import (
     register_metric,
 )  # fmt: skip
 from otad.nets.fully_connected import FCResNet, LiftedNet, fc_resnet, lifted_net, plain_net
+from otad.nets.lift import Lift
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
 from otad.nets.vit import VisionTransformer, vision_transformer
 
 __all__ = [
-    "AttentionMetric", "Backbone", "CNNMetric", "FCResNet", "LiftedNet", "LinearHead",
+    "AttentionMetric", "Backbone", "CNNMetric", "FCResNet", "Lift", "LiftedNet", "LinearHead",
     "LipschitzMetric", "Metric", "PretrainedMetric", "ResNetMetric", "SequentialBackbone",
     "ViTMetric", "VisionTransformer", "adapt", "build", "build_metric", "fc_resnet", "lifted_net",
     "only_normalizes", "plain_net", "register", "register_features", "register_metric",

@@ -1,37 +1,34 @@
-"""The user's own trained modules as a backbone or a metric, and well-known layers as JSON."""
+"""The user's own trained modules as a backbone or a metric."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from otad.checks import check_choice, require
 from otad.errors import InputError, import_extra
 from otad.nets.base import Backbone, LinearHead, Metric, register, register_metric, squared_lengths
+from otad.nets.features import Features, Head, find_head, unwrapped
 from otad.nets.fully_connected import LiftedNet
 from otad.nets.inputs import Sizes, evaluating
+from otad.nets.layer_json import check_activations, describe, restore, state_shapes
+from otad.nets.lift import Lift, feature_lift
 
 AnyBuilder = TypeVar("AnyBuilder", bound=Callable[..., nn.Module])
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {}
+FOLLOWS = 0.9  # share of pairs of points that a transport moves in directions like their own
+_REMEDY = (
+    "no Lipschitz constant of its features is known, so nothing is proved: for proofs train with "
+    "the transport energy (OTADClassifier, `otad train`), search neighbors by a Lipschitz metric "
+    "(metric=), or defend the inputs themselves (inputs='pixels')"
+)
 _ONE_SPACE = "embedded inputs and features must be in one space; change sizes in `embed` alone"
-# Constructor arguments, which are also attributes of the layer.
-_ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
-    **dict.fromkeys((nn.Identity, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid), ()),
-    nn.Flatten: ("start_dim", "end_dim"),
-    nn.Linear: ("in_features", "out_features", "bias"),
-    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine", "bias"),
-    nn.BatchNorm1d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
-    nn.Dropout: ("p",),
-    nn.LeakyReLU: ("negative_slope",),
-    nn.ELU: ("alpha",),
-    nn.GELU: ("approximate",),
-    nn.Softplus: ("beta", "threshold"),
-}
-_BY_NAME = {cls.__name__: cls for cls in _ARGUMENTS}
 
 
 @register("sequential")
@@ -93,32 +90,124 @@ class SequentialBackbone(Backbone):
     def from_config(cls, options: Mapping[str, Any]) -> Self:
         rest = dict(options)
         head_shape = (rest.pop("dim"), rest.pop("n_outputs"), rest.pop("bias"))
+        parts = [rest.pop("embed"), *rest.pop("blocks")]
         with torch.random.fork_rng(devices=[]):  # layers draw weights when made
-            embed, head = restore(rest.pop("embed")), nn.Linear(*head_shape)
-            blocks = [restore(block) for block in rest.pop("blocks")]
+            embed, *blocks = [restore(part) for part in parts]
+            head = nn.Linear(*head_shape)
+        if not any(isinstance(part.get("net"), nn.Module) for part in parts):
+            check_activations([embed, *blocks], rest["input_shape"])
         return cls(embed, blocks, head, **rest)
 
 
-def adapt(net: nn.Module, *, input_shape: Sizes | None = None, **options: Any) -> Backbone:
-    """A trained nn.Sequential as a `Backbone`: its last Linear is the head, all before it is one
-    transport step over the flattened input, whose size it must keep. Weights are shared; `options`
-    (task, bounds) are those of `Backbone`. For other nets see `SequentialBackbone`."""
-    if isinstance(net, Backbone):
-        return net
-    if not isinstance(net, nn.Sequential) or len(net) == 0:
-        got = f"{type(net).__name__}; give its parts to SequentialBackbone(embed, blocks, head)"
-        raise InputError(f"net: expected a Backbone or a non-empty nn.Sequential, got {got}")
-    *body, head = net
-    if not isinstance(head, nn.Linear):
-        raise InputError(f"net: expected an nn.Linear as last layer, got {type(head).__name__}")
-    if input_shape is None:
-        first = next(layer for layer in net if not isinstance(layer, nn.Flatten))
-        if not isinstance(first, nn.Linear):
-            got = f"None for {type(first).__name__} as first layer"
-            raise InputError(f"input_shape: expected a shape, got {got}")
-        input_shape = (first.in_features,)
-    blocks = [nn.Sequential(*body)] if body else []
-    return SequentialBackbone(None, blocks, head, input_shape=input_shape, **options)
+class Adapted(NamedTuple):
+    """A backbone made of a network: by which `path`, and what a user should know of it."""
+
+    backbone: Backbone
+    path: str
+    says: str
+
+
+def adapt(
+    net: nn.Module,
+    *,
+    input_shape: Sizes | None = None,
+    sample: Tensor | None = None,
+    inputs: str = "auto",
+    **options: Any,
+) -> Backbone:
+    """Any trained module as a `Backbone` that computes the same outputs, with shared weights. Its
+    last Linear layer is the head, and what enters it are the features.
+
+    - Features of the size of the flattened input, that follow it: all before the head is one
+      transport step, as in the paper.
+    - Other features: the embedding itself, and the answers are lifted (`otad.nets.Lift`);
+      `inputs="features"` asks for that.
+
+    `sample` (B,*input_shape): some inputs, by which the layer is found; random ones of
+    `input_shape` without. `options` (task, bounds, mean, std) are those of `Backbone`."""
+    if sample is None and not isinstance(net, Backbone):
+        if input_shape is None:
+            first = next((one for one in net.modules() if not any(one.children())), net)
+            if not isinstance(first, nn.Linear):
+                got = f"None for {type(first).__name__} as first layer"
+                raise InputError(f"input_shape: expected a shape, got {got}")
+            input_shape = (first.in_features,)
+        sample = torch.rand(8, *input_shape, generator=torch.Generator().manual_seed(0))
+    return adapted(net, sample, inputs=inputs, **options).backbone
+
+
+def adapted(
+    net: nn.Module, sample: Tensor | None, *, inputs: str = "auto", **options: Any
+) -> Adapted:
+    """See `adapt`."""
+    check_choice(inputs, "inputs", ("auto", "features"))
+    if isinstance(net, Backbone) and inputs == "auto":
+        return Adapted(net, "transport", "")
+    if sample is None or sample.dim() < 2:
+        raise InputError(f"sample: expected inputs (B,...), got {sample}")
+    net, shape = unwrapped(net), tuple(sample.shape[1:])
+    found = find_head(net, sample, task=options.get("task", "classification"))
+    head = _plain_head(found.layer, options.get("task", "classification"))
+    keeps_size = found.features.shape[1] == math.prod(shape) and inputs == "auto"
+    follows = keeps_size and _follows(sample.to(found.features), found.features)
+    title = f"{type(net).__name__}{'' if found.name == '' else '.' + found.name}"
+    says = "" if found.is_last else f"; the outputs of {title} are its logits, no later layers"
+    if keeps_size and (follows or isinstance(net, nn.Sequential)):
+        if not follows:
+            says += (
+                "; but training points that differ in one direction move in another, so L will be "
+                "raised: train with the transport energy, or ask for inputs='features'"
+            )
+        body = _flat_body(net, found, shape)
+        block = [Features(net, found.name, shape)] if body is None else body
+        backbone: Backbone = SequentialBackbone(None, block, head, input_shape=shape, **options)
+        size = f"the {backbone.dim} features that enter {title} are the transported inputs"
+        return Adapted(backbone, "transport", f"OTAD as in the paper: {size}{says}")
+    features = Features(net, found.name, shape)
+    lift = feature_lift(SequentialBackbone(features, [], head, input_shape=shape, **options))
+    what = f"the lift over the {lift.inner.dim} features that enter {title}: mixtures of the "
+    what += f"network's own answers to training points{says}. It has no transport step, and "
+    return Adapted(lift, "features", what + _REMEDY)
+
+
+def _plain_head(layer: nn.Linear, task: str) -> nn.Linear:
+    """The layer, or one without parametrization, and with two outputs (0, v) for the single logit v
+    of a classifier."""
+    single = layer.out_features == 1 and task == "classification"
+    if isinstance(layer.weight, nn.Parameter) and not single:
+        return layer
+    weight = layer.weight.detach().clone()
+    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().clone()
+    if single:
+        weight, bias = functional.pad(weight, (0, 0, 1, 0)), functional.pad(bias, (1, 0))
+    with torch.device("meta"):
+        plain = nn.Linear(layer.in_features, len(weight))
+    plain.weight, plain.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return plain
+
+
+def _flat_body(net: nn.Module, found: Head, shape: Sizes) -> list[nn.Module] | None:
+    """All but the head of an nn.Sequential of well-known layers that takes flattened inputs."""
+    if not isinstance(net, nn.Sequential) or net[-1] is not found.layer:
+        return None
+    if len(shape) > 1 and not isinstance(net[0], nn.Flatten):
+        return None
+    body = list(net)[:-1]
+    try:
+        describe(nn.Sequential(*body))
+    except InputError:
+        return None
+    return [nn.Sequential(*body)] if body else []
+
+
+def _follows(x: Tensor, features: Tensor) -> bool:
+    """Whether most pairs of inputs (B,*) and their features differ in directions less than 90
+    degrees apart, as those of a transport do; a network of another kind gives about half."""
+    products = x.flatten(1).double() @ features.double().T
+    squares = products.diagonal()
+    moved = squares[:, None] + squares - products - products.T
+    pairs = torch.triu(torch.ones_like(moved), 1).bool()
+    return bool((moved[pairs] >= 0).double().mean() >= FOLLOWS) if len(x) > 1 else True
 
 
 def only_normalizes(backbone: Backbone) -> bool:
@@ -127,6 +216,8 @@ def only_normalizes(backbone: Backbone) -> bool:
     kind = type(backbone)
     if kind.normalize is not Backbone.normalize:
         return False
+    if kind is Lift and isinstance(backbone, Lift):
+        return only_normalizes(backbone.inner)
     if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
         layer = backbone.embedding
         return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
@@ -253,40 +344,3 @@ def run(module: nn.Module, x: Tensor, name: str, gives: str = "an output of shap
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise InputError(f"{name}: expected {gives}, got {got}")
     return output
-
-
-def describe(module: nn.Module) -> dict[str, Any]:
-    """{"layer": name, **constructor arguments}, nested for nn.Sequential."""
-    if type(module) is nn.Sequential:
-        return {"layer": "Sequential", "layers": [describe(layer) for layer in module]}
-    name = type(module).__name__
-    remedy = "subclass Backbone and decorate it with otad.nets.register"
-    expected = f"layers among Sequential, {', '.join(_BY_NAME)} to write as JSON"
-    require(type(module) in _ARGUMENTS, "net", expected, f"{name}; {remedy}")
-    description: dict[str, Any] = {"layer": name}
-    for argument in _ARGUMENTS[type(module)]:
-        value = getattr(module, argument)
-        plain_value = list(value) if isinstance(value, tuple) else value
-        description[argument] = value is not None if argument == "bias" else plain_value
-    with torch.device("meta"):
-        plain = state_shapes(restore(description))
-    found = state_shapes(module)  # changed by weight_norm, for instance
-    got = f"{found}; remove its parametrization (weight_norm, pruning), or {remedy}"
-    require(found == plain, "net", f"a {name} with weights {plain} to write as JSON", got)
-    return description
-
-
-def restore(description: Mapping[str, Any]) -> nn.Module:
-    """The reverse of `describe`; weights are loaded afterwards."""
-    arguments = dict(description)
-    name = arguments.pop("layer", None)
-    if name == "Sequential":
-        return nn.Sequential(*(restore(layer) for layer in arguments["layers"]))
-    require(name in _BY_NAME, "layer", f"one of {', '.join(_BY_NAME)}", repr(name))
-    return _BY_NAME[name](**arguments)
-
-
-def state_shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of the state dict, by name."""
-    state = net.state_dict()
-    return {name: tuple(part.shape) for name, part in state.items() if isinstance(part, Tensor)}

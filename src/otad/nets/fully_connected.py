@@ -107,7 +107,7 @@ class LiftedNet(Backbone):
         )
         self.head = LinearHead(self.dim, self.n_outputs, self.task).to_empty(device="cpu")
         self.head.requires_grad_(False)
-        self.head.weight.copy_(torch.eye(self.dim)[-self.lift :])
+        self.head.weight.zero_()[:, -self.lift :].fill_diagonal_(1.0)
         self.head.bias.zero_()
 
     def embed(self, x: Tensor) -> Tensor:

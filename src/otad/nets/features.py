@@ -1,0 +1,194 @@
+"""The features of any network: what enters the last Linear layer that it calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from otad.checks import refusing, require
+from otad.errors import InputError
+from otad.nets.inputs import Sizes, evaluating
+from otad.nets.layer_json import Written, describe, restore
+
+ALIKE = 1e-3  # of the largest output: two ways to compute the same outputs differ by less
+PROBED = 16  # outputs by which a network is recognized
+_running = threading.local()  # which layer this thread collects the inputs of, and the inputs
+_WRAPPERS = (nn.DataParallel, DistributedDataParallel)
+
+
+def _collect(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    wanted = getattr(_running, "wanted", None)
+    if wanted is not None and wanted[0] is layer:
+        wanted[1].append(args[0] if args else options["input"])
+
+
+class Features(Written):
+    """Inputs (B,*input_shape), flattened or not, -> what enters the Linear layer of `net` that is
+    named `head` (B,f). The layer gets a hook, which does nothing while others run the net.
+
+    It is written as JSON where all layers of the net are well known. Of a class of the user's only
+    the name is written, for information: a reader must give a module of that class."""
+
+    def __init__(self, net: nn.Module, head: str, input_shape: Sizes) -> None:
+        super().__init__()
+        self.net, self.head, self.input_shape = net, head, tuple(input_shape)
+        layer = dict(net.named_modules()).get(head)
+        if not isinstance(layer, nn.Linear):
+            got = f"{type(net).__name__}, where it is {type(layer).__name__}"
+            raise InputError(f"net: expected a module with the Linear layer {head!r}, got {got}")
+        if _collect not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_collect, with_kwargs=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        _running.wanted = (self.net.get_submodule(self.head), found)
+        try:
+            self.net(x.reshape(len(x), *self.input_shape))
+        finally:
+            _running.wanted = None
+        return found[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        try:
+            net = describe(self.net)
+        except InputError:
+            net = {"class": f"{type(self.net).__module__}.{type(self.net).__qualname__}"}
+        return {"net": net, "head": self.head, "input_shape": list(self.input_shape)}
+
+    @classmethod
+    def from_json(cls, description: Mapping[str, Any]) -> Self:
+        net = description["net"]
+        if not isinstance(net, nn.Module):
+            net = restore(net)
+        return cls(net, description["head"], description["input_shape"])
+
+    @torch.no_grad()
+    def probe(self) -> list[float]:
+        """The first outputs for two fixed inputs, by which the net is recognized."""
+        drawn = torch.rand(2, *self.input_shape, generator=torch.Generator().manual_seed(0))
+        with evaluating(self.net):
+            outputs = outputs_of(self.net(drawn.to(_like(self.net))))
+        return outputs.flatten()[:PROBED].double().nan_to_num().tolist()
+
+
+class Head(NamedTuple):
+    """The last Linear `layer` that a net calls, by `name`, its inputs (B,f) and outputs (B,C), and
+    whether the net returns these as they are."""
+
+    name: str
+    layer: nn.Linear
+    features: Tensor
+    outputs: Tensor
+    is_last: bool
+
+
+@torch.no_grad()
+def find_head(net: nn.Module, x: Tensor, *, task: str) -> Head:
+    """The layer from which a net gives its answers to inputs x (B,*). Refuses a net that does more
+    with the layer's outputs than a softmax or a sigmoid, which keep the order of classes."""
+    called: list[tuple[str, nn.Linear, Any, Any]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def called_with(
+            layer: nn.Linear, args: tuple[Any, ...], options: dict[str, Any], out: Any
+        ) -> None:
+            called.append((name, layer, args[0] if args else options["input"], out))
+
+        return called_with
+
+    kind, takes = type(net).__name__, f"{x.dtype} of shape {tuple(x.shape)}"
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(net))
+        stack.enter_context(refusing(f"net: expected a module that takes {takes}"))
+        for name, layer in net.named_modules():
+            if isinstance(layer, nn.Linear):
+                stack.enter_context(layer.register_forward_hook(note(name), with_kwargs=True))
+        outputs = outputs_of(net(x.to(_like(net).device, copy=True)))
+    expected = f"a last Linear layer of {kind}, called on features (B,f)"
+    require(called, "net", expected, "none (of a compiled module, give the one before compiling)")
+    flat = outputs.reshape(len(outputs), -1)
+    same = [one for one in called if _alike(one[3], flat)]
+    name, layer, features, logits = (same or called)[-1]
+    is_row = isinstance(features, Tensor) and features.dim() == 2 and len(features) == len(x)
+    got = f"{name!r} on {tuple(features.shape)}: take the mean or one token before it"
+    require(is_row, "net", expected, got)
+    if not same:
+        _check_order(kind, name, logits, flat, task)
+    return Head(name, layer, features, logits, bool(same))
+
+
+def _check_order(kind: str, name: str, logits: Tensor, outputs: Tensor, task: str) -> None:
+    expected = f"outputs that are those of its last Linear layer {name!r}"
+    fits = task == "classification" and outputs.shape == logits.shape
+    if fits and outputs.shape[1] > 1:
+        fits = torch.equal(outputs.argmax(1), logits.argmax(1))
+    elif fits:  # one number, above a half or not
+        fits = torch.equal(outputs > 0.5, logits > 0)
+    got = f"others of shape {tuple(outputs.shape)}; return its outputs, or give a module that does"
+    require(fits, "net", f"{expected} of {kind}, or in their order", got)
+
+
+def outputs_of(result: Any) -> Tensor:
+    """The tensor of outputs: as it is, as `.logits` or ["logits"], or first in a tuple."""
+    if isinstance(result, Mapping):
+        result = result.get("logits", result)
+    result = getattr(result, "logits", result)
+    if isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    if not isinstance(result, Tensor) or result.dim() == 0:
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise InputError(f"net: expected outputs (B,C), or an object with .logits, got {got}")
+    return result
+
+
+def unwrapped(net: nn.Module) -> nn.Module:
+    """The module inside of `torch.compile` and of data parallelism."""
+    while True:
+        if isinstance(net, _WRAPPERS):
+            net = net.module
+        elif isinstance(inner := getattr(net, "_orig_mod", None), nn.Module):
+            net = inner
+        else:
+            return net
+
+
+def parts_of_user(net: nn.Module) -> Iterator[Features]:
+    """The parts of a net that run a module of the user's."""
+    return (part for part in net.modules() if isinstance(part, Features))
+
+
+def with_module(config: Any, net: nn.Module | None) -> Any:
+    """The config of a net, in which a module takes the place of the one it describes; without one,
+    a class of the user's is refused."""
+    if isinstance(config, list):
+        return [with_module(one, net) for one in config]
+    if not isinstance(config, Mapping):
+        return config
+    if config.get("layer") != "Features":
+        return {name: with_module(one, net) for name, one in config.items()}
+    described = config["net"]
+    if net is None and isinstance(described, Mapping) and "class" in described:
+        raise InputError(
+            f"net: expected a module of the class {described['class']}, which the folder does not "
+            "contain: load it in Python, by otad.load(folder, net=make_net()), got None"
+        )
+    return {**config, "net": described if net is None else net}
+
+
+def _alike(one: Any, outputs: Tensor) -> bool:
+    if not isinstance(one, Tensor) or one.numel() != outputs.numel():
+        return False
+    far = (one.reshape(outputs.shape) - outputs).abs().max()
+    return bool(far <= ALIKE * outputs.abs().max())
+
+
+def _like(net: nn.Module) -> Tensor:
+    """A tensor on the device and in the dtype of the net."""
+    tensors = (*net.parameters(), *net.buffers())
+    return next((one for one in tensors if one.is_floating_point()), torch.empty(0))

@@ -1,0 +1,337 @@
+"""Networks of every kind are defended, saved, loaded, evaluated; bank points keep their answers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from factories import refuses
+from model import architectures
+from model.architectures import AS_JSON, NETS, OF_VALUES, data, make, outputs
+from torch import Tensor, nn
+
+import otad
+from otad.errors import SolverError
+from otad.model.otad import OTAD
+
+EVERY = pytest.mark.parametrize("name", NETS)
+
+
+def defended(name: str, **options: object) -> OTAD:
+    x, y = data(name)
+    return otad.defend(make(name), x, y, **({"n_neighbors": 4} | options))
+
+
+@EVERY
+def test_a_backbone_is_the_network_itself(name: str) -> None:
+    net, x = make(name), data(name, 20, seed=5)[0]
+    backbone = otad.nets.adapt(
+        net, sample=x[:3], task="regression" if name in OF_VALUES else "classification"
+    )
+    expected = outputs(net, x)
+    if name == "log-softmax":
+        torch.testing.assert_close(backbone(x).log_softmax(1), expected, rtol=1e-4, atol=1e-5)
+    else:
+        torch.testing.assert_close(backbone(x), expected, rtol=1e-4, atol=1e-5)
+    assert isinstance(backbone, otad.nets.SequentialBackbone) is (name == "residual")
+
+
+@EVERY
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_bank_points_keep_the_answers_of_the_network(name: str, scope: str) -> None:
+    model = defended(name, scope=scope)
+    x, _ = data(name)
+    expected = model.backbone(x).detach()
+    torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
+    assert model.notes["defense"]["path"] == ("transport" if name == "residual" else "features")
+    if name != "residual":
+        assert (model.potential is None) or len(model.potential.left_out) == 0
+        assert model.smoothness <= 2
+        answers = model(data(name, 30, seed=7)[0])  # mixtures of those of bank points
+        low, high = (bound(0).values for bound in (expected.min, expected.max))
+        assert bool(((answers >= low - 1e-4) & (answers <= high + 1e-4)).all())
+
+
+@EVERY
+def test_end_to_end(name: str, tmp_path: Path) -> None:
+    model = defended(name)
+    model.save(tmp_path)
+    x, y = data(name, 6, seed=3)
+    before = model(x).detach()
+    if name in AS_JSON:
+        again = otad.load(tmp_path)
+        assert torch.equal(again(x), before)
+    else:
+        refuses(otad.load, tmp_path, match=r"net: .*architectures\.\w+, .*otad\.load\(folder, net=")
+    again = otad.load(tmp_path, net=make(name, seed=4))  # its weights are replaced
+    assert torch.equal(again(x), before)
+    assert again.notes == model.notes
+    attacks = [otad.attacks.Pgd(steps=2), otad.attacks.RandomNoise()]
+    found = otad.evaluate(again, x, y, threat=otad.L2(0.3), attacks=attacks, flags=False)
+    assert found.n == 6
+    assert {record.attack for record in found.attacks} == {"pgd", "noise"}
+    assert (found.certificate is not None) is (name == "residual")
+
+
+@pytest.mark.parametrize("name", ["own CNN", "sequential transformer"])
+def test_a_factory_gives_the_module(name: str, tmp_path: Path) -> None:
+    model, x = defended(name, scope="global"), data(name, 5, seed=3)[0]
+    model.save(tmp_path)
+    again = otad.load(tmp_path, net=lambda: make(name, seed=9), resident=False)
+    assert torch.equal(again(x), model(x))
+    assert again.potential is not None
+
+
+class OtherActivation(architectures.OwnCNN):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def test_the_wrong_module_is_refused(tmp_path: Path) -> None:
+    defended("own CNN").save(tmp_path)
+    wrong = architectures.OwnCNN()
+    wrong.conv = nn.Conv2d(1, 4, 3, padding=1, bias=False)
+    larger = architectures.OwnCNN()
+    larger.hidden, larger.out = nn.Linear(64, 13), nn.Linear(13, 3)
+    for net, message in {
+        nn.Linear(3, 2): "net: .*the Linear layer 'out', got Linear",
+        wrong: "net: expected weights that fit .*net.conv.bias",
+        larger: "in_features of dimension 13",
+        OtherActivation(): "net: .*outputs noted in the folder, got OtherActivation",
+    }.items():
+        refuses(otad.load, tmp_path, net=net, match=message)
+    refuses(otad.load, tmp_path, net=lambda: 3, match="net: expected a function that makes")
+    complete = tmp_path / "complete"
+    defended("residual").replace(backbone=otad.nets.fc_resnet((1, 8, 8), 3, blocks=1)).save(
+        complete
+    )
+    refuses(otad.load, complete, net=wrong, match="net: expected None, as the FCResNet")
+
+
+def test_what_was_chosen_is_said_once_and_noted() -> None:
+    for name, words in {
+        "residual": "OTAD as in the paper: the 64 features that enter Residual.head",
+        "own CNN": "the lift over the 12 features that enter OwnCNN.out.*transport energy.*metric",
+        "log-softmax": "the lift .* outputs of Sequential.3 are its logits",
+    }.items():
+        with pytest.warns(UserWarning, match=f"^defense: {words}") as said:
+            model = defended(name)
+        assert len(said) == 1
+        assert str(said[0].message) == f"defense: {model.notes['defense']['says']}"
+        assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, y = data("own CNN")
+        made = otad.defend(otad.nets.fc_resnet((1, 8, 8), 3, blocks=1), x, y)
+    assert "defense" not in made.notes
+
+
+def test_the_lift_over_features_can_be_asked_for() -> None:
+    asked = defended("residual", inputs="features", bounds=(0.0, 1.0))
+    assert asked.notes["defense"]["path"] == "features"
+    assert asked.backbone.bounds == (0.0, 1.0)
+    refuses(asked, data("residual")[0] + 1, match="bounds")
+    with pytest.raises(otad.InputError, match=r"embedding_lipschitz: .*Lift.*inputs='pixels'"):
+        otad.certify(asked, data("residual")[0][:2])
+    # With a stated constant, and with a metric of known constant, there is a proof.
+    assert len(otad.certify(asked, data("residual")[0][:2], embedding_lipschitz=5.0)) == 2
+    metric = otad.nets.LipschitzMetric((1, 8, 8), key_dim=4, widths=(4,), depth=1)
+    by_metric = defended("own CNN", metric=metric)
+    assert bool((otad.certify(by_metric, data("own CNN")[0][:4]).radius >= 0).all())
+
+
+def test_features_of_another_direction_are_no_transport() -> None:
+    class Shuffled(architectures.Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(-x.flatten(1))
+
+    x, y = data("residual")
+    assert otad.defend(Shuffled(), x, y).notes["defense"]["path"] == "features"
+    layers = nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 3)
+    mirror = nn.Sequential(*layers)
+    with torch.no_grad():
+        mirror[1].weight.copy_(-torch.eye(64))
+    said = otad.defend(mirror, x, y).notes["defense"]
+    assert said["path"] == "transport"
+    assert "train with the transport energy" in said["says"]
+
+
+def test_one_logit_is_two_classes() -> None:
+    layers = nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 1)
+    for tail in ((), (nn.Sigmoid(),), (nn.Flatten(0),)):
+        net = nn.Sequential(*layers, *tail)
+        x, _ = data("own CNN")
+        logit = nn.Sequential(*layers)(x)[:, 0].detach()
+        y = (logit > logit.median()).long()
+        net[3].bias.data -= logit.median()
+        model = otad.defend(net, x, y, n_neighbors=3)
+        torch.testing.assert_close(model.backbone(x)[:, 1], logit - logit.median())
+        assert torch.equal(model(x).argmax(1), y)
+        net[3].bias.data += logit.median()
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x[:, 0]).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("net", "y", "message"),
+    [
+        (Tokens(), 0, r"net: .*\(B,f\), got 'head' on \(32, 8, 8\)"),
+        (nn.Sequential(nn.Flatten(), nn.ReLU()), 0, "net: expected a last Linear layer .* none"),
+        (nn.Sequential(nn.Linear(5, 2)), 0, "net: expected a module that takes .*1, 8, 8"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Softmin(1)), 0, "net: .*in their order"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Sigmoid()), 0.5, "net: .*their order"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), 0.5, "n_outputs: .*3 for regression"),
+        (nn.LSTM(8, 3), 0, "net: expected"),
+    ],
+)
+def test_other_networks_are_refused(net: nn.Module, y: float, message: str) -> None:
+    x, labels = data("own CNN")
+    refuses(otad.defend, net, x, labels if y == 0 else x[:, 0, 0, 0], match=message)
+
+
+def test_nets_are_not_changed_but_for_their_mode() -> None:
+    net, x = make("ResNet").train(), data("ResNet")[0]
+    state = copy.deepcopy(net.state_dict())
+    otad.nets.adapt(net, sample=x)
+    assert net.training
+    otad.defend(net, *data("ResNet"))
+    assert not net.training
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_copies_dtypes_and_threads() -> None:
+    model, (x, _) = defended("own CNN"), data("own CNN", 30, seed=2)
+    wide = copy.deepcopy(model).double()
+    torch.testing.assert_close(wide(x.double()).float(), model(x), rtol=1e-4, atol=1e-5)
+    twin = defended("own CNN", bank_dtype=torch.float16)
+    torch.testing.assert_close(twin(x), model(x), rtol=0.1, atol=0.05)
+    other = otad.defend(make("own CNN", seed=8), *data("own CNN"), n_neighbors=4)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(model.replace(n_neighbors=6).replace(n_neighbors=4)(x), model(x))
+    found: dict[int, Tensor] = {}
+
+    def run(row: int) -> None:
+        for _ in range(5):
+            found[row] = model.backbone.embed(x[row : row + 1])
+
+    threads = [threading.Thread(target=run, args=(row,)) for row in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row, features in found.items():
+        torch.testing.assert_close(features, model.backbone.embed(x[row : row + 1]))
+    compiled = torch.compile(model.backbone, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model.backbone(x))
+
+
+def crowded() -> tuple[Tensor, Tensor]:
+    """Three classes of points, some of them twice, one pair with two labels."""
+    x = torch.rand(60, 5, generator=torch.Generator().manual_seed(0))
+    y = (3 * x[:, 0]).long()
+    x[40:50], y[40:50] = x[:10], y[:10]
+    x[1], y[1] = x[0], (y[0] + 1) % 3
+    return x, y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scope", [None, "local"])
+def test_the_lift_over_inputs_needs_no_network(scope: str | None, dtype: torch.dtype) -> None:
+    x, y = crowded()
+    options = {} if scope is None else {"scope": scope}
+    model = otad.defend(None, x, y, inputs="pixels", bank_dtype=dtype, **options)
+    assert (model.scope, model.smoothness) == (scope or "global", 2.0)
+    assert model.notes["defense"]["path"] == "inputs"
+    stored = model.bank_inputs[:, :5].to(x)
+    rivals = torch.cdist(stored, stored, compute_mode="donot_use_mm_for_euclid_dist")
+    rivals = rivals.masked_fill(y[:, None] == y, torch.inf).amin(1)
+    clear = rivals > 0  # all but those of two labels
+    assert int(clear.sum()) == 57
+    stored, y, rivals = stored[clear], y[clear], rivals[clear]
+    assert torch.equal(model(stored).argmax(1), y)
+    certificate = otad.certify(model, stored)
+    if scope is None:  # half of the way to the nearest point of another class, and no more
+        assert bool((certificate.radius <= rivals / 2 + 1e-3).all())
+        assert float((certificate.radius / (rivals / 2)).median()) > 0.9
+
+
+def test_the_lift_over_inputs_to_values_has_the_least_constant() -> None:
+    x, _ = crowded()
+    y = x.sum(1) ** 2
+    y[40] += 0.5  # a copy of row 0, as row 1 is
+    model = otad.defend(None, x, y, inputs="pixels")
+    means = y.clone()
+    means[[0, 1, 40]] = y[[0, 1, 40]].mean()
+    torch.testing.assert_close(model(x), means, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.backbone(x), means, rtol=1e-4, atol=1e-4)
+    rise, run = (means[:, None] - means).abs(), torch.cdist(x.double(), x.double())
+    steepest = float((rise / run.clamp_min(1e-6)).max())
+    assert float(model.backbone.head.weight[0, -1]) == pytest.approx(steepest, rel=1e-4)
+    found = otad.certify_values(model, x[5:9], 0.01)
+    assert bool(((found.high - found.low) / 0.02 <= 1.01 * steepest).all())
+    local = otad.defend(
+        make("MLP for values"), *data("MLP for values"), inputs="pixels", scope="local"
+    )
+    assert "Sequential is not used" in local.notes["defense"]["says"]
+    x, y = data("MLP for values")
+    torch.testing.assert_close(local(x), y, rtol=1e-4, atol=1e-4)
+
+
+def test_models_without_a_network_are_saved_and_mapped(tmp_path: Path) -> None:
+    for number, y in enumerate((crowded()[1], crowded()[0].sum(1))):
+        x = crowded()[0]
+        mapped = {"bank_path": str(tmp_path / f"bank{number}"), "resident": False}
+        model = otad.defend(None, x, y, inputs="pixels", bounds=(0.0, 1.0), **mapped)
+        model.save(tmp_path / str(number))
+        again = otad.load(tmp_path / str(number), resident=False)
+        assert torch.equal(again(x[:9] / 2), model(x[:9] / 2))
+        assert again.backbone.bounds == (0.0, 1.0)
+
+
+class Folding(nn.Module):
+    """Keeps the size of inputs, but moves near points apart and past each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (9 * x).sin()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_global_map_by_default_never_fails(mapped: bool, tmp_path: Path) -> None:
+    x, y = crowded()
+    head = nn.Linear(5, 3)
+    net = otad.nets.SequentialBackbone(None, [Folding()], head, input_shape=(5,))
+    where = {"bank_path": str(tmp_path / "bank"), "resident": False} if mapped else {}
+    with pytest.warns(UserWarning, match="defense: The global map of least L .*lifted") as said:
+        model = otad.defend(net, x, y, scope="global", **where)
+    assert len(said) == 1
+    assert model.notes["defense"]["path"] == "lift"
+    assert isinstance(model.backbone, otad.nets.Lift)
+    torch.testing.assert_close(model.backbone(x), net(x))
+    torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-4)
+    assert bool((otad.certify(model, x[:9]).radius > 0).all())
+    with pytest.raises(SolverError, match=r"strong_convexity \(0.5\)"):  # which was asked for
+        otad.defend(net, x, y, scope="global", strong_convexity=0.5)
+
+
+def test_a_global_estimator_by_default_never_fails() -> None:
+    x, y = crowded()
+    with pytest.warns(UserWarning, match="defense: The global map of least L"):
+        model = otad.OTADClassifier(
+            scope="global", epochs=1, n_blocks=2, energy_weight=0.0, learning_rate=0.3
+        ).fit(x.numpy(), y.numpy())
+    assert model.module_.notes["defense"]["path"] == "lift"
+    assert model.module_.notes["classes"] == ["0", "1", "2"]
+    assert model.score(x, y) > 0
