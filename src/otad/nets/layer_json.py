@@ -175,11 +175,12 @@ def restore(description: Mapping[str, Any] | nn.Module) -> nn.Module:
         encoder = nn.TransformerEncoder(layers[0], 1, norm, **nested)  # type: ignore[arg-type]
         encoder.layers, encoder.num_layers = nn.ModuleList(layers), len(layers)
         return encoder
-    if name == "TransformerEncoderLayer":
-        return nn.TransformerEncoderLayer(**arguments)
-    require(name in _BY_NAME, "layer", f"one of {', '.join(_BY_NAME)}", repr(name))
+    known = _BY_NAME | {"TransformerEncoderLayer": nn.TransformerEncoderLayer}
+    require(name in known, "layer", f"one of {', '.join(known)}", repr(name))
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
-    return _BY_NAME[name](**arguments)  # type: ignore[no-any-return]
+    with torch.device("meta"):  # counted before it uses memory, see `nets.inputs.restored`
+        known[name](**arguments)
+    return known[name](**arguments)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
