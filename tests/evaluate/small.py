@@ -116,7 +116,8 @@ def two_sides(
 
 def timeless(record: Evaluation) -> Any:
     """A record without what differs from run to run by its nature."""
-    plain = to_plain(record) | {"environment": None}
+    alone = None if record.undefended is None else timeless(record.undefended)
+    plain = to_plain(record) | {"environment": None, "undefended": alone}
     for part in (plain, plain["certificate"] or {}, *plain["attacks"]):
         part.pop("seconds", None)
     return plain

@@ -157,7 +157,7 @@ def test_an_eps_of_zero_and_a_model_that_is_never_right_are_no_special_cases() -
 def test_expensive_attacks_skip_what_is_proved_and_nothing_else() -> None:
     model, x, y = two_sides(scope="global", points=60, examples=24)
     attacks = [Pgd(steps=5), Straight(points=2, shares=(1.0,)), RandomSearch(queries=5)]
-    settings = {"eps": (0.1, 0.2, 0.3), "attacks": attacks, "flags": False}
+    settings = {"eps": (0.1, 0.2, 0.3), "attacks": attacks, "flags": False, "undefended": False}
     assert evaluate(model, x, y, L2(0.2), **settings).skipped_proved == ()
     named_twice = ["straight", "random_search", "straight"]
     record = evaluate(model, x, y, L2(0.2), skip_proved=named_twice, **settings)
@@ -272,6 +272,7 @@ def test_the_record_has_certificates_below_attacks_above_and_flags_beside(
     attacks = [QUICK, "straight", replace(make_attack("soft_knn", model), steps=10, polish=5)]
     arguments = (model, *tiles(9, 3), L2(0.5, (0.0, 1.0)))
     options = {"eps": [0.02, 0.5], "attacks": attacks, "train_x": train_x, "folder": tmp_path}
+    options["undefended"] = False
     found = evaluate(*arguments, **options)
     assert found.is_sound
     assert any("LipschitzMetric" in text for text in found.certificate.assumptions)

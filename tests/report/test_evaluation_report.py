@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from factories import refuses
 from report.evaluations import Attacked, Small, by_hand, hand_report, of_values
 from torch import nn
 
-from otad.evaluate.records import Evaluation
+from otad.evaluate.records import CERTIFICATE_CHECK, FAIL, Evaluation, Flag
 from otad.io.tensor_files import write_tensors
 from otad.model.defend import defend
 from otad.nets import fc_resnet
@@ -24,7 +26,8 @@ from otad.report import plots
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial, Subject, finder_of, spread
 from otad.report.formatting import scientific
-from otad.report.page import Comparison, Picture, Report, Section, Table, Text
+from otad.report.page import Comparison, Picture, Pictures, Report, Section, Table, Text
+from otad.report.verdict import verdict
 from otad.scores import wilson_interval
 
 SLUGS = [
@@ -58,6 +61,125 @@ def test_the_headline_is_worst_case_proved_clean_and_flags() -> None:
     assert (flags.value, flags.remark, flags.alarm) == ("1 of 3", "1 pass, 1 not run", True)
     without = module.headline(replace(by_hand(), flags=by_hand().flags[:1]))[-1]
     assert (without.value, without.alarm) == ("0 of 1", False)
+
+
+def beside(evaluation: Evaluation, **changes: Any) -> Evaluation:
+    """With an undefended network that only the last two attacks break."""
+    alone = replace(
+        evaluation, attacks=evaluation.attacks[-2:], certificate=None, flags=(), solver=None,
+        model={"kind": "net"},
+    )  # fmt: skip
+    return replace(evaluation, undefended=alone, **changes)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "first", "second"),
+    [
+        (
+            beside(by_hand()),
+            "Of 10 test digits, 60% are still classified correctly under every attack we ran "
+            "within l2 1; the undefended network keeps 90%.",
+            "40% are proved to stay right under any attack of this size, but 1 of 3 checks of the "
+            "attacks fails: read it first.",
+        ),
+        (
+            replace(by_hand(), certificate=None, flags=by_hand().flags[:1]),
+            "within l2 1.",
+            "Nothing is proved, and the strength of the attacks was not checked.",
+        ),
+        (
+            replace(by_hand(), undefended_reason="there is none", flags=by_hand().flags[::2]),
+            "within l2 1; there is none.",
+            "and none of the 2 checks of the attacks fails.",
+        ),
+        (replace(by_hand(), model={"kind": "net"}), "; this network has no defense.", ""),
+        (
+            replace(by_hand(), flags=(Flag(CERTIFICATE_CHECK, FAIL, "", "", ""),)),
+            "Of 10",
+            "trust none of these numbers",
+        ),
+        (
+            beside(of_values()),
+            "On 4 test digits, the attacks we ran within linf 1 drive the mean error from 1 to "
+            "1.5; that of the undefended network rises from 1 to 1.38.",
+            "No attack of this size can drive the mean error above 3 (proved)",
+        ),
+        (replace(by_hand(), attacks=()), "No attack was run", "40% are proved"),
+    ],
+)
+def test_the_verdict_says_what_is_gained_and_proved(
+    evaluation: Evaluation, first: str, second: str
+) -> None:
+    opening, trust = verdict(evaluation, "test digits")
+    assert first in opening
+    assert second in trust
+
+
+def test_the_verdict_opens_the_report() -> None:
+    report = hand_report()
+    assert list(report.verdict) == verdict(by_hand())
+    for content in (report.html(), report.markdown()):
+        places = [content.index(it) for it in (*report.verdict, report.numbers[0].name)]
+        assert places == sorted(places)
+
+
+@pytest.mark.parametrize("make", [by_hand, of_values])
+def test_the_undefended_network_is_shown_beside_the_model(make: Callable[[], Evaluation]) -> None:
+    evaluation = beside(make())
+    alone, report = evaluation.undefended, evaluation_report(evaluation)
+    assert alone is not None
+    is_classifier = evaluation.task == "classification"
+    values = [alone.worst_case(eps).value for eps in evaluation.eps] if is_classifier else [
+        statistics.fmean(alone.worst_errors(eps)) for eps in (0.0, *evaluation.eps)
+    ]  # fmt: skip
+    (curve,) = tables(report, "curves")
+    column = list(curve.columns).index("undefended" if is_classifier else "undefended mean")
+    assert [float(row[column].rstrip("%")) for row in curve.rows] == pytest.approx(values, rel=1e-3)
+    second = report.numbers[1]
+    assert (second.name, second.plain) == ("undefended network", True)
+    assert second.value in {row[column] for row in curve.rows}
+    draw = plots.accuracy_curves if is_classifier else plots.error_curves
+    lines = {line.get_label(): line for line in draw(evaluation).axes[0].lines}
+    eps, drawn = lines["undefended network"].get_data()
+    for size, value in zip((0.0, *evaluation.eps), values, strict=False):
+        if size in eps and not is_classifier:
+            assert drawn[list(eps).index(size)] == pytest.approx(value)
+    assert drawn[-1] == pytest.approx(values[-1])
+    assert [it for it in tables(report, "attacks") if it.summary == "The undefended network"]
+
+
+def test_images_of_eps_are_moved_that_far(attacked: Attacked) -> None:
+    pictures = section(attacked.report, "threat").blocks[-1]
+    assert isinstance(pictures, Pictures)
+    assert pictures.columns == ["example", "attacked", "random", "random"]
+    subject = Subject(attacked.evaluation, **attacked.known)
+    adversarial, x = subject.adversarial, subject.x
+    assert adversarial is not None
+    ball = subject.ball(x.shape[1:])
+    clean = x[adversarial.rows]
+    chosen = spread(ball.distance(adversarial.inputs, clean), 1.0, 3)
+    with torch.no_grad():
+        answers = attacked.known["model"](clean[chosen]).argmax(1).tolist()
+    uris = [plots.pixels_uri(clean[place], (0.0, 1.0)) for place in chosen]
+    expected = [(uri, f"answer: {it}") for uri, it in zip(uris, answers, strict=True)]
+    assert [row[0] for row in pictures.rows] == expected
+    assert len({uri for row in pictures.rows for uri, _ in row}) == 12
+    bare = evaluation_report(attacked.evaluation, x=x)  # no attack and no model is known
+    (alone,) = section(bare, "threat").blocks[1:]
+    assert alone.columns == ["example", "random", "random"]
+    assert {caption for row in alone.rows for _, caption in row} == {""}
+    assert len(section(evaluation_report(attacked.evaluation), "threat").blocks) == 1
+
+
+def test_bars_of_eps_are_the_changes_of_features() -> None:
+    changes = {
+        "attacked": torch.tensor([[0.1, -0.4, 0.3]]),
+        "random": torch.tensor([[0.2, 0, -0.1]]),
+    }
+    (panel,) = plots.change_bars(changes, ("acid", "sugar", "salt"), 2).axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["sugar", "salt"]
+    widths = [bar.get_width() for bar in panel.patches]
+    np.testing.assert_allclose(widths, [-0.4, 0.3, 0.0, -0.1], atol=1e-7)
 
 
 def test_tables_count_an_attack_with_those_before_it() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -133,7 +134,8 @@ def test_markdown_has_rectangular_tables_and_picture_files(
     links = re.findall(r"!\[[^\]]+\]\(my%20report_files/([^)]+)\)", text)
     files = {file.name: file.read_bytes() for file in (tmp_path / "my report_files").iterdir()}
     assert sorted(links) == sorted(files)
-    assert len(links) == 3 + 3 * 4  # curves, radii and cost; before, after and change
+    # Curves, radii and cost; before, after and change; an example moved in three ways.
+    assert len(links) == 3 + 3 * 4 + 4 * 3
     for name, content in files.items():
         if name.endswith(".svg"):
             assert content.startswith(b"<?xml")
@@ -216,6 +218,7 @@ addEventListener("load", () => {
     images: images.length,
     blank: images.filter(image => !image.complete || image.naturalWidth === 0).length,
     plots: [...document.querySelectorAll("img.plot")].map(size),
+    cards: [...document.querySelectorAll(".numbers div")].map(it => it.getBoundingClientRect().top),
     verdicts: [...document.querySelectorAll(".verdict")].map(element => ({
       text: element.textContent, size: size(element),
       color: getComputedStyle(element).backgroundColor,
@@ -282,6 +285,8 @@ def test_a_browser_shows_all_of_it(
     assert len({it["color"] for it in found["verdicts"]}) == 3
     assert all(min(it["size"]) > 10 for it in found["verdicts"])
     assert brightness(found["ground"]) > 200
+    rows = Counter(found["cards"])
+    assert [*rows.values()] == [2, 2, 1], "two cards a row on a phone"
 
 
 def test_a_browser_can_show_it_in_the_dark(browser: str, tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ class Evaluation:
     "knn_mean_feature", or "model" for any other one). `clean_right`: rows answered right without
     attack (regression: all). `clean_errors`: |f - y| without attack (regression only). `seconds`:
     with those of batches that an earlier run had finished. `missing`: attacks that were not run,
-    and why. `skipped_proved`: attacks that skipped rows with a certificate of that radius."""
+    and why. `skipped_proved`: attacks that skipped rows with a certificate of that radius.
+    `undefended`: the same of the network inside a defended model, alone: the same examples and eps,
+    its own attacks. None where it was not evaluated, `undefended_reason` where it cannot be."""
 
     task: str
     n: int
@@ -102,6 +104,8 @@ class Evaluation:
     seconds: float
     missing: dict[str, str] = field(default_factory=dict)
     skipped_proved: tuple[str, ...] = ()
+    undefended: Evaluation | None = None
+    undefended_reason: str = ""
     format: str = FORMAT
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
+from otad.attacks.needs import Setting
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
@@ -19,9 +20,10 @@ from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
 from otad.evaluate.flags import CHECKS, ONLY_FOR, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
-from otad.evaluate.protocol import Progress, run_attacks
-from otad.evaluate.records import Evaluation
+from otad.evaluate.protocol import Attacked, Progress, run_attacks
+from otad.evaluate.records import Evaluation, Flag
 from otad.evaluate.suite import backbone_of, defended_of, suite
+from otad.evaluate.undefended import attacks_alone, network_of, strength
 from otad.io.environment import Environment
 from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
@@ -30,6 +32,7 @@ from otad.model.otad import OTAD
 from otad.progress import with_attack_bar
 from otad.scores import Score, score_of
 
+UNDEFENDED = "undefended"  # the folder of the network alone
 ATTACKER_KNOWS = {
     True: "everything: the training set, the network and its head, the metric, K, L, l, "
     "the rule for potentials and the rule for ties",
@@ -54,6 +57,7 @@ def evaluate(
     metric_lipschitz: float | None = None,
     train_x: Tensor | None = None,
     flags: bool = True,
+    undefended: bool = True,
     seed: int = 0,
     batch_size: int = 250,
     folder: str | Path | None = None,
@@ -71,11 +75,14 @@ def evaluate(
     - `skip_proved`: names of expensive attacks that skip rows with a certified radius above eps.
     - `certificate`: also certify. `flags`: also check whether the attacks were too weak. An attack
       that contradicts a certificate is reported in any case (`is_sound`).
+    - `undefended`: also attack the network inside an OTAD model alone, to show what is gained: by
+      the same preset, or by those of the attacks that need no bank (`Evaluation.undefended`).
     - `embedding_lipschitz`, `metric_lipschitz`: constants that are not known, see `certify`.
     - `train_x` (N,*): the training inputs, where they cannot be computed from the bank.
     - `folder`: where finished batches are saved, from which a killed run resumes, and at the end
       `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m,*), the nearest
-      adversarial examples; in regression, the worst inputs within the threat's eps."""
+      adversarial examples; in regression, the worst inputs within the threat's eps. Those of the
+      undefended network are in its folder `undefended`."""
     started = time.perf_counter()
     model, x, y, threat = prepared(model, x, y, threat)
     given = [threat.eps] if eps is None else [float(value) for value in eps]
@@ -95,15 +102,32 @@ def evaluate(
     place = None if folder is None else Path(folder)
     fitting = [one for one in CHECKS if one not in ONLY_FOR or ONLY_FOR[one](model)]
     checks = fitting if flags else [certificate_holds]
-    total = certificate + len(radii) * len(chosen) * math.ceil(len(x) / batch_size) + len(checks)
+    network, reason = network_of(model) if undefended else (None, "")
+    steps, first = len(radii) * math.ceil(len(x) / batch_size), 0
+    if network is not None:
+        setting = Setting(x.shape[1:], task, threat)
+        alone_by = attacks_alone(attacks, chosen, setting)
+        first = steps * len(suite(network, alone_by, *setting)[0])
+    total = first + certificate + steps * len(chosen) + len(checks)
 
     def report(label: str, done: int, worst: float) -> None:
         if callable(progress):
             progress(label, done, total, worst)
 
+    alone: Evaluation | None = None
+    if network is not None:
+        alone = evaluate(
+            network, x, y, threat, eps=radii, attacks=alone_by, survivors_only=survivors_only,
+            certificate=False, flags=False, seed=seed, batch_size=batch_size,
+            folder=None if place is None else place / UNDEFENDED,
+            progress=lambda label, done, _, worst: report(
+                f"undefended network, {label}", min(done, first), worst
+            ),
+        )  # fmt: skip
+        started = time.perf_counter() - alone.seconds
     proof = None
     if certificate:
-        report("certificates", 0, 0.0 if task == "regression" else 1.0)
+        report("certificates", first, 0.0 if task == "regression" else 1.0)
         try:
             proof = prove(model, x, y, threat, **constants)
         except InputError as error:
@@ -112,7 +136,7 @@ def evaluate(
     run = run_attacks(
         model, x, y, threat, chosen, eps=radii, survivors_only=survivors_only, certified=skipped,
         seed=seed, batch_size=batch_size, folder=place,
-        progress=lambda label, done, _, worst: report(label, certificate + done, worst),
+        progress=lambda label, done, _, worst: report(label, first + certificate + done, worst),
     )  # fmt: skip
     scores, solver = _clean(model, x, y, batch_size)
     worst, records, raised = run.worst(threat.eps), tuple(run.records), []
@@ -123,6 +147,8 @@ def evaluate(
         report(f"red flag {number} of {len(checks)}", done, worst)
         raised.append(check(context))
     report("done", total, worst)
+    if alone is not None and network is not None:
+        alone = replace(alone, flags=(_strength(network, alone, run, batch_size),) if flags else ())
     if flags:
         raised += [remark_flag(*one) for one in run.remarks.items()]
     found = Evaluation(
@@ -134,13 +160,25 @@ def evaluate(
         clean_right=tuple(run.right.nonzero()[:, 0].tolist()),
         attacks=records, certificate=proof, flags=tuple(raised), missing=missing,
         seconds=run.saved_seconds + time.perf_counter() - started, skipped_proved=tuple(skipped),
+        undefended=alone, undefended_reason=reason,
     )  # fmt: skip
     if place is not None:
         rows = run.found.nonzero()[:, 0]
         tensors = {"rows": rows, "inputs": run.inputs[rows]}
         write_tensors(place / "adversarial.safetensors", tensors, {"data": run.data})
         found.write(place / "evaluation.json")
+        if alone is not None:
+            alone.write(place / UNDEFENDED / "evaluation.json")
     return found
+
+
+@torch.no_grad()
+def _strength(network: nn.Module, alone: Evaluation, run: Attacked, batch_size: int) -> Flag:
+    near = run.found if run.is_value else run.found & (run.distances <= run.threat.eps)
+    rows = near.nonzero()[:, 0]
+    parts = run.inputs[rows].to(run.x.device).split(batch_size) if len(rows) else ()
+    outputs = [network(part).cpu() for part in parts] or [torch.empty(0)]
+    return strength(alone, torch.cat(outputs), run.y.cpu()[rows], rows)
 
 
 @torch.no_grad()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Evaluation
 from otad.report import plots
+from otad.report.eps_picture import eps_blocks
 from otad.report.examples import Subject, examples_section
-from otad.report.formatting import Cell, as_text, duration, flat, interval, threads, unanswered
+from otad.report.formatting import Cell, as_text, duration, flat, interval, threads
 from otad.report.model_report import TITLES, account_blocks
-from otad.report.page import Block, Facts, Flags, KeyNumber, Picture, Report, Section, Table, Text
+from otad.report.page import Block, Facts, Flags, Picture, Report, Section, Table, Text
 from otad.report.plots import plot_uri, skips_broken
+from otad.report.verdict import checks_of, headline, verdict
 from otad.scores import Score
 
 NORMS = {
@@ -26,55 +28,22 @@ QUERIES = "Answers and gradients: how many the attack computed per attacked exam
 
 
 def evaluation_report(
-    evaluation: Evaluation, *, title: str = "How robust is it?", **known: Any
+    evaluation: Evaluation,
+    *,
+    title: str = "How robust is it?",
+    examples: str = "examples",
+    **known: Any,
 ) -> Report:
-    """The report on an evaluation. What else is `known` shows examples: see `Subject`."""
+    """The report on an evaluation of `examples`, as the verdict calls them. What else is `known`
+    shows some of them: see `Subject`."""
     subject = Subject(evaluation, **known)
     sections = [section for make in SECTIONS if (section := make(subject)) is not None]
-    subtitle = (
-        f"{evaluation.n:,} examples under attack in {evaluation.threat['norm']} up to eps = "
-        f"{evaluation.headline_eps:g}: the worst case found, what is proved, which checks failed."
-    )
+    subtitle = "The worst case found by many attacks, what is proved, and which checks fail."
     here = evaluation.environment
     version = here.versions.get("otad") or "from source"
     footer = f"{here.started}; seed {evaluation.seed}; otad {version}"
-    return Report(title, subtitle, headline(evaluation), sections, footer)
-
-
-def headline(evaluation: Evaluation) -> list[KeyNumber]:
-    is_classifier = evaluation.task == "classification"
-    numbers = _accuracies(evaluation) if is_classifier else _errors(evaluation)
-    if not evaluation.attacks:
-        numbers[0] = KeyNumber("not attacked", numbers[0].name, "no attack was run", alarm=True)
-    count = Counter(flag.verdict for flag in evaluation.flags)
-    value = f"{count[FAIL]} of {count.total()}" if count else "none run"
-    remark = f"{count[PASS]} pass, {count[NOT_RUN]} not run"
-    return [*numbers, KeyNumber(value, "red flags fail", remark, alarm=count[FAIL] > 0)]
-
-
-def _accuracies(evaluation: Evaluation) -> list[KeyNumber]:
-    at, n = f"at eps = {evaluation.headline_eps:g}", evaluation.n
-    worst, proved = evaluation.worst_case(), evaluation.certified_accuracy(evaluation.headline_eps)
-    remark = f"{at}, n = {n:,}; 95% interval {interval(worst)}"
-    numbers = [KeyNumber(as_text(worst), "worst-case accuracy", remark)]
-    if proved is not None:
-        remark = f"{at}; 95% interval {interval(proved)}"
-        numbers.append(KeyNumber(as_text(proved), "certified accuracy", remark))
-    share = 100 * len(evaluation.clean_right) / n
-    return [*numbers, KeyNumber(f"{share:.1f}%", "clean accuracy", f"of the same {n:,} examples")]
-
-
-def _errors(evaluation: Evaluation) -> list[KeyNumber]:
-    at = f"|f - y| at eps = {evaluation.headline_eps:g}, n = {evaluation.n:,}"
-    worst, clean = evaluation.worst_errors(), evaluation.clean_errors
-    means: list[tuple[str, Sequence[float], str]] = [
-        ("mean worst error", worst, f"{at}{unanswered(worst)}"),
-        ("mean clean error", clean, f"|f - y| without attack{unanswered(clean)}"),
-    ]
-    if evaluation.certificate is not None:
-        bounds = evaluation.certificate.worst_errors
-        means.insert(1, ("mean certified bound", bounds, f"on {at}"))
-    return [KeyNumber(f"{statistics.fmean(it):.4g}", name, remark) for name, it, remark in means]
+    opening = verdict(evaluation, examples)
+    return Report(title, subtitle, headline(evaluation), sections, footer, opening)
 
 
 def threat_section(subject: Subject) -> Section:
@@ -100,7 +69,7 @@ def threat_section(subject: Subject) -> Section:
         "examples": f"{evaluation.n:,}, seed {evaluation.seed}",
     }
     lead = "What the attacker may do and knows. All numbers below are for this threat model only."
-    return Section("threat", "Threat model", lead, [Facts(facts)])
+    return Section("threat", "Threat model", lead, [Facts(facts), *eps_blocks(subject)])
 
 
 def curves_section(subject: Subject) -> Section:
@@ -126,11 +95,15 @@ def _accuracy_section(evaluation: Evaluation, caption: str) -> Section:
     if evaluation.certificate is not None:
         lead += " and at least the certified share (green)"
         caption += " The true value is in the shaded gap."
+    columns = ["eps", "worst case", "95% interval", "proved", "95% interval"]
+    if (alone := evaluation.undefended) is not None:
+        columns += ["undefended", "95% interval"]
+        caption += " Dotted: the undefended network on the same examples, under its own attacks."
     rows = []
     for eps in evaluation.eps:
-        worst, certified = evaluation.worst_case(eps), evaluation.certified_accuracy(eps)
-        rows.append((f"{eps:g}", worst, interval(worst), certified, interval(certified)))
-    columns = ("eps", "worst case", "95% interval", "proved", "95% interval")
+        scores = [evaluation.worst_case(eps), evaluation.certified_accuracy(eps)]
+        scores += [] if alone is None else [alone.worst_case(eps)]
+        rows.append((f"{eps:g}", *(cell for it in scores for cell in (it, interval(it)))))
     alt = "accuracy against eps: the worst case, each attack, and certified accuracy below"
     picture = Picture(plot_uri(plots.accuracy_curves(evaluation)), alt, caption)
     table = Table(columns, rows, f"{evaluation.headline_eps:g}")
@@ -139,19 +112,22 @@ def _accuracy_section(evaluation: Evaluation, caption: str) -> Section:
 
 def _error_section(evaluation: Evaluation, caption: str) -> Section:
     bounds = () if evaluation.certificate is None else evaluation.certificate.worst_errors
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
+    alone = evaluation.undefended
     for eps in (0.0, *evaluation.eps):
         errors = evaluation.worst_errors(eps)
         found = statistics.fmean(errors), statistics.fmean(it**2 for it in errors), max(errors)
         is_proved = bounds and eps == evaluation.headline_eps
-        rows.append((f"{eps:g}", *found, statistics.fmean(bounds) if is_proved else None))
+        row = f"{eps:g}", *found, statistics.fmean(bounds) if is_proved else None
+        rows.append(row if alone is None else (*row, statistics.fmean(alone.worst_errors(eps))))
     picture = Picture(
         plot_uri(plots.error_curves(evaluation)),
         "mean of the largest errors against eps, and each example at the headline eps",
         f"{caption} Right: the error of each example without attack (gray), the largest error "
         "found (red) and, if there is one, the proved bound (green).",
     )
-    columns = ("eps", "mean |f - y|", "mean square", "largest", "proved mean")
+    columns = ["eps", "mean |f - y|", "mean square", "largest", "proved mean"]
+    columns += [] if alone is None else ["undefended mean"]
     note = "Statistics of the largest error found for each example."
     table = Table(columns, rows, f"{evaluation.headline_eps:g}", note)
     lead = "The largest error that any attack found for each example, and the proved bound on it."
@@ -159,7 +135,7 @@ def _error_section(evaluation: Evaluation, caption: str) -> Section:
 
 
 def flags_section(subject: Subject) -> Section:
-    flags = subject.evaluation.flags
+    flags = checks_of(subject.evaluation)
     lead = "No check fails. The checks search for the ways in which an attack can be too weak."
     if not flags:
         lead = "No check was run, so nothing warns of numbers that are too good to be true."
@@ -181,6 +157,9 @@ def attacks_section(subject: Subject) -> Section:
         blocks.append(_attack_table(evaluation, others, f"The same at eps = {sizes}"))
     if not evaluation.attacks:
         blocks.append(Text("No attack was run, so robustness is unknown."))
+    if (alone := evaluation.undefended) is not None:
+        at = [it for it in alone.attacks if it.eps == alone.headline_eps]
+        blocks.append(_attack_table(alone, at, "The undefended network"))
     if evaluation.missing:
         blocks.append(Table(("not run", "why"), list(evaluation.missing.items()), prose=True))
     lead = "Each example counts as broken once any attack has broken it"
@@ -304,10 +283,13 @@ def cost_section(subject: Subject) -> Section:
     evaluation, here = subject.evaluation, subject.evaluation.environment
     attacks = sum(record.seconds for record in evaluation.attacks)
     proofs = 0.0 if evaluation.certificate is None else evaluation.certificate.seconds
+    alone = 0.0 if evaluation.undefended is None else evaluation.undefended.seconds
+    rest = max(0.0, evaluation.seconds - attacks - proofs - alone)
     seconds = {
         "attacks": attacks,
         "certificates": proofs,
-        "clean answers, flags and the rest": max(0.0, evaluation.seconds - attacks - proofs),
+        "the undefended network": alone,
+        "clean answers, flags and the rest": rest,
         "total": evaluation.seconds,
     }
     rows = [(name, duration(it)) for name, it in seconds.items()]

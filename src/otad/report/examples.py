@@ -112,6 +112,8 @@ class Subject:
         known = {name: value for name, value in self.evaluation.threat.items() if value is not None}
         for name in {"scale", "mutable"} & known.keys():
             known[name] = torch.tensor(known[name]).view(input_shape)
+        if "bounds" in known:
+            known["bounds"] = tuple(known["bounds"])
         return NORMS[known.pop("norm")](**known)
 
     def name_of(self, answer: Tensor) -> str:
@@ -177,7 +179,7 @@ def _cards(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
             found = explain(model, on_device, classes=subject.classes, train_x=subject.train_x)
             yield from (make_case(*it, by_truth=True) for it in zip(found, truths, strict=True))
             return
-        for image, logits, truth in zip(inputs, _outputs(model, inputs), truths, strict=True):
+        for image, logits, truth in zip(inputs, outputs_of(model, inputs), truths, strict=True):
             answer = subject.name_of(logits)
             certainty = "" if answer == NO_ANSWER else f"{float(logits.softmax(0).max()):.1%}"
             yield Case(pixels_uri(image, (low, high)), answer, truth, certainty)
@@ -196,7 +198,7 @@ def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Bl
     """The answers, and the features with the largest changes in the units of the threat model."""
     clean, changed, truths, titles = shown
     scale = subject.ball(clean.shape[1:]).scale
-    before, after = _outputs(model, clean), _outputs(model, changed)
+    before, after = outputs_of(model, clean), outputs_of(model, changed)
     names = subject.feature_names or [f"feature {k}" for k in range(clean[0].numel())]
     blocks: list[Block] = []
     for row, title in enumerate(titles):
@@ -213,6 +215,6 @@ def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Bl
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
+def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
     device = next((it.device for it in model.parameters()), inputs.device)
     return Tensor.cpu(model(inputs.to(device)))

@@ -54,6 +54,14 @@ class Picture(NamedTuple):
     caption: str = ""
 
 
+class Pictures(NamedTuple):
+    """Rows of small images under the same columns: for each a data URI and a caption."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[tuple[str, str]]]
+    note: str
+
+
 class Vote(NamedTuple):
     """A training point behind a prediction: its picture, label, weight (0 to 1) and contribution,
     if known."""
@@ -102,7 +110,7 @@ class Flags(NamedTuple):
     flags: Sequence[Flag]
 
 
-Block = Text | Facts | Table | Picture | Gallery | Comparison | Flags
+Block = Text | Facts | Table | Picture | Pictures | Gallery | Comparison | Flags
 
 
 class Section(NamedTuple):
@@ -117,23 +125,27 @@ class Section(NamedTuple):
 
 
 class KeyNumber(NamedTuple):
-    """For the top of a report; an `alarm` is highlighted."""
+    """For the top of a report; an `alarm` is highlighted, and what others are measured against is
+    `plain`."""
 
     value: str
     name: str
     remark: str = ""
     alarm: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True)
 class Report:
-    """A title, key numbers and sections; `footer` says how the report was made."""
+    """A title, key numbers and sections; `footer` says how the report was made. The `verdict`, in
+    sentences, comes first."""
 
     title: str
     subtitle: str
     numbers: Sequence[KeyNumber]
     sections: Sequence[Section]
     footer: str = ""
+    verdict: Sequence[str] = ()
 
     @property
     def chapters(self) -> list[tuple[str, list[Section]]]:

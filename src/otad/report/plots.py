@@ -29,12 +29,16 @@ WORST, PROVED, OTHER = "#b3122b", "#0f766e", "#3f7fbf"
 FAMILIES = {
     "random": "#8796a1", "black-box": "#7a5cc2", "white-box": "#dd7d1f", "adaptive": "#c2379d",
 }  # fmt: skip
+BARS = {"attacked": WORST, "random": SOFT}
 CURVE_POINTS = 400
 SMALLEST_SIDE = 96  # in pixels: Markdown cannot enlarge a picture
 AMPLIFICATIONS = (100.0, 50.0, 20.0, 10.0, 5.0, 3.0, 2.0)
 
 Style = dict[str, Any]
 DASHED: Style = {"color": INK, "lw": 1.2, "ls": (0, (4, 3))}
+UNDEFENDED: Style = {
+    "color": INK, "lw": 2.2, "ls": (0, (1, 1)), "label": "undefended network", "zorder": 4,
+}  # fmt: skip
 LEGEND: Style = {"frameon": False, "fontsize": 8.5, "labelcolor": INK}
 FIGURE: Style = {"layout": "constrained"}
 
@@ -116,6 +120,8 @@ def accuracy_curves(evaluation: Evaluation) -> Figure:
         proved = _share_beyond(radii, eps)
         panel.plot(eps, proved, color=PROVED, lw=2.4, label="proved", zorder=4)
         panel.fill_between(eps, proved, worst, color=SOFT, alpha=0.13, lw=0, label="unknown")
+    if evaluation.undefended is not None:
+        panel.plot(eps, _share_beyond(evaluation.undefended.distances(), eps), **UNDEFENDED)
     for name, counted in counted_with(evaluation).items():
         line = _share_beyond(evaluation.distances(counted), eps)
         panel.plot(eps, line, **_attack_style(evaluation, name))
@@ -145,6 +151,8 @@ def error_curves(evaluation: Evaluation) -> Figure:
         records = tuple(record for record in evaluation.attacks if record.attack in counted)
         some = replace(evaluation, attacks=records)
         panel.plot(eps, [statistics.fmean(some.worst_errors(it)) for it in eps], **style)
+    if (alone := evaluation.undefended) is not None:
+        panel.plot(eps, [statistics.fmean(alone.worst_errors(it)) for it in eps], **UNDEFENDED)
     found = np.asarray(evaluation.worst_errors())
     order, place = np.argsort(found), np.arange(1, evaluation.n + 1)
     if evaluation.certificate is not None:
@@ -162,7 +170,7 @@ def error_curves(evaluation: Evaluation) -> Figure:
     panel.set(xlim=(0, max(evaluation.eps) * 1.03 or 1.0), ylim=(0, None))
     single.set_ylim(bottom=0)
     single.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.legend(loc="upper left", **LEGEND)
+    panel.legend(loc="best", **LEGEND)
     return figure
 
 
@@ -212,6 +220,26 @@ def seconds_bars(evaluation: Evaluation) -> Figure:
     _style(panel, "seconds")
     panel.grid(visible=False, axis="y")
     figure.legend(ncols=len(set(names.values())), loc="outside upper right", **LEGEND)
+    return figure
+
+
+def change_bars(changes: Mapping[str, Tensor], names: Sequence[str], count: int) -> Figure:
+    """For each of a few rows, the `count` features of largest change: a bar for each way (m,n)."""
+    first = next(iter(changes.values()))
+    count = min(count, first.shape[1])
+    figure = Figure((9.6, 0.9 + 0.42 * count), **FIGURE)
+    panels, height = figure.subplots(1, len(first), squeeze=False)[0], 0.8 / len(changes)
+    for row, panel in enumerate(panels):
+        order = first[row].abs().argsort(descending=True)[:count].tolist()
+        for place, (label, change) in enumerate(changes.items()):
+            at = np.arange(count) + (place - (len(changes) - 1) / 2) * height
+            panel.barh(at, change[row, order].tolist(), height, label=label, color=BARS[label])
+        panel.set_yticks(range(count), [_plain(names[k]) for k in order], fontsize=8.5)
+        panel.invert_yaxis()
+        panel.axvline(0, color=SOFT, lw=0.8)
+        _style(panel, f"example {row + 1}", "change")
+    figure.legend(*panels[0].get_legend_handles_labels(), ncols=len(changes),
+                  loc="outside upper right", **LEGEND)  # fmt: skip
     return figure
 
 

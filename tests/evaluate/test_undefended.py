@@ -1,0 +1,118 @@
+"""The network of a model alone is attacked beside it: what its record says, and who attacks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from evaluate.small import Walk, Wander, plane_data, timeless, two_sides
+from torch import Tensor
+
+from otad.attacks import L2, Attack, LpBall
+from otad.attacks.adaptive import Straight
+from otad.attacks.base import Target
+from otad.attacks.random_search import RandomNoise
+from otad.evaluate import PRESETS, Evaluation, evaluate, runner
+from otad.evaluate.records import FAIL, NOT_RUN, PASS
+from otad.evaluate.suite import Choice
+from otad.model.otad import OTAD
+from otad.model.prototypes import prototype_net
+from otad.nets import lifted_net
+
+
+@dataclass(frozen=True)
+class Idle(Attack):
+    """Said to follow the gradient, and stays where it is."""
+
+    name, family = "idle", "white-box"
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        return x
+
+
+def test_the_network_alone_loses_what_the_closed_form_says(tmp_path: Path) -> None:
+    """Its classes meet at x_0 = 0: within eps it loses the examples at most that far from it."""
+    model, x, y = two_sides(points=60, examples=20)
+    eps, options = (0.1, 0.3), {"flags": False}
+    attacks = [Straight(points=3), RandomNoise(draws=3)]
+    record = evaluate(model, x, y, L2(0.3), eps=eps, attacks=attacks, folder=tmp_path, **options)
+    alone = record.undefended
+    assert list(alone.per_attack) == ["noise", "apgd"]  # none of the given follows its gradient
+    assert (alone.n, alone.eps, alone.threat) == (record.n, record.eps, record.threat)
+    assert (alone.model["kind"], alone.certificate, alone.undefended) == ("net", None, None)
+    for radius in eps:
+        left = float((x[:, 0].abs() > radius).double().mean())
+        assert alone.worst_case(radius).value == pytest.approx(100 * left)
+    assert Evaluation.read(tmp_path / "evaluation.json") == record
+    assert Evaluation.read(tmp_path / "undefended" / "evaluation.json") == alone
+    without = evaluate(model, x, y, L2(0.3), eps=eps, attacks=attacks, undefended=False, **options)
+    assert without.undefended is None
+    assert timeless(without) == timeless(replace(record, undefended=None))
+
+
+def test_a_preset_attacks_both_and_progress_counts_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [Choice("straight", {"points": 3}), Choice("pgd", {"steps": 5}), Choice("noise")]
+    monkeypatch.setitem(PRESETS, "quick", few)
+    model, x, y = two_sides(points=60, examples=8)
+    reported: list[tuple[str, int, int, float]] = []
+    record = evaluate(
+        model, x, y, L2(0.2), attacks="quick", flags=False, progress=lambda *it: reported.append(it)
+    )
+    assert list(record.undefended.per_attack) == ["pgd", "noise"]
+    assert "bank" in record.undefended.missing["straight"]
+    done = [now[1] for now in reported]
+    assert done == sorted(done)
+    assert done[-1] == reported[-1][2]
+    labels = [now[0] for now in reported]
+    assert labels[0] == "undefended network, pgd, eps 0.2"
+    assert reported[labels.index("certificates")][1] == 2  # one batch of each attack on the network
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_a_run_killed_on_the_network_or_after_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    model, x, y = two_sides(points=60, examples=20)
+    given = {"attacks": [Wander(), Walk((1.0, 0.0))], "flags": False, "batch_size": 7}
+    whole = evaluate(model, x, y, L2(0.2), **given)
+    monkeypatch.setattr(Wander, "limit", batches)  # three of the network, three of the model
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, x, y, L2(0.2), folder=tmp_path, **given)
+    monkeypatch.setattr(Wander, "limit", 6 - batches)
+    again = evaluate(model, x, y, L2(0.2), folder=tmp_path, **given)
+    assert timeless(again) == timeless(whole)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_attacks_that_are_weaker_on_the_network_are_flagged(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adversarial examples of the model do more to the network than an attack that stays."""
+    monkeypatch.setattr(runner, "CHECKS", [])
+    model, x, y = two_sides(task=task, points=60, examples=12)
+    if task == "regression":
+        y = y + 0.1 * y.sign()  # an error with a gradient, which grows away from the bounds
+    record = evaluate(model, x, y, L2(0.3), attacks=[Straight(points=3), Idle()])
+    (flag,) = record.undefended.flags
+    assert flag.verdict == FAIL
+    missed, tried = (int(word) for word in flag.found.split() if word.isdigit())
+    assert 0 < missed <= tried
+    assert record.flags == ()  # those of the model
+    strong = evaluate(model, x, y, L2(0.3), attacks=[Straight(points=3)])
+    assert [one.verdict for one in strong.undefended.flags] == [PASS]
+    idle = evaluate(model, x, y, L2(0.0), attacks=[Idle()])
+    assert [one.verdict for one in idle.undefended.flags] == [NOT_RUN]
+
+
+def test_models_without_a_network_say_so() -> None:
+    x, y = plane_data()
+    frame = lifted_net((3,), 2, blocks=0)
+    points = prototype_net(frame, x, y, neighbors=1)
+    model = OTAD(points, points.bank(), scope="global", n_neighbors=5).eval()
+    found = evaluate(model, x, y, L2(0.1), attacks=["noise"], flags=False)
+    assert found.undefended is None
+    assert "no network of its own" in found.undefended_reason
+    bare = evaluate(frame.eval(), x, y, L2(0.1), attacks=["noise"], flags=False)
+    assert (bare.undefended, bare.undefended_reason) == (None, "")
