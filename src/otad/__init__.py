@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from otad.explain import explain
     from otad.model import prototypes
     from otad.model.defend import defend
+    from otad.model.foreign import distance_threshold
     from otad.model.otad import OTAD, Trace, load
     from otad.threat import L2, Linf, LpBall
 
@@ -43,6 +44,7 @@ __all__ = [
     "cip",
     "data",
     "defend",
+    "distance_threshold",
     "evaluate",
     "explain",
     "load",
@@ -60,6 +62,7 @@ _SOURCES = {
     "otad.explain": ("explain",),
     "otad.model": ("prototypes",),
     "otad.model.defend": ("defend",),
+    "otad.model.foreign": ("distance_threshold",),
     "otad.model.otad": ("OTAD", "Trace", "load"),
     "otad.threat": ("L2", "Linf", "LpBall"),
 }

@@ -38,6 +38,7 @@ from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
 from otad.model.answerer_options import check_settings, solver_for
 from otad.model.defend import defend
+from otad.model.foreign import conformal_rank, distance_threshold
 from otad.progress import progress_bar
 from otad.training import TrainConfig, fit_backbone
 
@@ -73,6 +74,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     on_failure: str = "fallback"
     bounds: tuple[float, float] | None = None
     validation_fraction: float | None = None
+    abstain_beyond: float | None = None
     device: str = "cpu"
     random_state: int | np.random.RandomState | None = None
     verbose: int | bool | None = None
@@ -106,6 +108,20 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     def load(cls, folder: str | Path, *, device: str = "cpu") -> Self:
         """The estimator that `save` wrote to a folder, with its module on this device."""
         return load_estimator(cls, folder, device)
+
+    def distance(self, X: Any) -> Array:
+        """How far each input is from the training points (n,), see `OTAD.distance`."""
+        inputs = self.as_inputs(X).split(ROWS_AT_ONCE)
+        return torch.cat([self.module_.distance(rows) for rows in inputs]).cpu().numpy()
+
+    def is_foreign(self, X: Any) -> Array:
+        """Whether each input (n,) is so far from the training points that it should be refused: see
+        `abstain_beyond`."""
+        check_is_fitted(self, "module_")
+        limit = self.module_.abstain_beyond
+        require(limit is not None, "abstain_beyond", "a quantile such as 0.95 in `fit`", None)
+        found: Array = self.distance(X) > limit
+        return found
 
     def explain(self, X: Any) -> list[Explanation]:
         """For each input the training points its prediction rests on; X may be a single input."""
@@ -173,9 +189,15 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         config = TrainConfig(**self._given("energy_weight", *recipe), seed=seed)
         rows = torch.arange(len(x))
         parts: tuple[Tensor, ...] = (x, y)
+        held_out = x[:0]
         if self.validation_fraction is not None:
             rows, held = holdout(y, self.validation_fraction, seed, task=self._task)
+            held_out = x[held]
             parts = (x[rows], y[rows], x[held], y[held])
+        if (quantile := self._given("abstain_beyond")["abstain_beyond"]) is not None:
+            expected = "None without validation_fraction, the rows by which it is chosen"
+            require(len(held_out), "abstain_beyond", expected, quantile)
+            conformal_rank(len(held_out), quantile)
         check_settings(len(rows), **self._settings())
         blocks, hidden, bounds = self._given("n_blocks", "hidden", "bounds").values()
         hidden = max(LEAST_WIDTH, math.prod(x.shape[1:])) if hidden is None else hidden
@@ -189,9 +211,19 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         self.history_, self.n_iter_ = result.history, len(result.history)
         defense = self._settings() | {"progress": self._progress}
         self.module_ = defend(net, x[rows], targets[rows], **defense)
+        if quantile is not None:
+            chosen = distance_threshold(self.module_, held_out, quantile=quantile)
+            self.module_.abstain_beyond = chosen
         if len(names) > 0:
             notes["feature_names"] = list(names)
         self.module_.notes |= notes
+
+    def _answers(self, inputs: Tensor) -> Tensor:
+        """Those of the module, also where it abstains."""
+        module = self.module_
+        if module.abstain_beyond is None:
+            return module(inputs)  # type: ignore[no-any-return]
+        return module.backbone.head(module.trace(inputs).solution.image)  # type: ignore[no-any-return]
 
     def _outputs(self, X: Any) -> Array:
         """Logits (n, C) or values (n,), float64."""
@@ -199,7 +231,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         outputs: list[Tensor] = []
         with progress_bar("predicting", self._progress) as report, torch.no_grad():
             for rows in inputs.split(ROWS_AT_ONCE):
-                outputs.append(self.module_(rows))
+                outputs.append(self._answers(rows))
                 report(sum(map(len, outputs)), len(inputs))
         return torch.cat(outputs).double().cpu().numpy()
 
@@ -234,6 +266,10 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     bounds : lowest and highest legal input value, such as (0, 1) for pixels; None for no bounds.
     validation_fraction : share of the rows that training and bank do not use; the network's score
         on them after each epoch is in `history_`.
+    abstain_beyond : a quantile such as 0.95 of the distances from the bank of those rows, beyond
+        which an input `is_foreign`: at most a share of 1 - 0.95 of inputs like the training data.
+        `module_` gives it no answer, so that `otad.evaluate` counts it as an error; `predict` does,
+        as scikit-learn wants a label for every row. None to answer all.
     device, random_state : where to work, and the seed.
     verbose : progress bars. None: on a terminal or in a notebook, after two seconds, and they
         vanish at the end; 0: none; above 0: at once, and they stay.

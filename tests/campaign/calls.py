@@ -105,7 +105,7 @@ class Calls:
         }
         self.any = [None, True, 3, -2.5, math.nan, 10**400, "text", b"bytes", [], {}, (1, "2"),
                     {1}, object(), nothing, 1j, x.numpy(), np.array([{}]), [x, None], x, Path()]
-        methods = {made: "forward query_keys replace save solve trace", made.bank: "save",
+        methods = {made: "distance forward query_keys replace save solve trace", made.bank: "save",
                    cip.ExactCip(): "__call__", attacks.Pgd(steps=1): "__call__",
                    otad.certify(made, x): "accuracy", ball: "distance project"}
         # fmt: on

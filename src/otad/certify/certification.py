@@ -34,6 +34,7 @@ class Certificate:
     """No input closer than `radius` (B,) to its example changes the model's `prediction` (B,).
 
     Radii are float64, in l2, in the unit asked for (see `certify`), and 0 where nothing is proved.
+    Within a radius the model also answers: where it abstains, the prediction is -1, the radius 0.
     `rules`: which rule gave the radius of each row. `assumptions`: what the proof rests on."""
 
     radius: Tensor
@@ -111,9 +112,9 @@ def certify(
                 found = rule.radius(batch, radius)
                 number = torch.where(found > radius, place, number)
                 radius = torch.maximum(radius, found)
-            radius = batch.to_input(radius)
+            radius = batch.to_input(torch.minimum(radius, batch.answered.clamp_min(0.0)))
             radii.append(radius)
-            predictions.append(batch.prediction)
+            predictions.append(batch.prediction.masked_fill(batch.silent, -1))
             chosen.append(torch.where(radius > 0, number, 0))
     used = tuple(names[number] for number in torch.cat(chosen).tolist())
     return Certificate(torch.cat(radii), torch.cat(predictions), used, _assumptions(rules, {*used}))
@@ -137,7 +138,8 @@ def certify_values(
     and the largest vote of the bank points that can be neighbors within eps; and where the
     neighbors cannot change at all, no further from the answer at x than the Lipschitz constant
     allows. Global scope: that distance, for every input; the interval is all numbers where the map
-    was not solved. Parameters and refusals as in `certify`."""
+    was not solved, and where an input within eps may be too far from the bank for an answer.
+    Parameters and refusals as in `certify`."""
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
     model, x, unit = _converted(model, x, unit)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
@@ -151,8 +153,9 @@ def certify_values(
                 if bool(largest.isfinite().any()):
                     used.add(rule.name)
                 low, high = torch.maximum(low, least), torch.minimum(high, largest)
-            lows.append(low)
-            highs.append(high)
+            silent = reached > batch.answered
+            lows.append(low.masked_fill(silent, -torch.inf))
+            highs.append(high.masked_fill(silent, torch.inf))
     return Interval(torch.cat(lows), torch.cat(highs), float(eps), _assumptions(rules, used))
 
 

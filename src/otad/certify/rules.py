@@ -6,6 +6,7 @@ rules that can apply to it; the best of them counts, row by row."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from otad.cip import Status
 from otad.model.otad import OTAD
 
 RULES: dict[str, type[Rule]] = {}
+SLACK = 1e-12  # relative, for distances computed in float64
+TINY = torch.finfo(torch.float64).tiny
 PRECISION = "matrix products of the head keep full float32 precision (no TF32, no autocast)"
 
 
@@ -40,8 +43,16 @@ class Batch:
             center = getattr(model.metric, "mean", model.backbone.mean)
             own = (x.double() - center.double()).flatten(1) / reach.longest_unit
             self.sides.append((reach.keys.slip, reach.keys.size_of(self.keys) + own.norm(dim=1)))
-        self.trace = model.trace(x)
-        outputs = self.trace.outputs
+        trace = model.trace(x)
+        self.answered = torch.full_like(trace.distance, torch.inf)  # |u| (B,) without abstentions
+        self.silent = torch.zeros_like(trace.distance, dtype=torch.bool)  # x itself gets no answer
+        if (limit := model.abstain_beyond) is not None:
+            self.silent = trace.distance > limit
+            # The distance from the bank grows by no more than the keys move.
+            room = (limit - trace.distance) * (1 - SLACK) - SLACK * limit
+            self.answered = room / self.stretch.max().to(room.device).clamp_min(TINY)
+            trace = replace(trace, outputs=model.backbone.head(trace.solution.image))
+        self.trace, outputs = trace, trace.outputs
         bad = ~outputs.isfinite().reshape(len(outputs), -1).all(1)
         require(not bool(bad.any()), "model", "finite outputs", outputs[bad][:1].tolist())
         self.solved = self.trace.solution.status == int(Status.SOLVED)

@@ -95,7 +95,8 @@ def _prove_classes(
         "rules": console.describe_counts(rules),
     }
     names, radius = class_names_of(model), map(str, found.radius.tolist())
-    predictions = (names[label] for label in found.prediction.tolist())
+    # as in `otad predict`, empty where the model abstains
+    predictions = (names[label] if label >= 0 else "" for label in found.prediction.tolist())
     lines = zip(examples.names, predictions, radius, found.rules, strict=True)
     record["assumptions"] = list(found.assumptions)
     return record, facts, [("row", "prediction", "radius", "rule"), *lines]

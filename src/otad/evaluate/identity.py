@@ -145,4 +145,5 @@ def _settings(model: nn.Module) -> dict[str, Any]:
         "search": model.search,
         "bank": {"points": len(model.bank_inputs), "fingerprint": model.bank_fingerprint},
         **model.answerer.describe(),
+        **({} if model.abstain_beyond is None else {"abstain_beyond": model.abstain_beyond}),
     }

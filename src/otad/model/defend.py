@@ -46,6 +46,7 @@ def defend(
     bank_dtype: torch.dtype = torch.float32,
     bank_path: str | None = None,
     metric: nn.Module | None = None,
+    abstain_beyond: float | None = None,
     batch_size: int = 1024,
     progress: Counter | bool | None = None,
     sweep_progress: Progress | bool | None = None,
@@ -112,6 +113,7 @@ def defend(
             batches = rows.split(batch_size)
             keys = torch.cat([keys_of(batch.to(device), metric) for batch in batches])
     asked |= {"search": search, "resident": resident, "metric": metric, "keys": keys}
+    asked["abstain_beyond"] = abstain_beyond
 
     def build(backbone: Backbone, bank: FeatureBank, **more: Any) -> OTAD:
         place = bank.to(device) if resident else bank

@@ -15,8 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otad.arguments import checked
-from otad.checks import check_device, check_evaluation, check_shape, refusing, require
+from otad.arguments import check_options, checked
+from otad.checks import (
+    check_device,
+    check_evaluation,
+    check_positive,
+    check_shape,
+    refusing,
+    require,
+)
 from otad.cip import BankProblem
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.map import WholeBank
@@ -39,10 +46,12 @@ METRIC_VERSION = 2  # the least version of a model card with a metric
 class Trace(Answer):
     """A prediction and all it rests on, one row per input. `outputs`: logits (B,C), or values (B,)
     in regression. `labels` (B,K): those of the neighbors, which for a global map are the points
-    with weight, most weight first, padded with points of weight 0."""
+    with weight, most weight first, padded with points of weight 0. `distance` (B,) float64: how far
+    the inputs are from the bank, see `OTAD.distance`. Outputs are NaN where the model abstains."""
 
     outputs: Tensor
     labels: Tensor
+    distance: Tensor
 
 
 class OTAD(BankModule):
@@ -67,9 +76,13 @@ class OTAD(BankModule):
     - `search`: "torch", or "faiss" (extra `index`), by which neighbors or the support are found.
     - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are searched,
       with the `keys` (N,m) of the bank; None for the embedded space itself.
+    - `abstain_beyond`: inputs at a larger `distance` from the bank get no answer (NaN); None for
+      no limit. `otad.distance_threshold` chooses it on held-out data. May be set later, too.
 
     The first four are `answering`: they make the `answerer`, see `otad.model.answerers`.
     """
+
+    _abstain_beyond: float | None = None
 
     def __init__(
         self,
@@ -81,6 +94,7 @@ class OTAD(BankModule):
         resident: bool = True,
         metric: nn.Module | None = None,
         keys: Tensor | None = None,
+        abstain_beyond: float | None = None,
         **answering: Any,
     ) -> None:
         expected = f"features of dimension {backbone.dim} like the backbone's"
@@ -98,12 +112,25 @@ class OTAD(BankModule):
         self.n_searched += answerer.spares
         self.backbone, self.answerer, self.metric = backbone, answerer, metric
         self.notes: dict[str, Any] = {}
+        self.abstain_beyond = abstain_beyond
         self.eval()
 
     def train(self, mode: bool = True) -> OTAD:
         """Stay in evaluation mode: nets that use statistics of batches would not fit the bank."""
         super().train(False)
         return self
+
+    @property
+    def abstain_beyond(self) -> float | None:
+        """The distance from the bank beyond which inputs get no answer; None for no limit."""
+        return self._abstain_beyond
+
+    @abstain_beyond.setter
+    def abstain_beyond(self, value: float | None) -> None:
+        check_options({"abstain_beyond": float | None}, {"abstain_beyond": value})
+        if value is not None:
+            check_positive(value := float(value), "abstain_beyond")
+        self._abstain_beyond = value
 
     @property
     def scope(self) -> str:
@@ -157,16 +184,46 @@ class OTAD(BankModule):
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
         """The prediction and what it rests on. `exclude` (B,), for local scope alone: bank rows
         that are copies of x."""
-        check_evaluation(self, "model")
-        embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        keys = None if self.metric is None else self.query_keys(x)
-        found = self.solve(embedded, keys, exclude=exclude)
+        found, keys = self._answer(x, exclude)
+        distance = self._distance(found, keys, exclude)
         indices = found.neighbors.indices.to(self.bank_labels.device)
         labels = self.bank_labels[indices].to(x.device)
-        return Trace(**vars(found), outputs=self.backbone.head(found.solution.image), labels=labels)
+        outputs = self._outputs(found, distance)
+        return Trace(**vars(found), outputs=outputs, labels=labels, distance=distance)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.trace(x).outputs
+        found, keys = self._answer(x)
+        limited = self.abstain_beyond is not None
+        return self._outputs(found, self._distance(found, keys) if limited else None)
+
+    def _answer(self, x: Tensor, exclude: Tensor | None = None) -> tuple[Answer, Tensor]:
+        """With the query keys (B,m)."""
+        check_evaluation(self, "model")
+        embedded = self.backbone.embed(self.backbone.check_inputs(x))
+        keys = embedded if self.metric is None else self.query_keys(x)
+        return self.solve(embedded, keys, exclude=exclude), keys
+
+    def _outputs(self, found: Answer, distance: Tensor | None) -> Tensor:
+        outputs: Tensor = self.backbone.head(found.solution.image)
+        if self.abstain_beyond is None or distance is None:
+            return outputs
+        foreign = (distance > self.abstain_beyond).view(-1, *[1] * (outputs.dim() - 1))
+        return outputs.masked_fill(foreign, torch.nan)
+
+    @checked
+    @torch.no_grad()
+    def distance(self, x: Tensor) -> Tensor:
+        """How far inputs (B,*input_shape) are from the bank (B,), in float64: the distance to the
+        nearest bank point, in the space in which neighbors are searched. It grows by no more than
+        an input moves in that space."""
+        nearest: Tensor = self.neighbors(self.query_keys(x).detach(), 1).distances[:, 0]
+        return nearest
+
+    def _distance(self, found: Answer, keys: Tensor, exclude: Tensor | None = None) -> Tensor:
+        near = found.neighbors
+        if not self.answerer.rests_on_neighbors:
+            near = self.neighbors(keys.detach(), 1, exclude=exclude)
+        return near.distances[:, 0]
 
     def replace(self, **changes: Any) -> OTAD:
         """The same model with some arguments of the constructor changed. Another scope starts from
@@ -181,7 +238,7 @@ class OTAD(BankModule):
             options = {"scope": self.scope, "smoothness": self.smoothness}
             if not self.backbone.lift:
                 options["strong_convexity"] = self.strong_convexity
-        same = ("backbone", "bank", "n_neighbors", "search", "resident", "metric")
+        same = ("backbone", "bank", "n_neighbors", "search", "resident", "metric", "abstain_beyond")
         current = {name: getattr(self, name) for name in same} | {"keys": self.bank_keys}
         model = OTAD(**(current | options | changes))
         model.notes = dict(self.notes)
@@ -194,6 +251,8 @@ class OTAD(BankModule):
         answerer, metric, keys = self.answerer, self.metric, self.bank_keys
         own = ("n_neighbors", "smoothness", "strong_convexity", "search")
         settings = {name: getattr(self, name) for name in own} | answerer.settings()
+        if self.abstain_beyond is not None:
+            settings["abstain_beyond"] = self.abstain_beyond
         about: dict[str, Any] = {"version": answerer.card_version, "settings": settings}
         about["notes"] = self.notes | notes
         for part in parts_of_user(self.backbone):
@@ -215,6 +274,8 @@ class OTAD(BankModule):
     def extra_repr(self) -> str:
         curvature = f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
         bank = f"bank={len(self.bank_inputs)} points, "
+        if self.abstain_beyond is not None:
+            bank += f"abstain_beyond={self.abstain_beyond:g}, "
         if (potential := self.potential) is not None:
             return f"{bank}scope=global, {curvature}left_out={len(potential.left_out)}"
         return f"{bank}n_neighbors={self.n_neighbors}, {curvature}mode={self.answerer.mode}"
