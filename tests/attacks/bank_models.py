@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad
 
 from otad.attacks import Attack
-from otad.attacks.adaptive import Bisector, Region, SoftKnn, Straight
+from otad.attacks.adaptive import Bisector, Pull, Region, SoftKnn, Straight
 from otad.cip.whole_bank.lifted_bank import lifted_potential
 from otad.cip.whole_bank.potential import integrate_most
 from otad.model.bank import FeatureBank
@@ -23,6 +23,7 @@ BANK_ATTACKS: list[Attack] = [
     Bisector(pairs=3, polish=5),
     SoftKnn((0.1, 0.01), 15, 1, polish=5),
     Region(singles=4, classes=1, sizes=(3,), rounds=2, polish=5),
+    Pull(classes=1, sizes=(1, 3), steps=10, polish=5),
 ]
 
 

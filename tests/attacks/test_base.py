@@ -231,6 +231,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "soft_knn": [{"temperatures": ()}, {"steps": 0}, {"targets": 0}],
     "straight": [{"shares": (2.0,)}],
     "region": [{"rounds": 0}],
+    "pull": [{"classes": 0}, {"steps": 0}],
     "bisector": [{"pairs": 0}],
     "keys": [
         *({name: 0} for name in ("steps", "targets", "restarts")),

@@ -36,6 +36,7 @@ ON_LINES = {
     "straight": {"points": 3},
     "bisector": {"pairs": 2, "polish": 3},
     "region": {"singles": 2, "rounds": 1, "polish": 3},
+    "pull": {"classes": 1, "sizes": (1,), "steps": 2, "polish": 3},
 }
 
 

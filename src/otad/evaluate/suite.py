@@ -39,6 +39,7 @@ _STANDARD = [
     Choice("metric", {"steps": 50, "restarts": 3}, affine=False),
     Choice("bisector", affine=True),
     Choice("region", affine=True),
+    Choice("pull", affine=True),
     Choice("pgd"),
     Choice("apgd", {"restarts": 3}),
     Choice("bpda"),

@@ -4,8 +4,8 @@ there they aim at the place where other points get some."""
 
 from otad.arguments import guard
 from otad.attacks.adaptive.ascent import Keys, SoftKnn
-from otad.attacks.adaptive.lines import Bisector, Region, Straight
+from otad.attacks.adaptive.lines import Bisector, Pull, Region, Straight
 
-__all__ = ["Bisector", "Keys", "Region", "SoftKnn", "Straight"]
+__all__ = ["Bisector", "Keys", "Pull", "Region", "SoftKnn", "Straight"]
 
 guard(globals(), __all__)

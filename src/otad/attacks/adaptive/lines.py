@@ -15,12 +15,15 @@ from torch import Tensor
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, blocks_of
 from otad.attacks.base import Attack, Survivors, Target, option, register_attack
 from otad.attacks.needs import Needs
+from otad.attacks.pgd import Apgd
 from otad.checks import check_count, check_positive
+from otad.model.otad import OTAD
 from otad.threat import LpBall
 
 REACH = 200  # in regression: the nearest points among which the extreme values are chosen
 ITERATIONS = 150
 OVERSHOOT = 1.02  # past the bisectors, on which the right points would still be level
+STRIDE = 0.2  # of the radius: the length of a pull
 FAR = 1e3  # times a step: its direction, to go as far as the ball allows
 
 
@@ -137,6 +140,48 @@ class Region(BankAttack):
                 here = block.x
                 for _ in range(self.rounds if len(block.rows) else 0):
                     here = _step(block, *_opponents(block, here, size, self.opponents, place))
+
+
+@register_attack
+@dataclass(frozen=True)
+class Pull(BankAttack):
+    """Steps towards the mean of the nearest bank points of a wrong class and away from that of the
+    nearest right ones, searched again after each of the `steps`; then APGD with the model's own
+    gradient, for `polish` steps. So for each of the `classes` nearest wrong classes (in regression
+    for higher and for lower values) and each number of points in `sizes`: the best start of an
+    ascent is often not the input that came closest to a wrong answer."""
+
+    classes: int = option(5, check_count)
+    sizes: tuple[int, ...] = (1, 3, 10)
+    steps: int = option(20, check_count)
+    name = "pull"
+    needs = Needs(affine_keys=True, gradients=True)
+
+    def search(self, survivors: Survivors, generator: torch.Generator) -> None:
+        target, ball = survivors.target, survivors.ball
+        climber = Apgd(steps=max(1, self.polish))
+        objective = climber.objective(target, survivors.x, ball)
+        climbs = self.polish > 0 and isinstance(target.model, OTAD)
+        places = range(2 if target.y.is_floating_point() else self.classes)
+        for block in blocks_of(survivors):
+            for place, size in itertools.product(places, self.sizes):
+                block = block.remaining()
+                if not len(block.rows):
+                    break
+                here, bank = block.x, block.bank
+                for _ in range(self.steps):
+                    wrong, right = (
+                        bank.sites[some].mean(1)
+                        for some in _opponents(block, here, size, size, place)
+                    )
+                    ahead = bank.inputs(bank.embed(here) + wrong - right, here) - here
+                    stride = STRIDE * ball.eps * ball.steepest(ahead)
+                    here = survivors.project(here + stride, block.rows)
+                    block.offer(here)
+                rows = survivors.among(block.rows)
+                if climbs and len(rows):
+                    start = here[torch.isin(block.rows, rows)]
+                    climber.climb(survivors, objective, start, rows)
 
 
 def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
