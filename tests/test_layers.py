@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Bottom up. A package covers all its modules.
 TABLE = {
-    0: ("arguments", "errors", "checks", "threat", "progress", "scores"),
+    0: ("arguments", "errors", "checks", "threat", "progress", "scores", "short_repr"),
     1: ("io",),
     2: ("data", "nets"),
     3: ("search", "training"),

@@ -25,6 +25,7 @@ from otad.checks import (
     require,
 )
 from otad.errors import InputError
+from otad.short_repr import median_text
 from otad.threat import LpBall
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -184,6 +185,12 @@ class AttackResult:
     backwards: Tensor
     blind: Tensor
     seconds: float
+
+    def __repr__(self) -> str:
+        broken = self.broken.sum()
+        found = f"{len(self.broken)} inputs, {int(broken)} broken"
+        far = f", distance {median_text(self.distance[self.broken])}" if broken else ""
+        return f"AttackResult({found}{far}, {self.seconds:.3g} s)"
 
     @property
     def accuracy(self) -> float:

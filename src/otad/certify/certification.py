@@ -22,6 +22,7 @@ from otad.model.otad import OTAD
 from otad.nets import LinearHead
 from otad.nets.vit import TokenHead
 from otad.progress import Counter, progress_bar
+from otad.short_repr import counts_text, median_text
 
 LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix` times z
 NONE = "none"
@@ -45,6 +46,10 @@ class Certificate:
 
     def __len__(self) -> int:
         return len(self.radius)
+
+    def __repr__(self) -> str:
+        radii = f"radius {median_text(self.radius)}"
+        return f"Certificate({len(self)} inputs, {radii}; by rule {counts_text(self.rules)})"
 
     def holds(self, y: Tensor, eps: float) -> Tensor:
         """Rows (B,) whose prediction is y and cannot change within l2 distance eps."""
@@ -71,6 +76,10 @@ class Interval:
     eps: float
     assumptions: tuple[str, ...]
     kind: str = "proved"
+
+    def __repr__(self) -> str:
+        width = f"width {median_text(self.high - self.low)}"
+        return f"Interval({len(self.low)} inputs, eps {self.eps:g}, {width})"
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
 from otad.io.mapped_rows import gathered, in_file
+from otad.short_repr import short_repr
 
 _FETCHED_BYTES = 2**29  # of rows copied from a bank in a file or on another device
 
@@ -85,6 +86,7 @@ class CipProblem(_Problem):
     per_row = ("anchors", "images")
     anchors: Tensor
     images: Tensor
+    __repr__ = short_repr
 
     def __init__(
         self,
@@ -129,6 +131,7 @@ class BankProblem(_Problem):
     inputs: Tensor
     features: Tensor
     indices: Tensor
+    __repr__ = short_repr
 
     def __init__(
         self,

@@ -8,6 +8,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from otad.short_repr import counts_text
+
 
 class Status(IntEnum):
     """How one row was solved."""
@@ -60,6 +62,16 @@ class CipSolution:
     def failed(self) -> Tensor:
         """Rows neither solved nor estimated (B,): infeasible or unsolved."""
         return self.status >= int(Status.INFEASIBLE)
+
+    @property
+    def status_text(self) -> str:
+        """How many rows were solved how."""
+        return counts_text(Status(code).name.lower() for code in self.status.tolist())
+
+    def __repr__(self) -> str:
+        (rows, dim), count = self.image.shape, self.multipliers.shape[1]
+        sizes = f"{rows} rows, {count} neighbors each, dimension {dim}, {self.mode}"
+        return f"CipSolution({sizes}: {self.status_text})"
 
     def rows(self, rows: slice) -> CipSolution:
         names = (name for name in self.__dataclass_fields__ if name != "mode")

@@ -22,6 +22,7 @@ from otad.checks import (
     check_tensor,
     require,
 )
+from otad.short_repr import short_repr
 
 Task = Literal["classification", "regression"]
 Per = Literal["feature", "channel", "all"]
@@ -84,6 +85,11 @@ class Dataset:
             refuse_repeats(self.feature_names, f"{self.name} feature_names")
         refuse_repeats(self.classes, f"{self.name} classes")
 
+    def __repr__(self) -> str:
+        rows = f"{len(self.train_x):,} train and {len(self.test_x):,} test inputs"
+        task = f"{self.task} of {len(self.classes)} classes" if self.classes else self.task
+        return f"Dataset({self.name!r}, {task}, {rows} {self.input_shape})"
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """(d,) or (C, H, W)."""
@@ -123,6 +129,7 @@ class Standardizer:
 
     mean: Tensor
     std: Tensor
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_finite(self.mean, "mean")

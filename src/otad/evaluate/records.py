@@ -108,6 +108,18 @@ class Evaluation:
     undefended_reason: str = ""
     format: str = FORMAT
 
+    def __repr__(self) -> str:
+        if self.task == "classification":
+            found = f"worst case {self.worst_case_accuracy:.1%}"
+            if (proved := self.certified_accuracy(self.headline_eps)) is not None:
+                found += f", certified {proved.value:.1f}%"
+        else:
+            found = f"mean worst error {sum(self.worst_errors()) / self.n:.4g}"
+        sizes = f"{self.n} examples, {self.threat['norm']} eps {self.headline_eps:g}"
+        failed = sum(one.verdict == FAIL for one in self.flags)
+        ran = f"{len({one.attack for one in self.attacks})} attacks, {failed} flags failed"
+        return f"Evaluation({sizes}: {found}; {ran})"
+
     @property
     def headline_eps(self) -> float:
         return float(self.threat["eps"])

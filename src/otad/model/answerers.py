@@ -44,6 +44,11 @@ class Answer:
     solution: CipSolution
     gap: Tensor | None = None
 
+    def __repr__(self) -> str:
+        rows, count = self.neighbors.indices.shape
+        sizes = f"{rows} inputs, {count} training points each"
+        return f"{type(self).__name__}({sizes}: {self.solution.status_text})"
+
 
 class Answerer(nn.Module, ABC):
     """How a model answers an embedded query, with the curvature (L, l) of its maps."""

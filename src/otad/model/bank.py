@@ -28,6 +28,7 @@ from otad.io import tensor_files
 from otad.io.mapped_rows import block_of, gathered, remember
 from otad.progress import Counter, progress_bar
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
+from otad.short_repr import short_repr
 
 BANK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FORMAT = "otad-feature-bank"
@@ -53,6 +54,7 @@ class FeatureBank:
     labels: Tensor
     fingerprint: str
     verify: InitVar[bool] = True
+    __repr__ = short_repr
 
     def __post_init__(self, verify: bool) -> None:
         check_tensor(self.inputs, "inputs", "N,d", dtypes=BANK_DTYPES, finite=False)

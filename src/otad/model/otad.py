@@ -52,6 +52,7 @@ class Trace(Answer):
     outputs: Tensor
     labels: Tensor
     distance: Tensor
+    __repr__ = Answer.__repr__
 
 
 class OTAD(BankModule):
@@ -271,6 +272,14 @@ class OTAD(BankModule):
             blocks[answerer.card_entry] = block
         return write_model(folder, about, self.bank, blocks)
 
+    def __repr__(self) -> str:
+        """A few lines, without all the layers: those are in `repr(model.backbone)`."""
+        net, metric = self.backbone, self.metric
+        classes = "" if net.task == "regression" else f" of {net.n_outputs} classes"
+        used = f"backbone={_named(net)}" + ("" if metric is None else f", metric={_named(metric)}")
+        lines = f"{net.task}{classes}, inputs {net.input_shape}", self.extra_repr(), used
+        return "OTAD(" + ",\n  ".join(lines) + ")"
+
     def extra_repr(self) -> str:
         curvature = f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
         bank = f"bank={len(self.bank_inputs)} points, "
@@ -279,6 +288,10 @@ class OTAD(BankModule):
         if (potential := self.potential) is not None:
             return f"{bank}scope=global, {curvature}left_out={len(potential.left_out)}"
         return f"{bank}n_neighbors={self.n_neighbors}, {curvature}mode={self.answerer.mode}"
+
+
+def _named(net: nn.Module) -> str:
+    return f"{type(net).__name__} with {sum(one.numel() for one in net.parameters()):,} weights"
 
 
 def keys_of(x: Tensor, metric: nn.Module) -> Tensor:

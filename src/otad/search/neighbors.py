@@ -28,6 +28,7 @@ from otad.checks import (
 from otad.errors import import_extra
 from otad.io.mapped_rows import block_of, gathered, in_file
 from otad.search.confirmed_product import product_error, row_norms, shortlist
+from otad.short_repr import short_repr
 
 WORKING_BYTES = 256 * 2**20
 SPARE = 8  # first guess at how many more than K points the shortlist needs
@@ -43,6 +44,7 @@ class Neighbors:
 
     indices: Tensor
     distances: Tensor
+    __repr__ = short_repr
 
 
 class NeighborSearch(ABC):

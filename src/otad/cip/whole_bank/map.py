@@ -33,6 +33,7 @@ from otad.cip.solution import CipSolution, Status
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.cip.whole_bank.pricing import GATHERED_AT_ONCE, IndexPrices, Prices
+from otad.short_repr import short_repr
 
 PRICING = ("exact", "faiss")
 Pricing = Prices | IndexPrices
@@ -53,6 +54,7 @@ class WholeBankSolution:
     indices: Tensor
     gap: Tensor
     rounds: Tensor
+    __repr__ = short_repr
 
 
 class WholeBank:

@@ -27,6 +27,7 @@ from otad.cip.whole_bank import contradictions
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import SolverError
+from otad.short_repr import short_repr
 
 ROUNDING = 1e-13  # of a raise, against the size of the numbers it is the difference of
 FLATTEST = 1e-6  # L - l where nothing requires more
@@ -48,6 +49,7 @@ class BankPotential:
     left_out: Tensor
     sweeps: int
     violation: float
+    __repr__ = short_repr
 
     @property
     def modulus(self) -> float:
