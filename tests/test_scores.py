@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from otad.scores import Score, regression_metrics, score_of, wilson_interval
+from otad.scores import Score, regression_metrics, score_of, score_text, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,9 @@ def test_the_paper_prints_these_regression_metrics(generator: torch.Generator) -
         found = regression_metrics(moved, errors, torch.zeros_like(errors))
         assert found["SMAPE"] == pytest.approx(printed_smape, rel=0.06)
         assert float(moved.square().mean()) == pytest.approx(printed_mse, rel=0.03)
+
+
+def test_readers_see_accuracies_in_percent_and_errors_in_digits() -> None:
+    assert score_text("accuracy", 0.98765) == "98.77%"
+    assert score_text("train_accuracy", 1.0, digits=1) == "100.0%"
+    assert score_text("mse", 0.123456) == "0.1235"

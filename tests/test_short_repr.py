@@ -43,7 +43,7 @@ def made() -> dict[str, tuple[object, tuple[str, ...]]]:
         "certificate": (otad.certify(one, x), ("20 inputs", "radius median", "hull")),
         "interval": (otad.certify_values(values, x, 0.1), ("20 inputs", "eps 0.1", "width")),
         "attack": (attacked, ("20 inputs", f"{int(attacked.broken.sum())} broken")),
-        "evaluation": (evaluation, ("20 examples", "l2 eps 0.3", worst, "1 attacks")),
+        "evaluation": (evaluation, ("20 examples", "l2 eps 0.3", worst, "undefended", "1 attacks")),
         "explanation": (explain(one, x)[0], ("probability", "with weight", "local")),
         "dataset": (
             Dataset("some", *split, "classification", "made", ("a", "b", "c")),

@@ -1,4 +1,9 @@
-"""A score with the interval that its number of test points allows."""
+"""A score with the interval that its number of test points allows.
+
+A reader sees shares, such as accuracies, in percent: in tables, reports, pictures and on the
+terminal. Functions, attributes and JSON have them from 0 to 1, but for `Score`, which is in percent
+as its interval is printed.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,11 @@ class Score:
     def rank(self) -> float:
         """Larger is better."""
         return -self.value if self.metric == "mse" else self.value
+
+
+def score_text(metric: str, value: float, digits: int = 2) -> str:
+    """An accuracy from 0 to 1 in percent, an error with four digits."""
+    return f"{value:.{digits}%}" if metric.endswith("accuracy") else f"{value:.4g}"
 
 
 def score_of(outputs: Tensor, targets: Tensor) -> Score:

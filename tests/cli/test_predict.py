@@ -41,6 +41,8 @@ def test_every_column_is_that_of_the_trace(
     assert column("p.csv", "status") == [names[k] for k in trace.solution.status.tolist()]
     assert record["rows"] == sum(record["status"].values()) == len(chosen)
     assert record["accuracy"] == pytest.approx(float((chosen == digits.test_y).double().mean()))
+    shown = terminal.text("predict", workshop / "digits-model", "test", "--out", "p.csv", "--force")
+    assert f"accuracy {record['accuracy']:.2%}" in shown
 
 
 @pytest.mark.parametrize(("name", "score"), [("digits", ("accuracy", 0)), ("body", ("mse", "inf"))])

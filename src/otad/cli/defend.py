@@ -20,6 +20,7 @@ from otad.model.answerer_options import solver_for
 from otad.model.folder import CARD, refuse_foreign_card
 from otad.model.otad import OTAD
 from otad.report.assessment import Assessment, assess
+from otad.scores import score_text
 
 BANK_DTYPES = ("float32", "float16", "bfloat16")
 OF_BANK = ("per_class", "seed", "device", "bank_dtype", "scope", "smoothness", "strong_convexity")
@@ -138,8 +139,8 @@ def assess_and_save(
 def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
     record = assessment.to_dict()
     facts = {
-        f"{assessment.metric} of the net": f"{assessment.scores[NET]:.4f}",
-        f"{assessment.metric} of OTAD": f"{assessment.scores[DEFENDED]:.4f}",
+        f"{assessment.metric} of the net": score_text(assessment.metric, assessment.scores[NET]),
+        f"{assessment.metric} of OTAD": score_text(assessment.metric, assessment.scores[DEFENDED]),
         "scope": model.answerer.summary(model.n_neighbors),
         "test rows": describe_counts(record["status"]),
     }

@@ -22,6 +22,7 @@ from otad.model.imitation import Imitation, fresh_net, recipe_for
 from otad.model.imitation import imitate as imitate_model
 from otad.model.otad import OTAD
 from otad.report.assessment import Assessment, assess
+from otad.scores import score_text
 
 _training = partial(opt.option, panel=opt.TRAINING)
 CHANGES = ("epochs", "batch_size", "learning_rate", "mixed_precision", "seed")
@@ -125,9 +126,9 @@ def _facts(imitation: Imitation, tested: tuple[Assessment, Assessment] | None) -
     exact, estimated = tested
     metric = exact.metric
     facts |= {
-        f"{metric} of the net": f"{exact.scores[NET]:.4f}",
-        f"{metric} by the solver": f"{exact.scores[DEFENDED]:.4f}",
-        f"{metric} by CIP-net": f"{estimated.scores[DEFENDED]:.4f}",
+        f"{metric} of the net": score_text(metric, exact.scores[NET]),
+        f"{metric} by the solver": score_text(metric, exact.scores[DEFENDED]),
+        f"{metric} by CIP-net": score_text(metric, estimated.scores[DEFENDED]),
     }
     if metric == "accuracy":
         agreed = (exact.predictions == estimated.predictions).double().mean()

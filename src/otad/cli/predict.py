@@ -26,7 +26,7 @@ from otad.io.codec import write_json
 from otad.io.files import replacing
 from otad.model.otad import OTAD, Trace
 from otad.progress import progress_bar
-from otad.scores import abstained, is_right, squared_errors
+from otad.scores import abstained, is_right, score_text, squared_errors
 from otad.training.supervised import METRICS
 
 COLUMNS = ("row", "prediction", "probability", "nearest", "distance", "smoothness", "status")
@@ -61,7 +61,8 @@ def predict(
     rows = open_inputs(model, input, data_dir)
     targets = rows.targets(None) if input == "test" else None
     record = write_predictions(model, rows, targets, out, batch_size)
-    facts = {metric: f"{record[metric]:.4f}" for metric in METRICS.values() if metric in record}
+    known = [metric for metric in METRICS.values() if metric in record]
+    facts = {metric: score_text(metric, record[metric]) for metric in known}
     facts |= {"rows": describe_counts(record["status"]), "predictions": str(out)}
     show(record, as_json, title=f"Predicted {record['rows']} rows", facts=facts, out=out)
 

@@ -21,6 +21,7 @@ from otad.cli.sources import (
 )
 from otad.data import Dataset, Standardizer, names, split
 from otad.nets import Backbone
+from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 from otad.training.loop import CHECKPOINT
 
@@ -112,7 +113,7 @@ def train(
     files = TrainedNet(trained, about).write(out, record)
     facts = {
         "data": f"{len(dataset.train_x)} train rows of shape {dataset.input_shape}",
-        **{name.replace("_", " "): f"{value:.4g}" for name, value in record["final"].items()},
+        **{name.replace("_", " "): score_text(name, it) for name, it in record["final"].items()},
         **files,
         "next": f"otad defend {out} --out MODEL_DIR",
     }

@@ -111,6 +111,8 @@ class Evaluation:
     def __repr__(self) -> str:
         if self.task == "classification":
             found = f"worst case {self.worst_case_accuracy:.1%}"
+            if self.undefended is not None:
+                found += f" (undefended {self.undefended.worst_case_accuracy:.1%})"
             if (proved := self.certified_accuracy(self.headline_eps)) is not None:
                 found += f", certified {proved.value:.1f}%"
         else:

@@ -319,7 +319,7 @@ class Explanation:
     def _certainty(self) -> str:
         if self.prediction is None or self.probabilities is None:
             return ""
-        return f"probability {self.probabilities[self.prediction]:.3f}"
+        return f"probability {self.probabilities[self.prediction]:.1%}"
 
     def _answer(self) -> str:
         certainty = self._certainty()

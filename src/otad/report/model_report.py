@@ -20,6 +20,7 @@ from otad.report.assessment import Assessment
 from otad.report.formatting import TIMES, Cell, duration, scientific, threads
 from otad.report.page import Block, Facts, KeyNumber, Picture, Section, Table, Text
 from otad.report.plots import data_uri, plot_uri, smoothness_histogram, training_curves
+from otad.scores import score_text
 from otad.training import TrainConfig, TrainResult
 
 FLOAT32_ROUNDOFF = torch.finfo(torch.float32).eps / 2
@@ -77,8 +78,7 @@ def headline(assessment: Assessment) -> list[KeyNumber]:
 
 
 def _score(assessment: Assessment, name: str = DEFENDED, digits: int = 2) -> str:
-    score = assessment.scores[name]
-    return f"{score:.{digits}%}" if assessment.metric == "accuracy" else f"{score:.4g}"
+    return score_text(assessment.metric, assessment.scores[name], digits)
 
 
 def model_section(dataset: Dataset, model: OTAD, config: TrainConfig) -> Section:

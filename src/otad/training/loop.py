@@ -67,6 +67,10 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
     rows_on_device: ClassVar[bool] = True
     """Whether `batches` indexes tensors on the device of the net."""
 
+    def text(self, record: AnyRecord) -> str:
+        """Beside the progress bar."""
+        return str(record)
+
     def __init__(
         self,
         net: AnyNet,
@@ -141,7 +145,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         deadline = self.saving.started + (self.saving.max_seconds or math.inf)
         with (
             precision(self.device, mixed=False),  # whatever the caller uses
-            reporting(progress, config.epochs, done, self.label) as report,
+            reporting(progress, config.epochs, done, self.label, self.text) as report,
         ):
             if done < config.epochs:
                 self.prepare()
@@ -261,12 +265,17 @@ def epoch_batches(
 
 @contextmanager
 def reporting(
-    progress: Callable[[Any], None] | bool | None, epochs: int, done: int, label: str = "training"
+    progress: Callable[[Any], None] | bool | None,
+    epochs: int,
+    done: int,
+    label: str,
+    text: Callable[[Any], str],
 ) -> Iterator[Callable[[Any], None]]:
-    """The caller's function of a record, a progress bar, or nothing: see `otad.progress`."""
+    """The caller's function of a record, a progress bar beside its text, or nothing: see
+    `otad.progress`."""
     with part_bars(False if callable(progress) else progress) as draw:
         if callable(progress):
             yield progress
         else:
             draw(label, done, epochs)
-            yield lambda record: draw(label, record.epoch, epochs, str(record))
+            yield lambda record: draw(label, record.epoch, epochs, text(record))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from otad.nets import Backbone, fc_resnet, lifted_net, vision_transformer
 from otad.nets.inputs import Sizes
 from otad.training.backbone import TrainConfig, train
 from otad.training.loop import reporting
-from otad.training.supervised import EpochRecord, Progress, TrainResult
+from otad.training.supervised import METRICS, EpochRecord, Progress, TrainResult
 
 BACKBONES: dict[str, Callable[..., Backbone]] = {
     "fc_resnet": fc_resnet,
@@ -103,7 +104,8 @@ def fit_backbone(
         names = [name for name in ("loss", "train_score", "val_score") if values[name] is not None]
         return replace(record, **{name: square * values[name] for name in names})
 
-    with reporting(progress, config.epochs, 0) as report:
+    shown = partial(EpochRecord.text, metric=METRICS[net.task])
+    with reporting(progress, config.epochs, 0, "training", shown) as report:
         saving["progress"] = lambda record: report(in_units(record))
         result = train(net, parts, config, **saving)
         result = replace(result, history=tuple(map(in_units, result.history)))

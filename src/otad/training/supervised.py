@@ -13,6 +13,7 @@ from torch import Tensor
 from otad.checks import check_choice, check_device, require
 from otad.io.tensor_files import fingerprint
 from otad.nets.inputs import InputNet
+from otad.scores import score_text
 from otad.training.augmentation import AUGMENTATIONS, Augmentation, choose_augmentation
 from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig
@@ -58,10 +59,12 @@ class EpochRecord:
     val_score: float | None
     seconds: float = field(default=0.0, compare=False)
 
-    def __str__(self) -> str:
-        validation = "" if self.val_score is None else f", validation {self.val_score:.4f}"
-        losses = f"loss {self.loss:.4f}, energy {self.energy:.4g}"
-        return f"epoch {self.epoch}: {losses}, train {self.train_score:.4f}{validation}"
+    def text(self, metric: str) -> str:
+        """With its scores, which are of this metric, as a reader sees them."""
+        scores = {"train": self.train_score, "validation": self.val_score}
+        parts = [f"loss {self.loss:.4f}", f"energy {self.energy:.4g}"]
+        parts += [f"{k} {score_text(metric, v)}" for k, v in scores.items() if v is not None]
+        return f"epoch {self.epoch}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,9 @@ class SupervisedTraining(Training[Net, EpochRecord]):
     @property
     def n_rows(self) -> int:
         return len(self.data["train_x"])
+
+    def text(self, record: EpochRecord) -> str:
+        return record.text(self.metric)
 
     def fit(self, progress: Progress) -> TrainResult:
         self.run(progress)
