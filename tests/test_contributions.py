@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,8 @@ def test_a_class_of_less_weight_that_wins_is_explained() -> None:
     ]
     for sentence in one.reasons:
         assert sentence in str(one)
+    mistaken = replace(one, neighbors=(replace(points[0], alone=3.0), points[1]))
+    assert mistaken.reasons[-1] == "of those labeled eight the network itself puts 1 with three"
     line = next(line for line in str(one).splitlines() if "three/0.png" in line)
     assert "0.420" in line
     assert "+8.4" in line

@@ -118,7 +118,7 @@ def test_text_and_table_show_query_and_neighbors() -> None:
     heaviest = sorted(one.neighbors, key=lambda it: -it.weight)
     assert one.heaviest(3) == heaviest[:3]
     assert f"{one.n_weighted} of {K} neighbors have weight" in text
-    assert text.count("\n") == 4 + len(one.by_class) + one.n_weighted + 5
+    assert text.count("\n") == 3 + len(one.reasons) + one.n_weighted + 5
     for it in heaviest[:3]:
         assert f"row {it.index}" in table
         assert f"{it.weight:.3f}" in table

@@ -154,6 +154,10 @@ class Explanation:
             points = f"{part.points} training point{'s' if part.points > 1 else ''}"
             weight = f"with weight {part.weight:.3f}"
             found.append(f"{_text(label)}: {_signed(part.contribution)} by {points} {weight}")
+        against = [it for it in self.neighbors if it.label == self.runner_up and it.weight]
+        if wrong := sum((it.alone or 0.0) > 0 for it in against):
+            label, answer = _text(self.runner_up), _text(self.prediction)
+            found.append(f"of those labeled {label} the network itself puts {wrong} with {answer}")
         return found
 
     @property
