@@ -224,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.only is None:
         given.out.mkdir(parents=True, exist_ok=True)
         tail = "" if given.preset == "full" else f"-{given.preset}"
+        tail += f"-seed{given.seed}" if given.seed else ""
         write_json(given.out / f"audit-{given.part}{tail}.json", record)
     weaker = is_suite and record["left_by_suite"] > record["left_by_own"]
     names = (

@@ -135,6 +135,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return False
     if kind is Path:
         return "\0" not in os.fspath(value)
+    if getattr(getattr(value, "forward", None), "__name__", "") == "_forward_unimplemented":
+        return False  # torch's own: nothing can be asked of such a module
     if kind.__name__ == "Tensor":
         return str(value.layout) == "torch.strided" and not (value.is_meta or value.is_complex())
     if kind is tuple and parts and parts[-1] is not Ellipsis:
@@ -159,7 +161,7 @@ def _words(hint: Any) -> str:
     if name == "Tensor":
         name = "a torch.Tensor, dense and real, on a device such as cpu"
     elif getattr(kind, "__module__", "").startswith("torch.nn"):
-        name = f"an nn.{name}"
+        name = f"an nn.{name} with a forward method"
     said = parts and isinstance(parts[0], type) and parts[0] is not Any
     return f"{name} of {inner}" if said else name
 
