@@ -99,6 +99,18 @@ def test_an_estimate_that_is_no_mean_has_no_contributions() -> None:
     json.dumps(one.to_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_an_abstention_has_no_contributions(task: str) -> None:
+    made = precise(task)
+    made.abstain_beyond = 1e-9
+    (one,) = explain(made, queries(made, 1).double())
+    assert (one.prediction, one.margin, one.runner_up, one.total) == (None, None, None, None)
+    assert one.n_weighted
+    assert {it.contribution for it in one.neighbors} == {None}
+    assert "abstained" in str(one)
+    json.dumps(one.to_dict(), allow_nan=False)
+
+
 def test_a_class_of_less_weight_that_wins_is_explained() -> None:
     (one,) = explain(model(), queries(model(), 1), classes=["three", "eight", "nine"])
     inputs = one.neighbors[0].inputs

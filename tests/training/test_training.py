@@ -153,7 +153,9 @@ def test_every_epoch_is_reported_and_logged(
     result = train(_net(), _two_moons(64), SHORT, progress=True)  # draws a bar
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert str(result.final)[:12] in captured.err
+    assert result.final.text("accuracy")[:24] in captured.err
+    assert f"train {result.final.train_score:.2%}" in captured.err
+    assert len(repr(result)) < 100
 
 
 def test_the_best_epoch_is_by_validation_score_else_by_loss() -> None:

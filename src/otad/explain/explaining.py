@@ -39,9 +39,8 @@ def explain(
     default; x a tensor, an array, a DataFrame or a DataLoader. `classes` names the C classes,
     `feature_names` the d features of a vector. The raw inputs of training points are computed from
     the bank where the backbone only normalizes and flattens; for another one, give the `train_x`
-    (N,*input_shape) of the bank. `names` (B) are those of the
-    inputs, `train_names` (N) of the bank points, such as their files; by default those that the
-    model notes.
+    (N,*input_shape) of the bank. `names` (B) are those of the inputs, `train_names` (N) of the bank
+    points, such as their files; by default those that the model notes.
     """
     if not isinstance(model, OTAD):
         classes = getattr(model, "classes_", None) if classes is None else classes
@@ -68,7 +67,8 @@ def explain(
     found = []
     for row, answer in enumerate(zip(*(part.tolist() for part in parts), raw, strict=True)):
         second, margin, leads = (None, None, alone[row, :, 0])
-        if labels and bool(outputs[row].isfinite().all()):
+        unknown = not bool(outputs[row].isfinite().all())  # it abstained
+        if labels and not unknown:
             second, margin, leads = lead(outputs[row], alone[row])
         points = [
             Neighbor(
@@ -77,7 +77,7 @@ def explain(
                 labels[label] if labels else label,
                 distance,
                 inputs,
-                None if math.isnan(weight) else value,
+                None if unknown or math.isnan(weight) else value,
                 None if known is None else known[index],
             )
             for index, weight, label, distance, inputs, value in zip(

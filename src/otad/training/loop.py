@@ -161,7 +161,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                         save_run(self.path, self.identity, *run)
                     saved_at = now = monotonic()
                 if is_last or epoch % config.log_every == 0:
-                    _log.info("%s", record)
+                    _log.info("%s", self.text(record))
                 report(record)
                 if is_last:
                     break

@@ -14,6 +14,7 @@ from otad.checks import check_choice, check_device, require
 from otad.io.tensor_files import fingerprint
 from otad.nets.inputs import InputNet
 from otad.scores import score_text
+from otad.short_repr import short_repr
 from otad.training.augmentation import AUGMENTATIONS, Augmentation, choose_augmentation
 from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig
@@ -76,6 +77,7 @@ class TrainResult:
     metric: str
     resumed_after: int = field(compare=False)
     epochs: int = field(default=0, compare=False)
+    __repr__ = short_repr
 
     @property
     def final(self) -> EpochRecord:

@@ -22,6 +22,7 @@ from otad.cip.surrogate.net import CipNet
 from otad.io.mapped_rows import gathered
 from otad.io.tensor_files import fingerprint
 from otad.search.neighbors import TorchSearch
+from otad.short_repr import short_repr
 from otad.training.acceleration import precision
 from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig
@@ -77,6 +78,7 @@ class CipNetResult:
     unit: float
     resumed_after: int = field(compare=False)
     epochs: int = field(default=0, compare=False)
+    __repr__ = short_repr
 
     @property
     def finished(self) -> bool:
