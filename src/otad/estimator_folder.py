@@ -9,6 +9,7 @@ import numpy as np
 
 from otad.arguments import check_options, hints_of
 from otad.checks import check_choice, refusing, require
+from otad.data.encoding import TableEncoding
 from otad.io.codec import from_plain, to_plain
 from otad.model.otad import load
 from otad.training import EpochRecord
@@ -51,7 +52,9 @@ def load_estimator(kind: type[Fitted], folder: str | Path, device: str) -> Fitte
         check_options(hints_of(kind.__init__), made.get_params(deep=False))
         made.history_ = from_plain(tuple[EpochRecord, ...], about["history"], "history")
         made.n_iter_, made.n_features_in_ = len(made.history_), int(about["n_features_in"])
-        if names := module.notes.get("feature_names"):
+        made.encoding_ = TableEncoding.of(module.notes)
+        names = module.notes.get("feature_names")
+        if names := names if made.encoding_ is None else made.encoding_.names:
             made.feature_names_in_ = np.array([str(name) for name in names], dtype=object)
         if "classes" in about:
             dtype = check_choice(about["classes"]["dtype"], "classes", LABELS)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
+    _check_feature_names,
+    _check_n_features,
     _check_sample_weight,
     check_is_fitted,
     column_or_1d,
@@ -33,6 +35,7 @@ from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
 from otad.data.dataset import encode_labels, in_working_dtype, usual_statistics
+from otad.data.encoding import TableEncoding, frame_cells, is_mixed
 from otad.errors import InputError
 from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
@@ -54,6 +57,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     """What both estimators share; the parameters are described in `OTADClassifier`."""
 
     _task: ClassVar[Task]
+    encoding_ = cast(TableEncoding | None, None)  # no parameter, so it has no annotation
 
     n_neighbors: int = 10
     _: KW_ONLY
@@ -84,6 +88,12 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         """Learn from inputs X (n, d) or (n, c, h, w) of any dtype and y (n,): labels of any type,
         or in regression numbers. They are worked with in float32, or in float64 where the spread of
         a feature or target is too small for it. A fit that is refused leaves all of an earlier one.
+
+        A DataFrame may have columns of text or categories, which become one-hot columns, and
+        missing values: of text a category of its own, of numbers the median, with a further column
+        that is 1 where one was missing. Predictions take DataFrames with the same columns; an
+        unknown category, and a missing value in a column that had none, are refused. In arrays
+        missing values are refused.
 
         `sample_weight` (n,): how much a row counts in the training of the network, as if it were
         there so many times; only ratios matter. Every row of positive weight is one point of the
@@ -138,7 +148,15 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         check_options(hints_of(type(self).__init__), self.get_params(deep=False))
         options = {"allow_nd": True, "ensure_min_samples": 2}
         options["y_numeric"] = self._task == "regression"
+        given, self.encoding_ = X, None
+        if is_mixed(X):
+            cells, texts = frame_cells(X)
+            self.encoding_ = TableEncoding.fit(cells, texts, range(len(X)))
+            X = self.encoding_.encode(cells, _place)
         inputs, targets = validate_data(self, X, y, dtype=DTYPES, **options)
+        if self.encoding_ is not None:
+            _check_feature_names(self, given, reset=True)
+            _check_n_features(self, given, reset=True)
         expected = "vectors (n, d) or images (n, c, h, w)"
         require(inputs.ndim in (2, 4), "X", expected, f"an array of shape {inputs.shape}")
         targets = column_or_1d(targets, warn=True)
@@ -155,8 +173,19 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         """Inputs as a tensor that `module_` takes; the names of columns are compared."""
         check_is_fitted(self, "module_")
         X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
+        if self.encoding_ is not None:
+            expected = f"a DataFrame with the columns {', '.join(self.encoding_.names)}"
+            require(hasattr(X, "columns"), "X", expected, type(X).__name__)
+            _check_feature_names(self, X, reset=False)
+            cells, _ = frame_cells(X)
+            return self.encoding_.encode(cells, _place).to(self.module_.backbone.mean)
         inputs = validate_data(self, X, dtype=DTYPES, allow_nd=True, reset=False)
         return torch.tensor(inputs).to(self.module_.backbone.mean)
+
+    @property
+    def groups_(self) -> tuple[tuple[int, ...], ...]:
+        """The one-hot columns of each column of text, for `otad.L2(eps, groups=...)`."""
+        return () if self.encoding_ is None else self.encoding_.groups
 
     def _given(self, *names: str) -> dict[str, Any]:
         """Parameters as plain Python values; grid searches hand over numpy's."""
@@ -204,7 +233,11 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         options: dict[str, Any] = {"task": self._task, "n_outputs": n_outputs, "bounds": bounds}
         options["options"] = {"blocks": blocks, "hidden": hidden}
         names = getattr(self, "feature_names_in_", ())
-        options["inputs"] = Standardizer.fit(parts[0], usual_statistics(x), names)
+        if self.encoding_ is not None:
+            names = self.encoding_.feature_names
+            notes["preparation"] = self.encoding_.to_json()
+        inputs = Standardizer.fit(parts[0], usual_statistics(x), names)
+        options["inputs"] = inputs if self.encoding_ is None else self.encoding_.unscaled(inputs)
         if weights is not None:
             options["weights"] = torch.tensor(weights)[rows]
         net, result = fit_backbone(parts, config, progress=self._progress, **options)
@@ -234,6 +267,10 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
                 outputs.append(self._answers(rows))
                 report(sum(map(len, outputs)), len(inputs))
         return torch.cat(outputs).double().cpu().numpy()
+
+
+def _place(column: str, row: int) -> str:
+    return f"X, column {column!r}, row {row}"
 
 
 def _column(y: Any) -> Array:
@@ -281,6 +318,8 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     classes_ : the labels, ascending.
     history_, n_iter_ : loss, energy and scores of the network after each epoch; their number.
     n_features_in_, feature_names_in_ : as everywhere in scikit-learn; for images the channels.
+    encoding_, groups_ : how the text and missing cells of a DataFrame became numbers, None where
+        there were none; and the one-hot columns of each column of text, the `groups` of a threat.
     """
 
     _task: ClassVar[Task] = "classification"

@@ -26,6 +26,7 @@ class LpBall(ABC):
     - `bounds`: the lowest and highest legal input value, None for unbounded inputs.
     - `scale` (*input_shape): the unit each feature is measured in, all 1 by default; the l-infinity
       ball of a table then has its own eps for each feature, eps * scale.
+    - `unit_name`: the units of `scale` in words, for reports: "standard deviations", say.
     - `mutable` (*input_shape) bool: the features an attacker can change, all by default.
     - `groups`: for each categorical feature the positions of its one-hot columns in a flat input.
       They move together or not at all: exactly one of them is 1, the others are 0. A switch to
@@ -38,6 +39,7 @@ class LpBall(ABC):
     scale: Tensor | None = None
     mutable: Tensor | None = None
     groups: Sequence[Sequence[int]] | None = None
+    unit_name: str = ""
     norm: ClassVar[str]
     order: ClassVar[float]  # p
 
@@ -156,9 +158,9 @@ class LpBall(ABC):
 
     def describe(self) -> str:
         """The threat model in words."""
-        parts = [f"{self.norm}, eps = {self.eps:g}"]
+        parts = [f"{self.norm}, eps = {self.eps:g}" + (f" {self.unit_name}".rstrip())]
         parts.append("inputs unbounded" if self.bounds is None else f"inputs in {self.bounds}")
-        if self.scale is not None:
+        if self.scale is not None and not self.unit_name:
             parts.append("each feature measured in its own unit")
         if self.mutable is not None:
             parts.append(f"{int((~self.mutable).sum())} features immutable")
@@ -175,6 +177,8 @@ class LpBall(ABC):
             plain[name] = None if tensor is None else tensor.flatten().tolist()
         if self.groups is not None:
             plain["groups"] = [list(group) for group in self.groups]
+        if self.unit_name:
+            plain["unit_name"] = self.unit_name
         return plain
 
     @property

@@ -131,7 +131,7 @@ def test_an_image_folder() -> None:
         ("absent.csv --target a --task regression", "CSV file not found"),
         ("body.csv --task regression", "body.csv: .*--target"),
         ("body.csv --target progression", "body.csv: .*--task"),
-        (" ".join(READING), "column 'remark': .*'none'"),
+        ("typo.csv --target y --task regression", "line 4, column 'x': .*'1,5'"),
         (" ".join(READING[:-1]) + " guessing --features age", "task: .*'guessing'"),
         ("digits.npz --target y", "NPZ file, got --target"),
         ("digits --genes 5", "test_fraction, got 'genes'"),
@@ -140,7 +140,7 @@ def test_an_image_folder() -> None:
         ("digits.npz --optimizer magic", "optimizer: .*sgd, adamw, got 'magic'"),
         ("digits.npz --learning-rate 1e6", "learning_rate: "),
         ("digits.npz --device cuda:99", "device: .*'cuda:99'"),
-        (" ".join(READING) + " --features age --features age", "feature_names: .*age"),
+        (" ".join(READING) + " --features age --features age", "features: .*age"),
         ("digits.npz --validation 1.5", "fraction: .*0 and 1.*1.5"),
         ("digits.npz --test-fraction 0", "fraction: .*0 and 1"),
         ("digits.npz --patch 2", "options: .*'fc_resnet'"),
@@ -152,6 +152,7 @@ def test_refusals_leave_no_net(arguments: str, message: str) -> None:
     write_digits(Path("digits.npz"))
     write_body(Path("body.csv"))
     Path("images").mkdir()
+    Path("typo.csv").write_text('x,y\n1,2\n3,4\n"1,5",6\n')
     assert re.search(message, terminal.refuse("train", *arguments.split(), "--out", "net"))
     assert not Path("net/net.safetensors").exists()
 

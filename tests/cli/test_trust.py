@@ -98,7 +98,7 @@ def test_a_model_opens_no_data_by_itself(
     model, opened = KINDS["metric"](0), []
     path = tmp_path / "private.csv"
     path.write_text("a\n1\n")
-    monkeypatch.setattr(DataChoice, "load", lambda choice, folder: opened.append(choice.data))
+    monkeypatch.setattr(DataChoice, "load", lambda choice, *where: opened.append(choice.data))
     model.notes["data"] = {"choice": {"data": str(path)}, "fingerprint": "0"}
     for folder in (None, tmp_path / "other"):
         assert training_inputs(model, folder, "mine.csv") is None

@@ -304,7 +304,7 @@ def test_regression_reports_errors_and_bounds() -> None:
     np.testing.assert_allclose(lines["worst case"].get_ydata(), [1, 1.5, 4])
     np.testing.assert_allclose(lines["noise"].get_ydata(), [1, 1.375, 1.375])
     text = report.html()
-    for words in ("1 of 2 features", "of 1 to 2", "unbounded", "largest change of any feature"):
+    for words in ("1 of 2 features", "from 1 to 2", "unbounded", "largest change of any feature"):
         assert words in text
     assert module.headline(replace(evaluation, attacks=()))[0].value == "not attacked"
 
@@ -375,7 +375,8 @@ def test_a_table_shows_the_features_that_changed(generator: torch.Generator) -> 
     answer, acid, sugar = table.rows
     with torch.no_grad():
         assert answer[:3] == ("answer", f"{model(x[:1])[0]:.5g}", f"{model(changed[:1])[0]:.5g}")
-    assert acid == ("acid", f"{x[0, 0]:.4g}", f"{changed[0, 0]:.4g}", "+0.5")
+    assert table.columns == ["", "before", "attacked", "change", "unit", "change in units"]
+    assert acid == ("acid", f"{x[0, 0]:.4g}", f"{changed[0, 0]:.4g}", "+0.5", "1", "+0.5")
     assert sugar[0] == "sugar"
     assert sugar[3] == "+0"
     assert f"The right answer is {y[0]:.5g}" in table.note

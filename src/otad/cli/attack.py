@@ -62,7 +62,7 @@ def attack(
 
     Example: otad attack digits-model test --attack pgd --norm l2 --eps 0.5
 
-    Example: otad attack wine-model wines.csv --norm linf --eps 0.1 --unit std
+    Example: otad attack wine-model wines.csv --norm linf --eps 0.1
     """
     named = out in (None, STDOUT) or Path(out or "").suffix.lower() == ".npz"
     require(named, "out", "a name that ends in .npz, or -", out)

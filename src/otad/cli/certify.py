@@ -60,11 +60,13 @@ def certify(
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     check_out(out, force, as_json)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
-    options["unit"] = opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale).scale
+    ball = opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale)
+    options["unit"] = ball.scale
     prove = _prove_values if model.backbone.task == "regression" else _prove_classes
     record, facts, lines = prove(model, examples, radii, options)
     metric = None if model.metric is None else type(model.metric).__name__
     keys = "" if metric is None else f", searched by the keys of {metric}"
+    facts["unit"] = record["unit"] = ball.unit_name or "those of the inputs"
     facts["scope"] = model.answerer.summary(model.n_neighbors) + keys
     facts["assumptions"] = "; ".join(record["assumptions"])
     if out is not None:

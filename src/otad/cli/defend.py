@@ -80,7 +80,7 @@ def defend(
     refuse_overwriting(out, choice.path_from(data_dir))
     refuse_foreign_card(out)
     check_out(out, force, results=[CARD])
-    dataset = choice.load(data_dir)
+    dataset = choice.load(data_dir, trained.about)
     about = describe_data(dataset, choice)
     for name in ("task", "input_shape", "classes", "feature_names"):
         expected = f"{name} {trained.about[name]} like the data the net was trained on"

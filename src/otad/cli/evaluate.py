@@ -77,7 +77,7 @@ def evaluate(
 
     Example: otad evaluate digits-model test --eps 0.5,1,2 --headline 1
 
-    Example: otad evaluate wine-model test --norm linf --eps 0.1 --unit std --immutable alcohol
+    Example: otad evaluate wine-model test --norm linf --eps 0.1 --immutable alcohol
     """
     how = opt.given(locals(), HOW)
     radii = opt.read_radii(eps)

@@ -15,6 +15,7 @@ from otad.cli.console import remark
 from otad.cli.sources import data_note
 from otad.data import CellPreparation, Table, read_h5ad, read_images, read_npz, read_table
 from otad.data.dataset import encode_labels, refuse_repeats
+from otad.data.encoding import TableEncoding
 from otad.data.images import list_images, visible
 from otad.data.registry import find_first
 from otad.data.user_files import as_inputs, as_targets
@@ -139,7 +140,7 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
     if note is None:
         got = "one that names no data"
         raise InputError(f"input: expected for 'test' a model made by `otad defend`, got {got}")
-    dataset = note.choice.load(data_dir)
+    dataset = note.choice.load(data_dir, model.notes)
     unchanged = dataset.fingerprint() == note.fingerprint
     expected = f"{note.choice.data!r} as it was when the model was made"
     require(unchanged, "input", expected, "other contents, on which it may have been trained")
@@ -147,9 +148,12 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
 
 
 def _table(model: OTAD, path: Path) -> InputRows:
-    counts = model.notes.get("preparation") is not None
+    encoding = TableEncoding.of(model.notes)
+    counts = encoding is None and model.notes.get("preparation") is not None
     require(not counts, str(path), "an .h5ad file for a model of cells", "a table")
     names = list(map(str, model.notes.get("feature_names") or ()))
+    if encoding is not None:
+        names = list(encoding.names)
     require(names, str(path), "NPZ or images, as the model has no feature names", "a table")
     refuse_repeats(names, "the model's feature names")
     table = read_table(path)
@@ -162,6 +166,8 @@ def _table(model: OTAD, path: Path) -> InputRows:
         known = name is not None or column in table.columns
         return _targets_in_table(model, table, str(column)) if known else None
 
+    if encoding is not None:
+        return _from_tensor(model, encoding.encode(table.cells(names), table.where), targets)
     return _from_tensor(model, table.numbers(names), targets)
 
 

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from otad.checks import check_choice, require
+from otad.data.encoding import TableEncoding
 from otad.errors import InputError
 from otad.io.codec import read_json
 from otad.model.otad import OTAD
@@ -17,6 +18,7 @@ from otad.threat import NORMS, LpBall
 from otad.training.config import check_seed
 
 Names = list[str] | None
+STANDARD_DEVIATIONS = "standard deviations of the training data"
 READING, THREAT, TRAINING = "Reading the data", "Changes of an input", "Network and training"
 
 
@@ -77,7 +79,11 @@ Immutable = Annotated[
     Names, option('Features that cannot change: "age,sex". Repeatable.', panel=THREAT)
 ]
 Unit = Annotated[
-    str | None, option("1, or std: those of the training data.  [default: 1]", panel=THREAT)
+    str | None,
+    option(
+        "Of each feature: 1, or std, that of the training data.  [default: std for tables, else 1]",
+        panel=THREAT,
+    ),
 ]
 Scale = Annotated[
     Path | None, option('JSON: units of features, {"pH": 0.5, ...}.', panel=THREAT, dir_okay=False)
@@ -121,38 +127,59 @@ def threat_to(
     unit: str | None = None,
     scale: Path | None = None,
 ) -> LpBall:
-    """The ball around inputs of the model, within the bounds that it declares."""
+    """The ball around inputs of the model, within the bounds that it declares. Columns of text are
+    groups, which switch or stay; whether a number is missing cannot change."""
     ball = NORMS[check_choice(norm, "norm", tuple(NORMS))]
     require(unit is None or scale is None, "scale", "either --unit or --scale", "both")
     shape, device = model.backbone.input_shape, model.backbone.mean.device
     for name, value in (("immutable", immutable), ("scale", scale)):
         require(not value or len(shape) == 1, name, "a model of tables", f"one of inputs {shape}")
-    names = list(map(str, model.notes.get("feature_names") or range(shape[0])))
+    places = columns_of(model)
+    names, encoding = list(places), TableEncoding.of(model.notes)
+    groups = None if encoding is None else encoding.groups
     frozen: list[str] = []
     for text in immutable or ():  # a name with commas must be given alone
         frozen += [text] if text in names else [part.strip() for part in text.split(",")]
     _refuse_unknown(frozen, names, "immutable")
-    left = [name not in frozen for name in names]
-    require(any(left), "immutable", "at least one feature to be left", "all of them")
-    units = None
+    left = len(names) > len({*frozen})
+    require(left, "immutable", "at least one feature to be left", "all of them")
+    fixed = [place for name in frozen for place in places[name]]
+    fixed += () if encoding is None else encoding.indicators
+    unit = check_choice(unit or ("std" if len(shape) == 1 else "1"), "unit", ("1", "std"))
+    units = model.backbone.std.detach().clone() if unit == "std" else None
     if scale is not None:
-        units = torch.tensor(_read_scale(scale, names, frozen), device=device)
-    elif unit is not None and check_choice(unit, "unit", ("1", "std")) == "std":
-        units = model.backbone.std.detach().clone()
-    mutable = torch.tensor(left, device=device) if frozen else None
-    return ball(eps, bounds=model.backbone.bounds, scale=units, mutable=mutable)
+        texts = [] if encoding is None else [it.name for it in encoding.columns if it.categories]
+        read = _read_scale(scale, names, [*frozen, *texts])
+        spread = [read[name] for name, columns in places.items() for _ in columns]
+        units = torch.tensor(spread, device=device)
+    mutable = None
+    if fixed:
+        mutable = torch.ones(shape, dtype=torch.bool, device=device)
+        mutable[fixed] = False
+    named = STANDARD_DEVIATIONS if unit == "std" else ""
+    named = named if scale is None else f"units of {scale.name}"
+    return ball(eps, model.backbone.bounds, units, mutable, groups, named)
 
 
-def _read_scale(path: Path, names: Sequence[str], frozen: Sequence[str]) -> list[float]:
-    """The unit of every feature, 1 for those that cannot change."""
+def columns_of(model: OTAD) -> dict[str, tuple[int, ...]]:
+    """The columns of the table a model was trained on, or the numbers of its features, and the
+    features that each has become."""
+    if (encoding := TableEncoding.of(model.notes)) is not None:
+        return encoding.positions()
+    known = model.notes.get("feature_names") or range(model.backbone.input_shape[0])
+    return {str(name): (place,) for place, name in enumerate(known)}
+
+
+def _read_scale(path: Path, names: Sequence[str], optional: Sequence[str]) -> dict[str, float]:
+    """The unit of every feature, 1 for those that are optional."""
     content = read_json(path)
     numbers = isinstance(content, dict) and all(type(v) in (int, float) for v in content.values())
     require(numbers, str(path), 'a number for each feature, {"name": 0.5, ...}', content)
     _refuse_unknown(content, names, str(path))
-    missing = [name for name in names if name not in content and name not in frozen]
+    missing = [name for name in names if name not in content and name not in optional]
     expected = "a unit for every feature that can change"
     require(not missing, str(path), expected, f"none for {', '.join(missing)}")
-    return [float(content.get(name, 1.0)) for name in names]
+    return {name: float(content.get(name, 1.0)) for name in names}
 
 
 def _refuse_unknown(asked: Iterable[str], names: Sequence[str], option: str) -> None:

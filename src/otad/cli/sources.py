@@ -17,6 +17,7 @@ from otad.checks import check_device, refusing, require
 from otad.cli.console import remark
 from otad.cli.outputs import STDOUT
 from otad.data import Dataset
+from otad.data.encoding import TableEncoding
 from otad.data.registry import find_first
 from otad.errors import InputError
 from otad.io.codec import from_plain, to_plain, write_json
@@ -65,7 +66,10 @@ class DataChoice:
         path = Path(self.data)
         return list(dict.fromkeys((path, path if data_dir is None else data_dir / path)))
 
-    def load(self, data_dir: Path | None = None) -> Dataset:
+    def load(
+        self, data_dir: Path | None = None, trained: Mapping[str, Any] | None = None
+    ) -> Dataset:
+        """`trained`: the notes of a net or a model, to read the data as it was for them."""
         path = self.path_from(data_dir)
         if path is None:
             return data.load(self.data, data_dir, seed=self.seed, **self.options)
@@ -84,7 +88,10 @@ class DataChoice:
         find_first(self._places(data_dir), title.partition(" ")[2], _RELATIVE)
         regular = path.is_dir() or path.is_file()
         require(regular, str(path), title, "a device, a pipe or a socket")
-        return read(path, seed=self.seed, **self.options)
+        more: dict[str, Any] = {}
+        if read is data.load_csv:
+            more["encoding"] = TableEncoding.of(trained or {})
+        return read(path, seed=self.seed, **self.options, **more)
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,10 @@ def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
         "test_rows": len(dataset.test_x),
         "choice": asdict(choice),
     }
-    return {"data": of_data} | {name: to_plain(getattr(dataset, name)) for name in names}
+    described = {"data": of_data} | {name: to_plain(getattr(dataset, name)) for name in names}
+    if isinstance(dataset.preparation, TableEncoding):
+        described["preparation"] = dataset.preparation.to_json()
+    return described
 
 
 def bank_part(
@@ -170,7 +180,7 @@ def training_inputs(model: OTAD, data_dir: Path | None, source: str) -> Tensor |
         remark(f"note: {path}, which the model names, is not read; see --data-dir")
         return None
     try:
-        dataset = note.choice.load(data_dir)
+        dataset = note.choice.load(data_dir, model.notes)
         part, _ = bank_part(dataset, note.kept.per_class, note.kept.seed)
         return check_training_inputs(model, part)
     except InputError:

@@ -20,6 +20,7 @@ from otad.cli.sources import (
     refuse_overwriting,
 )
 from otad.data import Dataset, Standardizer, names, split
+from otad.data.encoding import TableEncoding
 from otad.nets import Backbone
 from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
@@ -83,6 +84,8 @@ def train(
     Minimizes loss + alpha * transport energy; inputs are standardized inside the
     net. Every epoch is saved: after an interruption, the same command resumes. A
     finished net is replaced with --force alone.
+    Columns of text become one-hot columns, a missing text is a category of its own,
+    and a missing number the median of the train part, with a column that says so.
     A vision transformer needs --net vit --recipe vit_cifar10, and a GPU.
 
     Example: otad train digits --out digits-net
@@ -129,6 +132,8 @@ def train_net(
     parts = [x, y] if validation == 0.0 else split(dataset, validation, config.seed)
     options |= {"task": dataset.task, "n_outputs": len(dataset.classes) or 1}
     inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature", dataset.feature_names or ())
+    if isinstance(dataset.preparation, TableEncoding):
+        inputs = dataset.preparation.unscaled(inputs)
     return fit_backbone(parts, config, inputs=inputs, bounds=dataset.bounds, **options)
 
 

@@ -83,7 +83,7 @@ def imagenette(root: Path, *, size: int = 224, resize: int | None = None, **abou
     where="https://archive.ics.uci.edu/dataset/186/wine+quality, winequality-red.csv into wine/",
 )
 def red_wine(
-    root: Path, *, task: Task = "regression", test_fraction: float = 0.2, seed: int = 0, **more: str
+    root: Path, *, task: Task = "regression", test_fraction: float = 0.2, seed: int = 0, **more: Any
 ) -> Dataset:
     places = [root / "wine/winequality-red.csv", root / "winequality-red.csv"]
     path = find_first(places, "red_wine")

@@ -4,10 +4,10 @@ perhaps test_x, test_y and feature_names, in which pickled objects are refused."
 from __future__ import annotations
 
 import csv
-import math
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,18 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, require
-from otad.data.dataset import TASKS, Dataset, Task, class_names, encode_labels, in_working_dtype
+from otad.data.dataset import (
+    TASKS,
+    Dataset,
+    Task,
+    class_names,
+    encode_labels,
+    in_working_dtype,
+    refuse_repeats,
+)
+from otad.data.encoding import MISSING, Cell, TableEncoding, looks_like_text, number_in
 from otad.data.registry import find_first
-from otad.data.splits import split_rows
+from otad.data.splits import holdout, split_rows
 from otad.errors import InputError
 from otad.io.files import most_unpacked
 
@@ -44,21 +53,33 @@ class Table:
     def texts(self, column: str) -> list[str]:
         """The cells of one column; an empty cell is refused."""
         position = self._position(column)
-        for line, row in zip(self.lines, self.rows, strict=True):
-            where = f"{self.path} line {line}, column {column!r}"
-            require(row[position], where, "text", "an empty cell")
+        for number, row in enumerate(self.rows):
+            require(row[position], self.where(column, number), "text", "an empty cell")
         return [row[position] for row in self.rows]
 
     def numbers(self, columns: Sequence[str]) -> Tensor:
         """float64 (N, d); cells that are no finite number, in float32 either, are refused."""
         positions = [self._position(column) for column in columns]
-        cells = [[_number(row[position]) for position in positions] for row in self.rows]
+        cells = [[number_in(row[position]) for position in positions] for row in self.rows]
         values = torch.tensor(cells, dtype=torch.float64)
         for row, k in (~values.float().isfinite()).nonzero()[:1].tolist():
-            where = f"{self.path} line {self.lines[row]}, column {columns[k]!r}"
             cell = self.rows[row][positions[k]]
+            where = self.where(columns[k], row)
             raise InputError(f"{where}: expected a finite number, got {cell!r}")
         return values
+
+    def cells(self, columns: Sequence[str]) -> dict[str, list[Cell]]:
+        """The text of each cell, None where it is missing: empty, NA, N/A, NaN, null or ?."""
+        found: dict[str, list[Cell]] = {}
+        for column in columns:
+            position = self._position(column)
+            texts = [row[position] for row in self.rows]
+            found[column] = [None if text.lower() in MISSING else text for text in texts]
+        return found
+
+    def where(self, column: str, row: int) -> str:
+        """The place of a cell, for error messages."""
+        return f"{self.path} line {self.lines[row]}, column {column!r}"
 
     def _position(self, column: str) -> int:
         columns = f"one of the columns {', '.join(self.columns)}"
@@ -100,13 +121,17 @@ def load_csv(
     seed: int = 0,
     name: str | None = None,
     source: str = "the user's CSV file",
+    encoding: TableEncoding | None = None,
 ) -> Dataset:
-    """Features are all columns but the target unless named; values stay in their own units."""
+    """Features are all columns but the target unless named; values stay in their own units. Columns
+    of text and missing cells are encoded (`otad.data.encoding`), by default as learned here: the
+    `preparation` of the data set."""
     table = read_table(path)
     if features is None:
         features = [column for column in table.columns if column != target]
     besides = bool(features) and target not in features
     require(besides, str(path), f"feature columns besides the target {target!r}", features)
+    refuse_repeats(features, f"{path}, features")
     classes: tuple[str, ...] = ()
     if check_choice(task, "task", TASKS) == "regression":
         y = table.numbers([target]).flatten()
@@ -114,9 +139,26 @@ def load_csv(
         texts = table.texts(target)
         classes = class_names(texts)
         y = encode_labels(texts, classes, target)
-    about = {"name": name or path.stem, "source": source, "feature_names": tuple(features)}
-    x, y = in_working_dtype(table.numbers(features), y)
+    about: dict[str, Any] = {"name": name or path.stem, "source": source}
+    if encoding is None:
+        cells = table.cells(features)
+        texts = [column for column, listed in cells.items() if looks_like_text(listed)]
+        train, _ = holdout(y, test_fraction, seed, task=task)
+        with naming(str(path)):
+            encoding = TableEncoding.fit(cells, texts, train.tolist())
+    about["feature_names"] = encoding.feature_names
+    about["preparation"] = None if encoding.is_plain else encoding
+    x, y = in_working_dtype(encoding.encode(table.cells(encoding.names), table.where), y)
     return split_rows(x, y, test_fraction, seed, classes=classes, **about)
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Refusals name the file as well."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}, {error}") from error
 
 
 def _separator(header: str, row: str) -> str:
@@ -126,14 +168,6 @@ def _separator(header: str, row: str) -> str:
     )  # counted outside the quotes
     alike = [mark for mark in _SEPARATORS if named[mark] == held[mark] > 0]
     return max(alike or _SEPARATORS, key=lambda mark: named[mark])
-
-
-def _number(cell: str) -> float:
-    """NaN for what is no number; float() alone would read 1_000 as one."""
-    try:
-        return math.nan if "_" in cell else float(cell)
-    except ValueError:
-        return math.nan
 
 
 def load_npz(

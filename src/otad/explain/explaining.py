@@ -44,7 +44,8 @@ def explain(
     """
     if not isinstance(model, OTAD):
         classes = getattr(model, "classes_", None) if classes is None else classes
-        known_columns = getattr(model, "feature_names_in_", None)
+        noted = getattr(model, "module_", None)
+        known_columns = None if noted is None else noted.notes.get("feature_names")
         feature_names = known_columns if feature_names is None else feature_names
     model, x, _ = converted(model, x)
     if not isinstance(model, OTAD):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Evaluation
 from otad.report import plots
 from otad.report.eps_picture import eps_blocks
@@ -56,9 +58,14 @@ def threat_section(subject: Subject) -> Section:
     if bounds := threat.get("bounds"):
         inputs = f"from {bounds[0]:g} to {bounds[1]:g}"
     if scale := threat.get("scale"):
-        inputs += f"; each feature in its own unit, of {min(scale):.3g} to {max(scale):.3g}"
+        named = threat.get("unit_name") or "its own unit"
+        inputs += f"; each feature in {named}, from {min(scale):.3g} to {max(scale):.3g}"
     if mutable := threat.get("mutable"):
         changed = f"{sum(mutable):,} of {len(mutable):,} features"
+    if groups := threat.get("groups"):
+        columns, most = sum(map(len, groups)), subject.ball(torch.Size([-1])).n_switches
+        changed += f"; {len(groups)} categories ({columns} columns) switch as a whole, "
+        changed += f"up to {most} of them" if most else "for which eps is too small"
     facts = {
         "distance": NORMS.get(norm, norm),
         "headline eps": size,

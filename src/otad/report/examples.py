@@ -197,7 +197,11 @@ def _cards(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
 def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
     """The answers, and the features with the largest changes in the units of the threat model."""
     clean, changed, truths, titles = shown
-    scale = subject.ball(clean.shape[1:]).scale
+    ball = subject.ball(clean.shape[1:])
+    scale = ball.scale
+    head = ["", "before", "attacked", "change"]
+    if scale is not None:
+        head += ["unit", f"change in {ball.unit_name or 'units'}"]
     before, after = outputs_of(model, clean), outputs_of(model, changed)
     names = subject.feature_names or [f"feature {k}" for k in range(clean[0].numel())]
     blocks: list[Block] = []
@@ -205,12 +209,17 @@ def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Bl
         old, new = clean[row].flatten(), changed[row].flatten()
         change = (new - old) / (1 if scale is None else scale.flatten())
         order = change.abs().argsort(descending=True)[:N_FEATURES].tolist()
-        rows = [("answer", subject.name_of(before[row]), subject.name_of(after[row]), "")]
-        rows += [(names[k], f"{old[k]:.4g}", f"{new[k]:.4g}", f"{change[k]:+.3g}") for k in order]
+        answers = (subject.name_of(outputs[row]) for outputs in (before, after))
+        rows = [("answer", *answers, *[""] * (len(head) - 3))]
+        for k in order:
+            cells = [names[k], f"{old[k]:.4g}", f"{new[k]:.4g}", f"{new[k] - old[k]:+.3g}"]
+            if scale is not None:
+                cells += [f"{scale.flatten()[k]:.3g}", f"{change[k]:+.3g}"]
+            rows.append(tuple(cells))
         left = int((change != 0).sum()) - len(order)
         note = f"{title}. The right answer is {truths[row]}."
         note += f" {left:,} more features changed less." if left > 0 else ""
-        blocks.append(Table(("", "before", "attacked", "change"), rows, "answer", note))
+        blocks.append(Table(head, rows, "answer", note))
     return blocks
 
 

@@ -72,7 +72,8 @@ def checks_of(evaluation: Evaluation) -> list[Flag]:
 
 
 def _ball(evaluation: Evaluation) -> str:
-    return f"{evaluation.threat['norm']} {evaluation.headline_eps:g}"
+    unit = evaluation.threat.get("unit_name", "")
+    return f"{evaluation.threat['norm']} {evaluation.headline_eps:g} {unit}".rstrip()
 
 
 def percent(score: Score) -> str:

@@ -1,0 +1,238 @@
+"""Tables of numbers and text, with missing cells, as numbers.
+
+- A column of text becomes a group of one-hot columns, one for each category. A missing cell is a
+  category of its own where the column has some; else it is refused, like an unknown category.
+- A missing number is replaced by the median of the train part, and a further column is 1 where it
+  was missing, else 0. In a column that had none, a missing number is refused.
+- One-hot columns and those of missing numbers are not standardized: a switch of category has the
+  same length for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from otad.checks import require
+from otad.data.dataset import Standardizer, class_names, refuse_repeats
+from otad.errors import InputError
+from otad.io.codec import from_plain, to_plain
+
+MOST_CATEGORIES = 100
+A_MISSING = "a missing cell"
+MISSING = ("", "na", "n/a", "nan", "null", "?")  # cells of a CSV file, in small letters
+
+Cell = float | str | None  # None: missing
+Where = Callable[[str, int], str]
+"""The place of a cell, by its column and row, for error messages."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of text has `categories`, "" for missing cells. A column of numbers has none, and a
+    `median` if cells were missing."""
+
+    name: str
+    categories: tuple[str, ...] = ()
+    median: float | None = None
+
+    def __post_init__(self) -> None:
+        refuse_repeats(self.categories, f"column {self.name!r}")
+        few = len(self.categories) <= MOST_CATEGORIES
+        remedy = "leave the column out, or join its categories"
+        got = f"{len(self.categories)}: {remedy}"
+        require(few, f"column {self.name!r}", f"at most {MOST_CATEGORIES} categories", got)
+        fits = self.median is None or (math.isfinite(self.median) and not self.categories)
+        require(fits, f"column {self.name!r}", "a finite median of numbers", self.median)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the columns it becomes."""
+        missing = f"{self.name} is missing"
+        if self.categories:
+            return tuple(f"{self.name}={it}" if it else missing for it in self.categories)
+        return (self.name,) if self.median is None else (self.name, missing)
+
+    def encode(self, cells: Sequence[Cell], where: Where) -> NDArray[np.float64]:
+        """(N, features); what it cannot encode is refused."""
+        if not self.categories:
+            return self._numbers(cells, where)
+        codes = {category: code for code, category in enumerate(self.categories)}
+        found = np.zeros((len(cells), len(codes)))
+        for row, cell in enumerate(cells):
+            text = "" if cell is None else str(cell)
+            if text not in codes:
+                known = ", ".join(repr(it) if it else A_MISSING for it in self.categories)
+                expected, got = f"one of the categories {known}", repr(text) if text else A_MISSING
+                raise InputError(f"{where(self.name, row)}: expected {expected}, got {got}")
+            found[row, codes[text]] = 1.0
+        return found
+
+    def _numbers(self, cells: Sequence[Cell], where: Where) -> NDArray[np.float64]:
+        filled = math.nan if self.median is None else self.median
+        values = np.array([filled if cell is None else number_in(cell) for cell in cells])
+        with np.errstate(over="ignore"):
+            wrong = np.flatnonzero(~np.isfinite(values.astype(np.float32)))
+        for row in wrong[:1].tolist():
+            got = f"{A_MISSING}, of which training had none in this column"
+            got = got if cells[row] is None else repr(cells[row])
+            raise InputError(f"{where(self.name, row)}: expected a finite number, got {got}")
+        if self.median is None:
+            return values[:, None]
+        return np.stack([values, [float(cell is None) for cell in cells]], 1)
+
+
+@dataclass(frozen=True)
+class TableEncoding:
+    """How the columns of a table become those of a model; see the head of this file."""
+
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        refuse_repeats((column.name for column in self.columns), "columns")
+        refuse_repeats(self.feature_names, "columns and their categories")
+
+    @classmethod
+    def fit(
+        cls, cells: Mapping[str, Sequence[Cell]], texts: Sequence[str], train: Sequence[int]
+    ) -> TableEncoding:
+        """Of these columns, those named in `texts` hold text. Categories are those of all rows, in
+        the order of numbers or of the alphabet; medians those of the rows `train`."""
+        columns = []
+        for name, values in cells.items():
+            known = [value for value in values if value is not None]
+            require(known, f"column {name!r}", "at least one cell that is not missing", "none")
+            missing = len(known) < len(values)
+            if name in texts:
+                categories = class_names([str(value) for value in known])
+                columns.append(Column(name, categories + ("",) * missing))
+            elif not missing:
+                columns.append(Column(name))
+            else:
+                numbers = [number_in(cell) for row in train if (cell := values[row]) is not None]
+                where = f"column {name!r}"
+                require(numbers, where, "a number in the train part", "missing cells alone")
+                columns.append(Column(name, median=float(np.median(numbers))))
+        return cls(tuple(columns))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        return tuple(name for column in self.columns for name in column.features)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all columns are numbers of which none is missing, so that nothing is encoded."""
+        return self.feature_names == self.names and not self.groups
+
+    def positions(self) -> dict[str, tuple[int, ...]]:
+        """Those of the features that each column becomes."""
+        found, start = {}, 0
+        for column in self.columns:
+            end = start + len(column.features)
+            found[column.name] = tuple(range(start, end))
+            start = end
+        return found
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The one-hot columns of each column of text: the `groups` of a threat."""
+        places = self.positions()
+        return tuple(places[column.name] for column in self.columns if column.categories)
+
+    @property
+    def indicators(self) -> tuple[int, ...]:
+        """The columns that say that a number is missing."""
+        places = self.positions()
+        return tuple(places[it.name][1] for it in self.columns if it.median is not None)
+
+    def encode(self, cells: Mapping[str, Sequence[Cell]], where: Where) -> Tensor:
+        """float64 (N, features)."""
+        parts = [column.encode(cells[column.name], where) for column in self.columns]
+        return torch.from_numpy(np.concatenate(parts, 1))
+
+    def unscaled(self, inputs: Standardizer) -> Standardizer:
+        """The same for numbers; one-hot columns and indicators stay 0 or 1."""
+        mean, std = inputs.mean.clone(), inputs.std.clone()
+        columns = [*(column for group in self.groups for column in group), *self.indicators]
+        mean[columns], std[columns] = 0.0, 1.0
+        return Standardizer(mean, std)
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+    @staticmethod
+    def of(notes: Mapping[str, Any]) -> TableEncoding | None:
+        """What the notes of a model or a net say about its table; None where nothing is encoded."""
+        card = notes.get("preparation")
+        if not isinstance(card, dict) or "columns" not in card:
+            return None
+        found: TableEncoding = from_plain(TableEncoding, card, "notes.preparation")
+        known = list(found.feature_names)
+        listed = notes.get("feature_names")
+        require(listed == known, "notes.feature_names", f"{known}", repr(listed)[:200])
+        return found
+
+
+def number_in(cell: float | str) -> float:
+    """NaN for text that is no number; float() alone would read 1_000 as one."""
+    try:
+        return math.nan if "_" in str(cell) else float(cell)
+    except ValueError:
+        return math.nan
+
+
+def looks_like_text(cells: Sequence[Cell]) -> bool:
+    """Whether fewer than half of the cells that are not missing are numbers. (A single word among
+    numbers is an error, which is reported.)"""
+    known = [cell for cell in cells if cell is not None]
+    return 2 * sum(not math.isnan(number_in(cell)) for cell in known) < len(known)
+
+
+def is_mixed(table: Any) -> bool:
+    """Whether this is a DataFrame with columns of text or categories, or with missing values."""
+    if not hasattr(table, "columns") or not hasattr(table, "dtypes"):
+        return False
+    columns = (table[name] for name in table.columns)
+    return any(
+        str(column.dtype) == "category"
+        or (values := column.to_numpy()).dtype.kind in "OUST"
+        or (values.dtype.kind == "f" and bool(np.isnan(values).any()))
+        for column in columns
+    )
+
+
+def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
+    """The cells of a DataFrame by column, and which columns hold text, booleans or categories."""
+    refuse_repeats(map(str, frame.columns), "X")
+    cells: dict[str, list[Cell]] = {}
+    texts: list[str] = []
+    for name in frame.columns:
+        values, kind = frame[name].to_numpy(), str(frame[name].dtype)
+        fits = values.dtype.kind in "biufOUST"
+        require(fits, f"X, column {str(name)!r}", "numbers or text", f"dtype {kind}")
+        listed = [None if _is_missing(value) else value for value in values.tolist()]
+        known = [value for value in listed if value is not None]
+        is_number = all(isinstance(value, (int, float)) for value in known)
+        if kind in ("category", "bool", "boolean") or not is_number:
+            texts.append(str(name))
+        cells[str(name)] = listed
+    return cells, texts
+
+
+def _is_missing(value: Any) -> bool:
+    """None, NaN, and pandas' own NA and NaT."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float) and math.isnan(value)

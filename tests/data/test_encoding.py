@@ -1,0 +1,131 @@
+"""Columns of text and missing cells as numbers, against pandas; saved as plain JSON; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from factories import refuses
+
+from otad.data import load_csv
+from otad.data.encoding import Column, TableEncoding, frame_cells, is_mixed
+from otad.errors import InputError
+
+HEADER = "age,color,income,target"
+ROWS = [
+    "40,red,1.5,0", "30,green,NA,1", "50,,2.5,0", "20,red,?,1", "45,blue,4,0", "35,blue,3,1",
+    "41,n/a,2,0", "29,green,1,1", "51,red,2,0", "22,red,8,1",
+]  # fmt: skip
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_table_is_encoded_as_pandas_does_it(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    path = write(tmp_path / "a.csv", HEADER, *ROWS)
+    dataset = load_csv(path, "target", seed=3)
+    frame = pandas.read_csv(path, na_values=["?", "n/a"])
+    expected = pandas.get_dummies(frame[["age", "color", "income"]], dummy_na=True, dtype=float)
+    names = ["age", "color=blue", "color=green", "color=red", "color is missing"]
+    names += ["income", "income is missing"]
+    assert dataset.feature_names == tuple(names)
+    x = torch.cat([dataset.train_x, dataset.test_x])
+    order, rows = x[:, 0].argsort(), frame["age"].argsort()
+    dummies = expected[["color_blue", "color_green", "color_red", "color_nan"]].to_numpy()
+    np.testing.assert_array_equal(x[order, 1:5].numpy(), dummies[rows])
+    missing = frame["income"].isna().to_numpy()
+    np.testing.assert_array_equal(x[order, 6].numpy(), missing[rows].astype(float))
+    known = dataset.train_x[dataset.train_x[:, 6] == 0, 5]  # the median is that of the train part
+    filled = np.where(missing, np.median(known), frame["income"])
+    np.testing.assert_allclose(x[order, 5].numpy(), filled[rows])
+    encoding = dataset.preparation
+    assert encoding.groups == ((1, 2, 3, 4),)
+    assert encoding.indicators == (6,)
+
+
+def test_numbers_alone_are_not_encoded(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "a,b,target", *(f"{k},{k * k},{k % 2}" for k in range(6)))
+    dataset = load_csv(path, "target")
+    assert dataset.preparation is None
+    assert dataset.feature_names == ("a", "b")
+
+
+def test_an_encoding_is_plain_json_and_reads_other_tables_as_the_first(tmp_path: Path) -> None:
+    first = load_csv(write(tmp_path / "a.csv", HEADER, *ROWS), "target")
+    card = json.loads(json.dumps(first.preparation.to_json()))
+    notes = {"preparation": card, "feature_names": list(first.feature_names)}
+    encoding = TableEncoding.of(notes)
+    assert encoding == first.preparation
+    few = write(tmp_path / "b.csv", HEADER, *ROWS[:2], *ROWS[4:6])  # no missing text, no green
+    second = load_csv(few, "target", encoding=encoding)
+    assert second.feature_names == first.feature_names
+    for lines, match in (
+        (["40,pink,1,0"], r"line 2, column 'color'.* 'red', a missing cell, got 'pink'"),
+        (["NA,red,1,0"], r"column 'age': expected a finite number, got a missing cell"),
+        (["40,red,1e39,0"], r"column 'income'.*'1e39'"),
+    ):
+        path = write(tmp_path / "c.csv", HEADER, *lines, *ROWS)
+        refuses(load_csv, path, "target", encoding=encoding, match=match)
+    assert TableEncoding.of({"preparation": {"genes": []}}) is None
+    assert TableEncoding.of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("column", "match"),
+    [
+        ({"name": "color"}, "feature_names"),
+        ({"name": "color", "categories": ["a", "a"]}, "color.*repeated a"),
+        ({"name": "color", "categories": [1]}, "categories"),
+        ({"name": "color", "categories": ["a"], "median": 1.0}, "median"),
+        ({"name": "color", "categories": [str(k) for k in range(101)]}, "100 categories, got 101"),
+        ({"name": "color", "median": "nan"}, "median"),
+        ({"name": "color", "run": "code"}, "run"),
+        ({"categories": []}, "name"),
+        ("color", "table"),
+    ],
+)
+def test_forged_notes_are_refused(column: object, match: str) -> None:
+    notes = {"preparation": {"columns": [column]}, "feature_names": ["x"]}
+    refuses(TableEncoding.of, notes, match=match)
+
+
+def test_standardization_leaves_one_hot_columns(tmp_path: Path) -> None:
+    from otad.data import Standardizer
+
+    dataset = load_csv(write(tmp_path / "a.csv", HEADER, *ROWS), "target")
+    fitted = Standardizer.fit(dataset.train_x)
+    inputs = dataset.preparation.unscaled(fitted)
+    assert inputs.mean.tolist()[1:5] == [0.0] * 4
+    assert inputs.std.tolist()[6] == 1.0
+    assert inputs.std[0] == fitted.std[0]
+
+
+def test_frames(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    plain = pandas.DataFrame({"a": [1, 2], "b": [True, False]})
+    assert not is_mixed(plain)
+    assert not is_mixed(plain.to_numpy())
+    mixed = plain.assign(
+        c=["x", None],
+        d=pandas.array([1, None], dtype="Int64"),
+        e=pandas.Categorical([3, 4]),
+        f=[1.5, np.nan],
+    )
+    assert is_mixed(mixed)
+    cells, texts = frame_cells(mixed)
+    assert texts == ["b", "c", "e"]
+    assert cells["c"] == ["x", None]
+    assert cells["d"] == [1, None]
+    encoding = TableEncoding.fit(cells, texts, [0, 1])
+    assert encoding.columns[0] == Column("a")
+    assert encoding.columns[3] == Column("d", median=1.0)
+    assert encoding.columns[4].categories == ("3", "4")
+    with pytest.raises(InputError, match=r"column 'when'.*datetime"):
+        frame_cells(plain.assign(when=pandas.to_datetime(["2020-01-01", "2020-01-02"])))
+    refuses(frame_cells, pandas.DataFrame([[1, 2]], columns=["a", "a"]), match="repeated a")
