@@ -1,0 +1,87 @@
+"""Every Python snippet of the README and the documentation runs. Data and networks that a page
+takes for granted are small ones here, and the lengths of trainings are cut."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import exact
+
+import otad
+from otad import data, nets, training
+from otad.data import Dataset
+from otad.evaluate import suite
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What takes a GPU or hours on the pages.
+SHORTER = {
+    '"cuda"': '"cpu"',
+    ".cuda()": "",
+    "epochs=50": "epochs=1",
+    "warmup=3": "warmup=0",
+    "batch_size=256": "batch_size=16",
+    "mixed_precision=True": "mixed_precision=False",
+    "cuda_graph=True": "cuda_graph=False",
+    "widths=(64, 128, 256, 512)": "widths=(4,)",
+    "most_central(keys, train_y, 100)": "most_central(keys, train_y, 2)",
+    "held_out=1000": "held_out=4",
+}
+
+
+def snippets_of(page: Path) -> list[str]:
+    return SNIPPET.findall(page.read_text())
+
+
+def images(shape: tuple[int, ...], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(rows)
+    return torch.rand(rows, *shape, generator=drawn), torch.arange(rows) % 10
+
+
+def taken_for_granted(shape: tuple[int, ...]) -> dict[str, Any]:
+    """What snippets use without a definition."""
+    (train_x, train_y), (x, y) = images(shape, 40), images(shape, 12)
+    options: dict[str, Any] = {"blocks": 1, "hidden": 8, "bounds": (0.0, 1.0)}
+    net = nets.fc_resnet(shape, 10, **options)
+    values = nets.fc_resnet(shape, 1, task="regression", **options)
+    drawn = torch.Generator().manual_seed(1)
+    query, anchors = torch.rand(4, 6, generator=drawn), torch.rand(4, 3, 6, generator=drawn)
+    return {
+        "otad": otad, "net": net, "train_x": train_x, "train_y": train_y, "x": x, "y": y,
+        "X": x[..., :4].sum((1, 2)).numpy(), "X_new": x[:3, ..., :4].sum((1, 2)).numpy(),
+        "x_test": x[:3],
+        "model": otad.defend(net, train_x, train_y),
+        "regressor": otad.defend(values, train_x, train_x.flatten(1).sum(1)),
+        "query": query, "anchors": anchors, "images": 0.5 * anchors,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snippets = snippets_of(page)
+    if not snippets:
+        assert "```python" not in page.read_text()
+        return
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(suite.PRESETS, "standard", suite.PRESETS["quick"][1:2])
+    vision = page.stem == "vision"
+    granted = taken_for_granted((3, 32, 32) if vision else (1, 28, 28))
+    if vision:
+        exact().save("vit-model")
+        rows = images((3, 32, 32), 20)
+        about: dict[str, Any] = {"bounds": (0.0, 1.0), "classes": tuple("0123456789")}
+        tiny = Dataset("cifar10", *rows, *rows, "classification", "drawn", **about)
+        monkeypatch.setattr(data, "load", lambda *_, **__: tiny)
+        recipe, vit = training.recipe, nets.vision_transformer
+        monkeypatch.setattr(training, "recipe", lambda *a, **o: recipe(*a, **o, epochs=1, warmup=0))
+        small = {"patch": 16, "width": 8, "blocks": 1, "heads": 2}
+        monkeypatch.setattr(nets, "vision_transformer", lambda *a, **o: vit(*a, **o, **small))
+    for code in snippets:
+        for long, short in SHORTER.items():
+            code = code.replace(long, short)
+        exec(compile(code, str(page), "exec"), granted)
