@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import refuses
+from factories import images, refuses
 from model import architectures
-from model.architectures import AS_JSON, NETS, OF_VALUES, data, make, outputs
+from model.architectures import AS_JSON, NETS, OF_VALUES, data, make, outputs, sequential_cnn
 from torch import Tensor, nn
 
 import otad
@@ -70,7 +70,7 @@ def test_end_to_end(name: str, tmp_path: Path) -> None:
     again = otad.load(tmp_path, net=make(name, seed=4))  # its weights are replaced
     assert torch.equal(again(x), before)
     assert again.notes == model.notes
-    attacks = [otad.attacks.Pgd(steps=2), otad.attacks.RandomNoise()]
+    attacks = [otad.attacks.Pgd(steps=2), otad.attacks.RandomNoise(draws=2)]
     found = otad.evaluate(again, x, y, threat=otad.L2(0.3), attacks=attacks, flags=False)
     assert found.n == 6
     assert {record.attack for record in found.attacks} == {"pgd", "noise"}
@@ -115,7 +115,7 @@ def test_the_wrong_module_is_refused(tmp_path: Path) -> None:
 def test_what_was_chosen_is_said_once_and_noted() -> None:
     for name, words in {
         "residual": "OTAD as in the paper: the 64 features that enter Residual.head",
-        "own CNN": "the lift over the 12 features that enter OwnCNN.out.*transport energy.*metric",
+        "own CNN": "the lift over the 12 features that enter OwnCNN.out.*metric=.*transport energy",
         "log-softmax": "the lift .* outputs of Sequential.3 are its logits",
     }.items():
         with pytest.warns(UserWarning, match=f"^defense: {words}") as said:
@@ -139,9 +139,25 @@ def test_the_lift_over_features_can_be_asked_for() -> None:
         otad.certify(asked, data("residual")[0][:2])
     # With a stated constant, and with a metric of known constant, there is a proof.
     assert len(otad.certify(asked, data("residual")[0][:2], embedding_lipschitz=5.0)) == 2
-    metric = otad.nets.LipschitzMetric((1, 8, 8), key_dim=4, widths=(4,), depth=1)
-    by_metric = defended("own CNN", metric=metric)
-    assert bool((otad.certify(by_metric, data("own CNN")[0][:4]).radius >= 0).all())
+    x, y = images()
+    net, plain = sequential_cnn(), {"input_shape": (1, 8, 8), "key_norm": "free"}
+    for metric in (
+        otad.nets.PretrainedMetric(nn.Flatten(), std=0.5, **plain),
+        otad.nets.LipschitzMetric((1, 8, 8), key_dim=4, widths=(4,), depth=1),
+    ):
+        with pytest.warns(UserWarning, match="defense") as said:
+            model = otad.defend(net, x, y, metric=metric, n_neighbors=2)
+        assert "nothing is proved" not in str(said[0].message)
+        found = otad.certify(model, x)
+        assert float(found.radius.max()) > 0
+        nearby = x + torch.nn.functional.normalize(torch.ones_like(x), dim=(1, 2, 3)) * (
+            found.radius.float()[:, None, None, None].clamp_max(9) * 0.99
+        )
+        assert torch.equal(model(nearby).argmax(1), found.prediction)
+    assert otad.nets.PretrainedMetric(nn.Flatten(), std=0.5, **plain).lipschitz == 2
+    assert (
+        otad.nets.PretrainedMetric(nn.Tanh(), input_shape=(4,), key_norm="free").lipschitz is None
+    )
 
 
 def test_features_of_another_direction_are_no_transport() -> None:
@@ -160,18 +176,20 @@ def test_features_of_another_direction_are_no_transport() -> None:
     assert "train with the transport energy" in said["says"]
 
 
-def test_one_logit_is_two_classes() -> None:
-    layers = nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 1)
-    for tail in ((), (nn.Sigmoid(),), (nn.Flatten(0),)):
-        net = nn.Sequential(*layers, *tail)
-        x, _ = data("own CNN")
-        logit = nn.Sequential(*layers)(x)[:, 0].detach()
-        y = (logit > logit.median()).long()
-        net[3].bias.data -= logit.median()
-        model = otad.defend(net, x, y, n_neighbors=3)
-        torch.testing.assert_close(model.backbone(x)[:, 1], logit - logit.median())
-        assert torch.equal(model(x).argmax(1), y)
-        net[3].bias.data += logit.median()
+@pytest.mark.parametrize("tail", [(), (nn.Sigmoid(),), (nn.Flatten(0),)])
+def test_one_logit_is_two_classes(tail: tuple[nn.Module, ...]) -> None:
+    x, _ = data("own CNN")
+    net = make("log-softmax")[:3]
+    head = nn.Linear(10, 1)
+    with torch.no_grad():
+        features = net(x)
+        head.weight.copy_(torch.linspace(-1, 1, 10))
+        head.bias.copy_(-(features @ head.weight.T).mean())
+        logit = head(features)[:, 0]
+    model = otad.defend(nn.Sequential(*net, head, *tail), x, (logit > 0).long(), n_neighbors=3)
+    expected = torch.stack([torch.zeros_like(logit), logit], 1)
+    torch.testing.assert_close(model.backbone(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
 
 
 class Tokens(nn.Module):
@@ -328,10 +346,9 @@ def test_a_global_map_by_default_never_fails(mapped: bool, tmp_path: Path) -> No
 
 def test_a_global_estimator_by_default_never_fails() -> None:
     x, y = crowded()
+    training = {"epochs": 1, "n_blocks": 1, "energy_weight": 0.0, "learning_rate": 1.0}
     with pytest.warns(UserWarning, match="defense: The global map of least L"):
-        model = otad.OTADClassifier(
-            scope="global", epochs=1, n_blocks=2, energy_weight=0.0, learning_rate=0.3
-        ).fit(x.numpy(), y.numpy())
+        model = otad.OTADClassifier(scope="global", random_state=0, **training).fit(x, y)
     assert model.module_.notes["defense"]["path"] == "lift"
     assert model.module_.notes["classes"] == ["0", "1", "2"]
-    assert model.score(x, y) > 0
+    assert model.predict(x).shape == (60,)

@@ -126,8 +126,9 @@ def defend(
     else:
         model = build(backbone, bank)
     if made.says:
-        model.notes["defense"] = {"path": made.path, "says": made.says}
-        warnings.warn(f"defense: {made.says}", stacklevel=4)
+        says = made.says + ("" if metric is not None else made.remedy)
+        model.notes["defense"] = {"path": made.path, "says": says}
+        warnings.warn(f"defense: {says}", stacklevel=4)
     return model
 
 

@@ -24,9 +24,10 @@ AnyBuilder = TypeVar("AnyBuilder", bound=Callable[..., nn.Module])
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {}
 FOLLOWS = 0.9  # share of pairs of points that a transport moves in directions like their own
 _REMEDY = (
-    "no Lipschitz constant of its features is known, so nothing is proved: for proofs train with "
-    "the transport energy (OTADClassifier, `otad train`), search neighbors by a Lipschitz metric "
-    "(metric=), or defend the inputs themselves (inputs='pixels')"
+    ". What an attack moves in the features it moves in the answer, and nothing is proved: search "
+    "neighbors by a metric of known constant (metric=PretrainedMetric(nn.Flatten(), ...) or "
+    "LipschitzMetric of otad.nets), train with the transport energy (OTADClassifier, `otad train`),"
+    " or defend the inputs themselves (inputs='pixels')"
 )
 _ONE_SPACE = "embedded inputs and features must be in one space; change sizes in `embed` alone"
 
@@ -100,11 +101,13 @@ class SequentialBackbone(Backbone):
 
 
 class Adapted(NamedTuple):
-    """A backbone made of a network: by which `path`, and what a user should know of it."""
+    """A backbone made of a network: by which `path`, what a user should know of it, and the
+    `remedy` for what it lacks."""
 
     backbone: Backbone
     path: str
     says: str
+    remedy: str = ""
 
 
 def adapt(
@@ -166,8 +169,8 @@ def adapted(
     features = Features(net, found.name, shape)
     lift = feature_lift(SequentialBackbone(features, [], head, input_shape=shape, **options))
     what = f"the lift over the {lift.inner.dim} features that enter {title}: mixtures of the "
-    what += f"network's own answers to training points{says}. It has no transport step, and "
-    return Adapted(lift, "features", what + _REMEDY)
+    what += f"network's own answers to training points, without a transport step{says}"
+    return Adapted(lift, "features", what, _REMEDY)
 
 
 def _plain_head(layer: nn.Linear, task: str) -> nn.Linear:
@@ -267,6 +270,12 @@ class PretrainedMetric(Metric):
             asked = getattr(self.projection, "in_features", size)
             require(asked == size, "projection", f"in_features {size} like the features", asked)
             self.key_dim = run(self.projection, found, "projection").shape[1]
+
+    @property
+    def lipschitz(self) -> float | None:
+        """Known where keys are the normalized inputs themselves."""
+        is_plain = type(self.extractor) is nn.Flatten and type(self.projection) is nn.Identity
+        return float(1 / self.std.min()) if is_plain and self.key_norm == "free" else None
 
     def features(self, u: Tensor) -> Tensor:
         return self.extractor(u)  # type: ignore[no-any-return]
