@@ -264,6 +264,8 @@ class TeacherImages:
     @torch.no_grad()
     def _solve(self, problem: Problem) -> tuple[Tensor, Tensor]:
         solution = self.teacher(problem)
+        got = type(solution).__name__
+        require(isinstance(solution, CipSolution), "teacher", "one that gives a CipSolution", got)
         found = bool(solution.multipliers.isfinite().all())
         require(found, "teacher", "multipliers for every row, e.g. by on_failure='fallback'", "NaN")
         convexity = map_curvature(problem, solution)[1]
