@@ -290,6 +290,7 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
     scope : "local", a map through the K nearest training points of each input; or "global", the
         same map for all inputs, through all training points. Then `smoothness` None is the least L
         that all of them allow, and for a smaller one those that contradict others are left out.
+        Where no L does, a warning says so, and the network's outputs are interpolated instead.
     n_blocks, hidden : residual blocks of the network, and their inner width (None: that of the
         inputs, but at least 64).
     energy_weight : the paper's alpha. The larger, the more the network resembles optimal

@@ -88,6 +88,30 @@ def test_data_may_move_or_be_replaced(workshop: Path) -> None:
     assert "more.npz is not the data" in result.stderr
 
 
+def test_a_global_map_that_does_not_exist_is_replaced_and_said(workshop: Path) -> None:
+    trained = TrainedNet.read(workshop / "digits-net")
+    with torch.no_grad():
+        trained.net.blocks[0][-1].weight.mul_(-30)
+    Path("wild").mkdir()
+    trained.write(Path("wild"), {})
+    done = terminal.succeed(
+        "defend", "wild", "--out", "model", "--scope", "global", "--per-class", 8
+    )
+    assert "otad: note: The global map of least L" in done.stderr
+    assert "Warning" not in done.stderr
+    assert otad.load("model").notes["defense"]["path"] == "lift"
+
+
+def test_commands_name_the_class_they_cannot_make() -> None:
+    net = torch.nn.Sequential(torch.nn.LSTMCell(4, 3), torch.nn.Linear(3, 2))
+    net.forward = lambda x: net[1](net[0](x)[0])
+    x = torch.rand(20, 4, generator=torch.Generator().manual_seed(0))
+    otad.defend(net, x, torch.arange(20) % 2).save("model")
+    message = terminal.refuse("predict", "model", "test", "--out", "answers.csv")
+    assert "torch.nn.modules.container.Sequential" in message
+    assert "otad.load(folder, net=make_net())" in message
+
+
 def test_data_of_other_classes_is_refused(workshop: Path) -> None:
     whole = np.load(workshop / "digits.npz")
     few = whole["y"] < 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,7 +114,11 @@ def build_model(
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
     x, y = bank_part(dataset, per_class, seed)
     net = trained.net.to(check_device(device))
-    model = building.defend(net, x, y, bank_dtype=dtype, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "defense")
+        model = building.defend(net, x, y, bank_dtype=dtype, **options)
+    if "defense" in model.notes:
+        remark(f"note: {model.notes['defense']['says']}")
     if files := bank_files(dataset, per_class, seed):
         model.notes["train_names"] = files
     return model
