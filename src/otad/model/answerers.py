@@ -85,6 +85,13 @@ class Answerer(nn.Module, ABC):
         """Answer queries, embedded (B,d) and as keys (B,m) where neighbors are searched; `exclude`
         (B,): for each query a bank row that is left out."""
 
+    def traced(
+        self, bank: BankModule, embedded: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Images (B,d) and distances (B,) from the bank by plain torch operations, which can be
+        compiled and exported; None where that is not possible."""
+        return None
+
     @abstractmethod
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
         """How far an answer is from exact (B,), in float64 and without a unit; infinite where it
@@ -205,6 +212,16 @@ class SurrogateAnswerer(NeighborAnswerer):
 
     def check_sizes(self, n_neighbors: int, dim: int | None) -> None:
         self.solver.check_sizes(n_neighbors, self.solver.dim if dim is None else dim)
+
+    def traced(
+        self, bank: BankModule, embedded: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        points, mode = bank.bank_points.double(), "donot_use_mm_for_euclid_dist"
+        apart = torch.cdist(keys.detach().double(), points, compute_mode=mode)
+        distances, indices = apart.topk(self.solver.n_neighbors, largest=False)
+        pairs = bank.bank_inputs[indices], bank.bank_features[indices]
+        curvature = self.smoothness, self.strong_convexity
+        return self.solver.estimate(embedded, *pairs, *curvature), distances[:, 0]
 
     def describe(self) -> dict[str, Any]:
         return {"scope": self.scope, "solver": {"cip_net": self.solver.config()}}

@@ -32,6 +32,7 @@ from otad.errors import InputError
 from otad.model.answerer_options import make_answerer
 from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer
 from otad.model.bank import BankModule, FeatureBank
+from otad.model.compiled import answer_compiled
 from otad.model.folder import CARD, Block, read_bank, read_block, read_card, write_model
 from otad.nets import Backbone, Metric, build, build_metric
 from otad.nets.features import parts_of_user, unwrapped, with_module
@@ -189,13 +190,20 @@ class OTAD(BankModule):
         distance = self._distance(found, keys, exclude)
         indices = found.neighbors.indices.to(self.bank_labels.device)
         labels = self.bank_labels[indices].to(x.device)
-        outputs = self._outputs(found, distance)
+        outputs = self._outputs(found.solution.image, distance)
         return Trace(**vars(found), outputs=outputs, labels=labels, distance=distance)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # the numbers of x are not checked then
+            shape, expected = tuple(x.shape[1:]), self.backbone.input_shape
+            require(shape == expected, "x", f"inputs of shape {expected}", shape)
+            embedded = self.backbone.embed(x)
+            keys = embedded if self.metric is None else keys_of(x, self.metric)
+            return self._outputs(*answer_compiled(self, self.answerer, embedded, keys))
         found, keys = self._answer(x)
         limited = self.abstain_beyond is not None
-        return self._outputs(found, self._distance(found, keys) if limited else None)
+        distance = self._distance(found, keys) if limited else None
+        return self._outputs(found.solution.image, distance)
 
     def _answer(self, x: Tensor, exclude: Tensor | None = None) -> tuple[Answer, Tensor]:
         """With the query keys (B,m)."""
@@ -204,8 +212,8 @@ class OTAD(BankModule):
         keys = embedded if self.metric is None else self.query_keys(x)
         return self.solve(embedded, keys, exclude=exclude), keys
 
-    def _outputs(self, found: Answer, distance: Tensor | None) -> Tensor:
-        outputs: Tensor = self.backbone.head(found.solution.image)
+    def _outputs(self, image: Tensor, distance: Tensor | None) -> Tensor:
+        outputs: Tensor = self.backbone.head(image)
         if self.abstain_beyond is None or distance is None:
             return outputs
         foreign = (distance > self.abstain_beyond).view(-1, *[1] * (outputs.dim() - 1))

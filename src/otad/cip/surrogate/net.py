@@ -118,14 +118,36 @@ class CipNet(nn.Module):
         own = f"{self.n_neighbors} neighbors in dimension {self.dim}"
         require(fits, name, f"{own} like the CipNet", f"{n_neighbors} in dimension {dim}")
 
+    def estimate(
+        self, query: Tensor, anchors: Tensor, images: Tensor, smoothness: float, convexity: float
+    ) -> Tensor:
+        """Images (B,d) for queries (B,d) with neighbors (B,K,d), by plain torch operations without
+        a check of the numbers, for compiled and exported models."""
+        low = torch.full_like(query[:, :1, None], convexity)
+        parts = query, anchors, images, torch.full_like(low, smoothness), low
+        rounds = self.precision == "bfloat16"
+        with torch.autocast(query.device.type, torch.bfloat16) if rounds else nullcontext():
+            return self._image(*parts, convexity != 0)[0]
+
     def _estimate(self, problem: RowProblem, rows: slice) -> tuple[Tensor, Tensor]:
-        query = problem.query[rows][:, None]
-        anchors, images = (
-            part.to(query.dtype) for part in (problem.anchors_of(rows), problem.images_of(rows))
-        )
-        low = problem.strong_convexity[rows].to(query.dtype)[:, None, None]
-        modulus = problem.smoothness[rows].to(query.dtype)[:, None, None] - low
-        if bool(low.any()):
+        query, per_row = problem.query[rows], (problem.smoothness, problem.strong_convexity)
+        high, low = (part[rows].to(query.dtype)[:, None, None] for part in per_row)
+        pairs = problem.anchors_of(rows), problem.images_of(rows)
+        return self._image(query, *pairs, high, low, bool(low.any()))
+
+    def _image(
+        self,
+        query: Tensor,
+        anchors: Tensor,
+        images: Tensor,
+        high: Tensor,
+        low: Tensor,
+        has_convexity: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """z' (b,d) and the weights (b,K); the curvature is (b,1,1)."""
+        query, anchors, images = query[:, None], anchors.to(query.dtype), images.to(query.dtype)
+        modulus = high - low
+        if has_convexity:
             images = images - low * (anchors - query)
         middle, center = anchors.mean(1, keepdim=True), images.mean(1, keepdim=True)
         query, anchors, features = query - middle, anchors - middle, images - center
@@ -144,7 +166,9 @@ class CipNet(nn.Module):
             tokens, _ = block(tokens)
         tokens = self.norm(tokens)
         weights = self.score(tokens[:, -images.shape[1] :]).softmax(1).to(query.dtype)
-        with torch.autocast(query.device.type, enabled=False):  # it would round the features
+        kind = query.device.type
+        rounds = torch.is_autocast_enabled(kind)  # the features, too
+        with torch.autocast(kind, enabled=False) if rounds else nullcontext():
             image = (center + weights.mT @ features)[:, 0]
         if self.correction is not None:
             image = image + spread[:, 0] * self.correction(tokens[:, 0])
