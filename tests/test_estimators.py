@@ -285,7 +285,7 @@ def test_parameters_and_data_are_refused_before_training(
     x, y = tables(kind)
     with pytest.raises(InputError, match=message):
         quick(kind, **options).fit(x, y)
-    with pytest.raises(InputError, match=r"X: expected vectors .* got .* \(60, 3, 1\)"):
+    with pytest.raises(InputError, match=r"X: expected vectors .* got \(60, 3, 1\)"):
         quick(kind).fit(x[:, :, None], y)
     if kind is OTADClassifier:
         with pytest.raises(InputError, match="y: expected at least two classes, got one class"):
@@ -466,66 +466,3 @@ def test_labels_of_any_type_are_saved(labels: Any, tmp_path: Path) -> None:
     model.save(tmp_path)
     found, expected = OTADClassifier.load(tmp_path).classes_, model.classes_
     assert (found.tolist(), found.dtype) == (expected.tolist(), expected.dtype)
-
-
-def mixed_frame(rows: int = 80) -> tuple[Any, Any]:
-    """Text, categories and missing values; the answer depends on text and on what is missing."""
-    pandas = pytest.importorskip("pandas")
-    rng = np.random.default_rng(0)
-    color = rng.choice(["red", "green", "blue"], rows).astype(object)
-    color[::9] = None
-    income = np.where(rng.random(rows) < 0.2, np.nan, rng.normal(3, 1, rows))
-    frame = pandas.DataFrame({"age": rng.normal(40, 10, rows), "color": color, "income": income})
-    label = np.where((color == "red") | np.isnan(income), "yes", "no")
-    return frame, label
-
-
-def test_frames_with_text_and_missing_values(tmp_path: Path) -> None:
-    frame, label = mixed_frame()
-    clf = OTADClassifier(epochs=30, random_state=0).fit(frame, label)
-    assert clf.feature_names_in_.tolist() == ["age", "color", "income"]
-    assert clf.n_features_in_ == 3
-    assert clf.groups_ == ((1, 2, 3, 4),)
-    assert (clf.predict(frame) == label).mean() > 0.9
-    # The same numbers by hand give the same answers.
-    columns = [frame[["age"]].to_numpy()]
-    columns += [(frame["color"] == name).to_numpy()[:, None] for name in ("blue", "green", "red")]
-    columns += [frame["color"].isna().to_numpy()[:, None]]
-    missing = frame["income"].isna().to_numpy()
-    columns += [frame["income"].fillna(frame["income"].median()).to_numpy()[:, None]]
-    by_hand = torch.tensor(np.concatenate([*columns, missing[:, None]], 1)).float()
-    with torch.no_grad():
-        found = clf.module_(by_hand).argmax(1).numpy()
-    assert clf.classes_[found].tolist() == clf.predict(frame).tolist()
-    assert clf.module_.backbone.std.tolist()[1:5] == [1.0] * 4
-    clf.save(tmp_path / "saved")
-    again = OTADClassifier.load(tmp_path / "saved")
-    assert again.predict(frame).tolist() == clf.predict(frame).tolist()
-    assert again.groups_ == clf.groups_
-    (one, *_) = clf.explain(frame[:2])
-    assert "color is missing" in one.feature_names
-    model = otad.load(tmp_path / "saved")
-    radii = otad.certify(clf, frame[:3]).radius
-    assert torch.equal(otad.certify(model, frame[:3]).radius, radii)
-    threat = otad.L2(1.5, groups=clf.groups_)
-    how = {"attacks": ["categories"], "flags": False}
-    assert otad.evaluate(clf, frame[:4], label[:4], threat=threat, **how).is_sound
-    value = OTADRegressor(epochs=1).fit(frame, frame["age"])
-    assert value.predict(frame).shape == (80,)
-
-
-def test_frames_that_differ_from_those_of_the_fit_are_refused() -> None:
-    frame, label = mixed_frame()
-    clf = OTADClassifier(epochs=1).fit(frame, label)
-    refuses(clf.predict, frame.assign(color="violet"), match="column 'color', row 0.*'violet'")
-    refuses(clf.predict, frame.assign(age=np.nan), match="column 'age', row 0.*a missing cell")
-    refuses(clf.predict, frame.to_numpy(), match="X: expected a DataFrame")
-    with pytest.raises(ValueError, match="feature names"):
-        clf.predict(frame[["color", "age", "income"]])
-    refuses(otad.certify, clf.module_, frame[["age"]], match="x: expected the columns")
-    with pytest.raises(ValueError, match="NaN"):
-        OTADClassifier(epochs=1).fit(np.where(frame[["age"]] > 40, np.nan, 1.0), label)
-    clf.fit(frame[["age"]], label)  # nothing to encode any more
-    assert clf.groups_ == ()
-    with pytest.raises(ValueError, match="NaN"):
-        clf.predict(frame[["age"]].assign(age=np.nan))

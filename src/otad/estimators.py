@@ -6,7 +6,6 @@ of the paper's eq. (1), and defends it with the bank of its training points.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,8 +20,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
-    _check_feature_names,
-    _check_n_features,
     _check_sample_weight,
     check_is_fitted,
     column_or_1d,
@@ -35,7 +32,7 @@ from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
 from otad.data.dataset import encode_labels, in_working_dtype, usual_statistics
-from otad.data.encoding import TableEncoding, frame_cells, is_mixed
+from otad.data.encoding import TableEncoding
 from otad.errors import InputError
 from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
@@ -44,8 +41,8 @@ from otad.model.defend import defend
 from otad.model.foreign import conformal_rank, distance_threshold
 from otad.progress import progress_bar
 from otad.training import TrainConfig, fit_backbone
+from otad.training.recipes import LEAST_WIDTH, usual_width
 
-LEAST_WIDTH = 64  # of a block: one as narrow as two or three features learns too little
 DTYPES = (np.float64, np.float32)  # of inputs; others are converted to the first
 ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
 
@@ -89,11 +86,9 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         or in regression numbers. They are worked with in float32, or in float64 where the spread of
         a feature or target is too small for it. A fit that is refused leaves all of an earlier one.
 
-        A DataFrame may have columns of text or categories, which become one-hot columns, and
-        missing values: of text a category of its own, of numbers the median, with a further column
-        that is 1 where one was missing. Predictions take DataFrames with the same columns; an
-        unknown category, and a missing value in a column that had none, are refused. In arrays
-        missing values are refused.
+        A DataFrame may have text or categories, which become one-hot columns, and missing values:
+        of text a category of its own, of numbers the median, and a further column that is 1 there.
+        Unknown categories, missing values in other columns, and in arrays, are refused.
 
         `sample_weight` (n,): how much a row counts in the training of the network, as if it were
         there so many times; only ratios matter. Every row of positive weight is one point of the
@@ -148,23 +143,18 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         check_options(hints_of(type(self).__init__), self.get_params(deep=False))
         options = {"allow_nd": True, "ensure_min_samples": 2}
         options["y_numeric"] = self._task == "regression"
-        given, self.encoding_ = X, None
-        if is_mixed(X):
-            cells, texts = frame_cells(X)
-            self.encoding_ = TableEncoding.fit(cells, texts, range(len(X)))
-            X = self.encoding_.encode(cells, _place)
+        given, self.encoding_ = X, TableEncoding.of_frame(X, sample_weight)
+        if self.encoding_ is not None:
+            X = self.encoding_.encode_frame(X, "X")
         inputs, targets = validate_data(self, X, y, dtype=DTYPES, **options)
         if self.encoding_ is not None:
-            _check_feature_names(self, given, reset=True)
-            _check_n_features(self, given, reset=True)
-        expected = "vectors (n, d) or images (n, c, h, w)"
-        require(inputs.ndim in (2, 4), "X", expected, f"an array of shape {inputs.shape}")
+            validate_data(self, given, skip_check_array=True)  # stores the names of columns
+        require(inputs.ndim in (2, 4), "X", "vectors (n, d) or images (n, c, h, w)", inputs.shape)
         targets = column_or_1d(targets, warn=True)
         if sample_weight is None:
             return torch.tensor(inputs), targets, None
-        weights = _check_sample_weight(
-            sample_weight, inputs, dtype=np.float64, ensure_non_negative=True
-        )
+        how = {"dtype": np.float64, "ensure_non_negative": True}
+        weights = _check_sample_weight(sample_weight, inputs, **how)
         used = weights > 0
         require(used.any(), "sample_weight", "at least one positive weight", "none")
         return torch.tensor(inputs[used]), targets[used], weights[used]
@@ -174,12 +164,10 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "module_")
         X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
         if self.encoding_ is not None:
-            expected = f"a DataFrame with the columns {', '.join(self.encoding_.names)}"
-            require(hasattr(X, "columns"), "X", expected, type(X).__name__)
-            _check_feature_names(self, X, reset=False)
-            cells, _ = frame_cells(X)
-            return self.encoding_.encode(cells, _place).to(self.module_.backbone.mean)
-        inputs = validate_data(self, X, dtype=DTYPES, allow_nd=True, reset=False)
+            inputs = self.encoding_.encode_frame(X, "X").numpy()
+            validate_data(self, X, reset=False, skip_check_array=True)
+        else:
+            inputs = validate_data(self, X, dtype=DTYPES, allow_nd=True, reset=False)
         return torch.tensor(inputs).to(self.module_.backbone.mean)
 
     @property
@@ -229,7 +217,8 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
             conformal_rank(len(held_out), quantile)
         check_settings(len(rows), **self._settings())
         blocks, hidden, bounds = self._given("n_blocks", "hidden", "bounds").values()
-        hidden = max(LEAST_WIDTH, math.prod(x.shape[1:])) if hidden is None else hidden
+        if hidden is None:  # a block as narrow as two or three features learns too little
+            hidden = max(LEAST_WIDTH, usual_width(x.shape[1:], len(rows)))
         options: dict[str, Any] = {"task": self._task, "n_outputs": n_outputs, "bounds": bounds}
         options["options"] = {"blocks": blocks, "hidden": hidden}
         names = getattr(self, "feature_names_in_", ())
@@ -269,10 +258,6 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         return torch.cat(outputs).double().cpu().numpy()
 
 
-def _place(column: str, row: int) -> str:
-    return f"X, column {column!r}, row {row}"
-
-
 def _column(y: Any) -> Array:
     found: Array = column_or_1d(y.detach().cpu().numpy() if isinstance(y, Tensor) else y)
     return found
@@ -292,7 +277,7 @@ class OTADClassifier(ClassifierMixin, _OTADEstimator):  # type: ignore[misc]
         that all of them allow, and for a smaller one those that contradict others are left out.
         Where no L does, a warning says so, and the network's outputs are interpolated instead.
     n_blocks, hidden : residual blocks of the network, and their inner width (None: that of the
-        inputs, but at least 64).
+        inputs, but at least 64, at most the rows of training if they are more, and at most 1024).
     energy_weight : the paper's alpha. The larger, the more the network resembles optimal
         transport, and the fewer rows need a larger L than the one asked for.
     epochs, batch_size, learning_rate, weight_decay, optimizer ("adamw", "sgd") : the training.

@@ -248,8 +248,8 @@ def test_files_of_images_are_named() -> None:
     noted = model.notes["train_names"]
     assert len(noted) == len(model.bank_labels) == 8
     for place, found in enumerate(noted):
-        pixels = np.asarray(Image.open(Path("photos", found)).convert("RGB"), dtype=np.float32)
-        expected = model.backbone.embed(torch.tensor(pixels).movedim(2, 0)[None] / 255)
+        pixels = np.asarray(Image.open(Path("photos", found)), dtype=np.float32)
+        expected = model.backbone.embed(torch.tensor(pixels)[None, None] / 255)
         torch.testing.assert_close(model.bank_inputs[place], expected[0], atol=1e-5, rtol=1e-5)
     for it in record["neighbors"]:
         assert it["name"] == noted[it["index"]]

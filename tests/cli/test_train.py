@@ -14,11 +14,12 @@ from PIL import Image
 
 import otad
 from otad import data
-from otad.cli.sources import TrainedNet
+from otad.cli.sources import DataChoice, TrainedNet, describe_data
 from otad.cli.train import train_net
 from otad.data import Dataset
 from otad.io.tensor_files import fingerprint, read_tensors
 from otad.training import TrainConfig, loop
+from otad.training.recipes import usual_width
 
 READING = ("body.csv", "--target", "progression", "--task", "regression")
 
@@ -117,7 +118,7 @@ def test_an_image_folder() -> None:
             Image.new("L", (6, 5), level + k).save(Path("images", name, f"{k}.png"))
     shown = terminal.text("train", "images", "--size", 4, "--out", "net", *QUICK)
     assert "otad defend net --out MODEL_DIR" in shown
-    assert TrainedNet.read(Path("net")).net.input_shape == (3, 4, 4)
+    assert TrainedNet.read(Path("net")).net.input_shape == (1, 4, 4)
     assert TrainedNet.read(Path("net")).about["classes"] == ["dark", "light"]
     for out, reason in (("images", "overwrite"), ("images/net", "be read as part of")):
         message = terminal.refuse("train", "images", "--size", 8, "--out", out)
@@ -135,7 +136,8 @@ def test_an_image_folder() -> None:
         (" ".join(READING[:-1]) + " guessing --features age", "task: .*'guessing'"),
         ("digits.npz --target y", "NPZ file, got --target"),
         ("digits --genes 5", "test_fraction, got 'genes'"),
-        ("images", "images: .*--size"),
+        ("images", "images: .*one subfolder for each class"),
+        ("sizes", "sizes: .*--size.*2 sizes.*8 x 8"),
         ("mnist", "--data-dir.*OTAD_DATA"),
         ("digits.npz --optimizer magic", "optimizer: .*sgd, adamw, got 'magic'"),
         ("digits.npz --learning-rate 1e6", "learning_rate: "),
@@ -152,6 +154,10 @@ def test_refusals_leave_no_net(arguments: str, message: str) -> None:
     write_digits(Path("digits.npz"))
     write_body(Path("body.csv"))
     Path("images").mkdir()
+    for number in range(4):
+        path = Path("sizes", str(number % 2), f"{number}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8 + number // 3)).save(path)
     Path("typo.csv").write_text('x,y\n1,2\n3,4\n"1,5",6\n')
     assert re.search(message, terminal.refuse("train", *arguments.split(), "--out", "net"))
     assert not Path("net/net.safetensors").exists()
@@ -184,3 +190,35 @@ def test_cells_may_be_normalized_already() -> None:
     terminal.succeed("defend", "net", "--out", "model")
     assert otad.load("model").notes["preparation"]["target_sum"] is None
     terminal.succeed("predict", "model", "test", "--out", "p.csv")
+
+
+def test_gray_images_of_one_size_need_no_option_and_older_nets_keep_their_channels() -> None:
+    random = np.random.default_rng(0)
+    for number in range(20):
+        path = Path("images", str(number % 2), f"{number}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 128, (20, 20), dtype=np.uint8) + np.uint8(100 * (number % 2))
+        Image.fromarray(pixels).convert("RGB").save(path)
+    result = terminal.succeed("train", "images", "--out", "net", *QUICK)
+    assert "otad: note: all training images are gray" in result.stderr
+    net = TrainedNet.read(Path("net")).net
+    assert net.input_shape == (1, 20, 20)
+    assert net.hidden == 64  # at most the rows, or 64, where the input has 400 pixels
+    terminal.succeed("defend", "net", "--out", "model")
+    terminal.succeed("predict", "model", "test", "--out", "p.csv")
+    terminal.succeed("predict", "model", "images", "--out", "q.csv")
+
+    dataset = data.load_image_folder(Path("images"), channels=3)
+    colored, _ = train_net(dataset, TrainConfig(epochs=1), options={"blocks": 1})
+    choice = DataChoice("images")
+    TrainedNet(colored, describe_data(dataset, choice)).write(Path("older"), {})
+    terminal.succeed("defend", "older", "--out", "older-model")
+    assert otad.load("older-model").backbone.input_shape == (3, 20, 20)
+    terminal.succeed("predict", "older-model", "test", "--out", "r.csv")
+
+
+def test_the_width_is_that_of_the_input_where_there_are_enough_rows() -> None:
+    assert usual_width((1, 28, 28), 60000) == 784
+    assert usual_width((1, 28, 28), 480) == 480
+    assert usual_width((3, 28, 28), 10**6) == 1024
+    assert (usual_width((11,), 20), usual_width((400,), 20)) == (11, 64)

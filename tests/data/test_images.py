@@ -134,6 +134,40 @@ def test_gray_images_become_rgb_and_levels_above_255_are_refused(tmp_path: Path)
         read_images([tmp_path / "deep.png"], 4)
 
 
+def test_gray_folders_have_one_channel_whatever_their_files_say(tmp_path: Path) -> None:
+    for number in range(8):
+        level = 20 * number + 5
+        gray = Image.new("L", (6, 6), level)
+        path = tmp_path / ("dark" if number < 4 else "light") / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        gray.convert("RGB" if number % 2 else "L").save(path)
+    dataset = load_image_folder(tmp_path)  # of the size that all images have
+    assert dataset.input_shape == (1, 6, 6)
+    levels = torch.cat([dataset.train_x, dataset.test_x])[:, 0, 0, 0].sort().values * 255
+    torch.testing.assert_close(levels, torch.arange(5.0, 165.0, 20.0))
+    assert load_image_folder(tmp_path, channels=3).input_shape == (3, 6, 6)
+    kept = Path(dataset.train_files[0])
+    Image.new("RGB", (6, 6), (200, 0, 0)).save(tmp_path / kept)
+    assert load_image_folder(tmp_path).input_shape == (3, 6, 6)
+    red = load_image_folder(tmp_path, channels=1).train_x[0, 0, 0, 0] * 255
+    assert abs(float(red) - 0.299 * 200) < 1e-3
+
+
+def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
+    for number, size in enumerate([(6, 6), (6, 6), (8, 6), (30, 20), (5, 5)]):
+        path = tmp_path / f"class {number % 2}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", size, (number, 0, 0)).save(path)
+    with pytest.raises(InputError, match=r"--size.*4 sizes.*: 6 x 6 \(2\), .*, \.\.\.") as caught:
+        load_image_folder(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert load_image_folder(tmp_path, size=4).input_shape == (3, 4, 4)
+    for path in tmp_path.rglob("*.png"):
+        Image.new("RGB", (8, 6)).save(path)
+    with pytest.raises(InputError, match=r"1 sizes, width x height: 8 x 6 \(5\)"):
+        load_image_folder(tmp_path)
+
+
 def test_refusals_of_folders(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match="absent"):
         load_image_folder(tmp_path / "absent", size=4)

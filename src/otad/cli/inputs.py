@@ -16,7 +16,7 @@ from otad.cli.sources import data_note
 from otad.data import CellPreparation, Table, read_h5ad, read_images, read_npz, read_table
 from otad.data.dataset import encode_labels, refuse_repeats
 from otad.data.encoding import TableEncoding
-from otad.data.images import list_images, visible
+from otad.data.images import list_images, to_gray, visible
 from otad.data.registry import find_first
 from otad.data.user_files import as_inputs, as_targets
 from otad.errors import InputError
@@ -211,7 +211,7 @@ def _images(model: OTAD, folder: Path) -> InputRows:
 
     def read(rows: slice) -> Tensor:
         images = read_images(paths[rows], shape[1], resize=resize)
-        return images if shape[0] == 3 else _gray(images)
+        return images if shape[0] == 3 else to_gray(images)
 
     def targets(name: str | None) -> Tensor | None:
         require(name is None, "targets", "a CSV or NPZ file for images", repr(name))
@@ -220,13 +220,6 @@ def _images(model: OTAD, folder: Path) -> InputRows:
         return _encode(model, labels, folder) if known else None
 
     return InputRows(names, read, targets)
-
-
-def _gray(images: Tensor) -> Tensor:
-    """(B,3,H,W) -> (B,1,H,W). Images that are gray already do not change by a bit."""
-    weights = images.new_tensor((0.299, 0.587, 0.114)).view(3, 1, 1)  # ITU-R BT.601, as Pillow
-    mixed, first = (images * weights).sum(1, keepdim=True).clamp_(0, 1), images[:, :1]
-    return torch.where((images == first).all(1, keepdim=True), first, mixed)
 
 
 def _from_tensor(

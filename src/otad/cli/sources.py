@@ -34,7 +34,7 @@ RECORD_FILE = "training.json"
 
 # Kinds of data on disk: the reader, and the options that it needs and accepts.
 _CSV = ("a CSV file", data.load_csv, ("target", "task"), ("features",))
-_FOLDER = ("an image folder", data.load_image_folder, ("size",), ("resize",))
+_FOLDER = ("an image folder", data.load_image_folder, (), ("size", "resize"))
 _KINDS: dict[str, tuple[str, Callable[..., Dataset], tuple[str, ...], tuple[str, ...]]] = {
     ".csv": _CSV,
     ".tsv": _CSV,
@@ -91,6 +91,8 @@ class DataChoice:
         more: dict[str, Any] = {}
         if read is data.load_csv:
             more["encoding"] = TableEncoding.of(trained or {})
+        elif path.is_dir() and trained is not None:
+            more["channels"] = trained["input_shape"][0]
         return read(path, seed=self.seed, **self.options, **more)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from otad import training
 from otad.checks import check_device
 from otad.cli import options as opt
-from otad.cli.console import show
+from otad.cli.console import remark, show
 from otad.cli.outputs import check_out, start_anew
 from otad.cli.sources import (
     NET_FILE,
@@ -25,6 +25,7 @@ from otad.nets import Backbone
 from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 from otad.training.loop import CHECKPOINT
+from otad.training.recipes import usual_width
 
 _reading = partial(opt.option, panel=opt.READING)
 _training = partial(opt.option, panel=opt.TRAINING)
@@ -58,12 +59,17 @@ def train(
     normalize: Annotated[
         bool | None, _reading(".h5ad: log-normalize.  [default: yes]", "--normalize/--no-normalize")
     ] = None,
-    size: Annotated[int | None, _reading("Images: side length to resize and crop to.")] = None,
+    size: Annotated[
+        int | None, _reading("Images: side to resize and crop to.  [default: that of all images]")
+    ] = None,
     resize: Annotated[int | None, _reading("Images: shorter side before the crop.")] = None,
     test_fraction: Annotated[float | None, _reading("Share held out for testing.")] = None,
     net: Annotated[str, _training("fc_resnet, or for images vit.")] = "fc_resnet",
     blocks: Annotated[int | None, _training("Residual blocks.  [default: 5; vit: 7]")] = None,
-    hidden: Annotated[int | None, _training("Width of a block.  [default: the input's]")] = None,
+    hidden: Annotated[
+        int | None,
+        _training("Width of a block.  [default: the input's, at most that of the data's rows]"),
+    ] = None,
     patch: Annotated[int | None, _training("vit: side of a patch.  [default: 4]")] = None,
     width: Annotated[int | None, _training("vit: of each token.  [default: 384]")] = None,
     heads: Annotated[int | None, _training("vit: of each attention.  [default: 12]")] = None,
@@ -102,6 +108,8 @@ def train(
     config = training.recipe(recipe, **changes, seed=seed, device=device)
     check_device(device)
     dataset = choice.load(data_dir)
+    if dataset.train_files and dataset.input_shape[0] == 1:
+        remark("note: all training images are gray, so they are read with 1 channel")
     how: dict[str, Any] = {"validation": validation, "kind": net, "max_seconds": max_seconds}
     how |= {"options": opt.given(options, SHAPE), "checkpoint_dir": out, "progress": True}
     start_anew(out, RECORD_FILE, CHECKPOINT)
@@ -127,13 +135,17 @@ def train(
 def train_net(
     dataset: Dataset, config: TrainConfig, *, validation: float = 0.0, **options: Any
 ) -> tuple[Backbone, TrainResult]:
-    """Inputs are standardized, tables by feature, images as one; `options` of `fit_backbone`."""
+    """Inputs are standardized, tables by feature, images as one; `options` of `fit_backbone`. The
+    width of the blocks of an fc_resnet is `usual_width` unless given."""
     x, y = dataset.train_x, dataset.train_y
     parts = [x, y] if validation == 0.0 else split(dataset, validation, config.seed)
     options |= {"task": dataset.task, "n_outputs": len(dataset.classes) or 1}
     inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature", dataset.feature_names or ())
     if isinstance(dataset.preparation, TableEncoding):
         inputs = dataset.preparation.unscaled(inputs)
+    if options.get("kind", "fc_resnet") == "fc_resnet":
+        usual = {"hidden": usual_width(dataset.input_shape, len(x))}
+        options["options"] = usual | options.get("options", {})
     return fit_backbone(parts, config, inputs=inputs, bounds=dataset.bounds, **options)
 
 

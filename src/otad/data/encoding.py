@@ -122,6 +122,16 @@ class TableEncoding:
                 columns.append(Column(name, median=float(np.median(numbers))))
         return cls(tuple(columns))
 
+    @classmethod
+    def of_frame(cls, table: Any, weights: Any = None) -> TableEncoding | None:
+        """That of a DataFrame with text or missing values, with the medians of rows of a positive
+        weight; None for another table."""
+        if not is_mixed(table):
+            return None
+        used = np.ones(len(table)) if np.ndim(weights) == 0 else np.asarray(weights, np.float64)
+        train = [row for row in np.flatnonzero(used > 0).tolist() if row < len(table)]
+        return cls.fit(*frame_cells(table), train)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(column.name for column in self.columns)
@@ -160,6 +170,14 @@ class TableEncoding:
         """float64 (N, features)."""
         parts = [column.encode(cells[column.name], where) for column in self.columns]
         return torch.from_numpy(np.concatenate(parts, 1))
+
+    def encode_frame(self, frame: Any, name: str) -> Tensor:
+        """The same of the columns of a DataFrame, which may have others as well."""
+        cells = frame_cells(frame)[0] if hasattr(frame, "columns") else {}
+        missing = [column for column in self.names if column not in cells]
+        got = f"one without {', '.join(missing)}" if cells else type(frame).__name__
+        require(not missing, name, f"a DataFrame with the columns {', '.join(self.names)}", got)
+        return self.encode(cells, lambda column, row: f"{name}, column {column!r}, row {row}")
 
     def unscaled(self, inputs: Standardizer) -> Standardizer:
         """The same for numbers; one-hot columns and indicators stay 0 or 1."""

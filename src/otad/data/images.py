@@ -7,9 +7,10 @@ import io
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ CIFAR_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
 )  # fmt: skip
 _PIXELS = 3 * 32 * 32
+Found = TypeVar("Found")
 
 
 def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) -> Tensor:
@@ -43,6 +45,25 @@ def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) 
     for row, path in enumerate(paths):
         pixels[row] = np.asarray(_resize_and_crop(_read_image(path), size, short))
     return torch.from_numpy(pixels).movedim(3, 1).contiguous().float().div_(255)
+
+
+def to_gray(images: Tensor) -> Tensor:
+    """(B,3,H,W) -> (B,1,H,W). Images that are gray already do not change by a bit."""
+    weights = images.new_tensor((0.299, 0.587, 0.114)).view(3, 1, 1)  # ITU-R BT.601, as Pillow
+    mixed, first = (images * weights).sum(1, keepdim=True).clamp_(0, 1), images[:, :1]
+    return torch.where((images == first).all(1, keepdim=True), first, mixed)
+
+
+def common_size(paths: Sequence[Path], folder: Path) -> int:
+    """The side of images that are squares of one size; others are refused, with their sizes."""
+    counts = Counter(_opened(path, lambda image: image.size) for path in paths)
+    (width, height), *others = sorted(counts)
+    named = [f"{wide} x {high} ({count})" for (wide, high), count in counts.most_common(3)]
+    found = f"{len(counts)} sizes, width x height: {', '.join(named)}"
+    found += ", ..." if len(counts) > 3 else ""
+    expected = "size (--size), to which images are resized and cropped, as they are not all"
+    require(not others and width == height, str(folder), f"{expected} the same square", found)
+    return width
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -68,8 +89,9 @@ def visible(folder: Path) -> list[Path]:
 def load_image_folder(
     root: Path,
     *,
-    size: int,
+    size: int | None = None,
     resize: int | None = None,
+    channels: Literal[1, 3] | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
     name: str | None = None,
@@ -77,7 +99,9 @@ def load_image_folder(
     source: str = "the user's image folder",
 ) -> Dataset:
     """root/CLASS/*.jpg, split by seed, or root/train/CLASS and root/val (or test)/CLASS;
-    `class_labels` may give readable names to the class folders."""
+    `class_labels` may give readable names to the class folders. Without a `size` all images must be
+    squares of one size. Without a number of `channels` there is 1 where all images of the train
+    part are gray, whatever their files say, else 3."""
     find_first([root], "image folder")
     if (root / "train").is_dir():
         held_out = [root / "val", root / "test"]
@@ -88,7 +112,12 @@ def load_image_folder(
         classes, paths, labels = _scan(root)
         rows = holdout(labels, test_fraction, seed, task="classification")
         parts = [([paths[row] for row in part.tolist()], labels[part]) for part in rows]
+    if size is None:
+        size = common_size([path for found, _ in parts for path in found], root)
     read = [(read_images(files, size, resize=resize), y) for files, y in parts]
+    images = read[0][0]
+    if channels == 1 or (channels is None and torch.equal(images, images[:, :1].expand_as(images))):
+        read = [(to_gray(x), y) for x, y in read]
     names = tuple((class_labels or {}).get(label, label) for label in classes)
     files = [tuple(path.relative_to(root).as_posix() for path in found) for found, _ in parts]
     about: dict[str, Any] = {"train_files": files[0], "test_files": files[1], "source": source}
@@ -107,13 +136,18 @@ def _scan(folder: Path, known: Sequence[str] = ()) -> tuple[Sequence[str], list[
 
 
 def _read_image(path: Path) -> Image.Image:
+    return _opened(path, lambda image: ImageOps.exif_transpose(image).convert("RGB"))
+
+
+def _opened(path: Path, read: Callable[[Image.Image], Found]) -> Found:
+    """What is read from an image of the formats and sizes that are taken."""
     try:
         with Image.open(path, formats=FORMATS) as opened:
             pixels = math.prod(opened.size)
             require(pixels <= _MOST_STORED, str(path), f"at most {_MOST_STORED} pixels", pixels)
             wide = opened.mode[0] in "IF"  # 16- or 32-bit levels, which RGB would cut off at 255
             require(not wide, str(path), "8-bit levels", f"Pillow mode {opened.mode}")
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            return read(opened)
     except InputError:
         raise
     except Exception as error:  # a damaged file may raise anything within Pillow

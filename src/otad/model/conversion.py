@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from otad.arguments import check_options
 from otad.checks import require
 from otad.data.dataset import encode_labels
-from otad.data.encoding import TableEncoding, frame_cells
+from otad.data.encoding import TableEncoding
 from otad.errors import InputError
 
 MOST_BYTES = 2**33  # of what a DataLoader gives: one without an end is stopped here
@@ -80,11 +80,7 @@ def _inputs(module: nn.Module, x: Any) -> Tensor:
     known = _notes(module).get("feature_names")
     encoding = TableEncoding.of(_notes(module)) if hasattr(x, "columns") else None
     if encoding is not None and [str(name) for name in x.columns] != known:
-        cells, _ = frame_cells(x)
-        missing = [name for name in encoding.names if name not in cells]
-        require(not missing, "x", f"the columns {', '.join(encoding.names)}", f"no {missing}")
-        encoded = encoding.encode(cells, lambda column, row: f"x, column {column!r}, row {row}")
-        return encoded.to(_weight_of(module))
+        return encoding.encode_frame(x, "x").to(_weight_of(module))
     if known is not None and hasattr(x, "columns"):
         found = [str(name) for name in x.columns]
         require(found == list(known), "x", f"the columns {', '.join(known)}", ", ".join(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,16 @@ RECIPES: dict[str, dict[str, Any]] = {
         "whole_batches": True,
     },
 }  # fmt: skip
+
+
+MOST_WIDTH, LEAST_WIDTH = 1024, 64
+
+
+def usual_width(input_shape: Sizes, rows: int) -> int:
+    """Of the blocks of an fc_resnet: that of the inputs, but at most the rows of training, or 64 if
+    they are fewer, and at most 1024. A block of width h has 2 d h weights for inputs of d numbers,
+    so the rows of a small data set cannot tell a wider one apart."""
+    return min(math.prod(input_shape), max(LEAST_WIDTH, rows), MOST_WIDTH)
 
 
 def recipe(name: str, **changes: Any) -> TrainConfig:

@@ -1,0 +1,85 @@
+"""DataFrames with text, categories and missing values in the estimators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import refuses
+
+import otad
+from otad.estimators import OTADClassifier, OTADRegressor
+
+
+def mixed_frame(rows: int = 80) -> tuple[Any, Any]:
+    """Text, categories and missing values; the answer depends on text and on what is missing."""
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    color = rng.choice(["red", "green", "blue"], rows).astype(object)
+    color[::9] = None
+    income = np.where(rng.random(rows) < 0.2, np.nan, rng.normal(3, 1, rows))
+    frame = pandas.DataFrame({"age": rng.normal(40, 10, rows), "color": color, "income": income})
+    label = np.where((color == "red") | np.isnan(income), "yes", "no")
+    return frame, label
+
+
+def test_frames_with_text_and_missing_values(tmp_path: Path) -> None:
+    frame, label = mixed_frame()
+    clf = OTADClassifier(epochs=30, random_state=0).fit(frame, label)
+    assert clf.feature_names_in_.tolist() == ["age", "color", "income"]
+    assert clf.n_features_in_ == 3
+    assert clf.groups_ == ((1, 2, 3, 4),)
+    assert (clf.predict(frame) == label).mean() > 0.9
+    # The same numbers by hand give the same answers.
+    columns = [frame[["age"]].to_numpy()]
+    columns += [(frame["color"] == name).to_numpy()[:, None] for name in ("blue", "green", "red")]
+    columns += [frame["color"].isna().to_numpy()[:, None]]
+    missing = frame["income"].isna().to_numpy()
+    columns += [frame["income"].fillna(frame["income"].median()).to_numpy()[:, None]]
+    by_hand = torch.tensor(np.concatenate([*columns, missing[:, None]], 1)).float()
+    with torch.no_grad():
+        found = clf.module_(by_hand).argmax(1).numpy()
+    assert clf.classes_[found].tolist() == clf.predict(frame).tolist()
+    assert clf.module_.backbone.std.tolist()[1:5] == [1.0] * 4
+    clf.save(tmp_path / "saved")
+    again = OTADClassifier.load(tmp_path / "saved")
+    assert again.predict(frame).tolist() == clf.predict(frame).tolist()
+    assert again.groups_ == clf.groups_
+    (one, *_) = clf.explain(frame[:2])
+    assert "color is missing" in one.feature_names
+    model = otad.load(tmp_path / "saved")
+    radii = otad.certify(clf, frame[:3]).radius
+    assert torch.equal(otad.certify(model, frame[:3]).radius, radii)
+    threat = otad.L2(1.5, groups=clf.groups_)
+    how = {"attacks": ["categories"], "flags": False}
+    assert otad.evaluate(clf, frame[:4], label[:4], threat=threat, **how).is_sound
+    value = OTADRegressor(epochs=1).fit(frame, frame["age"])
+    assert value.predict(frame).shape == (80,)
+
+
+def test_frames_that_differ_from_those_of_the_fit_are_refused() -> None:
+    frame, label = mixed_frame()
+    clf = OTADClassifier(epochs=1).fit(frame, label)
+    refuses(clf.predict, frame.assign(color="violet"), match="column 'color', row 0.*'violet'")
+    refuses(clf.predict, frame.assign(age=np.nan), match="column 'age', row 0.*a missing cell")
+    refuses(clf.predict, frame.to_numpy(), match="X: expected a DataFrame")
+    with pytest.raises(ValueError, match="feature names"):
+        clf.predict(frame[["color", "age", "income"]])
+    refuses(otad.certify, clf.module_, frame[["age"]], match="x: expected a DataFrame")
+    with pytest.raises(ValueError, match="NaN"):
+        OTADClassifier(epochs=1).fit(np.where(frame[["age"]] > 40, np.nan, 1.0), label)
+    clf.fit(frame[["age"]], label)  # nothing to encode any more
+    assert clf.groups_ == ()
+    with pytest.raises(ValueError, match="NaN"):
+        clf.predict(frame[["age"]].assign(age=np.nan))
+
+
+def test_medians_are_those_of_rows_with_a_weight() -> None:
+    frame, label = mixed_frame()
+    weight = np.where(frame["age"] > 40, 1.0, 0.0)
+    clf = OTADClassifier(epochs=1).fit(frame, label, sample_weight=weight)
+    expected = frame["income"][weight > 0].median()
+    assert clf.encoding_.columns[2].median == pytest.approx(expected)
