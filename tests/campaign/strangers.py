@@ -40,6 +40,7 @@ GOOD = {
     "attack": "model test --eps 0.1 --attack pgd --option steps=1 --rows 3",
     "certify": "model test --eps 0.1 --out radii.csv --force",
     "evaluate": "model test --eps 0.1 --attack pgd --rows 3 --no-flags --out evaluation --force",
+    "report": "evaluation --out report.html --force",
     "reproduce": "wine.toml --out results --force",
 }
 
@@ -66,6 +67,7 @@ class Commands:
             (folder / f"broken.{name}").write_bytes(b"PK\3\4,[{\xff\0")
         run(["train", *["rows.npz", "--out", "net", "--epochs", "1", "--blocks", "1"]])
         run(["defend", *["net", "--out", "model"]])
+        run(["evaluate", *GOOD["evaluate"].split()])
 
     def draw(self, rng: random.Random, number: int) -> tuple[str, str, Callable[[], Any]]:
         name = list(COMMANDS)[number % len(COMMANDS)]

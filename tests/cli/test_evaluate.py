@@ -22,6 +22,7 @@ from otad.errors import InputError
 from otad.evaluate import PRESETS, Evaluation, make_attack, runner
 from otad.evaluate.records import CERTIFICATE_CHECK
 from otad.evaluate.suite import Choice
+from otad.report.verdict import verdict
 from otad.scores import wilson_interval
 
 FAST = ("--option", "steps=5")
@@ -94,6 +95,60 @@ def test_options_are_read_as_json_or_text() -> None:
     for texts in (["steps"], ["=3"], ["a b=3"], ["steps=3", "steps=5"]):
         with pytest.raises(InputError, match=f"option: .*{texts[0].partition('=')[0]}"):
             read_options(texts)
+
+
+def test_a_net_without_a_defense_is_attacked_and_evaluated(workshop: Path, digits: Dataset) -> None:
+    options = ("--eps", 0.5, "--seed", 3)
+    record = terminal.json("attack", workshop / "digits-net", "test", *options, *FAST)
+    net, x, y = otad.load(workshop / "digits-model").backbone, digits.test_x, digits.test_y
+    generator, ball = torch.Generator().manual_seed(3), L2(0.5, bounds=(0.0, 1.0))
+    expected = make_attack("pgd", net, steps=5)(net, x, y, ball, generator=generator)
+    assert record["attacked"]["value"] == 100 * float((~expected.broken).double().mean())
+    more = ("--attack", "noise", "--rows", 6, "--no-flags")
+    printed = terminal.json("evaluate", workshop / "digits-net", "test", *options, *more)
+    assert printed["verdict"][0].endswith("; this network has no defense.")
+    assert (printed["undefended"], list(printed["clean"])) == (None, ["net"])
+    assert "bank" in terminal.refuse(
+        "attack", workshop / "digits-net", "test", *options, "--attack", "straight"
+    )
+    net_file = workshop / "digits-net" / "training.json"
+    assert "overwrite" in terminal.refuse(
+        "report", "evaluation", "--model", workshop / "digits-net", "--out", net_file, "--force"
+    )
+
+
+def test_what_is_gained_is_printed_and_reported_again(workshop: Path, nearest: Path) -> None:
+    more = ("--attack", "pgd", "--rows", 6, "--seed", 2, "--no-flags")
+    command = ("evaluate", nearest, "test", "--eps", "1,0.5", *more)
+    shown = terminal.text(*command)
+    written = Evaluation.read(Path("evaluation/evaluation.json"))
+    alone = written.undefended
+    assert alone is not None
+    first, second = verdict(written, "test examples")
+    assert first in shown
+    assert second in shown
+    for eps in (0.5, 1.0):
+        value = alone.worst_case(eps).value
+        assert f"undefended network at {eps:g} {value:.1f}%" in shown
+    page = Path("evaluation/report.html").read_text(encoding="utf-8")
+
+    assert "--force" in terminal.refuse("report", "evaluation")
+    printed = terminal.json("report", "evaluation", "--model", nearest, "--out", "again.html")
+    assert printed["verdict"] == [first, second]
+    again = Path(printed["report"]).read_text(encoding="utf-8")
+    plots = re.compile(r"data:image/svg[^\"]*")  # which have random identifiers
+    assert plots.sub("", again) == plots.sub("", page)
+    assert 'class="moved"' in again
+    alone_page = terminal.succeed("report", "evaluation/evaluation.json", "--out", "-").stdout
+    assert alone_page.startswith("<!DOCTYPE")
+    assert 'class="moved"' not in alone_page
+    other = ("report", "evaluation", "--out", "new.html", "--model")
+    assert "the one evaluated" in terminal.refuse(*other, workshop / "digits-model")
+    given = ("--input", workshop / "digits.npz")
+    assert "the 6 examples" in terminal.refuse(*other, nearest, *given)
+    assert "net.safetensors" in terminal.refuse(
+        "report", workshop / "digits-net" / "net.safetensors"
+    )
 
 
 TWO = ("--attack", "straight", "--attack", "region")

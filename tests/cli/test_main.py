@@ -23,6 +23,7 @@ from otad.evaluate.records import Evaluation
 from otad.evaluate.suite import Choice
 from otad.experiments import names
 from otad.report import map_pictures
+from otad.report.verdict import verdict
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.Monkey
     assert Path("there/net/training.json").is_file()
     assert Path("there/map.png").read_bytes().startswith(b"\x89PNG")
 
-    assert not Path("there/evaluation/parts").exists()
+    assert not list(Path("there/evaluation").rglob("parts"))
 
     # The robustness is in the record, on the page and in Markdown alike.
     assert record["evaluation"] == "there/evaluation/evaluation.json"
@@ -244,7 +245,19 @@ def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.Monkey
         for flag in evaluation.flags:
             assert flag.verdict in content
             assert flag.name in content
-    assert page.index('id="cost"') < page.index('id="threat"') < page.index('id="examples"')
+    assert page.index('id="threat"') < page.index('id="examples"') < page.index('id="cost"')
+
+    # What is gained comes first: the undefended network beside the model.
+    alone = evaluation.undefended
+    assert alone is not None
+    assert record["undefended"]["worst_case_accuracy"] == alone.worst_case_accuracy
+    assert f"{alone.worst_case_accuracy:.1%} left" in facts["undefended network"]
+    assert record["verdict"] == verdict(evaluation, "test digits")
+    for content in (page, text):
+        assert content.index(record["verdict"][0]) < content.index("undefended network")
+    numbers = re.findall(r"<dt>(.*?)</dt>", page)[:5]
+    assert numbers[:2] == ["worst-case accuracy", "undefended network"]
+    assert "accuracy of OTAD" in numbers
     assert len(list(Path("there/robustness_files").iterdir())) > 3
 
     # The same net in global scope beside it.

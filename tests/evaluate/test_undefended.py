@@ -39,7 +39,7 @@ def test_the_network_alone_loses_what_the_closed_form_says(tmp_path: Path) -> No
     attacks = [Straight(points=3), RandomNoise(draws=3)]
     record = evaluate(model, x, y, L2(0.3), eps=eps, attacks=attacks, folder=tmp_path, **options)
     alone = record.undefended
-    assert list(alone.per_attack) == ["noise", "apgd"]  # none of the given follows its gradient
+    assert list(alone.per_attack) == ["apgd", "noise"]  # none of the given follows its gradient
     assert (alone.n, alone.eps, alone.threat) == (record.n, record.eps, record.threat)
     assert (alone.model["kind"], alone.certificate, alone.undefended) == ("net", None, None)
     for radius in eps:
@@ -60,14 +60,14 @@ def test_a_preset_attacks_both_and_progress_counts_both(monkeypatch: pytest.Monk
     record = evaluate(
         model, x, y, L2(0.2), attacks="quick", flags=False, progress=lambda *it: reported.append(it)
     )
-    assert list(record.undefended.per_attack) == ["pgd", "noise"]
+    assert list(record.undefended.per_attack) == ["pgd", "apgd", "noise"]
     assert "bank" in record.undefended.missing["straight"]
     done = [now[1] for now in reported]
     assert done == sorted(done)
     assert done[-1] == reported[-1][2]
     labels = [now[0] for now in reported]
     assert labels[0] == "undefended network, pgd, eps 0.2"
-    assert reported[labels.index("certificates")][1] == 2  # one batch of each attack on the network
+    assert reported[labels.index("certificates")][1] == 3  # one batch of each attack on the network
 
 
 @pytest.mark.parametrize("batches", [1, 4])

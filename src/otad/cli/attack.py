@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from torch import nn
 
 from otad.attacks.base import Attack, AttackResult
 from otad.checks import require
@@ -17,11 +18,10 @@ from otad.cli import options as opt
 from otad.cli.console import describe_score, show
 from otad.cli.inputs import Examples, class_names_of, open_examples
 from otad.cli.outputs import STDOUT, check_out
-from otad.cli.sources import open_model, training_inputs
+from otad.cli.sources import Described, module_of, open_model_or_net, training_inputs
 from otad.evaluate import ATTACKS, make_attack
 from otad.io.codec import to_plain
 from otad.io.files import replacing
-from otad.model.otad import OTAD
 from otad.progress import progress_bar
 from otad.scores import score_of, share_score
 from otad.threat import LpBall
@@ -31,7 +31,7 @@ NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "m
 
 
 def attack(
-    model_dir: opt.ModelDir,
+    model_dir: opt.ModelOrNet,
     input: opt.Input,
     eps: Annotated[float, opt.option("How far an input may be changed.")],
     name: Annotated[
@@ -56,9 +56,10 @@ def attack(
 ) -> None:
     """Run one attack on a model, and report how many of its predictions remain right.
 
-    One attack can show that a model is weak, never that it is strong: see `otad
-    evaluate` and `otad certify`. The file of --out contains x, y, adversarial,
-    broken (the prediction there is wrong), distance and row.
+    The model is a defended one or, from `otad train`, a net alone. One attack can show
+    that it is weak, never that it is strong: see `otad evaluate` and `otad certify`.
+    The file of --out contains x, y, adversarial, broken (the prediction there is
+    wrong), distance and row.
 
     Example: otad attack digits-model test --attack pgd --norm l2 --eps 0.5
 
@@ -67,16 +68,17 @@ def attack(
     named = out in (None, STDOUT) or Path(out or "").suffix.lower() == ".npz"
     require(named, "out", "a name that ends in .npz, or -", out)
     options = read_options(option or ())
-    model = open_model(model_dir, device, data_dir, out, input, targets, scale)
+    model = open_model_or_net(model_dir, device, data_dir, out, input, targets, scale)
+    module = module_of(model)
     check_out(out, force, as_json)
     ball = opt.threat_to(model, norm, eps, immutable=immutable, unit=unit, scale=scale)
-    chosen = make_attack(name, model, train_x=training_inputs(model, data_dir, input), **options)
+    chosen = make_attack(name, module, train_x=training_inputs(model, data_dir, input), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     y = examples.targets
     with torch.no_grad():
-        outputs = torch.cat([model(part) for part in examples.x.split(batch_size)])
+        outputs = torch.cat([module(part) for part in examples.x.split(batch_size)])
     clean = score_of(outputs, y)
-    found = _run(chosen, model, examples, ball, seed, batch_size)
+    found = _run(chosen, module, examples, ball, seed, batch_size)
     if y.is_floating_point():  # the gain is |f - y|
         attacked = score_of(found.gain, torch.zeros_like(found.gain))
     else:
@@ -128,7 +130,7 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _run(
-    attack: Attack, model: OTAD, examples: Examples, ball: LpBall, seed: int, batch_size: int
+    attack: Attack, model: nn.Module, examples: Examples, ball: LpBall, seed: int, batch_size: int
 ) -> AttackResult:
     """One result for all rows, a batch at a time."""
     x, y = examples.x.split(batch_size), examples.targets.split(batch_size)
@@ -144,7 +146,7 @@ def _run(
     return AttackResult(**tensors, seconds=seconds)
 
 
-def _arrays(model: OTAD, examples: Examples, found: AttackResult) -> dict[str, Any]:
+def _arrays(model: Described, examples: Examples, found: AttackResult) -> dict[str, Any]:
     """Labels are written as class names, so that the file can be an input of commands."""
     tensors = {"adversarial": found.inputs, "broken": found.broken, "distance": found.distance}
     arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}

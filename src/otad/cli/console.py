@@ -33,9 +33,10 @@ def show(
     title: str,
     facts: Mapping[str, str],
     out: Path | None = None,
+    verdict: Sequence[str] = (),
 ) -> None:
-    """The result of a command on stdout: the whole record as JSON, or the facts as a table; on
-    stderr where `out` is stdout."""
+    """The result of a command on stdout: the whole record as JSON, or the facts as a table below
+    the sentences of a `verdict`; on stderr where `out` is stdout."""
     if as_json:
         typer.echo(json.dumps(to_plain(dict(record)), allow_nan=False))
         return
@@ -44,7 +45,10 @@ def show(
     table.title = escape(printable(title))
     for fact in facts.items():
         table.add_row(*(escape(printable(text)) for text in fact))
-    Console(stderr=out == STDOUT).print(table)
+    console = Console(stderr=out == STDOUT)
+    for sentence in verdict:
+        console.print(escape(printable(sentence)), highlight=False)
+    console.print(table)
 
 
 def write_csv(out: Path, lines: Iterable[Sequence[str]]) -> None:

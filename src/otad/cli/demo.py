@@ -88,7 +88,7 @@ def demo(
     predictions = write_predictions(model, rows, dataset.test_y, out / "predictions.csv", 1000)
     explanations = explain(model, dataset.test_x, classes=dataset.classes)
     truths = [dataset.classes[label] for label in dataset.test_y.tolist()]
-    cost_number, cost_section = sections.measure_cost(model, dataset.test_x, card.parent)
+    _, cost_section = sections.measure_cost(model, dataset.test_x, card.parent)
 
     remark(f"attacking and certifying {ATTACKED} digits")
     folder = out / "evaluation"
@@ -96,19 +96,22 @@ def demo(
     local = _attack("local", model, assessment, dataset, **how)
     evaluation = local.evaluation
     x, y = (part[:ATTACKED] for part in test)
-    robust = report_on(evaluation, model, x, y, folder, title="How robust is the digits model?")
-    shutil.rmtree(folder / "parts")  # which only a killed run needs
+    named = {"title": "How robust is the digits model?", "examples": "test digits"}
+    robust = report_on(evaluation, model, x, y, folder, source="test", **named)
+    for parts in folder.rglob("parts"):  # which only a killed run needs
+        shutil.rmtree(parts)
 
     remark("the same with a global map")
     whole = build_model(trained, dataset, scope="global", n_neighbors=NEIGHBORS)
     tested, _ = assess_and_save(whole, dataset, about, out / "global-model")
-    through_all = _attack("global", whole, tested, dataset, seed=seed, flags=False)
+    how = {"seed": seed, "flags": False, "undefended": False}
+    through_all = _attack("global", whole, tested, dataset, **how)
     # Without a net: a global map through the training points, each with its own label.
     frame = lifted_net(dataset.input_shape, len(dataset.classes), blocks=0, bounds=dataset.bounds)
     points = prototype_net(frame, dataset.train_x, dataset.train_y, neighbors=1)
     lifted = OTAD(points, points.bank(), scope="global", n_neighbors=NEIGHBORS).eval()
     tested = assess(lifted, *test)
-    without_net = _attack("global, no net", lifted, tested, dataset, seed=seed, flags=False)
+    without_net = _attack("global, no net", lifted, tested, dataset, **how)
     beside = sections.scopes_section(local, [through_all, without_net], radii=RADII, eps=EPS)
     robust = replace(robust, sections=[*robust.sections, beside])
     robust.write(out / "robustness.md")
@@ -117,9 +120,10 @@ def demo(
     here = Environment.now(torch.device("cpu"), torch.get_num_threads())
     ours, picture = f"this model (alpha = {config.energy_weight:g})", out / "map.png"
     draw_map(picture)
-    accuracy, *solving = sections.headline(assessment)
-    under_attack = [number for number in robust.numbers if number.name != "clean accuracy"]
+    accuracy, *_ = sections.headline(assessment)
+    numbers = [accuracy if it.name == "clean accuracy" else it for it in robust.numbers]
     chapters = {
+        "Its robustness": robust.sections,
         "The model": [
             sections.model_section(dataset, model, config),
             sections.training_section(result),
@@ -129,19 +133,21 @@ def demo(
             sections.map_section(picture.read_bytes()),
             cost_section,
         ],
-        "Its robustness": robust.sections,
     }
     report = Report(
         "Digits, defended",
         "A residual network whose answers are interpolated from its training points by an exact, "
         "smooth map. Everything on this page was computed by one run of otad demo.",
-        [accuracy, *under_attack, *solving, cost_number],
+        numbers,
         [part._replace(chapter=name) for name, parts in chapters.items() for part in parts],
         footer=f"{here.started}; otad {here.versions['otad'] or 'from source'}, "
         f"torch {here.versions['torch']}, Python {here.python}; {here.cpu}; seed {seed}",
+        verdict=robust.verdict,
     ).write(out / "report.html")
 
     robustness, globally, by_points = map(_robustness, (local, through_all, without_net))
+    alone = evaluation.undefended
+    assert alone is not None
     of_global = {"model": str(out / "global-model"), **scope_record(whole)}
     of_global["attacks"] = list(through_all.evaluation.per_attack)
     record: dict[str, Any] = {
@@ -153,6 +159,11 @@ def demo(
         "robustness": str(out / "robustness.md"),
         "evaluation": str(folder / "evaluation.json"),
         **robustness,
+        "verdict": list(robust.verdict),
+        "undefended": {
+            "net": assessment.scores[NET],
+            "worst_case_accuracy": alone.worst_case_accuracy,
+        },
         "global": of_global | globally,
         "points": by_points,
         "flags_failed": [flag.name for flag in evaluation.flags if flag.verdict == FAIL],
@@ -163,19 +174,20 @@ def demo(
     by_map["global map, no net"] = by_points
     attacks, raised = len(evaluation.per_attack), f"{assessment.share_raised:.1%} of the rows"
     facts = {
-        "accuracy of the net": f"{assessment.scores[NET]:.2%} on {len(assessment)} test digits",
-        "L raised": f"{raised} ({other.share_raised:.1%} without the energy term)",
         "under attack": f"{attacks} attacks on {evaluation.n} digits, l2 up to {EPS:g}",
+        "undefended network": f"{assessment.scores[NET]:.2%} right on {len(assessment)} digits; "
+        f"{alone.worst_case_accuracy:.1%} left by its {len(alone.per_attack)} attacks",
         **{
             name: figures.format(**found, certified=found["certified_accuracy"] or 0.0)
             for name, found in by_map.items()
         },
+        "L raised": f"{raised} ({other.share_raised:.1%} without the energy term)",
         "report": f"{report}  (open it in a browser)",
         **{name: record[name] for name in ("robustness", "model", "predictions")},
         "next": f"otad explain {out / 'model'} test --row 0",
         "time": f"{record['demo_seconds']:.0f} s",
     }
-    show(record, as_json, title="otad demo", facts=facts)
+    show(record, as_json, title="otad demo", facts=facts, verdict=robust.verdict)
 
 
 def _attack(

@@ -15,7 +15,7 @@ from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_score, show
 from otad.cli.inputs import class_names_of, open_examples
 from otad.cli.outputs import STDOUT, check_out
-from otad.cli.sources import open_model, training_inputs
+from otad.cli.sources import TrainedNet, module_of, open_model_or_net, training_inputs
 from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
@@ -24,12 +24,13 @@ from otad.model.otad import OTAD
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
 from otad.report.page import Report
+from otad.report.verdict import checks_of
 
 HOW = ("skip_proved", "embedding_lipschitz", "metric_lipschitz", "seed", "batch_size")
 
 
 def evaluate(
-    model_dir: opt.ModelDir,
+    model_dir: opt.ModelOrNet,
     input: opt.Input,
     eps: Annotated[str, opt.option("How far an input may be changed, such as 0.5,1,2.")],
     headline: Annotated[
@@ -68,10 +69,12 @@ def evaluate(
 ) -> None:
     """Attack a model by a suite of attacks, certify it, and write a report.
 
-    The headline is the share of rows that are right and that no attack breaks.
-    Finished batches are stored in --out: after an interruption, the same command
-    resumes. Writes evaluation.json, report.html and report.md; --out - prints the
-    record alone. A finished evaluation is replaced with --force alone.
+    The model is a defended one, whose network is attacked alone too, to show what is
+    gained; or, from `otad train`, a net alone. The headline is the share of rows that
+    are right and that no attack breaks. Finished batches are stored in --out: after an
+    interruption, the same command resumes. Writes evaluation.json, report.html and
+    report.md; --out - prints the record alone. A finished evaluation is replaced with
+    --force alone.
 
     Exit code 1 means that an attack refuted a certificate, which is a bug.
 
@@ -84,7 +87,7 @@ def evaluate(
     radius = radii[0] if headline is None else headline
     require(radius in radii, "headline", f"one of --eps {eps}", f"{radius:g}")
     check_choice(suite, "suite", tuple(PRESETS))
-    model = open_model(model_dir, device, data_dir, out, input, targets, scale)
+    model = open_model_or_net(model_dir, device, data_dir, out, input, targets, scale)
     results = [] if out == STDOUT else ["evaluation.json", "report.html", "report.md"]
     check_out(out, force, as_json, results=results, started="parts")
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
@@ -93,30 +96,41 @@ def evaluate(
     how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
     how |= {"survivors_only": not all_rows, "flags": not no_flags}
     how["folder"] = None if out == STDOUT else out
-    evaluation = evaluate_model(model, x, y, threat, **how)
+    evaluation = evaluate_model(module_of(model), x, y, threat, **how)
     if out == STDOUT:
         typer.echo(json.dumps(to_plain(evaluation), allow_nan=False))
         raise typer.Exit(0 if evaluation.is_sound else 1)
     title = f"How robust is {model_dir.resolve().name}?"
-    report = report_on(evaluation, model, x, y, out, train_x=train_x, title=title)
+    named: dict[str, Any] = {"train_x": train_x, "title": title, "source": input}
+    report = report_on(evaluation, model, x, y, out, **named)
     files = {
         "evaluation": str(out / "evaluation.json"),
         "report": str(report.write(out / "report.html")),
         "markdown": str(report.write(out / "report.md")),
     }
     title = f"Evaluated {len(examples)} rows, {threat.describe()}"
-    show(_record(evaluation) | files, as_json, title=title, facts=_facts(evaluation) | files)
+    record = {"verdict": list(report.verdict), **_record(evaluation), **files}
+    facts = _facts(evaluation) | files
+    show(record, as_json, title=title, facts=facts, verdict=report.verdict)
     if not evaluation.is_sound:
         raise typer.Exit(1)
 
 
 def report_on(
-    evaluation: Evaluation, model: OTAD, x: Tensor, y: Tensor, folder: Path, **options: Any
+    evaluation: Evaluation,
+    model: OTAD | TrainedNet,
+    x: Tensor,
+    y: Tensor,
+    folder: Path,
+    *,
+    source: str,
+    **options: Any,
 ) -> Report:
     """The report of an evaluation stored in a folder; `options` as in `evaluation_report`."""
-    options |= {"model": model, "x": x, "y": y, "classes": class_names_of(model) or None}
+    options |= {"model": module_of(model), "x": x, "y": y, "classes": class_names_of(model) or None}
     options["feature_names"] = model.notes.get("feature_names")
     options["adversarial"] = Adversarial.read(folder / "adversarial.safetensors")
+    options.setdefault("examples", "test examples" if source == "test" else "examples")
     return evaluation_report(evaluation, **options)
 
 
@@ -125,7 +139,9 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
     names = ("task", "seed", "threat", "eps", "clean", "missing", "is_sound", "seconds")
     found: dict[str, object] = {name: getattr(evaluation, name) for name in names}
     found["rows"] = evaluation.n
-    found["flags"] = {flag.name: flag.verdict for flag in evaluation.flags}
+    found["flags"] = {flag.name: flag.verdict for flag in checks_of(evaluation)}
+    alone = evaluation.undefended
+    found["undefended"] = evaluation.undefended_reason or None if alone is None else _record(alone)
     radii = {opt.radius_text(eps): eps for eps in evaluation.eps}
     if evaluation.task == "classification":
         found["worst_case"] = {text: evaluation.worst_case(eps) for text, eps in radii.items()}
@@ -139,6 +155,7 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
 
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:
+    alone = evaluation.undefended
     facts = {
         f"clean {score.metric}, {name}": describe_score(score)
         for name, score in evaluation.clean.items()
@@ -149,17 +166,23 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
         if evaluation.task == "regression":
             worst = fmean(evaluation.worst_errors(eps))
             facts[f"worst |f - y| at {radius}{mark}"] = f"{worst:.4g} on average"
+            if alone is not None:
+                worst = fmean(alone.worst_errors(eps))
+                facts[f"undefended network at {radius}"] = f"{worst:.4g} on average"
             if mark and evaluation.certificate is not None:
                 bound = fmean(evaluation.certificate.worst_errors)
                 facts[f"certified |f - y| at {radius}"] = f"at most {bound:.4g} on average"
             continue
         facts[f"worst case at {radius}{mark}"] = describe_score(evaluation.worst_case(eps))
+        if alone is not None:
+            facts[f"undefended network at {radius}"] = describe_score(alone.worst_case(eps))
         if (proved := evaluation.certified_accuracy(eps)) is not None:
             facts[f"certified at {radius}"] = describe_score(proved)
     facts["attacks"] = ", ".join(dict.fromkeys(record.attack for record in evaluation.attacks))
     facts |= {f"not run: {name}": reason for name, reason in evaluation.missing.items()}
-    verdicts = [flag.verdict for flag in evaluation.flags]
+    checks = checks_of(evaluation)
+    verdicts = [flag.verdict for flag in checks]
     counts = {verdict: verdicts.count(verdict) for verdict in (PASS, FAIL, NOT_RUN)}
     facts["flags"] = describe_counts(counts)
-    failed = {f"FAIL: {flag.name}": flag.found for flag in evaluation.flags if flag.verdict == FAIL}
+    failed = {f"FAIL: {flag.name}": flag.found for flag in checks if flag.verdict == FAIL}
     return facts | failed | {"time": f"{evaluation.seconds:.0f} s"}

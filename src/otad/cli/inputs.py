@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otad.checks import refusing, require
 from otad.cli.console import remark
-from otad.cli.sources import data_note
+from otad.cli.sources import Described, data_note
 from otad.data import CellPreparation, Table, read_h5ad, read_images, read_npz, read_table
 from otad.data.dataset import encode_labels, refuse_repeats
 from otad.data.encoding import TableEncoding
@@ -68,7 +68,7 @@ class Examples:
 
 
 def open_examples(
-    model: OTAD,
+    model: Described,
     source: str,
     *,
     targets: str | None = None,
@@ -104,7 +104,7 @@ def open_examples(
         x = torch.cat([inputs.row(row) for row in chosen])
     device = model.backbone.mean.device
     x = model.backbone.check_inputs(x.to(device))
-    if source != "test":
+    if source != "test" and isinstance(model, OTAD):
         with torch.no_grad():
             near = [model.neighbors(model.query_keys(part)).distances for part in x.split(1000)]
         if copies := int((torch.cat(near)[:, 0] == 0).sum()):
@@ -114,14 +114,14 @@ def open_examples(
     return Examples(source, names, x, None if y is None else y[torch.tensor(chosen)].to(device))
 
 
-def class_names_of(model: OTAD) -> tuple[str, ...]:
+def class_names_of(model: Described) -> tuple[str, ...]:
     """As in the training data; numbers for a model saved from Python, none in regression."""
     if model.backbone.task == "regression":
         return ()
     return tuple(map(str, model.notes.get("classes") or range(model.backbone.n_outputs)))
 
 
-def open_inputs(model: OTAD, source: str, data_dir: Path | None = None) -> InputRows:
+def open_inputs(model: Described, source: str, data_dir: Path | None = None) -> InputRows:
     """The rows of `source`, read as the model's card says."""
     if source == "test":
         return _test_part(model, data_dir)
@@ -135,7 +135,7 @@ def open_inputs(model: OTAD, source: str, data_dir: Path | None = None) -> Input
     return readers[path.suffix.lower()](model, path)
 
 
-def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
+def _test_part(model: Described, data_dir: Path | None) -> InputRows:
     note = data_note(model)
     if note is None:
         got = "one that names no data"
@@ -147,7 +147,7 @@ def _test_part(model: OTAD, data_dir: Path | None) -> InputRows:
     return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y, dataset.test_files)
 
 
-def _table(model: OTAD, path: Path) -> InputRows:
+def _table(model: Described, path: Path) -> InputRows:
     encoding = TableEncoding.of(model.notes)
     counts = encoding is None and model.notes.get("preparation") is not None
     require(not counts, str(path), "an .h5ad file for a model of cells", "a table")
@@ -171,7 +171,7 @@ def _table(model: OTAD, path: Path) -> InputRows:
     return _from_tensor(model, table.numbers(names), targets)
 
 
-def _arrays(model: OTAD, path: Path) -> InputRows:
+def _arrays(model: Described, path: Path) -> InputRows:
     x = as_inputs(read_npz(path, ("x",))["x"], path, "x")
     require(len(x), f"{path}, x", "at least one row", "none")
 
@@ -182,7 +182,7 @@ def _arrays(model: OTAD, path: Path) -> InputRows:
     return _from_tensor(model, x, targets)
 
 
-def _cells(model: OTAD, path: Path) -> InputRows:
+def _cells(model: Described, path: Path) -> InputRows:
     card = model.notes.get("preparation") or {}
     require(card, str(path), "an input like the training data", "cells")
     with refusing("notes.preparation: expected that of cells"):
@@ -199,7 +199,7 @@ def _cells(model: OTAD, path: Path) -> InputRows:
     return InputRows(names, lambda rows: prepare(cells.rows(range(count)[rows])), targets)
 
 
-def _images(model: OTAD, folder: Path) -> InputRows:
+def _images(model: Described, folder: Path) -> InputRows:
     shape = model.backbone.input_shape
     square = len(shape) == 3 and shape[1] == shape[2] and shape[0] in (1, 3)
     require(square, str(folder), f"inputs of shape {shape}", "images")
@@ -223,7 +223,7 @@ def _images(model: OTAD, folder: Path) -> InputRows:
 
 
 def _from_tensor(
-    model: OTAD,
+    model: Described,
     x: Tensor,
     targets: Callable[[str | None], Tensor | None],
     files: tuple[str, ...] = (),
@@ -232,23 +232,23 @@ def _from_tensor(
     return InputRows(files or names, lambda rows: x[rows].to(dtype), targets)
 
 
-def _trained_on(model: OTAD, option: str) -> Any:
+def _trained_on(model: Described, option: str) -> Any:
     """An option by which the training data was read, from the model's card."""
     note = data_note(model)
     return None if note is None else note.choice.options.get(option)
 
 
-def _targets_in_table(model: OTAD, table: Table, column: str) -> Tensor:
+def _targets_in_table(model: Described, table: Table, column: str) -> Tensor:
     if class_names_of(model):
         return _encode(model, table.texts(column), table.path)
     return table.numbers([column]).flatten().to(model.backbone.mean.dtype)
 
 
-def _targets_in_archive(model: OTAD, path: Path, name: str) -> Tensor:
+def _targets_in_archive(model: Described, path: Path, name: str) -> Tensor:
     classes, dtype = class_names_of(model), model.backbone.mean.dtype
     found = as_targets(read_npz(path, (name,))[name], path, name, classes)
     return found if classes else found.to(dtype)
 
 
-def _encode(model: OTAD, labels: Sequence[str], path: Path) -> Tensor:
+def _encode(model: Described, labels: Sequence[str], path: Path) -> Tensor:
     return encode_labels(labels, class_names_of(model), f"{path}, targets")

@@ -23,6 +23,7 @@ COMMANDS = {
     "attack": "Run one attack on a model, and report how many of its predictions remain right.",
     "certify": "Prove how far each input can change in l2 without changing its prediction.",
     "evaluate": "Attack a model by a suite of attacks, certify it, and write a report.",
+    "report": "Write the report on a saved evaluation.",
     "reproduce": "Reproduce published tables, with the published figures beside ours.",
 }
 

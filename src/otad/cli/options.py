@@ -10,10 +10,10 @@ import torch
 import typer
 
 from otad.checks import check_choice, require
+from otad.cli.sources import Described
 from otad.data.encoding import TableEncoding
 from otad.errors import InputError
 from otad.io.codec import read_json
-from otad.model.otad import OTAD
 from otad.threat import NORMS, LpBall
 from otad.training.config import check_seed
 
@@ -48,6 +48,9 @@ Force = Annotated[bool, option("Replace what --out has already.", "--force")]
 OutFolder = Annotated[Path, option("Folder for everything that is written.", file_okay=False)]
 MaxSeconds = Annotated[float | None, option("Stop in time; the same command resumes.")]
 ModelDir = Annotated[Path, argument("MODEL_DIR", "Model folder written by `otad defend`.")]
+ModelOrNet = Annotated[
+    Path, argument("MODEL_DIR", "Folder of `otad defend`, or of `otad train`: a net alone.")
+]
 Input = Annotated[
     str,
     argument(
@@ -119,7 +122,7 @@ def radius_text(eps: float) -> str:
 
 
 def threat_to(
-    model: OTAD,
+    model: Described,
     norm: str,
     eps: float,
     *,
@@ -161,7 +164,7 @@ def threat_to(
     return ball(eps, model.backbone.bounds, units, mutable, groups, named)
 
 
-def columns_of(model: OTAD) -> dict[str, tuple[int, ...]]:
+def columns_of(model: Described) -> dict[str, tuple[int, ...]]:
     """The columns of the table a model was trained on, or the numbers of its features, and the
     features that each has become."""
     if (encoding := TableEncoding.of(model.notes)) is not None:

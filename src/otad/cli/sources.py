@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otad import data
 from otad.attacks.adaptive.neighborhood import knows_inputs
@@ -121,7 +121,17 @@ class DataNote:
         return found
 
 
-def data_note(model: OTAD) -> DataNote | None:
+class Described(Protocol):
+    """A model or a trained net: its network, and what is noted about its data."""
+
+    @property
+    def backbone(self) -> Backbone: ...
+
+    @property
+    def notes(self) -> dict[str, Any]: ...
+
+
+def data_note(model: Described) -> DataNote | None:
     """What `otad defend` noted about the data; None for a model saved from Python."""
     card = model.notes.get("data")
     return DataNote.of(model.notes) if isinstance(card, dict) and "choice" in card else None
@@ -169,12 +179,12 @@ def _bank_rows(dataset: Dataset, per_class: int | None, seed: int) -> slice | Te
     return data.subset_per_class(dataset.train_y, per_class, drawn_by)
 
 
-def training_inputs(model: OTAD, data_dir: Path | None, source: str) -> Tensor | None:
+def training_inputs(model: Described, data_dir: Path | None, source: str) -> Tensor | None:
     """From the data the model was made of, where its bank does not have them; None without it. A
     file that the model names is read where the user asks for it: as the `source` test, or in the
     folder of data."""
     note = data_note(model)
-    if note is None or knows_inputs(model, None):
+    if note is None or not isinstance(model, OTAD) or knows_inputs(model, None):
         return None
     path, folder = note.choice.path_from(data_dir), (data_dir or Path()).resolve()
     inside = data_dir is not None and path is not None and folder in path.resolve().parents
@@ -195,6 +205,14 @@ class TrainedNet:
 
     net: Backbone
     about: dict[str, Any]
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.net
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        return self.about
 
     @property
     def note(self) -> DataNote:
@@ -240,16 +258,42 @@ def open_model(
 ) -> OTAD:
     """Refuses an `out` that is a file of the model or of its data, or one of the `inputs`."""
     model = load(folder, device=str(check_device(device)))
-    _check_names(model)
-    note = data_note(model)
-    if out not in (None, STDOUT):
-        files = [*inputs, folder / CARD, *folder.glob("*.safetensors")]
-        files.append(None if note is None else note.choice.path_from(data_dir))
-        refuse_overwriting(out, *files)
+    _check_opened(model, folder, data_dir, out, *inputs)
     return model
 
 
-def _check_names(model: OTAD) -> None:
+def open_model_or_net(
+    folder: Path, device: str, data_dir: Path | None, out: Path | None, *inputs: str | Path | None
+) -> OTAD | TrainedNet:
+    """The same, or a net without a defense, as `otad train` writes it."""
+    if (folder / CARD).exists() or not (folder / NET_FILE).is_file():
+        return open_model(folder, device, data_dir, out, *inputs)
+    trained = TrainedNet.read(folder)
+    trained.net.to(check_device(device)).eval()
+    _check_opened(trained, folder, data_dir, out, *inputs)
+    return trained
+
+
+def module_of(model: OTAD | TrainedNet) -> nn.Module:
+    return model.net if isinstance(model, TrainedNet) else model
+
+
+def _check_opened(
+    model: Described,
+    folder: Path,
+    data_dir: Path | None,
+    out: Path | None,
+    *inputs: str | Path | None,
+) -> None:
+    _check_names(model)
+    note = data_note(model)
+    if out not in (None, STDOUT):
+        files = [*inputs, folder / CARD, folder / RECORD_FILE, *folder.glob("*.safetensors")]
+        files.append(None if note is None else note.choice.path_from(data_dir))
+        refuse_overwriting(out, *files)
+
+
+def _check_names(model: Described) -> None:
     """Refuse notes with other than a name for each class, and for each feature of a table."""
     net, is_table = model.backbone, len(model.backbone.input_shape) == 1
     counts = {"feature_names": net.input_shape[0] if is_table else 0}

@@ -106,8 +106,8 @@ def evaluate(
     steps, first = len(radii) * math.ceil(len(x) / batch_size), 0
     if network is not None:
         setting = Setting(x.shape[1:], task, threat)
-        alone_by = attacks_alone(attacks, chosen, setting)
-        first = steps * len(suite(network, alone_by, *setting)[0])
+        bare, misfits = attacks_alone(network, attacks, chosen, setting)
+        first = steps * len(bare)
     total = first + certificate + steps * len(chosen) + len(checks)
 
     def report(label: str, done: int, worst: float) -> None:
@@ -117,13 +117,14 @@ def evaluate(
     alone: Evaluation | None = None
     if network is not None:
         alone = evaluate(
-            network, x, y, threat, eps=radii, attacks=alone_by, survivors_only=survivors_only,
+            network, x, y, threat, eps=radii, attacks=bare, survivors_only=survivors_only,
             certificate=False, flags=False, seed=seed, batch_size=batch_size,
             folder=None if place is None else place / UNDEFENDED,
             progress=lambda label, done, _, worst: report(
                 f"undefended network, {label}", min(done, first), worst
             ),
         )  # fmt: skip
+        alone = replace(alone, missing=misfits)
         started = time.perf_counter() - alone.seconds
     proof = None
     if certificate:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from otad.attacks import Attack, Knowledge
 from otad.attacks.needs import Setting
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation, Flag
-from otad.evaluate.suite import ATTACKS
+from otad.evaluate.suite import ATTACKS, suite
 from otad.model.otad import OTAD
 from otad.nets import Backbone, LiftedNet
 from otad.scores import is_right, squared_errors
@@ -33,20 +33,26 @@ def network_of(model: nn.Module) -> tuple[Backbone | None, str]:
 
 
 def attacks_alone(
-    attacks: str | Sequence[str | Attack], chosen: Sequence[Attack], setting: Setting
-) -> str | list[Attack]:
-    """What attacks the network alone: the same preset; of `chosen` attacks those that need no bank,
-    and APGD if none of them follows the gradient."""
+    network: nn.Module,
+    attacks: str | Sequence[str | Attack],
+    chosen: Sequence[Attack],
+    setting: Setting,
+) -> tuple[list[Attack], dict[str, str]]:
+    """What attacks the network alone, by gradient first, and why others do not: the same preset, of
+    `chosen` attacks those that need no bank; and APGD, the strongest on a plain network, unless
+    there is one or the chosen ones follow the gradient already."""
+    known, missing = Knowledge(), dict[str, str]()
     if isinstance(attacks, str):
-        return attacks
-    unknown = Knowledge()  # a plain network
-    fitting = [
-        one for one in chosen if one.family != "adaptive" and not one.needs.unmet_by_model(unknown)
-    ]
-    if not any(one.family == "white-box" for one in fitting):
-        apgd = ATTACKS["apgd"]
-        fitting += [] if apgd.misfit(unknown, setting) else [apgd.for_model(unknown, restarts=3)]
-    return fitting or "quick"
+        fitting, missing = suite(network, attacks, *setting)
+        has_own = any(one.name == "apgd" for one in fitting)
+    else:
+        misfit = {one.name: one.needs.unmet_by_model(known) for one in chosen}
+        fitting = [one for one in chosen if one.family != "adaptive" and not misfit[one.name]]
+        has_own = any(one.family == "white-box" for one in fitting)
+    apgd = ATTACKS["apgd"]
+    if not has_own and not apgd.misfit(known, setting):
+        fitting.append(apgd.for_model(known, restarts=3))
+    return sorted(fitting, key=lambda one: one.family != "white-box"), missing
 
 
 @torch.no_grad()

@@ -112,8 +112,8 @@ def accuracy_curves(evaluation: Evaluation) -> Figure:
     eps = np.union1d(np.linspace(0, furthest, CURVE_POINTS), evaluation.eps)
     worst = _share_beyond(evaluation.distances(), eps)
     panel.plot(eps, worst, color=WORST, lw=3, label="worst case", zorder=4)
-    dots: Style = {"color": WORST, "ms": 7, "mec": "white", "mew": 1.2, "zorder": 5}
-    panel.plot(evaluation.eps, np.interp(evaluation.eps, eps, worst), "o", **dots)
+    dots: Style = {"ms": 7, "mec": "white", "mew": 1.2, "zorder": 5}
+    panel.plot(evaluation.eps, np.interp(evaluation.eps, eps, worst), "o", **dots, c=WORST)
     if evaluation.certificate is not None:
         right = set(evaluation.clean_right)
         radii = [r if row in right else 0.0 for row, r in enumerate(evaluation.certificate.radius)]
@@ -121,7 +121,9 @@ def accuracy_curves(evaluation: Evaluation) -> Figure:
         panel.plot(eps, proved, color=PROVED, lw=2.4, label="proved", zorder=4)
         panel.fill_between(eps, proved, worst, color=SOFT, alpha=0.13, lw=0, label="unknown")
     if evaluation.undefended is not None:
-        panel.plot(eps, _share_beyond(evaluation.undefended.distances(), eps), **UNDEFENDED)
+        alone = _share_beyond(evaluation.undefended.distances(), eps)
+        panel.plot(eps, alone, **UNDEFENDED)
+        panel.plot(evaluation.eps, np.interp(evaluation.eps, eps, alone), "o", **dots, c=INK)
     for name, counted in counted_with(evaluation).items():
         line = _share_beyond(evaluation.distances(counted), eps)
         panel.plot(eps, line, **_attack_style(evaluation, name))
