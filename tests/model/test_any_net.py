@@ -130,6 +130,16 @@ def test_what_was_chosen_is_said_once_and_noted() -> None:
     assert "defense" not in made.notes
 
 
+def test_modules_that_ran_compiled_before() -> None:
+    x, y = data("own CNN")
+    in_place, inside = make("own CNN"), make("compiled")
+    in_place.compile(backend="eager")
+    for net in (in_place, architectures.Wrapper(inside)):
+        before = net(x).detach()
+        model = otad.defend(net, x, y, n_neighbors=4)
+        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
+
+
 def test_the_lift_over_features_can_be_asked_for() -> None:
     asked = defended("residual", inputs="features", bounds=(0.0, 1.0))
     assert asked.notes["defense"]["path"] == "features"

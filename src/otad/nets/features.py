@@ -44,6 +44,8 @@ class Features(Written):
             raise InputError(f"net: expected a module with the Linear layer {head!r}, got {got}")
         if _collect not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_collect, with_kwargs=True)
+            if any(_is_compiled(part) for part in net.modules()):
+                torch.compiler.reset()  # code compiled before does not know of the hook
 
     def forward(self, x: Tensor) -> Tensor:
         found: list[Tensor] = []
@@ -52,6 +54,7 @@ class Features(Written):
             self.net(x.reshape(len(x), *self.input_shape))
         finally:
             _running.wanted = None
+        require(found, "net", f"a call of its layer {self.head!r}, as before", "none")
         return found[-1]
 
     def to_json(self) -> dict[str, Any]:
@@ -156,6 +159,10 @@ def unwrapped(net: nn.Module) -> nn.Module:
             net = inner
         else:
             return net
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def parts_of_user(net: nn.Module) -> Iterator[Features]:
