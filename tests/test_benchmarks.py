@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import audit
+import foreign_inputs
 import numpy as np
 import peers
 import pytest
@@ -21,11 +22,13 @@ import whole_bank
 from instances import random_bank, random_instance
 from odd_models import attention_ratios
 from peers import MAP, MISSING, PEERS, QUESTIONS, Found, Peer
+from torch import Tensor
 from typer.testing import CliRunner
 
 from otad.cip import ExactCip, Status
 from otad.cip.whole_bank.potential import least_bank_smoothness
 from otad.cli.main import main
+from otad.data import Dataset
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -280,3 +283,46 @@ def test_the_audit_attacks_beside_the_suite(tmp_path: Path) -> None:
     assert left["both"] <= left["own"] < record["config"]["points"]
     assert record["own_parts"]["pull, then climb"] > 0
     assert record["found"] == []
+
+
+def test_foreign_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Areas under the ROC curve by counting pairs; noise far from all data is always refused."""
+
+    def drawn(name: str, **_: object) -> Dataset:
+        shape = (3, 8, 8) if name in ("cifar10", "imagenette") else (1, 8, 8)
+        generator = torch.Generator().manual_seed(len(name))
+        y = torch.arange(120) % 3
+        x = 0.1 * torch.rand(120, *shape, generator=generator)
+        x[torch.arange(120), :, 2 * y] += 0.3 if name in foreign_inputs.STUDIES else 0.5
+        about = "classification", "drawn", ("a", "b", "c"), (0.0, 1.0)
+        return Dataset(name, x, y, x[:60] + 0.05, y[:60], *about)
+
+    monkeypatch.setattr(foreign_inputs, "load", drawn)
+    kept: list[tuple[list[float], ...]] = []
+    areas = foreign_inputs.areas
+
+    def counted(inside: dict[str, Tensor], outside: dict[str, Tensor]) -> dict[str, float]:
+        kept.append(tuple(one["nearest"].tolist() for one in (inside, outside)))
+        return areas(inside, outside)
+
+    monkeypatch.setattr(foreign_inputs, "areas", counted)
+    out = tmp_path / "found" / "record.json"
+    with pytest.warns(UserWarning, match="defense: the lift"):
+        foreign_inputs.main(["--points", "60", "--inputs", "24", "--out", str(out)])
+    record = json.loads(out.read_text())
+    found = [value for row in record["rows"] for value in (row["scrambled"], row["auroc"])]
+    # scrambled inputs once for each space, then one area for each foreign set
+    orders = [0, 1, 2, 3, 4, 5, 4, 6, 7, 8, 7, 9]
+    for value, number in zip(found, orders, strict=True):
+        near, far = kept[number]
+        pairs = [(b > a) + (b == a) / 2 for a in near for b in far]
+        assert value == pytest.approx(sum(pairs) / len(pairs))
+    assert [row["foreign"] for row in record["rows"]][2:4] == ["noise", "imagenette"]
+    assert record["rows"][2]["refused_foreign"] == 1.0
+
+
+def test_the_table_of_foreign_inputs_is_that_of_the_record() -> None:
+    record = json.loads((ROOT / "results/benchmarks/foreign_inputs.json").read_text())
+    assert foreign_inputs.markdown(record) in (ROOT / "docs/in_use.md").read_text()
+    # what the choice of the nearest point rests on
+    assert all(row["scrambled"] > row["scrambled_kth"] for row in record["rows"])

@@ -71,6 +71,12 @@ def test_a_model_is_exported_with_its_bank(kind: str) -> None:
     assert used == ({"aten"} if kind == "surrogate" else {"aten", "otad"})
 
 
+def test_onnx_cannot_hold_an_exact_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model()
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    refuses(torch.export.export, made, (queries(made),), match="CIP-net.*ONNX.*exact solver")
+
+
 def test_solvers_without_a_description_are_refused() -> None:
     made = model()
     made.answerer.exact_solver = None  # as for a solver of the user's own

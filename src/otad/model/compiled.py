@@ -54,6 +54,11 @@ def answer_compiled(
     traced = answerer.traced(bank, embedded, keys)
     if traced is not None:
         return traced
+    if torch.onnx.is_in_onnx_export():
+        raise InputError(
+            "model: expected a CIP-net in the solver's place to export to ONNX (otad imitate), "
+            "got an exact solver, whose loops depend on the data; torch.export takes it"
+        )
     levels = getattr(answerer, "levels", None)
     tensors = bank.bank_inputs, bank.bank_features, bank.bank_keys, levels
     found: tuple[Tensor, Tensor] = torch.ops.otad.answer(
