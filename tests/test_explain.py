@@ -118,7 +118,9 @@ def test_text_and_table_show_query_and_neighbors() -> None:
     heaviest = sorted(one.neighbors, key=lambda it: -it.weight)
     assert one.heaviest(3) == heaviest[:3]
     assert f"{one.n_weighted} of {K} neighbors have weight" in text
-    assert text.count("\n") == 3 + len(one.reasons) + one.n_weighted + 5
+    assert text.count("\n") == 4 + len(one.reasons) + one.n_weighted + 5
+    for shown in (text, table.replace("\n", " ")):
+        assert "distances between normalized inputs" in " ".join(shown.split())
     for it in heaviest[:3]:
         assert f"row {it.index}" in table
         assert f"{it.weight:.3f}" in table
@@ -134,7 +136,8 @@ def test_text_and_table_show_query_and_neighbors() -> None:
     squares = [it.weight * ((it.inputs - one.inputs) / 3).square() for it in one.neighbors]
     order = sum(squares).argsort(descending=True).tolist()
     assert order != sorted(order)
-    listed = [line.split()[2] for line in table.splitlines() if "feature" in line]
+    lines = [line for line in table.splitlines() if "feature" in line and "distances" not in line]
+    listed = [line.split()[2] for line in lines]
     assert listed == [str(k) for k in order[:3]]  # those that differ the most
     assert "... 1 more, which differ less" in table
     assert one.differences.tolist() == pytest.approx(sum(squares).tolist(), rel=1e-4)

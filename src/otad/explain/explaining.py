@@ -64,6 +64,10 @@ def explain(
     solution, outputs = trace.solution, trace.outputs.double().cpu()
     weights, neighbors = solution.multipliers.double(), trace.neighbors
     alone = outputs_alone(model, x, trace).cpu()
+    space = "embedded inputs"
+    if only_normalizes(backbone):
+        space = "normalized inputs, (x - mean) / std of each feature"
+    space = space if model.metric is None else "keys of the metric"
     parts = neighbors.indices, weights, trace.labels, neighbors.distances
     found = []
     for row, answer in enumerate(zip(*(part.tolist() for part in parts), raw, strict=True)):
@@ -101,6 +105,7 @@ def explain(
                 margin=margin,
                 std=backbone.std.cpu(),
                 name=None if asked is None else asked[row],
+                space=space,
             )
         )
     return found

@@ -86,7 +86,8 @@ class Explanation:
     `margin` is how far the logit of the prediction is above that of the `runner_up`: the answer
     changes exactly where this becomes 0. It is the sum of what the training points contribute, as
     in regression the prediction is; `remainder` is what rounding leaves of it. `std` are the units
-    by which the features of query and training points are compared.
+    by which the features of query and training points are compared, `space` the words for what
+    distances are measured between.
     """
 
     prediction: Label | None
@@ -103,6 +104,7 @@ class Explanation:
     margin: float | None = None
     std: Tensor | None = None
     name: str | None = None
+    space: str = ""
 
     @property
     def scope(self) -> str:
@@ -211,6 +213,7 @@ class Explanation:
             "gap": None if self.gap is None else finite(self.gap),
             "n_weighted": self.n_weighted,
             "name": self.name,
+            "distances_between": self.space,
             "runner_up": self.runner_up,
             "margin": self.margin,
             "remainder": self.remainder,
@@ -241,7 +244,7 @@ class Explanation:
         lines = [f"prediction: {self._answer()}", f"{self.account}{graded}", weighing]
         columns = f"{'weight':>8}  {'alone':>8}  {'contribution':>12}  {'distance':>8}  {'row':>8}"
         columns += "  label"
-        lines += [*self.reasons, columns]
+        lines += [*self.reasons, *self._units, columns]
         for it in self.heaviest(shown):
             parts = f"{_signed(it.alone):>8}  {_signed(it.contribution):>12}"
             numbers = f"{_weight(it):>8}  {parts}  {it.distance:8.4g}"
@@ -267,6 +270,11 @@ class Explanation:
         order: list[int] = differences.argsort(descending=True, stable=True).tolist()
         return order
 
+    @property
+    def _units(self) -> list[str]:
+        values = "; features in input units" if self.inputs.dim() == 1 else ""
+        return [f"distances between {self.space}{values}"] if self.space else []
+
     def _feature_name(self, k: int) -> str:
         return f"feature {k}" if self.feature_names is None else printable(self.feature_names[k])
 
@@ -274,7 +282,7 @@ class Explanation:
         """The query beside its `top` heaviest neighbors; feature by feature if vectors, from the
         largest difference between the query and all its training points to the smallest."""
         shown = self.heaviest(top)
-        caption = escape("\n".join([self.account, *self.reasons]))
+        caption = escape("\n".join([self.account, *self.reasons, *self._units]))
         table = Table(title=escape(f"prediction: {self._answer()}"), caption=caption)
         table.add_column("")
         table.add_column(
