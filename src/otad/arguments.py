@@ -161,7 +161,7 @@ def _words(hint: Any) -> str:
     if name == "Tensor":
         name = "a torch.Tensor, dense and real, on a device such as cpu"
     elif getattr(kind, "__module__", "").startswith("torch.nn"):
-        name = f"an nn.{name} with a forward method"
+        name = f"an nn.{name}" + " with a forward method" * (name == "Module")
     said = parts and isinstance(parts[0], type) and parts[0] is not Any
     return f"{name} of {inner}" if said else name
 
