@@ -14,10 +14,18 @@ from cli.small import QUICK, read_csv, terminal, write_digits
 import otad
 from otad.cli.outputs import check_out
 from otad.errors import InputError
+from otad.evaluate import PRESETS
 from otad.evaluate.records import Evaluation
+from otad.evaluate.suite import Choice
 from otad.io.tensor_files import read_tensors
 
 ROWS = ("--rows", 3)
+NOISE = ("--attack", "noise", "--option", "draws=2")
+
+
+@pytest.fixture(autouse=True)
+def few_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "quick", [Choice("noise", {"draws": 2})])
 
 
 def test_a_dash_is_standard_output_and_reports_go_to_stderr(nearest: Path) -> None:
@@ -39,9 +47,9 @@ def test_records_are_printed_as_json(nearest: Path) -> None:
 
     explained = printed("explain", nearest, "test")
     assert len(explained["inputs"][0]) == 8
-    attacked = printed("attack", nearest, "test", "--eps", 0.5, "--attack", "noise", *ROWS)
+    attacked = printed("attack", nearest, "test", "--eps", 0.5, *NOISE, *ROWS)
     assert len(attacked["adversarial"]) == len(attacked["broken"]) == 3
-    options = ("--eps", 0.5, "--attack", "noise", "--no-flags", *ROWS)
+    options = ("--eps", 0.5, "--suite", "quick", "--no-flags", *ROWS)
     found = printed("evaluate", nearest, "test", *options)
     assert not list(Path().iterdir())
     Path("record.json").write_text(json.dumps(found))
@@ -53,11 +61,11 @@ def test_nothing_is_replaced_without_force(workshop: Path, nearest: Path) -> Non
         "p.csv": ("predict", nearest, "test"),
         "c.csv": ("certify", nearest, "test", *ROWS),
         "why.json": ("explain", nearest, "test"),
-        "found.npz": ("attack", nearest, "test", "--eps", 0.5, "--attack", "noise", *ROWS),
+        "found.npz": ("attack", nearest, "test", "--eps", 0.5, *NOISE, *ROWS),
         "model": ("defend", workshop / "digits-net", "--neighbors", 1),
         "net": ("train", workshop / "digits.npz", *QUICK),
         "evaluation": (
-            "evaluate", nearest, "test", "--eps", 0.5, "--attack", "noise", "--no-flags", *ROWS,
+            "evaluate", nearest, "test", "--eps", 0.5, "--suite", "quick", "--no-flags", *ROWS,
         ),
     }  # fmt: skip
     for out, command in commands.items():

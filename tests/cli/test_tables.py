@@ -13,6 +13,8 @@ from cli.small import read_csv, terminal
 
 import otad
 from otad.cli.options import threat_to
+from otad.evaluate import PRESETS
+from otad.evaluate.suite import Choice
 
 NAMES = ["age", "color=blue", "color=green", "color=red", "color is missing", "income"]
 NAMES += ["income is missing", "sex=f", "sex=m"]
@@ -75,7 +77,9 @@ def test_other_data_is_encoded_as_the_net_was_trained(shop: Path) -> None:
     assert terminal.json("predict", "model", "test", "--out", "p.csv")["rows"] == 12
 
 
-def test_categories_are_groups_of_the_threat_and_std_its_unit(shop: Path) -> None:
+def test_categories_are_groups_of_the_threat_and_std_its_unit(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = otad.load(shop / "model")
     ball = threat_to(model, "l2", 1.5, immutable=["sex"])
     assert ball.groups == ((1, 2, 3, 4), (7, 8))
@@ -88,7 +92,8 @@ def test_categories_are_groups_of_the_threat_and_std_its_unit(shop: Path) -> Non
     assert ball.scale.tolist() == [5.0, 1, 1, 1, 1, 0.5, 0.5, 1, 1]
     assert ball.unit_name == "units of units.json"
 
-    options = ("--eps", "1.5", "--rows", 6, "--no-flags", "--attack", "noise")
+    monkeypatch.setitem(PRESETS, "quick", [Choice("noise", {"draws": 9})])
+    options = ("--eps", "1.5", "--rows", 6, "--no-flags", "--suite", "quick")
     printed = terminal.json("evaluate", shop / "model", "test", *options)
     assert printed["threat"]["unit_name"] == STD
     page = Path("evaluation/report.md").read_text(encoding="utf-8")
@@ -105,9 +110,12 @@ def test_categories_are_groups_of_the_threat_and_std_its_unit(shop: Path) -> Non
     assert certified["unit"] == STD
 
 
-def test_value_change_and_unit_of_a_feature_agree(workshop: Path) -> None:
+def test_value_change_and_unit_of_a_feature_agree(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before + change = attacked, and change / unit is the change in units."""
-    options = ("--eps", "0.5", "--rows", 3, "--no-flags", "--attack", "pgd")
+    monkeypatch.setitem(PRESETS, "quick", [Choice("pgd", {"steps": 5})])
+    options = ("--eps", "0.5", "--rows", 3, "--no-flags", "--suite", "quick")
     terminal.succeed("evaluate", workshop / "body-model", "test", *options)
     page = Path("evaluation/report.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split("|") for line in page.splitlines() if line.startswith("| bmi")]
