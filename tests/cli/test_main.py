@@ -277,3 +277,13 @@ def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.Monkey
 
     # What the summary proposes next works on what was left behind.
     terminal.succeed("explain", record["model"], "test", "--row", 0)
+
+
+def test_the_readme_quotes_a_record_of_the_demo_as_it_is() -> None:
+    repository = Path(__file__).parents[2]
+    recorded = Evaluation.read(repository / "results" / "demo" / "evaluation.json")
+    assert (recorded.n, recorded.eps, recorded.seed) == (demo.ATTACKED, demo.RADII, 0)
+    assert recorded.headline_eps == demo.EPS
+    assert {*recorded.per_attack} <= {choice.name for choice in PRESETS[demo.SUITE]}
+    quoted = " ".join(verdict(recorded, "test digits"))
+    assert f"> {quoted}\n" in (repository / "README.md").read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from otad.errors import InputError
+from otad.evaluate import Evaluation
 from otad.experiments import RunRecord, write_page
 from otad.experiments.records import read_records
 from otad.experiments.tables import draw_costs, draw_curve, render
@@ -45,6 +46,16 @@ def test_empty_tables_are_left_out(record: RunRecord) -> None:
     for head in ("| a query |", "| device |", "| metric |", "| CIP-net |", "| eps |", "processes"):
         assert head not in page
         assert head in render(record, SAMPLE)
+
+
+def test_a_suite_shows_the_undefended_network(record: RunRecord, tmp_path: Path) -> None:
+    found = Evaluation.read(SAMPLE / "sample" / "evaluation.json")
+    alone = replace(found, attacks=(), clean_right=found.clean_right[:3])
+    replace(found, undefended=alone).write(tmp_path / "sample" / "evaluation.json")
+    (table,) = (it for it in render(record, tmp_path).split("\n\n") if it.startswith("| eps |"))
+    head, _, *rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    column = head.index("undefended network %")
+    assert [row[column].partition(" ")[0] for row in rows] == [f"{300 / found.n:.2f}"] * len(rows)
 
 
 def texts(path: Path) -> set[str]:

@@ -60,11 +60,12 @@ def _images(
 
 
 def _bars(subject: Subject, before: Tensor, moved: list[tuple[str, Tensor]], note: str) -> Picture:
-    scale = subject.ball(before.shape[1:]).scale
-    unit = 1 if scale is None else scale
+    ball = subject.ball(before.shape[1:])
+    unit = 1 if ball.scale is None else ball.scale
     names = subject.feature_names or [f"feature {k}" for k in range(before[0].numel())]
     changes = {name: ((inputs - before) / unit).flatten(1) for name, inputs in moved}
-    measured = "" if scale is None else ", in the unit of each feature"
+    named = ball.unit_name or "the unit of each feature"
+    measured = "" if ball.scale is None else f", in {named}"
     figure = plots.change_bars(changes, [str(name) for name in names], N_BARS)
     alt = "bars: the change of the features that move most, by an attack and at random"
     return Picture(
