@@ -45,7 +45,6 @@ from otad.training.recipes import LEAST_WIDTH, usual_width
 
 DTYPES = (np.float64, np.float32)  # of inputs; others are converted to the first
 ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
-
 Array = NDArray[Any]
 
 
