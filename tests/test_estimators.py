@@ -125,6 +125,8 @@ def test_images_give_pictures() -> None:
     x = x.reshape(-1, 1, 8, 8) / 16
     model = quick(OTADClassifier, epochs=8, bounds=(0, 1)).fit(x[:400], y[:400])
     assert model.score(x[400:600], y[400:600]) >= 0.8
+    backwards = model.predict(x[405:395:-1])  # torch alone takes no array of negative strides
+    np.testing.assert_array_equal(backwards, model.predict(x[396:406])[::-1])
     assert model.module_.backbone.input_shape == (1, 8, 8)
     assert model.module_.backbone.mean.unique().numel() == 1  # one mean for the channel
     one, *_ = model.explain(x[400:402])

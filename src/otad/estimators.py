@@ -151,7 +151,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         require(inputs.ndim in (2, 4), "X", "vectors (n, d) or images (n, c, h, w)", inputs.shape)
         targets = column_or_1d(targets, warn=True)
         if sample_weight is None:
-            return torch.tensor(inputs), targets, None
+            return torch.tensor(np.ascontiguousarray(inputs)), targets, None
         how = {"dtype": np.float64, "ensure_non_negative": True}
         weights = _check_sample_weight(sample_weight, inputs, **how)
         used = weights > 0
@@ -167,7 +167,7 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
             validate_data(self, X, reset=False, skip_check_array=True)
         else:
             inputs = validate_data(self, X, dtype=DTYPES, allow_nd=True, reset=False)
-        return torch.tensor(inputs).to(self.module_.backbone.mean)
+        return torch.tensor(np.ascontiguousarray(inputs)).to(self.module_.backbone.mean)
 
     @property
     def groups_(self) -> tuple[tuple[int, ...], ...]:
