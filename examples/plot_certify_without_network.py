@@ -56,7 +56,7 @@ for place, eps in enumerate(radii):
     shares = ", ".join(f"{name} {values[place]:.0%}" for name, values in left.items())
     print(f"l2 {eps:.2f}: proved {proved[place]:.0%}; left by PGD: {shares}")
 gain = proved[1] - left["undefended network"][1]
-print(f"at l2 {radii[1]:g}, proved minus what PGD leaves of the network: {100 * gain:+.1f} points")
+print(f"gain at l2 {radii[1]:g}, proof against attacked network: {100 * gain:+.1f} points")
 
 # %%
 # The truth about the map is between the proof and the attack. Right: the digit with the largest
