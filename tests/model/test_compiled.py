@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
-from factories import KINDS, model, queries, refuses
+from factories import KINDS, estimated, model, queries, refuses
 from torch import Tensor
 
 import otad
@@ -75,6 +76,20 @@ def test_onnx_cannot_hold_an_exact_solver(monkeypatch: pytest.MonkeyPatch) -> No
     made = model()
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     refuses(torch.export.export, made, (queries(made),), match="CIP-net.*ONNX.*exact solver")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporter itself
+def test_a_cip_net_runs_in_onnx(tmp_path: Path) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name, reason="the packages of ONNX are no part of any extra")
+    import onnxruntime
+
+    made, file = estimated("fc"), tmp_path / "model.onnx"
+    x, rows = queries(made, 7), {"x": {0: torch.export.Dim("batch", min=2)}}
+    torch.onnx.export(made, (x[:4],), file, dynamo=True, dynamic_shapes=rows, verbose=False)
+    session = onnxruntime.InferenceSession(file)
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), made(x).detach())
 
 
 def test_solvers_without_a_description_are_refused() -> None:

@@ -216,12 +216,16 @@ class SurrogateAnswerer(NeighborAnswerer):
     def traced(
         self, bank: BankModule, embedded: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        points, mode = bank.bank_points.double(), "donot_use_mm_for_euclid_dist"
-        apart = torch.cdist(keys.detach().double(), points, compute_mode=mode)
-        distances, indices = apart.topk(self.solver.n_neighbors, largest=False)
+        """In operations that runtimes without torch have too, which cdist is not among."""
+        points, found = bank.bank_points.double(), keys.detach().double()
+        middle = points.mean(0)
+        products = (found - middle) @ (points - middle).mT
+        order = 2 * products - (points - middle).square().sum(1)
+        indices = order.topk(self.solver.n_neighbors).indices
+        nearest = (points[indices] - found[:, None]).square().sum(2).amin(1).sqrt()
         pairs = bank.bank_inputs[indices], bank.bank_features[indices]
         curvature = self.smoothness, self.strong_convexity
-        return self.solver.estimate(embedded, *pairs, *curvature), distances[:, 0]
+        return self.solver.estimate(embedded, *pairs, *curvature), nearest
 
     def describe(self) -> dict[str, Any]:
         return {"scope": self.scope, "solver": {"cip_net": self.solver.config()}}
