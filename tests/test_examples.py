@@ -31,7 +31,7 @@ def test_a_page_runs(
 
 
 def test_pages_have_the_form_of_a_gallery() -> None:
-    assert len(PAGES) >= 5
+    assert len(PAGES) >= 10
     for page in PAGES:
         text = page.read_text()
         title, underline = text.split("\n")[1:3]

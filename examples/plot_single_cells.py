@@ -1,0 +1,85 @@
+"""
+Single cells: types that attacks on a few genes do not change
+=============================================================
+
+Cells by genes in an AnnData file become a data set by one call: counts are log-normalized, genes
+selected and scaled, all of it from training cells alone. The cells are those of the MERFISH atlas
+of the mouse brain if the folder that ``OTAD_DATA`` names has them, else simulated counts.
+"""
+
+from pathlib import Path
+
+import anndata
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+
+import otad
+
+plt.style.use("otad.report.gallery")
+
+# %%
+# Simulated: 600 cells of four types. Each type has ten marker genes of which it makes three times
+# as much, and cells differ in depth.
+try:
+    data = otad.data.load("merfish_mousePOA", drop="Ambiguous")
+except otad.data.MissingDataError:
+    draw = np.random.default_rng(0)
+    types = np.array(["astrocyte", "excitatory", "inhibitory", "microglia"])
+    which = draw.integers(0, 4, 600)
+    rates = draw.gamma(1.0, 5.0, (1, 100)) * np.ones((4, 1))
+    for kind in range(4):
+        rates[kind, 10 * kind : 10 * kind + 10] *= 3
+    counts = draw.poisson(rates[which] * draw.gamma(5.0, 0.2, (600, 1)))
+    cells = anndata.AnnData(
+        counts.astype(np.float32),
+        obs=pd.DataFrame({"cell_type": types[which]}, index=[f"cell {k}" for k in range(600)]),
+        var=pd.DataFrame(index=[f"gene {k}" for k in range(100)]),
+    )
+    cells.write_h5ad(Path("cells.h5ad"))
+    data = otad.data.load_h5ad(Path("cells.h5ad"), "cell_type", genes=60)
+print(data)
+
+# %%
+# The classifier with its defaults but for fewer neighbors, on up to 500 training cells.
+train_x, train_y = data.train_x[:500], np.array(data.classes)[data.train_y[:500]]
+clf = otad.OTADClassifier(n_neighbors=3, epochs=10, random_state=0).fit(train_x, train_y)
+x, y = data.test_x[:60], np.array(data.classes)[data.test_y[:60]]
+print(f"right on {len(x)} test cells: {clf.score(x, y):.1%}")
+
+# %%
+# One unit of the threat is one standard deviation of a gene. ``straight`` aims for other neighbors.
+eps = 2.0
+found = otad.evaluate(
+    clf, x, y, otad.L2(eps), attacks=["straight", otad.attacks.Pgd(steps=20)], flags=False
+)
+alone = found.undefended
+print(f"undefended {alone.worst_case_accuracy:.1%}, defended {found.worst_case_accuracy:.1%}")
+gain = found.worst_case_accuracy - alone.worst_case_accuracy
+print(f"gain at l2 {eps:g}: {100 * gain:+.1f} points")
+
+# %%
+# What an answer rests on, by training cells and by the genes that differ most from the nearest one.
+one = otad.explain(clf, x[:1], feature_names=data.feature_names)[0]
+print(one)
+
+# %%
+# Left: right answers without and under attack. Right: the test cells in the plane of the two
+# strongest directions, with those that an attack turned into another type.
+figure, panels = plt.subplots(1, 2, width_ratios=(2, 3))
+for number, one in enumerate((alone, found)):
+    panels[0].bar(number, 100 * len(one.clean_right) / one.n, color="#e6eaed")
+    color = ("#8796a1", "#0f766e")[number]
+    bar = panels[0].bar(number, 100 * one.worst_case_accuracy, 0.5, color=color)
+    panels[0].bar_label(bar, fmt="%.0f %%", padding=-14, color="white")
+panels[0].set_xticks((0, 1), ("undefended", "defended"))
+panels[0].set_title(f"Right types, percent: clean (gray), at l2 {eps:g}")
+center = data.train_x.mean(0)
+plane = torch.linalg.svd(data.train_x - center, full_matrices=False)[2][:2].T
+places, broken = (x - center) @ plane, np.isfinite(found.distances())
+for name in np.unique(y):
+    panels[1].scatter(*places[y == name].T.numpy(), s=18, label=name)
+panels[1].scatter(*places[broken].T.numpy(), s=70, fc="none", ec="#1f2a30", label="broken")
+panels[1].set(title="Test cells", xticks=[], yticks=[])
+panels[1].legend()
