@@ -61,6 +61,7 @@ def test_a_shell_completes_commands_options_and_names(typed: str, completed: set
 
 def test_completion_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path.cwd()))
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     shown = CliRunner().invoke(main, ["--show-completion", "bash"], prog_name="otad").stdout
     assert "complete -o default -F _otad_completion otad" in shown
     result = CliRunner().invoke(main, ["--install-completion", "bash"], prog_name="otad")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from otad.attacks.base import Target
 from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn
-from otad.evaluate import AttackRecord, Flag, attack_flags, evaluate, flags, make_attack
+from otad.evaluate import AttackRecord, Flag, attack_flags, flags, make_attack
+from otad.evaluate import evaluate as evaluate_both
 from otad.evaluate.certificate_check import certificate_holds, prove
 from otad.evaluate.flags import CHECKS, Check, FlagContext, remark_flag
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, CertificateRecord
@@ -29,6 +31,7 @@ from otad.model.defend import defend
 from otad.model.otad import OTAD
 
 BOX = (0.0, 1.0)
+evaluate = partial(evaluate_both, undefended=False)  # flags are those of the model
 QUICK = Keys(steps=10, targets=1, temperatures=(0.1,), restarts=1, polish=5)
 
 
