@@ -1,0 +1,100 @@
+"""The README is one page, what it states is recorded, and its links and those of the docs work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from draw_gain import RECORD, caption, draw_gain
+from PIL import Image
+
+import otad
+from otad.evaluate.records import Evaluation
+from otad.report.verdict import verdict
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks/README.md"])
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MOST_WORDS = 700
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NUMBER = re.compile(r"(?<![\w.-])\d(?:[\d.]*\d)?")  # not the 10 of CIFAR-10
+KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def anchors_of(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_it_is_one_page() -> None:
+    words = [part for part in README.split() if any(letter.isalnum() for letter in part)]
+    assert len(words) <= MOST_WORDS
+
+
+def test_every_number_is_recorded(tmp_path: Path) -> None:
+    found = Evaluation.read(RECORD)
+    picture = ROOT / "docs" / "images" / "gain.png"
+    draw_gain(tmp_path / "gain.png", found)
+    with Image.open(picture) as committed, Image.open(tmp_path / "gain.png") as drawn:
+        assert committed.text["Description"] == drawn.text["Description"] == caption(found)
+        assert committed.size == drawn.size
+    assert f"![{caption(found)}](docs/images/gain.png)\n" in README
+
+    stated = CODE.sub("", README).replace(caption(found), "")
+    stated = stated.replace(" ".join(verdict(found, "test digits")), "")
+    stated = re.sub(r"`[^`]*`|\]\([^)]*\)", "", stated)
+    python = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert python is not None
+    assert {*NUMBER.findall(stated)} <= {python[1], "2024", "2408.00329"}
+
+
+def test_a_record_without_a_gain_is_refused() -> None:
+    alone = Evaluation.read(RECORD).undefended
+    assert alone is not None
+    with pytest.raises(ValueError, match="undefended network"):
+        caption(alone)
+
+
+def test_commands_are_targets() -> None:
+    targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = re.findall(r"^make (\w+)", README, re.MULTILINE)
+    assert commands == ["demo", "test"]
+    assert {*commands} <= {*targets}
+
+
+def test_extras_are_those_of_the_package() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    section = project[project.index("[project.optional-dependencies]") :].split("\n\n")[0]
+    extras = {*re.findall(r"^(\w+) = \[", section, re.MULTILINE)} - {"dev", "docs"}
+    (line,) = (line for line in README.splitlines() if line.startswith("Extras"))
+    assert {*re.findall(r"`(\w+)` \(", line)} == extras
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_work(page: Path) -> None:
+    for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    assert {*(ROOT / "docs").glob("*.md")} - {index} <= linked
+    assert all(f"]({name}.md)" in README for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))
+
+
+def test_changelog_and_citation_are_in_form() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (.*)$", changelog, re.MULTILINE)
+    released = r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d"
+    assert versions[0] == "[Unreleased]"
+    assert all(re.fullmatch(released, version) for version in versions[1:])
+    assert {*re.findall(r"^### (.*)$", changelog, re.MULTILINE)} <= KINDS
+    assert f"\nversion: {otad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
