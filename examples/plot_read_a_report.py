@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import otad
+from otad.evaluate import make_attack
 from otad.report.evaluation_report import evaluation_report
 from otad.report.verdict import verdict
 
@@ -29,7 +30,8 @@ X_train, X_test, y_train, y_test = train_test_split(
 )
 clf = otad.OTADClassifier(n_neighbors=3, epochs=10, bounds=(0, 1), random_state=0)
 clf.fit(X_train, y_train)
-attacks = ["straight", otad.attacks.Pgd(steps=20), "noise"]
+wrong_neighbors = make_attack("soft_knn", clf.module_, temperatures=(0.1,), steps=20)
+attacks = ["straight", wrong_neighbors, otad.attacks.Pgd(steps=20), "noise"]
 found = otad.evaluate(clf, X_test, y_test, otad.L2(0.5), attacks=attacks, folder="evaluation")
 
 # %%
