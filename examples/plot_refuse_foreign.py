@@ -32,7 +32,7 @@ print(f"limit {limit:.2f}; {clf.score(X_test, y_test):.1%} of test digits are ri
 # %%
 # Foreign inputs: patches of a photograph, digits turned by a quarter, and noise.
 photo = load_sample_image("flower.jpg").mean(2) / 255
-corners = zip(draw.integers(0, photo.shape[0] - 8, 300), draw.integers(0, photo.shape[1] - 8, 300))
+corners = draw.integers(0, np.array(photo.shape) - 8, (300, 2))
 foreign = {
     "photograph": np.array([photo[None, i : i + 8, j : j + 8] for i, j in corners]),
     "turned": np.rot90(X_test[:300], axes=(2, 3)),

@@ -1,6 +1,6 @@
 """
-Single cells: types that attacks on a few genes do not change
-=============================================================
+Classify single cells
+=====================
 
 Cells by genes in an AnnData file become a data set by one call: counts are log-normalized, genes
 selected and scaled, all of it from training cells alone. The cells are those of the MERFISH atlas
@@ -22,8 +22,8 @@ plt.style.use("otad.report.gallery")
 
 # %%
 # Simulated: 800 cells of four types with three states each. A state has ten marker genes of which
-# it makes four times as much, and cells differ in depth. States are what neighbors are good at: of
-# types with a single state each, a network needs no defense by neighbors.
+# it makes four times as much, and cells differ in depth. Types with a
+# single state each are a simpler task, on which the network alone is about as robust.
 try:
     data = otad.data.load("merfish_mousePOA", drop="Ambiguous")
 except otad.data.MissingDataError:
