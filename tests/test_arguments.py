@@ -45,7 +45,8 @@ def function(
         ({"count": True}, "an integer"), ({"count": 1.0}, "an integer"), ({"count": 2**64}, "bits"),
         ({"count": 10**5000}, "bits, got int"), ({"count": 2**40}, "memory suffices"),
         ({"share": "1"}, "a number or None, got '1'"), ({"name": "a\0"}, "text"),
-        ({"path": "a"}, "a path"), ({"path": Path("\0")}, "a path"), ({"x": 1}, "Tensor"),
+        ({"path": 5}, "a path"), ({"path": "\0"}, "a path"), ({"path": Path("\0")}, "a path"),
+        ({"x": 1}, "Tensor"),
         ({"x": X.to("meta")}, "on meta"), ({"x": X.to_sparse()}, "Tensor.*sparse_coo"),
         ({"x": X * 1j}, "Tensor.*complex64"), ({"sizes": 1}, "Sequence of an integer"),
         ({"sizes": [1, "2"]}, "Sequence"), ({"sizes": np.ones(2)}, "Sequence"),
@@ -82,3 +83,10 @@ def test_methods_and_records_of_a_model() -> None:
         made.query_keys("x")
     with pytest.raises(InputError, match=r"x: expected values within \(0.0, 1.0\)"):
         otad.L2(0.1, bounds=(0.0, 1.0)).project(X, 9 * X)  # no step leads from there into the box
+
+
+def test_text_is_taken_for_a_path() -> None:
+    def stem(path: Path, other: Path | None = None) -> tuple[str, str | None]:
+        return path.stem, other and other.stem
+
+    assert checked(stem)("a/b.c", other="d.e") == ("b", "d")

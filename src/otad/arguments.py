@@ -55,8 +55,8 @@ def _guard_class(cls: type) -> None:
 
 
 def checked(function: AnyFunction) -> AnyFunction:
-    """The same function, which refuses an argument that does not fit its annotation, and says so
-    in one line where memory does not suffice."""
+    """The same function, which refuses an argument that does not fit its annotation, takes text
+    for a path, and says in one line where memory does not suffice."""
     if hasattr(function, "_is_checked"):
         return function
     signature = inspect.signature(function)
@@ -68,9 +68,14 @@ def checked(function: AnyFunction) -> AnyFunction:
         if not hints:
             hints.update(dict.fromkeys(signature.parameters, Any) | hints_of(function))
         try:
-            given = signature.bind(*args, **options).arguments
+            bound = signature.bind(*args, **options)
         except TypeError:
             return function(*args, **options)  # Python says what is missing or unknown
+        given = bound.arguments
+        for name, value in given.items():
+            if isinstance(value, str) and hints[name] in (Path, Path | None):
+                given[name] = Path(value)
+                args, options = bound.args, bound.kwargs
         check_options(hints, {k: v for k, v in given.items() if k not in several})
         try:
             return function(*args, **options)
