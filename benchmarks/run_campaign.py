@@ -35,10 +35,10 @@ TASKS = {  # of which processes are killed, or two run at once
 }
 
 
-def work(task: str, seed: int = 0) -> None:
+def work(task: str, seed: int = 0, *more: str) -> None:
     """All of a task, in the current folder."""
     if task != "save":
-        return run(TASKS[task].split())
+        return run([*TASKS[task].split(), *more])
     for step in range(8):
         model(seed + step % 2).save("saved")
 
@@ -61,6 +61,12 @@ def start(function: Callable[..., object], *given: object) -> int:
 
 def end(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def finish(task: str) -> None:
+    """What is unfinished is finished, and what is finished is replaced if asked to."""
+    if end(start(work, task)) == 2:
+        assert end(start(work, task, 0, "--force")) == 0
 
 
 def check_intact() -> None:
@@ -103,7 +109,7 @@ def disturb(kills: int, pairs: int, seed: int) -> tuple[Counter[str], list[str]]
             elif number >= kills:
                 assert {*map(end, [start(work, task, k) for k in range(2)])} in ({0}, {0, 2})
             check_intact()
-            assert end(start(work, task)) == 0
+            finish(task)
             lasting.setdefault(task, min(9.0, time.monotonic() - begun))
             check_intact()
             if number >= 0:

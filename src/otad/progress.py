@@ -170,4 +170,4 @@ def with_attack_bar(evaluate: AnyFunction) -> AnyFunction:
 
 def _silent(progress: Callable[..., None] | bool | None) -> bool | None:
     """Without bars where the caller's function is called instead."""
-    return False if callable(progress) else progress
+    return progress if progress is None or isinstance(progress, bool) else False

@@ -43,7 +43,7 @@ def among(choices: Iterable[str]) -> dict[str, Any]:
 AsJson = Annotated[bool, option("Print one JSON object to stdout, and nothing else.", "--json")]
 Seed = Annotated[int, option("Seed of everything that is drawn at random.", callback=check_seed)]
 Device = Annotated[str, option("Where to compute: cpu, cuda or cuda:1.", **among(("cpu", "cuda")))]
-BatchSize = Annotated[int, option("Rows at a time.", min=1)]
+BatchSize = Annotated[int, option("Rows at a time.", min=1, max=2**31)]
 Force = Annotated[bool, option("Replace what --out has already.", "--force")]
 OutFolder = Annotated[Path, option("Folder for everything that is written.", file_okay=False)]
 MaxSeconds = Annotated[float | None, option("Stop in time; the same command resumes.")]
