@@ -137,6 +137,13 @@ def table_mlp() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def data_parallel() -> nn.Module:
+    """On the CPU, also where there is a GPU."""
+    net = nn.DataParallel(OwnCNN()).cpu()
+    net.device_ids = []
+    return net
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "own CNN": OwnCNN,
     "sequential CNN": sequential_cnn,
@@ -146,7 +153,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "ViT": ViT,
     "object with logits": WithLogits,
     "compiled": lambda: torch.compile(OwnCNN(), backend="eager"),  # type: ignore[return-value]
-    "data parallel": lambda: nn.DataParallel(OwnCNN()),
+    "data parallel": data_parallel,
     "wrapped": lambda: Wrapper(WithLogits()),
     "log-softmax": softmax_net,
     "sequential transformer": sequential_transformer,
