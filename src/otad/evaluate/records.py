@@ -119,7 +119,8 @@ class Evaluation:
             found = f"mean worst error {sum(self.worst_errors()) / self.n:.4g}"
         sizes = f"{self.n} examples, {self.threat['norm']} eps {self.headline_eps:g}"
         failed = sum(one.verdict == FAIL for one in self.flags)
-        ran = f"{len({one.attack for one in self.attacks})} attacks, {failed} flags failed"
+        attacks, flags = len({one.attack for one in self.attacks}), len(self.flags)
+        ran = f"{attacks} attacks, {failed} of {flags} flags failed"
         return f"Evaluation({sizes}: {found}; {ran})"
 
     @property
