@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+# A warning fails the build: a broken link, an example that raises, markup that does not render.
+SITE := OMP_NUM_THREADS=1 $(RUN) sphinx -b html -n -W --keep-going -q docs build/site
 
 # An installation is named after all it depends on, so it is redone exactly when one of them changes.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
@@ -12,17 +14,23 @@ TEST := $(VENV)/.test-$(KEY)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: demo test campaign lint types format clean help
+.PHONY: demo test campaign docs links lint types format clean help
 
 demo: $(CORE) ## set up, then run the demonstration
 	$(VENV)/bin/otad demo
 
-# The types are checked while the tests run: each of them alone leaves a core idle.
-test: lint ## set up, then lint, type check and run all tests
-	$(RUN) mypy & types=$$!; $(RUN) pytest -n 2 --dist worksteal && wait $$types
+# Types and documentation are checked while the tests run: each of them alone leaves a core idle.
+test: lint ## set up, then lint, type check, build the documentation and run all tests
+	{ $(RUN) mypy && $(SITE); } & rest=$$!; $(RUN) pytest -n 2 --dist worksteal && wait $$rest
 
 campaign: $(TEST) ## 20,000 bad calls, forged files and kills; writes results/campaign.json
 	PYTHONPATH=tests $(VENV)/bin/python benchmarks/run_campaign.py
+
+docs: $(TEST) ## build the documentation site and its gallery into build/site
+	$(SITE)
+
+links: $(TEST) ## check the links of the documentation to other sites
+	$(RUN) sphinx -b linkcheck -q -D plot_gallery=0 docs build/links
 
 lint: $(TEST) ## check the style and the layout of the code
 	$(RUN) ruff check
@@ -36,7 +44,7 @@ format: $(TEST) ## rewrite the code in the agreed layout
 	$(RUN) ruff format
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/auto_examples docs/api/generated docs/sg_execution_times.rst .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 help: ## show this list
@@ -46,7 +54,7 @@ $(CORE):
 	$(install)
 	@touch $(CORE)
 
-$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,metric,dev]
+$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,metric,docs,dev]
 $(TEST):
 	$(install)
 	@touch $(CORE) $(TEST)

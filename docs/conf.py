@@ -1,0 +1,95 @@
+"""Settings of the documentation site: `make docs` builds it into build/site."""
+
+import os
+import re
+from importlib.metadata import version as installed_version
+
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
+
+os.environ["OTAD_PROGRESS"] = "0"  # the gallery shows output, not progress bars
+os.environ.pop("OTAD_DATA", None)  # examples use data that come with the package
+
+project = "otad"
+author = "The otad authors"
+copyright = f"2026, {author}"
+version = release = installed_version("otad")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["auto_examples/*.ipynb", "auto_examples/*.py"]
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types of other libraries in signatures
+default_role = "code"  # single backticks in docstrings are code
+
+myst_enable_extensions = ["dollarmath", "deflist"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autosummary_generate = True
+add_module_names = False
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "auto_examples",
+    "filename_pattern": r"plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "download_all_examples": False,
+    "min_reported_time": 60,
+    "show_memory": False,
+    "show_signature": False,
+    "remove_config_comments": True,
+    "image_scrapers": ("matplotlib",),
+    "reset_modules": ("matplotlib",),
+}
+
+html_theme = "furo"
+html_math_renderer = "mathml"
+html_title = "otad"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+linkcheck_timeout = 20
+linkcheck_workers = 4
+
+
+# Pages link to files of the repository, which works where the repository is browsed. On the site
+# the scripts of the gallery and the pages of the root have pages of their own.
+SITE_LINKS = {
+    r"examples/(plot_\w+)\.py": r"/auto_examples/\1.rst",
+    r"examples/?": "/auto_examples/index.rst",
+    r"README\.md": "/index.md",
+    r"CONTRIBUTING\.md": "/contributing.md",
+    r"CHANGELOG\.md": "/changelog.md",
+    r"SECURITY\.md": "/security.md",
+}
+
+
+def _link_within_site(app, page, source):
+    for file, target in SITE_LINKS.items():
+        source[0] = re.sub(rf"\]\((?:\.\./)+{file}(?=[)#])", f"]({target}", source[0])
+
+
+def _show_math(writer, node):
+    """Formulas are MathML, which browsers show without a script from elsewhere."""
+    display = "block" if node.tagname == "math_block" else "inline"
+    writer.body.append(convert(node.astext(), display=display))
+    raise SkipNode
+
+
+def setup(app):
+    app.connect("source-read", _link_within_site)
+    app.add_html_math_renderer("mathml", (_show_math, None), (_show_math, None))
