@@ -11,7 +11,7 @@ from otad.arguments import check_options, hints_of
 from otad.checks import check_choice, refusing, require
 from otad.data.encoding import TableEncoding
 from otad.io.codec import from_plain, to_plain
-from otad.model.otad import load
+from otad.model.loading import load
 from otad.training import EpochRecord
 
 INTEGERS = tuple(f"{kind}{size}" for kind in ("int", "uint") for size in (8, 16, 32, 64))
@@ -19,8 +19,8 @@ LABELS = ("str", "object", "bool", "float16", "float32", "float64", *INTEGERS)  
 Fitted = TypeVar("Fitted")
 
 
-def save_estimator(estimator: Any, folder: str | Path) -> Path:
-    """Write a fitted estimator; the path of its card."""
+def save_estimator(estimator: Any, folder: str | Path, evaluation: Any = None) -> Path:
+    """Write a fitted estimator; the path of its card. `evaluation`: as in `OTAD.save`."""
     check_options(hints_of(save_estimator), {"folder": folder})
     params = {name: _plain(value) for name, value in estimator.get_params(deep=False).items()}
     about = {
@@ -36,7 +36,7 @@ def save_estimator(estimator: Any, folder: str | Path) -> Path:
         plain = kind in LABELS and (kind != "object" or all(isinstance(v, str) for v in values))
         require(plain, "classes_", "text, numbers or booleans, to save them", kind)
         about["classes"] = {"dtype": kind, "values": values}
-    return estimator.module_.save(folder, estimator=about)  # type: ignore[no-any-return]
+    return estimator.module_.save(folder, evaluation=evaluation, estimator=about)  # type: ignore[no-any-return]
 
 
 def load_estimator(kind: type[Fitted], folder: str | Path, device: str) -> Fitted:

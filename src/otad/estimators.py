@@ -101,12 +101,12 @@ class _OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     @abstractmethod
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> None: ...
 
-    def save(self, folder: str | Path) -> Path:
-        """Write the fitted estimator to a folder; the path of its card. `load` of this class reads
-        the estimator again, with the same predictions, and `otad.load` its `module_`. Of
-        `random_state` an integer is saved, not the state of a generator."""
+    def save(self, folder: str | Path, *, evaluation: Any = None) -> Path:
+        """Write the fitted estimator to a folder, as `OTAD.save`; the path of its card. `load`
+        reads it again, with the same predictions, and `otad.load` its `module_`. Of `random_state`
+        an integer is saved, not the state of a generator."""
         check_is_fitted(self, "module_")
-        return save_estimator(self, folder)
+        return save_estimator(self, folder, evaluation)
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "cpu") -> Self:

@@ -25,7 +25,8 @@ from otad.io.tensor_files import fingerprint
 from otad.model.answerers import distances_to
 from otad.model.defend import defend
 from otad.model.imitation import imitate, lessons
-from otad.model.otad import OTAD, load
+from otad.model.loading import load
+from otad.model.otad import OTAD
 from otad.nets import LipschitzMetric, fc_resnet
 
 X, _ = images(8, seed=5)

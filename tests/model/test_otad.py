@@ -15,7 +15,8 @@ from otad.cip.whole_bank.map import WholeBank
 from otad.errors import InputError
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
-from otad.model.otad import OTAD, load
+from otad.model.loading import load
+from otad.model.otad import OTAD
 from otad.nets import fc_resnet
 from otad.search.neighbors import TorchSearch
 

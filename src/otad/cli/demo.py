@@ -27,7 +27,8 @@ from otad.evaluate.records import FAIL
 from otad.evaluate.suite import suite
 from otad.explain import explain
 from otad.io.environment import Environment
-from otad.model.otad import OTAD, load
+from otad.model.loading import load
+from otad.model.otad import OTAD
 from otad.model.prototypes import prototype_net
 from otad.nets import lifted_net
 from otad.report import model_report as sections

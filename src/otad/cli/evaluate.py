@@ -20,11 +20,11 @@ from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
 from otad.io.codec import to_plain
+from otad.model.folder import note_evaluation
 from otad.model.otad import OTAD
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
 from otad.report.page import Report
-from otad.report.verdict import checks_of
 
 HOW = ("skip_proved", "embedding_lipschitz", "metric_lipschitz", "seed", "batch_size")
 
@@ -63,6 +63,7 @@ def evaluate(
     out: opt.OutFolder = Path("evaluation"),
     force: opt.Force = False,
     batch_size: opt.BatchSize = 250,
+    card: Annotated[bool, opt.option("Add the figures to the model's card.", "--card")] = False,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
@@ -88,6 +89,8 @@ def evaluate(
     require(radius in radii, "headline", f"one of --eps {eps}", f"{radius:g}")
     check_choice(suite, "suite", tuple(PRESETS))
     model = open_model_or_net(model_dir, device, data_dir, out, input, targets, scale)
+    defended = model if isinstance(model, OTAD) else None
+    require(not card or defended, "--card", "a defended model", "a net alone, which has no card")
     results = [] if out == STDOUT else ["evaluation.json", "report.html", "report.md"]
     check_out(out, force, as_json, results=results, started="parts")
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
@@ -97,6 +100,8 @@ def evaluate(
     how |= {"survivors_only": not all_rows, "flags": not no_flags}
     how["folder"] = None if out == STDOUT else out
     evaluation = evaluate_model(module_of(model), x, y, threat, **how)
+    if card and defended is not None:
+        note_evaluation(model_dir, evaluation, defended.describe())
     if out == STDOUT:
         typer.echo(json.dumps(to_plain(evaluation), allow_nan=False))
         raise typer.Exit(0 if evaluation.is_sound else 1)
@@ -139,7 +144,7 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
     names = ("task", "seed", "threat", "eps", "clean", "missing", "is_sound", "seconds")
     found: dict[str, object] = {name: getattr(evaluation, name) for name in names}
     found["rows"] = evaluation.n
-    found["flags"] = {flag.name: flag.verdict for flag in checks_of(evaluation)}
+    found["flags"] = {flag.name: flag.verdict for flag in evaluation.checks}
     alone = evaluation.undefended
     found["undefended"] = evaluation.undefended_reason or None if alone is None else _record(alone)
     radii = {opt.radius_text(eps): eps for eps in evaluation.eps}
@@ -180,7 +185,7 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
             facts[f"certified at {radius}"] = describe_score(proved)
     facts["attacks"] = ", ".join(dict.fromkeys(record.attack for record in evaluation.attacks))
     facts |= {f"not run: {name}": reason for name, reason in evaluation.missing.items()}
-    checks = checks_of(evaluation)
+    checks = evaluation.checks
     verdicts = [flag.verdict for flag in checks]
     counts = {verdict: verdicts.count(verdict) for verdict in (PASS, FAIL, NOT_RUN)}
     facts["flags"] = describe_counts(counts)

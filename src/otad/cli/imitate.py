@@ -93,7 +93,8 @@ def imitate(
         title = f"Out of time after epoch {len(history)} of {config.epochs}"
         show(record, as_json, title=title, facts={"next": "the same command resumes"})
         return
-    notes, tested = {"imitation": record}, None
+    notes: dict[str, Any] = {"imitation": record}
+    tested = None
     if test_part is not None:
         exact = assess(model, *test_part)
         tested = exact, assess(imitation.model, *test_part)

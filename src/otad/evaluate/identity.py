@@ -138,12 +138,4 @@ def _settings(model: nn.Module) -> dict[str, Any]:
         return _settings(model.model) | {"n_neighbors": model.n_neighbors}
     if not isinstance(model, OTAD):
         return {}
-    return _settings(model.backbone) | {
-        "n_neighbors": model.n_neighbors,
-        "smoothness": model.smoothness,
-        "strong_convexity": model.strong_convexity,
-        "search": model.search,
-        "bank": {"points": len(model.bank_inputs), "fingerprint": model.bank_fingerprint},
-        **model.answerer.describe(),
-        **({} if model.abstain_beyond is None else {"abstain_beyond": model.abstain_beyond}),
-    }
+    return _settings(model.backbone) | model.describe()

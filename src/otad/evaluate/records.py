@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from otad.checks import require
 from otad.io.codec import from_plain, read_json, to_plain, write_json
 from otad.io.environment import Environment
 from otad.model.account import SolverAccount
+from otad.model.model_card import Figures
 from otad.scores import Score, share_score
 
 FORMAT = "otad-evaluation-1"
@@ -128,6 +130,11 @@ class Evaluation:
         return float(self.threat["eps"])
 
     @property
+    def checks(self) -> list[Flag]:
+        """The red flags of the model, and of the attacks on its undefended network."""
+        return [*self.flags, *(() if self.undefended is None else self.undefended.flags)]
+
+    @property
     def is_sound(self) -> bool:
         """No attack contradicts a certificate."""
         return (CERTIFICATE_CHECK, FAIL) not in {(one.name, one.verdict) for one in self.flags}
@@ -182,6 +189,41 @@ class Evaluation:
             return None
         radius = self.certificate.radius
         return share_score(sum(radius[row] > eps for row in self.clean_right), self.n)
+
+    def figures(self, model: str) -> Figures:
+        """What the model card of the model with this digest says of it."""
+        alone = self.undefended
+        right = self.task == "classification"
+        checks = self.checks
+        return Figures(
+            model=model,
+            measure="accuracy" if right else "mean absolute error",
+            rows=self.n,
+            norm=str(self.threat["norm"]),
+            unit=str(self.threat.get("unit_name", "")),
+            eps=self.eps,
+            clean=len(self.clean_right) / self.n if right else fmean(self.clean_errors),
+            worst=self._worst_figures(),
+            undefended=() if alone is None else alone._worst_figures(),
+            proved=self._proved_figures(),
+            attacks=tuple(dict.fromkeys(one.attack for one in self.attacks)),
+            checks=len(checks),
+            failed_checks=sum(one.verdict == FAIL for one in checks),
+        )
+
+    def _worst_figures(self) -> tuple[float, ...]:
+        if self.task == "classification":
+            return tuple(self.worst_case(eps).value / 100 for eps in self.eps)
+        return tuple(fmean(self.worst_errors(eps)) for eps in self.eps)
+
+    def _proved_figures(self) -> tuple[float | None, ...]:
+        if self.certificate is None:
+            return ()
+        if self.task == "classification":
+            scores = [self.certified_accuracy(eps) for eps in self.eps]
+            return tuple(None if one is None else one.value / 100 for one in scores)
+        bound = fmean(self.certificate.worst_errors) if self.certificate.worst_errors else None
+        return tuple(bound if eps == self.headline_eps else None for eps in self.eps)
 
     def write(self, path: Path) -> None:
         write_json(path, to_plain(self))

@@ -29,7 +29,8 @@ from otad.experiments.spec import CostSpec, SpeedSpec
 from otad.experiments.study import Study
 from otad.io.environment import resident_now, resident_peak
 from otad.model.defend import defend
-from otad.model.otad import OTAD, load
+from otad.model.loading import load
+from otad.model.otad import OTAD
 
 T = TypeVar("T")
 Times = dict[str, float]

@@ -24,6 +24,7 @@ from otad.io.codec import digest_of, parse_json, read_json
 from otad.io.files import replacing
 from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, write_tensors
 from otad.model.bank import FeatureBank
+from otad.model.model_card import README, EvaluationLike, add_evaluation, write_readme
 
 CARD = "card.json"
 LOCK = ".lock"
@@ -85,13 +86,31 @@ def write_model(
         card["bank"]["checksum"] = bank.save(folder / bank_file)
         for name, (held, header) in files.items():
             write_tensors(folder / name, held, header)
-        with replacing(folder / CARD) as partial:
-            partial.write_text(_sealed_text(card), encoding="utf-8")
+        _write_card(folder, card)
         for old in folder.iterdir():  # what earlier saves left, killed ones too
             named_by_us = _OWN_NAME.fullmatch(old.name) and old.name not in {bank_file, *files}
             if named_by_us and old.is_file():
                 old.unlink()
         return folder / CARD
+
+
+def note_evaluation(
+    folder: str | Path, evaluation: EvaluationLike, described: Mapping[str, Any]
+) -> Path:
+    """Add the figures of an evaluation to the card of a model folder; the path of its README.md.
+    `described`: the description of the model in the folder."""
+    folder = Path(folder)
+    with FileLock(folder / LOCK):
+        card = read_card(folder)
+        card["notes"] = add_evaluation(card["notes"], evaluation, described)
+        _write_card(folder, card)
+    return folder / README
+
+
+def _write_card(folder: Path, card: Mapping[str, Any]) -> None:
+    with replacing(folder / CARD) as partial:
+        partial.write_text(_sealed_text(card), encoding="utf-8")
+    write_readme(folder, card)
 
 
 def _bank_file(bank: FeatureBank) -> str:

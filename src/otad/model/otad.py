@@ -7,7 +7,6 @@ feature of a Lipschitz map through pairs (x_i, z_i) of training points: the K ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from otad.arguments import check_options, checked
-from otad.checks import (
-    check_device,
-    check_evaluation,
-    check_positive,
-    check_shape,
-    refusing,
-    require,
-)
+from otad.checks import check_evaluation, check_positive, check_shape, require
 from otad.cip import BankProblem
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError
+from otad.io.codec import to_plain
 from otad.model.answerer_options import make_answerer
-from otad.model.answerers import ANSWERERS, Answer, NeighborAnswerer
+from otad.model.answerers import Answer
 from otad.model.bank import BankModule, FeatureBank
 from otad.model.compiled import answer_compiled
-from otad.model.folder import CARD, Block, read_bank, read_block, read_card, write_model
-from otad.nets import Backbone, Metric, build, build_metric
-from otad.nets.features import parts_of_user, unwrapped, with_module
-from otad.nets.inputs import restored
+from otad.model.folder import Block, write_model
+from otad.model.model_card import EvaluationLike, add_evaluation
+from otad.nets import Backbone, Metric
+from otad.nets.features import parts_of_user
 
 SAMPLE = 64  # training inputs that are embedded again
 SAME = 1e-2  # of their lengths, for banks in half precision
@@ -254,16 +247,19 @@ class OTAD(BankModule):
         return model
 
     @checked
-    def save(self, folder: str | Path, **notes: Any) -> Path:
-        """Write the model to a folder (safetensors + JSON card); the path of the card. `notes`
-        (data, classes, metrics, ... in plain JSON) are added to those the model has."""
+    def save(
+        self, folder: str | Path, *, evaluation: EvaluationLike | None = None, **notes: Any
+    ) -> Path:
+        """Write the model to a folder (safetensors, card.json, and a model card in README.md); the
+        path of card.json. `notes` (data, classes, metrics, ... in plain JSON) are added to those
+        the model has; the model card shows the figures of an `otad.evaluate` of this model."""
         answerer, metric, keys = self.answerer, self.metric, self.bank_keys
         own = ("n_neighbors", "smoothness", "strong_convexity", "search")
         settings = {name: getattr(self, name) for name in own} | answerer.settings()
         if self.abstain_beyond is not None:
             settings["abstain_beyond"] = self.abstain_beyond
         about: dict[str, Any] = {"version": answerer.card_version, "settings": settings}
-        about["notes"] = self.notes | notes
+        about["notes"] = add_evaluation(self.notes | notes, evaluation, self.describe())
         for part in parts_of_user(self.backbone):
             about["probe"] = part.probe()
         config = {"config": self.backbone.config()}
@@ -279,6 +275,17 @@ class OTAD(BankModule):
         if answerer.card_entry is not None and (block := answerer.block()) is not None:
             blocks[answerer.card_entry] = block
         return write_model(folder, about, self.bank, blocks)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings and the bank in plain values, as records of evaluations name the model."""
+        own = ("n_neighbors", "smoothness", "strong_convexity", "search")
+        settings = {name: getattr(self, name) for name in own} | {
+            "bank": {"points": len(self.bank_inputs), "fingerprint": self.bank_fingerprint},
+            **self.answerer.describe(),
+            **({} if self.abstain_beyond is None else {"abstain_beyond": self.abstain_beyond}),
+        }
+        plain: dict[str, Any] = to_plain(settings)
+        return plain
 
     def __repr__(self) -> str:
         """A few lines, without all the layers: those are in `repr(model.backbone)`."""
@@ -325,74 +332,3 @@ def check_training_inputs(model: OTAD, train_x: object, rows: Tensor | None = No
     found = f"others in row {rows[int(off.int().argmax())]}"
     require(not off.any(), "train_x", "the inputs the bank was made from, in its order", found)
     return train_x
-
-
-@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
-def load(
-    folder: str | Path,
-    *,
-    net: nn.Module | Callable[[], nn.Module] | None = None,
-    device: str = "cpu",
-    resident: bool = True,
-    verify: bool = True,
-) -> OTAD:
-    """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`. With
-    `resident=False` the bank stays mapped from its file; `verify=False` compares its header and a
-    sample of its points alone.
-
-    `net`: for a network of a class of your own, a module of that class or a function that makes
-    one. Its weights are replaced by those of the folder, which must have the same names and shapes
-    and give the same outputs. Nothing is imported because a folder says so."""
-    if net is not None and not isinstance(net, nn.Module):
-        net = net()
-        require(isinstance(net, nn.Module), "net", "a function that makes a module", type(net))
-    folder = Path(folder)
-    card = read_card(folder)
-    try:
-        model = _read_model(folder, card, net, resident, verify)
-    except (InputError, FileNotFoundError):
-        if read_card(folder) == card:
-            raise
-        again: dict[str, Any] = {"net": net, "resident": resident, "verify": verify}
-        return load(folder, device=device, **again)  # it was just replaced
-    return model.to(check_device(device))
-
-
-def _read_model(
-    folder: Path, card: dict[str, Any], net: nn.Module | None, resident: bool, verify: bool
-) -> OTAD:
-    with refusing(f"{folder / CARD}: expected a whole model card"):
-        nets, metric, keys = card["backbone"], None, None
-        backbone = _read_backbone(card, read_block(folder, card, nets), net)
-        bank = read_bank(folder, card, verify=verify, mmap=not resident)
-        if "metric" in card:
-            nets = card["metric"]
-            state = read_block(folder, card, nets["metric"])
-            metric = restored(build_metric, nets["config"], state)
-            keys = read_block(folder, card, nets["keys"])["keys"]
-        kind = next((kind for kind in ANSWERERS if kind.card_entry in card), NeighborAnswerer)
-        entry = card[kind.card_entry] if kind.card_entry else {}
-        tensors = read_block(folder, card, entry) if entry else {}
-        options = kind.restore(card["settings"], entry, tensors)
-        own: dict[str, Any] = {"resident": resident, "metric": metric, "keys": keys}
-        model = OTAD(backbone, bank, **own, **options)
-        model.notes = dict(card["notes"])
-        return model
-
-
-def _read_backbone(
-    card: dict[str, Any], state: dict[str, Tensor], net: nn.Module | None
-) -> Backbone:
-    """The backbone that the card describes, with the user's own module in it if there is one."""
-    net = None if net is None else unwrapped(net)
-    backbone = restored(build, with_module(card["backbone"]["config"], net), state)
-    parts = list(parts_of_user(backbone))
-    expected = f"None, as the {type(backbone).__name__} of this folder is complete"
-    require(net is None or parts, "net", expected, type(net).__name__)
-    for part in parts:
-        noted, found = torch.tensor(card["probe"]), torch.tensor(part.probe())
-        same = noted.shape == found.shape
-        same = same and bool((found - noted).abs().max() <= SAME * noted.abs().max())
-        got = f"{type(part.net).__name__}, which gives others with the same weights"
-        require(same, "net", "a module that gives the outputs noted in the folder", got)
-    return backbone

@@ -19,7 +19,7 @@ from otad.report.formatting import Cell, as_text, duration, flat, interval, thre
 from otad.report.model_report import TITLES, account_blocks
 from otad.report.page import Block, Facts, Flags, Picture, Report, Section, Table, Text
 from otad.report.plots import plot_uri, skips_broken
-from otad.report.verdict import checks_of, headline, verdict
+from otad.report.verdict import headline, verdict
 from otad.scores import Score
 
 NORMS = {
@@ -142,7 +142,7 @@ def _error_section(evaluation: Evaluation, caption: str) -> Section:
 
 
 def flags_section(subject: Subject) -> Section:
-    flags = checks_of(subject.evaluation)
+    flags = subject.evaluation.checks
     lead = "No check fails. The checks search for the ways in which an attack can be too weak."
     if not flags:
         lead = "No check was run, so nothing warns of numbers that are too good to be true."

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from otad.evaluate.identity import NET
-from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation, Flag
+from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
 from otad.report.formatting import as_text, interval, unanswered
 from otad.report.page import KeyNumber
 from otad.scores import Score
@@ -55,7 +55,7 @@ def _trust(evaluation: Evaluation) -> str:
     elif certificate is not None and evaluation.task == "regression":
         bound = mean(certificate.worst_errors)
         proved = f"No attack of this size can drive the mean error above {bound} (proved)"
-    checks = checks_of(evaluation)
+    checks = evaluation.checks
     failed, count = sum(one.verdict == FAIL for one in checks), len(checks)
     if count <= 1:  # that of the certificate is always made
         return f"{proved}, and the strength of the attacks was not checked."
@@ -63,12 +63,6 @@ def _trust(evaluation: Evaluation) -> str:
         fail = "fails: read it" if failed == 1 else "fail: read them"
         return f"{proved}, but {failed} of {count} checks of the attacks {fail} first."
     return f"{proved}, and none of the {count} checks of the attacks fails."
-
-
-def checks_of(evaluation: Evaluation) -> list[Flag]:
-    """The red flags of the model, and of the attacks on its undefended network."""
-    alone = evaluation.undefended
-    return [*evaluation.flags, *(() if alone is None else alone.flags)]
 
 
 def _ball(evaluation: Evaluation) -> str:
@@ -89,7 +83,7 @@ def headline(evaluation: Evaluation) -> list[KeyNumber]:
     numbers = _accuracies(evaluation) if is_classifier else _errors(evaluation)
     if not evaluation.attacks:
         numbers[0] = KeyNumber("not attacked", numbers[0].name, "no attack was run", alarm=True)
-    count = Counter(flag.verdict for flag in checks_of(evaluation))
+    count = Counter(flag.verdict for flag in evaluation.checks)
     value = f"{count[FAIL]} of {count.total()}" if count else "none run"
     remark = f"{count[PASS]} pass, {count[NOT_RUN]} not run"
     return [*numbers, KeyNumber(value, "red flags fail", remark, alarm=count[FAIL] > 0)]

@@ -1,0 +1,90 @@
+"""From a model folder to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_device, refusing, require
+from otad.errors import InputError
+from otad.model.answerers import ANSWERERS, NeighborAnswerer
+from otad.model.folder import CARD, read_bank, read_block, read_card
+from otad.model.otad import OTAD, SAME
+from otad.nets import Backbone, build, build_metric
+from otad.nets.features import parts_of_user, unwrapped, with_module
+from otad.nets.inputs import restored
+
+
+@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
+def load(
+    folder: str | Path,
+    *,
+    net: nn.Module | Callable[[], nn.Module] | None = None,
+    device: str = "cpu",
+    resident: bool = True,
+    verify: bool = True,
+) -> OTAD:
+    """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`. With
+    `resident=False` the bank stays mapped from its file; `verify=False` compares its header and a
+    sample of its points alone.
+
+    `net`: for a network of a class of your own, a module of that class or a function that makes
+    one. Its weights are replaced by those of the folder, which must have the same names and shapes
+    and give the same outputs. Nothing is imported because a folder says so."""
+    if net is not None and not isinstance(net, nn.Module):
+        net = net()
+        require(isinstance(net, nn.Module), "net", "a function that makes a module", type(net))
+    folder = Path(folder)
+    card = read_card(folder)
+    try:
+        model = _read_model(folder, card, net, resident, verify)
+    except (InputError, FileNotFoundError):
+        if read_card(folder) == card:
+            raise
+        again: dict[str, Any] = {"net": net, "resident": resident, "verify": verify}
+        return load(folder, device=device, **again)  # it was just replaced
+    return model.to(check_device(device))
+
+
+def _read_model(
+    folder: Path, card: dict[str, Any], net: nn.Module | None, resident: bool, verify: bool
+) -> OTAD:
+    with refusing(f"{folder / CARD}: expected a whole model card"):
+        nets, metric, keys = card["backbone"], None, None
+        backbone = _read_backbone(card, read_block(folder, card, nets), net)
+        bank = read_bank(folder, card, verify=verify, mmap=not resident)
+        if "metric" in card:
+            nets = card["metric"]
+            state = read_block(folder, card, nets["metric"])
+            metric = restored(build_metric, nets["config"], state)
+            keys = read_block(folder, card, nets["keys"])["keys"]
+        kind = next((kind for kind in ANSWERERS if kind.card_entry in card), NeighborAnswerer)
+        entry = card[kind.card_entry] if kind.card_entry else {}
+        tensors = read_block(folder, card, entry) if entry else {}
+        options = kind.restore(card["settings"], entry, tensors)
+        own: dict[str, Any] = {"resident": resident, "metric": metric, "keys": keys}
+        model = OTAD(backbone, bank, **own, **options)
+        model.notes = dict(card["notes"])
+        return model
+
+
+def _read_backbone(
+    card: dict[str, Any], state: dict[str, Tensor], net: nn.Module | None
+) -> Backbone:
+    """The backbone that the card describes, with the user's own module in it if there is one."""
+    net = None if net is None else unwrapped(net)
+    backbone = restored(build, with_module(card["backbone"]["config"], net), state)
+    parts = list(parts_of_user(backbone))
+    expected = f"None, as the {type(backbone).__name__} of this folder is complete"
+    require(net is None or parts, "net", expected, type(net).__name__)
+    for part in parts:
+        noted, found = torch.tensor(card["probe"]), torch.tensor(part.probe())
+        same = noted.shape == found.shape
+        same = same and bool((found - noted).abs().max() <= SAME * noted.abs().max())
+        got = f"{type(part.net).__name__}, which gives others with the same weights"
+        require(same, "net", "a module that gives the outputs noted in the folder", got)
+    return backbone
