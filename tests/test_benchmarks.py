@@ -323,6 +323,6 @@ def test_foreign_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_table_of_foreign_inputs_is_that_of_the_record() -> None:
     record = json.loads((ROOT / "results/benchmarks/foreign_inputs.json").read_text())
-    assert foreign_inputs.markdown(record) in (ROOT / "docs/in_use.md").read_text()
+    assert foreign_inputs.markdown(record) in (ROOT / "docs/how_to/in_use.md").read_text()
     # what the choice of the nearest point rests on
     assert all(row["scrambled"] > row["scrambled_kth"] for row in record["rows"])

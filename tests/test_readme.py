@@ -70,6 +70,8 @@ def test_extras_are_those_of_the_package() -> None:
     extras = {*re.findall(r"^(\w+) = \[", section, re.MULTILINE)} - {"dev", "docs"}
     (line,) = (line for line in README.splitlines() if line.startswith("Extras"))
     assert {*re.findall(r"`(\w+)` \(", line)} == extras
+    page = (ROOT / "docs/how_to/platforms.md").read_text(encoding="utf-8").partition("## Extras")[2]
+    assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == extras | {"dev", "docs"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

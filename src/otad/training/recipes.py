@@ -31,7 +31,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     # The paper's, for fully connected nets.
     "fc": {"energy_weight": 0.01},
     # The paper's ViT (7 blocks, 12 heads, width 384, 64 patches) on CIFAR-10 from scratch: a
-    # transformer starts without knowledge of images, so augmentation decides. See docs/vision.md.
+    # transformer starts without knowledge of images, so augmentation decides: see
+    # docs/how_to/vision.md.
     "vit_cifar10": {
         "epochs": 200, "batch_size": 128, "optimizer": "adamw", "learning_rate": 1e-3, "warmup": 10,
         "weight_decay": 0.05, "decay_on": "matrices", "gradient_clip": 1.0, "label_smoothing": 0.1,
