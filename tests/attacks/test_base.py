@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import otad.attacks.adaptive  # noqa: F401  (registers the attacks)
 from otad.attacks import ATTACKS
-from otad.attacks.base import Attack, AttackResult, Survivors, Target, gain_of
+from otad.attacks.base import Attack, AttackResult
+from otad.attacks.target import Survivors, Target, gain_of
 from otad.errors import InputError
 from otad.threat import L2, Linf, LpBall
 

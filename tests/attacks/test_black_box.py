@@ -14,7 +14,7 @@ from attacks.linear_models import Function, Linear, Recorder, inner_points, run
 from torch import Tensor
 
 from otad.attacks import L2, AutoAttackSuite, Linf, NgOpt, Pixle, RandomNoise, RandomSearch, Square
-from otad.attacks.library_attacks import _losses, _Optimizers
+from otad.attacks.ngopt import _losses, _Optimizers
 from otad.errors import InputError, MissingExtraError
 
 pytest.importorskip("pyautoattack", reason="needs the extra attacks")

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, margin
+from otad.attacks.base import Attack
 from otad.attacks.library_attacks import AutoAttackSuite
 from otad.attacks.objectives import LOSSES, cross_entropy, dlr, loss_for
-from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer
+from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd
 from otad.attacks.random_search import RandomNoise
+from otad.attacks.target import margin
+from otad.attacks.transfer import Transfer
 from otad.errors import InputError
 from otad.model.defend import defend
 from otad.threat import L2, Linf

@@ -18,7 +18,7 @@ from otad.attacks.adaptive.neighborhood import (
     Neighborhood,
     head_outputs,
 )
-from otad.attacks.base import Survivors, Target, margin
+from otad.attacks.target import Survivors, Target, margin
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.model.otad import check_training_inputs

@@ -12,10 +12,11 @@ from attacks.linear_models import Function, Recorder, random_net, run
 from attacks.test_base import Scripted
 from torch import Tensor, nn
 
-from otad.attacks.base import Target
 from otad.attacks.objectives import cross_entropy, loss_for, substitute_gradient
-from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer, checkpoints
+from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, checkpoints
 from otad.attacks.random_search import RandomNoise
+from otad.attacks.target import Target
+from otad.attacks.transfer import Transfer
 from otad.errors import InputError
 from otad.threat import L2, Linf
 

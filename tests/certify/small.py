@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from otad.attacks.base import gain_of
+from otad.attacks.target import gain_of
 from otad.cip import ExactCip
 from otad.cip.whole_bank.potential import integrate_most, least_bank_smoothness
 from otad.model.bank import FeatureBank

@@ -10,7 +10,7 @@ from attacks.bank_models import first_feature_net
 from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, LpBall
-from otad.attacks.base import Target
+from otad.attacks.target import Target
 from otad.evaluate import Evaluation, evaluate
 from otad.evaluate.flags import CHECKS, FlagContext
 from otad.evaluate.protocol import run_attacks

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, Linf, LpBall
 from otad.attacks.adaptive import Keys, SoftKnn, Straight
-from otad.attacks.base import Target
 from otad.attacks.pgd import Pgd
 from otad.attacks.random_search import RandomNoise, RandomSearch
+from otad.attacks.target import Target
 from otad.baselines import MajorityKnn
 from otad.evaluate import AttackRecord, Flag, attack_flags, flags, make_attack
 from otad.evaluate import evaluate as evaluate_both

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from otad.attacks import L2, Attack, Linf, LpBall, needs, register_attack
-from otad.attacks.base import Target
+from otad.attacks.target import Target
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
 from otad.evaluate import ATTACKS, PRESETS, Evaluation, make_attack

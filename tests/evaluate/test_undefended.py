@@ -12,8 +12,8 @@ from torch import Tensor
 
 from otad.attacks import L2, Attack, LpBall
 from otad.attacks.adaptive import Straight
-from otad.attacks.base import Target
 from otad.attacks.random_search import RandomNoise
+from otad.attacks.target import Target
 from otad.evaluate import PRESETS, Evaluation, evaluate, runner
 from otad.evaluate.records import FAIL, NOT_RUN, PASS
 from otad.evaluate.suite import Choice

@@ -10,7 +10,7 @@ import torch
 from factories import K, estimated, images
 
 from otad.attacks import ATTACKS, L2
-from otad.attacks.base import gain_of
+from otad.attacks.target import gain_of
 from otad.cip import Status
 from otad.evaluate import Evaluation, evaluate, make_attack
 from otad.evaluate.identity import Identity

@@ -3,10 +3,12 @@
 from otad.arguments import guard
 from otad.attacks.base import ATTACKS, Attack, AttackResult, register_attack
 from otad.attacks.categories import Categories
-from otad.attacks.library_attacks import AutoAttackSuite, NgOpt, Square
+from otad.attacks.library_attacks import AutoAttackSuite, Square
 from otad.attacks.needs import Knowledge, Needs
-from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, Transfer
+from otad.attacks.ngopt import NgOpt
+from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd
 from otad.attacks.random_search import Pixle, RandomNoise, RandomSearch
+from otad.attacks.transfer import Transfer
 from otad.threat import L2, Linf, LpBall
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What every attack does the same way: check, count, project, ask the model again, measure."""
+"""The base class of all attacks: it checks inputs, projects what is found, and measures it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks.needs import Knowledge, Needs, Setting
+from otad.attacks.target import Target, check_outputs, gain_of
 from otad.checks import (
     WORKING_DTYPES,
     check_evaluation,
@@ -28,153 +29,45 @@ from otad.errors import InputError
 from otad.short_repr import median_text
 from otad.threat import LpBall
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Outputs (n,C) or (n,) and targets (n,) -> what an attacker wants large (n,), differentiable."""
-
-
-def margin(logits: Tensor, y: Tensor) -> Tensor:
-    """max_{c != y} logits_c - logits_y (B,), the loss of Carlini and Wagner. Never flat."""
-    own = logits.gather(1, y[:, None])[:, 0]
-    return logits.scatter(1, y[:, None], -math.inf).amax(1) - own
-
-
-def gain_of(outputs: Tensor, y: Tensor) -> Tensor:
-    """How far an attack has come (B,): the margin, in regression |f - y|; infinite where the model
-    abstains (NaN), as that is no correct answer."""
-    found = (outputs - y).abs() if y.is_floating_point() else margin(outputs, y)
-    return found.masked_fill(found.isnan(), math.inf)
-
-
-class Evaluated(NamedTuple):
-    """Outputs of the attacked model, what an attack maximizes (n,), and its gradient (n,*)."""
-
-    outputs: Tensor
-    value: Tensor
-    gradient: Tensor
-
-
-def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (n,) of a function of each row, and its gradient (n,*), 0 where it has none."""
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        value = function(x)
-        total = value.sum()
-    if not total.requires_grad:
-        return value, torch.zeros_like(x)
-    (gradient,) = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=True)
-    return value.detach(), gradient
-
-
-class Target:
-    """The model under attack with the right answers `y` (B,): labels (int64) or, in regression,
-    values, broken once their error exceeds `tolerance`. Counts how often it is asked. `rows`
-    (int64) select some of the examples. Without `breakable` it is attacked as far as it goes."""
-
-    def __init__(
-        self, model: nn.Module, y: Tensor, tolerance: float = math.inf, *, breakable: bool = True
-    ) -> None:
-        self.model, self.y, self.tolerance, self.breakable = model, y, tolerance, breakable
-        self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
-        self.backwards = torch.zeros_like(self.forwards)
-        self.blind = torch.zeros_like(self.forwards, dtype=torch.bool)
-
-    def targets(self, rows: Tensor | None = None) -> Tensor:
-        return self.y if rows is None else self.y[rows]
-
-    def _count(self, counter: Tensor, rows: Tensor | None) -> None:
-        rows = torch.arange(len(self.y), device=self.y.device) if rows is None else rows
-        counter.index_add_(0, rows, torch.ones_like(rows))
-
-    def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Outputs for inputs x (n,*), one for each of `rows`, without gradient."""
-        self._count(self.forwards, rows)
-        with torch.no_grad():
-            outputs: Tensor = self.model(x)
-        return outputs
-
-    def evaluate(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> Evaluated:
-        self._count(self.forwards, rows)
-        self._count(self.backwards, rows)
-        outputs: list[Tensor] = []
-
-        def value_of(inputs: Tensor) -> Tensor:
-            outputs.append(self.model(inputs))
-            return loss(outputs[0], self.targets(rows))
-
-        value, gradient = self.differentiate(value_of, x, rows)
-        return Evaluated(outputs[0].detach(), value, gradient)
-
-    def differentiate(
-        self, function: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Values (n,) of a function of inputs (n,*), one for each of `rows`, and a gradient to
-        climb: what is NaN or infinite in it is 0, and `blind` notes the examples with a value."""
-        value, gradient = value_and_gradient(function, x)
-        blind = ~gradient.flatten(1).isfinite().all(1) & value.isfinite()
-        if bool(blind.any()):
-            self.blind[blind if rows is None else rows[blind]] = True
-        return value, gradient.nan_to_num(0.0, 0.0, 0.0)
-
-    def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Whether answers (n,) are wrong: another class, an abstention, an error too large."""
-        y = self.targets(rows)
-        if y.is_floating_point():
-            return ~((outputs - y).abs() <= self.tolerance) & self.breakable
-        return ((outputs.argmax(1) != y) | outputs.isnan().any(1)) & self.breakable
-
-    def is_done(self, gain: Tensor) -> Tensor:
-        """Whether a larger gain (n,) is useless: of a class, but an error may always grow."""
-        return (gain == math.inf if self.y.is_floating_point() else gain > 0) & self.breakable
-
-
-class Survivors:
-    """Which examples x (B,*) are not broken yet, and the best `inputs` (B,*) of the ball found,
-    with their `gain` (B,): see `gain_of`; infinite once nothing can be better."""
-
-    def __init__(self, target: Target, x: Tensor, ball: LpBall) -> None:
-        self.target, self.x, self.ball = target, x, ball
-        self.inputs = x.clone()
-        self.gain = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
-
-    @property
-    def rows(self) -> Tensor:
-        return self.among(torch.arange(len(self.gain), device=self.gain.device))
-
-    def among(self, rows: Tensor) -> Tensor:
-        return rows[~self.target.is_done(self.gain[rows])]
-
-    def project(self, moved: Tensor, rows: Tensor) -> Tensor:
-        return self.ball.project(moved, self.x[rows])
-
-    def offer(self, moved: Tensor, rows: Tensor) -> None:
-        """Ask about inputs (n,*); keep those with more gain, also of broken examples."""
-        self._keep(moved, gain_of(self.target(moved, rows), self.target.targets(rows)), rows)
-
-    def ask(self, moved: Tensor, rows: Tensor) -> Tensor:
-        return self.judge(moved, self.target(moved, rows), rows)
-
-    def judge(self, moved: Tensor, outputs: Tensor, rows: Tensor) -> Tensor:
-        """Record the model's outputs at inputs (n,*); which of them (bool) are not broken. The
-        first broken input of an example is final."""
-        broken = self.target.is_broken(outputs, rows)
-        gain = gain_of(outputs, self.target.targets(rows))
-        # Tied logits break an example at gain 0, and nothing later may count as better.
-        self._keep(moved, gain.masked_fill(broken, math.inf), rows)
-        return ~broken
-
-    def _keep(self, moved: Tensor, gain: Tensor, rows: Tensor) -> None:
-        better = gain > self.gain[rows]
-        self.inputs[rows[better]] = moved[better]
-        self.gain[rows[better]] = gain[better].to(self.gain.dtype)
-
 
 @dataclass(frozen=True, eq=False)
 class AttackResult:
-    """`inputs` (B,*): the best found within the ball. `broken` (B,): the model's answer there is
-    wrong (or was, unattacked: then `inputs` is the example itself). `abstained` (B,): it gave none.
-    `distance` (B,) float64: measured from the example. `gain` (B,): see `gain_of`. `forwards`,
-    `backwards` (B,): how often the model was asked for an answer, for a gradient. `blind` (B,): a
-    gradient on the way was NaN or infinite, so that the attack may have missed something."""
+    """What an attack found, with one row for each of the B examples.
+
+    Attributes
+    ----------
+    inputs : Tensor (B, *input_shape)
+        The best inputs found within the ball. Where the model's answer was wrong already, this is
+        the example itself.
+    broken : Tensor (B,) of bool
+        Whether the model's answer at `inputs` is wrong.
+    abstained : Tensor (B,) of bool
+        Whether the model gave no answer at `inputs`.
+    distance : Tensor (B,) of float64
+        The distance of `inputs` from the examples, in the norm and the units of the ball.
+    gain : Tensor (B,)
+        The largest logit of a wrong class minus the logit of the right class; in regression the
+        absolute error.
+    forwards, backwards : Tensor (B,) of int64
+        How often the model was asked for an answer and for a gradient.
+    blind : Tensor (B,) of bool
+        Whether some gradient was NaN or infinite, so that the attack may have missed something.
+    seconds : float
+        The duration of the attack.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> model = torch.nn.Linear(2, 2).eval()
+    >>> x, y = torch.rand(5, 2), torch.zeros(5, dtype=torch.int64)
+    >>> noise = otad.attacks.RandomNoise(draws=3)
+    >>> result = noise(model, x, y, otad.L2(0.1), generator=torch.Generator().manual_seed(0))
+    >>> result.inputs.shape, result.broken.dtype
+    (torch.Size([5, 2]), torch.bool)
+    >>> bool((result.distance <= 0.1).all())
+    True
+    """
 
     inputs: Tensor
     broken: Tensor
@@ -194,24 +87,53 @@ class AttackResult:
 
     @property
     def accuracy(self) -> float:
-        """The share of the examples still answered right."""
+        """The share of the examples, from 0 to 1, that the model still answers right."""
         return float((~self.broken).double().mean())
 
 
 def option(default: Any, check: Callable[..., object], **limits: Any) -> Any:
-    """A dataclass field of an attack, whose values `check(value, name, **limits)` may refuse."""
+    """Declare a field of an attack whose values are checked by `check(value, name, **limits)`."""
     return field(default=default, metadata={"check": partial(check, **limits)})
 
 
 class Attack(ABC):
-    """Looks for an input within a ball around each example that a model answers wrongly. A new
-    attack sets `name`, `family` and `needs` and writes `run`, which may return anything:
-    `__call__` projects, asks the model again and measures, so no attack can claim too much."""
+    """A search for inputs within a ball around each example that a model answers wrongly.
+
+    All attacks are called the same way: see `Attack.__call__`. To add one, subclass `Attack`, set
+    the class attributes below and write `run`. Whatever `run` returns is projected into the ball,
+    answered by the model again and measured, so no attack can claim too much.
+
+    Attributes
+    ----------
+    name : str
+        The name by which suites and the command line find the attack.
+    family : str
+        "white-box", "black-box", "adaptive" (knows the defense) or "random".
+    needs : Needs
+        What the attack needs of a model, its inputs and the threat model.
+    version : int
+        A number to raise when results change, because cached results are stored under it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> class Darken(otad.attacks.Attack):
+    ...     name, family = "darken", "random"
+    ...     def run(self, target, x, ball, generator):
+    ...         return x - ball.eps
+    >>> model = torch.nn.Linear(2, 2).eval()
+    >>> x, y = torch.rand(5, 2), torch.zeros(5, dtype=torch.int64)
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> result = Darken()(model, x, y, otad.Linf(0.1), generator=generator)
+    >>> bool((result.distance <= 0.1).all())
+    True
+    """
 
     name: ClassVar[str]
-    family: ClassVar[str]  # "white-box", "black-box", "adaptive" or "random"
+    family: ClassVar[str]
     needs: ClassVar[Needs] = Needs()
-    version: ClassVar[int] = 1  # raise it when results change: cached results are named by it
+    version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for one in fields(self):  # type: ignore[arg-type]  # called for dataclasses only
@@ -221,8 +143,21 @@ class Attack(ABC):
 
     @classmethod
     def for_model(cls, known: Knowledge, **options: Any) -> Self:
-        """The attack for a model of which this is known; `options` are those of the class. A field
-        with metadata "known" is by default that attribute of `known`."""
+        """Make the attack for a model of which this is known.
+
+        Parameters
+        ----------
+        known : Knowledge
+            What the attacker knows. It fills the fields that need it, such as the undefended
+            network, unless they are given.
+        **options
+            Arguments of the class.
+
+        Raises
+        ------
+        InputError
+            If the class has no such option, or refuses its value.
+        """
         accepted = tuple(inspect.signature(cls).parameters)
         unknown = ", ".join(name for name in options if name not in accepted)
         expected = f"options of {cls.name}, which are {', '.join(accepted)}"
@@ -238,12 +173,12 @@ class Attack(ABC):
 
     @classmethod
     def misfit(cls, known: Knowledge, setting: Setting | None = None) -> str | None:
-        """Why the attack does not fit a model, or in that setting; None where it fits."""
+        """Return why the attack does not fit a model or a setting, or None where it fits."""
         return cls.needs.unmet_by_model(known) or (setting and cls.needs.unmet_in(setting))
 
     @abstractmethod
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        """The most promising input (B,*) for each of the examples x."""
+        """Return the most promising input (B,*) for each of the examples x (B,*)."""
 
     @final
     @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -257,8 +192,38 @@ class Attack(ABC):
         generator: torch.Generator,
         tolerance: float = math.inf,
     ) -> AttackResult:
-        """Attack examples x (B,*) with right answers y (B,), all in one batch, but for those whose
-        class is wrong already. `generator` (on the CPU) is the only source of randomness."""
+        """Attack all examples in one batch.
+
+        Examples that the model answers wrongly without an attack are broken from the start and are
+        not attacked.
+
+        Parameters
+        ----------
+        model : nn.Module
+            The model, in evaluation mode: inputs (B, *input_shape) -> logits (B, C), or values (B,)
+            in regression.
+        x : Tensor (B, *input_shape)
+            The examples, within the bounds of the ball.
+        y : Tensor (B,)
+            The right answers: labels (int64), or values in regression.
+        ball : LpBall
+            The threat model, such as `otad.L2(0.5)`.
+        generator : torch.Generator
+            The only source of randomness, on the CPU.
+        tolerance : float
+            The error of a value above which an example is broken, in regression alone. By default
+            no error breaks an example, and the attack makes it as large as it can.
+
+        Returns
+        -------
+        AttackResult
+            The best inputs found, measured by the model itself.
+
+        Raises
+        ------
+        InputError
+            If the inputs or the threat model do not fit the attack, or weights are not finite.
+        """
         check_evaluation(model, "model")
         check_weights(model, "model")
         self.check_networks()
@@ -278,7 +243,7 @@ class Attack(ABC):
         rows = (~broken).nonzero()[:, 0]
         if len(rows):
             inner, examples = Target(model, y[rows], tolerance), x[rows]
-            # A copy, as an attack may work in place; in one piece, though images may be permuted.
+            # A copy, because an attack may work in place; contiguous, although x may be permuted.
             given = examples.clone(memory_format=torch.contiguous_format)
             found = self.run(inner, given, ball, generator).detach()
             check_shape(found, f"{self.name}.run", tuple(examples.shape), "like its examples")
@@ -307,7 +272,7 @@ class Attack(ABC):
 
     @final
     def check_networks(self) -> None:
-        """Refuse networks of the attack's own that have weights which are not finite."""
+        """Refuse networks among the attack's options whose weights are not finite."""
         for name, value in vars(self).items():
             net = getattr(value, "__self__", value)  # a method of a network is one as well
             if isinstance(net, nn.Module):
@@ -317,40 +282,49 @@ class Attack(ABC):
 
     @final
     def check_inputs(self, x: Tensor, y: Tensor, ball: LpBall) -> None:
-        """Refuse examples and a threat that the attack does not fit."""
+        """Refuse examples and threat models for which the attack does not work."""
         task = "regression" if y.is_floating_point() else "classification"
         if reason := self.needs.unmet_in(Setting(x.shape[1:], task, ball)):
             raise InputError(f"{self.name}: {reason}")
 
 
 def blindness(blind: Tensor) -> str:
-    """A remark about an attack with blind rows (B,)."""
+    """Describe how many examples (B,) had gradients that were not finite."""
     share = f"{int(blind.sum())} of {len(blind)} examples"
     return f"gradients were NaN or infinite on {share}, where the attack may be too weak"
 
 
-ATTACKS: dict[str, type[Attack]] = {}  # every registered attack by name
+ATTACKS: dict[str, type[Attack]] = {}
+"""Every registered attack by its name."""
 _Class = TypeVar("_Class", bound=type[Attack])
 
 
 def register_attack(attack: _Class) -> _Class:
-    """Class decorator: make the attack available by its name."""
+    """Make an attack available by its name, as a class decorator.
+
+    Parameters
+    ----------
+    attack : subclass of Attack
+        The class. Its `name` must not be taken by another class.
+
+    Returns
+    -------
+    subclass of Attack
+        The same class, which is now in `ATTACKS`.
+
+    Examples
+    --------
+    >>> import otad
+    >>> @otad.attacks.register_attack
+    ... class Brighten(otad.attacks.Attack):
+    ...     name, family = "brighten", "random"
+    ...     def run(self, target, x, ball, generator):
+    ...         return x + ball.eps
+    >>> otad.attacks.ATTACKS.pop("brighten") is Brighten  # and removed again
+    True
+    """
     known = ATTACKS.get(attack.name, attack)
     same = (known.__module__, known.__qualname__) == (attack.__module__, attack.__qualname__)
     require(same, "name", "one that is not taken", repr(attack.name))
     ATTACKS[attack.name] = attack
     return attack
-
-
-def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
-    """Refuse outputs that targets y (B,) do not fit."""
-    if y.is_floating_point():
-        check_shape(outputs, name, (len(y),), "of values, as y holds values")
-        return
-    shape = tuple(outputs.shape)
-    fits = len(shape) == 2 and shape[0] == len(y) and shape[1] >= 2
-    expected = f"logits ({len(y)}, C) of at least 2 classes, as y holds labels"
-    require(fits, name, expected, f"outputs of shape {shape}")
-    low, high = (int(value) for value in torch.aminmax(y))
-    known = low >= 0 and high < shape[1]
-    require(known, "y", f"labels from 0 to {shape[1] - 1}", f"{low} to {high}")

@@ -1,4 +1,4 @@
-"""A search through the categories of tables, which small steps along a gradient never switch."""
+"""A search through the categories of a table, which small gradient steps never switch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Attack, Survivors, Target, gain_of, option, register_attack
+from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.pgd import Pgd
+from otad.attacks.target import Survivors, Target, gain_of
 from otad.checks import check_count
 from otad.threat import LpBall, per_row, switched
 
@@ -18,9 +19,31 @@ from otad.threat import LpBall, per_row, switched
 @register_attack
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Categories(Attack):
-    """Tries every category of every group, then of one more group from each of the `beam` best so
-    far, as many as the ball allows. From each of them `steps` of PGD move the other features. With
-    a beam as wide as there are combinations of categories, no combination is missed."""
+    """A beam search through the categories of a table, with PGD on the other features.
+
+    It tries every category of every group. From the best points so far it then switches one more
+    group, as many as the ball allows. From each of these points PGD moves the numeric features.
+    With a beam as wide as there are combinations of categories, no combination is missed.
+
+    Parameters
+    ----------
+    beam : int
+        How many of the best points of each example are continued.
+    steps : int
+        The number of PGD steps from each of them.
+
+    Examples
+    --------
+    The columns are one-hot: the ball below lets an attacker switch the category.
+
+    >>> import torch
+    >>> import otad
+    >>> model, x, y = torch.nn.Identity().eval(), torch.eye(3), torch.arange(3)
+    >>> ball = otad.L2(1.5, groups=[(0, 1, 2)])
+    >>> attack = otad.attacks.Categories(beam=2, steps=5)
+    >>> attack(model, x, y, ball, generator=torch.Generator().manual_seed(0)).accuracy
+    0.0
+    """
 
     beam: int = option(8, check_count)
     steps: int = option(20, check_count)
@@ -31,7 +54,7 @@ class Categories(Attack):
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors = Survivors(target, x, ball)
         names = torch.rand(x[0].numel(), generator=generator, dtype=torch.float64).to(x.device)
-        beams = [x]  # of each the best point, the second best, ... of all examples
+        beams = [x]  # the best point of every example, then the second best of every example, ...
         for count in range(1, ball.n_switches + 1):
             tried = [point for start in beams for point in self._switched_once(start, x, ball)]
             keys = torch.stack([point.flatten(1).double() @ names for point in tried])
@@ -48,7 +71,9 @@ class Categories(Attack):
         return survivors.inputs
 
     def _switched_once(self, start: Tensor, x: Tensor, ball: LpBall) -> list[Tensor]:
-        """The points with another category in one group, where x may have it; else unchanged."""
+        """Return the points that have another category in one group, where that is allowed.
+
+        Rows whose category cannot change are returned as they are."""
         found, groups = [], ball.groups or ()
         free = {*ball.free_features(x).tolist()}
         for number, group in enumerate(groups):
@@ -63,7 +88,7 @@ class Categories(Attack):
         return found or [start]
 
     def _gain(self, survivors: Survivors, point: Tensor) -> Tensor:
-        """Of points (B,*), those of examples that are broken already aside (-inf)."""
+        """Return the gain (B,) of points (B,*), -inf for examples that are already broken."""
         rows, target = survivors.rows, survivors.target
         gain = torch.full_like(survivors.gain, -math.inf)
         if len(rows):
@@ -73,7 +98,7 @@ class Categories(Attack):
         return gain
 
     def _climb(self, survivors: Survivors, start: Tensor, count: int) -> None:
-        """PGD of the other features from points `start` (B,*) that have `count` switches."""
+        """Run PGD on the other features from points `start` (B,*) with `count` switched groups."""
         target, rows = survivors.target, survivors.rows
         if not len(rows):
             return

@@ -1,44 +1,40 @@
-"""Attacks of other libraries: Square (Andriushchenko et al. 2020) and AutoAttack (Croce and Hein
-2020) by pyautoattack, NGOpt by nevergrad."""
+"""Attacks of the library pyautoattack: Square (Andriushchenko et al. 2020) and AutoAttack (Croce
+and Hein 2020)."""
 
 from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from otad.attacks.base import Attack, Survivors, Target, gain_of, option, register_attack
+from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import cross_entropy
-from otad.checks import check_choice, check_count, check_positive, require
+from otad.attacks.target import Survivors, Target, gain_of
+from otad.checks import check_choice, check_count, require
 from otad.errors import InputError, import_extra
 from otad.threat import LpBall, per_row
 
-EXTRA = "attacks"  # that installs the libraries
+EXTRA = "attacks"  # the extra that installs the libraries
 LIBRARY_NORMS = {"l2": "L2", "linf": "Linf"}
 VARIANTS = ("standard", "plus", "rand", "custom")
 PARTS = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
-NEED_CLASSES = {"apgd-dlr": 3, "apgd-t": 4}  # their loss looks at so many logits
-TARGETS = 9  # classes the targeted parts try, where there are so many
-WEIGHT = 10.0  # of NgOpt: the margin against the size of the step
-HISTORY = 16  # candidates that nevergrad archives: by default all of them, in 784 dimensions
+NEED_CLASSES = {"apgd-dlr": 3, "apgd-t": 4}  # how many logits their loss looks at
+TARGETS = 9  # the most classes that the targeted parts try
 
 
 @contextmanager
 def own_randomness(generator: torch.Generator) -> Iterator[int]:
-    """A seed drawn from `generator`, which seeds all global generators, inside the block only."""
+    """Seed all global generators by a seed drawn from `generator`, inside the block only."""
     seed = int(torch.randint(2**31 - 1, (), generator=generator))
     of_numpy, of_python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -71,9 +67,27 @@ class UnitBox:
 @register_attack
 @dataclass(frozen=True, eq=False)
 class Square(Attack):
-    """Random search over square windows of images (B,C,H,W): `queries` answers for each example in
-    each of `restarts`. `loss`: what a change must improve, "margin" or "ce" (cross-entropy); in
-    regression, always the error."""
+    """Square (Andriushchenko et al. 2020): random search over square windows of images.
+
+    It needs the extra `attacks`, images (C, H, W) and bounded inputs.
+
+    Parameters
+    ----------
+    queries : int
+        How many answers are asked for each example in each restart.
+    restarts : int
+        The number of restarts.
+    loss : str
+        What a change must improve: "margin" or "ce" (cross-entropy); in regression always the
+        error.
+
+    Examples
+    --------
+    >>> import otad
+    >>> attack = otad.attacks.Square(queries=500, restarts=2)
+    >>> attack.name, attack.family, attack.needs.package
+    ('square', 'black-box', 'pyautoattack')
+    """
 
     queries: int = option(2000, check_count, least=2)
     restarts: int = option(1, check_count)
@@ -96,12 +110,12 @@ class Square(Attack):
         engine = import_extra("pyautoattack.square", EXTRA).SquareAttack(
             None,
             norm=LIBRARY_NORMS[ball.norm],
-            n_queries=self.queries - 1,  # it asks once before it counts
+            n_queries=self.queries - 1,  # the library asks once before it begins to count
             eps=ball.eps / box.width,
             device=x.device,
         )
-        # The library only hands its labels on to this function, in step with the inputs it still
-        # works on. With row numbers in their place every query is known by its example.
+        # The library passes labels to this function only, one for each input it asks about. Row
+        # numbers in place of labels say which example a query belongs to.
         engine.margin_and_loss = judge
         engine.init_hyperparam(x)
         for _ in range(self.restarts):
@@ -115,15 +129,33 @@ class Square(Attack):
 @register_attack
 @dataclass(frozen=True, eq=False)
 class AutoAttackSuite(Attack):
-    """APGD, FAB and Square in a row, on images (B,C,H,W) of a classifier.
+    """AutoAttack (Croce and Hein 2020): APGD, FAB and Square in a row, on an image classifier.
 
-    - `variant`: "standard", "plus", "rand" (for randomized models) or "custom", which runs the
-      `attacks` of `PARTS` it is given.
-    - `remarks`: what the library warned of in the last call (a randomized model, zero gradients,
-      Square stronger than the gradient attacks, ...), and what had to be changed to run it.
+    It needs the extra `attacks` and bounded inputs. The counts of answers and gradients are right
+    in total and are spread evenly over the examples, because the library does not report which
+    example a query belongs to.
 
-    Counts of answers and gradients are right in total and spread evenly over the examples: the
-    library does not say which example a query is for."""
+    Parameters
+    ----------
+    variant : str
+        "standard", "plus", "rand" (for randomized models) or "custom".
+    attacks : tuple of str
+        For "custom" alone: which of "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t" and "square"
+        are run.
+
+    Attributes
+    ----------
+    remarks : list of str
+        What the library warned about in the last call, such as a randomized model, zero gradients,
+        or Square being stronger than the gradient attacks; and what was changed to run it.
+
+    Examples
+    --------
+    >>> import otad
+    >>> attack = otad.attacks.AutoAttackSuite(variant="custom", attacks=("apgd-ce", "fab"))
+    >>> attack.needs.tasks, attack.remarks
+    (('classification',), [])
+    """
 
     variant: str = option("standard", check_choice, choices=VARIANTS)
     attacks: tuple[str, ...] = ()
@@ -167,15 +199,15 @@ class AutoAttackSuite(Attack):
             self.remarks.append(f"{count} gradients were NaN or infinite, taken for 0")
         if count := model.abstained:
             self.remarks.append(f"the model abstained on {count} queries, taken for equal logits")
-        places = torch.arange(len(x), device=x.device)  # the rest goes to the first examples
+        places = torch.arange(len(x), device=x.device)  # the first examples get the remainder
         target.forwards += model.forwards // len(x) + (places < model.forwards % len(x))
         target.backwards += model.backwards // len(x) + (places < model.backwards % len(x))
-        # The library holds x in single precision: where it changed nothing, return exactly x.
+        # The library works in single precision: where it changed nothing, return exactly x.
         unchanged = per_row((found == units).flatten(1).all(1), x)
         return torch.where(unchanged, x, box.from_unit(found.to(x.dtype)))
 
     def _fit_to_classes(self, suite: Any, classes: int) -> None:
-        """The library warns of too few classes and then fails: leave out what cannot be run."""
+        """Leave out the parts that need more classes: the library warns about them and fails."""
         impossible = [part for part in suite.attacks_to_run if NEED_CLASSES.get(part, 2) > classes]
         if impossible:
             suite.attacks_to_run = [p for p in suite.attacks_to_run if p not in impossible]
@@ -191,7 +223,7 @@ class AutoAttackSuite(Attack):
 
 
 class _Counted:
-    """The model on [0, 1] as the library calls it; counts answers and gradients of single rows."""
+    """The model as the library calls it, on [0, 1]; it counts answers and gradients."""
 
     def __init__(self, target: Target, box: UnitBox, dtype: torch.dtype) -> None:
         self.target, self.box, self.dtype = target, box, dtype
@@ -224,8 +256,10 @@ class _Counted:
 
 @contextmanager
 def _contained(target: Target, suite: Any, checks: Any, remarks: list[str]) -> Iterator[None]:
-    """Add the library's warnings to `remarks`, and undo what it does: FAB leaves gradients in the
-    weights; the check for dynamic models counts calls over all models and removes a debugger."""
+    """Add the library's warnings to `remarks`, and undo its side effects.
+
+    FAB leaves gradients in the weights. The check for dynamic models counts calls over all models
+    and removes a debugger."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -245,135 +279,3 @@ def _contained(target: Target, suite: Any, checks: Any, remarks: list[str]) -> I
             weight.requires_grad_(True)
         suite.logger.removeHandler(listener)
         sys.settrace(tracer)
-
-
-@register_attack
-@dataclass(frozen=True, eq=False)
-class NgOpt(Attack):
-    """min over delta of 10 max(0, logit_y - max_{c != y} logit_c) + |delta|_2^2, every candidate
-    projected into the ball; in regression the error is maximized. NGOpt chooses an optimizer by
-    dimension and budget. Each example has its own, and all advance together.
-
-    - `budget`: the most answers asked for each example.
-    - `sigma`: the standard deviation of the first step, in units of the ball's `scale`.
-    - `processes`: how many share the work of the optimizers, which is most of it for images. With
-      more than one, a script of yours needs the usual `if __name__ == "__main__":`."""
-
-    budget: int = option(850, check_count)
-    sigma: float = option(0.1, check_positive)
-    processes: int = option(1, check_count)
-    name = "ngopt"
-    family = "black-box"
-    needs = Needs(package="nevergrad")
-
-    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors = Survivors(target, x, ball)
-        free = ball.free_features(x)
-        if not len(free):
-            return x
-        scale = torch.ones_like(x[0]) if ball.scale is None else ball.scale.to(x)
-        settings, count = (len(free), self.budget, self.sigma), min(self.processes, len(x))
-        import_extra("nevergrad", EXTRA)
-        with own_randomness(generator) as seed, ExitStack() as stack:
-            seeds = dict(enumerate(range(seed, seed + len(x))))
-            made = _Optimizers(settings, seeds) if count == 1 else _Pool(settings, seeds, count)
-            optimizers = stack.enter_context(closing(made))
-            rows = survivors.rows
-            for _ in range(self.budget):
-                asked = optimizers.ask(rows.tolist())
-                values = torch.from_numpy(np.stack([asked[row] for row in rows.tolist()]))
-                moved = x[rows].clone()
-                moved.flatten(1)[:, free] += values.to(x) * scale.flatten()[free]
-                moved = survivors.project(moved, rows)
-                outputs = target(moved, rows)
-                losses = _losses(outputs, target.targets(rows), (moved - x[rows]) / scale)
-                optimizers.tell(dict(zip(rows.tolist(), losses, strict=True)))
-                rows = rows[survivors.judge(moved, outputs, rows)]
-                if not len(rows):
-                    break
-        return survivors.inputs
-
-
-def _losses(outputs: Tensor, y: Tensor, step: Tensor) -> list[float]:
-    found = -gain_of(outputs, y).double().clamp_max(1e30)
-    if not y.is_floating_point():
-        found = WEIGHT * found.clamp_min(0.0) + step.double().flatten(1).square().sum(1)
-    return [float(loss) for loss in found]
-
-
-Settings = tuple[int, int, float]  # dimension, budget, standard deviation of the first step
-
-
-class _Optimizers:
-    """Optimizers in this process, by row: `ask` for candidates (d,), `tell` their losses."""
-
-    def __init__(self, settings: Settings, seeds: dict[int, int]) -> None:
-        self._optimizers = {row: _optimizer(settings, seed) for row, seed in seeds.items()}
-        self._asked: dict[int, Any] = {}
-
-    def ask(self, rows: Sequence[int]) -> dict[int, NDArray[np.float64]]:
-        self._asked = {row: self._optimizers[row].ask() for row in rows}
-        return {row: candidate.value for row, candidate in self._asked.items()}
-
-    def tell(self, losses: dict[int, float]) -> None:
-        for row, loss in losses.items():
-            self._optimizers[row].tell(self._asked[row], loss)
-
-    def close(self) -> None:
-        """Nothing to end in this process."""
-
-
-class _Pool(_Optimizers):
-    """The same in several processes, with the same results; row i in process i modulo their number,
-    so that all have about as many rows left at any time."""
-
-    def __init__(self, settings: Settings, seeds: dict[int, int], processes: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would share a GPU's driver
-        self._members: list[tuple[Connection, Any]] = []
-        for place in range(processes):
-            ours, theirs = context.Pipe()
-            own = dict(list(seeds.items())[place::processes])
-            process = context.Process(target=_serve, args=(theirs, settings, own), daemon=True)
-            process.start()
-            theirs.close()
-            self._members.append((ours, process))
-
-    def ask(self, rows: Sequence[int]) -> dict[int, NDArray[np.float64]]:
-        for place, (pipe, _) in enumerate(self._members):
-            pipe.send(("ask", [row for row in rows if row % len(self._members) == place]))
-        return {row: value for pipe, _ in self._members for row, value in pipe.recv().items()}
-
-    def tell(self, losses: dict[int, float]) -> None:
-        for place, (pipe, _) in enumerate(self._members):
-            own = {row: losses[row] for row in losses if row % len(self._members) == place}
-            pipe.send(("tell", own))
-
-    def close(self) -> None:
-        for pipe, process in self._members:
-            pipe.close()  # which ends the process
-            process.join()
-
-
-def _serve(pipe: Connection, settings: Settings, seeds: dict[int, int]) -> None:
-    own = _Optimizers(settings, seeds)
-    with suppress(EOFError):
-        while True:
-            action, argument = pipe.recv()
-            if action == "ask":
-                pipe.send(own.ask(argument))
-            else:
-                own.tell(argument)
-
-
-def _optimizer(settings: Settings, seed: int) -> Any:
-    nevergrad = import_extra("nevergrad", EXTRA)
-    dimension, budget, sigma = settings
-    space = nevergrad.p.Array(shape=(dimension,)).set_mutation(sigma=sigma)
-    space.random_state = np.random.RandomState(seed % 2**32)
-    chosen = nevergrad.optimizers.NGOpt(space, budget=budget).optim
-    if isinstance(chosen, nevergrad.optimization.optimizerlib._MetaModel):
-        # An optimizer inside a quadratic model, which proposes a point now and then: it needs more
-        # points than the budget, or in few dimensions fails with NumPy 2.4.
-        chosen = chosen._optim
-    chosen.pruning = nevergrad.optimization.utils.Pruning(1, HISTORY)
-    return chosen

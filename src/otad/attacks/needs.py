@@ -1,4 +1,4 @@
-"""What an attack needs of a model, its inputs and the threat, and why they do not fit it."""
+"""What an attack needs of a model, its inputs and the threat model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,29 @@ from otad.threat import NORMS, LpBall
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """What an attacker knows about a model beside its answers and gradients: by default nothing, as
-    of a plain network. Of a model that answers from a bank: the undefended `network` inside; the
-    `keys`, which map inputs (B,*) to the points (B,d) whose neighbors in the bank are searched;
-    whether they are the normalized inputs (`affine_keys`), so that straight lines stay straight;
-    whether the attacker `knows_inputs` of training, as they can be computed from the bank or are
-    given as `train_x` (N,*), a row per bank point."""
+    """What an attacker knows about a model beside its answers and gradients.
+
+    The default is what is known about a plain network: nothing more.
+
+    Parameters
+    ----------
+    network : nn.Module or None
+        The undefended network inside a defended model.
+    keys : callable or None
+        The map from inputs (B, *input_shape) to the keys (B, m) by which neighbors are searched.
+    affine_keys : bool
+        Whether keys are the normalized inputs, so that a straight line of inputs stays straight.
+    knows_inputs : bool
+        Whether the attacker knows the training inputs, from the bank or from `train_x`.
+    train_x : Tensor (N, *input_shape) or None
+        The training inputs, one row for each bank point.
+
+    Examples
+    --------
+    >>> import otad
+    >>> otad.attacks.Bpda.misfit(otad.attacks.Knowledge())
+    'it needs the network inside a defended model; pgd attacks a plain network'
+    """
 
     network: nn.Module | None = None
     keys: Callable[[Tensor], Tensor] | None = None
@@ -29,7 +46,7 @@ class Knowledge:
 
 
 class Setting(NamedTuple):
-    """What is attacked: inputs of shape `input_shape` each, a task, and the threat if known."""
+    """What is attacked: the shape of an input, the task, and the threat model if it is known."""
 
     input_shape: Sequence[int]
     task: str
@@ -38,12 +55,39 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an attack needs: `gradients` of the attacked model, without which it goes nowhere; the
-    undefended `network` inside a defended model; a model that answers from a `bank`; its
-    `affine_keys` or `train_inputs` (see `Knowledge`); `images` (channels, height, width);
-    `unit_box`, bounded inputs and a threat that treats all features alike; images that the
-    `windows` of pyautoattack's Square can tile; a threat with `groups`, categories that can switch;
-    a `package` of the extra `attacks`. `norms`, `tasks`: those it works for."""
+    """What an attack needs of a model, its inputs and the threat model.
+
+    Parameters
+    ----------
+    gradients : bool
+        The attacked model must have gradients.
+    network : bool
+        There must be an undefended network inside the model.
+    bank : bool
+        The model must answer from a bank of training points.
+    affine_keys, train_inputs : bool
+        The attacker must know these: see `Knowledge`.
+    images : bool
+        Inputs must be images (channels, height, width).
+    unit_box : bool
+        Inputs must be bounded, and the threat model must treat all features alike.
+    windows : bool
+        The l2 windows of pyautoattack's Square must be able to tile the images.
+    groups : bool
+        The threat model must have categorical features.
+    package : str or None
+        A package of the extra `attacks` that must be installed.
+    norms, tasks : tuple of str
+        The norms and the tasks for which the attack works.
+
+    Examples
+    --------
+    >>> import otad
+    >>> otad.attacks.Pixle.needs.images, otad.attacks.Pgd.needs.gradients
+    (True, True)
+    >>> otad.attacks.Needs().norms
+    ('l2', 'linf')
+    """
 
     gradients: bool = False
     network: bool = False
@@ -59,7 +103,7 @@ class Needs:
     tasks: tuple[str, ...] = ("classification", "regression")
 
     def unmet_by_model(self, known: Knowledge) -> str | None:
-        """Why the attack does not fit a model, None where it fits."""
+        """Return why the attack does not fit a model, or None where it fits."""
         if self.network and known.network is None:
             return "it needs the network inside a defended model; pgd attacks a plain network"
         if (self.bank or self.affine_keys or self.train_inputs) and known.keys is None:
@@ -73,7 +117,7 @@ class Needs:
         return None
 
     def unmet_in(self, setting: Setting) -> str | None:
-        """Why the attack does not fit such inputs under such a threat, None where it fits."""
+        """Return why the attack does not fit the inputs, the task or the threat model, or None."""
         input_shape, task, threat = setting
         if task not in self.tasks:
             return f"it attacks {' and '.join(self.tasks)} models, got {task}"
@@ -98,8 +142,10 @@ class Needs:
 
 
 def _can_tile(height: int, width: int) -> bool:
-    """Whether the library's first l2 step fits: windows of a fifth of the height, from a margin of
-    half of what five leave, as many as the sides hold. Only a single pixel may stick out."""
+    """Return whether the first l2 step of pyautoattack's Square stays within the image.
+
+    Its windows have a fifth of the height and begin after half of the pixels that five windows
+    leave over. Only windows of a single pixel may reach beyond the image."""
     side = height // 5
     margin = (height - 5 * side) // 2
     return side == 1 or (

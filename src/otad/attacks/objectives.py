@@ -1,4 +1,4 @@
-"""What a gradient attack climbs: a loss, and the network whose gradient it follows."""
+"""What a gradient attack maximizes: a loss, and the network whose gradient it follows."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from otad.attacks.base import Evaluated, Loss, Target, margin
+from otad.attacks.target import Evaluated, Loss, Target, margin
 from otad.checks import check_choice, check_evaluation, check_shape, require
 
 Objective = Callable[[Tensor, Tensor], Evaluated]
-"""Inputs (n,*), and the examples they belong to (n,) int64 -> what is climbed there."""
+"""Maps inputs (n,*), and the examples (n,) int64 they belong to, to values and gradients."""
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """- log softmax(logits)_y. Flat in floating point where the model is very sure."""
+    """Return -log softmax(logits)_y (B,). Its gradient vanishes where the model is very sure."""
     return F.cross_entropy(logits, y, reduction="none")
 
 
 def dlr(logits: Tensor, y: Tensor) -> Tensor:
-    """Difference of logits ratio (Croce and Hein 2020): the margin over the gap between the largest
-    and the third largest logit, which scaling and shifting the logits does not change."""
+    """Return the difference of logits ratio (B,) of Croce and Hein (2020).
+
+    It is the margin divided by the gap between the largest and the third largest logit. Scaling and
+    shifting the logits does not change it."""
     require(logits.shape[1] >= 3, "loss: dlr", "at least 3 classes", logits.shape[1])
     top = logits.topk(3, dim=1).values
     return margin(logits, y) / (top[:, 0] - top[:, 2] + 1e-12)
@@ -33,14 +35,16 @@ check_loss = partial(check_choice, choices=tuple(LOSSES))
 
 
 def loss_for(name: str, y: Tensor) -> Loss:
-    """The loss of that name for labels y, the squared error for values y."""
+    """Return the loss of that name for labels y, or the squared error for values y."""
     if y.is_floating_point():
         return lambda values, y: (values - y).square()
     return LOSSES[check_loss(name, "loss")]
 
 
 def asking(target: Target, climbed: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:
-    """Climb a function (n,) of inputs (n,*), their examples and the attacked model's outputs."""
+    """Return the objective of a function (n,) of inputs (n,*), their examples and outputs.
+
+    The attacked model gives the outputs, without a gradient."""
 
     def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
         outputs = target(moved, rows)
@@ -53,9 +57,11 @@ def asking(target: Target, climbed: Callable[[Tensor, Tensor, Tensor], Tensor]) 
 def substitute_gradient(
     target: Target, loss: Loss, network: nn.Module, *, straight_through: bool = False
 ) -> Objective:
-    """Climb the loss of a network g in place of the attacked model f, which only answers; with
-    `straight_through` the loss is taken at the outputs o = f(x) and only the Jacobian is that of g:
-    J_g(x)^T dl/do (BPDA, Athalye et al. 2018)."""
+    """Return the objective whose gradient is that of a network g in place of the model f.
+
+    The attacked model f gives answers only. With `straight_through` the loss l is taken at its
+    outputs o = f(x) and the Jacobian at g, so the gradient is J_g(x)^T dl/do (BPDA, Athalye et al.
+    2018)."""
     name = "network" if straight_through else "substitute"
     check_evaluation(network, name)
 

@@ -1,5 +1,5 @@
-"""Projected gradient ascent (Madry et al. 2018), also with step sizes of its own (Auto-PGD, Croce
-and Hein 2020), along whatever gradient there is; and the transfer of what it finds."""
+"""Projected gradient ascent: PGD (Madry et al. 2018), Auto-PGD (Croce and Hein 2020), BPDA and
+the attack on the metric."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from otad.attacks.base import Attack, Survivors, Target, check_outputs, option, register_attack
+from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, check_loss, loss_for, substitute_gradient
 from otad.attacks.stand_in import climbable
-from otad.checks import check_count, check_evaluation, check_positive, require
+from otad.attacks.target import Survivors, Target
+from otad.checks import check_count, check_positive, require
 from otad.threat import LpBall, per_row
 
-ALL_STEPS = 2.5  # default steps together, in units of eps: across the ball and a little further
-FIRST_STEP = 2.0  # of APGD, in units of eps
-MOMENTUM = 0.75  # of APGD: weight of the gradient step, the rest is the step before
-ENOUGH = 0.75  # of APGD: share of steps that has to raise the loss for the step size to stay
+ALL_STEPS = 2.5  # the length of all steps together in units of eps: across the ball and beyond
+# Of APGD:
+FIRST_STEP = 2.0  # the first step size, in units of eps
+MOMENTUM = 0.75  # the weight of the gradient step; the previous step has the rest
+ENOUGH = 0.75  # the step size stays while at least this share of the steps raises the loss
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ascent(Attack):
-    """`steps` of gradient ascent, from `restarts` random points of the ball or, without
-    `random_start`, from the example itself. The attacked model judges every iterate, the last one
-    as well; an example that is broken costs nothing more."""
+    """Gradient ascent from random points of the ball, or from the example itself.
+
+    The attacked model answers every iterate, the last one as well. An example that is broken is
+    not attacked any further. The options are described in `Pgd`."""
 
     steps: int = option(100, check_count)
     restarts: int = option(1, check_count)
@@ -40,17 +43,19 @@ class Ascent(Attack):
         require(fits, "restarts", "1 without a random start", f"{self.restarts}, all the same")
 
     @abstractmethod
-    def objective(self, target: Target, x: Tensor, ball: LpBall) -> Objective: ...
+    def objective(self, target: Target, x: Tensor, ball: LpBall) -> Objective:
+        """Return the function to maximize for examples x (B,*)."""
 
     @abstractmethod
     def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
-        """One ascent for the examples `rows` (n,) alone, from points `start` (n,*) of their balls.
+        """Run one ascent for the examples `rows` (n,) from points `start` (n,*) of their balls.
+
         `survivors` records what it finds."""
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors, objective = Survivors(target, x, ball), self.objective(target, x, ball)
         for _ in range(self.restarts):
-            # For all examples: which numbers one draws does not depend on which others survive.
+            # Drawn for all examples, so that the start of one never depends on the others.
             start = ball.inside(x, generator) if self.random_start else x
             rows = survivors.rows
             if len(rows):
@@ -60,8 +65,7 @@ class Ascent(Attack):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelAscent(Ascent):
-    """Ascent of a `loss` of `LOSSES` (in regression, of the squared error) of the model, or of a
-    `substitute` in its place (the network behind a defense, say)."""
+    """Ascent on a loss of the model itself, or of a `substitute` network in its place."""
 
     loss: str = option("margin", check_loss)
     substitute: nn.Module | None = None
@@ -77,8 +81,7 @@ class ModelAscent(Ascent):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ProjectedAscent(Ascent):
-    """x <- project(x + step_size * eps * steepest(gradient)), `steps` times; `step_size` is 2.5 /
-    steps by default. `last_only`: judge only the last iterate, as many papers do. Weaker."""
+    """Ascent by x <- project(x + step_size * eps * steepest(gradient))."""
 
     step_size: float | None = option(None, check_positive)
     last_only: bool = False
@@ -100,7 +103,43 @@ class ProjectedAscent(Ascent):
 @register_attack
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pgd(ModelAscent, ProjectedAscent):
-    """PGD with the model's own gradient, or with that of a `substitute`."""
+    """Projected gradient descent (Madry et al. 2018) on the loss of a model.
+
+    Each step moves by `step_size * eps` along the steepest direction of the ball's norm and is
+    projected into the ball. The model answers every iterate, and the first wrong answer ends the
+    attack of an example.
+
+    Parameters
+    ----------
+    steps : int
+        The number of gradient steps of each restart.
+    restarts : int
+        How many random points of the ball the attack starts from.
+    random_start : bool
+        If False, the attack starts at the example itself; then `restarts` must be 1.
+    step_size : float or None
+        The length of a step in units of eps, by default 2.5 / steps.
+    last_only : bool
+        If True, only the last iterate is answered, as in many papers. This makes the attack weaker.
+    loss : str
+        "margin", "cross_entropy" or "dlr". In regression it is always the squared error.
+    substitute : nn.Module or None
+        A network whose gradient is followed in place of the model's own, such as the network
+        behind a defense.
+
+    Examples
+    --------
+    The logits of this model are its inputs, and other classes are sqrt(1/2) away.
+
+    >>> import torch
+    >>> import otad
+    >>> model, x, y = torch.nn.Identity().eval(), torch.eye(3), torch.arange(3)
+    >>> attack, generator = otad.attacks.Pgd(steps=20), torch.Generator().manual_seed(0)
+    >>> attack(model, x, y, otad.L2(0.8), generator=generator).accuracy
+    0.0
+    >>> attack(model, x, y, otad.L2(0.6), generator=generator).accuracy
+    1.0
+    """
 
     name = "pgd"
 
@@ -108,14 +147,28 @@ class Pgd(ModelAscent, ProjectedAscent):
 @register_attack
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Apgd(ModelAscent):
-    """`steps` of gradient ascent with momentum, each example with a step size of its own:
+    """Auto-PGD (Croce and Hein 2020): ascent with momentum and a step size for each example.
 
-        z = project(x_k + step * steepest(gradient)),
-        x_{k+1} = project(x_k + 0.75 (z - x_k) + 0.25 (x_k - x_{k-1})).
+    With `z = project(x_k + step * steepest(gradient))` the next iterate is
+    `project(x_k + 0.75 (z - x_k) + 0.25 (x_k - x_{k-1}))`. The step size begins at 2 eps. At every
+    checkpoint it is halved, and the ascent continues from the best point so far, if fewer than 3/4
+    of the steps since the last checkpoint raised the loss, or if neither the step size nor the best
+    loss has changed since then.
 
-    The step begins at 2 eps. At every checkpoint it is halved, and the ascent continues from the
-    best point so far, if fewer than 3/4 of the steps since the last checkpoint raised the loss, or
-    if neither the step nor the best loss has changed since then."""
+    Parameters
+    ----------
+    steps, restarts, random_start, loss, substitute
+        As in `Pgd`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> model, x, y = torch.nn.Identity().eval(), torch.eye(3), torch.arange(3)
+    >>> attack, generator = otad.attacks.Apgd(steps=20), torch.Generator().manual_seed(0)
+    >>> attack(model, x, y, otad.L2(0.8), generator=generator).accuracy
+    0.0
+    """
 
     name = "apgd"
 
@@ -139,12 +192,13 @@ class Apgd(ModelAscent):
 
 
 def checkpoints(steps: int) -> dict[int, int]:
-    """Each checkpoint w_j, and the number of steps since the one before: w_j = ceil(p_j steps),
-    p_0 = 0, p_1 = 0.22, p_{j+1} = p_j + max(p_j - p_{j-1} - 0.03, 0.06)."""
+    """Return the checkpoints w_j of APGD, each with the number of steps since the previous one.
+
+    w_j = ceil(p_j steps), p_0 = 0, p_1 = 0.22, p_{j+1} = p_j + max(p_j - p_{j-1} - 0.03, 0.06)."""
     found: dict[int, int] = {}
     before, share, width = 0, 0.22, 0.22
     while share <= 1:
-        mark = math.ceil(share * steps - 1e-9)  # a whole number that was rounded up stays
+        mark = math.ceil(share * steps - 1e-9)  # 1e-9: whole numbers must not be rounded up
         if mark > before:
             found[mark] = mark - before
         before, width = mark, max(width - 0.03, 0.06)
@@ -153,7 +207,7 @@ def checkpoints(steps: int) -> dict[int, int]:
 
 
 class _Path:
-    """The state of an ascent: every tensor has one entry per example that is not broken."""
+    """The state of an APGD ascent: every tensor has one entry per example that is not broken."""
 
     def __init__(
         self, rows: Tensor, x: Tensor, start: Tensor, value: Tensor, gradient: Tensor, step: float
@@ -162,11 +216,12 @@ class _Path:
         self.point = self.previous = self.best = start
         self.value = self.best_value = self.marked_value = value
         self.gradient = self.best_gradient = gradient
-        self.step = start.new_full((len(start),), step)  # values of float64 targets are float64
+        self.step = start.new_full((len(start),), step)  # in the dtype of x, which `value` may lack
         self.raised = torch.zeros_like(rows)  # steps that raised the loss since the checkpoint
-        self.step_is_old = torch.ones_like(rows, dtype=torch.bool)  # as at the checkpoint before
+        self.step_is_old = torch.ones_like(rows, dtype=torch.bool)  # unchanged since a checkpoint
 
     def select(self, alive: Tensor) -> None:
+        """Keep only the examples that are `alive` (bool)."""
         if not bool(alive.all()):
             for name, tensor in vars(self).items():
                 setattr(self, name, tensor[alive])
@@ -189,7 +244,7 @@ class _Path:
         self.best_gradient = torch.where(rows, gradient, self.best_gradient)
 
     def adapt(self, taken: int) -> None:
-        """At a checkpoint, `taken` steps after the last: halve the step, go to the best."""
+        """At a checkpoint, `taken` steps after the last, halve the step size where it is due."""
         stuck = self.step_is_old & (self.best_value == self.marked_value)
         halved = (self.raised < ENOUGH * taken) | stuck
         self.step = torch.where(halved, self.step / 2, self.step)
@@ -204,9 +259,35 @@ class _Path:
 @register_attack
 @dataclass(frozen=True, eq=False)
 class Bpda(ProjectedAscent):
-    """BPDA + PGD as in the OTAD paper: the backward pass of the original `network` at the defense's
-    answers, see `substitute_gradient`. The paper takes 100 steps on MNIST and 20 elsewhere, of a
-    size it does not report. Its figures are those of `last_only`."""
+    """BPDA (Athalye et al. 2018) with PGD, as in the OTAD paper.
+
+    The loss is taken at the answers of the attacked model, and its gradient is passed back through
+    another network. The paper takes 100 steps on MNIST and 20 elsewhere, does not report their
+    size, and counts the last iterate alone (`last_only=True`).
+
+    Parameters
+    ----------
+    network : nn.Module
+        The network to differentiate, usually the undefended one.
+    loss : str
+        "cross_entropy", "margin" or "dlr"; in regression always the squared error.
+    steps, restarts, random_start, step_size, last_only
+        As in `Pgd`.
+
+    Examples
+    --------
+    A model that rounds its inputs has no useful gradient; the network before rounding has one.
+
+    >>> import torch
+    >>> import otad
+    >>> class Rounded(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x.round()
+    >>> model, x, y = Rounded().eval(), torch.eye(3), torch.arange(3)
+    >>> attack = otad.attacks.Bpda(network=torch.nn.Identity().eval(), steps=20)
+    >>> attack(model, x, y, otad.L2(1.0), generator=torch.Generator().manual_seed(0)).accuracy
+    0.0
+    """
 
     network: nn.Module = field(metadata={"known": "network"})
     loss: str = option("cross_entropy", check_loss)
@@ -222,9 +303,29 @@ class Bpda(ProjectedAscent):
 @register_attack
 @dataclass(frozen=True, eq=False)
 class MetricAttack(ProjectedAscent):
-    """The OTAD paper's attack on the metric: climbs |psi(x + delta) - psi(x)|^2, psi being the
-    `metric`, the embedding (B,*) -> (B,d) in which neighbors are searched, or smoothed differences
-    of it where its gradient does not say how it changes."""
+    """The OTAD paper's attack on the metric: it moves the key of an input as far as it can.
+
+    It maximizes `|psi(x + delta) - psi(x)|^2`, where psi maps inputs to the space in which
+    neighbors are searched. Where the gradient of psi does not predict how psi changes, smoothed
+    differences take its place.
+
+    Parameters
+    ----------
+    metric : callable
+        The map psi from inputs (B, *input_shape) to keys (B, m), such as `model.query_keys`.
+    steps, restarts, step_size, last_only
+        As in `Pgd`. The start is always random, because the gradient is 0 at the example itself.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> model = otad.defend(None, x, y, inputs="pixels", n_neighbors=2)
+    >>> attack = otad.attacks.MetricAttack(metric=model.query_keys, steps=10)
+    >>> attack(model, x, y, otad.L2(0.5), generator=torch.Generator().manual_seed(0)).accuracy
+    1.0
+    """
 
     metric: Callable[[Tensor], Tensor] = field(metadata={"known": "keys"})
     name = "metric"
@@ -249,37 +350,3 @@ class MetricAttack(ProjectedAscent):
             return (metric(inputs) - anchors[rows]).flatten(1).square().sum(1)
 
         return asking(target, distance)
-
-
-@register_attack
-@dataclass(frozen=True, eq=False)
-class Transfer(Attack):
-    """Run the `inner` attack on `source` (the undefended network, say), `starts` times; the model
-    under attack is only asked about each result. In regression, with `Pgd` inside, this is the
-    OTAD paper's non-adaptive white-box attack."""
-
-    source: nn.Module = field(metadata={"known": "network"})
-    inner: Attack = field(default_factory=Pgd)
-    starts: int = option(1, check_count)
-    name = "transfer"
-    family = "black-box"
-    needs = Needs(network=True)
-
-    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        check_evaluation(self.source, "source")
-        self.inner.check_inputs(x, target.y, ball)
-        with torch.no_grad():
-            check_outputs(self.source(x), target.y, "source")
-        survivors = Survivors(target, x, ball)
-        for _ in range(self.starts):
-            rows = survivors.rows
-            if not len(rows):
-                break
-            # Pushed as far as it goes: what just breaks the source seldom breaks another model.
-            source = Target(self.source, target.targets(rows), breakable=False)
-            examples = x[rows]
-            found = self.inner.run(source, examples, ball, generator).detach()
-            target.blind[rows] |= source.blind
-            moved = torch.where(found.isfinite(), found, examples)
-            survivors.ask(survivors.project(moved, rows), rows)
-        return survivors.inputs

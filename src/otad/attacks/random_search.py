@@ -1,4 +1,4 @@
-"""Black-box attacks by random draws: points, search from the best one, and rearranged pixels."""
+"""Black-box attacks by random draws: random points, random search, and rearranged pixels."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otad.attacks.base import Attack, Survivors, Target, gain_of, option, register_attack
+from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import cross_entropy
+from otad.attacks.target import Survivors, Target, gain_of
 from otad.checks import check_count, require
 from otad.threat import LpBall, per_row
 
-GROWTH = 1.5  # of the step after a success; four failures undo it (the one-fifth rule)
-LONGEST = 2.0  # step, in units of eps: across the ball
-SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # the best points of a cube are its corners
+GROWTH = 1.5  # factor of the step after a success; four failures undo it (the one-fifth rule)
+LONGEST = 2.0  # the longest step, in units of eps: across the ball
+SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # in linf always the longest: corners are best
 
 Share = tuple[float, float]
 
@@ -29,7 +30,22 @@ def _check_share(share: Share, name: str) -> None:
 @register_attack
 @dataclass(frozen=True, eq=False)
 class RandomNoise(Attack):
-    """The best of `draws` random points, in turn on the surface of the ball and within it."""
+    """The best of many random points of the ball, alternately on its surface and within it.
+
+    Parameters
+    ----------
+    draws : int
+        The number of points.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> model, x, y = torch.nn.Identity().eval(), torch.eye(3), torch.arange(3)
+    >>> attack = otad.attacks.RandomNoise(draws=10)
+    >>> attack(model, x, y, otad.L2(0.5), generator=torch.Generator().manual_seed(0)).accuracy
+    1.0
+    """
 
     draws: int = option(100, check_count)
     name = "noise"
@@ -49,11 +65,26 @@ class RandomNoise(Attack):
 @register_attack
 @dataclass(frozen=True, eq=False)
 class RandomSearch(Attack):
-    """Each of `queries` changes a few features of the best input so far, and stays if it is better.
+    """Random search: each query changes a few features of the best input so far.
 
-    How many features: log-uniform from one to all. The change is a random step in the ball's own
-    norm: in l2 of a length that each example adapts by the one-fifth rule, in l-infinity from one
-    face of the ball to the other."""
+    The change is kept if it is better. The number of changed features is log-uniform between one
+    and all. In l2 each example adapts the length of its steps by the one-fifth rule. In l-infinity
+    a step goes from one face of the ball to the other.
+
+    Parameters
+    ----------
+    queries : int
+        How many answers are asked for each example.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> model, x, y = torch.nn.Identity().eval(), torch.eye(3), torch.arange(3)
+    >>> attack = otad.attacks.RandomSearch(queries=100)
+    >>> attack(model, x, y, otad.Linf(1.0), generator=torch.Generator().manual_seed(0)).accuracy
+    0.0
+    """
 
     queries: int = option(2000, check_count, least=2)
     name = "random_search"
@@ -81,7 +112,9 @@ class RandomSearch(Attack):
 
 
 def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers (B,*) at a random choice of the free features, at least one, 0 elsewhere."""
+    """Draw normal numbers (B,*) for a random choice of at least one of the free features.
+
+    All other features are 0."""
     count = len(x)
     share = len(free) ** -torch.rand(count, 1, generator=generator)
     values = torch.randn(count, len(free), generator=generator)
@@ -95,16 +128,33 @@ def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:
 @register_attack
 @dataclass(frozen=True, eq=False)
 class Pixle(Attack):
-    """Pixle (Pomponi et al. 2022) copies the pixels of small patches to other places of (B,C,H,W).
+    """Pixle (Pomponi et al. 2022): copies pixels of small patches to other places of an image.
 
-    Each iteration draws a patch of the original image and a place for each of its pixels, and
-    writes them over the best image of the restarts before. The arrangement with the lowest
-    probability of the right class (in regression, the largest error) is where the next restart
-    begins; a wrong answer ends the attack. The original knows no ball: give one that covers the
-    bounds. Within a smaller one each arrangement is projected before it is judged.
+    Each iteration draws a patch of the original image and a new place for each of its pixels, and
+    writes them over the best image of the previous restarts. The next restart begins from the image
+    with the lowest probability of the right class, or in regression with the largest error. A wrong
+    answer ends the attack. The original attack has no ball, so use one that covers the bounds;
+    within a smaller ball each image is projected before the model answers it.
 
-    - `x_dimensions`, `y_dimensions`: least and largest side of a patch, as a share of the image's.
-    - `restarts`, `max_iterations`: their product is the most answers asked for each example."""
+    Parameters
+    ----------
+    x_dimensions, y_dimensions : (float, float)
+        The least and the largest side of a patch, as shares of the width and of the height.
+    restarts, max_iterations : int
+        Their product is the largest number of answers asked for each example.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> model = torch.nn.Flatten().eval()
+    >>> x, y = torch.eye(4).view(4, 1, 2, 2), torch.arange(4)
+    >>> attack = otad.attacks.Pixle(restarts=5, max_iterations=5)
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> result = attack(model, x, y, otad.L2(2.0, bounds=(0.0, 1.0)), generator=generator)
+    >>> result.inputs.unique().tolist()
+    [0.0, 1.0]
+    """
 
     x_dimensions: Share = option((0.03, 0.06), _check_share)
     y_dimensions: Share = option((0.03, 0.06), _check_share)
@@ -117,7 +167,7 @@ class Pixle(Attack):
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors = Survivors(target, x, ball)
         pixels = x.flatten(2)
-        # origins[b, j]: the pixel of the original image b at place j.
+        # origins[b, j]: which pixel of the original image b is at place j.
         origins = torch.arange(pixels.shape[2]).repeat(len(x), 1)
         best, rows, lowest = origins.clone(), survivors.rows, _height(target(x), target.y)
         for _ in range(self.restarts):
@@ -138,7 +188,7 @@ class Pixle(Attack):
         return survivors.inputs
 
     def _rearranged(self, origins: Tensor, sides: torch.Size, generator: torch.Generator) -> Tensor:
-        """Origins (B,HW) with the pixels of one patch of each image at random new places."""
+        """Return the origins (B,HW) after copying one patch of each image to random places."""
         height, width = sides
         top, rows = _spans(height, self.y_dimensions, len(origins), generator)
         left, columns = _spans(width, self.x_dimensions, len(origins), generator)
@@ -153,7 +203,7 @@ class Pixle(Attack):
 
 
 def _spans(side: int, shares: Share, count: int, generator: torch.Generator) -> list[Tensor]:
-    """Random starts and lengths (B,) of patches along a side of the image, at least one pixel."""
+    """Draw starts and lengths (B,) of patches along a side of the image, at least one pixel."""
     low, high = (max(1, round(side * share)) for share in shares)
     lengths = torch.randint(low, high + 1, (count,), generator=generator)
     starts = torch.rand(count, generator=generator, dtype=torch.float64) * (side - lengths + 1)
@@ -161,5 +211,5 @@ def _spans(side: int, shares: Share, count: int, generator: torch.Generator) -> 
 
 
 def _height(outputs: Tensor, y: Tensor) -> Tensor:
-    """What the attack lowers (B,): the log-probability of the right class, or minus the error."""
+    """Return what the attack lowers (B,): the log-probability of the right class or -error."""
     return -(gain_of if y.is_floating_point() else cross_entropy)(outputs, y)

@@ -1,4 +1,4 @@
-"""Whether the gradient of keys says how they change, and a stand-in for one that does not."""
+"""Tests whether the gradient of keys predicts how they change, and replaces one that does not."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.attacks.base import value_and_gradient
+from otad.attacks.target import value_and_gradient
 from otad.threat import LpBall, per_row
 
-STEPS = (1 / 4, 1 / 16, 1 / 64)  # of eps: one of them suits the curvature of an honest map
+STEPS = (1 / 4, 1 / 16, 1 / 64)  # lengths in eps; one of them suits the curvature of a smooth map
 ERROR = 0.5  # |rise - predicted| / (|rise| + |predicted|): within a factor of 3
-TRUSTED_SHARE = 0.75  # of the rows must agree
+TRUSTED_SHARE = 0.75  # the share of the rows that must agree
 SAMPLE = 64  # rows that are tested
 DIRECTIONS = 32  # pairs of steps for a gradient by differences
-WIDTH = 0.5  # of eps: the length of these steps
+WIDTH = 0.5  # the length of these steps in eps
 ROWS_AT_ONCE = 1024  # inputs of one call of the keys
-EVERYWHERE = 1e9  # a ball that shortens nothing
+EVERYWHERE = 1e9  # the radius of a ball that shortens no step
 
 Map = Callable[[Tensor], Tensor]
-"""Inputs (n,*) -> keys (n,m), answers (n,C) or values (n,)."""
+"""Maps inputs (n,*) to keys (n,m), outputs (n,C) or values (n,)."""
 
 
 @torch.inference_mode(False)
 def agreement(keys: Map, x: Tensor, ball: LpBall) -> Tensor:
-    """Which rows of x (n,*) a gradient shows the way to other keys (m,) bool, of those that random
-    noise of size eps changes: along the gradient of that change the keys rise by what the gradient
-    promises, at one of several steps on the scale of the threat. Where a map rounds, saturates, is
-    shattered or detached they do not. The draws are its own, and always the same."""
+    """Return for which rows the gradient of the keys predicts their change (m,), bool.
+
+    Only the m rows of x (n,*) whose keys change under random noise of size eps are tested. A row
+    agrees if the keys rise along the gradient of that change as much as the gradient predicts. The
+    steps have several lengths on the scale of the threat, and the length with the best agreement
+    counts. Maps that round, saturate, shatter or detach their gradients fail. The noise is the same
+    in every call."""
     noise = torch.Generator().manual_seed(0)
 
     def rows(at: Tensor) -> Tensor:
@@ -58,13 +61,16 @@ def agreement(keys: Map, x: Tensor, ball: LpBall) -> Tensor:
 
 
 def is_trusted(agrees: Tensor) -> bool:
-    """Whether enough rows agree; also where no key changes, as there is nothing to climb."""
+    """Return whether enough rows agree, or no key changes at all."""
     return not len(agrees) or float(agrees.double().mean()) >= TRUSTED_SHARE
 
 
 def climbable(keys: Map, x: Tensor, ball: LpBall, stand_in: Map | None = None) -> Map:
-    """The same keys with a gradient to climb: that of a differentiable `stand_in` if one is given
-    (straight through), their own where it can be trusted, else that of smoothed differences."""
+    """Return the same keys with a gradient that an attack can follow.
+
+    It is the gradient of a differentiable `stand_in` if one is given (straight through), the
+    gradient of the keys themselves where it can be trusted, and otherwise a gradient by smoothed
+    differences."""
     if stand_in is not None:
         given = stand_in
 
@@ -80,8 +86,9 @@ def climbable(keys: Map, x: Tensor, ball: LpBall, stand_in: Map | None = None) -
 
 
 class _Smoothed(torch.autograd.Function):
-    """Keys with the gradient of their mean over Gaussian steps, estimated by antithetic pairs. For
-    each feature it is the slope of a regression, as bounds shorten some of the steps."""
+    """Keys with the gradient of their mean over Gaussian steps, estimated by antithetic pairs.
+
+    The gradient of each feature is the slope of a regression, because bounds shorten some steps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Map, ball: LpBall, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from otad.attacks import LpBall
 from otad.attacks.adaptive import Straight
-from otad.attacks.base import value_and_gradient
+from otad.attacks.target import value_and_gradient
 from otad.baselines import Knn
 from otad.cip.whole_bank.potential import BankPotential
 from otad.evaluate.flags import Check, FlagContext, NotRunError, check

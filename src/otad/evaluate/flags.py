@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
-from otad.attacks.base import gain_of, value_and_gradient
 from otad.attacks.stand_in import Map, agreement, is_trusted
+from otad.attacks.target import gain_of, value_and_gradient
 from otad.evaluate.identity import generator_for
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Flag
 from otad.evaluate.suite import defended_of

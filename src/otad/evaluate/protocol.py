@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
-from otad.attacks.base import Target, blindness
+from otad.attacks.base import blindness
+from otad.attacks.target import Target
 from otad.errors import InputError
 from otad.evaluate.identity import Identity, generator_for, version_of
 from otad.evaluate.records import AttackRecord, Findings

@@ -1,6 +1,8 @@
-"""Attacks that know the bank: they move an input until its NEIGHBORS change, a choice that has no
-gradient. A global map chooses none, but where one point has all the weight it is constant as well;
-there they aim at the place where other points get some."""
+"""Attacks that know the bank: they move an input until its neighbors change.
+
+The choice of neighbors has no gradient, so attacks by gradients alone do not see it. A global map
+chooses no neighbors, but it is constant where one point has all the weight; there these attacks aim
+at places where other points get some weight."""
 
 from otad.arguments import guard
 from otad.attacks.adaptive.ascent import Keys, SoftKnn

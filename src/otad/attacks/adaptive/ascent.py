@@ -1,5 +1,7 @@
-"""Ascent on the place of an input among the bank, where no straight line leads there: behind a
-metric, or an embedding that does more than normalize."""
+"""Gradient ascent through the keys of an input towards wrong bank points.
+
+It is needed where no straight line of inputs leads there: behind a metric, or behind an embedding
+that does more than normalize."""
 
 from __future__ import annotations
 
@@ -12,18 +14,19 @@ import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of
-from otad.attacks.base import Evaluated, Survivors, option, register_attack
+from otad.attacks.base import option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
 from otad.attacks.pgd import Apgd
 from otad.attacks.stand_in import Map, climbable
+from otad.attacks.target import Evaluated, Survivors
 from otad.checks import check_count, check_positive, require
 from otad.nets import only_normalizes
 from otad.threat import L2
 
-ASK_EVERY = 5  # steps: the smooth approximation needs no answers of the model
+ASK_EVERY = 5  # steps between two answers of the model, which the ascent itself does not need
 LOSSES = ("rank", "vote", "joint")
-SIGHT = 4.0  # the nearest wrong points weigh at least exp(-SIGHT) of the nearest right ones
+SIGHT = 4.0  # the nearest wrong points get at least exp(-SIGHT) of the weight of the right ones
 UNIT = L2(1.0)
 
 
@@ -33,13 +36,16 @@ def _check_losses(losses: tuple[str, ...], name: str) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KeyAscent(BankAttack):
-    """Climbs through the keys by which neighbors are searched. Where their gradient does not say
-    how they change, it climbs smoothed differences of them, or the gradient of `stand_in`, a
-    differentiable function (B,*) -> (B,m) in their place, if that is given."""
+    """Ascent through the keys by which neighbors are searched.
+
+    Where the gradient of the keys does not predict how they change, smoothed differences take its
+    place. You can also give a `stand_in`, a differentiable function (B,*) -> (B,m) whose gradient
+    is followed instead."""
 
     stand_in: Map | None = None
 
     def blocks(self, survivors: Survivors) -> Iterator[Block]:
+        """Yield blocks of examples whose keys have a usable gradient."""
         keys: Map | None = None
         for block in blocks_of(survivors):
             owner = block.bank.owner
@@ -52,15 +58,40 @@ class KeyAscent(BankAttack):
 @register_attack
 @dataclass(frozen=True)
 class SoftKnn(KeyAscent):
-    """Every bank point i votes with weight exp(-|e - x_i|^2 / T), e the embedded input.
+    """Ascent on a soft nearest-neighbor vote of all bank points.
 
-    The attack climbs log(weight of the wrong votes) - log(weight of the right ones), where wrong
-    votes are those for one class at a time, for the `targets` classes that come nearest. In
-    regression it climbs the weighted mean of the votes, and then descends it. T is a share of the
-    squared distance to the K-th neighbor of the example, and each share in `temperatures` is tried:
-    small ones see the nearest points alone, large ones the whole region. For a global map the same
-    is done once more with tangents of its potential in place of squared distances: their
-    log-sum-exp is a smooth potential, whose gradient map sees all points."""
+    Every bank point i votes with weight `exp(-|e - x_i|^2 / T)`, where e is the embedded input. The
+    attack maximizes log(weight of wrong votes) - log(weight of right votes). Wrong votes are those
+    for one class at a time, for each of the nearest wrong classes. In regression it raises the
+    weighted mean of the votes, and then lowers it. For a global map it runs once more with tangents
+    of the potential in place of squared distances: their log-sum-exp is a smooth potential, whose
+    gradient depends on all points.
+
+    Parameters
+    ----------
+    temperatures : tuple of float
+        T as shares of the squared distance to the K-th neighbor of the example. Each is tried:
+        small ones see only the nearest points, large ones the whole region.
+    steps : int
+        The number of gradient steps.
+    targets : int
+        How many of the nearest wrong classes are tried.
+    polish : int
+        The number of APGD steps with the model's own gradient at the end.
+    stand_in : callable or None
+        A differentiable function (B, *input_shape) -> (B, m) in place of the keys.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.attacks.adaptive import SoftKnn
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> model = otad.defend(None, x, y, inputs="pixels", n_neighbors=2)
+    >>> attack = SoftKnn(temperatures=(0.3,), steps=5, targets=1, polish=5)
+    >>> attack(model, x, y, otad.L2(0.5), generator=torch.Generator().manual_seed(0)).accuracy
+    1.0
+    """
 
     temperatures: tuple[float, ...] = option((0.3, 0.1, 0.03, 0.01), check_positive)
     steps: int = option(40, check_count)
@@ -95,7 +126,7 @@ class SoftKnn(KeyAscent):
 
         for step in range(1, self.steps + 1):
             _, gradient = block.target.differentiate(smooth, moved, block.rows)
-            # From a step across the ball down to none: what is climbed is smooth, so few will do.
+            # Steps shrink from the radius of the ball to 0: the function is smooth, so few suffice.
             stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
             moved = block.survivors.project(moved + stride * ball.steepest(gradient), block.rows)
             if step % ASK_EVERY == 0 or step == self.steps:
@@ -103,7 +134,7 @@ class SoftKnn(KeyAscent):
 
 
 def _advantage(scores: Tensor, wrong: Tensor, right: Tensor) -> Tensor:
-    """How much more the wrong points weigh than the right ones (n,), from scores (n,N)."""
+    """Return how much more the wrong points weigh than the right ones (n,), from scores (n,N)."""
     sums = [scores.masked_fill(~side, -math.inf).logsumexp(1) for side in (wrong, right)]
     # Without a point on one side, the other side alone still says where to go.
     towards, away = (torch.where(total.isfinite(), total, 0.0) for total in sums)
@@ -113,20 +144,48 @@ def _advantage(scores: Tensor, wrong: Tensor, right: Tensor) -> Tensor:
 @register_attack
 @dataclass(frozen=True, eq=False)
 class Keys(KeyAscent):
-    """With s_i the squared distance of bank point i where neighbors are searched (its key), APGD
-    climbs in turn, while the model judges every iterate:
+    """APGD on three losses of the distances between the key of an input and the bank.
 
-    - "rank": the mean of s over the K/2 nearest right points less that over the K nearest points of
-      a wrong class, both searched again at each step, for each of the `targets` classes that come
-      nearest. Once the latter are all nearer, the answer can be no other.
-    - "vote": the margin (in regression the error) of sum_i p_i outputs_i, with p the softmax of
-      -s / T: points count by how clearly the head reads their features. T is a share of the K-th
-      of the s where the input now is, for each share in `temperatures`, or as much as it takes to
-      see the nearest wrong points.
-    - "joint": the model's own margin, along its gradient at fixed neighbors and that of "vote",
-      both of length 1: neighbors and their weights at a time, from the best point so far.
+    Let `s_i` be the squared distance to bank point i in the space where neighbors are searched. The
+    attack maximizes these losses one after another, and the model answers every iterate:
 
-    From the example itself, and from `restarts` - 1 random points. "rank" is for classes alone."""
+    - "rank", for classification alone: the mean of s over the K/2 nearest right points, minus the
+      mean over the K nearest points of a wrong class. Both are searched again at each step. Once
+      all of the latter are nearer, the answer must change.
+    - "vote": the margin, in regression the error, of `sum_i p_i outputs_i`, where p is the softmax
+      of `-s / T` and `outputs_i` is what the head gives for the feature of point i.
+    - "joint": the model's own margin, from the best point so far. Each step adds the model's
+      gradient at fixed neighbors and the gradient of "vote", both scaled to length 1.
+
+    Parameters
+    ----------
+    losses : tuple of str
+        Which of the three losses are used.
+    steps : int
+        The number of APGD steps for each loss.
+    targets : int
+        How many of the nearest wrong classes "rank" tries.
+    temperatures : tuple of float
+        T as shares of the K-th smallest s at the current input. T is larger where the nearest wrong
+        points would otherwise have no weight.
+    restarts : int
+        How many starts: the example itself first, then random points of the ball.
+    polish : int
+        The number of APGD steps with the model's own gradient at the end.
+    stand_in : callable or None
+        A differentiable function (B, *input_shape) -> (B, m) in place of the keys.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.attacks.adaptive import Keys
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> model = otad.defend(None, x, y, inputs="pixels", n_neighbors=2)
+    >>> attack = Keys(losses=("rank",), steps=5, targets=1, restarts=1, polish=5)
+    >>> attack(model, x, y, otad.L2(0.5), generator=torch.Generator().manual_seed(0)).accuracy
+    1.0
+    """
 
     losses: tuple[str, ...] = option(LOSSES, _check_losses)
     steps: int = option(50, check_count)
@@ -147,7 +206,7 @@ class Keys(KeyAscent):
                     climber.climb(survivors, objective, begin[rows], rows)
 
     def _plans(self, block: Block) -> Iterator[tuple[Objective, bool]]:
-        """What to climb, and whether from the best point so far."""
+        """Yield the objectives, each with whether it starts from the best point so far."""
         for name in self.losses:
             if name != "rank":
                 is_joint = name == "joint"
@@ -162,6 +221,7 @@ class Keys(KeyAscent):
 
 
 def _by_rank(block: Block, aims: Tensor) -> Objective:
+    """Return the objective "rank" for the classes `aims` (n,)."""
     bank, target = block.bank, block.target
 
     def lead(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:
@@ -178,7 +238,7 @@ def _by_rank(block: Block, aims: Tensor) -> Objective:
 
 
 def _by_vote(block: Block, temperature: float, *, jointly: bool) -> Objective:
-    """The loss of the soft vote of the bank; `jointly`: that of the model, along both gradients."""
+    """Return the objective "vote", or with `jointly` the objective "joint"."""
     bank, target = block.bank, block.target
     loss = loss_for("margin", target.y)
 
@@ -203,7 +263,7 @@ def _by_vote(block: Block, temperature: float, *, jointly: bool) -> Objective:
 
 
 def _mean_rank(bank: Neighborhood, embedded: Tensor, ranks: Tensor, count: int) -> Tensor:
-    """The mean rank (n,) of the first `count` of those with a finite rank (n,N)."""
+    """Return the mean (n,) of the `count` smallest finite ranks (n,N), differentiable."""
     first = ranks.topk(min(count, ranks.shape[1]), largest=False)
     counts = first.values.isfinite()
     return (bank.ranks_of(embedded, first.indices) * counts).sum(1) / counts.sum(1).clamp_min(1)

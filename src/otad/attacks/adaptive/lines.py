@@ -1,7 +1,10 @@
-"""Steps towards wrong bank points that are known in closed form. Bank point i is nearer than j to
-x + delta iff 2 <x_i - x_j, delta> > d_i^2 - d_j^2, in the space where neighbors are searched. So
-the shortest step after which some wrong points are nearer than some right ones is a projection on
-a polyhedron. Tangents of the potential of a global map meet in planes just as well."""
+"""Attacks by steps towards wrong bank points that are known in closed form.
+
+In the space where neighbors are searched, let d_i be the distance from x to bank point i. Point i
+is nearer than point j to x + delta if and only if 2 <x_i - x_j, delta> > d_i^2 - d_j^2. So the
+shortest step after which some wrong points are nearer than some right ones is a projection onto a
+polyhedron. The tangents of a global map's potential meet in planes as well, so the same steps work
+there."""
 
 from __future__ import annotations
 
@@ -13,31 +16,53 @@ import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, blocks_of
-from otad.attacks.base import Attack, Survivors, Target, option, register_attack
+from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.pgd import Apgd
+from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive
 from otad.model.otad import OTAD
 from otad.threat import LpBall
 
-REACH = 200  # in regression: the nearest points among which the extreme values are chosen
+REACH = 200  # in regression, extreme values are chosen among this many nearest points
 ITERATIONS = 150
-OVERSHOOT = 1.02  # past the bisectors, on which the right points would still be level
-STRIDE = 0.2  # of the radius: the length of a pull
-FAR = 1e3  # times a step: its direction, to go as far as the ball allows
+OVERSHOOT = 1.02  # factor of a step: exactly on a bisector both points are equally near
+STRIDE = 0.2  # the length of a step of `Pull`, as a share of the radius
+FAR = 1e3  # factor of a step that is to go as far as the ball allows
 
 
 @register_attack
 @dataclass(frozen=True, eq=False)
 class Straight(Attack):
-    """Straight lines from the example to training inputs that vote against its answer, tried at the
-    given `shares` of the radius.
+    """Straight lines from the example towards training inputs of other classes.
 
-    Aims are the inputs of the `points` nearest such bank points (with a metric: nearest by keys),
-    and the means of the nearest 3, 6, 12, ... of them, over all wrong classes and over the two
-    nearest; in regression, the lowest and highest values among the nearest points. For a global
-    map, points are the nearest by distance, and once more those whose tangents come first. Where
-    the embedding does more than normalize, `train_x` (N,*), the bank's inputs, must be given."""
+    The attack aims at the nearest wrong training inputs (nearest by keys if there is a metric), and
+    at the means of the nearest 3, 6, 12, ... of them: over all wrong classes, and over each of the
+    two nearest ones. In regression it aims at the lowest and the highest values among the nearest
+    points. For a global map the points are the nearest by distance, and then once more those with
+    the largest tangents.
+
+    Parameters
+    ----------
+    points : int
+        How many of the nearest wrong training inputs are aimed at.
+    shares : tuple of float
+        The shares of the radius at which each line is tried.
+    train_x : Tensor (N, *input_shape) or None
+        The training inputs of the bank. They are needed where the embedding does more than
+        normalize, because they cannot be computed from the bank then.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.attacks.adaptive import Straight
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> model = otad.defend(None, x, y, inputs="pixels", n_neighbors=2)
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> Straight(points=2)(model, x, y, otad.L2(1.0), generator=generator).accuracy
+    0.0
+    """
 
     points: int = option(24, check_count)
     shares: tuple[float, ...] = option((1.0, 0.75, 0.5), check_positive, most=1.0)
@@ -51,13 +76,13 @@ class Straight(Attack):
         for block in blocks_of(survivors, self.train_x):
             for aim in self._aims(block):
                 for share in self.shares:
-                    # Nearest to the aim within a share of the radius: in l2 on the line to it, in
-                    # l-infinity every feature goes as far as it can.
+                    # The nearest point to the aim within a share of the radius: in l2 it is on the
+                    # line to the aim, in l-infinity every feature goes as far as it can.
                     block.offer(ball.with_eps(share * ball.eps).project(aim, block.x))
         return survivors.inputs
 
     def _aims(self, block: Block) -> list[Tensor]:
-        """Inputs (n,*) to move towards."""
+        """Return inputs (n,*) to move towards."""
         bank, x, y = block.bank, block.x, block.y
         if block.is_regression:
             near = bank.nearest(x, None, REACH)
@@ -85,9 +110,31 @@ class Straight(Attack):
 @register_attack
 @dataclass(frozen=True)
 class Bisector(BankAttack):
-    """Across the bisector of one wrong and one right bank point, for all pairs of the `pairs`
-    nearest wrong and the K nearest right points. The shortest step across a bisector is along
-    x_i - x_j; steps go just across it, and on to the radius."""
+    """Steps across the bisector between a wrong bank point and a right one.
+
+    Each of the nearest wrong points is compared with the nearest of the K nearest right points,
+    with the farthest of them, and with their mean. The shortest step across a bisector is along
+    `x_i - x_j`. The attack tries the step just across it, twice that step, and the same direction
+    up to the radius.
+
+    Parameters
+    ----------
+    pairs : int
+        How many of the nearest wrong points are tried.
+    polish : int
+        The number of APGD steps with the model's own gradient at the end.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.attacks.adaptive import Bisector
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> model = otad.defend(None, x, y, inputs="pixels", n_neighbors=2)
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> Bisector(pairs=2, polish=5)(model, x, y, otad.L2(1.0), generator=generator).accuracy
+    0.0
+    """
 
     pairs: int = option(10, check_count)
     name = "bisector"
@@ -113,12 +160,39 @@ class Bisector(BankAttack):
 @register_attack
 @dataclass(frozen=True)
 class Region(BankAttack):
-    """Greedy search over regions: sets of wrong bank points made nearer than all right ones near.
+    """A greedy search over sets of wrong bank points that become nearer than the right ones.
 
-    Each of the `singles` nearest wrong points alone is made nearer than the `opponents` nearest
-    right points; so are, for each of the `classes` nearest wrong classes (in regression for higher
-    and for lower values) and each size in `sizes`, the nearest so many points of that class; then,
-    `rounds` times, the same is tried with the points that are nearest at the input so found."""
+    First each of the nearest wrong points alone is made nearer than the nearest right points. Then
+    whole sets are: for each of the nearest wrong classes (in regression for higher and for lower
+    values), the nearest few points of that class. Each set is chosen again from the input that was
+    found.
+
+    Parameters
+    ----------
+    singles : int
+        How many wrong points are tried alone.
+    classes : int
+        How many of the nearest wrong classes are tried.
+    sizes : tuple of int
+        The sizes of the sets.
+    opponents : int
+        How many of the nearest right points must be farther away.
+    rounds : int
+        How often a set is chosen.
+    polish : int
+        The number of APGD steps with the model's own gradient at the end.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.attacks.adaptive import Region
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> model = otad.defend(None, x, y, inputs="pixels", n_neighbors=2)
+    >>> attack = Region(classes=1, sizes=(1,), opponents=1, rounds=1, polish=5)
+    >>> attack(model, x, y, otad.L2(1.0), generator=torch.Generator().manual_seed(0)).accuracy
+    0.0
+    """
 
     singles: int = option(8, check_count, least=0)
     classes: int = option(3, check_count)
@@ -145,11 +219,34 @@ class Region(BankAttack):
 @register_attack
 @dataclass(frozen=True)
 class Pull(BankAttack):
-    """Steps towards the mean of the nearest bank points of a wrong class and away from that of the
-    nearest right ones, searched again after each of the `steps`; then APGD with the model's own
-    gradient, for `polish` steps. So for each of the `classes` nearest wrong classes (in regression
-    for higher and for lower values) and each number of points in `sizes`: the best start of an
-    ascent is often not the input that came closest to a wrong answer."""
+    """Steps towards the mean of near wrong bank points and away from the mean of right ones.
+
+    Both means are searched again after each step. From the last input APGD continues with the
+    model's own gradient, for every class and size: the best start of an ascent is often not the
+    input that came closest to a wrong answer.
+
+    Parameters
+    ----------
+    classes : int
+        How many of the nearest wrong classes are tried; in regression higher and lower values.
+    sizes : tuple of int
+        How many points a mean is taken over.
+    steps : int
+        The number of steps.
+    polish : int
+        The number of APGD steps with the model's own gradient after each pull.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.attacks.adaptive import Pull
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> model = otad.defend(None, x, y, inputs="pixels", n_neighbors=2)
+    >>> attack = Pull(classes=1, sizes=(1,), steps=10, polish=5)
+    >>> attack(model, x, y, otad.L2(1.0), generator=torch.Generator().manual_seed(0)).accuracy
+    0.0
+    """
 
     classes: int = option(5, check_count)
     sizes: tuple[int, ...] = (1, 3, 10)
@@ -185,8 +282,9 @@ class Pull(BankAttack):
 
 
 def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
-    """Try the shortest step after which the wrong points (n,p) are nearer than the right ones
-    (n,q), and the same direction up to the radius; the inputs (n,*) there."""
+    """Try the shortest step after which the wrong points (n,p) are nearer than the right (n,q).
+
+    The same direction is tried up to the radius, and the inputs (n,*) there are returned."""
     bank, embedded = block.bank, block.bank.embed(block.x)
     gaps = bank.sites[wrong][:, :, None] - bank.sites[right][:, None]
     need = bank.ranks_of(embedded, wrong)[:, :, None] - bank.ranks_of(embedded, right)[:, None]
@@ -196,11 +294,12 @@ def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
 
 
 def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
-    """The shortest delta (B,d) with 2 <gaps_k, delta> >= need_k for all k, (B,n,d) and (B,n):
-    2 sum mu_k gaps_k where mu >= 0 maximizes <need, mu> - |2 sum mu_k gaps_k|^2 / 2, by
-    accelerated projected ascent."""
+    """Return the shortest delta (B,d) with 2 <gaps_k, delta> >= need_k for all k.
+
+    `gaps` is (B,n,d) and `need` (B,n). The dual problem is solved by accelerated projected ascent:
+    delta = 2 sum mu_k gaps_k, where mu >= 0 maximizes <need, mu> - |2 sum mu_k gaps_k|^2 / 2."""
     gram = 4 * gaps @ gaps.mT
-    # the largest eigenvalue, bounded by the largest row sum
+    # The largest eigenvalue is bounded by the largest row sum.
     rate = 1 / gram.abs().sum(2).amax(1, keepdim=True).clamp_min(1e-12)
     weight = torch.zeros_like(need)
     ahead, momentum = weight, 1.0
@@ -216,10 +315,13 @@ def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
 def _opponents(
     block: Block, x: Tensor, wrong_count: int, right_count: int, place: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Bank points near x (n,*) to move towards (n,wrong_count), and away from (n,right_count): with
-    wrong votes (with `place`, for the class that is the place-th nearest) and right ones. In
-    regression, of the nearest points those with the values furthest from y, and those nearest to
-    it; with `place` 0 the highest and the lowest values, with 1 the other way round."""
+    """Return bank points near x (n,*) to move towards, and others to move away from.
+
+    They are the nearest points with wrong votes (n,wrong_count) and with right votes
+    (n,right_count). If `place` is given, wrong votes are those for the class that is the place-th
+    nearest. In regression they are, among the nearest points, those with the values farthest from y
+    and nearest to y. With `place` 0 they are the highest and the lowest values, with `place` 1 the
+    lowest and the highest."""
     bank, y = block.bank, block.y
     if block.is_regression:
         near = bank.nearest(x, None, 10 * (wrong_count + right_count))

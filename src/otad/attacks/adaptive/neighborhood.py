@@ -1,4 +1,4 @@
-"""What an attacker who knows everything reads off a bank: where its points are, how they vote."""
+"""What an attacker reads from a bank: where its points are, and which class each votes for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from otad.attacks.base import Attack, Survivors, Target, option
+from otad.attacks.base import Attack, option
 from otad.attacks.needs import Knowledge
 from otad.attacks.pgd import Apgd
 from otad.attacks.stand_in import Map
+from otad.attacks.target import Survivors, Target
 from otad.baselines import Knn
 from otad.checks import check_count, check_shape, require
 from otad.cip.whole_bank.pairs import Pairs, middle_of
@@ -24,20 +25,22 @@ from otad.model.otad import OTAD, check_training_inputs
 from otad.nets import only_normalizes
 from otad.threat import LpBall
 
-SCORES_AT_ONCE = 2**26  # numbers of a block of ranks
-FEATURES_AT_ONCE = 2**25  # numbers of a block of features
-CLOSEST = 1e-3  # of the mean rank over the bank: K copies of an input leave no scale
-OFF_ORIGIN = 0.95  # |middle| / median |point| above which distances drown in the squares of lengths
+SCORES_AT_ONCE = 2**26  # numbers in a block of ranks
+FEATURES_AT_ONCE = 2**25  # numbers in a block of features
+CLOSEST = 1e-3  # least scale as a share of the mean rank, for K neighbors equal to the input
+OFF_ORIGIN = 0.95  # |middle| / median |point| above which distances are lost to rounding
 
 
 def defended_of(model: nn.Module) -> OTAD | None:
-    """The OTAD model that is, or shares its bank with, `model`; None for other models."""
+    """Return the OTAD model that is `model` or shares its bank with it; None for other models."""
     inner = model.model if isinstance(model, Knn) else model
     return inner if isinstance(inner, OTAD) else None
 
 
 def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
-    """What an attacker knows about a model. `train_x` (N,*): the inputs its bank was made from."""
+    """Return what an attacker knows about a model.
+
+    `train_x` (N,*) are the inputs that its bank was made from, if they are known."""
     defended = defended_of(model)
     if defended is None:
         require(train_x is None, "train_x", "None, as the model has no bank", "inputs")
@@ -51,17 +54,17 @@ def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
 
 
 def knows_inputs(model: OTAD, train_x: Tensor | None) -> bool:
-    """Whether the training inputs are given, or only normalized in the bank."""
+    """Return whether the training inputs are given or can be computed from the bank."""
     return train_x is not None or only_normalizes(model.backbone)
 
 
-# A bank of images has gigabytes of features, and every batch of every attack asks for this.
+# Cached, because a bank of images has gigabytes of features and every batch asks for the outputs.
 _HEAD_OUTPUTS: WeakKeyDictionary[OTAD, tuple[tuple[object, ...], Tensor]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
 def head_outputs(owner: OTAD, like: Tensor) -> Tensor:
-    """What the head reads from the feature of each bank point: (N,C), in regression (N,)."""
+    """Return the outputs of the head for the feature of each bank point: (N,C) or (N,)."""
     features, head = owner.bank_features, owner.backbone.head
     tensors = [features, *head.parameters()]
     state = (like.device, like.dtype, *((one.data_ptr(), one._version) for one in tensors))
@@ -75,22 +78,24 @@ def head_outputs(owner: OTAD, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Neighborhood:
-    """The bank of a model as its attacker sees it: N points, of which the first in rank decide.
+    """The bank of a model as its attacker sees it: N points, of which the lowest ranks decide.
 
-    The rank of point i for an embedded input e (with a metric: its key) is, up to a number that is
-    the same for all i, offsets_i - 2 <sites_i, e>: i is before j beyond a plane with the normal
-    sites_i - sites_j. Coordinates of a lift, which no input reaches, are left off. Embedded inputs
-    are taken about `center` (d,), 0 unless the bank is far off the origin. There are two views:
+    The rank of point i for an embedded input e (or for its key, if there is a metric) is
+    offsets_i - 2 <sites_i, e>, up to a number that is the same for all i. So point i ranks before
+    point j on one side of a plane with the normal sites_i - sites_j. The coordinates of a lift,
+    which no input reaches, are left out. Embedded inputs are taken relative to `center` (d,), which
+    is 0 unless the bank is far from the origin. There are two views:
 
     - neighbors: the rank is |e - x_i|^2, so sites are the bank points (N,d) and offsets |x_i|^2;
     - tangents (`by_tangents`), for a global map: its potential is the smoothed maximum of its
-      tangents u~_i + <z~_i, e - x_i>, and between two of them the map is half-way where they meet.
-      So sites are z~_i, and offsets 2 (<z~_i, x_i> - u~_i).
+      tangents u~_i + <z~_i, e - x_i>, and the map changes from one to the other where they meet. So
+      sites are z~_i, and offsets are 2 (<z~_i, x_i> - u~_i).
 
-    `votes` (N,): the class each point votes for on its own, in regression its value; `outputs`
-    (N,C) or (N,): those it would give. `members` (N,): which points of the bank these are, None for
-    all. `train_x`: the training inputs of the whole bank, where the attacker was given them.
-    `keys`: `owner.query_keys` with a gradient to climb, see `climbable`."""
+    `votes` (N,) holds the class that each point alone votes for, or its value in regression;
+    `outputs` (N,C) or (N,) are the outputs it alone would give. `members` (N,) says which points of
+    the bank these are, None for all. `train_x` holds the training inputs of the whole bank, if the
+    attacker was given them. `keys` is `owner.query_keys` with a gradient that an attack can follow,
+    see `climbable`."""
 
     owner: OTAD
     sites: Tensor
@@ -107,12 +112,14 @@ class Neighborhood:
     @staticmethod
     @torch.no_grad()
     def of(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> Neighborhood:
-        """The neighbors of an OTAD model, or of k-NN on the bank of one, on the device of `like`"""
+        """Return the view of neighbors of an OTAD model, or of k-NN on its bank.
+
+        Tensors are on the device of `like`."""
         owner, got = defended_of(model), type(model).__name__
         if owner is None:
             raise InputError(f"model: expected OTAD or k-NN on its bank, got {got}")
         points = owner.bank_points.to(like)
-        if owner.metric is None:  # the last coordinates of a lifted bank, which no input reaches
+        if owner.metric is None:  # without the coordinates of a lift, which no input reaches
             points = points[:, : points.shape[1] - owner.backbone.lift]
         if train_x is not None:
             shape = (len(points), *owner.backbone.input_shape)
@@ -135,14 +142,14 @@ class Neighborhood:
 
     @staticmethod
     def views(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> list[Neighborhood]:
-        """Every way in which points decide: as neighbors; for a global map, by tangents too."""
+        """Return the view of neighbors, and for a global map the view of tangents as well."""
         neighbors = Neighborhood.of(model, like, train_x)
         potential = model.answerer.potential if isinstance(model, OTAD) else None
         return [neighbors] if potential is None else neighbors._of_map(potential)
 
     @torch.no_grad()
     def _of_map(self, potential: BankPotential) -> list[Neighborhood]:
-        """Both views of the points that the map passes through: those left out have no vote."""
+        """Return both views of the points that the map passes through, without those left out."""
         owner, like = self.owner, self.sites
         bank = owner.bank_inputs, owner.bank_features
         pairs = Pairs(*bank, potential.strong_convexity, like.device)
@@ -167,7 +174,7 @@ class Neighborhood:
         return keys[:, : self.sites.shape[1]] - self.center
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
-        """Points (..., d) as inputs (..., *input_shape): the reverse of `embed`."""
+        """Return points (..., d) as inputs (..., *input_shape), the inverse of `embed`."""
         metric, backbone = self.owner.metric, self.owner.backbone
         fits = metric is None and only_normalizes(backbone)
         expected = "neighbors of inputs that are only normalized"
@@ -175,7 +182,7 @@ class Neighborhood:
         return self._denormalized(points + self.center, like)
 
     def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:
-        """The inputs (B,*input_shape) that points (B,) were made from."""
+        """Return the inputs (B,*input_shape) that bank points (B,) were made from."""
         owner, rows = self.owner, indices if self.members is None else self.members[indices]
         if self.train_x is not None:
             return self.train_x[rows.to(self.train_x.device)].to(like)
@@ -190,39 +197,40 @@ class Neighborhood:
         return (shaped * backbone.std + backbone.mean).to(like)
 
     def ranks(self, embedded: Tensor) -> Tensor:
-        """(B,N), 0 at the least, differentiable; accurate enough to rank, not to decide."""
+        """Return the ranks (B,N), at least 0 and differentiable, up to rounding errors."""
         ranks = self.offsets - 2 * embedded @ self.sites.T
         if self.by_tangents:
             return ranks - ranks.detach().amin(1, keepdim=True)
         return (embedded.square().sum(1, keepdim=True) + ranks).clamp_min(0)
 
     def ranks_of(self, embedded: Tensor, indices: Tensor) -> Tensor:
-        """Ranks (B,n) of points (B,n) alone, up to a number that is the same for a whole row."""
+        """Return the ranks (B,n) of points (B,n), up to a number that is the same for a row."""
         if self.by_tangents:
             products = self.sites[indices] @ embedded[:, :, None]
             return self.offsets[indices] - 2 * products[:, :, 0]
         return (self.sites[indices] - embedded[:, None]).square().sum(2)
 
     def width(self, ranks: Tensor, share: float) -> Tensor:
-        """A scale (B,1) above 0 for ranks (B,N): a share of the K-th of them."""
+        """Return a positive scale (B,1) for ranks (B,N): a share of the K-th smallest rank."""
         reach = ranks.topk(self.n_neighbors, largest=False).values[:, -1:]
         width = share * torch.maximum(reach, CLOSEST * ranks.mean(1, keepdim=True))
         return width.clamp_min(torch.finfo(ranks.dtype).tiny)
 
     def is_wrong(self, y: Tensor) -> Tensor:
-        """Which bank points (B,N) vote against the right answers y (B,)."""
+        """Return which bank points (B,N) vote against the right answers y (B,)."""
         return self.votes[None] != y[:, None]
 
     def nearest_classes(self, ranks: Tensor, y: Tensor) -> Tensor:
-        """Classes (B,C) by the rank (B,N) of the first point that votes for each of them, those
-        without any and the right ones y (B,) last."""
+        """Return the classes (B,C), sorted by the least rank (B,N) of a point that votes for each.
+
+        Classes without a vote and the right ones y (B,) come last."""
         first = ranks.new_full((len(y), self.outputs.shape[1]), torch.inf)
         first.scatter_reduce_(1, self.votes.expand(len(y), -1), ranks, "amin")
         return first.scatter_(1, y[:, None], torch.inf).argsort(1)
 
     @torch.no_grad()
     def nearest(self, x: Tensor, allowed: Tensor | None, count: int) -> Tensor:
-        """The `count` bank points (B,count) first in rank for inputs x, of those allowed (B,N)."""
+        """Return the `count` allowed (B,N) bank points (B,count) of least rank for inputs x."""
         scores = self.ranks(self.embed(x))
         if allowed is not None:
             scores = scores.masked_fill(~allowed, torch.inf)
@@ -230,7 +238,7 @@ class Neighborhood:
 
 
 class Block:
-    """The examples x (n,*) numbered `rows`, their right answers y (n,), and a view of the bank."""
+    """Some examples x (n,*), their numbers `rows`, right answers y (n,) and a view of the bank."""
 
     def __init__(self, survivors: Survivors, bank: Neighborhood, rows: Tensor) -> None:
         self.survivors, self.bank, self.rows = survivors, bank, rows
@@ -239,20 +247,21 @@ class Block:
         self.is_regression = self.y.is_floating_point()
 
     def remaining(self) -> Block:
+        """Return the block of the examples that are still worth attacking."""
         return Block(self.survivors, self.bank, self.survivors.among(self.rows))
 
     def offer(self, moved: Tensor) -> None:
         self.survivors.offer(moved, self.rows)
 
     def try_point(self, embedded: Tensor) -> Tensor:
-        """Offer embedded points (n,d) as inputs of the ball, which are returned."""
+        """Offer embedded points (n,d), projected into the ball, and return them as inputs."""
         moved = self.survivors.project(self.bank.inputs(embedded, self.x), self.rows)
         self.offer(moved)
         return moved
 
 
 def blocks_of(survivors: Survivors, train_x: Tensor | None = None) -> Iterator[Block]:
-    """For each view of the bank, all examples in blocks that fit in memory."""
+    """Yield all examples in blocks that fit in memory, for each view of the bank."""
     x = survivors.x
     for bank in Neighborhood.views(survivors.target.model, x, train_x):
         size = max(1, SCORES_AT_ONCE // len(bank.sites))
@@ -262,15 +271,17 @@ def blocks_of(survivors: Survivors, train_x: Tensor | None = None) -> Iterator[B
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BankAttack(Attack):
-    """Searches near bank points. Then `polish` steps of APGD with the model's own gradient continue
-    from the best inputs: it weighs wrong neighbors as the model does. k-NN has no gradient."""
+    """A search near bank points, followed by `polish` steps of APGD from the best inputs.
+
+    APGD follows the model's own gradient, which weighs wrong neighbors as the model does. k-NN has
+    no gradient, so APGD is skipped there."""
 
     polish: int = option(50, check_count, least=0)
     family = "adaptive"
 
     @abstractmethod
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
-        """Offer inputs to `survivors`."""
+        """Search for inputs and offer them to `survivors`."""
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors, again = Survivors(target, x, ball), Survivors(target, x, ball)

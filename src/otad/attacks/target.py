@@ -1,0 +1,188 @@
+"""The model under attack: how it is asked, when it counts as broken, and what was found so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_shape, require
+from otad.threat import LpBall
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Maps outputs (n,C) or (n,) and targets (n,) to the values (n,) that an attacker maximizes."""
+
+
+def margin(logits: Tensor, y: Tensor) -> Tensor:
+    """Return max_{c != y} logits_c - logits_y (B,), the loss of Carlini and Wagner.
+
+    Unlike the cross-entropy it has a gradient even where the model is very sure."""
+    own = logits.gather(1, y[:, None])[:, 0]
+    return logits.scatter(1, y[:, None], -math.inf).amax(1) - own
+
+
+def gain_of(outputs: Tensor, y: Tensor) -> Tensor:
+    """Return how far an attack has come (B,): the margin, or in regression the error |f - y|.
+
+    It is infinite where the model abstains (NaN), because an abstention is not a correct answer."""
+    found = (outputs - y).abs() if y.is_floating_point() else margin(outputs, y)
+    return found.masked_fill(found.isnan(), math.inf)
+
+
+class Evaluated(NamedTuple):
+    """The attacked model's outputs, the values (n,) to maximize, and their gradient (n,*)."""
+
+    outputs: Tensor
+    value: Tensor
+    gradient: Tensor
+
+
+def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values (n,) of a function of each row, and its gradient (n,*).
+
+    The gradient is 0 where the function has none."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value = function(x)
+        total = value.sum()
+    if not total.requires_grad:
+        return value, torch.zeros_like(x)
+    (gradient,) = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=True)
+    return value.detach(), gradient
+
+
+class Target:
+    """The model under attack with the right answers, and a count of how often it was asked.
+
+    `y` (B,) holds labels (int64), or in regression values: an example is broken once its error
+    exceeds `tolerance`. The argument `rows` (int64) of the methods selects some of the examples.
+    With `breakable=False` no example ever counts as broken, so that attacks go as far as they
+    can."""
+
+    def __init__(
+        self, model: nn.Module, y: Tensor, tolerance: float = math.inf, *, breakable: bool = True
+    ) -> None:
+        self.model, self.y, self.tolerance, self.breakable = model, y, tolerance, breakable
+        self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
+        self.backwards = torch.zeros_like(self.forwards)
+        self.blind = torch.zeros_like(self.forwards, dtype=torch.bool)
+
+    def targets(self, rows: Tensor | None = None) -> Tensor:
+        return self.y if rows is None else self.y[rows]
+
+    def _count(self, counter: Tensor, rows: Tensor | None) -> None:
+        rows = torch.arange(len(self.y), device=self.y.device) if rows is None else rows
+        counter.index_add_(0, rows, torch.ones_like(rows))
+
+    def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return the outputs for inputs x (n,*), one for each of `rows`, without a gradient."""
+        self._count(self.forwards, rows)
+        with torch.no_grad():
+            outputs: Tensor = self.model(x)
+        return outputs
+
+    def evaluate(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> Evaluated:
+        """Return the outputs at inputs x (n,*), their loss, and its gradient in x."""
+        self._count(self.forwards, rows)
+        self._count(self.backwards, rows)
+        outputs: list[Tensor] = []
+
+        def value_of(inputs: Tensor) -> Tensor:
+            outputs.append(self.model(inputs))
+            return loss(outputs[0], self.targets(rows))
+
+        value, gradient = self.differentiate(value_of, x, rows)
+        return Evaluated(outputs[0].detach(), value, gradient)
+
+    def differentiate(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the values (n,) of a function of inputs (n,*), and a finite gradient (n,*).
+
+        There is one input for each of `rows`. Entries of the gradient that are NaN or infinite
+        become 0. Where that happens although the value is finite, the example is marked as `blind`,
+        because the attack does not see where to go."""
+        value, gradient = value_and_gradient(function, x)
+        blind = ~gradient.flatten(1).isfinite().all(1) & value.isfinite()
+        if bool(blind.any()):
+            self.blind[blind if rows is None else rows[blind]] = True
+        return value, gradient.nan_to_num(0.0, 0.0, 0.0)
+
+    def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return whether outputs are wrong (n,): another class, an abstention, a large error."""
+        y = self.targets(rows)
+        if y.is_floating_point():
+            return ~((outputs - y).abs() <= self.tolerance) & self.breakable
+        return ((outputs.argmax(1) != y) | outputs.isnan().any(1)) & self.breakable
+
+    def is_done(self, gain: Tensor) -> Tensor:
+        """Return whether a larger gain (n,) would be of no use.
+
+        In classification any gain above 0 is enough; in regression an error can always grow."""
+        return (gain == math.inf if self.y.is_floating_point() else gain > 0) & self.breakable
+
+
+class Survivors:
+    """The examples x (B,*) that are not broken yet, and the best inputs found so far.
+
+    `inputs` (B,*) are the best points of the ball, and `gain` (B,) is their gain (see `gain_of`).
+    It is infinite once nothing can be better."""
+
+    def __init__(self, target: Target, x: Tensor, ball: LpBall) -> None:
+        self.target, self.x, self.ball = target, x, ball
+        self.inputs = x.clone()
+        self.gain = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
+
+    @property
+    def rows(self) -> Tensor:
+        """The examples (int64) that are still worth attacking."""
+        return self.among(torch.arange(len(self.gain), device=self.gain.device))
+
+    def among(self, rows: Tensor) -> Tensor:
+        """Return those of `rows` that are still worth attacking."""
+        return rows[~self.target.is_done(self.gain[rows])]
+
+    def project(self, moved: Tensor, rows: Tensor) -> Tensor:
+        return self.ball.project(moved, self.x[rows])
+
+    def offer(self, moved: Tensor, rows: Tensor) -> None:
+        """Ask the model about inputs (n,*) and keep those with more gain.
+
+        Broken examples are updated as well."""
+        self._keep(moved, gain_of(self.target(moved, rows), self.target.targets(rows)), rows)
+
+    def ask(self, moved: Tensor, rows: Tensor) -> Tensor:
+        """Ask the model about inputs (n,*) and record its outputs as `judge` does."""
+        return self.judge(moved, self.target(moved, rows), rows)
+
+    def judge(self, moved: Tensor, outputs: Tensor, rows: Tensor) -> Tensor:
+        """Record the model's outputs at inputs (n,*) and return which of them are not broken.
+
+        The first broken input of an example is final."""
+        broken = self.target.is_broken(outputs, rows)
+        gain = gain_of(outputs, self.target.targets(rows))
+        # Tied logits break an example although its gain is 0: no later input may replace it.
+        self._keep(moved, gain.masked_fill(broken, math.inf), rows)
+        return ~broken
+
+    def _keep(self, moved: Tensor, gain: Tensor, rows: Tensor) -> None:
+        better = gain > self.gain[rows]
+        self.inputs[rows[better]] = moved[better]
+        self.gain[rows[better]] = gain[better].to(self.gain.dtype)
+
+
+def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
+    """Refuse outputs whose shape or number of classes does not fit the targets y (B,)."""
+    if y.is_floating_point():
+        check_shape(outputs, name, (len(y),), "of values, as y holds values")
+        return
+    shape = tuple(outputs.shape)
+    fits = len(shape) == 2 and shape[0] == len(y) and shape[1] >= 2
+    expected = f"logits ({len(y)}, C) of at least 2 classes, as y holds labels"
+    require(fits, name, expected, f"outputs of shape {shape}")
+    low, high = (int(value) for value in torch.aminmax(y))
+    known = low >= 0 and high < shape[1]
+    require(known, "y", f"labels from 0 to {shape[1] - 1}", f"{low} to {high}")
