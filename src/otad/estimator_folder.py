@@ -20,7 +20,7 @@ Fitted = TypeVar("Fitted")
 
 
 def save_estimator(estimator: Any, folder: str | Path, evaluation: Any = None) -> Path:
-    """Write a fitted estimator; the path of its card. `evaluation`: as in `OTAD.save`."""
+    """Write a fitted estimator, as `OTAD.save` does, and return the path of its card."""
     check_options(hints_of(save_estimator), {"folder": folder})
     params = {name: _plain(value) for name, value in estimator.get_params(deep=False).items()}
     about = {

@@ -1,8 +1,9 @@
 """Lipschitz bounds of self-attention and of the blocks of a vision transformer.
 
-Pure functions of weights, in the layout of torch (outputs, inputs): `nn.MultiheadAttention` keeps
-`in_proj_weight` (3D,D), the rows of queries, keys and values, head after head. Norms are
-Frobenius for sequences X (N,D) and spectral for maps between them."""
+All are pure functions of weights in torch's layout (outputs, inputs). `nn.MultiheadAttention`
+stores `in_proj_weight` (3D, D): the rows of queries, keys and values, head after head. Norms are
+Frobenius for sequences X (N, D) and spectral for maps between them.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +42,44 @@ def attention_lipschitz(
     query_bias: Tensor | None = None,
     form: str = "tight",
 ) -> float:
-    """Lipschitz constant of multi-head dot-product self-attention on {X (N,D) : |X|_F <= max_norm}.
+    """Bound the Lipschitz constant of multi-head self-attention on all X (N, D) up to a norm.
 
-    `in_weight` (3D,D), `out_weight` (D,D), `query_bias` (D,): other biases have no effect. With
-    Q_r, K_r, V_r of width w = D / R for head r, M = max_norm, N = n_tokens:
+    Parameters
+    ----------
+    in_weight : Tensor (3D, D)
+        The weights of queries, keys and values, as `nn.MultiheadAttention` stores them.
+    out_weight : Tensor (D, D)
+        The weight of the output projection.
+    n_heads, n_tokens : int
+        The number of heads R and of tokens N.
+    max_norm : float
+        The largest Frobenius norm M of a sequence X.
+    query_bias : Tensor (D,), optional
+        The bias of the queries. Other biases have no effect.
+    form : "tight" or "paper"
+        "paper" is Theorem 1 of the OTAD paper, for attention without a query bias. "tight" uses the
+        spectral norm of each matrix and a sharper proof.
 
-    - "paper", Theorem 1, for attention without a query bias, T the largest Frobenius norm among all
-      Q_r, K_r, V_r and the output weight:  sqrt(R) T^2 (T^2 M^2 (sqrt(N) + 1) / sqrt(w) + sqrt(N));
-    - "tight", with each matrix's own spectral norm and a sharper proof (see the documentation):
-      the lesser of |W| sqrt(sum_r |V_r|^2 c_r^2) and sum_r |V_r W_r| c_r, where
-      c_r = |K_r Q_r^T| M^2 / sqrt(w) + sqrt(N) (1 + M |K_r b_r| / (2 sqrt(w)))."""
+    Notes
+    -----
+    With `Q_r`, `K_r`, `V_r` of width `w = D / R` for head r:
+
+    - "paper": `sqrt(R) T^2 (T^2 M^2 (sqrt(N) + 1) / sqrt(w) + sqrt(N))`, where T is the largest
+      Frobenius norm among all `Q_r`, `K_r`, `V_r` and the output weight.
+    - "tight": the smaller of `|W| sqrt(sum_r |V_r|^2 c_r^2)` and `sum_r |V_r W_r| c_r`, where
+      `c_r = |K_r Q_r^T| M^2 / sqrt(w) + sqrt(N) (1 + M |K_r b_r| / (2 sqrt(w)))`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.certify import attention_lipschitz
+    >>> weights = torch.eye(4).repeat(3, 1), torch.eye(4)
+    >>> sizes = {"n_heads": 2, "n_tokens": 4, "max_norm": 1.0}
+    >>> round(attention_lipschitz(*weights, **sizes), 3)
+    3.828
+    >>> round(attention_lipschitz(*weights, **sizes, form="paper"), 3)
+    59.314
+    """
     check_choice(form, "form", ("tight", "paper"))
     count, tokens = check_count(n_heads, "n_heads"), check_count(n_tokens, "n_tokens")
     bound = _checked_size(max_norm, "max_norm")
@@ -83,17 +112,55 @@ def attention_lipschitz(
 
 
 def layer_norm_lipschitz(weight: Tensor, *, eps: float, min_std: float = 0.0) -> float:
-    """max |weight| / sqrt(min_std^2 + eps), for tokens of standard deviation at least min_std.
+    """Bound the Lipschitz constant of layer normalization.
 
-    With c the centered token and s = sqrt(|c|^2 / D + eps), the Jacobian before the weight is
-    (I - c c^T / (D s^2)) / s on centered vectors, with eigenvalues 1 / s and eps / s^3 <= 1 / s."""
+    Parameters
+    ----------
+    weight : Tensor (D,)
+        The weight of the layer.
+    eps : float
+        The `eps` of the layer, positive.
+    min_std : float
+        The smallest standard deviation of a token. 0 holds for all tokens.
+
+    Returns
+    -------
+    float
+        `max |weight| / sqrt(min_std^2 + eps)`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.certify import layer_norm_lipschitz
+    >>> round(layer_norm_lipschitz(torch.ones(4), eps=0.25), 6)
+    2.0
+    """
     largest = float(_checked(weight, "weight", "D").abs().max())
     require(0 < eps < math.inf, "eps", "a positive finite number", eps)
     return largest / math.sqrt(_checked_size(min_std, "min_std") ** 2 + eps)
 
 
 def layer_norm_bound(weight: Tensor, bias: Tensor | None, *, n_tokens: int) -> float:
-    """|LayerNorm(X)|_F for any X (N,D): a normalized token is no longer than sqrt(D)."""
+    """Bound the Frobenius norm of `LayerNorm(X)` for any X (N, D).
+
+    A normalized token is no longer than `sqrt(D)`.
+
+    Parameters
+    ----------
+    weight : Tensor (D,)
+        The weight of the layer.
+    bias : Tensor (D,) or None
+        The bias of the layer.
+    n_tokens : int
+        The number of tokens N.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.certify import layer_norm_bound
+    >>> round(layer_norm_bound(torch.ones(4), None, n_tokens=9), 6)
+    6.0
+    """
     token = float(_checked(weight, "weight", "D").abs().max()) * math.sqrt(len(weight))
     if bias is not None:
         check_shape(bias, "bias", tuple(weight.shape), "like weight")
@@ -102,12 +169,41 @@ def layer_norm_bound(weight: Tensor, bias: Tensor | None, *, n_tokens: int) -> f
 
 
 def activation_lipschitz(name: str) -> float:
-    """The largest slope of "relu", "gelu" or "gelu_tanh"."""
+    """Return the largest slope of an activation: "relu", "gelu" or "gelu_tanh".
+
+    Examples
+    --------
+    >>> from otad.certify import activation_lipschitz
+    >>> activation_lipschitz("relu")
+    1.0
+    >>> round(activation_lipschitz("gelu"), 4)
+    1.1289
+    """
     return ACTIVATIONS[check_choice(name, "name", tuple(ACTIVATIONS))]
 
 
 def mlp_lipschitz(first: Tensor, second: Tensor, activation: str = "gelu") -> float:
-    """|second| * slope of the activation * |first|, for weights (h,D) and (D,h)."""
+    """Bound the Lipschitz constant of two linear layers with an activation between them.
+
+    Parameters
+    ----------
+    first, second : Tensor (h, D) and (D, h)
+        The weights of the layers.
+    activation : str
+        A name that `activation_lipschitz` knows.
+
+    Returns
+    -------
+    float
+        The product of the spectral norms and the slope of the activation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.certify import mlp_lipschitz
+    >>> round(mlp_lipschitz(2 * torch.eye(3), torch.eye(3), "relu"), 6)
+    2.0
+    """
     inner, outer = _checked(first, "first", "h,D"), _checked(second, "second", "D,h")
     check_shape(outer, "second", (len(outer), len(inner)), "(D,h) to match first")
     product = float(_spectral(inner)) * float(_spectral(outer))
@@ -117,11 +213,25 @@ def mlp_lipschitz(first: Tensor, second: Tensor, activation: str = "gelu") -> fl
 def vit_block_lipschitz(
     *, attention: float, attention_norm: float, mlp: float, mlp_norm: float
 ) -> float:
-    """Of the block Y = X + Attn(LN1(X)), Y + MLP(LN2(Y)), from the constants of its four parts.
+    """Bound the Lipschitz constant of a transformer block from the constants of its parts.
 
-    The input of the attention is what LN1 gives, so `attention` may be taken at `max_norm =
-    layer_norm_bound(...)`, and (1 + attention * attention_norm) (1 + mlp * mlp_norm) then holds
-    for all X."""
+    The block is `Y = X + Attn(LN1(X))`, then `Y + MLP(LN2(Y))`, and the bound is `(1 + attention *
+    attention_norm) (1 + mlp * mlp_norm)`. It holds for all X if `attention` is computed with
+    `max_norm=layer_norm_bound(...)`, because LN1 bounds the input of the attention.
+
+    Parameters
+    ----------
+    attention, attention_norm : float
+        The constants of the attention and of the layer normalization in front of it.
+    mlp, mlp_norm : float
+        The constants of the MLP and of the layer normalization in front of it.
+
+    Examples
+    --------
+    >>> from otad.certify import vit_block_lipschitz
+    >>> round(vit_block_lipschitz(attention=2.0, attention_norm=1.0, mlp=3.0, mlp_norm=0.5), 6)
+    7.5
+    """
     for name, value in locals().items():
         _checked_size(value, name)
     return ROUNDING * (1 + attention * attention_norm) * (1 + mlp * mlp_norm)

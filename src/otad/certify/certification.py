@@ -1,4 +1,4 @@
-"""`certify` and `certify_values`: the best that the rules of a model prove, batch by batch."""
+"""`certify` and `certify_values`: the best bound that the rules of a model prove."""
 
 from __future__ import annotations
 
@@ -32,11 +32,40 @@ for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules regi
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """No input closer than `radius` (B,) to its example changes the model's `prediction` (B,).
+    """Certified l2 radii: no input closer than the radius changes the prediction of its example.
 
-    Radii are float64, in l2, in the unit asked for (see `certify`), and 0 where nothing is proved.
-    Within a radius the model also answers: where it abstains, the prediction is -1, the radius 0.
-    `rules`: which rule gave the radius of each row. `assumptions`: what the proof rests on."""
+    Within the radius the model also answers: where it abstains at the example itself, the
+    prediction is -1 and the radius is 0.
+
+    Attributes
+    ----------
+    radius : Tensor (n,)
+        Radii in float64, in l2 and in the unit that was asked for (see `certify`). A radius of 0
+        means that nothing is proved.
+    prediction : Tensor (n,)
+        The predicted class of each example, int64.
+    rules : tuple of str
+        The certificate rule that gave the radius of each row, or "none".
+    assumptions : tuple of str
+        What the proof assumes, in whole sentences.
+    kind : str
+        Always "proved", in contrast to a statistical certificate.
+
+    Examples
+    --------
+    >>> import otad, torch
+    >>> _ = torch.manual_seed(0)
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16)
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> found = otad.certify(model, digits.test_x[:4])
+    >>> len(found), found.radius.shape, found.radius.dtype
+    (4, torch.Size([4]), torch.float64)
+    >>> bool((found.linf_radius(64) == found.radius / 8).all())
+    True
+    >>> 0 <= found.accuracy(digits.test_y[:4], eps=0.1) <= 1
+    True
+    """
 
     radius: Tensor
     prediction: Tensor
@@ -52,24 +81,49 @@ class Certificate:
         return f"Certificate({len(self)} inputs, {radii}; by rule {counts_text(self.rules)})"
 
     def holds(self, y: Tensor, eps: float) -> Tensor:
-        """Rows (B,) whose prediction is y and cannot change within l2 distance eps."""
+        """Return the rows (n,) whose prediction is `y` and cannot change within distance `eps`."""
         check_shape(y, "y", tuple(self.prediction.shape), "like the predictions")
         require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
         return (self.prediction == y.to(self.prediction.device)) & (self.radius > eps)
 
     def accuracy(self, y: Tensor, eps: float) -> float:
-        """Certified accuracy: the share of rows that `holds`."""
+        """Return the certified accuracy: the fraction of rows for which `holds` is true."""
         return float(self.holds(y, eps).double().mean())
 
     def linf_radius(self, n_mutable: int) -> Tensor:
-        """Radii (B,) in l-infinity, for attacks on so many features: |delta|_2 is at most
-        sqrt(n_mutable) |delta|_inf. Both are measured in the same unit."""
+        """Return radii (n,) in l-infinity against attackers who can change `n_mutable` features.
+
+        A change of that many features is at most `sqrt(n_mutable)` times as long in l2 as in
+        l-infinity. Both are measured in the same unit.
+        """
         return self.radius / math.sqrt(check_count(n_mutable, "n_mutable"))
 
 
 @dataclass(frozen=True, eq=False)
 class Interval:
-    """Every input within l2 distance `eps` of its example is answered in [low, high] (B,)."""
+    """Bounds that hold for the answer to every input within l2 distance `eps` of its example.
+
+    Attributes
+    ----------
+    low, high : Tensor (n,)
+        The bounds, in units of the target. They are infinite where nothing is proved.
+    eps : float
+        The distance, in the unit that was asked for (see `certify`).
+    assumptions : tuple of str
+        What the proof assumes, in whole sentences.
+    kind : str
+        Always "proved".
+
+    Examples
+    --------
+    >>> import otad
+    >>> diabetes = otad.data.load("diabetes")
+    >>> net = otad.nets.fc_resnet((10,), 1, task="regression", blocks=1, hidden=16)
+    >>> model = otad.defend(net, diabetes.train_x[:100], diabetes.train_y[:100])
+    >>> found = otad.certify_values(model, diabetes.test_x[:3], eps=0.1)
+    >>> bool((found.low <= model(diabetes.test_x[:3])).all())
+    True
+    """
 
     low: Tensor
     high: Tensor
@@ -93,22 +147,58 @@ def certify(
     batch_size: int | None = None,
     progress: Counter | bool | None = None,
 ) -> Certificate:
-    """Radii within which no change of the inputs x (B,*input_shape) changes the class they get.
+    """Prove l2 radii within which no change of an input changes its predicted class.
 
-    - `model`, `x`: an OTAD model or a fitted estimator, and a tensor, an array, a DataFrame or a
-      DataLoader.
-    - `unit` (*input_shape): distances are |delta / unit| in l2; None for plain input units.
-    - `embedding_lipschitz`: for a net whose embedding does more than normalize, a proved constant Q
-      with |e(x + delta) - e(x)| <= Q |delta / unit|.
-    - `metric_lipschitz`: the same for the keys of a metric without a `lipschitz` of its own.
-    - `batch_size`: None fits the working memory. `progress`: see `otad.progress`, with
-      (rows done, rows in all).
+    A radius is infinite where no training point could ever vote for another class.
 
-    Models of local scope have the rules "hull" and "cell", those of global scope "lipschitz". With
-    a metric, "hull" needs its constant (and for l = 0 no other), "cell" that of the embedding too,
-    and is left out where that is not known. A radius is infinite where no bank point can ever vote
-    for another class. Refused: regression, other than linear heads, models that abstain or whose
-    strong convexity is not known beforehand, embeddings and metrics of unknown constant."""
+    Parameters
+    ----------
+    model : OTAD or estimator
+        A defended classifier, or a fitted `OTADClassifier`.
+    x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
+        Inputs.
+    unit : array (*input_shape), optional
+        Distances are `|delta / unit|` in l2. If None, plain input units.
+    embedding_lipschitz : float, optional
+        For a network whose embedding does more than normalize: a proved constant Q with `|e(x +
+        delta) - e(x)| <= Q |delta / unit|`.
+    metric_lipschitz : float, optional
+        The same for the keys of a metric that has no `lipschitz` of its own.
+    batch_size : int, optional
+        Rows at once. If None, as many as fit into the working memory.
+    progress : callable, bool or None
+        A function of (rows done, rows in total). True draws a progress bar, False draws none, and
+        None draws one on a terminal when the work takes longer than two seconds.
+
+    Returns
+    -------
+    Certificate
+        A radius and a prediction for each input.
+
+    Raises
+    ------
+    InputError
+        For a regression model, a head that is not linear, a solver whose answers have no proof, and
+        an embedding or metric whose Lipschitz constant is not known.
+
+    Notes
+    -----
+    Models of local scope have the rules "hull" and "cell", and models of global scope have the rule
+    "lipschitz". With a metric, "hull" needs the constant of the metric. "cell" also needs the
+    constant of the embedding, and is left out if it is not known.
+
+    Examples
+    --------
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16)
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> certificate = otad.certify(model, digits.test_x[:5])
+    >>> certificate
+    Certificate(5 inputs, radius median ...; by rule ...)
+    >>> bool((certificate.radius >= 0).all())
+    True
+    """
     model, x, unit = _converted(model, x, unit)
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
     names = (NONE, *(rule.name for rule in rules))
@@ -141,14 +231,44 @@ def certify_values(
     batch_size: int | None = None,
     progress: Counter | bool | None = None,
 ) -> Interval:
-    """An interval for each input of x (B,*input_shape) with all answers within l2 distance eps.
+    """Prove bounds on the answers of a regressor to all inputs within l2 distance `eps`.
 
-    Local scope: the answer is a mixture of the votes of the neighbors, so it is between the least
-    and the largest vote of the bank points that can be neighbors within eps; and where the
-    neighbors cannot change at all, no further from the answer at x than the Lipschitz constant
-    allows. Global scope: that distance, for every input; the interval is all numbers where the map
-    was not solved, and where an input within eps may be too far from the bank for an answer.
-    Parameters and refusals as in `certify`."""
+    In local scope the answer is a weighted mean of the votes of the neighbors. It is therefore
+    between the smallest and the largest vote of the training points that can be neighbors within
+    `eps`. Where the neighbors cannot change, and everywhere in global scope, the Lipschitz constant
+    of the map bounds how far the answer can move.
+
+    Parameters
+    ----------
+    model : OTAD or estimator
+        A defended regressor, or a fitted `OTADRegressor`.
+    x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
+        Inputs.
+    eps : float
+        The distance, at least 0.
+    unit, embedding_lipschitz, metric_lipschitz, batch_size, progress
+        As in `certify`.
+
+    Returns
+    -------
+    Interval
+        The bounds of each input. They are infinite where a global map was not solved, and where an
+        input within `eps` may be so far from the bank that the model abstains.
+
+    Raises
+    ------
+    InputError
+        For a classifier, and otherwise as in `certify`.
+
+    Examples
+    --------
+    >>> import otad
+    >>> diabetes = otad.data.load("diabetes")
+    >>> net = otad.nets.fc_resnet((10,), 1, task="regression", blocks=1, hidden=16)
+    >>> model = otad.defend(net, diabetes.train_x[:100], diabetes.train_y[:100])
+    >>> otad.certify_values(model, diabetes.test_x[:3], eps=0.1)
+    Interval(3 inputs, eps 0.1, width median ...)
+    """
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
     model, x, unit = _converted(model, x, unit)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
@@ -177,7 +297,7 @@ def _converted(
 
 
 def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:
-    """Those that apply, at least one; refuses a model that the proofs do not cover."""
+    """Return the rules that apply, at least one; refuse a model that the proofs do not cover."""
     own, head = model.backbone.task, model.backbone.head
     right = "certify" if own == "classification" else "certify_values"
     require(own == task, "model", task, f"{own}; use {right}")

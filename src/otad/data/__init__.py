@@ -1,4 +1,4 @@
-"""Data sets: one registry, one frozen type, loaders for files. Nothing is downloaded."""
+"""Data sets: named ones, readers for your own files, and seeded splits. Nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -33,7 +33,26 @@ _CARD = {"genes", "target_sum", "mean", "std", "clip"}
 
 @dataclass(frozen=True, eq=False)
 class CellTable:
-    """Cells by genes: values (N, G) in a sparse row format, gene names (G), one label per cell."""
+    """Cells by genes, as read from an AnnData file.
+
+    Parameters
+    ----------
+    values : scipy.sparse.csr_matrix (N, G)
+        Counts or other finite values.
+    genes : tuple of str
+        The G names of the genes.
+    labels : tuple of str, optional
+        One label for each cell.
+
+    Examples
+    --------
+    >>> from scipy import sparse
+    >>> from otad.data import CellTable
+    >>> counts = sparse.csr_matrix([[3.0, 0.0], [0.0, 4.0]])
+    >>> cells = CellTable(counts, genes=("Gad1", "Slc17a6"), labels=("a", "b"))
+    >>> cells.rows([1]).labels
+    ('b',)
+    """
 
     values: sparse.csr_matrix
     genes: tuple[str, ...]
@@ -49,6 +68,7 @@ class CellTable:
         require(np.isfinite(self.values.data).all(), "cells", "finite values", "NaN or infinity")
 
     def rows(self, indices: Sequence[int]) -> CellTable:
+        """Return the table of these rows only."""
         labels = None if self.labels is None else tuple(self.labels[i] for i in indices)
         return CellTable(self.values[list(indices)], self.genes, labels)
 
@@ -57,10 +77,37 @@ class CellTable:
 class CellPreparation:
     """What was done to the cells of a data set, to be repeated on new cells.
 
-    1. Each cell is divided by its total over ALL genes, times `target_sum`, then log(1 + x). With
-       `target_sum` None this is skipped; a cell without counts stays zero.
-    2. The columns `genes` are selected.
-    3. `scaling`, then clipping to [-clip, clip].
+    1. Each cell is divided by its total over all genes and multiplied by `target_sum`, and then
+       `log(1 + x)` is taken. If `target_sum` is None, this step is skipped. A cell without counts
+       stays zero.
+    2. The columns of `genes` are selected.
+    3. The values are scaled and then clipped to `[-clip, clip]`.
+
+    Calling it with a `CellTable` returns the inputs, float32 (N, number of genes). Genes are found
+    by name, so the table may have them in any order; a missing gene is refused.
+
+    Parameters
+    ----------
+    genes : tuple of str
+        The genes that are used.
+    target_sum : float or None
+        The total to which each cell is normalized.
+    scaling : Standardizer
+        Mean and standard deviation of each gene.
+    clip : float
+        The largest absolute value after scaling.
+
+    Examples
+    --------
+    >>> from scipy import sparse
+    >>> from otad.data import CellPreparation, CellTable
+    >>> counts = sparse.csr_matrix([[3.0, 1.0, 0.0], [0.0, 4.0, 0.0], [2.0, 2.0, 1.0]])
+    >>> cells = CellTable(counts, ("Gad1", "Slc17a6", "Actb"))
+    >>> prepare = CellPreparation.fit(cells, genes=2)
+    >>> prepare.genes, prepare.target_sum
+    (('Gad1', 'Slc17a6'), 4.0)
+    >>> prepare(cells).shape
+    torch.Size([3, 2])
     """
 
     genes: tuple[str, ...]
@@ -78,7 +125,18 @@ class CellPreparation:
     def fit(
         cls, cells: CellTable, *, genes: int | None = None, normalize: bool = True
     ) -> CellPreparation:
-        """From train cells: the median total, the `genes` of largest variance, mean and std."""
+        """Learn the preparation from the cells of the train part.
+
+        Parameters
+        ----------
+        cells : CellTable
+            The cells of the train part.
+        genes : int, optional
+            How many genes to use; those of largest variance are chosen. If None, all.
+        normalize : bool
+            Whether to normalize each cell to the median total and to take the logarithm. Pass False
+            for values that are normalized already.
+        """
         from sklearn.utils.sparsefuncs import mean_variance_axis  # loads pandas, too
 
         mean, variance = mean_variance_axis(cells.values.astype(np.float64), axis=0)
@@ -112,12 +170,14 @@ class CellPreparation:
         return scaled.float().clamp(-self.clip, self.clip)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the preparation as plain JSON values."""
         scaling = {"mean": self.scaling.mean.tolist(), "std": self.scaling.std.tolist()}
         chosen = {"genes": list(self.genes), "target_sum": self.target_sum}
         return chosen | scaling | {"clip": self.clip}
 
     @classmethod
     def from_json(cls, card: dict[str, Any]) -> CellPreparation:
+        """Make the preparation that `to_json` described."""
         require(set(card) == _CARD, "preparation", str(sorted(_CARD)), sorted(card))
         mean, std = (torch.tensor(card[key], dtype=torch.float64) for key in ("mean", "std"))
         if torch.equal(mean, mean.float().double()):  # they were found in float32
@@ -142,8 +202,34 @@ def _log_normalize(values: sparse.csr_matrix, target_sum: float | None) -> spars
 
 
 def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -> CellTable:
-    """The matrix X, the gene names and, if given, the `obs` column `label`. A file without that
-    column is refused, unless it `may_miss` it: new cells have no labels."""
+    """Read the matrix X, the names of the genes and, if asked for, a column of labels.
+
+    It needs the extra `singlecell`.
+
+    Parameters
+    ----------
+    path : Path
+        An AnnData file, `.h5ad`.
+    label : str, optional
+        The column of `obs` that holds the label of each cell.
+    may_miss : bool
+        Whether a file without that column is accepted. New cells have no labels.
+
+    Raises
+    ------
+    InputError
+        If the file is not readable, has no such column, or refers to data in other files.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> from otad.data import read_h5ad
+    >>> table = anndata.AnnData(np.array([[3.0, 0.0], [0.0, 4.0]], dtype=np.float32))
+    >>> table.obs["cell_type"] = ["a", "b"]
+    >>> table.write_h5ad("cells.h5ad")
+    >>> read_h5ad("cells.h5ad", "cell_type").labels
+    ('a', 'b')
+    """
     try:
         from anndata import read_h5ad as read
     except ImportError as error:
@@ -203,7 +289,40 @@ def load_h5ad(
     name: str | None = None,
     source: str = "the user's AnnData file",
 ) -> Dataset:
-    """Cells labeled by the obs column `label`, without labels in `drop`; see `CellPreparation`."""
+    """Make a data set of an AnnData file whose cells are labeled in a column of `obs`.
+
+    It needs the extra `singlecell`. The values are prepared as `CellPreparation` describes.
+
+    Parameters
+    ----------
+    path : Path
+        An AnnData file, `.h5ad`.
+    label : str
+        The column of `obs` that holds the label of each cell.
+    drop : str or sequence of str
+        Labels whose cells are left out, such as "Ambiguous".
+    genes : int, optional
+        How many genes to use; those of largest variance are chosen. If None, all.
+    normalize : bool
+        Whether the values are counts that need normalization and the logarithm.
+    test_fraction : float
+        The fraction of cells in the test part, stratified by label.
+    seed : int
+        Determines the split.
+    name, source : str
+        For reports; by default the name of the file, and "the user's AnnData file".
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> from otad.data import load_h5ad
+    >>> counts = np.random.default_rng(0).poisson(2.0, (20, 5)).astype(np.float32)
+    >>> table = anndata.AnnData(counts)
+    >>> table.obs["cell_type"] = ["a", "b"] * 10
+    >>> table.write_h5ad("cells.h5ad")
+    >>> load_h5ad("cells.h5ad", "cell_type", genes=3)
+    Dataset('cells', classification of 2 classes, 16 train and 4 test inputs (3,))
+    """
     cells = read_h5ad(path, label)
     labels = cells.labels or ()
     dropped = (drop,) if isinstance(drop, str) else tuple(drop)

@@ -39,14 +39,49 @@ def refuse_repeats(names: Iterable[str], where: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Train and test parts of one data set, checked once, on the CPU.
+    """The train and test part of one data set, checked once, on the CPU.
 
-    Inputs are float32, or float64 where they need it (see `in_working_dtype`): vectors (N, d), or
-    images (N, C, H, W) within `bounds`. Targets are (N,): int64 indices into `classes`, or values
-    of the dtype of the inputs, with no classes, for regression. Inputs are not normalized: the
-    model does that, so that distances are in the user's own units. (Cells are the exception:
-    `preparation`, a `CellPreparation`, repeats what was done to them.) `train_files` and
-    `test_files` name the file of each row, where every row has one of its own.
+    Inputs are not normalized. The model normalizes them, so that distances are in your own units.
+    Single cells are the exception: their `preparation` repeats on new cells what was done to them.
+
+    Parameters
+    ----------
+    name : str
+        A short name for reports.
+    train_x, test_x : Tensor (N, d) or (N, C, H, W)
+        Vectors, or images within `bounds`. They are float32, or float64 where a feature varies too
+        little around a large mean for float32.
+    train_y, test_y : Tensor (N,)
+        In classification, int64 indices into `classes`. In regression, values of the dtype of the
+        inputs.
+    task : "classification" or "regression"
+        What the targets are.
+    source : str
+        Where the data comes from, with its license.
+    classes : tuple of str
+        The name of each class; empty for regression.
+    bounds : (float, float), optional
+        The lowest and highest legal input value, such as (0, 1) for pixels.
+    feature_names : tuple of str, optional
+        One name for each feature of a vector.
+    preparation : CellPreparation or TableEncoding, optional
+        What turned the raw rows into inputs, so that it can be repeated on new rows.
+    train_files, test_files : tuple of str
+        The file of each row, where every row has its own file; else empty.
+
+    Raises
+    ------
+    InputError
+        If shapes, dtypes, labels, bounds or names do not fit together.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.data import Dataset
+    >>> x, y = torch.rand(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+    >>> made = Dataset("mine", x[:4], y[:4], x[4:], y[4:], "classification", "drawn", ("no", "yes"))
+    >>> made
+    Dataset('mine', classification of 2 classes, 4 train and 2 test inputs (2,))
     """
 
     name: str
@@ -92,11 +127,11 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """(d,) or (C, H, W)."""
+        """The shape of one input: (d,) or (C, H, W)."""
         return tuple(self.train_x.shape[1:])
 
     def fingerprint(self) -> str:
-        """sha256 of the contents: equal if and only if a model would see the same data."""
+        """Return the SHA-256 of the contents, which is equal only for equal data."""
         about = [self.task, self.classes, self.bounds, self.feature_names]
         digest = hashlib.sha256(json.dumps(about).encode())
         for part in (self.train_x, self.train_y, self.test_x, self.test_y):
@@ -125,7 +160,26 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Standardizer:
-    """(x - mean) / std, with mean and std broadcast against one input: (d,), (C,1,1), or ()."""
+    """The map `(x - mean) / std`.
+
+    Parameters
+    ----------
+    mean, std : Tensor
+        They are broadcast against one input: (d,), (C, 1, 1) or (). `std` is positive.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.data import Standardizer
+    >>> x = torch.tensor([[1.0, 10.0], [3.0, 30.0]])
+    >>> scaling = Standardizer.fit(x)
+    >>> scaling(x)
+    tensor([[-1., -1.],
+            [ 1.,  1.]])
+    >>> scaling.inverse(scaling(x))
+    tensor([[ 1., 10.],
+            [ 3., 30.]])
+    """
 
     mean: Tensor
     std: Tensor
@@ -141,8 +195,11 @@ class Standardizer:
 
     @classmethod
     def fit(cls, x: Tensor, per: Per = "feature", names: Sequence[str] = ()) -> Standardizer:
-        """By feature of x (N, ...), by channel, or one for all; the std of a constant is 1. Warns
-        of features, by `names`, that their dtype is too coarse for."""
+        """Learn mean and standard deviation from x (N, ...): per feature, per channel, or over all.
+
+        The standard deviation of a constant counts as 1. A warning names the features (by `names`,
+        if given) that vary by less than the rounding of their dtype.
+        """
         check_choice(per, "per", ("feature", "channel", "all"))
         any_axes = ",".join(["N", *(f"axis{k}" for k in range(1, x.ndim))])
         check_tensor(x, "x", "N,C,H,W" if per == "channel" else any_axes)
@@ -165,6 +222,7 @@ class Standardizer:
         return (x - self.mean) / self.std
 
     def inverse(self, x: Tensor) -> Tensor:
+        """Return `x * std + mean`, which undoes the standardization."""
         return x * self.std + self.mean
 
 

@@ -38,7 +38,25 @@ Found = TypeVar("Found")
 
 
 def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) -> Tensor:
-    """RGB (N,3,size,size) in [0, 1]: the shorter side resized to `resize`, the center cropped."""
+    """Read image files as RGB, (N, 3, size, size) in [0, 1].
+
+    The shorter side of each image is resized to `resize` pixels, or to `size` if that is None. Then
+    the center is cropped.
+
+    Raises
+    ------
+    InputError
+        If a file is no readable image with 8-bit levels.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> from otad.data import read_images
+    >>> Image.new("RGB", (40, 30), "red").save("red.png")
+    >>> read_images([Path("red.png")], 16).shape
+    torch.Size([1, 3, 16, 16])
+    """
     check_count(size, "size", most=2**16)
     short = size if resize is None else check_count(resize, "resize", least=size)
     pixels = np.empty((len(paths), size, size, 3), dtype=np.uint8)
@@ -67,7 +85,18 @@ def common_size(paths: Sequence[Path], folder: Path) -> int:
 
 
 def list_images(folder: Path) -> list[Path]:
-    """The image files of one folder by name. Hidden files do not count; others are refused."""
+    """Return the image files of one folder, sorted by name.
+
+    Hidden files are ignored. Any other file is refused.
+
+    Examples
+    --------
+    >>> from PIL import Image
+    >>> from otad.data import list_images
+    >>> Image.new("L", (8, 8)).save("first.png")
+    >>> [path.name for path in list_images(".")]
+    ['first.png']
+    """
     files = visible(folder)
     for name in (folder.name, *(path.name for path in files)):
         try:
@@ -98,10 +127,42 @@ def load_image_folder(
     class_labels: Mapping[str, str] | None = None,
     source: str = "the user's image folder",
 ) -> Dataset:
-    """root/CLASS/*.jpg, split by seed, or root/train/CLASS and root/val (or test)/CLASS;
-    `class_labels` may give readable names to the class folders. Without a `size` all images must be
-    squares of one size. Without a number of `channels` there is 1 where all images of the train
-    part are gray, whatever their files say, else 3."""
+    """Make a data set of a folder that has one subfolder of images for each class.
+
+    The images are in `root/CLASS/`, and the split follows from `seed`; or they are in
+    `root/train/CLASS/` and `root/val/CLASS/` (or `test`).
+
+    Parameters
+    ----------
+    root : Path
+        The folder.
+    size : int, optional
+        The side to which all images are cropped. If None, all must be squares of one size.
+    resize : int, optional
+        The length to which the shorter side is resized before; by default `size`.
+    channels : 1 or 3, optional
+        Gray or color. If None, 1 where all images of the train part are gray, else 3.
+    test_fraction : float
+        The fraction of images in the test part, where the folder has no split of its own.
+    seed : int
+        Determines that split.
+    name, source : str
+        For reports; by default the name of the folder, and "the user's image folder".
+    class_labels : mapping of str to str, optional
+        Readable names for the class folders.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> from otad.data import load_image_folder
+    >>> for label, color in [("cat", "red"), ("dog", "blue")]:
+    ...     Path("pets", label).mkdir(parents=True)
+    ...     for number in range(5):
+    ...         Image.new("RGB", (16, 16), color).save(f"pets/{label}/{number}.png")
+    >>> load_image_folder("pets")
+    Dataset('pets', classification of 2 classes, 8 train and 2 test inputs (3, 16, 16))
+    """
     find_first([root], "image folder")
     if (root / "train").is_dir():
         held_out = [root / "val", root / "test"]

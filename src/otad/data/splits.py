@@ -1,4 +1,4 @@
-"""Seeded splits and subsets: the same seed gives the same rows on every machine."""
+"""Seeded splits and subsets. The same seed gives the same rows on every machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,20 @@ from otad.data.dataset import TASKS, Dataset, Task
 
 
 class TrainValidation(NamedTuple):
-    """The train part of a data set, cut in two."""
+    """The train part of a data set, divided into a training and a validation part.
+
+    Attributes
+    ----------
+    train_x, train_y, validation_x, validation_y : Tensor
+        Inputs (N, ...) and targets (N,) of each part.
+
+    Examples
+    --------
+    >>> from otad import data
+    >>> parts = data.split(data.load("wine"), validation=0.25)
+    >>> len(parts.train_x), len(parts.validation_x)
+    (106, 36)
+    """
 
     train_x: Tensor
     train_y: Tensor
@@ -23,7 +36,26 @@ class TrainValidation(NamedTuple):
 
 
 def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainValidation:
-    """Hold out a share of the train part, stratified by class; the test part is left alone."""
+    """Hold out a fraction of the train part for validation, stratified by class.
+
+    The test part of the data set is not touched.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        The data set whose train part is divided.
+    validation : float
+        The fraction to hold out, between 0 and 1.
+    seed : int
+        Determines which rows are held out.
+
+    Examples
+    --------
+    >>> from otad import data
+    >>> train_x, train_y, validation_x, validation_y = data.split(data.load("wine"))
+    >>> train_x.shape, validation_x.shape
+    (torch.Size([127, 13]), torch.Size([15, 13]))
+    """
     x, y = dataset.train_x, dataset.train_y
     kept, held = holdout(y, validation, seed, task=dataset.task)
     return TrainValidation(x[kept], y[kept], x[held], y[held])
@@ -32,7 +64,8 @@ def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainVali
 def split_rows(
     x: Tensor, y: Tensor, test_fraction: float, seed: int, *, classes: tuple[str, ...], **about: Any
 ) -> Dataset:
-    """x (N, ...) and y (N,), a share of them held out to test; a regression without `classes`."""
+    """Make a data set of x (N, ...) and y (N,), with a fraction held out as the test part. Without
+    `classes` it is a regression."""
     task: Task = "classification" if classes else "regression"
     kept, held = holdout(y, test_fraction, seed, task=task)
     parts = x[kept], y[kept], x[held], y[held]
@@ -40,8 +73,33 @@ def split_rows(
 
 
 def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
-    """Ascending row indices (kept, held) with ceil(fraction * N) rows held out: of every class in
-    proportion (largest remainder), but at least one row of each is kept for training."""
+    """Choose rows to hold out, of every class in proportion.
+
+    Parameters
+    ----------
+    targets : Tensor (N,)
+        Labels or values.
+    fraction : float
+        `ceil(fraction * N)` rows are held out. At least one row of each class is kept.
+    seed : int
+        Determines which rows are chosen.
+    task : "classification" or "regression"
+        Whether to hold out every class in proportion.
+
+    Returns
+    -------
+    tuple of two Tensors
+        The ascending indices of the rows that are kept, and of those that are held out.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.data import holdout
+    >>> labels = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    >>> kept, held = holdout(labels, 0.25, seed=0, task="classification")
+    >>> labels[held]
+    tensor([0, 1])
+    """
     require(targets.dim() == 1, "targets", "one value per row (N,)", tuple(targets.shape))
     total, stratified = len(targets), check_choice(task, "task", TASKS) == "classification"
     require(0.0 < fraction < 1.0, "fraction", "a number between 0 and 1", repr(fraction))
@@ -58,14 +116,47 @@ def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple
 
 
 def subset_per_class(labels: Tensor, per_class: int, generator: torch.Generator) -> Tensor:
-    """Ascending indices of `per_class` random rows of every class in `labels` (N,)."""
+    """Return the ascending indices of `per_class` random rows of every class in `labels` (N,).
+
+    Raises
+    ------
+    InputError
+        If a class has fewer rows than `per_class`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.data import subset_per_class
+    >>> labels = torch.tensor([0, 0, 0, 1, 1, 1])
+    >>> rows = subset_per_class(labels, 2, torch.Generator().manual_seed(0))
+    >>> labels[rows]
+    tensor([0, 0, 1, 1])
+    """
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
     by_class = _rows_by_class(labels, check_count(per_class, "per_class"))
     return torch.cat([_draw(rows, per_class, generator) for rows in by_class]).sort().values
 
 
 def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
-    """Ascending indices of the `per_class` points (N,m) of each class nearest to its mean."""
+    """Return the ascending indices of the `per_class` points of each class nearest to its mean.
+
+    Parameters
+    ----------
+    points : Tensor (N, m)
+        Inputs, features or keys.
+    labels : Tensor (N,)
+        The class of each point, int64.
+    per_class : int
+        How many points to choose of each class.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.data import most_central
+    >>> points = torch.tensor([[0.0], [1.0], [5.0], [7.0], [9.0]])
+    >>> most_central(points, torch.tensor([0, 0, 0, 1, 1]), 1)
+    tensor([1, 3])
+    """
     check_tensor(points, "points", "N,m")
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
     check_shape(labels, "labels", (len(points),), "with one label per point")
@@ -78,7 +169,7 @@ def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
 
 
 def _rows_by_class(labels: Tensor, least: int) -> Iterator[Tensor]:
-    """The rows of each class, at least `least`."""
+    """Yield the rows of each class; a class with fewer than `least` rows is refused."""
     for label in labels.unique().tolist():
         rows = (labels == label).nonzero().flatten()
         available = f"at most {len(rows)}, the rows of class {label}"

@@ -1,5 +1,5 @@
-"""Data files of users: CSV tables with a named target column, and NumPy archives with x and y,
-perhaps test_x, test_y and feature_names, in which pickled objects are refused."""
+"""Your own data files: CSV tables with a target column, and NumPy archives with x and y, perhaps
+test_x, test_y and feature_names. Pickled objects are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,30 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV file as text: one header, rows of the same length."""
+    r"""A CSV file as text: one header, and rows of the same length.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    columns : tuple of str
+        The names in the header.
+    rows : tuple of tuples of str
+        The cells.
+    lines : tuple of int
+        The line of each row in the file, for error messages.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from otad.data import read_table
+    >>> _ = Path("points.csv").write_text("x,color\n1.5,red\n?,blue\n")
+    >>> table = read_table("points.csv")
+    >>> table.texts("color")
+    ['red', 'blue']
+    >>> table.cells(["x"])
+    {'x': ['1.5', None]}
+    """
 
     path: Path
     columns: tuple[str, ...]
@@ -51,14 +74,14 @@ class Table:
     lines: tuple[int, ...]  # of each row in the file, for error messages
 
     def texts(self, column: str) -> list[str]:
-        """The cells of one column; an empty cell is refused."""
+        """Return the cells of one column; an empty cell is refused."""
         position = self._position(column)
         for number, row in enumerate(self.rows):
             require(row[position], self.where(column, number), "text", "an empty cell")
         return [row[position] for row in self.rows]
 
     def numbers(self, columns: Sequence[str]) -> Tensor:
-        """float64 (N, d); cells that are no finite number, in float32 either, are refused."""
+        """Return float64 (N, d); a cell that is no finite number, also in float32, is refused."""
         positions = [self._position(column) for column in columns]
         cells = [[number_in(row[position]) for position in positions] for row in self.rows]
         values = torch.tensor(cells, dtype=torch.float64)
@@ -69,7 +92,10 @@ class Table:
         return values
 
     def cells(self, columns: Sequence[str]) -> dict[str, list[Cell]]:
-        """The text of each cell, None where it is missing: empty, NA, N/A, NaN, null or ?."""
+        """Return the text of each cell by column, and None where it is missing.
+
+        Empty cells, NA, N/A, NaN, null and ? count as missing.
+        """
         found: dict[str, list[Cell]] = {}
         for column in columns:
             position = self._position(column)
@@ -78,7 +104,7 @@ class Table:
         return found
 
     def where(self, column: str, row: int) -> str:
-        """The place of a cell, for error messages."""
+        """Return the place of a cell, for error messages."""
         return f"{self.path} line {self.lines[row]}, column {column!r}"
 
     def _position(self, column: str) -> int:
@@ -88,8 +114,25 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """A CSV file with a header. The separator is that of semicolon, tab and comma which the header
-    and the first row have equally often, and more often than another such."""
+    r"""Read a CSV file with a header.
+
+    The separator is a semicolon, a tab or a comma: the one that occurs equally often in the header
+    and in the first row, and most often of these.
+
+    Raises
+    ------
+    InputError
+        If the file is no table in UTF-8, a row has another length, or a column has no name of its
+        own.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from otad.data import read_table
+    >>> _ = Path("points.csv").write_text("x;y\n1;2\n3;4\n")
+    >>> read_table("points.csv").columns
+    ('x', 'y')
+    """
     find_first([path], "CSV file")
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
@@ -123,9 +166,43 @@ def load_csv(
     source: str = "the user's CSV file",
     encoding: TableEncoding | None = None,
 ) -> Dataset:
-    """Features are all columns but the target unless named; values stay in their own units. Columns
-    of text and missing cells are encoded (`otad.data.encoding`), by default as learned here: the
-    `preparation` of the data set."""
+    r"""Make a data set of a CSV file with a header.
+
+    Values stay in their own units. Columns of text become one-hot columns, and missing numbers
+    become the median with a further column that marks them.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    target : str
+        The column to predict.
+    task : "classification" or "regression"
+        What the target is.
+    features : sequence of str, optional
+        The columns to predict from. If None, all but the target.
+    test_fraction : float
+        The fraction of rows in the test part, stratified by class.
+    seed : int
+        Determines the split.
+    name, source : str
+        For reports; by default the name of the file, and "the user's CSV file".
+    encoding : TableEncoding, optional
+        How text and missing cells become numbers. If None, it is learned from this file; it is then
+        the `preparation` of the data set.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from otad.data import load_csv
+    >>> rows = [f"{k},{'red' if k % 3 else 'blue'},{k % 2}" for k in range(20)]
+    >>> _ = Path("points.csv").write_text("\n".join(["size,color,label", *rows]))
+    >>> points = load_csv("points.csv", "label")
+    >>> points
+    Dataset('points', classification of 2 classes, 16 train and 4 test inputs (3,))
+    >>> points.feature_names
+    ('size', 'color=blue', 'color=red')
+    """
     table = read_table(path)
     if features is None:
         features = [column for column in table.columns if column != target]
@@ -154,7 +231,7 @@ def load_csv(
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Refusals name the file as well."""
+    """Put the path of the file in front of the message of an `InputError`."""
     try:
         yield
     except InputError as error:
@@ -173,8 +250,28 @@ def _separator(header: str, row: str) -> str:
 def load_npz(
     path: Path, *, task: Task | None = None, test_fraction: float = 0.2, seed: int = 0
 ) -> Dataset:
-    """A data set from the arrays x and y; a share is held out unless test_x and test_y are there.
-    Whole numbers or text in y are classes, other numbers values, unless `task` says otherwise."""
+    """Make a data set of a NumPy archive with the arrays x and y.
+
+    Parameters
+    ----------
+    path : Path
+        An `.npz` file. `x` holds vectors (N, d), or images (N, H, W) or (N, C, H, W) in [0, 1] or
+        as uint8. `y` (N,) holds labels or values. It may also hold `test_x`, `test_y` and
+        `feature_names`.
+    task : "classification" or "regression", optional
+        What y is. If None, whole numbers and text are classes, and other numbers are values.
+    test_fraction, seed : float, int
+        The fraction of rows in the test part, and the seed of the split, where there is no
+        `test_x`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from otad.data import load_npz
+    >>> np.savez("points.npz", x=np.random.rand(10, 3), y=np.arange(10) % 2)
+    >>> load_npz("points.npz")
+    Dataset('points', classification of 2 classes, 8 train and 2 test inputs (3,))
+    """
     arrays = read_npz(path, ("x", "y"), _OPTIONAL)
     paired = ("test_x" in arrays) == ("test_y" in arrays)
     require(paired, str(path), "both test_x and test_y or neither", ", ".join(arrays))
@@ -198,7 +295,30 @@ def load_npz(
 
 
 def read_npz(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:
-    """The arrays asked for; others in the file are left alone."""
+    """Read arrays of a NumPy archive by name; others in the file are ignored.
+
+    Parameters
+    ----------
+    path : Path
+        An `.npz` file. Pickled objects are refused.
+    needed : sequence of str
+        Arrays that must be there.
+    optional : sequence of str
+        Arrays that are read where they are there.
+
+    Returns
+    -------
+    dict of str to ndarray
+        The arrays by name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from otad.data import read_npz
+    >>> np.savez("points.npz", x=np.zeros((2, 3)))
+    >>> read_npz("points.npz", ["x"], ["y"])["x"].shape
+    (2, 3)
+    """
     find_first([path], "NPZ file")
     try:
         # A file opened here is closed here, even where NumPy gives up on it halfway.
@@ -220,8 +340,8 @@ def read_npz(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) ->
 
 
 def as_inputs(values: Array, path: Path, name: str) -> Tensor:
-    """Vectors (N,d) in float64, or images (N,C,H,W) or (N,H,W) in [0, 1]; uint8 images are divided
-    by 255."""
+    """Return vectors (N, d) in float64, or images (N, C, H, W) in [0, 1]. Images of uint8 are
+    divided by 255, and images (N, H, W) get one channel."""
     where = f"{path}, {name}"
     require(values.dtype.kind in "fiu", where, "numbers", f"dtype {values.dtype}")
     shapes = "shape (N,d), (N,H,W) or (N,C,H,W)"
@@ -235,7 +355,7 @@ def as_inputs(values: Array, path: Path, name: str) -> Tensor:
 
 
 def as_targets(values: Array, path: Path, name: str, classes: tuple[str, ...]) -> Tensor:
-    """(N,) positions in `classes`, or values where there are none."""
+    """Return positions in `classes` (N,), or the values themselves where there are no classes."""
     if classes:
         return encode_labels(_texts(values, path, name), classes, f"{path}, {name}")
     _check_column(values, f"{path}, {name}", "numbers", "fiu")

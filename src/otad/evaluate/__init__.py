@@ -1,4 +1,4 @@
-"""Robustness by the protocol: worst case over many attacks, proofs beneath it, flags beside it."""
+"""Evaluations by the protocol: worst case over many attacks, certificates and red flags."""
 
 from otad.arguments import guard
 from otad.evaluate.attack import attack

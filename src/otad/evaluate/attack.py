@@ -28,11 +28,41 @@ def attack(
     batch_size: int = 250,
     **options: Any,
 ) -> AttackResult:
-    """Look for inputs within `threat` of examples x (n,*) that the model answers wrongly.
+    """Run one attack: search for inputs within a threat model that the model answers wrongly.
 
-    `attack` is a name of `otad.attacks.ATTACKS`, with `options` of its class, or an attack. Model
-    and data are given as in `otad.evaluate`, which runs a whole suite: the worst case over many
-    attacks, not one of them, says how robust a model is."""
+    To say how robust a model is, use `otad.evaluate`. It reports the worst case over many attacks.
+
+    Parameters
+    ----------
+    model, x, y, threat
+        As in `otad.evaluate`.
+    attack : str or Attack
+        A name of `otad.attacks.ATTACKS`, or an attack.
+    seed : int
+        The seed of the attack.
+    batch_size : int
+        Rows at once.
+    **options
+        The options of the attack's class, if `attack` is a name.
+
+    Returns
+    -------
+    AttackResult
+        The perturbed inputs, whether each is answered wrongly, and its distance.
+
+    Examples
+    --------
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> x, y = digits.test_x[:4], digits.test_y[:4]
+    >>> found = otad.attack(model, x, y, otad.L2(0.5), attack="pgd", steps=5)
+    >>> found.inputs.shape, found.broken.shape
+    (torch.Size([4, 1, 8, 8]), torch.Size([4]))
+    >>> bool((found.distance <= 0.5).all())
+    True
+    """
     module, inputs, targets, ball = prepared(model, x, y, threat)
     check_count(batch_size, "batch_size")
     check_count(seed, "seed", least=0)

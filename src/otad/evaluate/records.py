@@ -23,11 +23,21 @@ CERTIFICATE_CHECK = "certificate check"  # the flag whose failure is a bug
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What an attack did to some examples: numbers of rows, from 0.
+    """What an attack did to some examples, which are numbered from 0.
 
-    `attacked`: all it was run on; `broken`: those it broke, at these `distances`; `abstained`: the
-    broken ones where the model gives no answer. `errors`: |f - y| of the attacked rows of a
-    regression, where nothing is broken. `forwards`, `backwards`: answers and gradients computed."""
+    Attributes
+    ----------
+    attacked : tuple of int
+        All examples that it was run on.
+    broken : tuple of int
+        Those that it broke, at these `distances`.
+    abstained : tuple of int
+        The broken ones for which the model gives no answer.
+    errors : tuple of float
+        In regression, where nothing is broken: `|f - y|` of the attacked examples.
+    forwards, backwards : int
+        How many answers and gradients were computed.
+    """
 
     attacked: tuple[int, ...] = ()
     broken: tuple[int, ...] = ()
@@ -41,7 +51,36 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackRecord(Findings):
-    """One attack at one eps."""
+    """One attack at one eps: which examples it broke, and at what cost.
+
+    Attributes
+    ----------
+    attack, family : str
+        The name of the attack, and its family such as "white-box".
+    eps : float
+        The radius.
+    settings : dict
+        The options of the attack.
+    attacked, broken, abstained : tuple of int
+        The examples that it was run on, those that it broke, and those of them for which the model
+        gives no answer.
+    distances : tuple of float
+        The distance of each broken example.
+    errors : tuple of float
+        In regression, `|f - y|` of the attacked examples.
+    forwards, backwards, seconds
+        How many answers and gradients were computed, and the time.
+
+    Examples
+    --------
+    >>> from otad.evaluate import AttackRecord
+    >>> record = AttackRecord(
+    ...     attack="pgd", family="white-box", eps=0.5, settings={"steps": 20},
+    ...     attacked=(0, 1, 2), broken=(1,), distances=(0.31,),
+    ... )
+    >>> record.broken
+    (1,)
+    """
 
     attack: str
     family: str
@@ -51,7 +90,26 @@ class AttackRecord(Findings):
 
 @dataclass(frozen=True)
 class CertificateRecord:
-    """Certified radii of all rows; in regression, bounds on |f - y| at the eps of the threat."""
+    """The certified radii of all examples of an evaluation.
+
+    Attributes
+    ----------
+    radius : tuple of float
+        The certified radius of each example.
+    rules, assumptions : tuple of str
+        The certificate rule of each example, and what the proofs assume.
+    worst_errors : tuple of float
+        In regression, proved bounds on `|f - y|` within the eps of the threat.
+    seconds : float
+        The time.
+
+    Examples
+    --------
+    >>> from otad.evaluate import CertificateRecord
+    >>> record = CertificateRecord((0.4, 0.0), ("hull", "none"), assumptions=(), worst_errors=())
+    >>> record.radius
+    (0.4, 0.0)
+    """
 
     radius: tuple[float, ...]
     rules: tuple[str, ...]
@@ -62,7 +120,26 @@ class CertificateRecord:
 
 @dataclass(frozen=True)
 class Flag:
-    """A red-flag check: its verdict, what was found, what it means and what to do about it."""
+    """A red-flag check of an evaluation.
+
+    Attributes
+    ----------
+    name : str
+        What is checked.
+    verdict : str
+        "PASS", "FAIL" or "NOT RUN".
+    found : str
+        What was measured.
+    meaning, advice : str
+        What the verdict means, and what to do about it.
+
+    Examples
+    --------
+    >>> from otad.evaluate import Flag
+    >>> flag = Flag("certificate check", "PASS", "no contradiction", "No attack broke a proof.", "")
+    >>> flag.verdict
+    'PASS'
+    """
 
     name: str
     verdict: str
@@ -77,16 +154,66 @@ QUANTILES = ("least", "median", "quantile_90", "quantile_99", "most")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The whole evaluation of a model on n examples.
+    """The result of `otad.evaluate`: the evaluation of a model on n examples.
 
-    `threat` is `LpBall.to_dict()` with the headline eps; `eps` all radii attacked, ascending.
-    `clean`: scores without attack, by predictor ("net", "otad", "knn_majority",
-    "knn_mean_feature", or "model" for any other one). `clean_right`: rows answered right without
-    attack (regression: all). `clean_errors`: |f - y| without attack (regression only). `seconds`:
-    with those of batches that an earlier run had finished. `missing`: attacks that were not run,
-    and why. `skipped_proved`: attacks that skipped rows with a certificate of that radius.
-    `undefended`: the same of the network inside a defended model, alone: the same examples and eps,
-    its own attacks. None where it was not evaluated, `undefended_reason` where it cannot be."""
+    Attributes
+    ----------
+    task : str
+        "classification" or "regression".
+    n, seed : int
+        The number of examples, and the seed.
+    model : dict
+        What the model is, as plain values.
+    threat : dict
+        `LpBall.to_dict()` of the threat, with its eps.
+    eps : tuple of float
+        All radii that were attacked, ascending.
+    attacker_knows : str
+        What the attacker knows, in words.
+    environment : Environment
+        The versions and the machine.
+    clean : dict of str to Score
+        Scores without attack: "otad" is the defended model, "net" its network, "knn_majority" and
+        "knn_mean_feature" two nearest-neighbor baselines, and "model" any other model.
+    clean_right : tuple of int
+        The examples that are answered right without attack; in regression all.
+    clean_errors : tuple of float
+        In regression, `|f - y|` without attack.
+    attacks : tuple of AttackRecord
+        What each attack did at each eps.
+    certificate : CertificateRecord or None
+        The certified radii.
+    flags : tuple of Flag
+        The red-flag checks.
+    solver : SolverRecord or None
+        How the solver found its answers.
+    seconds : float
+        The time, with the batches that an earlier run had finished.
+    missing : dict of str to str
+        Attacks that were not run, and why.
+    skipped_proved : tuple of str
+        Attacks that skipped examples with a sufficient certified radius.
+    undefended : Evaluation or None
+        The same for the network inside the model, alone.
+    undefended_reason : str
+        Why there is no undefended network, if there is none.
+
+    Examples
+    --------
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> x, y = digits.test_x[:4], digits.test_y[:4]
+    >>> found = otad.evaluate(model, x, y, otad.L2(0.5), attacks=["pgd", "noise"], flags=False)
+    >>> found.is_sound, list(found.per_attack)
+    (True, ['pgd', 'noise'])
+    >>> found.worst_case_accuracy <= found.clean["otad"].value / 100
+    True
+    >>> found.write("evaluation.json")
+    >>> otad.evaluate.__name__, type(found).read("evaluation.json").n
+    ('evaluate', 4)
+    """
 
     task: str
     n: int
@@ -127,6 +254,7 @@ class Evaluation:
 
     @property
     def headline_eps(self) -> float:
+        """The eps of the threat."""
         return float(self.threat["eps"])
 
     @property
@@ -136,34 +264,40 @@ class Evaluation:
 
     @property
     def is_sound(self) -> bool:
-        """No attack contradicts a certificate."""
+        """Whether no attack contradicts a certificate."""
         return (CERTIFICATE_CHECK, FAIL) not in {(one.name, one.verdict) for one in self.flags}
 
     @property
     def worst_case_accuracy(self) -> float:
-        """At the eps of the threat; see `worst_case`."""
+        """The worst-case accuracy at the eps of the threat, from 0 to 1; see `worst_case`."""
         return self.worst_case().value / 100
 
     @property
     def per_attack(self) -> dict[str, float]:
-        """Accuracy at the eps of the threat when only this attack counts. Rows that it skipped
-        count as right, so it is the attack's own strength only with `survivors_only=False`."""
+        """The accuracy under each attack alone, at the eps of the threat, from 0 to 1.
+
+        Examples that an attack skipped count as right. It is therefore the strength of the attack
+        only with `survivors_only=False`.
+        """
         names = dict.fromkeys(record.attack for record in self.attacks)
         return {name: self.accuracy_under([name], self.headline_eps).value / 100 for name in names}
 
     def worst_case(self, eps: float | None = None) -> Score:
-        """The share of examples that are right and that no attack broke within eps."""
+        """Return the accuracy under all attacks: examples that no attack broke within eps."""
         return self.accuracy_under(None, self.headline_eps if eps is None else eps)
 
     def accuracy_under(self, attacks: Sequence[str] | None, eps: float) -> Score:
-        """The same with only these attacks counted, or all."""
+        """Return the accuracy within eps when only these attacks count, or all of them if None."""
         require(self.task == "classification", "accuracy", "a classifier", self.task)
         distances = self.distances(attacks)
         return share_score(sum(distances[row] > eps for row in self.clean_right), self.n)
 
     def distances(self, attacks: Sequence[str] | None = None) -> list[float]:
-        """The shortest distance at which each row is known to be wrong: 0 where it is so without
-        attack, infinite where no attack (of these) broke it."""
+        """Return the shortest distance at which each example is known to be answered wrongly.
+
+        It is 0 where the answer is wrong without attack, and infinite where no attack broke the
+        example.
+        """
         found = [0.0] * self.n
         for row in self.clean_right:
             found[row] = math.inf
@@ -174,7 +308,7 @@ class Evaluation:
         return found
 
     def worst_errors(self, eps: float | None = None) -> list[float]:
-        """Regression: the largest |f - y| any attack of size at most eps found for each row."""
+        """Return the largest `|f - y|` that attacks found within eps (regression only)."""
         limit = self.headline_eps if eps is None else eps
         found = list(self.clean_errors)
         for record in self.attacks:
@@ -184,14 +318,14 @@ class Evaluation:
         return found
 
     def certified_accuracy(self, eps: float) -> Score | None:
-        """The share of examples that are right and proved to stay so within eps."""
+        """Return the accuracy that is proved within eps; None without a certificate."""
         if self.certificate is None or self.task != "classification":
             return None
         radius = self.certificate.radius
         return share_score(sum(radius[row] > eps for row in self.clean_right), self.n)
 
     def figures(self, model: str) -> Figures:
-        """What the model card of the model with this digest says of it."""
+        """Return the figures for the model card of the model with this digest."""
         alone = self.undefended
         right = self.task == "classification"
         checks = self.checks
@@ -226,10 +360,12 @@ class Evaluation:
         return tuple(bound if eps == self.headline_eps else None for eps in self.eps)
 
     def write(self, path: Path) -> None:
+        """Write the evaluation to a JSON file."""
         write_json(path, to_plain(self))
 
     @staticmethod
     def read(path: Path) -> Evaluation:
+        """Read an evaluation from a JSON file, also one that an earlier version wrote."""
         content = read_json(path)
         kind = content.get("format") if isinstance(content, dict) else None
         require(kind == FORMAT, str(path), f"an evaluation of format {FORMAT}", kind)

@@ -63,26 +63,75 @@ def evaluate(
     folder: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> Evaluation:
-    """How robust a model is on examples x (n,*) with right answers y (n,): labels or values.
+    """Measure how robust a model is: the worst case over many attacks, and what is proved.
 
-    - `model`, `x`, `y`: a module or a fitted estimator; tensors, arrays, a DataFrame, or a
-      DataLoader in place of x and y. Labels are class numbers, of an estimator those of its `fit`.
-    - `threat`: what an attacker may change, by default within the bounds the model declares.
-    - `eps`: further radii to attack at, ascending; the headline is that of the threat.
-    - `attacks`: a preset ("quick", "standard", "full") or attacks, by name or made, in order.
-    - `survivors_only`: leave out rows known to be wrong at a distance of at most eps. Otherwise
-      every attack runs on all examples that are right without attack: slower, but comparable.
-    - `skip_proved`: names of expensive attacks that skip rows with a certified radius above eps.
-    - `certificate`: also certify. `flags`: also check whether the attacks were too weak. An attack
-      that contradicts a certificate is reported in any case (`is_sound`).
-    - `undefended`: also attack the network inside an OTAD model alone, to show what is gained: by
-      the same preset, or by those of the attacks that need no bank (`Evaluation.undefended`).
-    - `embedding_lipschitz`, `metric_lipschitz`: constants that are not known, see `certify`.
-    - `train_x` (N,*): the training inputs, where they cannot be computed from the bank.
-    - `folder`: where finished batches are saved, from which a killed run resumes, and at the end
-      `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m,*), the nearest
-      adversarial examples; in regression, the worst inputs within the threat's eps. Those of the
-      undefended network are in its folder `undefended`."""
+    Parameters
+    ----------
+    model : Module or estimator
+        A torch module, such as a defended model, or a fitted estimator.
+    x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
+        Examples. A DataLoader yields x and y.
+    y : Tensor or array (n,)
+        The right answers: class numbers (for an estimator, its labels), or values.
+    threat : LpBall
+        What an attacker may change, such as `otad.L2(0.5)`. If it has no bounds, it gets those that
+        the model declares.
+    eps : sequence of float, optional
+        Further radii to attack at, ascending.
+    attacks : str or sequence
+        A preset ("quick", "standard" or "full"), or names of attacks, or attacks, in order.
+    survivors_only : bool
+        Whether attacks skip examples that are known to be wrong within eps. If False, every attack
+        runs on all examples that are right without attack. This is slower, but attacks can be
+        compared.
+    skip_proved : sequence of str
+        Names of expensive attacks that skip examples with a certified radius above eps.
+    certificate, flags : bool
+        Whether to certify the answers, and to check whether the attacks were too weak. An attack
+        that contradicts a certificate is reported in any case.
+    embedding_lipschitz, metric_lipschitz : float, optional
+        Lipschitz constants that the model does not know; see `certify`.
+    train_x : Tensor (N, *input_shape), optional
+        The training inputs, if they cannot be computed from the bank.
+    undefended : bool
+        Whether to attack the network inside a defended model alone as well, to show the gain.
+    seed : int
+        The seed of all attacks.
+    batch_size : int
+        Rows at once.
+    folder : str or Path, optional
+        Where to save finished batches, from which a stopped run resumes. At the end it holds
+        `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m, *input_shape),
+        the nearest adversarial examples, or in regression the worst inputs within eps. The results
+        of the undefended network are in its folder `undefended`.
+    progress : callable, bool or None
+        A function of (attack, steps done, all steps, worst case so far). True draws a progress bar,
+        False draws none, and None draws one on a terminal when the work takes longer than two
+        seconds.
+
+    Returns
+    -------
+    Evaluation
+        Everything that was measured.
+
+    Raises
+    ------
+    InputError
+        If shapes, bounds or attacks do not fit the model.
+
+    Examples
+    --------
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> x, y = digits.test_x[:4], digits.test_y[:4]
+    >>> report = otad.evaluate(model, x, y, otad.L2(0.5), attacks=["pgd", "square"])
+    >>> report
+    Evaluation(4 examples, l2 eps 0.5: worst case ... (undefended ...)...; 2 attacks, ...)
+    >>> report.undefended.worst_case_accuracy <= 1.0
+    True
+    """
     started = time.perf_counter()
     model, x, y, threat = prepared(model, x, y, threat)
     given = [threat.eps] if eps is None else [float(value) for value in eps]
@@ -205,7 +254,7 @@ def _clean(
 def prepared(
     model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None, threat: LpBall | None
 ) -> tuple[nn.Module, Tensor, Tensor, LpBall]:
-    """The module, examples on its device, and the threat with the bounds of the model."""
+    """Return the module, the examples on its device, and the threat with the model's bounds."""
     module, inputs, targets = converted(model, x, y)
     for name, value in (("x", inputs), ("y", targets)):
         is_filled = isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0

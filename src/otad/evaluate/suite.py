@@ -1,4 +1,4 @@
-"""Attacks by name, and the suites of them an evaluation runs."""
+"""Attacks by name, and the suites of attacks that an evaluation runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PRESETS = {
 
 
 def backbone_of(model: nn.Module) -> Backbone | None:
-    """The network inside a model, None if there is none of this library."""
+    """Return the network inside a model, or None if it has no network of this library."""
     inside = getattr(defended_of(model), "backbone", model)
     return inside if isinstance(inside, Backbone) else None
 
@@ -80,8 +80,32 @@ def backbone_of(model: nn.Module) -> Backbone | None:
 def make_attack(
     name: str, model: nn.Module, *, train_x: Tensor | None = None, **options: Any
 ) -> Attack:
-    """The attack of that name on a model; `options` are those of its class. `train_x` (N,*): the
-    training inputs, where they cannot be computed from the bank (see `Straight`)."""
+    """Make the attack of that name for a model.
+
+    Parameters
+    ----------
+    name : str
+        A name of `otad.attacks.ATTACKS`.
+    model : Module
+        The model to attack. Adaptive attacks need a defended model.
+    train_x : Tensor (N, *input_shape), optional
+        The training inputs, if they cannot be computed from the bank.
+    **options
+        Options of the attack's class.
+
+    Raises
+    ------
+    InputError
+        If the attack does not exist or does not fit the model.
+
+    Examples
+    --------
+    >>> import otad
+    >>> from otad.evaluate import make_attack
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16)
+    >>> make_attack("pgd", net, steps=5).name
+    'pgd'
+    """
     return _made(name, knowledge_of(model, train_x), None, **options)
 
 
@@ -105,8 +129,8 @@ def suite(
     threat: LpBall | None = None,
     train_x: Tensor | None = None,
 ) -> tuple[list[Attack], dict[str, str]]:
-    """The attacks of a preset, in order, and why others of it are missing, by name. Of attacks
-    that are chosen one by one, none is left out: one that does not fit is refused."""
+    """Return the attacks of a preset, in order, and why others of it are missing, by name. Attacks
+    that are chosen one by one are never left out: one that does not fit is refused."""
     known, setting = knowledge_of(model, train_x), Setting(input_shape, task, threat)
     if not isinstance(attacks, str):
         chosen = [_made(attack, known, setting) for attack in attacks]

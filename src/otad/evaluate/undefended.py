@@ -22,8 +22,9 @@ NO_NETWORK = "the model has no network of its own: it answers from labeled point
 
 
 def network_of(model: nn.Module) -> tuple[Backbone | None, str]:
-    """The network that a model defends. None for one that defends none, with the reason where that
-    is an OTAD model: its backbone is then the very map through the bank, or none at all."""
+    """Return the network that a model defends. If there is none, return None with the reason where
+    the model is an OTAD model: its backbone is then the map through the bank itself, or none at
+    all."""
     if not isinstance(model, OTAD):
         return None, ""
     net = model.backbone
@@ -38,9 +39,10 @@ def attacks_alone(
     chosen: Sequence[Attack],
     setting: Setting,
 ) -> tuple[list[Attack], dict[str, str]]:
-    """What attacks the network alone, by gradient first, and why others do not: the same preset, of
-    `chosen` attacks those that need no bank; and APGD, the strongest on a plain network, unless
-    there is one or the chosen ones follow the gradient already."""
+    """Return the attacks on the network alone, gradient attacks first, and why others are missing:
+    the same preset, or those of the `chosen` attacks that need no bank. APGD, the strongest
+    attack on a plain network, is added unless it is there or the chosen attacks follow the
+    gradient already."""
     known, missing = Knowledge(), dict[str, str]()
     if isinstance(attacks, str):
         fitting, missing = suite(network, attacks, *setting)
@@ -57,8 +59,9 @@ def attacks_alone(
 
 @torch.no_grad()
 def strength(alone: Evaluation, outputs: Tensor, y: Tensor, rows: Tensor) -> Flag:
-    """Whether the attacks on the network missed what adversarial examples of the defended model,
-    within eps of the examples `rows` (m,) with answers y (m,), do to it: its `outputs` there."""
+    """Check whether the attacks on the network missed what adversarial examples of the defended
+    model do to it: its `outputs` there, within eps of the examples `rows` (m,) with answers y
+    (m,)."""
     meaning = (
         "Adversarial examples of the defended model are tried on the network. Where they do more "
         "than its own attacks, its figure is too good, and more is gained than the record shows."

@@ -1,4 +1,4 @@
-"""Published results and ours beside them: a TOML file in, a JSON record out, one page of tables."""
+"""Experiments: a TOML file in, a JSON record out, and published results beside ours in tables."""
 
 from otad.arguments import guard
 from otad.experiments.experiment import names

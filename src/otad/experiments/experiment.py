@@ -119,12 +119,19 @@ def _annotated(hint: Any, value: Any, where: str) -> Iterator[tuple[str, str, An
 
 
 def names() -> tuple[str, ...]:
-    """The experiments that `reproduce` knows by name."""
+    """Return the names of the experiments that `reproduce` knows.
+
+    Examples
+    --------
+    >>> from otad import experiments
+    >>> "mnist" in experiments.names()
+    True
+    """
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
-    """An experiment by name, or a user's TOML file by its path."""
+    """Return an experiment by its name, or the experiment of a TOML file by its path."""
     path = Path(name) if str(name).endswith(".toml") else _FOLDER / f"{name}.toml"
     known = f"one of {', '.join(names())}, or the path of a .toml file"
     require(path.parent != _FOLDER or path.is_file(), "experiment", known, repr(str(name)))

@@ -142,8 +142,45 @@ class CostRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A whole run. `code`: a digest of the library's source; `missing`: what could not be run here
-    and why; `seconds`: by part, of up to `jobs` processes at once."""
+    """The record of a whole run, which is one JSON file.
+
+    Attributes
+    ----------
+    name : str
+        The name of the experiment.
+    quick : bool
+        Whether it ran with the small settings that test the code.
+    config, seed : dict, int
+        The settings and the seed.
+    code : str
+        A digest of the source of the library.
+    environment : Environment
+        The versions and the machine.
+    data, nets, metrics, surrogates : dict
+        What was loaded and trained, by key.
+    rows : dict of str to RowRecord
+        The rows of the table, by key.
+    costs, speeds, suites : tuple
+        Measured costs, speeds and evaluations.
+    missing : dict of str to str
+        What could not be run, and why.
+    seconds : dict of str to float
+        The time of each part, of up to `jobs` processes at the same time.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from otad.experiments import RunRecord, reproduce
+    >>> _ = Path("digits.toml").write_text('''
+    ... title = "Handwritten digits"
+    ... data.digits.name = "digits"
+    ... nets.small = {data = "digits", train.epochs = 1}
+    ... rows.otad = {net = "small", method = "otad"}
+    ... ''')
+    >>> record = reproduce("digits.toml", out="results")
+    >>> RunRecord.read("results/digits.json") == record
+    True
+    """
 
     name: str
     quick: bool
@@ -166,13 +203,16 @@ class RunRecord:
 
     @cached_property
     def experiment(self) -> Experiment:
+        """The experiment that the record's settings describe."""
         return parse_experiment(self.config, self.name, self.quick)
 
     def write(self, path: Path) -> None:
+        """Write the record to a JSON file."""
         write_json(path, to_plain(self))
 
     @staticmethod
     def read(path: Path) -> RunRecord:
+        """Read a record from a JSON file."""
         content = read_json(path)
         found = content.get("format") if isinstance(content, dict) else None
         require(found == FORMAT, str(path), f"a record of format {FORMAT}", repr(found))
@@ -181,7 +221,7 @@ class RunRecord:
 
 
 def read_records(folder: Path) -> list[RunRecord]:
-    """The records of experiments in a folder, by name; other JSON files are ignored."""
+    """Return the records of experiments in a folder, by name; other JSON files are ignored."""
     contents = {path: read_json(path) for path in sorted(folder.glob("*.json"))}
     tables = {path: content for path, content in contents.items() if isinstance(content, dict)}
     found = [path for path, table in tables.items() if str(table.get("format")).startswith(FAMILY)]
@@ -189,7 +229,7 @@ def read_records(folder: Path) -> list[RunRecord]:
 
 
 def code_fingerprint() -> str:
-    """SHA-256 of the library's source files, for the record."""
+    """Return the SHA-256 of the library's source files, for the record."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())

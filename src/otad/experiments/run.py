@@ -42,7 +42,22 @@ _MENDABLE = (OtadError, OSError)  # what the user can fix: reported without a tr
 
 
 def reproduce(name: str | Path, **options: Any) -> RunRecord:
-    """`reproduce_together` for one experiment."""
+    """Run one experiment and return its record; see `reproduce_together` for the options.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from otad.experiments import reproduce
+    >>> _ = Path("digits.toml").write_text('''
+    ... title = "Handwritten digits"
+    ... data.digits.name = "digits"
+    ... nets.small = {data = "digits", train.epochs = 1}
+    ... rows.otad = {net = "small", method = "otad"}
+    ... ''')
+    >>> record = reproduce("digits.toml", out="results")
+    >>> record.rows["otad"].score.n
+    360
+    """
     return reproduce_together([name], **options)[0]
 
 
@@ -59,15 +74,50 @@ def reproduce_together(
     max_seconds: float | None = None,
     progress: PartReport | bool | None = None,
 ) -> list[RunRecord]:
-    """Run experiments by name, or from TOML files; write `out`/NAME.json and return the records.
+    """Run experiments, write a record of each to a folder, and return the records.
 
-    Figures are written to `out`/NAME.svg, evaluations with the whole suite to the folder NAME. An
-    experiment that fails does not stop the others: all errors are raised in one at the end.
-    - `work`: the folder of finished parts (default `out`/.work), from which a killed run resumes.
-    - `quick`: make the changes listed under [quick], to test the code; writes NAME-quick.json.
-    - `max_seconds`: then trainings stop with an `UnfinishedError`, and resume at the next call.
-    - `progress`: see `otad.progress`, with (part, steps done, all steps).
-    - `jobs`: processes that share trainings, rows and attacks; speed is measured afterwards, alone.
+    An experiment that fails does not stop the others. All errors are raised together at the end.
+
+    Parameters
+    ----------
+    names : sequence of str or Path
+        Names of experiments (see `names`), or TOML files.
+    jobs : int
+        Processes that share trainings, rows and attacks. Speed is measured afterwards, by one
+        process.
+    data_dir : str or Path, optional
+        The folder of the data sets; see `otad.data.load`.
+    device : str
+        Where to compute.
+    out : str or Path
+        The folder of `NAME.json`, of figures `NAME.svg` and of evaluations in the folder `NAME`.
+    work : str or Path, optional
+        The folder of finished parts, from which a stopped run resumes; by default `out/.work`.
+    seed : int
+        The seed.
+    quick : bool
+        Whether to make the changes listed under `[quick]`, which test the code within minutes. The
+        record is then `NAME-quick.json`.
+    max_seconds : float, optional
+        After this time trainings stop with an `UnfinishedError`. They resume at the next call.
+    progress : callable, bool or None
+        A function of (part, steps done, all steps). True draws progress bars, False draws none, and
+        None draws them on a terminal when the work takes longer than two seconds.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from otad.experiments import reproduce_together
+    >>> text = '''
+    ... title = "Handwritten digits"
+    ... data.digits.name = "digits"
+    ... nets.small = {data = "digits", train.epochs = 1}
+    ... rows.otad = {net = "small", method = "otad"}
+    ... '''
+    >>> _ = [Path(name).write_text(text) for name in ("first.toml", "second.toml")]
+    >>> records = reproduce_together(["first.toml", "second.toml"], out="results")
+    >>> [record.name for record in records]
+    ['first', 'second']
     """
     check_count(jobs, "jobs", most=1024)
     check_seed(seed)
@@ -96,7 +146,7 @@ def reproduce_together(
 
 
 def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
-    """All of an experiment, to its record in the folder `out`."""
+    """Run all of an experiment, write its record to the folder `out`, and return it."""
     spec = study.experiment
     environment = Environment.now(torch.device(study.device), torch.get_num_threads())
     rows, nets = {}, {}
@@ -132,7 +182,7 @@ def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
 
 
 def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
-    """Evaluate a row of [evaluate]; the evaluation and its report are in a folder in `out`."""
+    """Evaluate a row of [evaluate], and write the evaluation and its report to a folder."""
     experiment, spec, row = study.experiment, study.experiment.evaluate, study.experiment.rows[key]
     assert spec is not None
     place = experiment.suites.index(key)
@@ -174,7 +224,8 @@ class Task(NamedTuple):
 
 
 def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
-    """The tasks in three phases, each of which needs the one before; what is shared is one task."""
+    """Return the tasks in three phases, each of which needs the one before. What experiments share
+    is one task."""
     phases: list[dict[str, Task]] = [{}, {}, {}]
 
     def add(phase: int, content: Any, one: Experiment, method: str, *key: str) -> None:

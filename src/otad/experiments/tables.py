@@ -35,7 +35,31 @@ An interval is the 95 % interval (Wilson's for accuracies).
 
 
 def write_page(results: str | Path, page: str | Path) -> Path:
-    """Render every record of a folder to a Markdown page; quick runs are not results."""
+    """Render every record of a folder to one Markdown page, and return its path.
+
+    Quick runs are not results and are left out.
+
+    Parameters
+    ----------
+    results : str or Path
+        The folder of the records.
+    page : str or Path
+        The file to write.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from otad.experiments import reproduce, write_page
+    >>> _ = Path("digits.toml").write_text('''
+    ... title = "Handwritten digits"
+    ... data.digits.name = "digits"
+    ... nets.small = {data = "digits", train.epochs = 1}
+    ... rows.otad = {net = "small", method = "otad"}
+    ... ''')
+    >>> _ = reproduce("digits.toml", out="results")
+    >>> write_page("results", "results.md").read_text().splitlines()[0]
+    '# Results'
+    """
     results, page = Path(results), Path(page)
     records = [record for record in read_records(results) if not record.quick]
     require(records, str(results), "records of experiments (NAME.json)", "none")
@@ -47,7 +71,7 @@ def write_page(results: str | Path, page: str | Path) -> Path:
 
 
 def render(record: RunRecord, results: Path, link: str = ".") -> str:
-    """One record in the folder `results` as Markdown; `link` is the path there from the page."""
+    """Return one record in the folder `results` as Markdown; `link` is the path from the page."""
     spec = record.experiment
     rows = [Row(row, record.rows[key]) for key, row in spec.rows.items()]
     sources = dict.fromkeys(row.spec.published_in for row in rows if row.spec.published_in)
@@ -78,7 +102,7 @@ def render(record: RunRecord, results: Path, link: str = ".") -> str:
 
 
 def _block(text: str) -> str:
-    """A block of the page; a table gets a rule below its head."""
+    """Return a block of the page; a table gets a rule below its head."""
     if not text.strip().startswith("|"):
         return text.strip()
     lines = [line for line in text.splitlines() if line.strip()]
@@ -177,7 +201,7 @@ def _template() -> Template:
 
 
 def names_of(items: Iterable[Any], attribute: str) -> list[str]:
-    """All keys of a dict that each item has, in order."""
+    """Return all keys of a dict that each item has, in order."""
     return list(dict.fromkeys(key for one in items for key in attrgetter(attribute)(one)))
 
 
@@ -196,7 +220,7 @@ def _brackets(options: Mapping[str, object]) -> str:
 
 
 def draw_costs(costs: Sequence[CostRecord], threads: int, path: Path) -> None:
-    """Time and memory against the size of the bank, a line for each device, as SVG."""
+    """Draw time and memory against the size of the bank, a line for each device, as SVG."""
     figure = Figure((8.0, 3.4), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
     for device in dict.fromkeys(cost.device for cost in costs):
@@ -215,7 +239,7 @@ def draw_costs(costs: Sequence[CostRecord], threads: int, path: Path) -> None:
 
 
 def draw_curve(record: RunRecord, title: str, path: Path) -> None:
-    """Rows of OTAD over L - l, as SVG."""
+    """Draw rows of OTAD over L - l, as SVG."""
     specs = record.experiment.rows
     curvature = {
         key: spec.smoothness - spec.strong_convexity

@@ -2,7 +2,8 @@
 
 from otad.arguments import guard
 from otad.explain.explaining import explain
-from otad.explain.explanation import ClassPart, Explanation, Neighbor
+from otad.explain.explanation import Explanation
+from otad.explain.neighbor import ClassPart, Neighbor
 
 __all__ = ["ClassPart", "Explanation", "Neighbor", "explain"]
 

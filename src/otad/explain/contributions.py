@@ -21,8 +21,8 @@ from otad.model.otad import OTAD, Trace
 
 @torch.no_grad()
 def outputs_alone(model: OTAD, x: Tensor, trace: Trace) -> Tensor:
-    """What the head reads (B,K,C) from each of the K training points alone, in float64: logits, or
-    in regression one value."""
+    """Return what the head makes (B,K,C) of each of the K training points alone, in float64:
+    logits, or in regression one value."""
     head, indices = model.backbone.head, trace.neighbors.indices
     matrix, bias = head.matrix.double(), head.bias
     slope = _map_convexity(model, trace)

@@ -1,4 +1,4 @@
-"""Explanations from the trace of a model."""
+"""`explain`: explanations from the trace of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from otad.cip import Status
 from otad.data.dataset import refuse_repeats
 from otad.errors import InputError
 from otad.explain.contributions import lead, outputs_alone
-from otad.explain.explanation import Explanation, Label, Neighbor, finite
+from otad.explain.explanation import Explanation
+from otad.explain.neighbor import Label, Neighbor, finite
 from otad.model.conversion import ArrayLike, Estimator, converted
 from otad.model.otad import OTAD, check_training_inputs
 from otad.nets import Backbone, only_normalizes
@@ -33,14 +34,43 @@ def explain(
     names: Sequence[str] | None = None,
     train_names: Sequence[str] | None = None,
 ) -> list[Explanation]:
-    """One explanation for each input x (B,*input_shape), by a single trace of the batch.
+    """Explain the predictions of a model by the training points they rest on.
 
-    The model is an OTAD model or a fitted estimator, whose classes and names of features are the
-    default; x a tensor, an array, a DataFrame or a DataLoader. `classes` names the C classes,
-    `feature_names` the d features of a vector. The raw inputs of training points are computed from
-    the bank where the backbone only normalizes and flattens; for another one, give the `train_x`
-    (N,*input_shape) of the bank. `names` (B) are those of the inputs, `train_names` (N) of the bank
-    points, such as their files; by default those that the model notes.
+    Parameters
+    ----------
+    model : OTAD or estimator
+        A defended model, or a fitted estimator, which also gives the names of classes and features.
+    x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
+        Inputs.
+    classes : sequence, optional
+        The names of the C classes. If None, their numbers, or the classes of the estimator.
+    feature_names : sequence of str, optional
+        The names of the d features of a vector.
+    train_x : Tensor (N, *input_shape), optional
+        The training inputs of the bank. They are needed to show training points only if the network
+        does more than normalize and flatten its inputs.
+    names, train_names : sequence of str, optional
+        Names of the inputs (n) and of the training points (N), such as their files. If
+        `train_names` is None, the names that the model was saved with.
+
+    Returns
+    -------
+    list of Explanation
+        One for each input.
+
+    Examples
+    --------
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> found = otad.explain(model, digits.test_x[:2], classes=digits.classes)
+    >>> len(found), len(found[0].neighbors)
+    (2, 10)
+    >>> print(found[0])
+    prediction: ... (probability ...%)
+    solved with smoothness ...
+    ...
     """
     if not isinstance(model, OTAD):
         classes = getattr(model, "classes_", None) if classes is None else classes
@@ -125,7 +155,7 @@ def _noted(model: OTAD) -> list[Any] | None:
 
 
 def _class_labels(backbone: Backbone, classes: Sequence[Any] | None) -> list[Label] | None:
-    """The name of each class, as plain values; None in regression."""
+    """Return the name of each class as plain values; None in regression."""
     if backbone.task == "regression":
         return None
     count = backbone.n_outputs
@@ -136,7 +166,8 @@ def _class_labels(backbone: Backbone, classes: Sequence[Any] | None) -> list[Lab
 
 
 def _prediction(output: Tensor, labels: list[Label] | None) -> Prediction:
-    """From logits (C,) or a value; None where it abstained."""
+    """Return the label or the value of logits (C,) or of one value, with probabilities; None where
+    the model abstained."""
     if not bool(output.isfinite().all()):
         return None, None
     if labels is None:

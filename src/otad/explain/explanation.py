@@ -1,10 +1,10 @@
-"""A prediction and the training points it rests on, as text, table, picture, JSON."""
+"""A prediction and the training points it rests on, as text, table, picture and JSON."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.markup import escape
@@ -14,80 +14,71 @@ from torch import Tensor
 from otad.checks import check_count
 from otad.cip import Status
 from otad.errors import InputError, printable
+from otad.explain.neighbor import (
+    ClassPart,
+    Label,
+    Neighbor,
+    finite,
+    label_text,
+    signed_text,
+    weight_text,
+)
 from otad.explain.picture import Panel, draw
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Label = str | int | float | bool
 AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
 LONGEST_NAME = 20  # letters below an image
 N_FEATURES = 5  # that differ the most, in a text
 
 
-class ClassPart(NamedTuple):
-    """What the training points of one class have in an answer: how many of them have weight, their
-    weight, and their contribution to the margin."""
-
-    points: int
-    weight: float
-    contribution: float
-
-
-@dataclass(frozen=True, eq=False)
-class Neighbor:
-    """A training point: its row in the bank, the weight of its feature in the answer (None where
-    this is no weighted mean of features), its label, its distance to the query where neighbors are
-    searched, and its raw inputs and its `name`, such as a file, where they are known.
-
-    `alone` is the margin of `Explanation` (in regression the value) if all weight were on this
-    point, and `contribution` its weight times that: contributions sum to the margin, or the value.
-    """
-
-    index: int
-    weight: float | None
-    label: Label
-    distance: float
-    inputs: Tensor | None
-    alone: float | None = None
-    name: str | None = None
-
-    @property
-    def contribution(self) -> float | None:
-        return None if self.weight is None or self.alone is None else self.weight * self.alone
-
-    @property
-    def title(self) -> str:
-        """Its name, or else its row."""
-        return f"row {self.index}" if self.name is None else printable(self.name)
-
-    def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
-        found = {name: value for name, value in vars(self).items() if name != "inputs"}
-        found["contribution"] = self.contribution
-        if inputs and self.inputs is not None:
-            found["inputs"] = self.inputs.tolist()
-        return found
-
-    def __repr__(self) -> str:
-        has = f"weight {_weight(self)}, contribution {_signed(self.contribution)}"
-        return f"Neighbor({self.title}, {_text(self.label)}, {has}, distance {self.distance:.4g})"
-
-
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """One prediction and what it rests on.
+    """One prediction and the training points it rests on.
 
-    `prediction` is a label or a value (None where the solver abstained), `probabilities` those of
-    all classes (None in regression), `neighbors` the training points found, nearest first; for a
-    global map those with weight, most weight first. `status`, `smoothness` (the L used), `residual`
-    and the duality `gap` of a global map say how the problem was solved; `inputs` is the query, and
-    `name` its name where it has one.
+    Print it, or show `table()` or `figure()`.
 
-    `margin` is how far the logit of the prediction is above that of the `runner_up`: the answer
-    changes exactly where this becomes 0. It is the sum of what the training points contribute, as
-    in regression the prediction is; `remainder` is what rounding leaves of it. `std` are the units
-    by which the features of query and training points are compared, `space` the words for what
-    distances are measured between.
+    Attributes
+    ----------
+    prediction : label, float or None
+        The label or the value; None where the model abstained.
+    probabilities : dict or None
+        The probability of each class; None in regression.
+    neighbors : tuple of Neighbor
+        The neighbors, nearest first. For a global map, the training points with weight, largest
+        weight first.
+    status, smoothness, residual, gap
+        How the problem was solved: the status, the smoothness L used, the residual, and for a
+        global map the duality gap.
+    inputs : Tensor (*input_shape)
+        The query.
+    feature_names, bounds, name
+        The names of the features, the legal range of inputs, and the name of the query, if known.
+    runner_up : label or None
+        The class with the second largest logit.
+    margin : float or None
+        How far the logit of the prediction is above the logit of the runner-up. The prediction
+        changes exactly where the margin becomes 0. It is the sum of the contributions of the
+        training points.
+    std : Tensor or None
+        The units in which the features of the query and of training points are compared.
+    space : str
+        What distances are measured between, in words.
+
+    Examples
+    --------
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> found = otad.explain(model, digits.test_x[:1])[0]
+    >>> found.scope, len(found.heaviest(3))
+    ('local', 3)
+    >>> abs(found.remainder) < 1e-4
+    True
+    >>> sorted(found.to_dict())[:4]
+    ['by_class', 'distances_between', 'gap', 'margin']
     """
 
     prediction: Label | None
@@ -108,32 +99,38 @@ class Explanation:
 
     @property
     def scope(self) -> str:
+        """ "local" for an answer from the nearest neighbors, "global" for a global map."""
         return "local" if self.gap is None else "global"
 
     @property
     def n_weighted(self) -> int | None:
-        """How many neighbors have weight; None where the answer gives no weights."""
+        """How many neighbors have weight; None where the answer has no weights."""
         known = [it.weight for it in self.neighbors if it.weight is not None]
         return sum(weight > 0 for weight in known) if len(known) == len(self.neighbors) else None
 
     @property
     def total(self) -> float | None:
-        """What contributions sum to: the margin, or in regression the prediction; None where the
-        answer gives no weights."""
+        """What the contributions sum to: the margin, or in regression the prediction.
+
+        It is None where the answer has no weights.
+        """
         if self.prediction is None or self.n_weighted is None:
             return None
         return float(self.prediction) if self.probabilities is None else self.margin
 
     @property
     def remainder(self) -> float | None:
+        """What is left of `total` after all contributions are subtracted: rounding."""
         if self.total is None:
             return None
         return self.total - math.fsum(it.contribution or 0.0 for it in self.neighbors)
 
     @property
     def by_class(self) -> dict[Label, ClassPart]:
-        """What the training points of each class have in the answer, largest contribution first;
-        empty in regression and where the answer gives no weights."""
+        """The part of each class in the answer, largest contribution first.
+
+        It is empty in regression and where the answer has no weights.
+        """
         if self.probabilities is None or self.total is None:
             return {}
         found: dict[Label, ClassPart] = {}
@@ -145,27 +142,32 @@ class Explanation:
 
     @property
     def reasons(self) -> list[str]:
-        """What the contributions sum to, and those of each class, as sentences."""
+        """Sentences that say what the contributions sum to, and what each class contributes."""
         if self.total is None:
             return []
         if self.probabilities is None:
             return [f"the contributions sum to the value {self.total:.5g}"]
-        rival = f"{_text(self.prediction)} over {_text(self.runner_up)}"
+        rival = f"{label_text(self.prediction)} over {label_text(self.runner_up)}"
         found = [f"the contributions sum to {self.total:.3g}, the lead in logits of {rival}"]
         for label, part in self.by_class.items():
             points = f"{part.points} training point{'s' if part.points > 1 else ''}"
             weight = f"with weight {part.weight:.3f}"
-            found.append(f"{_text(label)}: {_signed(part.contribution)} by {points} {weight}")
+            found.append(
+                f"{label_text(label)}: {signed_text(part.contribution)} by {points} {weight}"
+            )
         against = [it for it in self.neighbors if it.label == self.runner_up and it.weight]
         if wrong := sum((it.alone or 0.0) > 0 for it in against):
-            label, answer = _text(self.runner_up), _text(self.prediction)
+            label, answer = label_text(self.runner_up), label_text(self.prediction)
             found.append(f"of those labeled {label} the network itself puts {wrong} with {answer}")
         return found
 
     @property
     def differences(self) -> Tensor | None:
-        """The mean over training points, by weight, of the squared difference to the query in units
-        of `std`; None where their inputs are not known."""
+        """How much each feature of the training points differs from the query.
+
+        It is the mean squared difference in units of `std`, weighted like the training points; None
+        where their inputs are not known.
+        """
         known = [it.inputs for it in self.neighbors if it.inputs is not None]
         if not known or len(known) < len(self.neighbors) or self.std is None:
             return None
@@ -196,12 +198,15 @@ class Explanation:
         }[self.status]
 
     def heaviest(self, count: int) -> list[Neighbor]:
-        """The neighbors of most weight, and of those without any the nearest."""
+        """Return the `count` neighbors with the largest weights.
+
+        Among neighbors without weight, the nearest come first.
+        """
         check_count(count, "count")
         return sorted(self.neighbors, key=lambda neighbor: -(neighbor.weight or 0.0))[:count]
 
     def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
-        """Plain JSON, with the raw values of query and neighbors if asked for."""
+        """Return plain JSON values, with raw inputs if asked for."""
         shares = self.probabilities
         found: dict[str, Any] = {
             "prediction": self.prediction,
@@ -246,10 +251,10 @@ class Explanation:
         columns += "  label"
         lines += [*self.reasons, *self._units, columns]
         for it in self.heaviest(shown):
-            parts = f"{_signed(it.alone):>8}  {_signed(it.contribution):>12}"
-            numbers = f"{_weight(it):>8}  {parts}  {it.distance:8.4g}"
+            parts = f"{signed_text(it.alone):>8}  {signed_text(it.contribution):>12}"
+            numbers = f"{weight_text(it):>8}  {parts}  {it.distance:8.4g}"
             name = "" if it.name is None else f"  {it.title}"
-            lines.append(f"{numbers}  {it.index:8d}  {_text(it.label)}{name}")
+            lines.append(f"{numbers}  {it.index:8d}  {label_text(it.label)}{name}")
         return "\n".join(lines + self._features_text())
 
     def _features_text(self) -> list[str]:
@@ -279,8 +284,11 @@ class Explanation:
         return f"feature {k}" if self.feature_names is None else printable(self.feature_names[k])
 
     def table(self, *, top: int = 5, max_features: int = 40) -> Table:
-        """The query beside its `top` heaviest neighbors; feature by feature if vectors, from the
-        largest difference between the query and all its training points to the smallest."""
+        """Return a rich table of the query beside its `top` heaviest neighbors.
+
+        For vectors it lists the features, from the one that differs most between the query and its
+        training points to the one that differs least.
+        """
         shown = self.heaviest(top)
         caption = escape("\n".join([self.account, *self.reasons, *self._units]))
         table = Table(title=escape(f"prediction: {self._answer()}"), caption=caption)
@@ -290,14 +298,14 @@ class Explanation:
         )
         for neighbor in shown:
             table.add_column(escape(neighbor.title), justify="right")
-        table.add_row("weight", "", *(f"[bold]{_weight(it)}" for it in shown))
+        table.add_row("weight", "", *(f"[bold]{weight_text(it)}" for it in shown))
         if self.total is not None:
             alone = "value alone" if self.probabilities is None else "lead alone"
-            table.add_row(alone, "", *(_signed(it.alone) for it in shown))
-            parts = (_signed(it.contribution) for it in shown)
+            table.add_row(alone, "", *(signed_text(it.alone) for it in shown))
+            parts = (signed_text(it.contribution) for it in shown)
             table.add_row("contribution", f"{self.total:.3g}", *parts)
-        labels = (f"[{self._color(it)}]{escape(_text(it.label))}" for it in shown)
-        table.add_row("label", escape(_text(self.prediction)), *labels)
+        labels = (f"[{self._color(it)}]{escape(label_text(it.label))}" for it in shown)
+        table.add_row("label", escape(label_text(self.prediction)), *labels)
         table.add_row("distance", "", *(f"{it.distance:.4g}" for it in shown), end_section=True)
         known = [it.inputs for it in shown if it.inputs is not None]
         if self.inputs.dim() != 1 or len(known) < len(shown):
@@ -311,19 +319,29 @@ class Explanation:
         return table
 
     def figure(self, *, top: int = 6) -> Figure:
-        """The query image beside its `top` heaviest neighbors, framed by whether labels agree; gray
-        levels as `bounds` say, or else over the range of the values shown."""
-        panels = [Panel(self.inputs, _text(self.prediction), self._certainty(), NEUTRAL)]
+        """Return a matplotlib figure of the query image beside its `top` heaviest neighbors.
+
+        Frames show whether labels agree. Gray levels follow `bounds`, or else the range of the
+        values.
+
+        Raises
+        ------
+        InputError
+            If the inputs are not images, or the images of the training points are not known.
+        """
+        panels = [Panel(self.inputs, label_text(self.prediction), self._certainty(), NEUTRAL)]
         for it in self.heaviest(top):
             if it.inputs is None:
                 raise InputError(f"train_x: expected the image of row {it.index}, got none")
             lines = [] if it.weight is None else [f"weight {it.weight:.3f}"]
             if it.contribution is not None:
-                lines.append(f"contributes {_signed(it.contribution)}")
+                lines.append(f"contributes {signed_text(it.contribution)}")
             lines.append(f"distance {it.distance:#.3g}")
             lines += [] if it.name is None else [_short(it.title)]
             color = self._color(it)
-            panels.append(Panel(it.inputs, _text(it.label), "\n".join(lines), color, it.weight))
+            panels.append(
+                Panel(it.inputs, label_text(it.label), "\n".join(lines), color, it.weight)
+            )
         order = "nearest first" if self.n_weighted is None else "by weight"
         heading = f"training points behind the answer, {order}"
         return draw(panels, heading, [*self.reasons[:1], self.account], self.bounds)
@@ -335,7 +353,7 @@ class Explanation:
 
     def _answer(self) -> str:
         certainty = self._certainty()
-        return _text(self.prediction) + (f" ({certainty})" if certainty else "")
+        return label_text(self.prediction) + (f" ({certainty})" if certainty else "")
 
     def _color(self, neighbor: Neighbor) -> str:
         if self.probabilities is None:
@@ -343,25 +361,6 @@ class Explanation:
         return AGREES if neighbor.label == self.prediction else DIFFERS
 
 
-def _weight(neighbor: Neighbor) -> str:
-    return "none" if neighbor.weight is None else f"{neighbor.weight:.3f}"
-
-
-def _signed(value: float | None) -> str:
-    return "none" if value is None else f"{value:+.3g}" if value else "0"
-
-
 def _short(name: str) -> str:
     """The end of a long name, which is what differs between files."""
     return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
-
-
-def _text(label: Label | None) -> str:
-    if label is None:
-        return "none (abstained)"
-    return f"{label:.5g}" if isinstance(label, float) else printable(str(label))
-
-
-def finite(value: float) -> float | None:
-    """JSON has neither NaN nor infinity."""
-    return value if math.isfinite(value) else None

@@ -25,7 +25,7 @@ BAR, LINE = 0.07, 0.18
 @dataclass(frozen=True, eq=False)
 class Panel:
     """An image (C,H,W) or (H,W), its label, further lines of text, the color of its frame, and its
-    weight from 0 to 1, drawn as a bar; an image of weight 0 is drawn pale."""
+    weight from 0 to 1, which is drawn as a bar. An image of weight 0 is drawn pale."""
 
     image: Tensor
     label: str
@@ -37,8 +37,8 @@ class Panel:
 def draw(
     panels: Sequence[Panel], heading: str, below: Sequence[str], bounds: tuple[float, float] | None
 ) -> Figure:
-    """The query, then the training points under a heading, with lines of text below; gray levels
-    as the bounds say, or else over the range of all values."""
+    """Draw the query, then the training points under a heading, with lines of text below. Gray
+    levels follow the bounds, or else the range of all values."""
     from matplotlib.figure import Figure
 
     width = 2 * EDGE + len(panels) * SIDE + (len(panels) - 2) * GAP + BREAK

@@ -1,4 +1,4 @@
-"""Threat models: the inputs an attacker may turn an input into."""
+"""The base of all threat models: an lp ball around each input, within bounds."""
 
 from __future__ import annotations
 
@@ -12,26 +12,46 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_bounds, check_finite, check_shape, require
+from otad.threat.one_hot import check_groups, is_one_hot, switched
 
 FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
-FILLINGS = 8  # rounds of giving the features that can still move what the others cannot use
 BEYOND = 16.0  # times eps: so far off, a projection is of full length though bounds cut some of it
 
 
 @dataclass(frozen=True, eq=False)
 class LpBall(ABC):
-    """{x + delta : |delta / scale|_p <= eps, delta = 0 where immutable, low <= x + delta <= high}.
+    """A threat model: the inputs that an attacker may turn an input x into.
 
-    - `eps`: the radius, 0 allowed.
-    - `bounds`: the lowest and highest legal input value, None for unbounded inputs.
-    - `scale` (*input_shape): the unit each feature is measured in, all 1 by default; the l-infinity
-      ball of a table then has its own eps for each feature, eps * scale.
-    - `unit_name`: the units of `scale` in words, for reports: "standard deviations", say.
-    - `mutable` (*input_shape) bool: the features an attacker can change, all by default.
-    - `groups`: for each categorical feature the positions of its one-hot columns in a flat input.
-      They move together or not at all: exactly one of them is 1, the others are 0. A switch to
-      another category changes two of them by 1, so that in units of 1 its length is sqrt(2) in l2
-      and 1 in l-infinity; a smaller ball has no switch. All columns of groups have the same unit.
+    These are all `x + delta` with `|delta / scale|_p <= eps` whose features are within `bounds`,
+    where `delta` is 0 for features that are not `mutable`. Use `L2` or `Linf`.
+
+    Parameters
+    ----------
+    eps : float
+        The radius, at least 0.
+    bounds : (float, float), optional
+        The lowest and highest legal input value. If None, inputs are unbounded.
+    scale : Tensor (*input_shape), optional
+        The unit in which each feature is measured, by default 1. In l-infinity, each feature of a
+        table then has its own radius, `eps * scale`.
+    mutable : Tensor (*input_shape) of bool, optional
+        The features that an attacker can change, by default all.
+    groups : sequence of sequences of int, optional
+        For each categorical feature, the positions of its one-hot columns in a flat input. Exactly
+        one column of a group is 1 and the others are 0. A switch to another category changes two
+        columns by 1: in units of 1 its length is `sqrt(2)` in l2 and 1 in l-infinity. A smaller
+        ball allows no switch. All columns of groups have the same unit.
+    unit_name : str
+        The units of `scale` in words, for reports, such as "standard deviations".
+
+    Examples
+    --------
+    >>> import otad, torch
+    >>> ball = otad.L2(1.0, scale=torch.tensor([1.0, 10.0]), unit_name="standard deviations")
+    >>> isinstance(ball, otad.LpBall)
+    True
+    >>> ball.project(torch.tensor([[0.0, 40.0]]), torch.zeros(1, 2))
+    tensor([[ 0., 10.]])
     """
 
     eps: float
@@ -57,16 +77,17 @@ class LpBall(ABC):
         if self.mutable is not None:
             require(self.mutable.dtype == torch.bool, "mutable", "dtype bool", self.mutable.dtype)
         if self.groups is not None:
-            object.__setattr__(self, "groups", _check_groups(self.groups) or None)
+            object.__setattr__(self, "groups", check_groups(self.groups) or None)
         if self.groups is not None:
             units = {self._group_unit(column) for group in self.groups for column in group}
             require(len(units) == 1, "scale", "the same unit for all columns of groups", units)
 
     def with_eps(self, eps: float) -> Self:
+        """Return the same threat model with another radius."""
         return replace(self, eps=eps)
 
     def check_inputs(self, x: Tensor) -> None:
-        """Refuse inputs (B,*input_shape) that the ball's own tensors or bounds do not fit."""
+        """Refuse inputs (n, *input_shape) that do not fit the bounds, the units or the groups."""
         for name, tensor in (("scale", self.scale), ("mutable", self.mutable)):
             if tensor is not None:
                 check_shape(tensor, name, tuple(x.shape[1:]), "like one input")
@@ -79,12 +100,15 @@ class LpBall(ABC):
             last, size = max(group), x[0].numel()
             require(last < size, "groups", f"positions below {size}, as in x", last)
             values = x.flatten(1)[:, list(group)]
-            wrong = values[~_is_one_hot(values)][:1].tolist()
+            wrong = values[~is_one_hot(values)][:1].tolist()
             require(not wrong, "x", f"exactly one 1, else 0, in the columns {group}", wrong)
 
     def distance(self, moved: Tensor, x: Tensor) -> Tensor:
-        """|(moved - x) / scale|_p (B,) in float64; infinite where an immutable feature changed, or
-        a group has not exactly one category."""
+        """Return the distance (n,) of each `moved` input from x, in units of `scale`.
+
+        It is float64. It is infinite where an immutable feature changed, or where a group has not
+        exactly one category.
+        """
         step = _difference(moved.detach().double(), x.detach().double())
         found = self._length((step / self._scale(step)).flatten(1))
         if self.mutable is not None:
@@ -92,14 +116,17 @@ class LpBall(ABC):
             found = found.masked_fill((step[:, frozen] != 0).any(1), math.inf)
         for group in self.groups or ():
             found = found.masked_fill(
-                ~_is_one_hot(moved.detach().flatten(1)[:, list(group)]), math.inf
+                ~is_one_hot(moved.detach().flatten(1)[:, list(group)]), math.inf
             )
         return found
 
     def project(self, moved: Tensor, x: Tensor) -> Tensor:
-        """The points (B,*) of the ball, bounds included, nearest to `moved` in units of `scale`;
-        their measured distance never exceeds eps. (Cutting a step to eps and then clipping it would
-        leave only a fraction of it for images that are black or white nearly everywhere.)"""
+        """Return the points (n, *input_shape) of the ball around x that are nearest to `moved`.
+
+        Nearest means in units of `scale`, and within the bounds. The measured distance from x never
+        exceeds `eps`. (Cutting a step to `eps` and then clipping it to the bounds would leave only
+        a fraction of it for images that are black or white nearly everywhere.)
+        """
         if self.groups is not None:
             return self._project_groups(moved, x)
         step, room = self._masked(_difference(moved, x)) / self._scale(x), None
@@ -118,31 +145,36 @@ class LpBall(ABC):
         return result
 
     def clip(self, moved: Tensor, x: Tensor) -> Tensor:
-        """`moved` (B,*) shortened to the ball and then clipped to the bounds, for training: a CUDA
-        graph can capture it, as it reads nothing back from the GPU. It is not the nearest point
-        where bounds cut the step, may exceed eps by rounding, and knows no groups."""
+        """Shorten `moved` to the ball and then clip it to the bounds; for training only.
+
+        It reads nothing back from the GPU, so a CUDA graph can capture it. It is not the nearest
+        point where bounds cut the step, it may exceed `eps` by rounding, and it ignores groups.
+        """
         step = self._masked(moved - x) / self._scale(x)
         moved = x + self._shorten(step.flatten(1), None).view_as(x) * self._scale(x)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
 
     def inside(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniformly random points of the ball (B,*), as far as the bounds let them be. With groups,
-        the number of switches is drawn first, then which, then the other features."""
+        """Return uniformly random points of the ball around x, projected to the bounds.
+
+        With groups, the number of switches is drawn first, then which groups, then the other
+        features.
+        """
         if self.groups is not None:
             return self._inside_groups(x, generator)
         return self.project(x + self.random_step(x, generator, torch.float64), x)
 
     def random_step(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """Uniformly random steps (B,*) of the ball, bounds aside; `dtype`: of their lengths."""
+        """Return uniformly random steps of the ball, bounds aside; lengths are drawn in `dtype`."""
         return self._masked(self._random(x, generator, dtype)) * self._scale(x)
 
     def surface(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Random points (B,*) at distance eps, as far as the bounds let them be."""
+        """Return random points at distance `eps` from x, or as far as the bounds allow."""
         drawn = torch.randn(x.shape, generator=generator, device=generator.device).to(x)
         return self.project(x + BEYOND * self.eps * self.steepest(drawn), x)
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """The step of length 1 along which a function with this gradient (B,*) grows most."""
+        """Return the step of length 1 along which a function with this gradient grows most."""
         if self.groups is not None and self.n_switches == 0:
             return self.without_groups(gradient).steepest(gradient)
         scale = self._scale(gradient)
@@ -150,14 +182,14 @@ class LpBall(ABC):
         return self._unit(scaled.flatten(1)).view_as(gradient) * scale
 
     def free_features(self, x: Tensor) -> Tensor:
-        """The numbers (int64) of the features of a flat input that can change."""
+        """Return the positions (int64) of the features of a flat input that can change."""
         if self.groups is not None and self.n_switches == 0:
             return self.without_groups(x).free_features(x)
         mutable = torch.ones_like(x[0]) if self.mutable is None else self.mutable.to(x.device)
         return mutable.flatten().nonzero()[:, 0]
 
     def describe(self) -> str:
-        """The threat model in words."""
+        """Return the threat model in words."""
         parts = [f"{self.norm}, eps = {self.eps:g}" + (f" {self.unit_name}".rstrip())]
         parts.append("inputs unbounded" if self.bounds is None else f"inputs in {self.bounds}")
         if self.scale is not None and not self.unit_name:
@@ -170,7 +202,7 @@ class LpBall(ABC):
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain JSON, for a record."""
+        """Return the threat model as plain JSON values, for a record."""
         bounds = None if self.bounds is None else list(self.bounds)
         plain: dict[str, Any] = {"norm": self.norm, "eps": self.eps, "bounds": bounds}
         for name, tensor in (("scale", self.scale), ("mutable", self.mutable)):
@@ -183,7 +215,7 @@ class LpBall(ABC):
 
     @property
     def n_switches(self) -> int:
-        """How many groups can have another category at once."""
+        """How many groups can have another category at the same time."""
         if self.groups is None:
             return 0
         steps = torch.full((1, 2 * len(self.groups)), 1 / self._group_unit(self.groups[0][0]))
@@ -192,8 +224,10 @@ class LpBall(ABC):
         return next(fits, 0)
 
     def without_groups(self, x: Tensor, switches: int = 0) -> Self:
-        """The ball of the other features around inputs like x (B,*) that has this many switched
-        groups: it has what they leave of eps, and the columns of groups are immutable."""
+        """Return the ball of the other features around inputs like x after so many switches.
+
+        It has the part of `eps` that the switches leave, and the columns of groups are immutable.
+        """
         mutable = torch.ones(x.shape[1:], dtype=torch.bool, device=x.device)
         if self.mutable is not None:
             mutable &= self.mutable.to(x.device)
@@ -202,8 +236,8 @@ class LpBall(ABC):
         return replace(self, eps=self._left(switches), mutable=mutable, groups=None)
 
     def _project_groups(self, moved: Tensor, x: Tensor) -> Tensor:
-        """For each number of switches those that come nearest, with the nearest point of what they
-        leave of the ball; the nearest of all these."""
+        """For each number of switches, take those that come nearest and the nearest point of what
+        they leave of the ball; return the nearest of all these points."""
         self.check_inputs(x)
         _difference(moved, x)
         aims, gains = self._switches(moved.flatten(1), x.flatten(1))
@@ -267,8 +301,9 @@ class LpBall(ABC):
         return step if self.mutable is None else step * self.mutable.to(step)
 
     def _reached(self, x: Tensor, step: Tensor) -> Tensor:
-        """x + step within the bounds, each feature rounded towards x: where floating-point numbers
-        are too far apart for its step it does not move, and others need not be shortened for it"""
+        """Return x + step within the bounds, each feature rounded towards x. Where floating-point
+        numbers are too far apart for the step of a feature, it does not move, and no other step
+        is shortened for it."""
         moved = x + step
         moved = torch.where((moved - x).abs() > step.abs(), moved.nextafter(x), moved)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
@@ -280,7 +315,7 @@ class LpBall(ABC):
 
     @abstractmethod
     def _left(self, switches: int) -> float:
-        """What so many switches leave of eps for the other features."""
+        """Return the part of eps that so many switches leave for the other features."""
 
     @abstractmethod
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
@@ -295,97 +330,9 @@ class LpBall(ABC):
         """Uniformly random steps (B,*) of the ball in units of `scale`, before masking."""
 
 
-class L2(LpBall):
-    """Euclidean length."""
-
-    norm, order = "l2", 2.0
-
-    def _left(self, switches: int) -> float:
-        if not switches or self.groups is None:
-            return self.eps
-        used = 2 * switches / self._group_unit(self.groups[0][0]) ** 2
-        return math.sqrt(max(0.0, self.eps**2 * (1 - 2.0**-40) - used))  # rounding stays within
-
-    def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
-        share = (self.eps / self._length(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
-        if room is None:
-            return step * share
-        # Nearest is min(share * |step|, room) for the largest share <= 1 that fits. It is met from
-        # below: features at their bound use less than their part, so the others may use more.
-        size, at_bound = step.abs(), torch.zeros_like(step, dtype=torch.bool)
-        for _ in range(FILLINGS):
-            before, at_bound = at_bound, size * share >= room
-            if torch.equal(before, at_bound):
-                break
-            left = self.eps**2 - (room * at_bound).square().sum(1, keepdim=True)
-            free = (size * ~at_bound).square().sum(1, keepdim=True)
-            filled = (left.clamp_min(0.0) / free.clamp_min(1e-30)).sqrt().clamp_max(1.0)
-            share = torch.maximum(share, filled)
-        return torch.minimum(size * share, room).copysign(step)
-
-    def _unit(self, gradient: Tensor) -> Tensor:
-        largest = gradient.abs().amax(1, keepdim=True)  # first, as squares of small numbers vanish
-        scaled = gradient / largest.masked_fill(largest == 0, 1.0)
-        return scaled / self._length(scaled).clamp_min(0.5)[:, None]
-
-    def _random(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        drawn = torch.randn(x.shape, generator=generator, device=generator.device).to(x)
-        direction = self._unit(self._masked(drawn).flatten(1)).view_as(x)
-        share = torch.rand(len(x), generator=generator, device=generator.device, dtype=dtype)
-        count = x[0].numel() if self.mutable is None else int(self.mutable.sum())
-        return direction * per_row((self.eps * share.pow(1 / max(1, count))).to(x), x)
-
-
-class Linf(LpBall):
-    """The largest change of any feature."""
-
-    norm, order = "linf", math.inf
-
-    def _left(self, switches: int) -> float:
-        return self.eps
-
-    def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
-        return step.clamp(-self.eps, self.eps)  # what is beyond the bounds is cut off anyway
-
-    def _unit(self, gradient: Tensor) -> Tensor:
-        return gradient.sign()
-
-    def _random(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        drawn = torch.rand(x.shape, generator=generator, device=generator.device).to(x)
-        return self.eps * (2 * drawn - 1)
-
-
-NORMS: dict[str, type[LpBall]] = {ball.norm: ball for ball in (L2, Linf)}
-
-
 def per_row(values: Tensor, like: Tensor) -> Tensor:
-    """Values (n,) in the shape (n,1,...) that broadcasts over `like` (n,*)."""
+    """Return values (n,) in the shape (n,1,...), which broadcasts over `like` (n,*)."""
     return values.view(-1, *[1] * (like.dim() - 1))
-
-
-def switched(x: Tensor, groups: Sequence[Sequence[int]], aims: Tensor, chosen: Tensor) -> Tensor:
-    """x (B,*) with the category at position `aims` (B,G) in each group that is `chosen` (B,G)."""
-    result = x.flatten(1).clone()
-    for number, group in enumerate(groups):
-        columns, rows = torch.tensor(group, device=x.device), chosen[:, number].nonzero()
-        result[rows, columns] = 0.0
-        result[rows[:, 0], columns[aims[rows[:, 0], number]]] = 1.0
-    return result.view_as(x)
-
-
-def _check_groups(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    plain = tuple(tuple(int(column) for column in group) for group in groups)
-    columns = [column for group in plain for column in group]
-    fits = all(plain) and min(columns, default=0) >= 0 and len({*columns}) == len(columns)
-    expected = "the columns of each group, from 0, each at most once"
-    require(fits, "groups", expected, repr(groups)[:200])
-    return plain
-
-
-def _is_one_hot(values: Tensor) -> Tensor:
-    """Whether rows (B,m) have exactly one 1 and else 0."""
-    ones = values == 1
-    return (ones | (values == 0)).all(1) & (ones.sum(1) == 1)
 
 
 def _difference(moved: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""Every public name has a docstring with an example, and all examples run as they are written."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from otad.attacks import ATTACKS
+from otad.data import registry
+
+PACKAGES = [
+    "otad",
+    "otad.certify",
+    "otad.data",
+    "otad.evaluate",
+    "otad.experiments",
+    "otad.explain",
+]
+PENDING = "otad.model"  # its examples are still to come
+REGISTRIES: list[dict[str, Any]] = [ATTACKS, registry._INFOS]  # examples may add to them
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def public_names() -> dict[str, Any]:
+    """Functions and classes by their full names. Modules and constants have no docstring that an
+    example could be in."""
+    found = {}
+    for package in PACKAGES:
+        loaded = importlib.import_module(package)
+        for name in loaded.__all__:
+            thing = getattr(loaded, name)
+            unwrapped = inspect.unwrap(thing) if inspect.isroutine(thing) else thing
+            documented = inspect.isclass(thing) or inspect.isroutine(thing)
+            if documented and thing not in found.values() and PENDING not in unwrapped.__module__:
+                found[f"{package}.{name}"] = thing
+    return found
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """What users can call or read of a class that is defined here, inherited members included."""
+    for owner in inspect.getmro(cls):
+        if owner.__module__.partition(".")[0] != "otad":
+            continue
+        for name, member in vars(owner).items():
+            if name.startswith("_"):
+                continue
+            inner = getattr(member, "__func__", member)
+            if inspect.isroutine(inner) or isinstance(inner, property):
+                yield name, inner
+
+
+THINGS = public_names()
+
+
+def test_public_methods_are_documented() -> None:
+    missing = [
+        f"{where}.{name}"
+        for where, thing in THINGS.items()
+        if inspect.isclass(thing)
+        for name, member in members(thing)
+        if not inspect.getdoc(getattr(thing, name))
+    ]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize("where", THINGS)
+def test_examples_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thing = THINGS[where]
+    texts = {where: inspect.getdoc(thing) or ""}
+    generated = inspect.isclass(thing) and texts[where].startswith(f"{thing.__name__}(")
+    assert not generated, "it has no docstring of its own"
+    assert ">>> " in texts[where], "its docstring has no example"
+    if inspect.isclass(thing):
+        texts |= {f"{where}.{name}": inspect.getdoc(one) or "" for name, one in members(thing)}
+    monkeypatch.chdir(tmp_path)
+    runner, failures = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False), list[str]()
+    with ExitStack() as restored:
+        for known in REGISTRIES:
+            restored.enter_context(patch.dict(known))
+        for name, text in texts.items():
+            globs = {"__name__": "__main__"}
+            examples = doctest.DocTestParser().get_doctest(text, globs, name, name, 0)
+            runner.run(examples, out=failures.append)
+    assert not failures, "".join(failures)
