@@ -47,8 +47,9 @@ def test_the_adversary_stays_in_ball_and_bounds_and_climbs(norm: str, random_sta
     adversary = Adversary(eps, steps=10, random_start=random_start, norm=norm)
     metric.train()
     state = weights_print(metric)
-    start = adversary.start(x, torch.Generator().manual_seed(0))
-    moved = adversary.attack(metric, x, loss, start)
+    ball = adversary.ball(metric)
+    start = adversary.start(ball, x, torch.Generator().manual_seed(0))
+    moved = adversary.attack(ball, metric, x, loss, start)
     assert torch.equal(start, x) is not random_start
     assert metric.training
     assert weights_print(metric) == state  # batch statistics did not change
@@ -57,7 +58,7 @@ def test_the_adversary_stays_in_ball_and_bounds_and_climbs(norm: str, random_sta
     lengths = (moved - x).flatten(1).norm(ORDERS[norm], dim=1)
     assert float(lengths.max()) <= eps + 1e-12
     assert 0 <= moved.min() <= moved.max() <= 1
-    assert torch.equal(moved, adversary.attack(metric, x, loss, start))
+    assert torch.equal(moved, adversary.attack(ball, metric, x, loss, start))
     before, after = loss(encode(metric, x)).mean(), loss(encode(metric, moved)).mean()
     assert after > before + 0.1
 
@@ -71,7 +72,8 @@ def test_one_step_on_a_linear_metric_is_the_exact_one(
     slope = torch.tensor([2.0, -1.0, 2.0])
     adversary = Adversary(0.6, steps=1, step_size=step_size, random_start=False, norm=norm)
     x = torch.zeros(2, 3)
-    moved = adversary.attack(metric, x, lambda keys: keys @ slope, x)
+    ball = adversary.ball(metric)
+    moved = adversary.attack(ball, metric, x, lambda keys: keys @ slope, x)
     unit = torch.tensor(direction) / torch.tensor(direction).double().norm(ORDERS[norm])
     torch.testing.assert_close(moved.double(), (reached * unit).expand(2, 3), rtol=1e-5, atol=1e-6)
 
@@ -129,7 +131,8 @@ def test_a_step_is_that_of_the_perturbed_weights_from_the_original_ones(norm: st
 
     by_hand.eval()
     clean = by_hand(x).detach()
-    moved = adversary.attack(by_hand, x, lambda keys: loss(keys, clean), x)
+    ball = adversary.ball(by_hand)
+    moved = adversary.attack(ball, by_hand, x, lambda keys: loss(keys, clean), x)
     elsewhere = copy.deepcopy(by_hand).train()
     loss(*elsewhere(torch.cat([moved, x])).chunk(2)).mean().backward()
     for weight in elsewhere.parameters():
@@ -200,8 +203,13 @@ def _attacked_accuracy(metric: Metric, eps: float) -> float:
     """Accuracy among 5 neighbors under a longer attack than any used in training."""
     (train_x, train_y), (x, y) = _points(300, 0), _points(150, 1)
     known, adversary = (encode(metric, train_x), train_y), Adversary(eps, steps=20)
-    start = adversary.start(x, torch.Generator().manual_seed(1))
-    moved = adversary.attack(metric, x, lambda keys: neighborhood_loss(keys, y, *known), start)
+    ball = adversary.ball(metric)
+    start = adversary.start(ball, x, torch.Generator().manual_seed(1))
+
+    def loss(keys: Tensor) -> Tensor:
+        return neighborhood_loss(keys, y, *known)
+
+    moved = adversary.attack(ball, metric, x, loss, start)
     return neighbor_accuracy(encode(metric, moved), y, *known, n_neighbors=5)
 
 

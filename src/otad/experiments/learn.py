@@ -78,7 +78,8 @@ def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> n
             options: Options = {"generator": torch.Generator().manual_seed(seed)} | spec.options
             points = data.train_x, data.train_y
             return prototype_net(cast(nets.LiftedNet, frame), *points, **options)
-        common |= {"blocks": spec.blocks, "seed": seed} | spec.options
+        common |= {} if spec.kind == "resnet" else {"blocks": spec.blocks}
+        common |= {"seed": seed} | spec.options
         if spec.kind == "fc":
             return make_backbone("fc_resnet", *sizes, residual=spec.residual, **common)
         return make_backbone(spec.kind, *sizes, **common)

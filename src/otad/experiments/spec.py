@@ -53,10 +53,11 @@ class Choice:
 class NetSpec:
     """A net and how it is trained: fully connected ("fc"), the same but writing into coordinates of
     its own ("lifted"), labeled points drawn from the train part, which are the weights of their own
-    map ("prototypes"), or a vision transformer ("vit")."""
+    map ("prototypes"), a vision transformer ("vit"), or a ResNet ("resnet"), which has no
+    `blocks`. A table `adversary` among the training settings asks for adversarial training."""
 
     data: DataName
-    kind: Literal["fc", "lifted", "prototypes", "vit"] = "fc"
+    kind: Literal["fc", "lifted", "prototypes", "vit", "resnet"] = "fc"
     blocks: int = 5
     residual: bool = True
     normalize: Normalization = "none"

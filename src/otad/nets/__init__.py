@@ -17,18 +17,20 @@ from otad.nets.base import (
     register,
     register_metric,
 )  # fmt: skip
+from otad.nets.files import load_net, save_net
 from otad.nets.fully_connected import FCResNet, LiftedNet, fc_resnet, lifted_net, plain_net
 from otad.nets.lift import Lift
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
+from otad.nets.resnet import ResNet
 from otad.nets.vit import VisionTransformer, vision_transformer
 
 __all__ = [
     "AttentionMetric", "Backbone", "CNNMetric", "FCResNet", "Lift", "LiftedNet", "LinearHead",
-    "LipschitzMetric", "Metric", "PretrainedMetric", "ResNetMetric", "SequentialBackbone",
+    "LipschitzMetric", "Metric", "PretrainedMetric", "ResNet", "ResNetMetric", "SequentialBackbone",
     "ViTMetric", "VisionTransformer", "adapt", "build", "build_metric", "fc_resnet", "lifted_net",
-    "only_normalizes", "plain_net", "register", "register_features", "register_metric",
-    "vision_transformer",
+    "load_net", "only_normalizes", "plain_net", "register", "register_features", "register_metric",
+    "save_net", "vision_transformer",
 ]  # fmt: skip
 
 guard(globals(), __all__)

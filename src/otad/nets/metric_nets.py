@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import MOST_BLOCKS, check_count, require
+from otad.checks import MOST_BLOCKS, check_count
 from otad.nets.base import Metric, register_metric
-from otad.nets.inputs import Sizes, check_image_shape, draw, linear
+from otad.nets.inputs import Sizes, check_image_shape, linear
+from otad.nets.resnet import check_stages, check_widths, convolution, draw_stages
 from otad.nets.vit import Attention, Block, PatchEmbedding, check_tokens, draw_tokens
 
 
@@ -34,40 +35,14 @@ class ResNetMetric(Metric):
         **options: Any,
     ) -> None:
         super().__init__(input_shape, **options)
-        channels, _, _ = check_image_shape(input_shape, 1)
-        self.widths, self.depth = (
-            _check_widths(widths),
-            check_count(depth, "depth", most=MOST_BLOCKS),
-        )
+        self.widths, self.depth = check_stages(widths, depth)
         generator = torch.Generator().manual_seed(seed)
-        before = self.widths[0]
-        self.stem, self.blocks = _convolution(channels, before, generator), nn.Sequential()
-        for stage, width in enumerate(self.widths):
-            for place in range(self.depth):
-                stride = 2 if stage > 0 and place == 0 else 1
-                self.blocks.append(ResidualBlock(before, width, stride, generator))
-                before = width
-        self.projection = _projection(before, self.key_dim, generator)
+        self.stem, self.blocks = draw_stages(self, "relu", generator)
+        self.projection = _projection(self.widths[-1], self.key_dim, generator)
 
     def features(self, u: Tensor) -> Tensor:
         maps = self.blocks(functional.relu(self.stem(u)))
         return maps.mean((2, 3))  # type: ignore[no-any-return]
-
-
-class ResidualBlock(nn.Module):
-    """relu(shortcut(x) + two 3 x 3 convolutions of x)."""
-
-    def __init__(self, before: int, width: int, stride: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.first = _convolution(before, width, generator, stride=stride)
-        self.second = _convolution(width, width, generator)
-        self.shortcut: nn.Module = nn.Identity()
-        if before != width or stride != 1:
-            self.shortcut = _convolution(before, width, generator, size=1, stride=stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        change = self.second(functional.relu(self.first(x)))
-        return functional.relu(self.shortcut(x) + change)
 
 
 @register_metric("cnn")
@@ -81,11 +56,11 @@ class CNNMetric(Metric):
     ) -> None:
         super().__init__(input_shape, **options)
         channels, _, _ = check_image_shape(input_shape, 4)
-        self.widths = _check_widths(widths, count=2)
+        self.widths = check_widths(widths, count=2)
         generator = torch.Generator().manual_seed(seed)
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise((channels, *self.widths)):
-            layers += [_convolution(before, after, generator), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [convolution(before, after, generator), nn.ReLU(), nn.MaxPool2d(2)]
         self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten())
         self.projection = _projection(16 * self.widths[1], self.key_dim, generator)
 
@@ -165,21 +140,3 @@ class AttentionMetric(_TokenMetric):
 def _projection(features: int, key_dim: int, generator: torch.Generator) -> nn.Linear:
     """The last layer of a metric, without a bias, which would change no distance."""
     return linear(features, key_dim, generator, gain=1.0, bias=False)
-
-
-def _convolution(
-    before: int, after: int, generator: torch.Generator, *, size: int = 3, stride: int = 1
-) -> nn.Sequential:
-    """Convolution drawn for ReLU (variance 2 / fan_in) and batch normalization."""
-    layer = nn.Conv2d(before, after, size, stride, size // 2, bias=False, device="meta")
-    layer.to_empty(device="cpu")
-    with torch.no_grad():
-        spread = (2 / (before * size * size)) ** 0.5
-        draw(layer.weight, "normal_", 0.0, spread, generator=generator)
-    return nn.Sequential(layer, nn.BatchNorm2d(after))
-
-
-def _check_widths(widths: Sizes, count: int | None = None) -> tuple[int, ...]:
-    expected = "at least one" if count is None else f"{count} of them"
-    require(len(widths) == (count or len(widths) or 1), "widths", expected, tuple(widths))
-    return tuple(check_count(width, "widths") for width in widths)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice, check_count, require
-from otad.nets.base import Metric
-from otad.nets.inputs import evaluating
-from otad.threat import NORMS
+from otad.nets.inputs import InputNet, evaluating
+from otad.threat import NORMS, LpBall
 from otad.training.config import check_range
 
 Perturbation = list[tuple[Tensor, Tensor]]
@@ -25,7 +24,12 @@ class Adversary:
     """`steps` of steepest ascent within the ball of radius `eps` in `norm` ("l2" or "linf") and the
     bounds of the net, from a random point of the ball; `step_size` is 2.5 eps / steps by default.
     The gradient of a training step is taken at weights perturbed to raise the loss too, each matrix
-    by `weight_share` of its norm (adversarial weight perturbation, arXiv:2004.05884)."""
+    by `weight_share` of its norm (adversarial weight perturbation, arXiv:2004.05884).
+
+    - `unit`: of `eps` and `step_size`: that of the inputs, or "std" for the standard deviations by
+      which the net divides each feature.
+    - `warmup`: epochs in which eps grows linearly from 0, and the step size with it.
+    - `weight_warmup`: epochs before the weights are perturbed."""
 
     eps: float
     steps: int = 7
@@ -33,6 +37,9 @@ class Adversary:
     random_start: bool = True
     weight_share: float = 0.0
     norm: str = "l2"
+    unit: str = "input"
+    warmup: float = 0.0
+    weight_warmup: float = 0.0
 
     def __post_init__(self) -> None:
         check_count(self.steps, "steps")
@@ -41,30 +48,48 @@ class Adversary:
         if self.step_size is not None:
             check_range(self.step_size, "step_size", 1e-12, math.inf)
         check_range(self.weight_share, "weight_share", 0.0, 1.0)
+        check_choice(self.unit, "unit", ("input", "std"))
+        for name in ("warmup", "weight_warmup"):
+            check_range(getattr(self, name), name, 0.0, math.inf)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it does the same at all times, as a CUDA graph does."""
+        return self.warmup == self.weight_warmup == 0
+
+    def ball(self, net: InputNet, epoch: float = math.inf) -> LpBall:
+        """The ball of this net after `epoch` epochs, fractions included."""
+        scale = net.std.expand(net.input_shape) if self.unit == "std" else None
+        eps = self.eps if epoch >= self.warmup else self.eps * epoch / self.warmup
+        return NORMS[self.norm](eps, net.bounds, scale)
 
     def attack(
-        self, metric: Metric, x: Tensor, loss: Callable[[Tensor], Tensor], start: Tensor
+        self,
+        ball: LpBall,
+        net: nn.Module,
+        x: Tensor,
+        loss: Callable[[Tensor], Tensor],
+        start: Tensor,
     ) -> Tensor:
-        """Inputs near x (B,*input_shape) whose keys (B,m) have a large `loss` (B,), found from
-        `start` (B,*input_shape) with the metric in evaluation mode."""
-        ball = NORMS[self.norm](self.eps, metric.bounds)
-        step_size = self.step_size or 2.5 * self.eps / self.steps
+        """Inputs of the ball around x (B,*input_shape) whose outputs (B,...) have a large `loss`
+        (B,), found from `start` (B,*input_shape) with the net in evaluation mode."""
+        step_size = (self.step_size or 2.5 * self.eps / self.steps) * (ball.eps / self.eps)
         perturbed = ball.clip(start, x)
-        with evaluating(metric):
+        with evaluating(net):
             for _ in range(self.steps):
                 perturbed.requires_grad_()
                 with torch.enable_grad():
-                    total = loss(metric(perturbed).float()).sum()
+                    total = loss(net(perturbed)).sum()
                 (gradient,) = torch.autograd.grad(total, perturbed)
                 step = step_size * ball.steepest(gradient)
                 perturbed = ball.clip(perturbed.detach() + step, x)
         return perturbed
 
-    def start(self, x: Tensor, generator: torch.Generator) -> Tensor:
+    def start(self, ball: LpBall, x: Tensor, generator: torch.Generator) -> Tensor:
         """Uniform in the ball around x, drawn on the device of the generator; or x itself."""
         if not self.random_start:
             return x
-        return x + NORMS[self.norm](self.eps).random_step(x, generator, dtype=x.dtype)
+        return x + ball.random_step(x, generator, dtype=x.dtype)
 
 
 def steepest_perturbation(loss: Tensor, net: nn.Module, share: float) -> Perturbation:

@@ -18,7 +18,11 @@ from torch.nn import functional
 
 from otad.checks import check_choice, check_shape, check_tensor, require
 from otad.nets.base import Backbone, LinearHead
+from otad.nets.inputs import evaluating
+from otad.threat import LpBall
 from otad.training.acceleration import compiled, precision
+from otad.training.adversarial_losses import divergence, mart_losses, trades_losses
+from otad.training.adversary import perturbed_weights
 from otad.training.augmentation import mix_some
 from otad.training.config import check_share
 from otad.training.loop import Batches
@@ -33,7 +37,9 @@ from otad.training.supervised import (
 
 Loss = Callable[..., Tensor]
 """outputs (B,C) or values (B,), targets (labels, shares of classes, values), head -> mean loss; or
-with `reduction="none"` the losses (B,)."""
+with `reduction="none"` the losses (B,). Losses of `COMPARING` take the outputs at perturbed inputs
+followed by those at the clean ones, 2 B rows."""
+COMPARING = ("trades", "mart")
 _SCORED_ROWS = 1024  # at a time
 _AUGMENTED_ROWS = 4096
 
@@ -44,16 +50,20 @@ class TrainConfig(InputConfig):
     is mean loss + `energy_weight` (the paper's alpha) * mean energy.
 
     - `loss`: a name of `LOSSES`: "fit" for cross-entropy or squared error, with `label_smoothing`;
-      "margin" for margins (o_y - o_j) / |w_y - w_j| of at least `target_margin`.
+      "margin" for margins (o_y - o_j) / |w_y - w_j| of at least `target_margin`. With an adversary
+      they are those of the perturbed inputs; "trades" and "mart", which need one, compare outputs
+      at perturbed and clean inputs, with the weight `beta` (`otad.training.adversarial_losses`).
     - `pair_weight`: of the penalty for pairs of a batch that contradict a convex potential of
       smoothness `pair_smoothness` (`pair_excess`).
     - `mixing`: share of batches in which images and labels are mixed in pairs, by mixup or CutMix.
-    - `compiled`: run the net under torch.compile, which takes a minute and needs a compiler."""
+    - `compiled`: run the net under torch.compile, which takes a minute and needs a compiler; the
+      steps of an adversary are not compiled."""
 
     loss: str = "fit"
     energy_weight: float = 0.0
     label_smoothing: float = 0.0
     target_margin: float = 1.0
+    beta: float = 6.0
     pair_weight: float = 0.0
     pair_smoothness: float = 2.0
     mixing: float = 0.0
@@ -62,10 +72,14 @@ class TrainConfig(InputConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.loss, "loss", tuple(LOSSES))
-        self.check_ranges(0.0, math.inf, "energy_weight", "pair_weight")
+        self.check_ranges(0.0, math.inf, "energy_weight", "pair_weight", "beta")
         self.check_ranges(1e-12, math.inf, "target_margin", "pair_smoothness")
         self.check_ranges(0.0, 1.0, "label_smoothing")
         check_share(self.mixing, "mixing")
+        fits = self.loss not in COMPARING or self.adversary is not None
+        require(fits, "adversary", f"one for the loss {self.loss!r}", None)
+        still = self.loss == "trades" and not (self.adversary and self.adversary.random_start)
+        require(not still, "adversary", "a random start for 'trades', flat at the input", "none")
 
 
 def fit_loss(task: str, config: TrainConfig) -> Loss:
@@ -94,7 +108,35 @@ def margin_loss(task: str, config: TrainConfig) -> Loss:
     return loss
 
 
-LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {"fit": fit_loss, "margin": margin_loss}
+def trades_loss(task: str, config: TrainConfig) -> Loss:
+    fit = fit_loss(task, config)
+
+    def loss(outputs: Tensor, targets: Tensor, head: LinearHead, reduction: str = "mean") -> Tensor:
+        perturbed, clean = outputs.chunk(2)
+        fitted = fit(clean, targets, head, reduction="none")
+        losses = trades_losses(fitted, clean, perturbed, config.beta)
+        return losses.mean() if reduction == "mean" else losses
+
+    return loss
+
+
+def mart_loss(task: str, config: TrainConfig) -> Loss:
+    require(task == "classification", "loss", "'fit' or 'trades' for regression", "'mart'")
+    for name in ("label_smoothing", "mixing"):
+        value = getattr(config, name)
+        require(value == 0, name, "0 for the loss 'mart'", value)
+
+    def loss(outputs: Tensor, labels: Tensor, _: LinearHead, reduction: str = "mean") -> Tensor:
+        perturbed, clean = outputs.chunk(2)
+        losses = mart_losses(labels, clean, perturbed, config.beta)
+        return losses.mean() if reduction == "mean" else losses
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {
+    "fit": fit_loss, "margin": margin_loss, "trades": trades_loss, "mart": mart_loss,
+}  # fmt: skip
 
 
 def scaled_margins(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
@@ -145,7 +187,9 @@ def train(
     - `checkpoint_dir`: the run is saved there after every epoch, or every `save_seconds`; a call
       with the same initial net, data and config resumes a killed run and ends with the same weights
       bit for bit
-    - `max_seconds`: stop in time, after at least one epoch, with a result that is not `finished`"""
+    - `max_seconds`: stop in time, after at least one epoch, with a result that is not `finished`
+
+    With an adversary, all scores of a record are those of perturbed inputs."""
     return BackboneTraining(net, data, config, **options).fit(progress)
 
 
@@ -172,6 +216,8 @@ class BackboneTraining(SupervisedTraining[Backbone]):
             scaled = scaled_weights(weights, len(parts_of(data)["train_x"]))
             options["more"] = {"weights": scaled.to(net.mean.dtype)}
         self.loss = LOSSES[config.loss](net.task, config)
+        # What the adversary raises, unless it raises the divergence of TRADES.
+        self.raised = fit_loss(net.task, config) if config.loss in COMPARING else self.loss
         super().__init__(net, data, config, **options)
         self.forward = compiled(self._forward) if config.compiled else self._forward
 
@@ -190,6 +236,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         weights = self.data.get("weights")
         mixing = self.config.mixing
         at_once = max(1, _AUGMENTED_ROWS // self.config.batch_size)  # few launches for many images
+        number = 0
         for start in range(0, len(row_batches), at_once):
             some = row_batches[start : start + at_once]
             rows, sizes = torch.cat(list(some)), [len(part) for part in some]
@@ -202,36 +249,78 @@ class BackboneTraining(SupervisedTraining[Backbone]):
                 batch = x_part, y_part
                 if mixing > 0:
                     batch = mix_some(*batch, net.n_outputs, generator, probability=mixing)
-                yield *batch, *more
+                x_part, y_part = self.laid_out(batch[0]), batch[1]
+                share, number = number / len(row_batches), number + 1
+                yield x_part, y_part, self.begin_attack(x_part, share, generator), *more
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         """One gradient step; the batch means of loss, energy and score (3,)."""
-        (x, y, *weights), net, config = batch, self.weights.net, self.config
+        x, y, start, *weights = batch
+        inputs = x
+        if self.config.adversary is not None:
+            inputs = self._attack(self.weights.net, self.ball, x, y, start)
+            if self.config.loss in COMPARING:
+                # In one pass, so that batch statistics are those of both.
+                inputs = torch.cat([inputs, x])
+        with perturbed_weights(
+            self.weight_perturbation(lambda: self._objective(inputs, y, *weights)[0])
+        ):
+            objective, loss, energy, outputs = self._objective(inputs, y, *weights)
+            self.backward(objective)
+        self.update(first=first)
+        score = _scores(outputs[: len(y)].detach(), y).mean()
+        return torch.stack([loss.detach(), energy.detach(), score])
+
+    def _objective(
+        self, inputs: Tensor, y: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a step lowers, its loss and energy, and the outputs (B,...)."""
+        net, config = self.weights.net, self.config
         with precision(self.device, mixed=config.mixed_precision):
-            passed = self.forward(x)
+            passed = self.forward(inputs)
         embedded, features, outputs, energies = (part.to(net.mean.dtype) for part in passed)
-        if weights:
-            losses = self.loss(outputs, y, net.head, reduction="none")
-            loss, energy = ((weights[0] * part).mean() for part in (losses, energies))
-        else:
+        if weights is None:
             loss, energy = self.loss(outputs, y, net.head), energies.mean()
+        else:
+            losses = self.loss(outputs, y, net.head, reduction="none")
+            energies = energies.reshape(-1, len(y)).mean(0)
+            loss, energy = ((weights * part).mean() for part in (losses, energies))
         objective = loss + config.energy_weight * energy if config.energy_weight > 0 else loss
         if config.pair_weight > 0:
             excess = pair_excess(embedded, features, config.pair_smoothness)
             objective = objective + config.pair_weight * excess
-        self.backward(objective)
-        self.update(first=first)
-        score = _scores(outputs.detach(), y).mean()
-        return torch.stack([loss.detach(), energy.detach(), score])
+        return objective, loss, energy, outputs
+
+    def _attack(self, net: Backbone, ball: LpBall, x: Tensor, y: Tensor, start: Tensor) -> Tensor:
+        """The inputs that the adversary makes of x (B,*input_shape)."""
+        adversary, dtype = self.config.adversary, net.mean.dtype
+        assert adversary is not None
+        with precision(self.device, mixed=self.config.mixed_precision):
+            if self.config.loss == "trades":
+                with evaluating(net):
+                    clean = net(x).to(dtype).detach()  # not `no_grad`: autocast caches its casts
+
+            def loss(outputs: Tensor) -> Tensor:
+                if self.config.loss == "trades":
+                    return divergence(clean, outputs.to(dtype))
+                return self.raised(outputs.to(dtype), y, net.head, reduction="none")
+
+            return adversary.attack(ball, net, x, loss, start)
 
     def validate(self) -> float | None:
-        data, net = self.data, self.weights.best
+        data, net, adversary = self.data, self.weights.best, self.config.adversary
         if "val_x" not in data:
             return None
         net.eval()
+        sums, generator = [], torch.Generator(self.device).manual_seed(self.config.seed)
         parts = (data[name].split(_SCORED_ROWS) for name in ("val_x", "val_y"))
-        with torch.no_grad(), precision(self.device, mixed=self.config.mixed_precision):
-            sums = [_scores(net(net.from_bytes(x)), y).sum() for x, y in zip(*parts, strict=True)]
+        for x, y in zip(*parts, strict=True):
+            x = self.laid_out(net.from_bytes(x))
+            if adversary is not None:
+                ball = adversary.ball(net)
+                x = self._attack(net, ball, x, y, adversary.start(ball, x, generator))
+            with torch.no_grad(), precision(self.device, mixed=self.config.mixed_precision):
+                sums.append(_scores(net(x), y).sum())
         return float(torch.stack(sums).double().sum()) / len(data["val_y"])
 
 

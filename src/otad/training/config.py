@@ -21,7 +21,7 @@ _UNDECAYED = ("pos_embed", "cls_token")
 class LoopConfig:
     """Settings of the training loop; each trainer adds its own.
 
-    - `optimizer`: "sgd" or "adamw"; `momentum` is AdamW's first beta.
+    - `optimizer`: "sgd" or "adamw"; `momentum` is AdamW's first beta, and `nesterov` is for SGD.
     - `schedule`: `warmup` epochs raise the learning rate linearly from zero; then "cosine" lowers
       it to zero, "step" divides it by ten after 1/2 and 3/4, "constant" leaves it.
     - `decay_on`: weight decay on "all" parameters, or only on the "matrices" of layers.
@@ -36,6 +36,7 @@ class LoopConfig:
     learning_rate: float = 0.05
     optimizer: str = "sgd"
     momentum: float = 0.9
+    nesterov: bool = False
     weight_decay: float = 5e-4
     decay_on: str = "all"
     schedule: str = "cosine"
@@ -59,6 +60,9 @@ class LoopConfig:
         self.check_ranges(1e-12, math.inf, "learning_rate")
         self.check_ranges(0.0, 1.0, "momentum", "ema")
         self.check_ranges(0.0, self.epochs, "warmup")
+        fits = not self.nesterov or (self.optimizer == "sgd" and self.momentum > 0)
+        got = f"True for {self.optimizer!r} with momentum {self.momentum}"
+        require(fits, "nesterov", "False unless for 'sgd' with momentum", got)
         try:
             torch.device(self.device)
         except RuntimeError as error:
@@ -95,12 +99,15 @@ class LoopConfig:
         )
         fused = dense and torch.device(self.device).type in ("cpu", "cuda")
         common: dict[str, Any] = {"weight_decay": self.weight_decay, "fused": fused}
-        groups, rate = self.parameter_groups(net), self.learning_rate
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(groups, rate, self.momentum, **common)
+        groups = self.parameter_groups(net)
+        common["lr"] = self.learning_rate
         if self.captures_steps:  # a CUDA graph reads the rate from a tensor
-            common |= {"lr": torch.tensor(rate, device=self.device), "capturable": True}
-        return torch.optim.AdamW(groups, betas=(self.momentum, 0.999), **{"lr": rate} | common)
+            common["lr"] = torch.tensor(self.learning_rate, device=self.device)
+        if self.optimizer == "sgd":
+            common |= {"momentum": self.momentum, "nesterov": self.nesterov}
+            return torch.optim.SGD(groups, **common)
+        common |= {"betas": (self.momentum, 0.999), "capturable": self.captures_steps}
+        return torch.optim.AdamW(groups, **common)
 
     def parameter_groups(self, net: nn.Module) -> list[dict[str, Any]]:
         """One group, or for `decay_on` "matrices" two: biases, scales of normalization, position

@@ -16,7 +16,7 @@ from otad.nets.base import Metric
 from otad.nets.inputs import evaluating
 from otad.training import metric_losses
 from otad.training.acceleration import precision
-from otad.training.adversary import Adversary, perturbed_weights, steepest_perturbation
+from otad.training.adversary import Adversary, perturbed_weights
 from otad.training.config import check_range
 from otad.training.loop import Batches
 from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
@@ -30,10 +30,9 @@ class MetricConfig(InputConfig):
 
     - `loss`: "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive" (the
       last two by the extra `metric`), with its `margin`; `temperature` is for the first two.
-    - `adversary`: perturbs each input by ascent on the neighborhood loss.
+    - `adversary`: perturbs each input by ascent on the neighborhood loss, whatever the loss.
     - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
       training inputs, computed before every epoch and updated row by row within it.
-    - `channels_last`: memory layout of images that is faster on GPUs.
     - `n_neighbors`: number of votes for the score on validation data."""
 
     epochs: int = 40
@@ -44,9 +43,7 @@ class MetricConfig(InputConfig):
     loss: str = "neighborhood"
     margin: float | None = None
     temperature: float = 0.1
-    adversary: Adversary | None = None
     references: str = "batch"
-    channels_last: bool = False
     n_neighbors: int = 10
 
     def __post_init__(self) -> None:
@@ -122,28 +119,25 @@ class MetricTraining(SupervisedTraining[Metric]):
 
     def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         """Inputs, labels, rows, and where the adversary starts."""
-        adversary, data = self.config.adversary, self.data
+        data = self.data
         if self.config.references == "bank":
             self.bank = encode(self.weights.net, data["train_x"]).float()  # as in a step
-        for rows in row_batches:
+        for number, rows in enumerate(row_batches):
             x, y = self.weights.net.from_bytes(data["train_x"][rows]), data["train_y"][rows]
             if self.augment is not None:
                 x = self.augment(x, generator)
-            if self.config.channels_last and x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
-            yield x, y, rows, x if adversary is None else adversary.start(x, generator)
+            x = self.laid_out(x)
+            yield x, y, rows, self.begin_attack(x, number / len(row_batches), generator)
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         """One gradient step; the batch means of loss, energy (0) and score (3,)."""
         x, y, rows, start = batch
         perturbed, adversary = x, self.config.adversary
-        on_weights: list[tuple[Tensor, Tensor]] = []
         if adversary is not None:
             perturbed = self._attack(adversary, x, y, rows, start)
-            if (share := adversary.weight_share) > 0:
-                value, _ = self._compare(perturbed, x, y, rows)
-                on_weights = steepest_perturbation(value, self.weights.net, share)
-        with perturbed_weights(on_weights):
+        with perturbed_weights(
+            self.weight_perturbation(lambda: self._compare(perturbed, x, y, rows)[0])
+        ):
             value, (keys, clean) = self._compare(perturbed, x, y, rows)
             self.backward(value)
         self.update(first=first)
@@ -182,9 +176,10 @@ class MetricTraining(SupervisedTraining[Metric]):
             among = (y, *self._references(clean, y, rows))
 
             def loss(keys: Tensor) -> Tensor:
+                keys = keys.float()
                 return metric_losses.neighborhood_loss(keys, *among, temperature=temperature)
 
-            return adversary.attack(metric, x, loss, start)
+            return adversary.attack(self.ball, metric, x, loss, start)
 
     def _references(self, clean: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys to search neighbors in, their labels, and each row's own place among them."""

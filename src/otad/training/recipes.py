@@ -15,7 +15,7 @@ from otad.checks import check_choice, require
 from otad.data import Standardizer
 from otad.data.dataset import usual_statistics
 from otad.errors import InputError
-from otad.nets import Backbone, fc_resnet, lifted_net, vision_transformer
+from otad.nets import Backbone, ResNet, fc_resnet, lifted_net, vision_transformer
 from otad.nets.inputs import Sizes
 from otad.training.backbone import TrainConfig, train
 from otad.training.loop import reporting
@@ -24,6 +24,7 @@ from otad.training.supervised import METRICS, EpochRecord, Progress, TrainResult
 BACKBONES: dict[str, Callable[..., Backbone]] = {
     "fc_resnet": fc_resnet,
     "lifted": lifted_net,
+    "resnet": ResNet,
     "vit": vision_transformer,
 }
 

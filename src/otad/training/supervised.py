@@ -15,6 +15,8 @@ from otad.io.tensor_files import fingerprint
 from otad.nets.inputs import InputNet
 from otad.scores import score_text
 from otad.short_repr import short_repr
+from otad.threat import LpBall
+from otad.training.adversary import Adversary, Perturbation, steepest_perturbation
 from otad.training.augmentation import AUGMENTATIONS, Augmentation, choose_augmentation
 from otad.training.checkpoint import stable_repr
 from otad.training.config import LoopConfig
@@ -30,17 +32,24 @@ class InputConfig(LoopConfig):
     """Settings of trainings on inputs, which may be images.
 
     - `augment`: a name of `otad.training.augmentation.AUGMENTATIONS`.
-    - `cuda_graph`: on a GPU, capture one step of AdamW on whole batches and replay it."""
+    - `adversary`: perturbs each input of a training step, and the weights, to raise the loss.
+    - `channels_last`: memory layout of images that is faster on GPUs.
+    - `cuda_graph`: on a GPU, capture one step on whole batches and replay it."""
 
     augment: str = "none"
+    adversary: Adversary | None = None
+    channels_last: bool = False
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.augment, "augment", tuple(AUGMENTATIONS))
-        fits = not self.cuda_graph or (self.optimizer == "adamw" and self.whole_batches)
-        got = f"{self.optimizer!r} and whole_batches={self.whole_batches}"
-        require(fits, "cuda_graph", "only with optimizer 'adamw' and whole_batches", got)
+        constant = self.adversary is None or self.adversary.is_constant
+        for fits, needed in (
+            (self.whole_batches, "with whole_batches"),
+            (constant, "with an adversary without warm-up"),
+        ):
+            require(fits or not self.cuda_graph, "cuda_graph", f"False unless {needed}", "True")
 
     @property
     def captures_steps(self) -> bool:
@@ -110,7 +119,11 @@ Progress = Callable[[EpochRecord], None] | bool | None
 
 
 class SupervisedTraining(Training[Net, EpochRecord]):
+    config: InputConfig
     record_type: ClassVar[type] = EpochRecord
+    ball: LpBall
+    """What the adversary may do to the present batch."""
+    weight_share = 0.0
 
     def __init__(
         self,
@@ -153,6 +166,27 @@ class SupervisedTraining(Training[Net, EpochRecord]):
     @property
     def n_rows(self) -> int:
         return len(self.data["train_x"])
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """Inputs in the memory layout of the config."""
+        if self.config.channels_last and x.dim() == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+        return x
+
+    def begin_attack(self, x: Tensor, share: float, generator: torch.Generator) -> Tensor:
+        """Where the adversary starts (B,*input_shape) on a batch after this share of an epoch."""
+        adversary, epoch = self.config.adversary, len(self.history) + share
+        if adversary is None:
+            return x
+        self.ball = adversary.ball(self.weights.net, epoch)
+        self.weight_share = adversary.weight_share if epoch >= adversary.weight_warmup else 0.0
+        return adversary.start(self.ball, x, generator)
+
+    def weight_perturbation(self, loss: Callable[[], Tensor]) -> Perturbation:
+        """What the adversary adds to the weights to raise the loss of the present batch."""
+        if self.weight_share == 0:
+            return []
+        return steepest_perturbation(loss(), self.weights.net, self.weight_share)
 
     def text(self, record: EpochRecord) -> str:
         return record.text(self.metric)

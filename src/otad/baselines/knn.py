@@ -7,13 +7,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from otad.arguments import guard
 from otad.checks import check_count, require
 from otad.io.mapped_rows import gathered
 from otad.model.otad import OTAD
 from otad.search.neighbors import Neighbors
-
-__all__ = ["MajorityKnn", "MeanFeatureKnn"]
 
 
 class Knn(nn.Module, ABC):
@@ -74,6 +71,3 @@ class MeanFeatureKnn(Knn):
         with torch.no_grad():
             outputs: Tensor = head(mean.to(head.weight))
         return outputs
-
-
-guard(globals(), __all__)
