@@ -86,7 +86,9 @@ def _link_within_site(app, page, source):
 def _show_math(writer, node):
     """Formulas are MathML, which browsers show without a script from elsewhere."""
     display = "block" if node.tagname == "math_block" else "inline"
-    writer.body.append(convert(node.astext(), display=display))
+    formula = convert(node.astext(), display=display)
+    bar = 'stretchy="false">&#x0007C;'  # of a norm: without the space around an operator
+    writer.body.append(formula.replace(bar, f'lspace="0" rspace="0" {bar}'))
     raise SkipNode
 
 

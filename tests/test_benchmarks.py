@@ -221,24 +221,6 @@ def test_bad_options_are_refused(option, value, capsys) -> None:
     assert value in capsys.readouterr().err
 
 
-def test_documents_quote_the_audit() -> None:
-    place = Path(__file__).parents[1]
-    proved = json.loads((place / "results/benchmarks/audit-certificates.json").read_text())
-    assert proved["violations"] == 0
-    text = (place / "docs/certificates.md").read_text()
-    assert f"{proved['models']} small models" in text
-    assert f"{proved['inputs']:,} inputs" in text
-    assert f"at {proved['nearest_change']:.8f} radii" in text
-    runs = sorted((place / "results/benchmarks").glob("audit-suite*.json"))
-    found = [json.loads(path.read_text()) for path in runs]
-    suite, own, both = (
-        sum(run[f"left_by_{name}"] for run in found) for name in ("suite", "own", "both")
-    )
-    text = (place / "docs/robustness.md").read_text()
-    assert f"{suite} of {100 * len(runs)} digits" in text
-    assert f"leaves {own}, and both together {both}" in text
-
-
 def test_the_audit_catches_radii_that_are_too_large(tmp_path, monkeypatch, capsys) -> None:
     """Of 10 models, with radii 3 times as large; intervals and attention are left as they are."""
     true = audit.certify

@@ -1,0 +1,80 @@
+"""What the pages on evaluation quote, numbers and names, is what the records and the code have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from otad.evaluate import ATTACKS, PRESETS, Evaluation
+from otad.report.evaluation_report import evaluation_report
+
+ROOT = Path(__file__).parents[1]
+PROTOCOL = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+REPORT = (ROOT / "docs/how_to/read_a_report.md").read_text(encoding="utf-8")
+CERTIFY = (ROOT / "docs/how_to/certify.md").read_text(encoding="utf-8")
+DEMO = Evaluation.read(ROOT / "results/demo/evaluation.json")
+
+
+def record(name: str) -> Any:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def left(name: str, row: str, attack: str) -> str:
+    return f"{record(name)['rows'][row]['attacks'][attack]['score']['value']:.1f}"
+
+
+def test_accuracies_under_attack() -> None:
+    suite = Evaluation.read(ROOT / "results/suite/evaluation.json")
+    row = "OTAD consistent, tuned"
+    for eps in (2, 3):
+        weak = (left("mnist_attacks", row, f"{name} {eps}") for name in ("bpda best", "square"))
+        cells = [*weak, f"{suite.worst_case(eps).value:.1f}"]
+        assert f"| MNIST, 10 neighbors, l2 eps {eps} | {' | '.join(cells)} |" in PROTOCOL
+    bpda = left("cifar10", "OTAD-T", "bpda best 0.5")
+    metric = left("cifar10_metrics", "3-block ResNet", "metric best 0.5")
+    assert f"| CIFAR-10, neighbors by a ResNet, l2 eps 0.5 | {bpda} | - | {metric} |" in PROTOCOL
+
+
+def test_audits() -> None:
+    proved = record("benchmarks/audit-certificates")
+    assert proved["violations"] == 0
+    assert f"{proved['models']} small models" in CERTIFY
+    assert f"{proved['inputs']:,} inputs" in CERTIFY
+    assert f"at {proved['nearest_change']:.8f} radii" in CERTIFY
+    runs = sorted((ROOT / "results/benchmarks").glob("audit-suite*.json"))
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in runs]
+    suite, own, both = (
+        sum(run[f"left_by_{name}"] for run in found) for name in ("suite", "own", "both")
+    )
+    assert f"{suite} of {100 * len(runs)} digits" in PROTOCOL
+    assert f"leaves {own}, and both together {both}" in PROTOCOL
+
+
+def test_every_flag_and_attack_is_explained() -> None:
+    paths = sorted((ROOT / "results").glob("*/evaluation.json"))
+    evaluations = [Evaluation.read(path) for path in paths]
+    evaluations += [one.undefended for one in evaluations if one.undefended is not None]
+    flags = {flag.name for one in evaluations for flag in one.flags}
+    assert len(flags) > 12
+    for page in (PROTOCOL, REPORT):
+        assert {name for name in flags if name not in page} == set()
+    assert {name for name in ATTACKS if f"`{name}`" not in PROTOCOL + REPORT} == set()
+    assert {name for name in PRESETS if f"`{name}`" not in REPORT} == set()
+
+
+def test_the_report_is_the_one_that_is_shown() -> None:
+    shown = evaluation_report(DEMO)
+    said = " ".join(shown.verdict)
+    assert f"> {said}\n" in REPORT
+    with Image.open(ROOT / "docs/images/report.png") as picture:
+        assert picture.text["Description"] == said
+    titles = {section.title for section in shown.sections} | {"Adversarial examples"}
+    assert {title for title in titles if f"| {title} |" not in REPORT} == set()
+    assert {it.name for it in fields(Evaluation) if f"`{it.name}`" not in REPORT} <= {
+        "task", "n", "attacker_knows", "clean_errors", "skipped_proved", "undefended_reason",
+        "format",
+    }  # fmt: skip
