@@ -136,7 +136,7 @@ def test_a_second_save_replaces_the_first(tmp_path: Path, before: str, after: st
     other.notes = {"first": 1}
     other.save(tmp_path, added=2)
     other.notes["added"] = 2
-    names = {"card.json", ".lock", "README.txt"}
+    names = {"card.json", "README.md", ".lock", "README.txt"}
     names |= {part(tmp_path, kind).name for kind in FILES[after]}
     for _ in range(2):
         assert same(otad.load(tmp_path), other)
@@ -163,7 +163,7 @@ def test_a_save_leaves_the_users_own_files(folder: Path) -> None:
     assert (folder / "bank-train.safetensors").read_bytes() == mapped
     assert all((folder / name).read_text() == "the user's own" for name in theirs[1:])
     assert (folder / f"bank-{16 * '0'}.safetensors").is_dir()
-    assert len(list(folder.iterdir())) == len(theirs) + 1 + 3 + 1  # and the lock
+    assert len(list(folder.iterdir())) == len(theirs) + 1 + 3 + 2  # the lock and the model card
 
 
 @pytest.mark.parametrize("content", ['{"format": "greeting"}', "[1, 2]", "no JSON", b"\xff"])
@@ -346,7 +346,7 @@ def test_a_save_that_is_cut_short_leaves_the_old_model(tmp_path: Path, kind: str
         assert same(otad.load(tmp_path), old)
     new.save(tmp_path)
     assert same(otad.load(tmp_path), new)
-    assert len(list(tmp_path.iterdir())) == len(FILES[kind]) + 2  # card and lock
+    assert len(list(tmp_path.iterdir())) == len(FILES[kind]) + 3  # card, model card and lock
 
 
 def test_a_bank_of_other_labels_is_another_file(folder: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_later_evaluation_of_the_same_kind_replaces_the_first(
     assert "model-index" not in read(tmp_path)[0]
     bank = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     for new in (evaluation, replace(evaluation, clean_right=())):
-        note_evaluation(tmp_path, new, model.describe())
+        note_evaluation(tmp_path, new, model.describe(), interface=model.interface())
     assert bank == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     assert len(json.loads((tmp_path / "card.json").read_text())["notes"]["evaluations"]) == 1
     assert "without attack 0.0%" in read(tmp_path)[1]

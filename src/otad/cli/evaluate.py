@@ -101,7 +101,8 @@ def evaluate(
     how["folder"] = None if out == STDOUT else out
     evaluation = evaluate_model(module_of(model), x, y, threat, **how)
     if card and defended is not None:
-        note_evaluation(model_dir, evaluation, defended.describe())
+        about = {"interface": defended.interface()}
+        note_evaluation(model_dir, evaluation, defended.describe(), **about)
     if out == STDOUT:
         typer.echo(json.dumps(to_plain(evaluation), allow_nan=False))
         raise typer.Exit(0 if evaluation.is_sound else 1)

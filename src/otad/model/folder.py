@@ -95,13 +95,13 @@ def write_model(
 
 
 def note_evaluation(
-    folder: str | Path, evaluation: EvaluationLike, described: Mapping[str, Any]
+    folder: str | Path, evaluation: EvaluationLike, described: Mapping[str, Any], **about: Any
 ) -> Path:
     """Add the figures of an evaluation to the card of a model folder; the path of its README.md.
-    `described`: the description of the model in the folder."""
+    `described` and `about`: the model in the folder, as in `OTAD.save`."""
     folder = Path(folder)
     with FileLock(folder / LOCK):
-        card = read_card(folder)
+        card = read_card(folder) | about
         card["notes"] = add_evaluation(card["notes"], evaluation, described)
         _write_card(folder, card)
     return folder / README

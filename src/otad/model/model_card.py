@@ -94,8 +94,8 @@ def write_readme(folder: Path, card: Mapping[str, Any]) -> None:
 
 def readme_of(name: str, card: Mapping[str, Any]) -> str:
     """The text of the model card; `card` is the content of card.json."""
-    net, notes = card["backbone"]["config"], card["notes"]
-    name = " ".join(name.split())
+    net, notes = card["interface"], card["notes"]
+    name = _printable(name)
     evaluations = from_plain(tuple[Figures, ...], notes.get("evaluations", ()), "notes.evaluations")
     sections = {
         "How to use it": _use(net),
@@ -140,7 +140,7 @@ def _use(net: Mapping[str, Any]) -> str:
 
 def _model(card: Mapping[str, Any]) -> dict[str, str]:
     settings, net = card["settings"], card["backbone"]["config"]
-    facts = {"Network": _inline(net.get("kind", "a module of the user's own"))}
+    facts = {"Network": _inline(net["kind"])}
     if "potential" in card:
         facts["Answer"] = "one global Lipschitz map through the training points"
     elif "surrogate" in card:
@@ -162,12 +162,12 @@ def _model(card: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _data(card: Mapping[str, Any]) -> dict[str, str]:
-    net, notes = card["backbone"]["config"], card["notes"]
+    net, notes = card["interface"], card["notes"]
     data = notes["data"] if isinstance(notes.get("data"), Mapping) else {}
     facts = {name.capitalize(): _inline(data[name]) for name in ("name", "source") if name in data}
     facts["Training points"] = f"{card['bank']['points']:,}, all of them stored in the folder"
     facts["Inputs"] = f"shape {tuple(net['input_shape'])}" + (
-        f", values from {net['bounds'][0]:g} to {net['bounds'][1]:g}" if net.get("bounds") else ""
+        f", values from {net['bounds'][0]:g} to {net['bounds'][1]:g}" if net["bounds"] else ""
     )
     if net["task"] == "classification":
         listed = notes.get("classes")
@@ -219,7 +219,7 @@ def _pipeline(net: Mapping[str, Any]) -> str:
 def _index(name: str, card: Mapping[str, Any], evaluations: Iterable[Figures]) -> list[Any]:
     """Results as hubs list them."""
     data = card["notes"].get("data")
-    label = str(data.get("name", "own data")) if isinstance(data, Mapping) else "own data"
+    label = _printable(data.get("name", "own data")) if isinstance(data, Mapping) else "own data"
     results = []
     for one in evaluations:
         values: list[tuple[str, float | None]] = [("without attack", one.clean)]
@@ -227,7 +227,7 @@ def _index(name: str, card: Mapping[str, Any], evaluations: Iterable[Figures]) -
             at = [f"{title}, {one.norm} {eps:g} {one.unit}".rstrip() for eps in one.eps]
             values += zip(at, column, strict=False)
         metrics = [{"type": one.measure, "name": name, "value": value} for name, value in values]
-        task = {"type": _pipeline(card["backbone"]["config"])}
+        task = {"type": _pipeline(card["interface"])}
         results.append(
             {"task": task, "dataset": {"name": label, "type": label}, "metrics": metrics}
         )
@@ -240,5 +240,10 @@ def _facts(facts: Mapping[str, str]) -> str:
 
 def _inline(value: object) -> str:
     """A name from elsewhere on one line, without markup."""
-    text = " ".join(str(value).split())[:300]
+    text = _printable(value)
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>#|{}!" else letter for letter in text)
+
+
+def _printable(value: object) -> str:
+    words = " ".join(str(value).split())[:300]
+    return "".join(letter if letter.isprintable() else "?" for letter in words)

@@ -259,6 +259,7 @@ class OTAD(BankModule):
         if self.abstain_beyond is not None:
             settings["abstain_beyond"] = self.abstain_beyond
         about: dict[str, Any] = {"version": answerer.card_version, "settings": settings}
+        about["interface"] = self.interface()
         about["notes"] = add_evaluation(self.notes | notes, evaluation, self.describe())
         for part in parts_of_user(self.backbone):
             about["probe"] = part.probe()
@@ -275,6 +276,12 @@ class OTAD(BankModule):
         if answerer.card_entry is not None and (block := answerer.block()) is not None:
             blocks[answerer.card_entry] = block
         return write_model(folder, about, self.bank, blocks)
+
+    def interface(self) -> dict[str, Any]:
+        """What goes in and what comes out, in plain values."""
+        names = ("task", "input_shape", "n_outputs", "bounds")
+        plain: dict[str, Any] = to_plain({name: getattr(self.backbone, name) for name in names})
+        return plain
 
     def describe(self) -> dict[str, Any]:
         """The settings and the bank in plain values, as records of evaluations name the model."""
