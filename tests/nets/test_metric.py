@@ -12,10 +12,10 @@ from factories import refuses
 from torch import Tensor, nn
 
 from otad.errors import MissingExtraError
-from otad.nets.adapt import _BUILDERS, PretrainedMetric, efficientnet_lite0, register_features
 from otad.nets.base import Metric, build_metric
 from otad.nets.lipschitz import LipschitzMetric, OrthogonalLinear, fold, max_min, shift
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
+from otad.nets.pretrained import _BUILDERS, PretrainedMetric, efficientnet_lite0, register_features
 
 
 def _images(rows: int = 6, seed: int = 1) -> Tensor:

@@ -17,7 +17,7 @@ from otad.experiments.records import DataRecord, LearnedRecord
 from otad.experiments.spec import MetricSpec, NetSpec, Options
 from otad.io.codec import digest_of
 from otad.model.prototypes import prototype_net
-from otad.nets.adapt import efficientnet_lite0
+from otad.nets.pretrained import efficientnet_lite0
 from otad.training import make_backbone
 from otad.training.adversary import Adversary
 from otad.training.config import LoopConfig

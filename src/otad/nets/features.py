@@ -1,4 +1,4 @@
-"""The features of any network: what enters the last Linear layer that it calls."""
+"""The features of any network: the numbers that enter the last Linear layer it calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from otad.checks import refusing, require
 from otad.errors import InputError
 from otad.nets.inputs import Sizes, evaluating
-from otad.nets.layer_json import Written, describe, restore
+from otad.nets.layer_json import JsonModule, describe, restore
 
-ALIKE = 1e-3  # of the largest output: two ways to compute the same outputs differ by less
+ALIKE = 1e-3  # equal outputs differ by less than this share of the largest, because of rounding
 PROBED = 16  # outputs by which a network is recognized
-_running = threading.local()  # which layer this thread collects the inputs of, and the inputs
+_running = threading.local()  # the layer whose inputs this thread collects, and these inputs
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel)
 
 
@@ -28,12 +28,15 @@ def _collect(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -
         wanted[1].append(args[0] if args else options["input"])
 
 
-class Features(Written):
-    """Inputs (B,*input_shape), flattened or not, -> what enters the Linear layer of `net` that is
-    named `head` (B,f). The layer gets a hook, which does nothing while others run the net.
+class Features(JsonModule):
+    """Maps inputs (B,*input_shape) to the numbers (B,f) that enter the Linear layer `head`.
 
-    It is written as JSON where all layers of the net are well known. Of a class of the user's only
-    the name is written, for information: a reader must give a module of that class."""
+    Inputs may be flattened. The layer of `net` gets a hook, which does nothing while other code
+    runs the network.
+
+    The module is written as JSON if all its layers are layers of torch.nn. If the user wrote the
+    class of the network, only its name is written, for information: whoever loads the folder must
+    provide a module of that class."""
 
     def __init__(self, net: nn.Module, head: str, input_shape: Sizes) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class Features(Written):
         if _collect not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_collect, with_kwargs=True)
             if any(_is_compiled(part) for part in net.modules()):
-                torch.compiler.reset()  # code compiled before does not know of the hook
+                torch.compiler.reset()  # code that was compiled earlier does not run the hook
 
     def forward(self, x: Tensor) -> Tensor:
         found: list[Tensor] = []
@@ -73,7 +76,7 @@ class Features(Written):
 
     @torch.no_grad()
     def probe(self) -> list[float]:
-        """The first outputs for two fixed inputs, by which the net is recognized."""
+        """Return the first outputs for two fixed inputs, by which the network is recognized."""
         drawn = torch.rand(2, *self.input_shape, generator=torch.Generator().manual_seed(0))
         with evaluating(self.net):
             outputs = outputs_of(self.net(drawn.to(_like(self.net))))
@@ -81,8 +84,9 @@ class Features(Written):
 
 
 class Head(NamedTuple):
-    """The last Linear `layer` that a net calls, by `name`, its inputs (B,f) and outputs (B,C), and
-    whether the net returns these as they are."""
+    """The last Linear `layer` that a network calls, its `name`, inputs (B,f) and outputs (B,C).
+
+    `is_last` says whether the network returns these outputs as they are."""
 
     name: str
     layer: nn.Linear
@@ -93,8 +97,10 @@ class Head(NamedTuple):
 
 @torch.no_grad()
 def find_head(net: nn.Module, x: Tensor, *, task: str) -> Head:
-    """The layer from which a net gives its answers to inputs x (B,*). Refuses a net that does more
-    with the layer's outputs than a softmax or a sigmoid, which keep the order of classes."""
+    """Find the Linear layer that gives the outputs of a network for inputs x (B,*).
+
+    A network may apply a softmax or a sigmoid, which keep the order of classes, to the outputs of
+    the layer. Networks that do more are refused."""
     called: list[tuple[str, nn.Linear, Any, Any]] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -138,7 +144,7 @@ def _check_order(kind: str, name: str, logits: Tensor, outputs: Tensor, task: st
 
 
 def outputs_of(result: Any) -> Tensor:
-    """The tensor of outputs: as it is, as `.logits` or ["logits"], or first in a tuple."""
+    """Return the tensor of outputs: the result itself, its logits, or the first of a tuple."""
     if isinstance(result, Mapping):
         result = result.get("logits", result)
     result = getattr(result, "logits", result)
@@ -151,7 +157,7 @@ def outputs_of(result: Any) -> Tensor:
 
 
 def unwrapped(net: nn.Module) -> nn.Module:
-    """The module inside of `torch.compile` and of data parallelism."""
+    """Return the module inside the wrappers of `torch.compile` and of data parallelism."""
     while True:
         if isinstance(net, _WRAPPERS):
             net = net.module
@@ -166,13 +172,14 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def parts_of_user(net: nn.Module) -> Iterator[Features]:
-    """The parts of a net that run a module of the user's."""
+    """Yield the parts of a network that run a user's own module."""
     return (part for part in net.modules() if isinstance(part, Features))
 
 
 def with_module(config: Any, net: nn.Module | None) -> Any:
-    """The config of a net, in which a module takes the place of the one it describes; without one,
-    a class of the user's is refused."""
+    """Return the config of a network in which `net` replaces the description of a user's module.
+
+    If no `net` is given, a config that needs one is refused."""
     if isinstance(config, list):
         return [with_module(one, net) for one in config]
     if not isinstance(config, Mapping):
@@ -196,6 +203,6 @@ def _alike(one: Any, outputs: Tensor) -> bool:
 
 
 def _like(net: nn.Module) -> Tensor:
-    """A tensor on the device and in the dtype of the net."""
+    """Return a tensor on the device and in the dtype of a network."""
     tensors = (*net.parameters(), *net.buffers())
     return next((one for one in tensors if one.is_floating_point()), torch.empty(0))

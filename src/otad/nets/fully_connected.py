@@ -1,11 +1,11 @@
-"""Fully connected nets: the dimension-invariant ResNet of the paper, its plain twin, and a net that
-leaves its input unchanged and writes its answer into additional coordinates.
+"""Fully connected networks: the ResNet of the paper, the same layers without shortcuts, and a
+lifted network, which leaves its input unchanged and writes its answer into additional coordinates.
 
-For the last one the input x (p numbers) is embedded as (x, 0) in R^(p + C) and transported to
+The lifted network embeds an input x of p numbers as (x, 0) in R^(p + C) and transports it to
 (x, g(x)); the head reads g. Let T be the gradient of a function with curvature between 1 - k and
-1 + k. Then T - Id is k-Lipschitz, so its lifted part is a k-Lipschitz map of x; and pairs
-((x_i, 0), (x_i, g_i)) have such a T exactly where |g_i - g_j| <= k |x_i - x_j|
-(`otad.cip.whole_bank.lifted_bank`). A global map is then any Lipschitz map to R^C."""
+1 + k. Then T - Id is k-Lipschitz, so its lifted part is a k-Lipschitz map of x. Pairs
+((x_i, 0), (x_i, g_i)) have such a T if and only if |g_i - g_j| <= k |x_i - x_j| for all i and j
+(`otad.cip.whole_bank.lifted_bank`). So a global map can be any Lipschitz map to R^C."""
 
 from __future__ import annotations
 
@@ -25,11 +25,40 @@ from otad.nets.inputs import Sizes, draw_linear, linear
 
 @register("fc_resnet")
 class FCResNet(Backbone):
-    """m blocks of width d, each R_k = Linear(d,h) - ReLU - Linear(h,d), h = d unless given, with
-    weights drawn from `seed`; residual nets and plain ones have the same parameters.
+    """The paper's fully connected ResNet, in which every block keeps the dimension of the input.
 
-    residual:  x^k = x^(k-1) + R_k(x^(k-1)), energy sum_k |R_k(x^(k-1))|^2;
-    plain:     x^k = R_k(x^(k-1)),           energy sum_k |x^k - x^(k-1)|^2."""
+    A block is `R_k = Linear(d, h) - ReLU - Linear(h, d)`. A residual network computes
+    `x^k = x^(k-1) + R_k(x^(k-1))`, a plain one `x^k = R_k(x^(k-1))`. The energy is
+    `sum_k |x^k - x^(k-1)|^2` in both. `otad.nets.fc_resnet` is another name of this class.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape of one input; d is the product of its sizes.
+    n_outputs : int
+        The number of classes, or 1 for regression.
+    blocks : int
+        The number of blocks.
+    hidden : int or None
+        The width h of the blocks, by default d.
+    residual : bool
+        Whether the blocks have shortcuts.
+    seed : int
+        The seed of the weights.
+    task, bounds, mean, std
+        As in `Backbone`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=2, hidden=16, bounds=(0.0, 1.0))
+    >>> net(torch.rand(3, 1, 8, 8)).shape
+    torch.Size([3, 10])
+    >>> features, energy = net.transport(net.embed(torch.rand(3, 1, 8, 8)))
+    >>> features.shape, energy.shape
+    (torch.Size([3, 64]), torch.Size([3]))
+    """
 
     settings = ("blocks", "hidden", "residual")
 
@@ -48,8 +77,8 @@ class FCResNet(Backbone):
         self.hidden = self.dim if hidden is None else check_count(hidden, "hidden")
         self.residual = residual
         generator = torch.Generator().manual_seed(seed)
-        # With a shortcut, start near the identity by small steps (PyTorch's own gain); without
-        # one, the signal must keep its size through every layer.
+        # With shortcuts, the network starts near the identity, by PyTorch's own small gain. Without
+        # shortcuts the signal must keep its size through every layer.
         gains = (3**-0.5, 3**-0.5) if residual else (2**0.5, 1.0)
         self.blocks = nn.ModuleList(
             _stack((self.dim, self.hidden, self.dim), gains, generator)
@@ -70,17 +99,57 @@ fc_resnet = FCResNet
 
 
 def plain_net(input_shape: Sizes, n_outputs: int, **options: Any) -> FCResNet:
-    """The same layers as `fc_resnet` without residual connections."""
+    """Make the layers of `fc_resnet` without shortcuts.
+
+    Parameters
+    ----------
+    input_shape, n_outputs, **options
+        As in `FCResNet`.
+
+    Returns
+    -------
+    FCResNet
+
+    Examples
+    --------
+    >>> import otad
+    >>> otad.nets.plain_net((4,), 2, blocks=1).residual
+    False
+    """
     return FCResNet(input_shape, n_outputs, residual=False, **options)
 
 
 @register("lifted_net")
 class LiftedNet(Backbone):
-    """(x, g) -> (x, g + R_k(x, g)) for m blocks R_k: R^(p+C) -> R^C, with g = 0 at first.
+    """A network that keeps its input x and writes its answer g into additional coordinates.
 
-    R_k is fully connected with ReLU between layers of the widths `hidden` and drawn from `seed`;
-    the energy is sum_k |R_k|^2. `lift` is C, or 1 in regression. The head reads g and is not
-    trained. Without blocks g is 0, for nets that find it otherwise (`otad.model.prototypes`)."""
+    It begins with (x, 0) in R^(p + C), and each block computes `(x, g) -> (x, g + R_k(x, g))`. The
+    energy is `sum_k |R_k|^2`. The head reads g and is not trained. The global map of such a network
+    is a Lipschitz map from x to g. `otad.nets.lifted_net` is another name of this class.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape of one input.
+    n_outputs : int
+        The number of classes C, or 1 for regression.
+    blocks : int
+        The number of blocks. Without blocks g is 0, for networks that find g in another way.
+    hidden : sequence of int
+        The widths of the hidden layers of a block, with ReLU between layers.
+    seed : int
+        The seed of the weights.
+    task, bounds, mean, std
+        As in `Backbone`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> net = otad.nets.lifted_net((4,), 3, hidden=(8,))
+    >>> net.dim, net.lift, net(torch.rand(2, 4)).shape
+    (7, 3, torch.Size([2, 3]))
+    """
 
     settings = ("blocks", "hidden")
 
@@ -127,7 +196,7 @@ lifted_net = LiftedNet
 
 
 def _stack(widths: Sizes, gains: Sequence[float], generator: torch.Generator) -> nn.Sequential:
-    """Linear layers between these widths, with ReLU between the layers."""
+    """Return Linear layers between these widths, with ReLU between the layers."""
     layers: list[nn.Module] = []
     for (before, after), gain in zip(itertools.pairwise(widths), gains, strict=True):
         layers += [linear(before, after, generator, gain=gain), nn.ReLU()]

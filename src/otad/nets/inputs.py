@@ -1,4 +1,4 @@
-"""What all networks share: input shape, bounds, normalization, and a description as JSON."""
+"""What all networks share: input shape, bounds, normalization, and a config in plain JSON."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class InputNet(nn.Module):
-    """A net on inputs (B,*input_shape) within `bounds`, which it normalizes itself."""
+    """A network on inputs (B,*input_shape) within `bounds`, which it normalizes itself.
+
+    `mean` and `std` broadcast to `input_shape`. If `bounds` is None, inputs are unbounded."""
 
     kind: ClassVar[str]
     family: ClassVar[Registry[Any]]
     settings: ClassVar[Sequence[str]] = ("input_shape", "bounds")
-    """Arguments of the constructor that `config` holds, attributes of the same name. A subclass
-    lists only those it adds."""
+    """The constructor arguments that `config` holds, each also an attribute of that name.
+
+    A subclass lists only those it adds."""
     mean: Tensor
     std: Tensor
 
@@ -51,14 +54,12 @@ class InputNet(nn.Module):
         mean: float | Sequence[float] | Tensor = 0.0,
         std: float | Sequence[float] | Tensor = 1.0,
     ) -> None:
-        """`bounds` are the lowest and highest legal input value, None for unbounded inputs; `mean`
-        and `std` broadcast to `input_shape`."""
         super().__init__()
         require(len(input_shape) > 0, "input_shape", "at least one axis", "()")
         self.input_shape = tuple(check_count(size, "input_shape") for size in input_shape)
         self.bounds = None if bounds is None else check_bounds(bounds)
         for name, value in (("mean", mean), ("std", std)):
-            given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # that of layers
+            given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # as layers have
             check_finite(given, name)
             try:
                 spread = given.expand(self.input_shape)
@@ -66,16 +67,16 @@ class InputNet(nn.Module):
                 expected = f"a shape that broadcasts to {self.input_shape}"
                 got = tuple(given.shape)
                 raise InputError(f"{name}: expected {expected}, got {got}") from error
-            self.register_buffer(name, spread)  # before it uses memory, see `restored`
+            self.register_buffer(name, spread)  # registered before it uses memory, see `restored`
             setattr(self, name, spread.clone())
         require((self.std > 0).all(), "std", "positive values", self.std.min().item())
 
     def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / std, same shape as x."""
+        """Return (x - mean) / std in the shape of x."""
         return (x - self.mean) / self.std
 
     def from_bytes(self, x: Tensor) -> Tensor:
-        """Bytes 0 to 255 spread over the bounds of the net; floats unchanged."""
+        """Return bytes 0 to 255 as numbers spread over the bounds; floats are unchanged."""
         if x.dtype != torch.uint8 or self.bounds is None:
             return x
         low, high = self.bounds
@@ -84,8 +85,10 @@ class InputNet(nn.Module):
     def check_inputs(
         self, x: object, name: str = "x", *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Inputs (B,*input_shape) of the net's dtype, finite and within the bounds; or of another
-        `dtype`, whose values are not checked."""
+        """Return `x` if it is a legal batch of inputs, and raise `InputError` if not.
+
+        Inputs (B, *input_shape) have the dtype of the network and are finite and within the bounds.
+        If another `dtype` is given, values are not checked."""
         axes = ",".join(["B", *map(str, self.input_shape)])
         bounds = None if dtype else self.bounds
         finite = not (dtype or bounds)
@@ -94,14 +97,14 @@ class InputNet(nn.Module):
         if bounds is not None:
             low, high = torch.stack(torch.aminmax(inputs.detach())).tolist()
             within = bounds[0] <= low <= high <= bounds[1]
-            if not within:  # also where one of them is NaN
+            if not within:  # NaN is never within the bounds
                 check_finite(inputs, name)
             expected = f"values within the declared bounds {bounds}"
             require(within, name, expected, f"values from {low} to {high}")
         return inputs
 
     def config(self) -> dict[str, Any]:
-        """What is needed, beside the state dict, to build this net again. Plain JSON."""
+        """Return what is needed, beside the state dict, to build this network again: plain JSON."""
         classes = reversed(type(self).__mro__)
         names = [name for cls in classes for name in cls.__dict__.get("settings", ())]
         got = f"{type(self).__name__}; decorate it with otad.nets.{self.family.decorator}(name)"
@@ -109,14 +112,14 @@ class InputNet(nn.Module):
         described: dict[str, Any] = {"kind": self.kind}
         for name in names:
             value = getattr(self, name)
-            if isinstance(value, nn.ModuleList):  # of blocks, which are counted
+            if isinstance(value, nn.ModuleList):  # for blocks the config holds their number
                 value = len(value)
             described[name] = list(value) if isinstance(value, tuple) else value
         return described
 
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> Self:
-        """The reverse of `config`, without its "kind"; weights are loaded afterwards."""
+        """Make a network from its `config` without the entry "kind", with fresh weights."""
         return cls(**options)
 
 
@@ -124,14 +127,14 @@ AnyNet = TypeVar("AnyNet", bound=InputNet)
 
 
 class Registry(Generic[AnyNet]):
-    """The classes of one family of nets by kind, registered by the decorator of this name."""
+    """The classes of one family of networks by kind. `decorator` is named in error messages."""
 
     def __init__(self, decorator: str) -> None:
         self.decorator = decorator
         self._kinds: dict[str, type[AnyNet]] = {}
 
     def register(self, kind: str) -> Callable[[AnyClass], AnyClass]:
-        """Class decorator: `build` or `build_metric` makes this class from its `config()`."""
+        """Return a class decorator that registers a class under this kind."""
 
         def add(cls: AnyClass) -> AnyClass:
             require(kind not in self._kinds, "kind", "a new name", f"{kind!r}, which is registered")
@@ -142,7 +145,7 @@ class Registry(Generic[AnyNet]):
         return add
 
     def build(self, config: Mapping[str, Any]) -> AnyNet:
-        """The net `config` describes, with fresh weights; load its state dict afterwards."""
+        """Make the network that `config` describes, with fresh weights."""
         require(isinstance(config, Mapping), "config", "a table of options", repr(config))
         options = dict(config)
         kind = check_choice(str(options.pop("kind", None)), "config['kind']", tuple(self._kinds))
@@ -155,8 +158,10 @@ def restored(
     config: Mapping[str, Any],
     state: Mapping[str, Tensor],
 ) -> AnyModule:
-    """The net `make(config)` with the weights of a state, in evaluation mode. Weights must be
-    finite, and a config that asks for far more of them is refused before it uses memory or time."""
+    """Return the network `make(config)` with the weights of a state, in evaluation mode.
+
+    Weights must be finite. A config that asks for far more weights than the state has is refused
+    before it uses memory or time."""
     for name, tensor in state.items():
         if tensor.is_floating_point():
             check_finite(tensor, name)
@@ -169,7 +174,9 @@ def restored(
 
 @contextmanager
 def _built_within(state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse to register far more tensors than a state has. A net may register one repeatedly."""
+    """Refuse networks that register far more tensors than a state has.
+
+    There is some room, because a network may register a tensor more than once."""
     values = sum(tensor.numel() for tensor in state.values())
     room = {"tensors": 4 * len(state) + 64, "values": 4 * values + 64}
     thread = threading.get_ident()
@@ -191,7 +198,7 @@ def _built_within(state: Mapping[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode within the context; then every part is in its previous mode again."""
+    """Put a network in evaluation mode within the context, and then in its previous mode."""
     modes = {module: module.training for module in net.modules()}
     net.eval()
     try:
@@ -201,14 +208,29 @@ def evaluating(net: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def output_of(
+    module: nn.Module, x: Tensor, name: str, gives: str = "an output of shape (B,d)"
+) -> Tensor:
+    """Return the output (B,d) of a module for x (B,...); errors name the expected shapes."""
+    try:
+        output = module(x)
+    except (RuntimeError, ValueError, IndexError) as error:
+        takes = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
+        raise InputError(f"{name}: expected a module that takes {takes}, got: {error}") from error
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise InputError(f"{name}: expected {gives}, got {got}")
+    return output
+
+
 def draw(weight: Tensor, how: str, *limits: float, generator: torch.Generator) -> None:
-    """Fill a tensor by a method such as "uniform_", with the same numbers in every dtype."""
+    """Fill a tensor by a method such as "uniform_", by the same numbers in every dtype."""
     drawn = torch.empty_like(weight, dtype=torch.float32)
     weight.copy_(getattr(drawn, how)(*limits, generator=generator))
 
 
 def standard_normal(*shape: int, generator: torch.Generator) -> Tensor:
-    """The same numbers in every default dtype."""
+    """Draw standard normal numbers, the same in every default dtype."""
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
     return drawn.to(torch.get_default_dtype())
 
@@ -222,8 +244,10 @@ def linear(
 def draw_linear(
     layer: AnyLinear, generator: torch.Generator, *, gain: float = 3**-0.5
 ) -> AnyLinear:
-    """Fill a layer by `generator`: weights uniform with variance gain^2 / fan_in, biases within
-    1 / sqrt(fan_in). The default gain is PyTorch's own initialization."""
+    """Fill a layer by `generator` and return it.
+
+    Weights are uniform with variance gain^2 / fan_in, biases are uniform within 1 / sqrt(fan_in).
+    The default gain is PyTorch's own initialization."""
     fan_in = layer.in_features
     layer.to_empty(device="cpu")
     with torch.no_grad():
@@ -235,7 +259,7 @@ def draw_linear(
 
 
 def check_image_shape(input_shape: Sizes, multiple: int) -> tuple[int, int, int]:
-    """(C,H,W) with sides that are multiples of a number."""
+    """Return the shape (C,H,W) of images, whose sides must be multiples of a number."""
     fits = len(input_shape) == 3 and not any(side % multiple for side in input_shape[1:])
     expected = f"images (C,H,W) with sides that {multiple} divides"
     require(fits, "input_shape", expected, tuple(input_shape))

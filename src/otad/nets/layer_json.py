@@ -1,4 +1,4 @@
-"""Well-known layers written as JSON, and read again: constructor arguments, never code."""
+"""Layers of torch.nn written as JSON and made again from it: constructor arguments, never code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from otad.checks import require
 
-MOST_VALUES = 2**28  # that a layer of a file may give for one input
+MOST_VALUES = 2**28  # the most numbers that a layer from a file may return for one input
 
-# Constructor arguments, which are also attributes of the layer, by names of layers in torch.nn.
+# The constructor arguments of layers in torch.nn, which are attributes of the layer as well.
 _CONV = "in_channels out_channels kernel_size stride padding {}dilation groups bias padding_mode"
 _NORM = "num_features eps momentum affine track_running_stats"
 _ALIGN = "size scale_factor mode align_corners recompute_scale_factor"
@@ -75,29 +75,29 @@ _BY_NAME = {cls.__name__: cls for cls in _ARGUMENTS}
 _ACTIVATIONS = {"relu": functional.relu, "gelu": functional.gelu}
 
 
-class Written(nn.Module, ABC):
-    """A module of this library that writes itself, beside the layers of torch."""
+class JsonModule(nn.Module, ABC):
+    """A module of this library that, unlike the layers of torch, writes itself as JSON."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Its constructor arguments in plain values."""
+        """Return the constructor arguments in plain JSON."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, description: Mapping[str, Any]) -> Self:
-        """The reverse of `to_json`."""
+        """Make the module from what `to_json` returned."""
 
     def __init_subclass__(cls) -> None:
-        _WRITTEN[cls.__name__] = cls
+        _JSON_MODULES[cls.__name__] = cls
 
 
-_WRITTEN: dict[str, type[Written]] = {}
+_JSON_MODULES: dict[str, type[JsonModule]] = {}
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """{"layer": name, **constructor arguments}, nested for containers and transformers."""
+    """Return {"layer": name, **constructor arguments}, nested for containers."""
     name = type(module).__name__
-    if isinstance(module, Written):
+    if isinstance(module, JsonModule):
         return {"layer": name, **module.to_json()}
     if type(module) is nn.Sequential:
         return {"layer": name, "layers": [describe(layer) for layer in module]}
@@ -158,16 +158,18 @@ def _transformer_layer(layer: nn.TransformerEncoderLayer) -> dict[str, Any]:
 
 
 def restore(description: Mapping[str, Any] | nn.Module) -> nn.Module:
-    """The reverse of `describe`; weights are loaded afterwards. A module is returned as it is."""
+    """Make a layer from what `describe` returned, with fresh weights.
+
+    A module is returned as it is."""
     if isinstance(description, nn.Module):
         return description
     arguments = dict(description)
     name = arguments.pop("layer", None)
-    if name in _WRITTEN:
-        return _WRITTEN[name].from_json(arguments)
+    if name in _JSON_MODULES:
+        return _JSON_MODULES[name].from_json(arguments)
     if name == "Sequential":
         return nn.Sequential(*(restore(layer) for layer in arguments["layers"]))
-    if name == "TransformerEncoder":  # made layer by layer: its own copies are not counted
+    if name == "TransformerEncoder":  # layer by layer, because copies would not be counted
         layers = [restore(layer) for layer in arguments["layers"]]
         norm = None if arguments["norm"] is None else restore(arguments["norm"])
         require(len(layers) > 0, "layers", "at least one", "none")
@@ -178,15 +180,16 @@ def restore(description: Mapping[str, Any] | nn.Module) -> nn.Module:
     known = _BY_NAME | {"TransformerEncoderLayer": nn.TransformerEncoderLayer}
     require(name in known, "layer", f"one of {', '.join(known)}", repr(name))
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
-    with torch.device("meta"):  # counted before it uses memory, see `nets.inputs.restored`
+    with torch.device("meta"):  # weights are counted before they use memory, see `restored`
         known[name](**arguments)
     return known[name](**arguments)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def check_activations(modules: Sequence[nn.Module], input_shape: Sequence[int]) -> None:
-    """Refuse modules of a file, one after another, of which a layer gives more values for one input
-    than any network does. Shapes are computed without memory."""
+    """Refuse modules from a file if a layer returns too many numbers for one input.
+
+    The modules run one after another on the meta device, which uses no memory."""
 
     def count(module: nn.Module, given: object, output: object) -> None:
         values = output.numel() if isinstance(output, Tensor) else 0
@@ -201,6 +204,6 @@ def check_activations(modules: Sequence[nn.Module], input_shape: Sequence[int]) 
 
 
 def state_shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of the state dict, by name."""
+    """Return the shapes of all tensors of the state dict, by name."""
     state = net.state_dict()
     return {name: tuple(part.shape) for name, part in state.items() if isinstance(part, Tensor)}

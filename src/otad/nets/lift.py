@@ -1,13 +1,14 @@
-"""The lift of a backbone: the network's own outputs as a Lipschitz map of what it embeds.
+"""The lift of a backbone: its own outputs as a Lipschitz map of its embedded inputs.
 
-Embedded inputs e (p numbers) become (e, 0) in R^(p + C), features (e, g(e)), with g the outputs of
-the backbone divided by a number, the `stretch`, which the head multiplies back. So a bank of such
-pairs is a lifted bank (`otad.cip.whole_bank.lifted_bank`): every answer is a mixture of the outputs
-that the network gives to training points, and each of these keeps its own output.
+An embedded input e of p numbers becomes (e, 0) in R^(p + C), and its feature becomes (e, g(e)).
+Here g(e) are the outputs of the backbone divided by a number, the `stretch`; the head multiplies by
+it. A bank of such pairs is a lifted bank (`otad.cip.whole_bank.lifted_bank`): every answer is a
+mixture of the network's outputs for training points, and each training point keeps its own output.
 
-Where the stretch is at least the largest |g_i - g_j| / |e_i - e_j|, the pairs are those of a
-1-Lipschitz map, which curvature between 0 and 2 allows in local and in global scope. For a backbone
-without a transport step g is linear in e, and that number is the spectral norm of its head."""
+If the stretch is at least the largest ratio of differences between outputs and between embedded
+inputs, the pairs belong to a 1-Lipschitz map, which curvature between 0 and 2 allows in local and
+in global scope. For a backbone without a transport step the outputs are linear in e, and that ratio
+is at most the spectral norm of the head."""
 
 from __future__ import annotations
 
@@ -21,13 +22,35 @@ from torch.nn import functional
 from otad.checks import check_positive
 from otad.nets.base import Backbone, LinearHead, build, register, squared_lengths
 
-MARGIN = 1e-3  # of the spectral norm, for rounding
-MOST_STRETCH = 1e30  # of float32, with room for the outputs
+MARGIN = 1e-3  # added to the spectral norm as a share of it, for rounding
+MOST_STRETCH = 1e30  # so that float32 has room for the outputs
 
 
 @register("lift")
 class Lift(Backbone):
-    """(e, 0) -> (e, g(e)) for embedded inputs e of another backbone, whose weights are shared."""
+    """A backbone that writes the outputs of another one into additional coordinates.
+
+    Embedded inputs e of the other backbone become (e, 0), and features become (e, outputs /
+    stretch). Weights are shared.
+
+    Parameters
+    ----------
+    inner : Backbone
+        The backbone with p-dimensional embedded inputs and C outputs.
+    stretch : float
+        The number that outputs are divided by. If it is at least their Lipschitz constant on the
+        training data, the lifted map is 1-Lipschitz.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> net = otad.nets.fc_resnet((4,), 3, blocks=1)
+    >>> lift = otad.nets.Lift(net, stretch=2.0)
+    >>> x = torch.rand(2, 4)
+    >>> lift.dim, torch.allclose(lift(x), net(x))
+    (7, True)
+    """
 
     settings = ("stretch",)
 
@@ -62,7 +85,8 @@ class Lift(Backbone):
 
 @torch.no_grad()
 def feature_lift(inner: Backbone) -> Lift:
-    """The lift of a backbone that has no transport step, of stretch just above the norm of its
-    head."""
+    """Return the lift of a backbone without a transport step.
+
+    Its stretch is just above the spectral norm of the head."""
     norm = float(torch.linalg.matrix_norm(inner.head.matrix.double(), 2))
     return Lift(inner, stretch=(1 + MARGIN) * norm or 1.0)

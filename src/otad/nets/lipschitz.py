@@ -1,4 +1,4 @@
-"""A metric with a proved Lipschitz constant: keys are no further apart than inputs / std."""
+"""A metric with a proved Lipschitz constant: keys are no farther apart than inputs / std."""
 
 from __future__ import annotations
 
@@ -18,13 +18,37 @@ from otad.nets.inputs import Sizes, check_image_shape, draw
 
 @register_metric("lipschitz")
 class LipschitzMetric(Metric):
-    """Keys with |key(x) - key(x')| <= Q |x - x'| proved, Q = 1 / std up to rounding.
+    """A metric with a proved Lipschitz constant Q = 1 / std, up to rounding.
 
-    Every step on maps (B,H,W,c) is 1-Lipschitz: `fold` and `shift` permute numbers, orthogonal
-    matrices act on the channels of each place (with shifts between them like convolutions), and
-    `max_min` sorts pairs. Each entry of `widths` is a stage: fold, mix to that many channels, then
-    `depth` times shift and mix. Keys are not scaled to unit length, which would stretch distances.
-    No convolutions, which a GPU may round to ten bits."""
+    It is proved that `|key(x) - key(x')| <= Q |x - x'|`, because every step is 1-Lipschitz: numbers
+    are permuted, orthogonal matrices act on the channels of each pixel, and pairs of channels are
+    sorted. Shifts between the matrices make them act like convolutions. Keys are not scaled to unit
+    length, which would stretch distances. There are no convolutions, because a GPU may round them
+    to ten bits.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape (C, H, W) of an image. Its sides must be multiples of 2 ** len(widths).
+    widths : sequence of int
+        The even number of channels of each stage. A stage halves the resolution.
+    depth : int
+        The number of further matrices in each stage.
+    key_norm : str
+        "free" or "ball": see `Metric`.
+    seed : int
+        The seed of the weights.
+    key_dim, bounds, mean, std
+        As in `Metric`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> metric = otad.nets.LipschitzMetric((1, 8, 8), widths=(4, 8), depth=1, key_dim=5)
+    >>> metric(torch.rand(2, 1, 8, 8)).shape, round(metric.lipschitz, 3)
+    (torch.Size([2, 5]), 1.0)
+    """
 
     settings = ("widths", "depth")
     is_capturable = False  # solving for orthogonal matrices synchronizes with the GPU
@@ -59,25 +83,28 @@ class LipschitzMetric(Metric):
 
     @property
     def lipschitz(self) -> float:
-        """Product of bounds on the norm of every matrix as it is stored, over the smallest std; for
-        exact arithmetic: keys in float32 have a relative rounding error near 1e-6."""
+        """The proved Lipschitz constant of the metric.
+
+        It is the product of bounds on the norms of all matrices as they are stored, divided by the
+        smallest std. It holds for exact arithmetic: keys in float32 have a relative rounding error
+        near 1e-6."""
         matrices = [part for part in self.modules() if isinstance(part, OrthogonalLinear)]
         stretch = math.prod(matrix.norm_bound() for matrix in matrices)
         return stretch / float(self.std.double().min())
 
 
 class OrthogonalLinear(nn.Linear):
-    """x W^T + b with orthonormal rows or columns of W, whichever are fewer.
+    """A Linear layer x W^T + b whose rows or columns of W, whichever are fewer, are orthonormal.
 
     W is the Cayley transform of a free skew matrix, cut to size, so it stays orthogonal in
     training. In evaluation mode W is computed once and cached until the mode is set or weights are
-    loaded; gradients then reach only the input."""
+    loaded; then gradients reach only the input."""
 
     def __init__(self, before: int, after: int, generator: torch.Generator) -> None:
         super().__init__(before, after, device="meta")
         self.to_empty(device="cpu")
         with torch.no_grad():
-            # At this scale the angles of the transform are far from 0: a well mixed start.
+            # At this scale the rotations are far from the identity and mix all channels.
             spread = 2 * max(before, after) ** -0.5
             draw(self.weight, "normal_", 0.0, spread, generator=generator)
             self.bias.zero_()
@@ -90,12 +117,12 @@ class OrthogonalLinear(nn.Linear):
         return functional.linear(input, weight, self.bias)
 
     def train(self, mode: bool = True) -> Self:
-        self._cached = None  # fused optimizers change weights unnoticed
+        self._cached = None  # because fused optimizers change weights unnoticed
         return super().train(mode)
 
     def _cached_weight(self) -> Tensor:
         free = self.get_parameter("parametrizations.weight.original")
-        if free.is_inference():  # its changes are not counted
+        if free.is_inference():  # torch does not count changes of such a tensor
             return self.weight
         state = (free.data_ptr(), free._version, free.device, free.dtype)
         if self._cached is None or self._cached[0] != state:
@@ -105,7 +132,7 @@ class OrthogonalLinear(nn.Linear):
 
     @torch.no_grad()
     def norm_bound(self) -> float:
-        """An upper bound on |W|, near 1: |W|^2 = |W W^T| <= 1 + |W W^T - I|_F, in float64."""
+        """Return an upper bound on |W|, near 1: |W|^2 = |W W^T| <= 1 + |W W^T - I|_F in float64."""
         wide = self.weight.double()
         wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT
         off = wide @ wide.mT - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
@@ -113,7 +140,7 @@ class OrthogonalLinear(nn.Linear):
 
 
 class Stage(nn.Module):
-    """(B,H,W,c) -> (B,H/2,W/2,width): fold, mix, and `depth` times shift and mix."""
+    """Maps (B,H,W,c) to (B,H/2,W/2,width): fold, mix channels, and `depth` times shift and mix."""
 
     def __init__(self, before: int, width: int, depth: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -128,13 +155,13 @@ class Stage(nn.Module):
 
 
 def fold(x: Tensor) -> Tensor:
-    """(B,H,W,c) -> (B,H/2,W/2,4c): each 2 x 2 square of places becomes one."""
+    """Return (B,H,W,c) as (B,H/2,W/2,4c): each square of 2 x 2 pixels becomes one pixel."""
     tiled: Tensor = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, c)
     return tiled.movedim(3, 2).flatten(3)
 
 
 def shift(x: Tensor) -> Tensor:
-    """Move four fifths of the channels one place up, down, left and right, around the edges."""
+    """Move four fifths of the channels by one pixel up, down, left and right, cyclically."""
     part = x.shape[3] // 5
     *groups, rest = x.split([part] * 4 + [x.shape[3] - 4 * part], dim=3)
     steps = ((1, 1), (-1, 1), (1, 2), (-1, 2))
@@ -143,6 +170,6 @@ def shift(x: Tensor) -> Tensor:
 
 
 def max_min(x: Tensor) -> Tensor:
-    """Sort the pairs (i, i + c/2) of channels."""
+    """Sort the pairs (i, i + c/2) of channels, larger first."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat([torch.maximum(left, right), torch.minimum(left, right)], dim=-1)

@@ -1,4 +1,4 @@
-"""The metric nets of the paper: ResNet blocks, two convolutions, a ViT block, attention."""
+"""The metric networks of the paper: ResNet blocks, two convolutions, a ViT block, attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,32 @@ from otad.nets.vit import Attention, Block, PatchEmbedding, check_tokens, draw_t
 
 @register_metric("resnet")
 class ResNetMetric(Metric):
-    """A stage of `depth` residual blocks for each of `widths`, each stage after the first at half
-    the resolution; then the mean over all places. By default three stages of a ResNet-18."""
+    """A metric of residual blocks on images, by default three stages of a ResNet-18.
+
+    Each stage after the first works at half the resolution. The features are the means over all
+    pixels of the last stage.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape (C, H, W) of an image.
+    widths : sequence of int
+        The number of channels of each stage.
+    depth : int
+        The number of residual blocks in a stage.
+    seed : int
+        The seed of the weights.
+    key_dim, key_norm, bounds, mean, std
+        As in `Metric`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> metric = otad.nets.ResNetMetric((3, 8, 8), widths=(4, 8), depth=1, key_dim=5).eval()
+    >>> metric(torch.rand(2, 3, 8, 8)).shape
+    torch.Size([2, 5])
+    """
 
     settings = ("widths", "depth")
 
@@ -47,7 +71,27 @@ class ResNetMetric(Metric):
 
 @register_metric("cnn")
 class CNNMetric(Metric):
-    """Two convolutions with 2 x 2 max pooling, read as a grid of 4 x 4 places."""
+    """A metric of two convolutions with 2 x 2 max pooling, averaged over a grid of 4 x 4 cells.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape (C, H, W) of an image. Its sides must be multiples of 4.
+    widths : (int, int)
+        The number of channels of the two convolutions.
+    seed : int
+        The seed of the weights.
+    key_dim, key_norm, bounds, mean, std
+        As in `Metric`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> metric = otad.nets.CNNMetric((1, 8, 8), widths=(4, 8), key_dim=5).eval()
+    >>> metric(torch.rand(2, 1, 8, 8)).shape
+    torch.Size([2, 5])
+    """
 
     settings = ("widths",)
 
@@ -69,7 +113,7 @@ class CNNMetric(Metric):
 
 
 class _TokenMetric(Metric):
-    """Patches and positions, `mix` on the tokens (B,T,width), a LayerNorm, and their mean."""
+    """A metric on tokens (B,T,width): embedded patches, `mix`, a LayerNorm, and their mean."""
 
     settings: ClassVar[Sequence[str]] = ("patch", "width", "heads")
 
@@ -94,10 +138,12 @@ class _TokenMetric(Metric):
         self.projection = _projection(width, self.key_dim, generator)
 
     @abstractmethod
-    def _draw_mixer(self, generator: torch.Generator) -> None: ...
+    def _draw_mixer(self, generator: torch.Generator) -> None:
+        """Make the layers of `mix`."""
 
     @abstractmethod
-    def mix(self, tokens: Tensor) -> Tensor: ...
+    def mix(self, tokens: Tensor) -> Tensor:
+        """Return tokens (B,T,width) that have exchanged information."""
 
     def features(self, u: Tensor) -> Tensor:
         tokens = self.mix(self.patch_embed(u) + self.pos_embed)
@@ -106,7 +152,31 @@ class _TokenMetric(Metric):
 
 @register_metric("vit")
 class ViTMetric(_TokenMetric):
-    """A vision transformer of one block, or `blocks` of them."""
+    """A metric of the blocks of a vision transformer, one by default.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape (C, H, W) of an image. Its sides must be multiples of `patch`.
+    blocks : int
+        The number of blocks.
+    patch : int
+        The side of a patch.
+    width, heads : int
+        The width of a token, and the number of attention heads, which must divide it.
+    seed : int
+        The seed of the weights.
+    key_dim, key_norm, bounds, mean, std
+        As in `Metric`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> metric = otad.nets.ViTMetric((1, 8, 8), width=12, heads=2, key_dim=5)
+    >>> metric(torch.rand(2, 1, 8, 8)).shape
+    torch.Size([2, 5])
+    """
 
     settings = ("blocks",)
 
@@ -127,7 +197,23 @@ class ViTMetric(_TokenMetric):
 
 @register_metric("attention")
 class AttentionMetric(_TokenMetric):
-    """One residual self-attention step: tokens + Attention(LayerNorm(tokens))."""
+    """A metric of one residual self-attention step, tokens + Attention(LayerNorm(tokens)).
+
+    Parameters
+    ----------
+    input_shape, patch, width, heads, seed
+        As in `ViTMetric`.
+    key_dim, key_norm, bounds, mean, std
+        As in `Metric`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> metric = otad.nets.AttentionMetric((1, 8, 8), width=12, heads=2, key_dim=5)
+    >>> metric(torch.rand(2, 1, 8, 8)).shape
+    torch.Size([2, 5])
+    """
 
     def _draw_mixer(self, generator: torch.Generator) -> None:
         self.attn_norm = nn.LayerNorm(self.width)
@@ -138,5 +224,5 @@ class AttentionMetric(_TokenMetric):
 
 
 def _projection(features: int, key_dim: int, generator: torch.Generator) -> nn.Linear:
-    """The last layer of a metric, without a bias, which would change no distance."""
+    """Return the last layer of a metric, without a bias, which would change no distance."""
     return linear(features, key_dim, generator, gain=1.0, bias=False)

@@ -1,4 +1,4 @@
-"""Vision transformers: patches and positions embed, residual blocks transport."""
+"""Vision transformers as backbones: patches are embedded, residual blocks transport them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from otad.nets.inputs import (
 
 
 class TokenHead(LinearHead):
-    """A linear layer on the mean of all tokens, or on the first one: linear in z (B, T*width)."""
+    """A linear layer on the mean of all tokens or on the first token of z (B, T*width)."""
 
     def __init__(self, tokens: int, width: int, n_outputs: int, task: str, pool: str) -> None:
         super().__init__(width, n_outputs, task)
@@ -40,7 +40,7 @@ class TokenHead(LinearHead):
 
 
 class Attention(nn.Module):
-    """Dot-product self-attention of several heads on tokens (B,T,width)."""
+    """Dot-product self-attention with several heads on tokens (B,T,width)."""
 
     def __init__(self, width: int, heads: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attn(norm(x)), then x + Mlp(norm(x)); also the squared length of both (B,)."""
+    """A block x + Attn(norm(x)), then x + Mlp(norm(x)), with the squared length (B,) of both."""
 
     def __init__(
         self, width: int, heads: int, hidden: int, norm_eps: float, generator: torch.Generator
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B,C,H,W) to tokens (B,T,width), one for each square patch."""
+    """Maps images (B,C,H,W) to tokens (B,T,width), one for each square patch."""
 
     def __init__(self, channels: int, width: int, patch: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -94,12 +94,47 @@ class PatchEmbedding(nn.Module):
 
 @register("vit")
 class VisionTransformer(Backbone):
-    """A ViT whose input and feature space is that of all its tokens, d = T * width.
+    """A vision transformer as a backbone: embedded inputs and features are all its T tokens.
 
-    `embed` is the linear patch embedding plus positions; `transport` the residual blocks, with the
-    energy of both steps of each, and with `final_norm` a LayerNorm; the head reads the mean of the
-    tokens or the class token. Parameters are named as in timm, so its weights load with
-    `strict=False`; fresh ones are drawn from `seed`. Defaults: the paper's for 32 x 32 images."""
+    `embed` is the linear patch embedding plus positions, so d = T * width. `transport` is the
+    residual blocks; the energy counts the attention step and the MLP step of each. The head reads
+    the mean of the tokens or the class token. Parameters are named as in timm, so the weights of
+    timm load with `strict=False`. The defaults are the paper's for 32 x 32 images.
+    `otad.nets.vision_transformer` is another name of this class.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape (C, H, W) of an image. Its sides must be multiples of `patch`.
+    n_outputs : int
+        The number of classes, or 1 for regression.
+    patch : int
+        The side of a patch.
+    width, heads : int
+        The width of a token, and the number of attention heads, which must divide it.
+    blocks : int
+        The number of blocks.
+    hidden : int or None
+        The width of the MLP in a block, by default `width`.
+    class_token : bool
+        Whether the head reads an additional token instead of the mean.
+    final_norm : bool
+        Whether a LayerNorm follows the last block.
+    norm_eps : float
+        The epsilon of the LayerNorms.
+    seed : int
+        The seed of the weights.
+    task, bounds, mean, std
+        As in `Backbone`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> net = otad.nets.vision_transformer((1, 8, 8), 3, width=12, heads=2, blocks=1)
+    >>> net.dim, net(torch.rand(2, 1, 8, 8)).shape
+    (48, torch.Size([2, 3]))
+    """
 
     settings = (
         "patch", "width", "blocks", "heads", "hidden", "class_token", "final_norm", "norm_eps",
@@ -158,11 +193,12 @@ vision_transformer = VisionTransformer
 
 
 def draw_tokens(count: int, width: int, generator: torch.Generator) -> nn.Parameter:
+    """Draw learned tokens (1,count,width), such as the positions of patches."""
     return nn.Parameter(0.02 * standard_normal(1, count, width, generator=generator))
 
 
 def check_tokens(input_shape: Sizes, patch: int, width: int, heads: int) -> tuple[int, int]:
-    """Channels of the images and number of patches, for a width that the heads share."""
+    """Return the channels of images and the number of patches; the heads must divide the width."""
     channels, height, across = check_image_shape(input_shape, check_count(patch, "patch"))
     shared = check_count(width, "width") % check_count(heads, "heads") == 0
     require(shared, "heads", f"a divisor of the width {width}", heads)
