@@ -24,7 +24,7 @@ from otad.model.prototypes import (
 )
 from otad.nets import lifted_net
 from otad.training import TrainConfig, train
-from otad.training.backbone import scaled_margins
+from otad.training.margins import scaled_margins
 
 
 def prototypes(x: Tensor, y: Tensor, **options: int) -> PrototypeNet:

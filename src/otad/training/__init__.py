@@ -1,4 +1,4 @@
-"""Training of backbones and metrics, with checkpoints."""
+"""Training of backbones and metrics, with checkpoints to resume from."""
 
 from otad.arguments import guard
 from otad.training.adversary import Adversary

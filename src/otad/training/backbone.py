@@ -1,8 +1,8 @@
-"""Training a backbone by the paper's Algorithm 1, loss + alpha * transport energy:
+"""Training a backbone by the paper's Algorithm 1, with the transport energy as a penalty:
 
     min over theta of  mean_i [ loss(head(z_i), y_i)  +  alpha * sum_k |R_k(x_i^(k-1))|^2 ]
 
-which brings the map x_i -> z_i close to optimal transport of the training points."""
+The penalty brings the map x_i -> z_i close to optimal transport of the training points."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from otad.training.adversary import perturbed_weights
 from otad.training.augmentation import mix_some
 from otad.training.config import check_share
 from otad.training.loop import Batches
+from otad.training.margins import pair_excess, scaled_margins
 from otad.training.supervised import (
     Data,
     InputConfig,
@@ -36,9 +37,9 @@ from otad.training.supervised import (
 )
 
 Loss = Callable[..., Tensor]
-"""outputs (B,C) or values (B,), targets (labels, shares of classes, values), head -> mean loss; or
-with `reduction="none"` the losses (B,). Losses of `COMPARING` take the outputs at perturbed inputs
-followed by those at the clean ones, 2 B rows."""
+"""Maps outputs (B,C) or values (B,), targets (labels, shares of classes or values) and the head to
+the mean loss, or with `reduction="none"` to the losses (B,). The losses of `COMPARING` take the
+outputs at perturbed inputs followed by the outputs at clean inputs, 2 B rows."""
 COMPARING = ("trades", "mart")
 _SCORED_ROWS = 1024  # at a time
 _AUGMENTED_ROWS = 4096
@@ -46,18 +47,80 @@ _AUGMENTED_ROWS = 4096
 
 @dataclass(frozen=True)
 class TrainConfig(InputConfig):
-    """Settings of `train` beside those of `LoopConfig` and `InputConfig`. The objective of a batch
-    is mean loss + `energy_weight` (the paper's alpha) * mean energy.
+    """The settings of `train`.
 
-    - `loss`: a name of `LOSSES`: "fit" for cross-entropy or squared error, with `label_smoothing`;
-      "margin" for margins (o_y - o_j) / |w_y - w_j| of at least `target_margin`. With an adversary
-      they are those of the perturbed inputs; "trades" and "mart", which need one, compare outputs
-      at perturbed and clean inputs, with the weight `beta` (`otad.training.adversarial_losses`).
-    - `pair_weight`: of the penalty for pairs of a batch that contradict a convex potential of
-      smoothness `pair_smoothness` (`pair_excess`).
-    - `mixing`: share of batches in which images and labels are mixed in pairs, by mixup or CutMix.
-    - `compiled`: run the net under torch.compile, which takes a minute and needs a compiler; the
-      steps of an adversary are not compiled."""
+    The objective of a batch is the mean loss plus `energy_weight` times the mean transport energy.
+
+    Parameters
+    ----------
+    epochs, batch_size : int
+        How often all examples are used, and how many are used at a time.
+    learning_rate : float
+        The largest learning rate.
+    optimizer : str
+        "sgd" or "adamw".
+    momentum, nesterov : float, bool
+        The momentum of SGD, which may be Nesterov's, or the first beta of AdamW.
+    weight_decay : float
+        The weight decay.
+    decay_on : str
+        "all" parameters, or only the "matrices" of layers.
+    schedule : str
+        After the warmup, "cosine" lowers the learning rate to zero, "step" divides it by ten after
+        1/2 and 3/4 of the training, and "constant" leaves it.
+    warmup : float
+        The number of epochs in which the learning rate rises linearly from zero.
+    gradient_clip : float
+        The largest norm of the gradient of all parameters together; 0 for no limit.
+    ema : float
+        The decay of a running average of all weights, which is the result; 0 for none.
+    mixed_precision : bool
+        Whether the network computes in bfloat16 where autocast allows it.
+    whole_batches : bool
+        Whether rows that do not fill a batch are skipped. Other epochs use them.
+    seed : int
+        The seed of everything random.
+    device : str
+        Where the training runs, such as "cpu" or "cuda".
+    log_every : int
+        The number of epochs between two lines to the `otad` logger.
+    augment : str
+        Random changes of images: "none", "light" or "strong".
+    adversary : Adversary or None
+        Perturbs the inputs of each training step, and the weights, to raise the loss.
+    channels_last : bool
+        Whether images use a memory layout that is faster on GPUs.
+    cuda_graph : bool
+        Whether one step on whole batches is captured on a GPU and replayed.
+    loss : str
+        "fit" for the cross-entropy or the squared error; "margin" for margins
+        `(o_y - o_j) / |w_y - w_j|` of at least `target_margin`, where w are the rows of the head.
+        With an adversary, both are taken at perturbed inputs. "trades" and "mart" need an adversary
+        and compare the outputs at perturbed and at clean inputs.
+    energy_weight : float
+        The weight of the transport energy, alpha in the paper.
+    label_smoothing : float
+        The label smoothing of the cross-entropy.
+    target_margin : float
+        The margin that the loss "margin" asks for.
+    beta : float
+        The weight of the comparison in the losses "trades" and "mart".
+    pair_weight, pair_smoothness : float
+        The weight of a penalty for pairs of a batch that contradict a convex potential, and the
+        smoothness of that potential.
+    mixing : float
+        The share of batches in which images and labels are mixed in pairs, by mixup or CutMix.
+    compiled : bool
+        Whether the network runs under torch.compile, which takes a minute and needs a compiler.
+        The steps of an adversary are not compiled.
+
+    Examples
+    --------
+    >>> from otad.training import TrainConfig
+    >>> config = TrainConfig(epochs=10, learning_rate=0.1, energy_weight=0.01)
+    >>> config.optimizer, round(config.rate_at(5), 3)
+    ('sgd', 0.05)
+    """
 
     loss: str = "fit"
     energy_weight: float = 0.0
@@ -83,7 +146,7 @@ class TrainConfig(InputConfig):
 
 
 def fit_loss(task: str, config: TrainConfig) -> Loss:
-    """Cross-entropy, or for regression the squared error."""
+    """Return the cross-entropy, or for regression the squared error."""
     smoothing, loss = config.label_smoothing, functional.mse_loss
     if task == "classification":
         loss = partial(functional.cross_entropy, label_smoothing=smoothing)
@@ -93,9 +156,11 @@ def fit_loss(task: str, config: TrainConfig) -> Loss:
 
 
 def margin_loss(task: str, config: TrainConfig) -> Loss:
-    """The mean of what scaled margins lack to `target_margin`. If features change by at most K
-    times the change of the input, a label y is certain within min over j of
-    (o_y - o_j) / (K |w_y - w_j|); K is bounded by `pair_excess`, the energy or the net."""
+    """Return the mean amount by which scaled margins fall short of `target_margin`.
+
+    If features change by at most K times the change of the input, a label y cannot change within
+    the radius min over j of (o_y - o_j) / (K |w_y - w_j|). The penalty `pair_excess`, the energy or
+    the network itself bounds K."""
     require(task == "classification", "loss", "'fit' for regression", "'margin'")
     for name in ("label_smoothing", "mixing"):
         value = getattr(config, name)
@@ -139,57 +204,60 @@ LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {
 }  # fmt: skip
 
 
-def scaled_margins(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
-    """min over j of (o_y - o_j) / |w_y - w_j| (B,) for outputs (B,C), below 0 where wrong."""
-    rows = head.matrix
-    apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")[labels]
-    own = outputs.gather(1, labels[:, None])
-    tiny = torch.finfo(outputs.dtype).tiny
-    margins = (own - outputs) / apart.to(outputs.dtype).clamp_min(tiny)
-    return margins.scatter(1, labels[:, None], torch.inf).amin(1)
-
-
-def pair_excess(embedded: Tensor, features: Tensor, smoothness: float) -> Tensor:
-    """How much the points of a batch (B,d) contradict one map of smoothness L, in the mean: scalar.
-
-    Pairs (e_i, z_i) belong to the gradient of a convex, L-smooth function only if for all i, j
-
-        |z_i - z_j|^2 / L  <=  <z_i - z_j, e_i - e_j>.
-
-    The excess of a point is the sum of its violations. For a lifted net, z = (x, g) and e = (x, 0),
-    and L = 2 the condition is |g_i - g_j| <= |x_i - x_j| and sufficient
-    (`cip.whole_bank.lifted_bank`); for other nets cycles of more points matter too."""
-
-    def pair_products(one: Tensor, other: Tensor) -> Tensor:
-        """<a_i - a_j, b_i - b_j> of all pairs (B,B)."""
-        products = one @ other.mT
-        own = products.diagonal()
-        return own[:, None] + own - products - products.mT
-
-    steps, moves = embedded - embedded.mean(0).detach(), features - features.mean(0).detach()
-    excess = pair_products(moves, moves) / smoothness - pair_products(steps, moves)
-    return excess.clamp_min(0.0).sum(1).mean()
-
-
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
 def train(
     net: Backbone, data: Data, config: TrainConfig, *, progress: Progress = None, **options: Any
 ) -> TrainResult:
-    """Train `net` in place, leaving it on `config.device` in evaluation mode.
+    """Train a backbone in place and leave it on `config.device` in evaluation mode.
 
-    `data` is a `Split`, or (train_x, train_y) or (train_x, train_y, val_x, val_y), and is moved to
-    the device as a whole. Inputs may be bytes, 0 to 255 over the bounds of the net. `progress`:
-    see `otad.progress`; a function is called with each `EpochRecord`. `options` are:
+    Parameters
+    ----------
+    net : Backbone
+        The network.
+    data : Split or sequence of Tensor
+        A `Split`, or (train_x, train_y), or (train_x, train_y, val_x, val_y). It is moved to the
+        device as a whole. Inputs may be bytes: 0 to 255 then mean the bounds of the network.
+    config : TrainConfig
+        The settings.
+    progress : callable, bool or None
+        A function that is called with each `EpochRecord`; True or False to show or hide a progress
+        bar. If None, a bar appears on a terminal or in a notebook after two seconds.
+    weights : Tensor (N,) or None
+        Positive weights of the training examples, in any unit: a row of weight 2 counts like two
+        rows of weight 1.
+    augment : callable or None
+        Your own augmentation, instead of `config.augment`. It gets several batches at once.
+    checkpoint_dir : path or None
+        A folder in which the run is saved after every epoch. A call with the same initial network,
+        data and config resumes a run that was killed and ends with the same weights bit for bit.
+    save_seconds : float
+        The least time between two saves.
+    max_seconds : float or None
+        The time after which the run stops, after at least one epoch. It needs a `checkpoint_dir`,
+        from which the same call resumes.
 
-    - `weights` (N,): of the training examples in the mean of loss + alpha * energy, positive and in
-      any unit; a row of weight 2 counts like two of weight 1
-    - `augment`: your own augmentation in place of `config.augment`; it gets several batches at once
-    - `checkpoint_dir`: the run is saved there after every epoch, or every `save_seconds`; a call
-      with the same initial net, data and config resumes a killed run and ends with the same weights
-      bit for bit
-    - `max_seconds`: stop in time, after at least one epoch, with a result that is not `finished`
+    Returns
+    -------
+    TrainResult
+        A record of every epoch. With an adversary, its scores are taken at perturbed inputs.
 
-    With an adversary, all scores of a record are those of perturbed inputs."""
+    Raises
+    ------
+    InputError
+        If the data do not fit the network, or a checkpoint belongs to another run.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.training import TrainConfig, train
+    >>> x = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
+    >>> y = (x[:, 0] > 0.5).long()
+    >>> net = otad.nets.fc_resnet((4,), 2, blocks=1)
+    >>> result = train(net, (x, y), TrainConfig(epochs=3, batch_size=10, energy_weight=0.01))
+    >>> len(result.history), result.metric, net.training
+    (3, 'accuracy', False)
+    """
     return BackboneTraining(net, data, config, **options).fit(progress)
 
 
@@ -225,7 +293,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         net.check_targets(y, rows, name)
 
     def _forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Embedded inputs and features (B,d), outputs, energies (B,)."""
+        """Return embedded inputs and features (B,d), outputs, and energies (B,)."""
         net = self.weights.net
         embedded = net.embed(x)
         features, energies = net.transport(embedded)
@@ -235,7 +303,8 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         x, y, net = self.data["train_x"], self.data["train_y"], self.weights.net
         weights = self.data.get("weights")
         mixing = self.config.mixing
-        at_once = max(1, _AUGMENTED_ROWS // self.config.batch_size)  # few launches for many images
+        # Many images are augmented at once, because every operation on a GPU has to be launched.
+        at_once = max(1, _AUGMENTED_ROWS // self.config.batch_size)
         number = 0
         for start in range(0, len(row_batches), at_once):
             some = row_batches[start : start + at_once]
@@ -254,13 +323,13 @@ class BackboneTraining(SupervisedTraining[Backbone]):
                 yield x_part, y_part, self.begin_attack(x_part, share, generator), *more
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
-        """One gradient step; the batch means of loss, energy and score (3,)."""
+        """Take one gradient step and return the batch means of loss, energy and score (3,)."""
         x, y, start, *weights = batch
         inputs = x
         if self.config.adversary is not None:
             inputs = self._attack(self.weights.net, self.ball, x, y, start)
             if self.config.loss in COMPARING:
-                # In one pass, so that batch statistics are those of both.
+                # In one pass, so that the statistics of a batch include both.
                 inputs = torch.cat([inputs, x])
         with perturbed_weights(
             self.weight_perturbation(lambda: self._objective(inputs, y, *weights)[0])
@@ -274,7 +343,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
     def _objective(
         self, inputs: Tensor, y: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a step lowers, its loss and energy, and the outputs (B,...)."""
+        """Return the objective of a step, its loss and energy, and the outputs (B,...)."""
         net, config = self.weights.net, self.config
         with precision(self.device, mixed=config.mixed_precision):
             passed = self.forward(inputs)
@@ -325,17 +394,17 @@ class BackboneTraining(SupervisedTraining[Backbone]):
 
 
 def scaled_weights(weights: Tensor, rows: int) -> Tensor:
-    """Weights (rows,) of training examples in float64, scaled to a mean of 1."""
+    """Return weights (rows,) of training examples in float64, scaled to a mean of 1."""
     check_tensor(weights, "weights", "N")
     check_shape(weights, "weights", (rows,), "with one for each training example")
     least = float(weights.min())
     require(least > 0, "weights", "positive numbers (leave out rows of weight 0)", least)
-    shares = weights.double() / weights.double().max()  # whose sum is finite
+    shares = weights.double() / weights.double().max()  # at most 1, so that the sum is finite
     return shares / shares.mean()
 
 
 def _scores(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per row, whether the (largest) label is right, or the squared error of a value."""
+    """Return for each row whether the (most likely) label is right, or the squared error."""
     if outputs.dim() == 2:
         labels = targets if targets.dim() == 1 else targets.argmax(1)
         return (outputs.argmax(1) == labels).float()

@@ -1,4 +1,4 @@
-"""Settings that every training has: epochs, learning rate, optimizer, device."""
+"""Settings of every training: epochs, learning rate, optimizer, device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,16 @@ from torch import nn
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 
-MAX_SEED = 2**64 - 1  # of a torch.Generator
+MAX_SEED = 2**64 - 1  # the largest seed of a torch.Generator
 _STEP_AT = (0.5, 0.75)  # shares of the training after which "step" divides the rate by ten
-_UNDECAYED = ("pos_embed", "cls_token")
+_UNDECAYED = ("pos_embed", "cls_token")  # parameters without weight decay
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Settings of the training loop; each trainer adds its own.
+    """Settings of the training loop, described in `otad.training.TrainConfig`.
 
-    - `optimizer`: "sgd" or "adamw"; `momentum` is AdamW's first beta, and `nesterov` is for SGD.
-    - `schedule`: `warmup` epochs raise the learning rate linearly from zero; then "cosine" lowers
-      it to zero, "step" divides it by ten after 1/2 and 3/4, "constant" leaves it.
-    - `decay_on`: weight decay on "all" parameters, or only on the "matrices" of layers.
-    - `gradient_clip`: largest norm of the gradient of all parameters together; 0 for no limit.
-    - `ema`: decay of the running average of all weights, which is the result; 0 for none.
-    - `mixed_precision`: the net computes in bfloat16 where autocast allows it.
-    - `whole_batches`: skip the rows that do not fill a batch; other epochs use them.
-    - `log_every`: epochs between two lines to the `otad` logger."""
+    Each kind of training adds its own."""
 
     epochs: int = 30
     batch_size: int = 128
@@ -70,6 +62,7 @@ class LoopConfig:
             raise InputError(f"device: expected {expected}, got {self.device!r}") from error
 
     def check_ranges(self, least: float, bound: float, *names: str) -> None:
+        """Refuse settings that are not at least `least` and below `bound`."""
         for name in names:
             check_range(getattr(self, name), name, least, bound)
 
@@ -79,7 +72,7 @@ class LoopConfig:
         return False
 
     def rate_at(self, epoch: float) -> float:
-        """Learning rate after `epoch` epochs, fractions included."""
+        """Return the learning rate after `epoch` epochs, which may be a fraction."""
         if epoch < self.warmup:
             return self.learning_rate * epoch / self.warmup
         if self.schedule == "constant":
@@ -90,9 +83,9 @@ class LoopConfig:
         return self.learning_rate * 0.1 ** sum(share >= drop for drop in _STEP_AT)
 
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        """For all parameters of the net, trained or not."""
-        # A fused kernel walks over memory: it would change what is between the numbers of a
-        # parameter that is a view, such as columns of a matrix.
+        """Return the optimizer of all parameters of a network, trained or not."""
+        # A fused kernel runs over contiguous memory. For a parameter that is a view, such as some
+        # columns of a matrix, it would change the numbers in between.
         dense = all(
             weight.stride() == torch.empty_like(weight, device="meta").stride()
             for weight in net.parameters()
@@ -110,8 +103,10 @@ class LoopConfig:
         return torch.optim.AdamW(groups, **common)
 
     def parameter_groups(self, net: nn.Module) -> list[dict[str, Any]]:
-        """One group, or for `decay_on` "matrices" two: biases, scales of normalization, position
-        embeddings and class tokens are not decayed."""
+        """Return one group of parameters, or two if `decay_on` is "matrices".
+
+        Biases, scales of normalization, position embeddings and class tokens are not decayed
+        then."""
         if self.decay_on == "all":
             return [{"params": list(net.parameters())}]
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""From plain settings to a trained backbone."""
+"""Recipes for training, and functions that make and train a backbone from plain settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BACKBONES: dict[str, Callable[..., Backbone]] = {
 }
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # The paper's, for fully connected nets.
+    # The paper's recipe for fully connected networks.
     "fc": {"energy_weight": 0.01},
     # The paper's ViT (7 blocks, 12 heads, width 384, 64 patches) on CIFAR-10 from scratch: a
     # transformer starts without knowledge of images, so augmentation decides: see
@@ -41,20 +41,46 @@ RECIPES: dict[str, dict[str, Any]] = {
         "whole_batches": True,
     },
 }  # fmt: skip
-
+"""Settings of `TrainConfig` by name: see `recipe`."""
 
 MOST_WIDTH, LEAST_WIDTH = 1024, 64
 
 
 def usual_width(input_shape: Sizes, rows: int) -> int:
-    """Of the blocks of an fc_resnet: that of the inputs, but at most the rows of training, or 64 if
-    they are fewer, and at most 1024. A block of width h has 2 d h weights for inputs of d numbers,
-    so the rows of a small data set cannot tell a wider one apart."""
+    """Return the usual width of the blocks of an fc_resnet.
+
+    It is the size of the inputs, but at most the number of training rows (or 64 if there are
+    fewer), and at most 1024. A block of width h has 2 d h weights for inputs of d numbers, which a
+    small data set cannot determine if h is large."""
     return min(math.prod(input_shape), max(LEAST_WIDTH, rows), MOST_WIDTH)
 
 
 def recipe(name: str, **changes: Any) -> TrainConfig:
-    """The settings of that name with some changed, such as `energy_weight`, `seed`, `device`."""
+    """Return the settings of a recipe, with some of them changed.
+
+    Parameters
+    ----------
+    name : str
+        A name of `RECIPES`: "fc" for fully connected networks, "vit_cifar10" for vision
+        transformers on small images.
+    **changes
+        Other settings of `TrainConfig`, such as `energy_weight`, `seed` or `device`.
+
+    Returns
+    -------
+    TrainConfig
+
+    Raises
+    ------
+    InputError
+        If there is no such recipe or no such setting.
+
+    Examples
+    --------
+    >>> from otad.training import recipe
+    >>> recipe("fc", epochs=5).energy_weight
+    0.01
+    """
     known = RECIPES[check_choice(name, "recipe", tuple(RECIPES))]
     try:
         return TrainConfig(**known | changes)
@@ -65,8 +91,36 @@ def recipe(name: str, **changes: Any) -> TrainConfig:
 def make_backbone(
     kind: str, shape: Sizes, n_outputs: int, *, inputs: Standardizer | None = None, **options: Any
 ) -> Backbone:
-    """A fresh net of a kind of `BACKBONES` for inputs of this shape, which it standardizes by
-    `inputs`, if any; `options` are those of the kind, such as `seed`, `task`, `bounds`, `blocks`.
+    """Make a new backbone from plain settings.
+
+    Parameters
+    ----------
+    kind : str
+        "fc_resnet", "lifted" or "vit".
+    shape : sequence of int
+        The shape of one input.
+    n_outputs : int
+        The number of classes, or 1 for regression.
+    inputs : Standardizer or None
+        The mean and the standard deviation by which the network standardizes its inputs.
+    **options
+        Options of the kind, such as `seed`, `task`, `bounds` or `blocks`.
+
+    Returns
+    -------
+    Backbone
+
+    Raises
+    ------
+    InputError
+        If there is no such kind or no such option.
+
+    Examples
+    --------
+    >>> from otad.training import make_backbone
+    >>> net = make_backbone("fc_resnet", (4,), 3, blocks=2, seed=1)
+    >>> len(net.blocks), net.n_outputs
+    (2, 3)
     """
     make = BACKBONES[check_choice(kind, "kind", tuple(BACKBONES))]
     if inputs is not None:
@@ -91,12 +145,40 @@ def fit_backbone(
     progress: Progress = None,
     **saving: Any,
 ) -> tuple[Backbone, TrainResult]:
-    """Make a net for the data (train_x, train_y) or (train_x, train_y, val_x, val_y) and train it.
+    """Make a backbone for the data and train it.
 
-    Inputs are standardized inside the net, by default by the statistics of each feature, or of each
-    channel of images, in train_x. Targets of a regression are standardized for the training; then
-    the head takes over their units, in which the records are too. `options` give the size of the
-    net; the rest is as in `make_backbone` and `train`."""
+    The network standardizes its inputs, by default by the statistics of each feature, or of each
+    channel of images, in train_x. In regression the targets are standardized for the training.
+    Afterwards the head gives values in the units of the targets, and so do the records.
+
+    Parameters
+    ----------
+    data : sequence of Tensor
+        (train_x, train_y) or (train_x, train_y, val_x, val_y).
+    config : TrainConfig
+        The settings of the training, with the seed of the weights.
+    kind, task, n_outputs, bounds, inputs
+        As in `make_backbone`.
+    options : mapping or None
+        The size of the network, such as `{"blocks": 5}`.
+    progress, **saving
+        As in `train`, such as `checkpoint_dir`.
+
+    Returns
+    -------
+    (Backbone, TrainResult)
+        The trained network, and a record of every epoch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.training import fit_backbone, recipe
+    >>> x = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
+    >>> y = (x[:, 0] > 0.5).long()
+    >>> net, result = fit_backbone((x, y), recipe("fc", epochs=2, batch_size=10), n_outputs=2)
+    >>> type(net).__name__, result.finished
+    ('FCResNet', True)
+    """
     require(len(data) in (2, 4), "data", "two or four tensors", len(data))
     train_x, parts, units = data[0], list(data), None
     if inputs is None:
@@ -104,7 +186,7 @@ def fit_backbone(
     about: dict[str, Any] = {"inputs": inputs, "seed": config.seed, "task": task, "bounds": bounds}
     net = make_backbone(kind, train_x.shape[1:], n_outputs, **about, **options or {})
     net.to(train_x.dtype)
-    for name in ("mean", "std"):  # made in the default dtype
+    for name in ("mean", "std"):  # again in the dtype of the data
         getattr(net, name).copy_(getattr(inputs, name))
     if task == "regression":
         units = Standardizer.fit(data[1])
@@ -122,7 +204,7 @@ def fit_backbone(
         saving["progress"] = lambda record: report(in_units(record))
         result = train(net, parts, config, **saving)
         result = replace(result, history=tuple(map(in_units, result.history)))
-        report(result.final)  # also where all epochs are from a checkpoint
+        report(result.final)  # even if all epochs come from a checkpoint
     if units is not None:
         net.head.take_units(float(units.mean), float(units.std))
     return net, result

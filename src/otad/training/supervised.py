@@ -1,4 +1,4 @@
-"""Training on inputs with targets: data, settings, records, and what all such trainings share."""
+"""Training on inputs with targets: the data, the settings, and the records of epochs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,7 @@ _PARTS = ("train_x", "train_y", "val_x", "val_y")
 
 @dataclass(frozen=True)
 class InputConfig(LoopConfig):
-    """Settings of trainings on inputs, which may be images.
-
-    - `augment`: a name of `otad.training.augmentation.AUGMENTATIONS`.
-    - `adversary`: perturbs each input of a training step, and the weights, to raise the loss.
-    - `channels_last`: memory layout of images that is faster on GPUs.
-    - `cuda_graph`: on a GPU, capture one step on whole batches and replay it."""
+    """Settings of a training on inputs, described in `otad.training.TrainConfig`."""
 
     augment: str = "none"
     adversary: Adversary | None = None
@@ -58,9 +53,30 @@ class InputConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Means over the training batches of one epoch, and the score on the validation data after it:
-    the accuracy, or for regression the mean squared error. `seconds` is 0 for an epoch read from a
-    checkpoint: files contain nothing that differs from run to run."""
+    """What is recorded about one epoch of training.
+
+    Attributes
+    ----------
+    epoch : int
+        The number of the epoch, from 1.
+    loss, energy : float
+        The means of the loss and of the transport energy over the training batches.
+    train_score : float
+        The mean score of the training batches: the accuracy from 0 to 1, or the mean squared error
+        in regression.
+    val_score : float or None
+        The same on the validation data after the epoch, if there are any.
+    seconds : float
+        The duration. It is 0 for an epoch read from a checkpoint, because files contain nothing
+        that differs from run to run.
+
+    Examples
+    --------
+    >>> from otad.training import EpochRecord
+    >>> record = EpochRecord(epoch=1, loss=0.5, energy=0.25, train_score=0.75, val_score=None)
+    >>> record.text("accuracy")
+    'epoch 1: loss 0.5000, energy 0.25, train 75.00%'
+    """
 
     epoch: int
     loss: float
@@ -70,7 +86,7 @@ class EpochRecord:
     seconds: float = field(default=0.0, compare=False)
 
     def text(self, metric: str) -> str:
-        """With its scores, which are of this metric, as a reader sees them."""
+        """Return the record in words; `metric` ("accuracy" or "mse") names its scores."""
         scores = {"train": self.train_score, "validation": self.val_score}
         parts = [f"loss {self.loss:.4f}", f"energy {self.energy:.4g}"]
         parts += [f"{k} {score_text(metric, v)}" for k, v in scores.items() if v is not None]
@@ -79,8 +95,27 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`metric` names the scores; `resumed_after` is the last epoch read from a checkpoint, 0 for
-    none; `epochs` is the number asked for, of which a run that ran out of time has fewer."""
+    """What a training returns: a record of every epoch.
+
+    Attributes
+    ----------
+    history : tuple of EpochRecord
+        One record for each epoch.
+    metric : str
+        What the scores are: "accuracy", or "mse" in regression.
+    resumed_after : int
+        The last epoch that was read from a checkpoint, or 0.
+    epochs : int
+        The number of epochs that was asked for. A run that ran out of time has fewer records.
+
+    Examples
+    --------
+    >>> from otad.training import EpochRecord, TrainResult
+    >>> history = EpochRecord(1, 0.5, 0.1, 0.7, 0.6), EpochRecord(2, 0.4, 0.1, 0.8, 0.5)
+    >>> result = TrainResult(history, "accuracy", resumed_after=0, epochs=2)
+    >>> result.finished, result.best_epoch, result.final.loss
+    (True, 1, 0.4)
+    """
 
     history: tuple[EpochRecord, ...]
     metric: str
@@ -90,23 +125,35 @@ class TrainResult:
 
     @property
     def final(self) -> EpochRecord:
+        """The record of the last epoch."""
         return self.history[-1]
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done; if not, the same call resumes."""
+        """Whether all epochs are done. If not, the same call resumes the training."""
         return len(self.history) >= self.epochs
 
     @property
     def best_epoch(self) -> int:
-        """Best validation score, or without validation data the lowest training loss."""
+        """The epoch with the best validation score, or without any the lowest training loss."""
         sign = -1.0 if self.metric == "accuracy" else 1.0
         each = [x.loss if x.val_score is None else sign * x.val_score for x in self.history]
         return self.history[each.index(min(each))].epoch
 
 
 class Split(Protocol):
-    """Training inputs (N,*input_shape) and targets (N,); optionally `val_x` and `val_y` too."""
+    """Any object with training inputs `train_x` (N, *input_shape) and targets `train_y` (N,).
+
+    It may also have validation data `val_x` and `val_y`. The data sets of `otad.data` are such
+    objects.
+
+    Examples
+    --------
+    >>> import otad
+    >>> split = otad.data.load("digits")
+    >>> split.train_x.shape, split.train_y.shape
+    (torch.Size([1437, 1, 8, 8]), torch.Size([1437]))
+    """
 
     @property
     def train_x(self) -> Tensor: ...
@@ -134,12 +181,12 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         more: Mapping[str, Tensor] | None = None,
         **saving: Any,
     ) -> None:
-        """`more`: further tensors with a row per training example, by name."""
+        """`more` holds further tensors with one row per training example, by name."""
         self.metric = METRICS[getattr(net, "task", "classification")]
         parts = parts_of(data)
         for x_name, y_name in (_PARTS[:2], _PARTS[2:])[: len(parts) // 2]:
             x = parts[x_name]
-            # Bytes take a quarter of the memory.
+            # Inputs may stay bytes, which take a quarter of the memory.
             stored = torch.uint8 if isinstance(x, Tensor) and x.dtype == torch.uint8 else None
             fits = net.bounds is not None or stored is None
             require(fits, x_name, "floats for a net without bounds", stored)
@@ -161,7 +208,7 @@ class SupervisedTraining(Training[Net, EpochRecord]):
 
     @abstractmethod
     def check_targets(self, net: Net, y: Tensor, rows: int, name: str) -> None:
-        """Refuse targets (rows,) that the net cannot learn."""
+        """Refuse targets (rows,) that the network cannot learn."""
 
     @property
     def n_rows(self) -> int:
@@ -197,7 +244,7 @@ class SupervisedTraining(Training[Net, EpochRecord]):
 
 
 def parts_of(data: Data) -> dict[str, Tensor]:
-    """train_x, train_y and, where given, val_x and val_y, unchecked."""
+    """Return train_x, train_y and, if there are any, val_x and val_y, by name and unchecked."""
     given: Sequence[Tensor | None] = (
         data if isinstance(data, Sequence) else [getattr(data, name, None) for name in _PARTS]
     )
