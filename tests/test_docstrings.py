@@ -15,17 +15,25 @@ import pytest
 
 from otad.attacks import ATTACKS
 from otad.data import registry
+from otad.nets import Backbone, Metric
+from otad.nets.pretrained import _BUILDERS
 
 PACKAGES = [
     "otad",
+    "otad.attacks",
+    "otad.attacks.adaptive",
     "otad.certify",
     "otad.data",
     "otad.evaluate",
     "otad.experiments",
     "otad.explain",
+    "otad.nets",
+    "otad.training",
 ]
 PENDING = "otad.model"  # its examples are still to come
-REGISTRIES: list[dict[str, Any]] = [ATTACKS, registry._INFOS]  # examples may add to them
+REGISTRIES: list[dict[str, Any]] = [
+    ATTACKS, registry._INFOS, Backbone.family._kinds, Metric.family._kinds, _BUILDERS
+]  # fmt: skip  # examples may add to them
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -115,7 +115,7 @@ def test_the_wrong_module_is_refused(tmp_path: Path) -> None:
 def test_what_was_chosen_is_said_once_and_noted() -> None:
     for name, words in {
         "residual": "OTAD as in the paper: the 64 features that enter Residual.head",
-        "own CNN": "the defense works on the 12 features that enter OwnCNN.out.*metric=.*transport energy",
+        "own CNN": "the defense works on the 12 features that enter OwnCNN.out.*transport energy",
         "log-softmax": "the defense .* outputs of Sequential.3 are its logits",
     }.items():
         with pytest.warns(UserWarning, match=f"^defense: {words}") as said:

@@ -1,4 +1,4 @@
-"""Residual networks of convolutions for small images: a classifier, and the layers of a metric."""
+"""Residual networks of convolutions for small images, and the layers of `ResNetMetric`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,37 @@ ACTIVATIONS = {"relu": functional.relu, "silu": functional.silu}
 
 @register("resnet")
 class ResNet(Backbone):
-    """A residual network for images (C,H,W): a stage of `depth` blocks for each of `widths`, each
-    stage after the first at half the resolution; then the mean over all places and a linear layer.
-    By default a ResNet-18 whose first layer is a 3 x 3 convolution, as usual for CIFAR-10.
+    """A convolutional ResNet as a backbone, by default a ResNet-18 for 32 x 32 images.
 
-    All layers but the last are the embedding: nothing is transported, and the energy is 0."""
+    The first layer is a 3 x 3 convolution, as usual for CIFAR-10. Each stage after the first works
+    at half the resolution, and the head reads the means over all pixels. All layers but the head
+    are the embedding: nothing is transported, and the energy is 0.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape (C, H, W) of an image.
+    n_outputs : int
+        The number of classes, or 1 for regression.
+    widths : sequence of int
+        The number of channels of each stage.
+    depth : int
+        The number of residual blocks in a stage.
+    activation : str
+        "relu" or "silu".
+    seed : int
+        The seed of the weights.
+    task, bounds, mean, std
+        As in `Backbone`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> net = otad.nets.ResNet((3, 8, 8), 10, widths=(4, 8), depth=1).eval()
+    >>> net.dim, net(torch.rand(2, 3, 8, 8)).shape
+    (8, torch.Size([2, 10]))
+    """
 
     settings = ("widths", "depth", "activation")
 
@@ -52,7 +78,7 @@ class ResNet(Backbone):
 
 
 class ResidualBlock(nn.Module):
-    """act(shortcut(x) + two 3 x 3 convolutions of x), with the activation between them too."""
+    """Computes act(shortcut(x) + two 3 x 3 convolutions of x), with act between them too."""
 
     def __init__(
         self, before: int, width: int, stride: int, activation: str, generator: torch.Generator
@@ -73,7 +99,7 @@ class ResidualBlock(nn.Module):
 def draw_stages(
     net: Any, activation: str, generator: torch.Generator
 ) -> tuple[nn.Sequential, nn.Sequential]:
-    """The first convolution and the blocks of a net with `input_shape`, `widths` and `depth`."""
+    """Draw the first convolution and the blocks of a network by its shape, widths and depth."""
     channels, _, _ = check_image_shape(net.input_shape, 1)
     before = net.widths[0]
     stem, blocks = convolution(channels, before, generator), nn.Sequential()
@@ -88,7 +114,7 @@ def draw_stages(
 def convolution(
     before: int, after: int, generator: torch.Generator, *, size: int = 3, stride: int = 1
 ) -> nn.Sequential:
-    """Convolution drawn for ReLU (variance 2 / fan_in) and batch normalization."""
+    """Return a convolution, drawn for ReLU (variance 2 / fan_in), with batch normalization."""
     layer = nn.Conv2d(before, after, size, stride, size // 2, bias=False, device="meta")
     layer.to_empty(device="cpu")
     with torch.no_grad():

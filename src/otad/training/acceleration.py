@@ -1,4 +1,4 @@
-"""What makes training steps faster: mixed precision, torch.compile, CUDA graphs."""
+"""Faster training steps: mixed precision, torch.compile and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _WARMUP_STEPS = 3  # before the capture, so that libraries have chosen their ker
 
 @contextmanager
 def precision(device: torch.device | str, *, mixed: bool) -> Iterator[None]:
-    """Layers compute in bfloat16 where autocast allows it, or without autocast. The cache of cast
-    weights is cleared at both ends: torch itself keeps it inside an outer autocast, where every
-    step would see the weights of the first one."""
+    """Let layers compute in bfloat16 where autocast allows it, or without autocast.
+
+    The cache of cast weights is cleared at both ends. Inside an outer autocast torch would keep it,
+    and every step would use the weights of the first step."""
     torch.clear_autocast_cache()
     try:
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed):
@@ -30,7 +31,7 @@ def precision(device: torch.device | str, *, mixed: bool) -> Iterator[None]:
 
 
 def compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
-    """The function under torch.compile, or an `InputError` where that fails."""
+    """Return the function under torch.compile; raise `InputError` where that fails."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
     with _compile_errors(RuntimeError):  # this Python or system is not supported
@@ -54,11 +55,12 @@ def _compile_errors(kind: type[Exception]) -> Iterator[None]:
 
 
 class CapturedStep:
-    """A training step as a CUDA graph, for batches that all have one shape.
+    """A training step as a CUDA graph, for batches of one shape.
 
-    The first steps run normally on a side stream. Then one is captured, which runs nothing; from
-    there on each call copies its batch to the captured tensors and replays the graph. So the step
-    must read nothing back from the GPU, and what changes, such as the learning rate, is a tensor.
+    The first steps run normally on a side stream. Then one step is captured, which runs nothing.
+    From then on each call copies its batch to the captured tensors and replays the graph. So the
+    step must read nothing back from the GPU, and what changes, such as the learning rate, must be a
+    tensor.
     """
 
     def __init__(self, step: Callable[..., Tensor]) -> None:

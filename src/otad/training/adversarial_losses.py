@@ -1,4 +1,4 @@
-"""Losses of adversarial training that compare the outputs at clean inputs x and perturbed ones x':
+"""Losses of adversarial training that compare outputs at clean inputs x and at perturbed inputs x':
 
     TRADES (arXiv:1901.08573)   loss(f(x), y) + beta D(f(x), f(x'))
     MART (ICLR 2020)            - log p'_y - log(1.0001 - max over j != y of p'_j)
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_ROOM = 1e-4  # so that the second logarithm of MART is finite
+_ROOM = 1e-4  # added so that the second logarithm of MART is finite
 
 
 def divergence(clean: Tensor, perturbed: Tensor) -> Tensor:
-    """KL(p || p') (B,) of logits (B,C), or the squared difference of values (B,)."""
+    """Return KL(p || p') (B,) of logits (B,C), or the squared difference of values (B,)."""
     if clean.dim() == 1:
         return (clean - perturbed).square()
     logs = functional.log_softmax(clean, 1), functional.log_softmax(perturbed, 1)
@@ -25,12 +25,12 @@ def divergence(clean: Tensor, perturbed: Tensor) -> Tensor:
 
 
 def trades_losses(fitted: Tensor, clean: Tensor, perturbed: Tensor, beta: float) -> Tensor:
-    """(B,) from the losses `fitted` (B,) at the clean inputs, and both outputs."""
+    """Return the TRADES losses (B,) from the losses `fitted` (B,) at clean inputs and outputs."""
     return fitted + beta * divergence(clean, perturbed)
 
 
 def mart_losses(labels: Tensor, clean: Tensor, perturbed: Tensor, beta: float) -> Tensor:
-    """(B,) from labels (B,) and logits (B,C)."""
+    """Return the MART losses (B,) from labels (B,) and logits (B,C)."""
     logs = functional.log_softmax(perturbed, 1)
     own = labels[:, None]
     others = logs.scatter(1, own, -torch.inf).amax(1).exp()

@@ -16,20 +16,48 @@ from otad.threat import NORMS, LpBall
 from otad.training.config import check_range
 
 Perturbation = list[tuple[Tensor, Tensor]]
-"""Weights, each with what is added to it."""
+"""Pairs of a weight and the step that is added to it."""
 
 
 @dataclass(frozen=True)
 class Adversary:
-    """`steps` of steepest ascent within the ball of radius `eps` in `norm` ("l2" or "linf") and the
-    bounds of the net, from a random point of the ball; `step_size` is 2.5 eps / steps by default.
-    The gradient of a training step is taken at weights perturbed to raise the loss too, each matrix
-    by `weight_share` of its norm (adversarial weight perturbation, arXiv:2004.05884).
+    """The attacker of adversarial training, who perturbs inputs and weights to raise the loss.
 
-    - `unit`: of `eps` and `step_size`: that of the inputs, or "std" for the standard deviations by
-      which the net divides each feature.
-    - `warmup`: epochs in which eps grows linearly from 0, and the step size with it.
-    - `weight_warmup`: epochs before the weights are perturbed."""
+    Inputs are perturbed by steepest ascent within a ball and the bounds of the network.
+
+    Parameters
+    ----------
+    eps : float
+        The radius of the ball.
+    steps : int
+        The number of steps.
+    step_size : float or None
+        The length of a step, by default 2.5 eps / steps.
+    random_start : bool
+        Whether the ascent starts from a random point of the ball instead of the input itself.
+    weight_share : float
+        Each weight matrix is perturbed by this share of its norm before the gradient of a training
+        step is taken (adversarial weight perturbation, arXiv:2004.05884).
+    norm : str
+        "l2" or "linf".
+    unit : str
+        The unit of `eps` and `step_size`: "input" for the unit of inputs, "std" for the standard
+        deviations by which the network divides each feature.
+    warmup : float
+        The number of epochs in which eps and the step size grow linearly from 0.
+    weight_warmup : float
+        The number of epochs before weights are perturbed.
+
+    Examples
+    --------
+    >>> import otad
+    >>> from otad.training import Adversary, TrainConfig
+    >>> adversary = Adversary(eps=0.5, steps=5)
+    >>> adversary.ball(otad.nets.fc_resnet((4,), 2, bounds=(0.0, 1.0))).describe()
+    'l2, eps = 0.5, inputs in (0.0, 1.0)'
+    >>> TrainConfig(adversary=adversary, loss="trades").beta
+    6.0
+    """
 
     eps: float
     steps: int = 7
@@ -54,11 +82,11 @@ class Adversary:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it does the same at all times, as a CUDA graph does."""
+        """Whether it is the same in all epochs, as a CUDA graph requires."""
         return self.warmup == self.weight_warmup == 0
 
     def ball(self, net: InputNet, epoch: float = math.inf) -> LpBall:
-        """The ball of this net after `epoch` epochs, fractions included."""
+        """Return the ball for a network after `epoch` epochs, which may be a fraction."""
         scale = net.std.expand(net.input_shape) if self.unit == "std" else None
         eps = self.eps if epoch >= self.warmup else self.eps * epoch / self.warmup
         return NORMS[self.norm](eps, net.bounds, scale)
@@ -71,8 +99,10 @@ class Adversary:
         loss: Callable[[Tensor], Tensor],
         start: Tensor,
     ) -> Tensor:
-        """Inputs of the ball around x (B,*input_shape) whose outputs (B,...) have a large `loss`
-        (B,), found from `start` (B,*input_shape) with the net in evaluation mode."""
+        """Return inputs of the ball around x (B, *input_shape) whose outputs have a large loss.
+
+        The ascent begins at `start` (B, *input_shape). The network is in evaluation mode, and
+        `loss` maps its outputs (B, ...) to losses (B,)."""
         step_size = (self.step_size or 2.5 * self.eps / self.steps) * (ball.eps / self.eps)
         perturbed = ball.clip(start, x)
         with evaluating(net):
@@ -86,15 +116,17 @@ class Adversary:
         return perturbed
 
     def start(self, ball: LpBall, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniform in the ball around x, drawn on the device of the generator; or x itself."""
+        """Return random points of the ball around x, drawn on the generator's device, or x."""
         if not self.random_start:
             return x
         return x + ball.random_step(x, generator, dtype=x.dtype)
 
 
 def steepest_perturbation(loss: Tensor, net: nn.Module, share: float) -> Perturbation:
-    """Each trained matrix or kernel with a step along its gradient of `loss` of this share of its
-    norm; biases and scales of normalization are left alone."""
+    """Return a step along the gradient of `loss` for each trained matrix or kernel.
+
+    Its length is this share of the norm of the weight. Biases and scales of normalization are not
+    perturbed."""
     weights = [one for one in net.parameters() if one.requires_grad and one.dim() > 1]
     require(weights, "weight_share", "0 for a net that trains no matrix or kernel", share)
     gradients = torch.autograd.grad(loss, weights, materialize_grads=True)

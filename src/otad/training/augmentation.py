@@ -1,7 +1,8 @@
-"""Random changes of training images, for whole batches on the device they are on.
+"""Random changes of training images, for whole batches on the device where they are.
 
-An augmentation is a callable of images (B,C,H,W) in [0, 1] and a generator, on the CPU or on their
-device, that returns images of the same shape; it is a frozen dataclass, so `repr` describes it."""
+An augmentation is a function of images (B,C,H,W) in [0, 1] and of a generator, which is on the CPU
+or on their device. It returns images of the same shape. Augmentations are frozen dataclasses, so
+that `repr` describes them."""
 
 from __future__ import annotations
 
@@ -22,33 +23,34 @@ Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 _LEVELS = 256
 
 
-# Operations on images (B,C,H,W) with an amount (B,) for each image; an amount of 0 changes nothing.
+# Operations on images (B,C,H,W) with an amount (B,) for each image; 0 changes nothing.
 def sharpness(x: Tensor, amount: Tensor) -> Tensor:
-    """Away from the image smoothed over 3 x 3 pixels; the border is unchanged."""
+    """Move away from the image smoothed over 3 x 3 pixels. The border is unchanged."""
     if min(x.shape[2:]) < 3:
-        return x  # nothing but border
+        return x  # such an image is all border
     smooth = x.clone()
     inner = smooth[:, :, 1:-1, 1:-1]
-    inner.mul_(4).add_(functional.avg_pool2d(x, 3, stride=1), alpha=9).div_(13)  # 5 of 13 itself
+    # The pixel itself has the weight 5/13, each of its neighbors 1/13.
+    inner.mul_(4).add_(functional.avg_pool2d(x, 3, stride=1), alpha=9).div_(13)
     return _blend(smooth, x, amount)
 
 
 def posterize(x: Tensor, amount: Tensor) -> Tensor:
-    """Only the leading 8 - round(6 |amount|) of 8 bits."""
+    """Keep the leading 8 - round(6 |amount|) of 8 bits."""
     lost = 2 ** _per_image((6 * amount.abs()).round(), x)
     coarse = ((x * (_LEVELS - 1)).round() / lost).floor() * lost / (_LEVELS - 1)
     return torch.where(lost > 1, coarse, x)
 
 
 def autocontrast(x: Tensor, amount: Tensor) -> Tensor:
-    """Stretch each channel to all of [0, 1], wherever the amount is not 0."""
+    """Stretch each channel to all of [0, 1] where the amount is not 0."""
     low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
     stretched = (x - low) / (high - low).clamp_min(1e-12)
     return torch.where((_per_image(amount, x) != 0) & (high > low), stretched, x)
 
 
 def equalize(x: Tensor, amount: Tensor) -> Tensor:
-    """Level the histogram of each channel over 256 values, wherever the amount is not 0."""
+    """Level the histogram of each channel over 256 values where the amount is not 0."""
     values = (x * (_LEVELS - 1)).round().long().flatten(2)  # (B,C,H*W)
     counts = values.new_zeros(*values.shape[:2], _LEVELS)
     counts.scatter_add_(2, values, torch.ones_like(values))
@@ -70,8 +72,10 @@ def rotate(x: Tensor, amount: Tensor) -> Tensor:
 def _resample(
     x: Tensor, *matrix: Tensor | int, across: Tensor | int = 0, down: Tensor | int = 0
 ) -> Tensor:
-    """The image at ((xx, xy), (yx, yy)) p - (across, down) for each pixel p from the center,
-    bilinear; gray outside the image."""
+    """Return the image with pixel p taken from ((xx, xy), (yx, yy)) p - (across, down).
+
+    Positions are relative to the center. Interpolation is bilinear, and the image is gray outside
+    its border."""
     height, width = x.shape[2:]
     places = (torch.arange(n, dtype=x.dtype, device=x.device) - (n - 1) / 2 for n in x.shape[2:])
     py, px = torch.meshgrid(*places, indexing="ij")
@@ -95,7 +99,7 @@ def _blend(dull: Tensor, x: Tensor, amount: Tensor) -> Tensor:
 
 
 def _gray(x: Tensor) -> Tensor:
-    """(B,1,H,W): luminance of three channels, the mean of any other number."""
+    """Return (B,1,H,W): the luminance of three channels, or the mean of any other number."""
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     red, green, blue = x.split(1, dim=1)
@@ -103,19 +107,19 @@ def _gray(x: Tensor) -> Tensor:
 
 
 IMAGE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    # Away from black, mean gray or the gray image; towards it where the amount is negative.
+    # These move away from black, mean gray or the gray image, or towards it by a negative amount.
     "brightness": lambda x, amount: _blend(torch.zeros_like(x), x, amount),
     "contrast": lambda x, amount: _blend(_gray(x).mean((1, 2, 3), keepdim=True), x, amount),
     "saturation": lambda x, amount: _blend(_gray(x), x, amount),
     "sharpness": sharpness,
     "posterize": posterize,
-    # Invert what is brighter than 1 - |amount|.
+    # Invert pixels that are brighter than 1 - |amount|.
     "solarize": lambda x, amount: torch.where(x > 1 - _per_image(amount.abs(), x), 1 - x, x),
     "autocontrast": autocontrast,
     "equalize": equalize,
     "rotate": rotate,
-    # Rows (columns) move by the amount times their distance from the center, or all by the amount
-    # times the side.
+    # Shears move rows or columns by the amount times their distance from the center. Translations
+    # move the image by the amount times its side.
     "shear_x": lambda x, amount: _resample(x, 1, amount, 0, 1),
     "shear_y": lambda x, amount: _resample(x, 1, 0, amount, 1),
     "translate_x": lambda x, amount: _resample(x, 1, 0, 0, 1, across=amount * x.shape[3]),
@@ -126,7 +130,7 @@ TRIVIAL_OPS = ("identity", *IMAGE_OPS)
 
 @dataclass(frozen=True)
 class Compose:
-    """One after another."""
+    """Several augmentations, one after another."""
 
     steps: tuple[Augmentation, ...]
 
@@ -138,7 +142,7 @@ class Compose:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Pad by `padding` zeros on each side and cut out the original size at a random place."""
+    """Pads by `padding` zeros on each side and cuts out the original size at a random place."""
 
     padding: int = 4
 
@@ -159,7 +163,7 @@ class RandomCrop:
 
 @dataclass(frozen=True)
 class RandomFlip:
-    """Mirror left and right with this probability."""
+    """Mirrors images left and right with this probability."""
 
     probability: float = 0.5
 
@@ -173,7 +177,7 @@ class RandomFlip:
 
 @dataclass(frozen=True)
 class Cutout:
-    """A gray square of `size` pixels around a random pixel, cut off at the border."""
+    """Puts a gray square with sides of `size` pixels around a random pixel."""
 
     size: int = 8
 
@@ -192,10 +196,11 @@ class Cutout:
 
 @dataclass(frozen=True)
 class TrivialAugment:
-    """One op for each image, by an amount uniform in [-strength, strength]; the ops share the
-    images of a batch evenly. At strength 1 the ranges are those of the wide TrivialAugment:
-    enhancements by up to its factor, 135 degrees, shears by 1, translations by the whole side, 2 of
-    8 bits."""
+    """Applies one operation to each image, by an amount uniform in [-strength, strength].
+
+    The operations share the images of a batch evenly. At strength 1 the ranges are those of the
+    wide TrivialAugment: rotations by 135 degrees, shears by 1, translations by the whole side, and
+    2 of 8 bits."""
 
     strength: float = 1.0
     ops: tuple[str, ...] = TRIVIAL_OPS
@@ -208,9 +213,9 @@ class TrivialAugment:
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         names = list(self.ops)
-        host_rng(generator).shuffle(names)  # the first ones get one image more
+        host_rng(generator).shuffle(names)  # because the first operations may get one image more
         amount = self.strength * (2 * _uniform((len(x),), x, generator) - 1)
-        # Groups whose sizes the host knows, so that nothing is read back from a GPU.
+        # The host knows the sizes of these groups, so nothing is read back from a GPU.
         order = torch.randperm(len(x), generator=generator, device=generator.device)
         changed = x.clone()
         groups = order.to(x.device).tensor_split(len(names))
@@ -221,15 +226,19 @@ class TrivialAugment:
 
 
 def mixup(x: Tensor, y: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """s x + (1 - s) x' with s uniform in (0, 1), and the labels (B,) mixed in the same way as
-    shares (B,classes). The partner x' is at the mirrored place of the batch, which is random."""
+    """Return s x + (1 - s) x' with s uniform in (0, 1), and labels mixed in the same way.
+
+    Labels (B,) become shares (B,classes). The partner x' of an image is at the mirrored place of
+    the batch, whose order is random."""
     share = host_rng(generator).betavariate(1.0, 1.0)
     return share * x + (1 - share) * x.flip(0), _label_shares(y, classes, share, x)
 
 
 def cutmix(x: Tensor, y: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A box of the partner's pixels, about 1 - s of the area with s uniform in (0, 1), and the
-    labels (B,) mixed by the remaining area as shares (B,classes)."""
+    """Replace a box of each image by the pixels of its partner, and mix the labels by area.
+
+    The box has about 1 - s of the area, with s uniform in (0, 1). Labels (B,) become shares
+    (B,classes)."""
     rng = host_rng(generator)
     scale = (1 - rng.betavariate(1.0, 1.0)) ** 0.5
     box = []
@@ -246,7 +255,7 @@ def cutmix(x: Tensor, y: Tensor, classes: int, generator: torch.Generator) -> tu
 def mix_some(
     x: Tensor, y: Tensor, classes: int, generator: torch.Generator, *, probability: float
 ) -> tuple[Tensor, Tensor]:
-    """Mixup or CutMix of the batch with this probability, else the batch with labels as shares."""
+    """Apply mixup or CutMix with this probability; labels become shares in any case."""
     rng = host_rng(generator)
     if rng.random() >= probability:
         return x, _label_shares(y, classes, 1.0, x)
@@ -254,8 +263,9 @@ def mix_some(
 
 
 def host_rng(generator: torch.Generator) -> random.Random:
-    """Random numbers for the host from a generator that may be on a GPU, where reading a number
-    would stall it. The generator advances."""
+    """Return random numbers for the host from a generator that may be on a GPU.
+
+    Reading a number from a GPU would stall it, so its state is the seed. The generator advances."""
     rng = random.Random(generator.get_state().numpy().tobytes())
     torch.rand(1, generator=generator, device=generator.device)
     return rng
@@ -280,11 +290,11 @@ AUGMENTATIONS: dict[str, Augmentation | None] = {
     "light": Compose((RandomCrop(4), RandomFlip())),
     "strong": Compose((RandomCrop(4), RandomFlip(), TrivialAugment(0.5), Cutout(8))),
 }
-"""By name, for images of about 32 x 32 pixels in [0, 1]; "strong" is for small transformers."""
+"""Augmentations by name, for images of about 32 x 32 pixels; "strong" is for transformers."""
 
 
 def choose_augmentation(name: str, own: Augmentation | None, net: InputNet) -> Augmentation | None:
-    """The named augmentation, if the inputs of the net are images; for "none" the user's own."""
+    """Return the augmentation of that name for a network on images, or the user's for "none"."""
     if name == "none":
         return own
     require(own is None, "augment", "a name or an augmentation", f"{name!r} and {own!r}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from otad.checks import check_choice, check_shape, check_tensor, require
+from otad.checks import check_choice, require
 from otad.nets.base import Backbone, LinearHead
 from otad.nets.inputs import evaluating
 from otad.threat import LpBall
@@ -34,6 +34,7 @@ from otad.training.supervised import (
     SupervisedTraining,
     TrainResult,
     parts_of,
+    scaled_weights,
 )
 
 Loss = Callable[..., Tensor]
@@ -55,16 +56,12 @@ class TrainConfig(InputConfig):
     ----------
     epochs, batch_size : int
         How often all examples are used, and how many are used at a time.
-    learning_rate : float
-        The largest learning rate.
-    optimizer : str
-        "sgd" or "adamw".
+    learning_rate, optimizer : float, str
+        The largest learning rate, and "sgd" or "adamw".
     momentum, nesterov : float, bool
         The momentum of SGD, which may be Nesterov's, or the first beta of AdamW.
-    weight_decay : float
-        The weight decay.
-    decay_on : str
-        "all" parameters, or only the "matrices" of layers.
+    weight_decay, decay_on : float, str
+        The weight decay, and what it acts on: "all" parameters, or the "matrices" of layers.
     schedule : str
         After the warmup, "cosine" lowers the learning rate to zero, "step" divides it by ten after
         1/2 and 3/4 of the training, and "constant" leaves it.
@@ -391,16 +388,6 @@ class BackboneTraining(SupervisedTraining[Backbone]):
             with torch.no_grad(), precision(self.device, mixed=self.config.mixed_precision):
                 sums.append(_scores(net(x), y).sum())
         return float(torch.stack(sums).double().sum()) / len(data["val_y"])
-
-
-def scaled_weights(weights: Tensor, rows: int) -> Tensor:
-    """Return weights (rows,) of training examples in float64, scaled to a mean of 1."""
-    check_tensor(weights, "weights", "N")
-    check_shape(weights, "weights", (rows,), "with one for each training example")
-    least = float(weights.min())
-    require(least > 0, "weights", "positive numbers (leave out rows of weight 0)", least)
-    shares = weights.double() / weights.double().max()  # at most 1, so that the sum is finite
-    return shares / shares.mean()
 
 
 def _scores(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Training state in one safetensors file: atomically replaced, checksummed, without pickle.
+"""The state of a training in one safetensors file with a checksum, without pickle.
 
-Tensors and a JSON header are in one file, which one rename replaces: a kill at any moment leaves
-the file of the previous epoch or the new one."""
+Tensors and a JSON header are in one file, which is replaced by one rename. If the process is killed
+at any moment, the file of the previous epoch or of the new one remains."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 from otad.training.config import LoopConfig
 
 _RENAMED = {"config.replayed": "config.cuda_graph"}
-# What a setting means that only one of two descriptions of a run has: files of version 1 have all
-# settings of a backbone in every config.
+# The values of settings that a description of a run may lack. Files of version 1 have all settings
+# of a backbone in every config.
 _ABSENT = {
     **dict.fromkeys(("config.compiled", "config.cuda_graph"), False),
     **{f"config.{name}": 0.0 for name in ("energy_weight", "label_smoothing", "mixing")},
@@ -40,17 +40,17 @@ _ABSENT = {
 
 
 def stable_repr(value: object) -> str:
-    """`repr` without memory addresses, which differ in every process."""
+    """Return the `repr` without memory addresses, which differ in every process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def describe_run(net: nn.Module, config: LoopConfig) -> dict[str, Any]:
-    """The settings and the initial net, which a checkpoint must share to be resumed."""
+    """Return the settings and the initial network; a checkpoint must agree with both."""
     settings = asdict(config) | {"device": torch.device(config.device).type}
     del settings["log_every"]
     try:
         structure = net.config()  # type: ignore[operator]
-    except InputError:  # modules of the user's own
+    except InputError:  # it contains the user's own modules
         structure = {"structure": stable_repr(net)}
     if frozen := [name for name, weight in net.named_parameters() if not weight.requires_grad]:
         structure["frozen"] = frozen
@@ -65,11 +65,11 @@ def save_run(
     optimizer: torch.optim.Optimizer,
     history: Sequence[Any],
 ) -> None:
-    """Write the weights, the state of the optimizer and the records of a run."""
+    """Write the weights, the state of the optimizer and the records of a run to a file."""
     tensors = {f"net/{name}": tensor for name, tensor in weights.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{name}": value for name, value in state.items()}
-    # Without the time, so that a run that was killed ends with the same file.
+    # Without durations, so that a run that was killed and resumed ends with the same file.
     records = [{**asdict(record), "seconds": 0.0} for record in history]
     write_tensors(path, tensors, {"run": identity, "history": records})
 
@@ -77,7 +77,7 @@ def save_run(
 def load_run(
     path: Path, identity: Mapping[str, Any], weights: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
-    """Load weights and optimizer state of the run `identity`; return its records."""
+    """Load the weights and the optimizer's state of the run `identity`; return its records."""
     tensors, header = read_tensors(path)
     there, here = _flatten(header["run"]), _flatten(identity)
     differences = [
@@ -101,7 +101,7 @@ def load_run(
         state = {f"net.{name}": tensor for name, tensor in state.items()}
     weights.load_state_dict(state)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
-    # A fused optimizer walks over weights and moments by address: both need one memory layout.
+    # A fused optimizer reads weights and moments in memory order: both need the same layout.
     for weight, of_weight in optimizer.state.items():
         for name, moment in of_weight.items():
             if moment.dim() > 1:

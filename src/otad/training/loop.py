@@ -37,10 +37,11 @@ _log = logging.getLogger("otad")
 
 @dataclass(frozen=True)
 class Saving:
-    """Where and how often a run is saved and when it stops, which does not change what it learns.
+    """Where and how often a run is saved, and when it stops. This does not change what it learns.
 
-    It is saved in `checkpoint_dir` after an epoch if the last save is `save_seconds` ago, and at
-    the end; it stops if another epoch would end more than `max_seconds` after the start."""
+    A run is saved in `checkpoint_dir` at its end, and after an epoch if the last save was at least
+    `save_seconds` ago. It stops if another epoch would end more than `max_seconds` after its
+    start."""
 
     checkpoint_dir: str | Path | None = None
     save_seconds: float = 0.0
@@ -56,10 +57,10 @@ class Saving:
 
 
 class Training(ABC, Generic[AnyNet, AnyRecord]):
-    """One training run: a trainer subclasses it to say what a batch, a step and a record are.
+    """One training run. Subclasses define what a batch, a step and a record are.
 
-    Everything random in an epoch follows from the seed and the epoch, so a run resumed from a
-    checkpoint ends with the same weights bit for bit."""
+    Everything random in an epoch is determined by the seed and the number of the epoch, so a run
+    that was resumed from a checkpoint ends with the same weights bit for bit."""
 
     record_type: ClassVar[type]
     checkpoint_name: ClassVar[str] = CHECKPOINT
@@ -68,7 +69,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
     """Whether `batches` indexes tensors on the device of the net."""
 
     def text(self, record: AnyRecord) -> str:
-        """Beside the progress bar."""
+        """Return the text beside the progress bar."""
         return str(record)
 
     def __init__(
@@ -79,7 +80,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         device: torch.device,
         identity: Callable[[], dict[str, Any]],
     ) -> None:
-        """`identity` describes what a checkpoint must share beside net and config."""
+        """`identity` returns what a checkpoint must agree with, beside the network and config."""
         trained = any(weight.requires_grad for weight in net.parameters())
         require(trained, "net", "weights to train", "none that requires a gradient")
         self.config, self.saving, self.device = config, saving, device
@@ -99,27 +100,29 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
 
     @abstractmethod
     def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
-        """The tensors of each batch of rows (b,), with everything random already drawn."""
+        """Yield the tensors of each batch of rows (b,), with all random numbers drawn."""
 
     @abstractmethod
     def step(self, *batch: Tensor, first: bool) -> Tensor:
-        """One gradient step; means over the batch of the loss and of other finite values (m,)."""
+        """Take one gradient step and return batch means (m,) of the loss and other values."""
 
     def record(
         self, epoch: int, means: Sequence[float], score: float | None, seconds: float
     ) -> AnyRecord:
-        """What is reported of an epoch, from the means of its steps and the validation score."""
+        """Return the record of an epoch from the means of its steps and the validation score."""
         return self.record_type(epoch, *means, score, seconds)  # type: ignore[no-any-return]
 
     def prepare(self) -> None:
-        """Work before the first epoch of this process, if any epoch remains."""
+        """Do what is needed before the first epoch of this process, if any epoch remains."""
 
     def validate(self) -> float | None:
-        """The score on held-out data after an epoch."""
+        """Return the score on held-out data after an epoch."""
         return None
 
     def run(self, progress: Callable[[AnyRecord], None] | bool | None) -> None:
-        """Train for the epochs that remain, as far as the time allows, alone in the folder."""
+        """Train for the remaining epochs, as far as the time allows.
+
+        A lock makes sure that no other training uses the same folder."""
         if self.path is None:
             return self._run(progress)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +177,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         row_batches = epoch_batches(self.n_rows, self.config, epoch, indexed_on)
         generator = torch.Generator(self.device).manual_seed(seed)
         self.weights.net.train()
-        means: list[Tensor] = []  # on the device: reading a value in every step would stall a GPU
+        means: list[Tensor] = []  # on the device, because reading every value would stall a GPU
         on_cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
             torch.default_generator.manual_seed(seed)  # dropout draws from the global generators
@@ -200,12 +203,12 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         return self.record(epoch, values, score, perf_counter() - started)
 
     def backward(self, loss: Tensor) -> None:
-        """Replace the gradient by that of the loss."""
+        """Compute the gradient of the loss; older gradients are dropped."""
         self.optimizer.zero_grad()
         loss.backward()
 
     def update(self, *, first: bool) -> None:
-        """Follow the gradient of the weights; `first` for the first step of all."""
+        """Change the weights by their gradient. `first` marks the first step of all."""
         if self.config.gradient_clip > 0:
             parameters = self.weights.net.parameters()
             torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip)
@@ -214,12 +217,12 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
 
 
 class Averaged(nn.Module, Generic[AnyNet]):
-    """A net and, for a decay above 0, the running average of its weights. After step t it is
+    """A network and, if the decay is above 0, a running average of its weights. After step t it is
 
-        a_1 = w_1,    a_t = decay a_(t-1) + (1 - decay) w_t,
+        a_1 = w_1,    a_t = decay a_(t-1) + (1 - decay) w_t.
 
-    for the statistics of batch normalization too; integers are copied. torch's `AveragedModel`
-    reads its counter from the GPU once for every weight and step."""
+    The statistics of batch normalization are averaged too; integers are copied. The `AveragedModel`
+    of torch would read its counter from the GPU for every weight and step."""
 
     def __init__(self, net: AnyNet, decay: float) -> None:
         super().__init__()
@@ -229,7 +232,7 @@ class Averaged(nn.Module, Generic[AnyNet]):
 
     @property
     def best(self) -> AnyNet:
-        """The result of training: the average if there is one."""
+        """The result of the training: the average if there is one."""
         return self.net if self.average is None else self.average
 
     @torch.no_grad()
@@ -248,6 +251,7 @@ class Averaged(nn.Module, Generic[AnyNet]):
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the seed of everything random in an epoch."""
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -255,7 +259,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 def epoch_batches(
     n_rows: int, config: LoopConfig, epoch: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, ...]:
-    """All rows in a random order; a shorter last batch may be left out."""
+    """Return batches of all rows in a random order; a shorter last batch may be left out."""
     generator = torch.Generator().manual_seed(epoch_seed(config.seed, epoch))
     order = torch.randperm(n_rows, generator=generator).to(device)  # the same for all devices
     if config.whole_batches and n_rows > config.batch_size:
@@ -271,8 +275,9 @@ def reporting(
     label: str,
     text: Callable[[Any], str],
 ) -> Iterator[Callable[[Any], None]]:
-    """The caller's function of a record, a progress bar beside its text, or nothing: see
-    `otad.progress`."""
+    """Yield the function that reports a record: the caller's own, a progress bar, or nothing.
+
+    See `otad.progress`."""
     with part_bars(False if callable(progress) else progress) as draw:
         if callable(progress):
             yield progress

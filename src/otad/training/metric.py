@@ -1,5 +1,6 @@
-"""Training a metric, so that the nearest keys of an input are those of its class; optionally
-against an adversary that perturbs the input, as attacks on a defense by neighbors do."""
+"""Training a metric, so that the nearest keys of an input belong to inputs of its class.
+
+An adversary may perturb the inputs, as attacks on the choice of neighbors do."""
 
 from __future__ import annotations
 
@@ -26,14 +27,34 @@ _ENCODED_ROWS = 1024  # at a time
 
 @dataclass(frozen=True)
 class MetricConfig(InputConfig):
-    """Settings of `train_metric` beside those of `LoopConfig` and `InputConfig`.
+    """The settings of `train_metric`.
 
-    - `loss`: "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive" (the
-      last two by the extra `metric`), with its `margin`; `temperature` is for the first two.
-    - `adversary`: perturbs each input by ascent on the neighborhood loss, whatever the loss.
-    - `references`: neighbors are those in the "batch", or in a "bank" of the keys of all
-      training inputs, computed before every epoch and updated row by row within it.
-    - `n_neighbors`: number of votes for the score on validation data."""
+    Parameters
+    ----------
+    loss : str
+        "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive". The last
+        two need the extra `metric`.
+    margin : float or None
+        The margin of the loss. If None, the usual one.
+    temperature : float
+        The temperature of the losses "neighborhood" and "means".
+    references : str
+        Among which keys neighbors are searched: those of the "batch", or a "bank" of the keys of
+        all training inputs. The bank is computed before every epoch and updated in every step.
+    n_neighbors : int
+        The number of votes for the score on validation data.
+    adversary : Adversary or None
+        Perturbs each input by ascent on the neighborhood loss, whatever the loss.
+    epochs, batch_size, learning_rate, optimizer, ...
+        As in `TrainConfig`, with other defaults.
+
+    Examples
+    --------
+    >>> from otad.training import MetricConfig
+    >>> config = MetricConfig(epochs=5, loss="means")
+    >>> config.optimizer, config.margin_used
+    ('adamw', 0.5)
+    """
 
     epochs: int = 40
     batch_size: int = 512
@@ -65,7 +86,7 @@ class MetricConfig(InputConfig):
 
     @property
     def margin_used(self) -> float:
-        """The margin, or the usual one of the loss."""
+        """The margin that is used: `margin`, or the usual one of the loss."""
         return metric_losses.LOSSES[self.loss] if self.margin is None else self.margin
 
 
@@ -73,18 +94,43 @@ class MetricConfig(InputConfig):
 def train_metric(
     metric: Metric, data: Data, config: MetricConfig, *, progress: Progress = None, **options: Any
 ) -> TrainResult:
-    """Train `metric` in place, leaving it on `config.device` in evaluation mode.
+    """Train a metric in place and leave it on `config.device` in evaluation mode.
 
-    Arguments are those of `train`, with class labels. The train score of a record is the share of
-    inputs whose nearest reference is of their class; score and loss are those of the perturbed
-    inputs and weights if there is an adversary. The validation score is the accuracy of a vote
-    among the nearest training keys. The energy is 0."""
+    Parameters
+    ----------
+    metric : Metric
+        The network.
+    data, progress, **options
+        As in `train`. Targets are class labels.
+    config : MetricConfig
+        The settings.
+
+    Returns
+    -------
+    TrainResult
+        A record of every epoch. The training score is the share of inputs whose nearest reference
+        belongs to their class; with an adversary, score and loss are taken at perturbed inputs and
+        weights. The validation score is the accuracy of a vote among the nearest training keys. The
+        energy is 0.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.training import MetricConfig, train_metric
+    >>> x = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    >>> y = (x.mean((1, 2, 3)) > 0.5).long()
+    >>> metric = otad.nets.CNNMetric((1, 4, 4), widths=(2, 2), key_dim=3)
+    >>> result = train_metric(metric, (x, y), MetricConfig(epochs=2, batch_size=20))
+    >>> len(result.history), result.final.energy
+    (2, 0.0)
+    """
     return MetricTraining(metric, data, config, **options).fit(progress)
 
 
 @torch.no_grad()
 def encode(metric: Metric, x: Tensor) -> Tensor:
-    """Keys (N,m) of inputs (N,*input_shape), bytes or floats, in evaluation mode."""
+    """Return the keys (N,m) of inputs (N,*input_shape), bytes or floats, in evaluation mode."""
     with evaluating(metric):
         return torch.cat([metric(metric.from_bytes(batch)) for batch in x.split(_ENCODED_ROWS)])
 
@@ -93,7 +139,7 @@ def encode(metric: Metric, x: Tensor) -> Tensor:
 def neighbor_accuracy(
     keys: Tensor, labels: Tensor, references: Tensor, reference_labels: Tensor, *, n_neighbors: int
 ) -> float:
-    """Share of keys (B,m) whose nearest references (R,m) vote for their label."""
+    """Return the share of keys (B,m) whose nearest references (R,m) vote for their label."""
     votes = []
     for some in keys.split(_ENCODED_ROWS):
         lengths = metric_losses.squared_distances(some, references)

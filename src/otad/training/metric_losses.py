@@ -1,4 +1,4 @@
-"""Losses that bring keys of one class together and separate those of different classes."""
+"""Losses that bring keys of one class together and separate keys of different classes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from torch import Tensor
 from otad.errors import import_extra
 
 LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}  # usual margins
-OWN_LOSSES = ("neighborhood", "means")  # pytorch-metric-learning has the rest
+OWN_LOSSES = ("neighborhood", "means")  # the others are in pytorch-metric-learning
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""keys (B,m), labels (B,), references (R,m), their labels (R,), own place among them (B,) -> mean
-loss. Except for "neighborhood" the references are the same batch in the same order."""
+"""Maps keys (B,m), labels (B,), references (R,m), their labels (R,), and the place (B,) of each key
+among the references to the mean loss. Except for "neighborhood", the references are the same batch
+in the same order."""
 
 
 def squared_distances(keys: Tensor, references: Tensor) -> Tensor:
-    """|k_i - r_j|^2 (B,R), by a matrix product relative to the mean reference in full precision:
-    otherwise distances that are small compared with |k_i| would be lost in rounding."""
+    """Return |k_i - r_j|^2 (B,R) by a matrix product in full precision.
+
+    Keys are taken relative to the mean reference. Otherwise distances that are small compared with
+    |k_i| would be lost in rounding."""
     center = references.detach().mean(0)
     keys, references = keys - center, references - center
     ends = keys.square().sum(1, keepdim=True) + references.square().sum(1)
@@ -38,13 +41,13 @@ def neighborhood_loss(
     temperature: float = 0.1,
     margin: float = 0.0,
 ) -> Tensor:
-    """Per row (B,), how unlikely a soft nearest neighbor is of the right class:
+    """Return for each row (B,) how unlikely it is that a soft nearest neighbor is of its class:
 
         -log( sum over j of the same class of p_ij ),  p_ij ~ exp(-|k_i - r_j|^2 / temperature).
 
     Distances within a class count as longer by `margin`. `own` (B,) is the place of each row's own
-    copy in the references, which is no neighbor; -1 for none. The loss is 0 for a row without a
-    reference of its class."""
+    copy among the references, which is not a neighbor, or -1 for none. The loss is 0 for a row
+    without a reference of its class."""
     same = labels[:, None] == reference_labels
     lengths = squared_distances(keys, references)
     if margin > 0:
@@ -55,7 +58,8 @@ def neighborhood_loss(
     if own is not None:
         others = own[:, None] != torch.arange(len(references), device=own.device)
     same = same & others
-    # For rows without their class nothing is masked: two equal finite sums, whose gradients cancel.
+    # Rows without a reference of their class are not masked: both sums are equal and finite, and
+    # their gradients cancel.
     has_class = same.any(1, keepdim=True)
     scores = scores.masked_fill(~others & has_class, -math.inf)
     right = scores.masked_fill(~same & has_class, -math.inf)
@@ -72,12 +76,13 @@ def means_loss(
     temperature: float = 0.25,
     margin: float = 0.5,
 ) -> Tensor:
-    """Per row (B,), how unlikely its class is by the distance to the mean key of each:
+    """Return for each row (B,) how unlikely its class is, by the distance to each class mean:
 
         -log( p_iy ),  p_ic ~ exp(-(|k_i - m_c| + margin [c = y]) / temperature).
 
-    Means of the references (R,m), without the row's own copy `own` (B,); 0 for a row alone in its
-    class. Plain distances, since their differences certify a Lipschitz map."""
+    Means are taken over the references (R,m) without the row's own copy `own` (B,). The loss is 0
+    for a row that is alone in its class. Distances are not squared, because differences of
+    distances give certificates for a Lipschitz map."""
     alike = (reference_labels[:, None] == reference_labels).to(keys.dtype)
     counts = alike.sum(1)
     means = alike @ references / counts[:, None]  # one for each reference
@@ -91,11 +96,12 @@ def means_loss(
 
 
 def make_loss(name: str, margin: float, temperature: float) -> Loss:
-    """The mean loss over a batch.
+    """Return the mean loss over a batch as a function.
 
-    triplet: mean of max(0, |a - p| - |a - n| + margin) over semi-hard triplets (a, p, n), those
-    with 0 < |a - n| - |a - p| <= margin. contrastive: mean |a - p| over pairs of one class, plus
-    mean max(0, margin - |a - n|) over all other pairs; means are over nonzero terms."""
+    - triplet: the mean of max(0, |a - p| - |a - n| + margin) over semi-hard triplets (a, p, n),
+      which have 0 < |a - n| - |a - p| <= margin.
+    - contrastive: the mean of |a - p| over pairs of one class, plus the mean of
+      max(0, margin - |a - n|) over all other pairs. Means are taken over nonzero terms."""
     if name in OWN_LOSSES:
         row_loss = neighborhood_loss if name == "neighborhood" else means_loss
         return lambda *batch: row_loss(*batch, temperature=temperature, margin=margin).mean()
@@ -110,7 +116,7 @@ def make_loss(name: str, margin: float, temperature: float) -> Loss:
         miner, loss = None, losses.ContrastiveLoss(neg_margin=margin, distance=plain)
 
     def mean_over_pairs(keys: Tensor, labels: Tensor, references: Tensor, *_rest: Tensor) -> Tensor:
-        # The same object: the library then leaves out pairs of a row with itself.
+        # The same tensor of labels: then the library leaves out pairs of a row with itself.
         among = {"ref_emb": references, "ref_labels": labels}
         found = None if miner is None else miner(keys, labels, **among)
         return loss(keys, labels, found, **among)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice, check_device, require
+from otad.checks import check_choice, check_device, check_shape, check_tensor, require
 from otad.io.tensor_files import fingerprint
 from otad.nets.inputs import InputNet
 from otad.scores import score_text
@@ -156,9 +156,14 @@ class Split(Protocol):
     """
 
     @property
-    def train_x(self) -> Tensor: ...
+    def train_x(self) -> Tensor:
+        """The training inputs (N, *input_shape)."""
+        ...
+
     @property
-    def train_y(self) -> Tensor: ...
+    def train_y(self) -> Tensor:
+        """The targets (N,): labels (int64), or values."""
+        ...
 
 
 Data = Split | Sequence[Tensor]
@@ -169,7 +174,7 @@ class SupervisedTraining(Training[Net, EpochRecord]):
     config: InputConfig
     record_type: ClassVar[type] = EpochRecord
     ball: LpBall
-    """What the adversary may do to the present batch."""
+    """The ball within which the adversary perturbs the current batch."""
     weight_share = 0.0
 
     def __init__(
@@ -215,13 +220,13 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         return len(self.data["train_x"])
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """Inputs in the memory layout of the config."""
+        """Return inputs in the memory layout that the config asks for."""
         if self.config.channels_last and x.dim() == 4:
             return x.contiguous(memory_format=torch.channels_last)
         return x
 
     def begin_attack(self, x: Tensor, share: float, generator: torch.Generator) -> Tensor:
-        """Where the adversary starts (B,*input_shape) on a batch after this share of an epoch."""
+        """Return the adversary's first inputs for a batch x (B,*), after a share of an epoch."""
         adversary, epoch = self.config.adversary, len(self.history) + share
         if adversary is None:
             return x
@@ -230,7 +235,7 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         return adversary.start(self.ball, x, generator)
 
     def weight_perturbation(self, loss: Callable[[], Tensor]) -> Perturbation:
-        """What the adversary adds to the weights to raise the loss of the present batch."""
+        """Return what the adversary adds to the weights to raise the loss of the current batch."""
         if self.weight_share == 0:
             return []
         return steepest_perturbation(loss(), self.weights.net, self.weight_share)
@@ -254,3 +259,13 @@ def parts_of(data: Data) -> dict[str, Tensor]:
     got = ", ".join(parts) or "none of them"
     require(tuple(parts) in (_PARTS[:2], _PARTS), "data", expected, got)
     return parts
+
+
+def scaled_weights(weights: Tensor, rows: int) -> Tensor:
+    """Return weights (rows,) of training examples in float64, scaled to a mean of 1."""
+    check_tensor(weights, "weights", "N")
+    check_shape(weights, "weights", (rows,), "with one for each training example")
+    least = float(weights.min())
+    require(least > 0, "weights", "positive numbers (leave out rows of weight 0)", least)
+    shares = weights.double() / weights.double().max()  # at most 1, so that the sum is finite
+    return shares / shares.mean()
