@@ -33,6 +33,8 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
 autodoc_member_order = "bysource"
+napoleon_custom_sections = [("Attributes", "params_style")]  # as one list
+python_maximum_signature_line_length = 88
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autosummary_generate = True
@@ -83,6 +85,25 @@ def _link_within_site(app, page, source):
         source[0] = re.sub(rf"\]\((?:\.\./)+{file}(?=[)#])", f"]({target}", source[0])
 
 
+def _escape_marks(app, what, name, obj, options, lines):
+    """In docstrings only backticks are markup: (n, *input_shape) and |x| are text."""
+    for number, line in enumerate(lines):
+        parts = line.split("`")
+        parts[::2] = [re.sub(r"(?<![\w*])\*(?=\w)|\|", r"\\\g<0>", part) for part in parts[::2]]
+        if not line.lstrip().startswith((">>>", "...")):
+            lines[number] = "`".join(parts)
+
+
+def _skip_fields(app, what, name, obj, skip, options):
+    """Docstrings describe the fields of a named tuple; its own only number them."""
+    return (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") or None
+
+
+def _show_factories(app, what, name, obj, options, signature, returned):
+    """Fields whose default is made by a function have a default that Sphinx can read."""
+    return signature and signature.replace("<factory>", "..."), returned
+
+
 def _show_math(writer, node):
     """Formulas are MathML, which browsers show without a script from elsewhere."""
     display = "block" if node.tagname == "math_block" else "inline"
@@ -94,4 +115,7 @@ def _show_math(writer, node):
 
 def setup(app):
     app.connect("source-read", _link_within_site)
+    app.connect("autodoc-process-docstring", _escape_marks, priority=400)  # before napoleon
+    app.connect("autodoc-skip-member", _skip_fields)
+    app.connect("autodoc-process-signature", _show_factories)
     app.add_html_math_renderer("mathml", (_show_math, None), (_show_math, None))

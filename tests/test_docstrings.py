@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,6 +67,15 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 THINGS = public_names()
+REFERENCE = Path(__file__).parents[1] / "docs" / "api"
+
+
+@pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=lambda page: page.stem)
+def test_reference_lists_every_public_name(page: Path) -> None:
+    text = page.read_text() + REFERENCE.with_suffix(".md").read_text()
+    (module,) = re.findall(r"currentmodule:: (\S+)", text)
+    missing = {*importlib.import_module(module).__all__} - {*re.findall(r"\w+", text)}
+    assert missing <= {"__version__", "Task"}
 
 
 def test_public_methods_are_documented() -> None:

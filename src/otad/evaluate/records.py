@@ -201,6 +201,7 @@ class Evaluation:
     Examples
     --------
     >>> import otad
+    >>> from otad.evaluate import Evaluation
     >>> digits = otad.data.load("digits")
     >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
     >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
@@ -211,8 +212,8 @@ class Evaluation:
     >>> found.worst_case_accuracy <= found.clean["otad"].value / 100
     True
     >>> found.write("evaluation.json")
-    >>> otad.evaluate.__name__, type(found).read("evaluation.json").n
-    ('evaluate', 4)
+    >>> Evaluation.read("evaluation.json").n
+    4
     """
 
     task: str
