@@ -173,15 +173,13 @@ def test_refusals_write_nothing(workshop: Path, command: str, options: str, mess
 
 
 def test_experiments_are_reproduced_by_name_or_file() -> None:
-    assert terminal.succeed("reproduce").stdout.split() == list(names())
     for name in ("one", "two"):
         Path(f"{name}.toml").write_text(WINE, encoding="utf-8")
-    printed = terminal.json("reproduce", "one.toml", "two.toml", "--page", "results.md")
+    printed = terminal.json("reproduce", "one.toml", "two.toml", "--pages", "docs")
     assert [record["name"] for record in printed] == ["one", "two"]
     for record in printed:
         assert record == json.loads(Path("results", f"{record['name']}.json").read_text())
-        command = f"`otad reproduce {record['name']} --seed 0`"
-        assert command in Path("results.md").read_text(encoding="utf-8")
+    assert "tab:cw" in Path("docs/paper.md").read_text(encoding="utf-8")
     before = {path: path.read_bytes() for path in Path("results").glob("*.json")}
     message = terminal.refuse("reproduce", "one.toml", "two.toml")
     assert "--force" in message
@@ -191,8 +189,19 @@ def test_experiments_are_reproduced_by_name_or_file() -> None:
     assert "results/two.json exists and stays" in result.stderr
     assert Path("results/two.json").read_bytes() == before[Path("results/two.json")]
     assert terminal.json("reproduce", "one.toml", "--force")["name"] == "one"
-    assert "results.md" in terminal.refuse("reproduce", "--page", "results.md")
-    terminal.succeed("reproduce", "--page", "results.md", "--force")
+    assert "docs/paper.md" in terminal.refuse("reproduce", "--pages", "docs")
+    terminal.succeed("reproduce", "--pages", "docs", "--force")
+
+
+def test_experiments_are_listed() -> None:
+    lines = terminal.succeed("reproduce", "--list").stdout.splitlines()
+    assert [line for line in lines if line[0] != " "] == ["Of the paper", "Beyond the paper"]
+    assert sorted(line.split()[0] for line in lines if line[0] == " ") == list(names())
+    assert "(tab:cw, tab:bpda, tab:square)" in lines[1]
+    listed = terminal.json("reproduce")
+    assert listed[0]["labels"] == ["tab:cw", "tab:bpda", "tab:square"]
+    assert "names: " in terminal.refuse("reproduce", "mnist", "--list")
+    assert "did you mean tab:cw" in terminal.refuse("reproduce", "tab:cv")
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ train = { epochs = 2, warmup = 0 }
 [attacks]
 push = { name = "pgd", eps = 0.1, points = 9, options = { steps = 2 } }
 [rows]
-net = { net = "vit", method = "net", attacks = ["push"], at_least = { push = 99, accuracy = 0 } }
+net = { net = "vit", method = "net", attacks = ["push"] }
 exact = { net = "vit", method = "otad", metric = "learned", attacks = ["push"] }
 estimated = { net = "vit", method = "otad", metric = "learned", surrogate = "imitation" }
 few = { net = "vit", method = "otad", metric = "learned", per_class = 2 }

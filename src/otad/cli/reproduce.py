@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,15 +13,22 @@ from otad.checks import check_device, require
 from otad.cli import options as opt
 from otad.cli.console import remark
 from otad.cli.outputs import check_out
-from otad.io.codec import read_json
+from otad.io.codec import read_json, to_plain
+
+if TYPE_CHECKING:  # it imports torch
+    from otad.experiments import Listed
 
 HOW = ("jobs", "data_dir", "out", "work", "max_seconds", "seed", "quick")
 
 
 def reproduce(
     names: Annotated[
-        opt.Names, opt.argument("NAME...", "Experiments, 'all' or your own .toml; none lists them.")
+        opt.Names,
+        opt.argument("NAME...", "Experiments, labels such as tab:cw, 'all' or your own .toml."),
     ] = None,
+    listing: Annotated[
+        bool, opt.option("List the experiments and what is recorded of them in --out.", "--list")
+    ] = False,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
     out: opt.OutFolder = Path("results"),
@@ -32,28 +40,33 @@ def reproduce(
     max_seconds: opt.MaxSeconds = None,
     seed: opt.Seed = 0,
     quick: Annotated[bool, opt.option("Small data, for a test run.", "--quick")] = False,
-    page: Annotated[Path | None, opt.option("Markdown page for all records of --out.")] = None,
+    pages: Annotated[
+        Path | None, opt.option("Folder for the pages of tables, from all records of --out.")
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Reproduce published tables, with the published figures beside ours.
 
-    Trained nets and finished parts are stored: a killed run resumes, and experiments share the
-    parts they have in common. A record or page that exists is replaced with --force alone.
+    A label of the paper, such as tab:cw, runs all that this table needs. Trained nets and finished
+    parts are stored: a killed run resumes, and experiments share the parts they have in common. A
+    record or page that exists is replaced with --force alone.
 
-    Example: otad reproduce mnist --data-dir data --device cuda --page docs/results.md
+    Example: otad reproduce tab:cw --data-dir data --device cuda
     """
     how = opt.given(locals(), HOW)
     from otad import experiments
+    from otad.experiments.listing import experiments_for
+    from otad.experiments.pages import layout
 
-    if page is not None:
-        check_out(page.parent, force, results=[page.name])
-    known = experiments.names()
-    if not names:
-        typer.echo("\n".join(known))
-    else:
+    if pages is not None:
+        check_out(pages, force, results=[f"{name}.md" for name in layout().pages])
+    if listing or not (names or pages):
+        require(not names, "names", "none with --list", ", ".join(names or ()))
+        show_experiments(experiments.list_experiments(out), as_json)
+    elif names:
         require("all" not in names or len(names) == 1, "names", "'all' alone", ", ".join(names))
         how |= {"device": str(check_device(device)), "progress": True}
-        chosen = list(known) if names == ["all"] else names
+        chosen = experiments.names() if names == ["all"] else experiments_for(names)
         ending = "-quick.json" if quick else ".json"
         paths = [out / (Path(name).stem + ending) for name in chosen]
         done = [path for path in paths if path.exists() and not force]
@@ -68,6 +81,21 @@ def reproduce(
             typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=1))
         for path in paths:
             remark(f"{'found' if path in done else 'wrote'} {path}")
-    if page is not None:
-        experiments.write_page(out, page)
-        remark(f"wrote {page}")
+    if pages is not None:
+        for path in experiments.write_pages(out, pages):
+            remark(f"wrote {path}")
+
+
+def show_experiments(listed: Sequence[Listed], as_json: bool) -> None:
+    """One line for each: those of the paper, then our own."""
+    if as_json:
+        typer.echo(json.dumps(to_plain(listed), indent=1))
+        return
+    for title, is_ours in (("Of the paper", False), ("Beyond the paper", True)):
+        typer.echo(title)
+        for one in (one for one in listed if is_ours == (not one.labels)):
+            minutes = "-" if one.minutes is None else f"{max(1, round(one.minutes))} min"
+            recorded = f"{one.recorded}/{one.rows} rows recorded"
+            known = f"{recorded:20} {minutes:>6}  {one.device or '-':12} {', '.join(one.data)}"
+            labels = f" ({', '.join(one.labels)})" if one.labels else ""
+            typer.echo(f"  {one.name:22} {known:68} {one.title}{labels}")

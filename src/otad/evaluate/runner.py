@@ -134,6 +134,7 @@ def evaluate(
     """
     started = time.perf_counter()
     model, x, y, threat = prepared(model, x, y, threat)
+    environment = Environment.now(x.device, torch.get_num_threads())
     given = [threat.eps] if eps is None else [float(value) for value in eps]
     are_radii = given and all(0 <= value < math.inf for value in given)
     expected = "at least one finite radius of at least 0, in ascending order"
@@ -205,7 +206,7 @@ def evaluate(
         task=task, n=len(x), seed=seed, threat=threat.to_dict(), eps=radii,
         model=run.card | {"abstained": run.abstained},
         attacker_knows=ATTACKER_KNOWS[defended_of(model) is not None],
-        environment=Environment.now(x.device, torch.get_num_threads()),
+        environment=environment,
         clean=scores, solver=solver, clean_errors=run.clean_errors,
         clean_right=tuple(run.right.nonzero()[:, 0].tolist()),
         attacks=records, certificate=proof, flags=tuple(raised), missing=missing,

@@ -2,10 +2,19 @@
 
 from otad.arguments import guard
 from otad.experiments.experiment import names
+from otad.experiments.listing import Listed, list_experiments
+from otad.experiments.pages import write_pages
 from otad.experiments.records import RunRecord
 from otad.experiments.run import reproduce, reproduce_together
-from otad.experiments.tables import write_page
 
-__all__ = ["RunRecord", "names", "reproduce", "reproduce_together", "write_page"]
+__all__ = [
+    "Listed",
+    "RunRecord",
+    "list_experiments",
+    "names",
+    "reproduce",
+    "reproduce_together",
+    "write_pages",
+]
 
 guard(globals(), __all__)

@@ -16,8 +16,9 @@ from otad.model.account import SolverAccount
 from otad.model.diagnostics import Distribution
 from otad.scores import Score
 
-FAMILY = "otad-run-"
-FORMAT = f"{FAMILY}2"
+FORMAT = "otad-run-2"
+# Keys of configurations in earlier records: published figures, which are in layouts now, and goals.
+_RETIRED = "published published_in at_least at_most ratio_at_most seconds_at_most gigabytes_at_most"
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class RunRecord:
     @cached_property
     def experiment(self) -> Experiment:
         """The experiment that the record's settings describe."""
-        return parse_experiment(self.config, self.name, self.quick)
+        return parse_experiment(_without_retired(self.config), self.name, self.quick)
 
     def write(self, path: Path) -> None:
         """Write the record to a JSON file."""
@@ -220,12 +221,9 @@ class RunRecord:
         return record
 
 
-def read_records(folder: Path) -> list[RunRecord]:
-    """Return the records of experiments in a folder, by name; other JSON files are ignored."""
-    contents = {path: read_json(path) for path in sorted(folder.glob("*.json"))}
-    tables = {path: content for path, content in contents.items() if isinstance(content, dict)}
-    found = [path for path, table in tables.items() if str(table.get("format")).startswith(FAMILY)]
-    return [RunRecord.read(path) for path in found]
+def _without_retired(config: dict[str, Any]) -> dict[str, Any]:
+    items = ((key, value) for key, value in config.items() if key not in _RETIRED.split())
+    return {k: _without_retired(value) if type(value) is dict else value for k, value in items}
 
 
 def code_fingerprint() -> str:

@@ -19,18 +19,19 @@ from typing import Any, NamedTuple
 import torch
 
 from otad.attacks import L2
-from otad.checks import check_count, check_device
+from otad.checks import check_count, check_device, require
 from otad.data.dataset import refuse_repeats
 from otad.errors import OtadError
 from otad.evaluate.runner import evaluate
 from otad.experiments.cache import RESUMES, UnfinishedError, WorkFolder
 from otad.experiments.experiment import Experiment, read_experiment
+from otad.experiments.figures import draw_costs, draw_curve
+from otad.experiments.listing import experiments_for
 from otad.experiments.probe import measure_costs, measure_speeds
 from otad.experiments.records import RunRecord, SuiteRecord, code_fingerprint
 from otad.experiments.rows import certified_scores, make_attacks, points_of
 from otad.experiments.spec import CertifySpec
 from otad.experiments.study import Study
-from otad.experiments.tables import draw_costs, draw_curve
 from otad.io.codec import digest_of
 from otad.io.environment import Environment
 from otad.progress import PartReport, part_bars
@@ -58,7 +59,9 @@ def reproduce(name: str | Path, **options: Any) -> RunRecord:
     >>> record.rows["otad"].score.n
     360
     """
-    return reproduce_together([name], **options)[0]
+    needed = experiments_for([name])
+    require(len(needed) == 1, "name", "that of one experiment", f"{name}, of {needed}")
+    return reproduce_together(needed, **options)[0]
 
 
 def reproduce_together(
@@ -81,7 +84,8 @@ def reproduce_together(
     Parameters
     ----------
     names : sequence of str or Path
-        Names of experiments (see `names`), or TOML files.
+        Names of experiments (see `names`), TOML files, or labels of the paper's tables such as
+        "tab:cw", which may need several experiments.
     jobs : int
         Processes that share trainings, rows and attacks. Speed is measured afterwards, by one
         process.
@@ -122,8 +126,10 @@ def reproduce_together(
     check_count(jobs, "jobs", most=1024)
     check_seed(seed)
     check_device(device)
-    refuse_repeats((Path(name).stem for name in names), "names")
-    experiments = [read_experiment(name, quick=quick) for name in names]
+    chosen = experiments_for(names)
+    for listed in (names, chosen):
+        refuse_repeats((Path(name).stem for name in listed), "names")
+    experiments = [read_experiment(name, quick=quick) for name in chosen]
     deadline, out = None if max_seconds is None else time.time() + max_seconds, Path(out)
     folder = WorkFolder(Path(work or out / ".work"), deadline)
     make = partial(Study, work=folder, data_dir=data_dir, device=device, seed=seed)

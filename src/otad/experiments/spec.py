@@ -12,7 +12,6 @@ from otad.checks import check_choice, require
 from otad.training import RECIPES
 
 RANDOM_STEP = "random_step"
-WORST = "worst"
 UNLEARNED = ("pretrained", "pixels")
 Normalization = Literal["none", "feature", "channel", "all"]
 Unit = Literal["input", "std"]
@@ -158,9 +157,7 @@ class LipschitzSpec:
 
 @dataclass(frozen=True)
 class RowSpec:
-    """One row of a table. `published` and `at_least` are by metric (accuracies in percent), by the
-    name of an attack, and by "certified EPS"; in regression `published` also has "ATTACK E" and
-    "ATTACK SMAPE"."""
+    """One row: a method on a net, and what is measured of it."""
 
     net: NetName
     method: Literal["net", "otad", "mean_feature_knn", "majority_knn"]
@@ -173,9 +170,6 @@ class RowSpec:
     climb: tuple[float, float] | None = None
     lipschitz: LipschitzSpec | None = None
     certify: CertifySpec | None = None
-    published: dict[str, float] = field(default_factory=dict)
-    published_in: str = ""
-    at_least: dict[str, float] = field(default_factory=dict)
     attacks: dict[str, AttackSpec] = field(default_factory=dict)
     metric: MetricName | None = None
     surrogate: SurrogateName | None = None  # answers instead of the exact solver
@@ -213,16 +207,6 @@ class EvaluateSpec:
     attacks: dict[str, Options] = field(default_factory=dict)  # empty: the preset "standard"
     skip_proved: tuple[str, ...] = ()  # attacks that skip points with a certificate of the radius
     certify: tuple[RowName, ...] = ()  # rows to certify on these points; if any, those beside too
-    at_most: dict[str, float] = field(default_factory=dict)  # worst case in percent, by eps
-    # certified accuracy in percent, by row and eps, or with "worst" for a row the worst case
-    at_least: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for key in self.at_least:
-            check_choice(key, "at_least", (*self.certify, WORST))
-        for where, bounds in {"at_most": self.at_most, **self.at_least}.items():
-            for key in bounds:
-                check_choice(key, where, tuple(map(name_of, self.eps)))
 
 
 @dataclass(frozen=True)
@@ -235,8 +219,6 @@ class CostSpec:
     batch_size: Count = 1000
     threads: Count = 2
     devices: tuple[str, ...] = ("cpu", "cuda")
-    seconds_at_most: float | None = None  # for the largest bank
-    gigabytes_at_most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -249,10 +231,6 @@ class SpeedSpec:
     threads: Count = 2
     places: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")  # of the bank
     steps: bool = False  # also the time of each step of the defense
-    published: dict[RowName, float] = field(default_factory=dict)  # milliseconds a query, by row
-    published_in: str = ""
-    ratio_at_most: dict[RowName, float] = field(default_factory=dict)  # to the first row, in memory
-    gigabytes_at_most: dict[RowName, float] = field(default_factory=dict)  # resident, from disk
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,13 +14,16 @@ from pathlib import Path
 
 import torch
 
+from otad.checks import require
+
 PACKAGES = "otad torch numpy scipy cvxpy clarabel proxsuite POT pyautoattack nevergrad foolbox"
 PACKAGES += " adversarial-robustness-toolbox"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and when a benchmark ran, with which versions (None: not installed)."""
+    """Where and when a run took place, with which versions (None: not installed). `commit`: of the
+    repository of this file; where there is none, that of the variable OTAD_COMMIT, or None."""
 
     started: str
     commit: str | None
@@ -32,13 +37,10 @@ class Environment:
 
     @staticmethod
     def now(device: torch.device, threads: int) -> Environment:
-        cpu, git = _cpu_name(), ("git", "-C", str(Path(__file__).parent))
-        # None in a repository that does not track this file, such as that around an environment
-        tracked = _output(*git, "ls-files", ".")
-        describe = "describe", "--always", "--dirty", "--abbrev=40"
+        cpu = _cpu_name()
         return Environment(
             started=datetime.now(UTC).isoformat(timespec="seconds"),
-            commit=_output(*git, *describe) if tracked else None,
+            commit=_commit(),
             python=platform.python_version(),
             versions={name: _version(name) for name in PACKAGES.split()},
             platform=platform.platform(),
@@ -47,6 +49,17 @@ class Environment:
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
             threads=threads,
         )
+
+
+def _commit() -> str | None:
+    git = "git", "-C", str(Path(__file__).parent)
+    # None in a repository that does not track this file, such as that around an environment
+    if _output(*git, "ls-files", "."):
+        return _output(*git, "describe", "--always", "--dirty", "--abbrev=40")
+    given = os.environ.get("OTAD_COMMIT", "")
+    is_commit = re.fullmatch("[0-9a-f]{7,40}", given)
+    require(is_commit or not given, "OTAD_COMMIT", "7 to 40 hexadecimal digits", repr(given))
+    return given or None
 
 
 def _version(package: str) -> str | None:

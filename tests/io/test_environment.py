@@ -1,0 +1,37 @@
+"""A record names the commit it was made from, also where there is no repository."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from otad.errors import InputError
+from otad.io import environment
+from otad.io.environment import Environment
+
+
+def commit() -> str | None:
+    return Environment.now(torch.device("cpu"), 1).commit
+
+
+def test_the_commit_of_the_repository_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (Path(__file__).parents[2] / ".git").exists():
+        pytest.skip("no repository")
+    monkeypatch.setenv("OTAD_COMMIT", "0123abc")
+    assert re.fullmatch("[0-9a-f]{40}(-dirty)?", commit() or "")
+
+
+def test_without_a_repository_the_variable_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_output", lambda *command: None)
+    monkeypatch.delenv("OTAD_COMMIT", raising=False)
+    assert commit() is None
+    for given in ("0123abc", "0123456789" * 4):
+        monkeypatch.setenv("OTAD_COMMIT", given)
+        assert commit() == given
+    for wrong in ("main", "0123ab", "0" * 41, "0123abc-dirty"):
+        monkeypatch.setenv("OTAD_COMMIT", wrong)
+        with pytest.raises(InputError, match=f"OTAD_COMMIT: .*7 to 40.*{wrong}"):
+            commit()
