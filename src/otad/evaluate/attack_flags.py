@@ -36,8 +36,8 @@ FAR = 10.0  # times eps: large, where inputs have no bounds
 KNOWING, BLIND = ("white-box", "adaptive"), ("black-box", "random")
 LARGE_EPS = "a large eps drives accuracy to chance"
 MASKED = (
-    "Look for what hides the gradient or the neighbors from the white-box attacks, and add an "
-    "adaptive attack that goes around it. Until then the worst case is too optimistic."
+    "Find out what hides the gradient or the neighbors from the white-box attacks, and add an "
+    "attack that avoids it. Until then the worst case is too optimistic."
 )
 
 
@@ -54,10 +54,10 @@ class Planted(NamedTuple):
 
 @check(
     PLANTED,
-    "In a copy of the model, pairs are added to the bank so that an input at half the eps is "
-    "answered wrongly by construction. Attacks that miss it would miss a real one too.",
+    "A copy of the model gets additional bank points, so that an input at distance eps / 2 is "
+    "answered wrongly by construction. Attacks that miss it would miss a real weakness too.",
     "Add attacks that move towards bank points of other classes (straight, soft_knn, region, "
-    "keys). The worst case of this evaluation is too optimistic.",
+    "keys). Until then the worst case is too optimistic.",
 )
 def planted_example(context: FlagContext) -> tuple[bool, str]:
     defended = defended_of(context.model)
@@ -227,8 +227,8 @@ def _inputs(train_x: Tensor | None, chosen: Tensor, new: Tensor) -> Tensor | Non
 
 @check(
     "white-box at least as strong as black-box",
-    "Examples that only black-box attacks break are a sign of masked gradients, as an attacker who "
-    "knows the model can do all that others can.",
+    "An attacker who knows the model can do everything that others can. Examples that only "
+    "black-box attacks break are a sign of masked gradients.",
     MASKED,
 )
 def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
@@ -293,8 +293,8 @@ def _never_weaker(what: str, unit: str, settings: Sequence[float], soft: bool) -
 
     return check(
         name,
-        "An attacker with more means can do all that one with less can. Attacks that get weaker "
-        "are not tuned to this model, and the rows they do not break say little.",
+        "A stronger attacker can do everything that a weaker one can. An attack that breaks fewer "
+        "examples with more effort does not suit this model, and its result says little.",
         "Try other step sizes and losses, and an attack that suits the model. " + MASKED,
     )(never_weaker)
 
@@ -306,9 +306,9 @@ more_eps = _never_weaker("eps never helps", "times eps", (0.5, 1.0, 2.0), soft=T
 
 @check(
     LARGE_EPS,
-    "Within a ball as large as half the box of inputs nearly every input can be turned into "
-    "one of another class. Attacks that cannot do so are broken or blind.",
-    "See why the attacks get nowhere even when nearly everything is allowed. " + MASKED,
+    "With an eps of half the range of inputs, an attacker can turn nearly every input into one of "
+    "another class. Attacks that cannot do this do not work.",
+    "Find out why the attacks fail although nearly every change is allowed. " + MASKED,
 )
 def large_eps(context: FlagContext) -> tuple[bool, str]:
     if context.is_regression:

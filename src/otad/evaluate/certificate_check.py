@@ -59,8 +59,8 @@ def prove(
     CERTIFICATE_CHECK,
     "A certificate proves that no input nearer than its radius is answered differently. An "
     "adversarial example inside a certified radius refutes the proof or its assumptions.",
-    "This is a bug in the certificate, in its assumptions or in the measure of distances. Believe "
-    "no certified figure of this model, and report it.",
+    "Check the constants that you gave. Otherwise this is a bug in the certificate or in the "
+    "measured distance: do not trust any certified number of this model, and report it.",
 )
 def certificate_holds(context: FlagContext) -> tuple[bool, str]:
     """The certified radius, in regression the certified error, against every attack."""

@@ -92,7 +92,7 @@ def check(
             try:
                 is_well, found = function(context)
             except NotRunError as reason:
-                unknown = "Nothing is known here; do not read it as PASS."
+                unknown = "This check gives no information. Do not read it as PASS."
                 return Flag(name, NOT_RUN, str(reason), meaning, unknown)
             verdict, todo = (PASS, "Nothing to do.") if is_well else (FAIL, advice)
             return Flag(name, verdict, found, meaning, todo)
@@ -111,18 +111,19 @@ def remark_flag(attack: str, remarks: Iterable[str]) -> Flag:
         f"{attack} has remarks on the model",
         FAIL,
         " ".join(remarks),
-        "The attack noticed something under which its own figure may be too optimistic. Zero "
-        "gradients are expected where an answer rests on a single bank point.",
-        "Read its figure together with the attacks that move the neighbors; the worst case counts.",
+        "The attack warns that its own result may be too optimistic. Zero gradients are expected "
+        "where one bank point has all the weight.",
+        "Do not rely on this attack alone: compare it with the attacks on the neighbors. The worst "
+        "case over all attacks counts.",
     )
 
 
 @check(
     "gradients are there",
-    "Where the gradient is zero or NaN, attacks by gradient are blind, be it that an answer rests "
-    "on a single bank point or that the model hides its gradient. NaN is never honest.",
-    "Rely on black-box attacks, certificates and attacks that move the neighbors, not on PGD, APGD "
-    "or AutoAttack alone.",
+    "Where the gradient is zero or NaN, attacks that follow it fail. A zero gradient is correct if "
+    "one bank point has all the weight; otherwise the model hides its gradient. NaN is an error.",
+    "Rely on attacks on the neighbors, black-box attacks and certificates, not on PGD, APGD or "
+    "AutoAttack alone.",
 )
 def gradient_share(context: FlagContext) -> tuple[bool, str]:
     x, y = context.sample()
@@ -156,11 +157,12 @@ def maps_of(model: nn.Module) -> dict[str, Map]:
 
 @check(
     HIDDEN,
-    "Attacks follow the gradient of the answers, or of the embedding and the metric to other "
-    "neighbors. Where a step of the threat's scale along it changes them by something else than it "
-    "promises, it is hidden: rounded, saturated, shattered or replaced.",
-    "The attacks keys, soft_knn and metric take smoothed differences in its place; give them a "
-    "differentiable copy (`stand_in`) if you have one. Believe no other attack by gradient.",
+    "Attacks follow the gradient of the answers, or that of the embedding and the metric towards "
+    "other neighbors. Steps of the size of the threat should change them as the gradient predicts. "
+    "If they do not, the gradient is useless, for example because the model rounds or saturates.",
+    "The attacks keys, soft_knn and metric use smoothed differences instead. Give keys and "
+    "soft_knn a differentiable copy (`stand_in`) if you have one. Do not trust other attacks that "
+    "follow the gradient.",
     applies=lambda model: bool(maps_of(model)),
 )
 def hidden_gradient(context: FlagContext) -> tuple[bool, str]:
@@ -172,16 +174,17 @@ def hidden_gradient(context: FlagContext) -> tuple[bool, str]:
     found, is_well = [], True
     for name, function in maps.items():
         agrees = agreement(function, x, context.threat)
-        found.append(f"{name}: {int(agrees.sum())} of {len(agrees)} examples that noise changes")
+        found.append(f"{name}: {int(agrees.sum())} of {len(agrees)} examples")
         is_well = is_well and is_trusted(agrees)
-    return is_well, "the gradient shows the way of " + ", ".join(found)
+    return is_well, "the gradient predicts the change of " + ", ".join(found)
 
 
 @check(
     DIFFERENCES,
-    "The gradient that attacks follow must be that of the answers. Compared are only inputs whose "
-    "neighbors are the same at both ends of the difference.",
-    "Look for detached tensors, rounding or a replaced gradient; believe no attack by gradient.",
+    "The gradient that attacks follow must be the derivative of the answers. Only inputs whose "
+    "neighbors are the same at both ends of the difference are compared.",
+    "Look for detached tensors, rounding or a replaced gradient. Until it is repaired, do not "
+    "trust attacks that follow the gradient.",
 )
 def finite_differences(context: FlagContext) -> tuple[bool, str]:
     """The directional derivative of the margin against (f(x + h v) - f(x - h v)) / 2h."""
@@ -216,9 +219,9 @@ def finite_differences(context: FlagContext) -> tuple[bool, str]:
 @check(
     "batch size does not matter",
     "If answers depend on the rest of the batch, the model is not a function of its input, and "
-    "neither attacks nor certificates are about it.",
-    "Look for statistics taken over the batch. On a GPU, set torch.backends.cudnn.allow_tf32 to "
-    "False: rounding convolutions to TF32 may be enough.",
+    "neither attacks nor certificates apply to it.",
+    "Look for statistics over the batch, and call model.eval(). On a GPU, set "
+    "torch.backends.cudnn.allow_tf32 to False: rounding to TF32 can be the cause.",
 )
 @torch.no_grad()
 def batch_independence(context: FlagContext) -> tuple[bool, str]:
@@ -232,9 +235,9 @@ def batch_independence(context: FlagContext) -> tuple[bool, str]:
 
 @check(
     "the model is not randomized",
-    "A single answer of a model that is randomized, or changes from call to call, does not show "
-    "whether an input is adversarial.",
-    "Attack the expected answer over many draws, or fix the draw and evaluate that model.",
+    "If answers change from call to call, a single wrong answer does not show that an input is "
+    "adversarial, and a single right answer does not show that it is not.",
+    "Attack the mean answer over many draws, or fix the draws and evaluate that model.",
 )
 @torch.no_grad()
 def randomness(context: FlagContext) -> tuple[bool, str]:
@@ -253,9 +256,9 @@ def randomness(context: FlagContext) -> tuple[bool, str]:
 
 @check(
     CHANGES,
-    "For information. Where random steps of size eps change the neighbors, attacks have to change "
-    "them too. A global map is continuous there, but its gradient only sees the points that have "
-    "weight now.",
+    "For information. If random noise of size eps changes the neighbors, attacks must be able to "
+    "change them too, and the gradient at fixed neighbors does not show them how. A global map is "
+    "continuous, but its gradient only depends on the points that have weight now.",
     "",
 )
 def neighbor_changes(context: FlagContext) -> tuple[bool, str]:

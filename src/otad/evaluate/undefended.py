@@ -63,11 +63,11 @@ def strength(alone: Evaluation, outputs: Tensor, y: Tensor, rows: Tensor) -> Fla
     model do to it: its `outputs` there, within eps of the examples `rows` (m,) with answers y
     (m,)."""
     meaning = (
-        "Adversarial examples of the defended model are tried on the network. Where they do more "
-        "than its own attacks, its figure is too good, and more is gained than the record shows."
+        "Adversarial examples of the defended model are tried on the network. If they break it "
+        "where its own attacks failed, these were too weak, and the gain is larger than shown."
     )
     if not len(rows):
-        unknown = "Nothing is known here; do not read it as PASS."
+        unknown = "This check gives no information. Do not read it as PASS."
         return Flag(STRENGTH, NOT_RUN, "no adversarial example was found", meaning, unknown)
     if alone.task == "regression":
         known = torch.tensor(alone.worst_errors(), dtype=torch.float64)[rows]
@@ -79,5 +79,5 @@ def strength(alone: Evaluation, outputs: Tensor, y: Tensor, rows: Tensor) -> Fla
     found = f"{missed} of {len(rows)} adversarial examples do more than its own attacks"
     if missed <= ALLOWED_SHARE * alone.n:
         return Flag(STRENGTH, PASS, found, meaning, "Nothing to do.")
-    advice = "Attack it by more attacks, such as those of the presets standard and full."
+    advice = "Attack the network with more attacks, such as those of the presets standard and full."
     return Flag(STRENGTH, FAIL, found, meaning, advice)
