@@ -36,7 +36,7 @@ SHORTER = {
     "batch_size=256": "batch_size=16",
     "mixed_precision=True": "mixed_precision=False",
     "cuda_graph=True": "cuda_graph=False",
-    "widths=(64, 128, 256, 512)": "widths=(4,)",
+    "(64, 128, 256, 512)": "(4,)",
     "most_central(keys, train_y, 100)": "most_central(keys, train_y, 2)",
     "held_out=1000": "held_out=4",
     "test_x[:30], digits.test_y[:30]": "test_x[:6], digits.test_y[:6]",
