@@ -23,6 +23,7 @@ PACKAGES = [
     "otad",
     "otad.attacks",
     "otad.attacks.adaptive",
+    "otad.baselines",
     "otad.certify",
     "otad.data",
     "otad.evaluate",

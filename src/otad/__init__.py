@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from otad.arguments import guard
 
 if TYPE_CHECKING:
-    from otad import attacks, cip, data, nets
+    from otad import attacks, baselines, cip, data, nets
     from otad.certify import Certificate, Interval, certify, certify_values
     from otad.errors import InputError, OtadError
     from otad.estimators import OTADClassifier, OTADRegressor
@@ -40,6 +40,7 @@ __all__ = [
     "__version__",
     "attack",
     "attacks",
+    "baselines",
     "certify",
     "certify_values",
     "cip",
@@ -55,7 +56,7 @@ __all__ = [
 
 # Names are imported when they are first used: torch alone takes seconds.
 _SOURCES = {
-    "otad": ("attacks", "cip", "data", "nets"),
+    "otad": ("attacks", "baselines", "cip", "data", "nets"),
     "otad.certify": ("Certificate", "Interval", "certify", "certify_values"),
     "otad.errors": ("InputError", "OtadError"),
     "otad.estimators": ("OTADClassifier", "OTADRegressor"),

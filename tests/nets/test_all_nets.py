@@ -24,6 +24,7 @@ NETS: dict[str, tuple[type[InputNet], dict[str, Any]]] = {
     "plain": (nets.FCResNet, {"blocks": 2, "hidden": 5, "residual": False}),
     "lifted": (nets.LiftedNet, {"blocks": 2, "hidden": (7,)}),
     "vit": (nets.VisionTransformer, VIT),
+    "resnet": (nets.ResNet, {"widths": (4, 6), "depth": 1, "activation": "silu"}),
     "metric_resnet": (nets.ResNetMetric, {"widths": (4, 6), "depth": 1}),
     "metric_cnn": (nets.CNNMetric, {"widths": (4, 6)}),
     "metric_vit": (nets.ViTMetric, TOKENS | {"blocks": 2}),

@@ -163,12 +163,14 @@ KILLS = """
     import torch
     from otad.io.tensor_files import read_tensors
     from otad.nets import fc_resnet
-    from otad.training import TrainConfig, train
+    from otad.training import Adversary, TrainConfig, train
 
     base, file = Path(sys.argv[1]), sys.argv[2]
     x = torch.rand(32, 3, generator=torch.Generator().manual_seed(0))
     data = x, (x.sum(1) > 1.5).long()
-    config = TrainConfig(epochs=20, batch_size=16, energy_weight=0.01, ema=0.9)
+    adversary = Adversary(0.1, steps=1, weight_share=0.01, warmup=10)
+    settings = {"energy_weight": 0.01, "ema": 0.9, "adversary": adversary}
+    config = TrainConfig(epochs=20, batch_size=16, **settings)
     config.make_optimizer(torch.nn.Linear(1, 1))  # torch's lazy imports
 
     def attempt(name, last_rename=None, last_call=None):

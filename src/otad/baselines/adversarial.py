@@ -35,19 +35,53 @@ def adversarial_training(
     progress: Progress = None,
     **options: Any,
 ) -> TrainResult:
-    """Train `net` in place against attacks within `threat`, such as `otad.L2(0.5)`.
+    """Train a network in place against attacks, the usual defense.
 
-    - `method`: "pgd" (`steps` steps of steepest ascent), "fgsm" (one step from the input itself),
-      "trades" or "mart", which weigh outputs at perturbed against clean inputs by `beta`. In
-      regression, cross-entropy is replaced by the squared error, and there is no "mart".
-    - `weight_share`: perturb each weight matrix too, by this share of its norm (AWP): 0.005, say.
-    - `warmup`: epochs in which eps grows from 0, without which "fgsm" may not converge.
-    - `settings`: those of `otad.training.TrainConfig`, such as `epochs` and `learning_rate`.
+    It is `otad.training.train` with an adversary, so a run resumes from its `checkpoint_dir`.
 
-    `data`, `progress` and `options` are those of `otad.training.train`, which resumes a run from
-    its `checkpoint_dir`. The bounds of inputs are those of the net. A threat may measure features
-    in the standard deviations by which the net divides them. All scores of the result are those of
-    perturbed inputs."""
+    Parameters
+    ----------
+    net : Backbone
+        The network, such as an `otad.nets.ResNet`. Its bounds limit the attacks.
+    data
+        As in `otad.training.train`: (train_x, train_y) or (train_x, train_y, val_x, val_y).
+    threat : LpBall
+        What the attacker may do, such as `otad.L2(0.5)`. A table may measure its features in the
+        standard deviations by which the network divides them.
+    method : str
+        "pgd" minimizes the loss at inputs perturbed by `steps` steps of ascent, and "fgsm" by one
+        step from the input itself. "trades" and "mart" compare the outputs at perturbed and clean
+        inputs. In regression the loss is the squared error, and there is no "mart".
+    steps : int
+        The number of steps of the attack.
+    beta : float
+        The weight of the comparison in "trades" and "mart".
+    weight_share : float
+        Perturb each weight matrix too, by this share of its norm (AWP). A usual value is 0.005.
+    warmup : float
+        The number of epochs in which the radius grows from 0. It helps "fgsm" to converge.
+    settings : dict or None
+        Settings of `otad.training.TrainConfig`, such as `epochs` and `learning_rate`.
+    progress, **options
+        As in `otad.training.train`.
+
+    Returns
+    -------
+    TrainResult
+        A record of every epoch. Its scores are taken at perturbed inputs, for validation data too.
+
+    Examples
+    --------
+    >>> import otad
+    >>> from otad.baselines import adversarial_training
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
+    >>> data = digits.train_x[:400], digits.train_y[:400]
+    >>> settings = {"epochs": 5, "batch_size": 50}
+    >>> result = adversarial_training(net, data, otad.L2(0.5), steps=3, settings=settings)
+    >>> result.final.train_score > 0.5  # under attack
+    True
+    """
     check_choice(method, "method", tuple(METHODS))
     for name in ("mutable", "groups"):
         got = getattr(threat, name)

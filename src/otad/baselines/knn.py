@@ -32,6 +32,7 @@ class Knn(nn.Module, ABC):
             return self.model.neighbors(keys, self.n_neighbors)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Scores (B,C) or values (B,) for inputs (B,*input_shape)."""
         return self.answer(self.neighbors(x))
 
     @abstractmethod
@@ -44,6 +45,23 @@ class MajorityKnn(Knn):
 
     A class scores its votes, and (K - r) / (K + 1) < 1 if its nearest member is the r-th of the K
     neighbors, r from 0. So of the classes with the most votes the one with the nearest member wins.
+
+    Parameters
+    ----------
+    model : OTAD
+        The model whose bank is searched.
+    n_neighbors : int or None
+        The number of neighbors, by default that of the model.
+
+    Examples
+    --------
+    >>> import otad
+    >>> from otad.baselines import MajorityKnn
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16)
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> MajorityKnn(model, 5)(digits.test_x[:3]).argmax(1).shape
+    torch.Size([3])
     """
 
     def answer(self, neighbors: Neighbors) -> Tensor:
@@ -59,7 +77,25 @@ class MajorityKnn(Knn):
 
 
 class MeanFeatureKnn(Knn):
-    """The mean of the neighbors' features, read by the backbone's own head."""
+    """The mean of the neighbors' features, read by the backbone's own head.
+
+    Parameters
+    ----------
+    model : OTAD
+        The model whose bank is searched.
+    n_neighbors : int or None
+        The number of neighbors, by default that of the model.
+
+    Examples
+    --------
+    >>> import otad
+    >>> from otad.baselines import MeanFeatureKnn
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16)
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> MeanFeatureKnn(model)(digits.test_x[:3]).shape
+    torch.Size([3, 10])
+    """
 
     def answer(self, neighbors: Neighbors) -> Tensor:
         features = self.model.bank_features
