@@ -25,6 +25,7 @@ from otad.io.files import replacing
 _FOLDER = Path(__file__).parent / "layouts"
 LAYOUTS = ("paper", "paper_appendix", "beyond_paper", "benchmarks")
 NONE = "-"
+OVER = "\u00a0/\u00a0"  # ours / paper, without a break
 _KINDS: dict[Any, Any] = {RUN_FORMAT: RunRecord, EVALUATION_FORMAT: Evaluation}
 
 
@@ -224,6 +225,7 @@ def render(name: str, figures: Figures, link: str) -> str:
         if table.picture:
             blocks.append(f"![{table.title}]({link}/{table.picture})")
         blocks.append(_below(table, figures, link))
+    blocks.append("<!-- Written by `otad reproduce --pages docs --force` from the records. -->")
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -254,7 +256,7 @@ def _cells(table: Table, row: Row, figures: Figures) -> list[str]:
         ours = NONE if nothing else NONE + why
         if value is not None:
             ours = _number(value * (row.times or table.times), row.digits or table.digits, paper)
-        cells.append(ours if paper == NONE else f"{ours} / {paper}")
+        cells.append(ours if paper == NONE else f"{ours}{OVER}{paper}")
     return [row.name + why if nothing else row.name, *cells]
 
 
