@@ -36,10 +36,6 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "mnist": ("fashion_mnist",),
     "cifar10": ("noise", "imagenette"),
 }
-NAMES = {
-    "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10",
-    "imagenette": "Imagenette, 32 x 32", "noise": "uniform noise",
-}  # fmt: skip
 SPACES = ("pixels", "metric")
 NEIGHBORS = 10
 QUANTILE = 0.95
@@ -133,19 +129,6 @@ def run(data_dir: Path | None, points: int, inputs: int, seed: int) -> Record:
         "rows": rows, "seconds": time.perf_counter() - started,
         "environment": asdict(Environment.now(torch.device("cpu"), torch.get_num_threads())),
     }  # fmt: skip
-
-
-def markdown(record: Record) -> str:
-    """The table of the documentation."""
-    head = ("training data", "foreign inputs", "neighbors by", "area under the ROC curve")
-    cells = [(*head, "refused of test data", "refused of foreign inputs"), ("---",) * 6]
-    for row in record["rows"]:
-        by = {"pixels": "pixels", "metric": "a small trained metric"}[row["space"]]
-        names = (NAMES[row[key]] for key in ("data", "foreign"))
-        shares = (f"{100 * row[key]:.1f} %" for key in ("refused_test", "refused_foreign"))
-        cells.append((*names, by, format(row["auroc"], ".3f"), *shares))
-    lines = [f"| {' | '.join(line)} |" for line in cells]
-    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

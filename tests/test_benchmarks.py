@@ -303,8 +303,7 @@ def test_foreign_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert record["rows"][2]["refused_foreign"] == 1.0
 
 
-def test_the_table_of_foreign_inputs_is_that_of_the_record() -> None:
+def test_the_distance_was_chosen_by_scrambled_inputs() -> None:
     record = json.loads((ROOT / "results/benchmarks/foreign_inputs.json").read_text())
-    assert foreign_inputs.markdown(record) in (ROOT / "docs/how_to/in_use.md").read_text()
     # what the choice of the nearest point rests on
     assert all(row["scrambled"] > row["scrambled_kth"] for row in record["rows"])
