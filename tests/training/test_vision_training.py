@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.small_vision import images, small_cnn, small_vit, weights_print
 
 from otad.errors import InputError
-from otad.nets import LipschitzMetric, ResNetMetric, fc_resnet, vision_transformer
+from otad.nets import LipschitzMetric, ResNet, ResNetMetric, fc_resnet, vision_transformer
 from otad.training import MetricConfig, TrainConfig, backbone, recipe, train, train_metric
 from otad.training.adversary import Adversary
 from otad.training.augmentation import mix_some
@@ -298,6 +298,18 @@ def test_a_captured_training_of_a_metric_is_the_same(adversary, loss: str, mixed
 @pytest.mark.parametrize(("mixed", "tolerance"), [(False, 1e-4), (True, 1e-2)])
 def test_a_captured_training_is_the_same(mixed: bool, tolerance: float) -> None:
     same_when_captured(small_vit, train, replace(ON_GPU, mixed_precision=mixed), tolerance)
+
+
+@needs_gpu
+@pytest.mark.parametrize("loss", ["fit", "trades", "mart"])
+@pytest.mark.parametrize("share", [0.0, 0.01])
+def test_a_captured_adversarial_training_by_sgd_is_the_same(loss: str, share: float) -> None:
+    settings = {"optimizer": "sgd", "nesterov": True, "loss": loss, "channels_last": True}
+    settings |= {"label_smoothing": 0.0, "mixing": 0.0, "augment": "light"}
+    adversary = Adversary(0.3, steps=3, weight_share=share)
+    config = replace(ON_GPU, adversary=adversary, learning_rate=0.02, **settings)
+    make = partial(ResNet, (3, 8, 8), 3, widths=(4, 8), depth=1, bounds=(0, 1))
+    same_when_captured(make, train, config, 5e-2)
 
 
 def test_on_the_cpu_nothing_is_captured() -> None:
