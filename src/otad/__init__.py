@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from otad.model.defend import defend
     from otad.model.foreign import distance_threshold
     from otad.model.loading import load
-    from otad.model.otad import OTAD, Trace
+    from otad.model.otad import OTAD
+    from otad.model.trace import Trace
     from otad.threat import L2, Linf, LpBall
 
 __version__ = "0.1.0"
@@ -66,7 +67,8 @@ _SOURCES = {
     "otad.model.defend": ("defend",),
     "otad.model.foreign": ("distance_threshold",),
     "otad.model.loading": ("load",),
-    "otad.model.otad": ("OTAD", "Trace"),
+    "otad.model.otad": ("OTAD",),
+    "otad.model.trace": ("Trace",),
     "otad.threat": ("L2", "Linf", "LpBall"),
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}

@@ -21,7 +21,7 @@ from otad.attacks.adaptive.neighborhood import (
 from otad.attacks.target import Survivors, Target, margin
 from otad.baselines import MajorityKnn
 from otad.errors import InputError
-from otad.model.otad import check_training_inputs
+from otad.model.training_inputs import check_training_inputs
 
 QUICK = Keys(steps=15, targets=2, temperatures=(0.1,), restarts=1, polish=10)
 

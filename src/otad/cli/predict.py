@@ -24,7 +24,8 @@ from otad.cli.sources import open_model, training_inputs
 from otad.explain import explain as explain_inputs
 from otad.io.codec import write_json
 from otad.io.files import replacing
-from otad.model.otad import OTAD, Trace
+from otad.model.otad import OTAD
+from otad.model.trace import Trace
 from otad.progress import progress_bar
 from otad.scores import abstained, is_right, score_text, squared_errors
 from otad.training.supervised import METRICS

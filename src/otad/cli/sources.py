@@ -24,7 +24,8 @@ from otad.io.codec import from_plain, to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
 from otad.model.folder import CARD
 from otad.model.loading import load
-from otad.model.otad import OTAD, check_training_inputs
+from otad.model.otad import OTAD
+from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, build
 from otad.nets.inputs import restored
 from otad.training.config import check_seed

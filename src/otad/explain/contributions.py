@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from otad.io.mapped_rows import gathered
-from otad.model.otad import OTAD, Trace
+from otad.model.otad import OTAD
+from otad.model.trace import Trace
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ from otad.explain.contributions import lead, outputs_alone
 from otad.explain.explanation import Explanation
 from otad.explain.neighbor import Label, Neighbor, finite
 from otad.model.conversion import ArrayLike, Estimator, converted
-from otad.model.otad import OTAD, check_training_inputs
+from otad.model.otad import OTAD
+from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, only_normalizes
 
 Prediction = tuple[Label | None, dict[Label, float] | None]  # with the probabilities of all classes

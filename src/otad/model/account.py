@@ -1,4 +1,4 @@
-"""One account of how a model found its answers, for evaluations, experiments and reports."""
+"""An account of how a model found its answers, for evaluations, experiments and reports."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ from torch import Tensor
 
 from otad.cip import Status
 from otad.model.diagnostics import Distribution, changed_by_potential, neighborhood_smoothness
-from otad.model.otad import OTAD, Trace
+from otad.model.otad import OTAD
+from otad.model.trace import Trace
 
 
 @dataclass(frozen=True)
 class SolverAccount:
-    """How `n` answers were found: the share of each status, the L used, the largest residual in
-    float64 of those that are no estimates, and the share that needed a larger L than asked for.
+    """How `n` answers were found.
 
-    Where asked for: `changed_by_potential`, the share of class predictions that differ between the
-    two extreme potentials (None without a choice); `relative_error` between the features of the
-    net and of the answers; `least_smoothness`, the least L for the K neighbors of an input.
+    - `statuses`: the share of each status.
+    - `smoothness`: the L that was used.
+    - `residual`: the largest residual in float64 of the answers that are not estimates.
+    - `share_raised`: the share of answers that needed a larger L than the model asks for.
+
+    These are None unless they were asked for:
+
+    - `changed_by_potential`: the share of class predictions that differ between the two extreme
+      potentials. It is None as well if there is no choice of a potential.
+    - `relative_error`: the difference between the features of the network and of the answers.
+    - `least_smoothness`: the least L for the K neighbors of an input.
     """
 
     statuses: dict[str, float]
@@ -34,13 +42,13 @@ class SolverAccount:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many answers have each status; only those that occur."""
+        """How many answers have each status that occurs."""
         return {name: round(share * self.n) for name, share in self.statuses.items() if share}
 
 
 @dataclass(eq=False)
 class AccountBuilder:
-    """Answers batches and gathers the account of all of them, with the measures asked for."""
+    """Answers batches and gathers the account of all of them."""
 
     model: OTAD
     _: KW_ONLY
@@ -54,12 +62,14 @@ class AccountBuilder:
         self._rows: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def rows(self, name: str) -> Tensor | None:
-        """One value per answer (n,) of a measure, where it was asked for."""
+        """Return one value per answer (n,) of a measure, or None if it was not asked for."""
         return torch.cat(self._rows[name]) if name in self._rows else None
 
     @torch.no_grad()
     def add(self, x: Tensor, trace: Trace | None = None) -> Trace:
-        """Answer inputs (B,*input_shape), unless their trace is given, and add them."""
+        """Add inputs (B,*input_shape) to the account and return their trace.
+
+        If the trace is given, the model does not answer them again."""
         model, backbone = self.model, self.model.backbone
         trace = model.trace(x) if trace is None else trace
         embedded, solution = backbone.embed(x), trace.solution
@@ -81,6 +91,7 @@ class AccountBuilder:
         return trace
 
     def account(self) -> SolverAccount:
+        """Return the account of all batches."""
         found = {name: torch.cat(values) for name, values in self._rows.items()}
         status, smoothness = found["status"], found["smoothness"]
         exact, asked = found["residual"][status < int(Status.ESTIMATED)], self.model.smoothness

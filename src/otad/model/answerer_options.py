@@ -1,4 +1,4 @@
-"""Making an answerer from the arguments of a model: scope, curvature, solver, potential."""
+"""Makes an answerer from the arguments of a model: scope, curvature, solver, potential."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from otad.model.bank import FeatureBank
 from otad.progress import part_bars
 
 MOST_VARIABLE = "OTAD_MOST_NEIGHBORS"
-SECONDS = (6e-9, 5e-7)  # of a row with K neighbors by K^3, measured on a core of a CPU
+SECONDS = (6e-9, 5e-7)  # seconds per K^3 of a row with K neighbors, measured on one CPU core
 
 
 def make_answerer(
@@ -34,8 +34,10 @@ def make_answerer(
     sweep_progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Answerer:
-    """The answerer that these arguments of `OTAD` ask for, with the `settings` of `check_settings`;
-    a potential that is not given is found here. `lift`: see `nets.LiftedNet`."""
+    """Return the answerer that these arguments of `OTAD` ask for.
+
+    `settings` are those of `check_settings`. A potential that is not given is computed here. `lift`
+    is explained in `nets.LiftedNet`."""
     local = check_settings(len(bank), dim=bank.dim, **settings)
     if local is not None:
         require(potential is None, "potential", "with scope 'global' alone", "scope 'local'")
@@ -57,8 +59,10 @@ def make_answerer(
 
 
 def solver_for(scope: str, **settings: Any) -> ExactCip | None:
-    """The exact solver with these settings; None in global scope, where they do not apply and so
-    must have their defaults. Rows without a solution fall back to the nearest point by default."""
+    """Return the exact solver with these settings, or None in global scope.
+
+    In global scope the settings do not apply, so they must have their defaults. Rows without a
+    solution fall back to the nearest point by default."""
     settings = {"on_failure": "fallback"} | settings
     solver = ExactCip(**settings)
     if not is_global(scope):
@@ -81,8 +85,10 @@ def check_settings(
     metric: nn.Module | None = None,
     dim: int | None = None,
 ) -> NeighborAnswerer | None:
-    """Refuse what cannot be asked of a bank of so many points, before any long work is done; the
-    answerer of these settings in local scope. `dim` (d): that of the bank, where it is known."""
+    """Refuse settings that do not fit a bank of `points` points, before any long work is done.
+
+    In local scope the answerer of these settings is returned. `dim` is the dimension of the bank,
+    if it is known."""
     local, spares = None, 0
     if is_global(scope):
         for name, given in (("solver", solver), ("metric", metric)):
@@ -109,8 +115,9 @@ def check_settings(
 
 
 def most_neighbors() -> int:
-    """How many neighbors and spares a row may have: 128, or what the user's environment says. No
-    file can raise it."""
+    """Return how many neighbors and spares a row may have.
+
+    It is 128, or the number in the user's environment variable. No file can raise it."""
     text = os.environ.get(MOST_VARIABLE) or "128"
     require(text.isdecimal(), MOST_VARIABLE, "a whole number", repr(text))
     return int(text)
@@ -123,8 +130,10 @@ def _find_potential(
     progress: Progress,
     lift: int,
 ) -> BankPotential:
-    """Of the least L that all points allow, or of a given L, without points that contradict others.
-    In a lifted bank (see `cip.whole_bank.lifted_bank`) pairs alone decide, and l is 2 - L."""
+    """Return the potential of the least L that all points allow, or of a given L.
+
+    For a given L, points that contradict others are left out. In a lifted bank (see
+    `cip.whole_bank.lifted_bank`) pairs alone decide which, and l is 2 - L."""
     pairs = bank.inputs, bank.features
     if lift:
         expected = "0, its default, for a lifted net, where it is 2 - L"

@@ -1,5 +1,6 @@
-"""Answerers find the feature of an embedded query. Each one solves, describes, saves and loads
-itself, and declares what applies to it."""
+"""Answerers find the feature of an embedded query.
+
+Each one solves, describes, saves and loads itself, and declares what applies to it."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ Options = dict[str, Any]  # arguments of `OTAD`
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What an answerer finds for B queries, and the training points (B,K) it rests on. `gap` (B,):
-    of a global map, the duality gap: |z' - exact|^2 <= 2 (L - l) gap."""
+    """What an answerer finds for B queries, and the training points (B,K) it is based on.
+
+    `gap` (B,) is the duality gap of a global map: |z' - exact|^2 <= 2 (L - l) gap."""
 
     neighbors: Neighbors
     solution: CipSolution
@@ -53,28 +55,28 @@ class Answer:
 class Answerer(nn.Module, ABC):
     """How a model answers an embedded query, with the curvature (L, l) of its maps."""
 
-    scope: ClassVar[str]  # "local": a map for each query; "global": the same map for all
-    card_entry: ClassVar[str | None] = None  # where a model card describes the saved tensors
+    scope: ClassVar[str]  # "local" for a map of each query, "global" for one map of all queries
+    card_entry: ClassVar[str | None] = None  # the entry of card.json about the saved tensors
     card_version: ClassVar[int]
     rules: tuple[str, ...] = ()  # the certificate rules that can apply
-    refusal: str | None = None  # the reason where none can
-    rests_on_neighbors: ClassVar[bool]  # else `Answer.neighbors` are the points with weight, padded
-    exact_solver: ExactCip | None = None  # what solves small problems exactly, where something does
-    chooses_potential: bool = False  # several are feasible, and the answer depends on the choice
-    always_answers: bool = True  # no row raises an error or is left without an answer
+    refusal: str | None = None  # the reason if no rule can apply
+    rests_on_neighbors: ClassVar[bool]  # if not, `Answer.neighbors` are the points with weight
+    exact_solver: ExactCip | None = None  # the solver of small problems, if it is exact
+    chooses_potential: bool = False  # whether the answer depends on a choice among potentials
+    always_answers: bool = True  # whether no row raises an error or is left without an answer
     mode: str  # how the solver uses a raised L, in one word
     spares: int = 0  # substitutes for neighbors, which are searched in addition to the K
-    solver: Solver | None  # without a value here, which would hide one that is a module
+    solver: Solver | None  # no value here: it would hide a solver that is a module
     smoothness: float
     strong_convexity: float
 
     @property
     def potential(self) -> BankPotential | None:
-        """The potential of a global map."""
+        """The potential of a global map, else None."""
         return None
 
     def problem(self, bank: BankModule, embedded: Tensor, indices: Tensor) -> BankProblem:
-        """The convex integration problem of embedded queries (B,d) with bank points (B,K)."""
+        """Return the convex integration problem of embedded queries (B,d) and bank rows (B,K)."""
         pairs = bank.bank_inputs, bank.bank_features
         return BankProblem(embedded, *pairs, indices, self.smoothness, self.strong_convexity)
 
@@ -82,54 +84,58 @@ class Answerer(nn.Module, ABC):
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
-        """Answer queries, embedded (B,d) and as keys (B,m) where neighbors are searched; `exclude`
-        (B,): for each query a bank row that is left out."""
+        """Answer queries, given as embedded inputs (B,d) and as keys (B,m) to search neighbors.
+
+        `exclude` (B,) is a bank row for each query that must not be its neighbor."""
 
     def traced(
         self, bank: BankModule, embedded: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Images (B,d) and distances (B,) from the bank by plain torch operations, which can be
-        compiled and exported; None where that is not possible."""
+        """Return images (B,d) and distances (B,) from the bank by plain torch operations.
+
+        These can be compiled and exported. None means that this is not possible."""
         return None
 
     @abstractmethod
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
-        """How far an answer is from exact (B,), in float64 and without a unit; infinite where it
-        is an estimate or there is none."""
+        """Return how far an answer is from exact (B,), in float64 and without a unit.
+
+        It is infinite for an estimate and for a row without an answer."""
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
-        """The global map."""
+        """Return the global map; local answerers raise `InputError`."""
         raise InputError(f"scope: expected 'global' for a global map, got {self.scope!r}")
 
     @abstractmethod
     def options(self) -> Options:
-        """What makes this answerer again."""
+        """Return the arguments of `OTAD` that make this answerer again."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Its settings in plain values, for records."""
+        """Return the settings in plain JSON, for records."""
 
     @abstractmethod
     def summary(self, n_neighbors: int) -> str:
-        """The same in a few words."""
+        """Return the settings in a few words."""
 
     def settings(self) -> dict[str, Any]:
-        """What a model card says of it beside L, l and the tensors."""
+        """Return what card.json holds about it, beside L, l and the tensors."""
         return {}
 
     def block(self) -> Block | None:
-        """The tensors that a model folder stores for it."""
+        """Return the tensors that a model folder stores for it, or None."""
         return None
 
     @classmethod
     @abstractmethod
     def restore(cls, settings: Plain, entry: Plain, tensors: Mapping[str, Tensor]) -> Options:
-        """What makes an answerer from the settings of a model card, and from the entry and the
-        tensors of its block."""
+        """Return the arguments of `OTAD` that make an answerer from the contents of a folder.
+
+        `settings` come from card.json, `entry` and `tensors` from the answerer's own block."""
 
 
 class NeighborAnswerer(Answerer):
-    """Integrates the K nearest training points of each query, with its own potential."""
+    """Answers each query from its K nearest training points, with a potential of its own."""
 
     scope = "local"
     card_version = 1
@@ -164,7 +170,7 @@ class NeighborAnswerer(Answerer):
             self.rules = ("hull", "cell")
 
     def check_sizes(self, n_neighbors: int, dim: int | None) -> None:
-        """Refuse a solver that was made for other problems."""
+        """Refuse a solver that was made for other sizes."""
 
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
@@ -173,7 +179,7 @@ class NeighborAnswerer(Answerer):
         return Answer(neighbors, self.solver(self.problem(bank, embedded, neighbors.indices)))
 
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
-        """The KKT residual, graded from the raw data."""
+        """Return the KKT residual, computed from the raw data."""
         solution = answer.solution
         if bool((solution.status >= int(Status.ESTIMATED)).all()):  # nothing to grade
             return torch.full_like(solution.residual, torch.inf)
@@ -203,8 +209,10 @@ class NeighborAnswerer(Answerer):
 
 
 class SurrogateAnswerer(NeighborAnswerer):
-    """Answers estimated by a `CipNet` from the K nearest training points of each query: without
-    residuals and certificates, and without weights unless the answer is a mean of features."""
+    """Estimates the answer of each query by a `CipNet` from its K nearest training points.
+
+    There are no residuals and no certificates, and weights are known only if the answer is a mean
+    of features."""
 
     card_entry = "surrogate"
     card_version = 4
@@ -216,7 +224,7 @@ class SurrogateAnswerer(NeighborAnswerer):
     def traced(
         self, bank: BankModule, embedded: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """In operations that runtimes without torch have too, which cdist is not among."""
+        """Use only operations that runtimes other than torch have too, so no cdist."""
         points, found = bank.bank_points.double(), keys.detach().double()
         middle = points.mean(0)
         products = (found - middle) @ (points - middle).mT
@@ -243,7 +251,7 @@ class SurrogateAnswerer(NeighborAnswerer):
 
 
 class WholeBankAnswerer(Answerer):
-    """The global map: the gradient of one potential of the whole bank."""
+    """Answers all queries by the global map, the gradient of one potential of the whole bank."""
 
     scope = "global"
     card_entry = "potential"
@@ -252,7 +260,7 @@ class WholeBankAnswerer(Answerer):
     rests_on_neighbors = False
     mode = "consistent"
     solver = None
-    nan_buffers = ("levels",)  # of the points that are left out
+    nan_buffers = ("levels",)  # NaN at points that are left out
     levels: Tensor
 
     def __init__(self, potential: BankPotential) -> None:
@@ -268,7 +276,7 @@ class WholeBankAnswerer(Answerer):
         return potential_from(self.levels, self._curvature())
 
     def _curvature(self) -> dict[str, Any]:
-        """All of a potential but its levels."""
+        """Return everything of the potential but its levels."""
         return {name: getattr(self, name) for name in CURVATURE}
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
@@ -283,15 +291,16 @@ class WholeBankAnswerer(Answerer):
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
-        """The neighbors are the bank points with weight (B,W), most weight first; shorter rows
-        repeat their first point with weight 0."""
+        """Answer queries; the neighbors are the bank points with weight (B,W), most weight first.
+
+        Rows with fewer points repeat their first point with weight 0."""
         require(exclude is None, "exclude", "None for a global map", "rows to leave out")
         found = self.whole_bank(bank)(embedded)
         distances = distances_to(embedded.detach(), bank.bank_inputs, found.indices)
         return Answer(Neighbors(found.indices, distances), found.solution, found.gap)
 
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
-        """The duality gap over all bank points, relative to the size of its terms."""
+        """Return the duality gap over all bank points, relative to the size of its terms."""
         return answer.solution.residual
 
     def options(self) -> Options:
@@ -319,7 +328,7 @@ class WholeBankAnswerer(Answerer):
         return {**settings, "potential": potential_from(tensors["levels"], entry)}
 
     def get_extra_state(self) -> Tensor:
-        """The curvature that the levels belong to."""
+        """Return the curvature that the levels belong to."""
         return torch.tensor(list(json.dumps(self._curvature()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -338,14 +347,14 @@ class WholeBankAnswerer(Answerer):
         self._map = None  # the levels and the bank may have changed in place
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Levels follow the device and stay float64: they are sums along many pairs."""
+        """Move the levels to another device; they stay float64, as sums along many pairs."""
         levels = self.levels
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.levels = levels.to(self.levels.device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_map": None}  # a copy makes its own
+        return self.__dict__ | {"_map": None}  # a copy makes its own map
 
 
 ANSWERERS: tuple[type[Answerer], ...] = (NeighborAnswerer, SurrogateAnswerer, WholeBankAnswerer)
@@ -354,13 +363,13 @@ ANSWERERS: tuple[type[Answerer], ...] = (NeighborAnswerer, SurrogateAnswerer, Wh
 def local_answerer(
     solver: Solver | None, smoothness: float | None, strong_convexity: float
 ) -> NeighborAnswerer:
-    """The answerer of local scope to which a solver belongs."""
+    """Return the answerer of local scope for a solver."""
     kind = SurrogateAnswerer if isinstance(solver, CipNet) else NeighborAnswerer
     return kind(solver, smoothness, strong_convexity)
 
 
 def is_global(scope: str) -> bool:
-    """Whether a scope asks for a global map; other than the known ones are refused."""
+    """Return whether a scope asks for a global map, and refuse unknown scopes."""
     return check_choice(scope, "scope", SCOPES) == "global"
 
 
@@ -376,6 +385,6 @@ def potential_from(levels: Tensor, about: Plain) -> BankPotential:
 
 
 def distances_to(query: Tensor, inputs: Tensor, indices: Tensor) -> Tensor:
-    """|x_i - x'| (B,W) float64, one column at a time: never B*W*d numbers at once."""
+    """Return |x_i - x'| (B,W) in float64, one column at a time to save memory."""
     columns = (gathered(inputs, column, query.device) for column in indices.unbind(1))
     return torch.stack([(points.double() - query).norm(dim=1) for points in columns], dim=1)

@@ -1,4 +1,4 @@
-"""The feature bank: every training point, its feature and label; and a module that holds it."""
+"""The feature bank: training points with features and labels, and a module that holds it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ FORMAT = "otad-feature-bank"
 VERSION = "1"
 SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
 
-Kind = tuple[torch.dtype, tuple[int, int]]  # of inputs and of features
+Kind = tuple[torch.dtype, tuple[int, int]]  # the dtype and the shape of inputs and features
 Blocks = Iterator[tuple[Tensor, Tensor]]
 Transport = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""A batch of raw inputs -> its embedded inputs (B, d) and their features (B, d)."""
+"""Maps a batch of raw inputs to embedded inputs (B, d) and their features (B, d)."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureBank:
-    """Pairs of inputs x_i (N, d) and features z_i (N, d) in the same R^d, with labels (N,): class
-    numbers (int64) or targets (float32, float64). Inputs and features are float16, bfloat16 or
-    float32, in memory or mapped from a file, of which only the rows needed are read. `fingerprint`
-    names the net and the data they come from. With `verify` all values are read once and must be
-    finite."""
+    """Training points: embedded inputs x_i (N, d), their features z_i (N, d) and labels (N,).
+
+    Labels are class numbers (int64) or targets (float32, float64). Inputs and features are float16,
+    bfloat16 or float32. They are in memory or mapped from a file, of which only the needed rows are
+    read. `fingerprint` names the network and the data that they come from. With `verify` all values
+    are read once and must be finite."""
 
     inputs: Tensor
     features: Tensor
@@ -82,7 +83,7 @@ class FeatureBank:
         return self.inputs.dtype
 
     def gather(self, indices: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Inputs and features (..., d) at indices (...), in `dtype`, on the device of indices."""
+        """Return inputs and features (..., d) at indices (...), on the device of the indices."""
         kind = getattr(indices, "dtype", type(indices).__name__)
         require(kind == torch.int64, "indices", "a tensor of dtype int64", kind)
         if indices.numel() > 0:
@@ -95,13 +96,13 @@ class FeatureBank:
         return inputs.to(dtype), features.to(dtype)
 
     def sample(self) -> str:
-        """A fingerprint of at most 64 points, evenly spread over the bank."""
+        """Return a fingerprint of at most 64 points, evenly spread over the bank."""
         rows = torch.linspace(0, len(self) - 1, min(len(self), 64), dtype=torch.float64).long()
         parts = {"inputs": self.inputs, "features": self.features, "labels": self.labels}
         return tensor_files.fingerprint({name: gathered(t, rows) for name, t in parts.items()})
 
     def subset(self, per_class: int, generator: torch.Generator) -> FeatureBank:
-        """`per_class` random points of each class, in the order of the bank, in memory."""
+        """Return a bank of `per_class` random points of each class, in the order of the bank."""
         check_tensor(self.labels, "labels", "N", dtypes=(torch.int64,))
         check_count(per_class, "per_class")
         chosen = []
@@ -114,14 +115,14 @@ class FeatureBank:
         return self.select(torch.cat(chosen).sort().values)
 
     def select(self, rows: Tensor) -> FeatureBank:
-        """The points of these rows, in memory."""
+        """Return a bank of these rows, in memory."""
         name = self.fingerprint + tensor_files.fingerprint({"subset": rows})
         name = hashlib.sha256(name.encode()).hexdigest()
         pairs = gathered(self.inputs, rows), gathered(self.features, rows)
         return FeatureBank(*pairs, self.labels[rows], name, verify=False)
 
     def to(self, device: torch.device | str) -> FeatureBank:
-        """The bank in the memory of a device."""
+        """Return the bank in the memory of a device."""
         inputs, features = self.inputs.to(device), self.features.to(device)
         return FeatureBank(inputs, features, self.labels.to(device), self.fingerprint, verify=False)
 
@@ -138,8 +139,10 @@ class FeatureBank:
         path: str | Path | None = None,
         progress: Counter | bool | None = None,
     ) -> FeatureBank:
-        """One pass of `transport` over x (N, ...), with labels y (N,), to memory or to the file at
-        `path`, which is then mapped. `progress`: see `otad.progress`, with (rows done, all)."""
+        """Make a bank by one pass of `transport` over x (N, ...), with labels y (N,).
+
+        It is in memory, or written to the file at `path` and mapped from there. `progress` is
+        called with (rows done, all rows), see `otad.progress`."""
         check_count(batch_size, "batch_size")
         require(dtype in BANK_DTYPES, "dtype", "float16, bfloat16 or float32", dtype)
         for name, value in (("x", x), ("y", y)):
@@ -162,7 +165,7 @@ class FeatureBank:
         return cls(inputs, features, labels, fingerprint, verify=False)
 
     def save(self, path: str | Path) -> str:
-        """Write one sealed safetensors file; its checksum."""
+        """Write the bank to a safetensors file with a checksum, which is returned."""
         kind = self.dtype, (len(self), self.dim)
         return _write(Path(path), self.fingerprint, self.labels.cpu(), kind, self._blocks())
 
@@ -176,9 +179,11 @@ class FeatureBank:
         verify: bool = True,
         mmap: bool = True,
     ) -> FeatureBank:
-        """The bank of a file, mapped from it or read into memory. `verify` reads the file once and
-        refuses a changed byte or a value that is not finite; `expect_fingerprint` refuses the bank
-        of another net or of other data, `expect_checksum` any other bank."""
+        """Return the bank of a file, mapped from it or read into memory.
+
+        With `verify` the file is read once, and a changed byte or a value that is not finite is
+        refused. `expect_fingerprint` refuses a bank of another network or of other data, and
+        `expect_checksum` refuses any other bank."""
         path = Path(path)
         tensors, metadata = tensor_files.map_sealed(path)
         kind, version = metadata.get("format"), metadata.get("version")
@@ -210,7 +215,7 @@ class FeatureBank:
 def _transported(
     transport: Transport, x: Tensor, batch_size: int, dtype: torch.dtype, report: Counter
 ) -> Blocks:
-    """Checked batches of inputs and features, on the CPU in the dtype of the bank."""
+    """Yield checked batches of inputs and features, on the CPU in the dtype of the bank."""
     dim = None
     for start in range(0, len(x), batch_size):
         batch = x[start : start + batch_size]
@@ -220,15 +225,16 @@ def _transported(
         dim = dim or inputs.shape[1]
         check_shape(inputs, "inputs", (len(batch), dim), "(rows of the batch, d)")
         check_shape(features, "features", (len(batch), dim), "like the inputs, in the same R^d")
-        inputs, features = inputs.to(dtype), features.to(dtype)  # before the copy to the CPU:
-        check_finite(inputs, f"inputs from row {start} on, as {dtype}")  # a GPU does this at once
+        # Converted and checked before the copy to the CPU, because a GPU is faster.
+        inputs, features = inputs.to(dtype), features.to(dtype)
+        check_finite(inputs, f"inputs from row {start} on, as {dtype}")
         check_finite(features, f"features from row {start} on, as {dtype}")
         yield inputs.cpu(), features.cpu()
         report(start + len(batch), len(x))
 
 
 def _write(path: Path, fingerprint: str, labels: Tensor, kind: Kind, blocks: Blocks) -> str:
-    # labels, the widest entries, come first, so that all are aligned
+    # Labels, the widest entries, come first, so that all entries are aligned.
     layout = {"labels": (labels.dtype, (len(labels),)), "inputs": kind, "features": kind}
     metadata = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint}
     pairs = (zip(("inputs", "features"), block, strict=True) for block in blocks)
@@ -245,11 +251,11 @@ def _check_labels(labels: Tensor, count: int) -> None:
 
 
 class BankModule(nn.Module):
-    """A bank with its exact neighbor search, "torch" or "faiss".
+    """A bank with an exact neighbor search, "torch" or "faiss".
 
-    Inputs, features and labels are buffers, so they follow the module (`to`, `state_dict`), unless
-    the bank is not `resident`: then it stays where it is, for instance mapped from a file. `keys`
-    (N,m): the bank in the space of a metric, if neighbors are searched in one.
+    Inputs, features and labels are buffers, so they move with the module (`to`, `state_dict`). If
+    the bank is not `resident`, it stays where it is, such as in a file. `keys` (N,m) are the bank
+    in the space of a metric, if neighbors are searched there.
     """
 
     bank_inputs: Tensor
@@ -278,7 +284,7 @@ class BankModule(nn.Module):
 
     @property
     def bank(self) -> FeatureBank:
-        """The bank where it is now. Banks have at most float32: that of a float64 module, too."""
+        """The bank on its current device, in float32 if the module is in float64."""
         inputs, features = (
             tensor.float() if tensor.dtype == torch.float64 else tensor
             for tensor in (self.bank_inputs, self.bank_features)
@@ -288,20 +294,23 @@ class BankModule(nn.Module):
 
     @property
     def bank_points(self) -> Tensor:
-        """The bank (N,m) in the space in which neighbors are searched."""
+        """The bank (N, m) in the space in which neighbors are searched."""
         return self.bank_inputs if self.bank_keys is None else self.bank_keys
 
     def neighbors(
         self, keys: Tensor, count: int | None = None, *, exclude: Tensor | None = None
     ) -> Neighbors:
-        """The bank points nearest to query keys (B,m), nearest first: `count`, or `n_searched`."""
+        """Return the `count` bank points nearest to query keys (B, m), nearest first.
+
+        If `count` is None, there are K of them and the spares of the solver. `exclude` (B,) is a
+        bank row for each query that must not be its neighbor, or -1."""
         points = self.bank_points
         if self._searched is None or self._searched[0] is not points:
             self._searched = points, SEARCHES[self.search](points)
         return self._searched[1](keys, count or self.n_searched, exclude=exclude)
 
     def get_extra_state(self) -> Tensor:
-        """The bank's fingerprint, so that a state dict says which bank it belongs to."""
+        """Return the bank's fingerprint, so that a state dict names the bank it belongs to."""
         return torch.tensor(list(self.bank_fingerprint.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -316,7 +325,7 @@ class BankModule(nn.Module):
         self._searched = None  # the points may have changed in place
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_searched": None}  # a copy makes its own
+        return self.__dict__ | {"_searched": None}  # a copy makes its own search
 
 
 guard(globals(), ["FeatureBank"])

@@ -1,9 +1,9 @@
 """Models under `torch.compile` and `torch.export`.
 
-The loops of an exact solver depend on the data, so its answer is one operation to them,
-`otad::answer`. Its arguments are tensors and the settings of the answerer in JSON: an exported
-program holds all it needs, and runs wherever this package is imported. Its gradient answers the
-queries again, as checkpointing does."""
+The loops of an exact solver depend on the data, so its answer is a single operation for the
+compiler, `otad::answer`. Its arguments are tensors and the settings of the answerer in JSON. So an
+exported program holds all it needs and runs wherever this package is imported. For the gradient the
+queries are answered again, as in checkpointing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from otad.errors import InputError
 from otad.model.answerers import CURVATURE, Answer, Answerer, NeighborAnswerer, WholeBankAnswerer
 from otad.model.bank import BankModule, FeatureBank
 
-_MOST = 8  # rebuilt banks with their neighbor search
+_MOST = 8  # rebuilt banks that are cached with their neighbor search
 
 
 class _Rebuilt(NamedTuple):
     bank: BankModule
     answerer: Answerer
-    tensors: tuple[Tensor | None, ...]  # which must live as long as their addresses are a key
+    tensors: tuple[Tensor | None, ...]  # kept alive, because their addresses are the cache's key
 
 
 _rebuilt: OrderedDict[tuple[Any, ...], _Rebuilt] = OrderedDict()
 
 
 def settings_of(bank: BankModule, answerer: Answerer) -> str:
-    """What `otad::answer` needs beside tensors."""
+    """Return what `otad::answer` needs beside tensors, in JSON."""
     try:
         own = answerer.settings()
     except InputError as error:
@@ -43,14 +43,14 @@ def settings_of(bank: BankModule, answerer: Answerer) -> str:
     return json.dumps(about | {"n_neighbors": bank.n_neighbors, "search": bank.search})
 
 
-# As `torch.compiler.assume_constant_result` does, which takes seconds to import.
+# This is what `torch.compiler.assume_constant_result` does, which takes seconds to import.
 settings_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def answer_compiled(
     bank: BankModule, answerer: Answerer, embedded: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The image (B,d) of embedded queries, and their distance (B,) from the bank."""
+    """Return the images (B,d) of embedded queries, and their distances (B,) from the bank."""
     traced = answerer.traced(bank, embedded, keys)
     if traced is not None:
         return traced
@@ -93,7 +93,7 @@ def _answer_slope(
     levels: Tensor | None,
     settings: str,
 ) -> Tensor:
-    """The gradient (B,d) by the embedded queries, given that by the image."""
+    """Return the gradient (B,d) with respect to the queries from the gradient of the image."""
     bank, answerer, _ = _rebuild(settings, inputs, features, points, levels)
     with torch.enable_grad():
         query = embedded.detach().requires_grad_()
@@ -119,7 +119,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     slope = torch.ops.otad.answer_slope(gradient, *ctx.saved_tensors, ctx.settings)
-    return slope, *[None] * 6  # neighbors are fixed, the bank is constant
+    return slope, *[None] * 6  # neighbors are fixed and the bank is constant
 
 
 _answer.register_autograd(_backward, setup_context=_save)
@@ -137,7 +137,7 @@ def _rebuild(
     points: Tensor | None,
     levels: Tensor | None,
 ) -> _Rebuilt:
-    """The bank and the answerer of these tensors, made once."""
+    """Return the bank and the answerer of these tensors, which are cached."""
     tensors = inputs, features, points, levels
     key = settings, *(None if one is None else _identity(one) for one in tensors)
     if key in _rebuilt:
@@ -168,6 +168,8 @@ def _rebuild(
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for the same memory with the same contents; the version counts writes."""
+    """Return what is equal for the same memory with the same contents.
+
+    The version of a tensor counts the writes to it."""
     version = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, str(tensor.device), version

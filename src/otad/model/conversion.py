@@ -1,7 +1,7 @@
-"""Models and data as people have them, made into a module and tensors.
+"""Conversion of estimators, DataFrames, arrays and other data to a module and tensors.
 
-`converted` is what `otad.evaluate`, `certify`, `certify_values`, `attack` and `explain` do with
-their first arguments."""
+`otad.evaluate`, `certify`, `certify_values`, `attack` and `explain` convert their first arguments
+by `converted`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from otad.data.dataset import encode_labels
 from otad.data.encoding import TableEncoding
 from otad.errors import InputError
 
-MOST_BYTES = 2**33  # of what a DataLoader gives: one without an end is stopped here
+MOST_BYTES = 2**33  # a DataLoader that gives more is refused, because it may never end
 
 
 class Estimator(Protocol):
-    """An `OTADClassifier` or `OTADRegressor`, fitted: then it has a `module_`."""
+    """A fitted `OTADClassifier` or `OTADRegressor`, which has a `module_`."""
 
     def as_inputs(self, X: Any) -> Tensor: ...
     def as_targets(self, y: Any) -> Tensor: ...
@@ -36,7 +36,7 @@ class DataFrame(Protocol):
 
 
 ArrayLike = Tensor | NDArray[Any] | DataLoader[Any] | DataFrame | list[Any] | tuple[Any, ...]
-"""Tensors are used as they are; all else is converted to the dtype and device of the model."""
+"""Tensors are used as they are; other data are converted to the dtype and device of the model."""
 
 
 class Converted(NamedTuple):
@@ -46,12 +46,12 @@ class Converted(NamedTuple):
 
 
 def converted(model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None = None) -> Converted:
-    """The module, inputs (n,*) and targets (n,) of a model and its data.
+    """Return the module, inputs (n,*) and targets (n,) of a model and its data.
 
-    A DataLoader gives (inputs, targets) or inputs alone in batches, which are put together. The
-    targets of an estimator are labels as it was fitted with, those of a module class numbers, or
-    names where the notes of the model list its `classes`. Columns of a DataFrame must be those the
-    model was trained with, in the same order, where their names are known."""
+    A DataLoader gives batches of (inputs, targets) or of inputs alone, which are put together. The
+    targets of an estimator are labels like those it was fitted with. The targets of a module are
+    class numbers, or names if the notes of the model list its `classes`. A DataFrame must have the
+    columns that the model was trained with, in the same order, if their names are known."""
     given = {"model": model, "x": x, "y": y}
     check_options({"model": nn.Module | Estimator, "x": ArrayLike, "y": ArrayLike | None}, given)
     if isinstance(x, DataLoader):
@@ -59,13 +59,14 @@ def converted(model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None = 
         x, y = _all_batches(x)
     if isinstance(model, nn.Module):
         return Converted(model, _inputs(model, x), None if y is None else _targets(model, y))
-    inputs = model.as_inputs(x)  # says so where it is not fitted
+    inputs = model.as_inputs(x)  # raises an error if the estimator is not fitted
     return Converted(vars(model)["module_"], inputs, None if y is None else model.as_targets(y))
 
 
 def like_inputs(module: nn.Module, values: ArrayLike, name: str) -> Tensor:
-    """An array of numbers as a tensor of the dtype and on the device of a model's inputs; a tensor
-    unchanged."""
+    """Return numbers as a tensor in the dtype and on the device of a model's inputs.
+
+    A tensor is returned as it is."""
     if isinstance(values, Tensor):
         return values
     array = _array(values, name)
@@ -117,7 +118,7 @@ def _notes(module: nn.Module) -> dict[str, Any]:
 
 
 def _weight_of(module: nn.Module) -> Tensor:
-    """A tensor of the dtype and on the device of a module's inputs."""
+    """Return a tensor in the dtype and on the device of a module's inputs."""
     mean = getattr(getattr(module, "backbone", module), "mean", None)
     tensors = (mean, *module.parameters(), *module.buffers())
     floats = (one for one in tensors if isinstance(one, Tensor) and one.is_floating_point())

@@ -1,4 +1,4 @@
-"""`defend`: a trained network and its training data made into an OTAD model."""
+"""`defend` makes an OTAD model of a trained network and its training data."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from otad.progress import Counter
 Bounds = tuple[float, float]
 INPUTS = ("auto", "features", "pixels")
 SAMPLE = 32  # inputs by which the head of a network is found
-ONE_LIPSCHITZ = 2.0  # the smoothness of a lifted map that is 1-Lipschitz
-STEEP = 1e4  # a global map of larger L keeps apart hardly any two answers, and proves nothing
+ONE_LIPSCHITZ = 2.0  # the smoothness at which a lifted map is 1-Lipschitz
+STEEP = 1e4  # a global map with a larger L certifies next to nothing
 
 
 @torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
@@ -52,28 +52,73 @@ def defend(
     sweep_progress: Progress | bool | None = None,
     **answering: Any,
 ) -> OTAD:
-    """Turn a trained network into an OTAD model with the bank of its training data.
+    """Turn a trained network into an OTAD model with a bank of its training data.
 
-    `net` is any module that maps a batch to logits (B,C), or in regression to values (B,) or (B,1);
-    it is put in evaluation mode, and its weights are shared. `x` (N,*input_shape) and `y` (N,) are
-    the training data, labels or floating-point values. `bounds` are the lowest and highest legal
-    input value. What is interpolated between training points:
+    The network is put in evaluation mode, and its weights are shared. What is interpolated between
+    training points depends on `inputs`:
 
-    - `inputs="auto"`: a `Backbone`, or a network whose features have the size of the input and
-      follow it, transports inputs as in the paper. Of any other network the features that enter its
-      last Linear layer are the inputs of a Lipschitz map to its outputs, the lift over features.
-    - `inputs="features"`: the lift over features for every network.
-    - `inputs="pixels"`: the lift over the inputs themselves, numbers of a table too, to the labels
-      or values y. No network is used, so `net` may be None. Certificates hold for every input; the
-      scope is global unless another one is asked for.
+    - "auto": a `Backbone`, or a network whose features have the size of the input and change in
+      similar directions, transports inputs as in the paper. For any other network, a Lipschitz map
+      leads from the features that enter its last Linear layer to its outputs.
+    - "features": that Lipschitz map for every network.
+    - "pixels": a Lipschitz map from the inputs themselves, which may be numbers of a table, to the
+      labels or values y. No network is used, so `net` may be None. Certificates exist for every
+      input. The scope is global by default.
 
-    A global map whose default smoothness does not exist, or is above 10,000, is replaced by the
-    lift over embedded inputs to the outputs of the network. What was chosen is said in a warning
-    and noted in `model.notes["defense"]`.
+    If a global map has no finite smoothness, or one above 10,000, a Lipschitz map from embedded
+    inputs to the outputs of the network takes its place. A warning says what was chosen, and
+    `model.notes["defense"]` records it.
 
-    With `bank_path` the bank is written there and mapped from the file. `progress`: see
-    `otad.progress`, with (rows done, rows in all). For all else see `OTAD`: `answering` are its
-    scope, smoothness, strong_convexity and solver.
+    Parameters
+    ----------
+    net : nn.Module or None
+        A module that maps a batch to logits (B, C), or in regression to values (B,) or (B, 1).
+    x : Tensor (N, *input_shape)
+        The training inputs.
+    y : Tensor (N,)
+        The labels (int64), or the values in regression.
+    inputs : str
+        "auto", "features" or "pixels".
+    bounds : (float, float) or None
+        The lowest and the highest legal input value. If None, inputs are unbounded.
+    n_neighbors, search, resident, metric, abstain_beyond
+        As in `OTAD`. The keys of the bank are computed by the metric.
+    bank_dtype : torch.dtype
+        The precision of the bank: float32, float16 or bfloat16.
+    bank_path : path or None
+        A file to which the bank is written and from which it is mapped.
+    batch_size : int
+        How many inputs are used at a time.
+    progress : callable, bool or None
+        A function of (rows done, all rows), or True or False to show or hide a progress bar. If
+        None, a bar appears on a terminal or in a notebook after two seconds.
+    sweep_progress, scope, smoothness, strong_convexity, solver, potential
+        As in `OTAD`.
+
+    Returns
+    -------
+    OTAD
+        The model. It maps inputs to outputs of the same shape as the network does.
+
+    Raises
+    ------
+    InputError
+        If data and network do not fit, or an option is out of range.
+    SolverError
+        If too many points contradict each other for the smoothness you asked for.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> x, y = digits.train_x[:100], digits.train_y[:100]
+    >>> net = torch.nn.Sequential(  # your own trained network
+    ...     torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+    ... )
+    >>> model = otad.defend(net, x, y, bounds=(0.0, 1.0))
+    >>> model(digits.test_x[:5]).shape, model.notes["defense"]["path"]
+    (torch.Size([5, 10]), 'features')
     """
     if check_choice(inputs, "inputs", INPUTS) == "pixels":
         made = _points(net, x, y, bounds)
@@ -149,7 +194,7 @@ def _adapted(
 
 
 def _points(net: nn.Module | None, x: Tensor, y: Tensor, bounds: Bounds | None) -> Adapted:
-    """The lift over inputs, normalized like those of a backbone that is given."""
+    """Return the Lipschitz map from inputs to targets, normalized like a given backbone."""
     task = _task(x, y)
     count = 1 if task == "regression" else int(y.max()) + 1
     options: dict[str, Any] = {"task": task, "bounds": bounds}
@@ -158,13 +203,13 @@ def _points(net: nn.Module | None, x: Tensor, y: Tensor, bounds: Bounds | None) 
     frame = lifted_net(x.shape[1:], count, blocks=0, **options)
     frame = frame.to(x.dtype).to(net.mean.device if isinstance(net, Backbone) else x.device)
     answers = "values" if task == "regression" else "labels"
-    says = f"the lift over the inputs themselves to the {answers} of training points"
+    says = f"a Lipschitz map from the inputs themselves to the {answers} of training points"
     unused = "" if net is None else f"; {type(net).__name__} is not used"
     return Adapted(prototype_net(frame, x, y, neighbors=1), "inputs", says + unused)
 
 
 def _task(x: Tensor, y: Tensor) -> str:
-    """By the targets: those of classification are whole numbers."""
+    """Return the task by the dtype of the targets: labels are integers."""
     rows = x.dim() > 1 and x.is_floating_point() and len(x) > 0
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     require(rows, "x", "floating-point inputs (N,*input_shape)", got)
@@ -173,7 +218,7 @@ def _task(x: Tensor, y: Tensor) -> str:
 
 
 def _stored(bank: FeatureBank, path: str | None) -> FeatureBank:
-    """The bank, mapped from the file at `path` if there is one."""
+    """Return the bank, after it was written to the file at `path` and mapped from it."""
     if path is None:
         return bank
     bank.save(path)
@@ -183,7 +228,7 @@ def _stored(bank: FeatureBank, path: str | None) -> FeatureBank:
 def _global_by_default(
     build: Callable[..., OTAD], made: Adapted, bank: FeatureBank, path: str | None
 ) -> tuple[OTAD, Adapted]:
-    """The model of a global map whose smoothness nobody asked for, and what it is made of."""
+    """Return the model of a global map with the default smoothness, and what it is made of."""
     net = made.backbone
     if made.path == "inputs" and net.task == "classification":
         return build(net, bank, smoothness=ONE_LIPSCHITZ), made
@@ -199,17 +244,18 @@ def _global_by_default(
         return build(net, bank, smoothness=ONE_LIPSCHITZ), made
     lift, lifted_bank = _lifted(net, bank)
     says = (
-        f"{made.says + '. ' if made.says else ''}The global map of least L {why}, so the network's "
-        f"own outputs are lifted over embedded inputs, by which they change {lift.stretch:.3g} "
-        "times as much at most; training with more transport energy avoids that"
+        f"{made.says + '. ' if made.says else ''}The global map of least L {why}. A Lipschitz map "
+        "from embedded inputs to the network's own outputs takes its place; its constant is "
+        f"{lift.stretch:.3g}. Training with more transport energy avoids that"
     )
     return build(lift, _stored(lifted_bank, path)), Adapted(lift, "lift", says)
 
 
 @torch.no_grad()
 def _lifted(net: Backbone, bank: FeatureBank) -> tuple[Lift, FeatureBank]:
-    """The lift of a backbone over its embedded inputs, with a bank of equal answers for equal
-    inputs, and with the least stretch for it."""
+    """Return the lift of a backbone with the least stretch, and its bank.
+
+    Equal inputs get equal outputs in the bank."""
     points = bank.inputs.float()
     batches = bank.features.split(1024)
     outputs = torch.cat([net.head(some.to(net.mean)).float().cpu() for some in batches])

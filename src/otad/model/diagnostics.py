@@ -1,5 +1,6 @@
-"""How far a net, its bank and its model are from the gradient of a convex L-smooth potential, which
-is monotone, <z_i - z_j, x_i - x_j> >= 0, and stretches distances by at most L."""
+"""How far a network, its bank and its model are from the gradient of a convex, L-smooth potential.
+
+Such a gradient is monotone, <z_i - z_j, x_i - x_j> >= 0, and stretches distances by at most L."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from otad.nets import Backbone
 from otad.search.neighbors import Neighbors
 
 Map = Callable[[Tensor], Tensor]
-"""Points (B,d) -> features (B,d'), differentiable or not."""
+"""Maps points (B,d) to features (B,d'). It need not be differentiable."""
 PAIRED_ROWS = 256  # at a time
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A summary of `count` values. Infinity is the largest of values; NaN does not count. Quantiles
-    are values that occur, so that infinity is not mixed into them."""
+    """A summary of `count` values.
+
+    Infinity counts as the largest value, and NaN does not count. Quantiles are values that occur,
+    not means of two values, so that infinity is not mixed into them."""
 
     count: int
     mean: float
@@ -37,12 +40,12 @@ class Distribution:
 
     @property
     def marks(self) -> tuple[float, ...]:
-        """Least, median, 90 %, 99 %, most."""
+        """The least value, the median, the 90% and 99% quantiles, and the largest value."""
         return self.least, self.median, self.quantile_90, self.quantile_99, self.most
 
     @staticmethod
     def of(values: Tensor) -> Distribution | None:
-        """The distribution of values (B,); None where all of them are NaN."""
+        """Return the distribution of values (B,), or None if all of them are NaN."""
         numbers = values.detach().double().cpu().numpy()
         numbers = numbers[~np.isnan(numbers)]
         if len(numbers) == 0:
@@ -53,7 +56,7 @@ class Distribution:
 
 @torch.no_grad()
 def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) -> Tensor:
-    """Whether a class prediction (B,) differs between the two extreme potentials."""
+    """Return whether each class prediction (B,) differs between the two extreme potentials."""
     solver = model.answerer.exact_solver
     if solver is None:
         given = type(model.answerer).__name__
@@ -67,8 +70,10 @@ def changed_by_potential(model: OTAD, embedded: Tensor, neighbors: Neighbors) ->
 
 @torch.no_grad()
 def neighborhood_smoothness(model: OTAD, x: Tensor) -> Tensor:
-    """The least L (B,) in float64 for which the K neighbors of each input are integrable, in either
-    scope, with the model's strong convexity; infinite where no L is enough."""
+    """Return the least L (B,) in float64 for which the K neighbors of each input have a potential.
+
+    It is infinite if no L is enough. The strong convexity is the model's own, and the scope does
+    not matter."""
     embedded = model.backbone.embed(model.backbone.check_inputs(x))
     indices = model.neighbors(model.query_keys(x), model.n_neighbors).indices
     return least_smoothness(model.problem(embedded, indices))
@@ -76,14 +81,16 @@ def neighborhood_smoothness(model: OTAD, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def transport_energy(backbone: Backbone, x: Tensor) -> Tensor:
-    """sum_k |x^k - x^(k-1)|^2 (B,): the energy of the path from each input to its feature."""
+    """Return sum_k |x^k - x^(k-1)|^2 (B,), the energy of the path from an input to its feature."""
     return backbone.transport(backbone.embed(backbone.check_inputs(x)))[1]
 
 
 @torch.no_grad()
 def monotonicity_violations(model: OTAD, rows: Tensor | None = None) -> float:
-    """The share of pairs with <z_i - z_j, x_i - x_j> < 0, which no convex potential allows: i in
-    `rows` of the bank (int64, all by default), j of the K nearest other bank points of each."""
+    """Return the share of pairs with <z_i - z_j, x_i - x_j> < 0, which no potential allows.
+
+    Point i runs over `rows` of the bank (int64, all by default), and j over its K nearest other
+    bank points."""
     inputs, features = model.bank_inputs, model.bank_features
     rows = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(rows, "rows", "B", dtypes=(torch.int64,))
@@ -101,7 +108,7 @@ def monotonicity_violations(model: OTAD, rows: Tensor | None = None) -> float:
 
 
 def defended_map(model: OTAD) -> Map:
-    """Embedded inputs (B,d) -> features of the defense (B,d)."""
+    """Return the map from embedded inputs (B,d) to the features (B,d) of the defense."""
     require(model.metric is None, "model", "neighbors by embedded inputs", "a metric of its own")
     return lambda embedded: model.solve(embedded).solution.image
 
@@ -109,9 +116,11 @@ def defended_map(model: OTAD) -> Map:
 def local_lipschitz(
     function: Map, points: Tensor, *, radius: float, generator: torch.Generator, steps: int = 20
 ) -> Tensor:
-    """The largest |f(x + e) - f(x)| / |e| (B,) found with |e| = `radius` at points x (B,d), a lower
-    bound on the Lipschitz constant. Each step takes the gradient of |f(x + e) - f(x)|^2 in e as the
-    next direction (for a linear f the power method), and a random one where that is zero."""
+    """Return the largest |f(x + e) - f(x)| / |e| (B,) found with |e| = `radius` at x (B,d).
+
+    It is a lower bound on the Lipschitz constant. Each step takes the gradient of
+    |f(x + e) - f(x)|^2 in e as the next direction, or a random direction where it is zero. For a
+    linear f this is the power method."""
     check_tensor(points, "points", "B,d")
     check_count(steps, "steps", least=0)
     require(0 < radius < float("inf"), "radius", "a positive number", repr(radius))
@@ -134,7 +143,7 @@ def _steepest(
         moved.requires_grad_()
         with torch.enable_grad():
             size = (function(moved) - center).square().sum(1)
-        way = (moved.detach() - points).norm(dim=1)  # radius, but for rounding
+        way = (moved.detach() - points).norm(dim=1)  # the radius, up to rounding
         best = torch.maximum(best, size.detach().sqrt() / way)
         gradient, direction = None, draw()
         if size.requires_grad:

@@ -1,8 +1,8 @@
-"""A model on disk: a folder of safetensors files and the JSON card that binds them.
+"""A model on disk: a folder of safetensors files, and card.json, which names them.
 
-Files carry fingerprints in their names and the card is replaced last, so a kill while saving leaves
-the model that was there before; a lock lets one process save at a time. Cards that were edited, or
-whose files are not those they were written with, are refused. Nothing is ever unpickled."""
+The names of the files contain fingerprints, and card.json is replaced last. So if saving is
+interrupted, the previous model remains. A lock lets one process save at a time. A card that was
+edited, or whose files were changed, is refused. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ _OWN_NAME = re.compile(rf"{_OWN_FILE}|\.{_OWN_FILE}\.[0-9a-f]{{16}}\.partial")
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Tensors with a file of their own, which `kind` gives its name. `entry`: what the card says of
-    them; `header`: what the file says. With `of_bank` it names the bank it belongs to, too."""
+    """Tensors with a file of their own.
+
+    `kind` begins the name of the file, `entry` is what card.json holds about the tensors, and
+    `header` is what the file itself holds. With `of_bank` the file also names its bank."""
 
     kind: str
     tensors: Mapping[str, Tensor]
@@ -49,8 +51,10 @@ class Block:
 def write_model(
     folder: str | Path, about: Mapping[str, Any], bank: FeatureBank, blocks: Mapping[str, Block]
 ) -> Path:
-    """Write a model folder, or replace the model in it; the path of its card, which says `about`
-    and names the files. `blocks`: by the place of their entry in it, with dots between levels."""
+    """Write a model folder, or replace the model in it, and return the path of card.json.
+
+    card.json holds `about` and names the files. The keys of `blocks` say where their entries are in
+    it, with dots between levels."""
     folder = Path(folder)
     refuse_foreign_card(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +91,7 @@ def write_model(
         for name, (held, header) in files.items():
             write_tensors(folder / name, held, header)
         _write_card(folder, card)
-        for old in folder.iterdir():  # what earlier saves left, killed ones too
+        for old in folder.iterdir():  # files of earlier saves, also of interrupted ones
             named_by_us = _OWN_NAME.fullmatch(old.name) and old.name not in {bank_file, *files}
             if named_by_us and old.is_file():
                 old.unlink()
@@ -97,8 +101,10 @@ def write_model(
 def note_evaluation(
     folder: str | Path, evaluation: EvaluationLike, described: Mapping[str, Any], **about: Any
 ) -> Path:
-    """Add the figures of an evaluation to the card of a model folder; the path of its README.md.
-    `described` and `about`: the model in the folder, as in `OTAD.save`."""
+    """Add the figures of an evaluation to the cards of a model folder.
+
+    The path of its README.md is returned. `described` and `about` describe the model in the folder,
+    as in `OTAD.save`."""
     folder = Path(folder)
     with FileLock(folder / LOCK):
         card = read_card(folder) | about
@@ -123,12 +129,12 @@ def _file_name(kind: str, tensors: Mapping[str, Tensor], note: str) -> str:
 
 
 def _owner(card: Mapping[str, Any]) -> str:
-    """The bank that levels belong to: its net and data, and its file, which names the contents."""
+    """Return the name of the bank that levels belong to: its network, its data and its file."""
     return f"{card['bank']['fingerprint']} in {card['bank']['file']}"
 
 
 def refuse_foreign_card(folder: Path) -> None:
-    """Refuse a folder in which another file has the name of the card."""
+    """Refuse a folder in which card.json is a file of something else."""
     path, card = folder / CARD, {"format": FORMAT}
     if path.exists():
         try:
@@ -141,7 +147,7 @@ def refuse_foreign_card(folder: Path) -> None:
 
 
 def read_card(folder: str | Path) -> dict[str, Any]:
-    """The card of a model folder, checked for format and version."""
+    """Return the content of card.json, after its format, version and checksum were checked."""
     path = Path(folder) / CARD
     require(path.exists(), str(folder), f"a model folder with {CARD}", "none")
     card = read_json(path)
@@ -155,8 +161,10 @@ def read_card(folder: str | Path) -> dict[str, Any]:
 
 
 def read_bank(folder: Path, card: Mapping[str, Any], *, verify: bool, mmap: bool) -> FeatureBank:
-    """The bank that the card names. `verify` reads all of it and refuses one changed byte; without,
-    its header and a sample of its points are compared."""
+    """Return the bank that card.json names.
+
+    With `verify` all of it is read, and a changed byte is refused. Otherwise its header and a
+    sample of its points are compared."""
     entry = card["bank"]
     path = _existing(folder, entry)
     named = {f"expect_{name}": entry.get(name) for name in ("fingerprint", "checksum")}
@@ -164,7 +172,7 @@ def read_bank(folder: Path, card: Mapping[str, Any], *, verify: bool, mmap: bool
     found = bank.sample()
     expected = entry.get("sample", found)
     require(found == expected, str(path), f"points with the fingerprint {expected}", found)
-    if verify and "checksum" not in entry:  # an older card binds the bank by the name of its file
+    if verify and "checksum" not in entry:  # older cards have the fingerprint in the file's name
         name = _bank_file(bank)
         require(name == path.name, str(path), f"the contents of {path.name}", f"those of {name}")
     return bank
@@ -173,7 +181,7 @@ def read_bank(folder: Path, card: Mapping[str, Any], *, verify: bool, mmap: bool
 def read_block(
     folder: Path, card: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The tensors of a block, if they are those that its entry in the card was written for."""
+    """Return the tensors of a block, and refuse them if they were not written with this card."""
     path, owner, expected = _existing(folder, entry), _owner(card), entry["fingerprint"]
     tensors, header = read_tensors(path)
     found, bank = fingerprint(tensors), header.get("bank", owner)
@@ -184,7 +192,7 @@ def read_block(
 
 
 def _existing(folder: Path, entry: Mapping[str, Any]) -> Path:
-    """The file of an entry: a plain name, a regular file, and in the folder itself."""
+    """Return the file of an entry, which must be a regular file in the folder itself."""
     name = str(entry["file"])
     require(_OWN_NAME.fullmatch(name), f"{folder / CARD}", "the name of a model's file", repr(name))
     path = folder / name
@@ -195,7 +203,7 @@ def _existing(folder: Path, entry: Mapping[str, Any]) -> Path:
 
 
 def _sealed_text(card: Mapping[str, Any]) -> str:
-    """The card as JSON, with its checksum."""
+    """Return the card as JSON, with its checksum."""
     plain = {}
     for name, entry in card.items():
         try:

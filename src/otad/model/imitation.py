@@ -1,5 +1,7 @@
-"""The solver of a model imitated by a network: the paper's OTAD-T-NN. A CIP-net learns the exact
-answers to training points, each from its other neighbors, and then replaces the solver."""
+"""A network in place of the solver, as in the paper's OTAD-T-NN.
+
+A CIP-net learns the exact answers for training points, each from its neighbors other than itself.
+Then it replaces the solver."""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ from otad.errors import InputError
 from otad.io.mapped_rows import gathered
 from otad.model.otad import OTAD
 
-PAPER_WIDTH = 2048  # of the tokens, for features of dimension 24,576
+PAPER_WIDTH = 2048  # the width of tokens for features of dimension 24,576
 _SEARCHED_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Imitation:
-    """`model`: the same net and bank, answered by a trained `CipNet`; `result`: its training, which
-    the same call resumes where it is not `finished`."""
+    """A model whose solver is replaced by a trained `CipNet`, and the record of the training.
+
+    If `result.finished` is False, the same call resumes the training."""
 
     model: OTAD
     result: CipNetResult
@@ -40,12 +43,12 @@ def imitate(
     held_out: int = 0,
     **options: Any,
 ) -> Imitation:
-    """Train a network on the answers of a model of local scope, and let it replace the solver in a
-    copy. Other options are those of `otad.cip.surrogate.train_cip_net`.
+    """Train a CIP-net on the answers of a model of local scope, and return a copy that uses it.
 
-    It learns from all bank points but `held_out` random ones, on which the error is measured after
-    each epoch. With `alpha` below 1 the net also learns the backbone's own features of those
-    points, as in the paper; then it gives up robustness.
+    The network learns from all bank points but `held_out` random ones, on which its error is
+    measured after each epoch. With `alpha` below 1 it also learns the backbone's own features of
+    the bank points, as in the paper, which costs robustness. Other options are those of
+    `otad.cip.surrogate.train_cip_net`.
     """
     solver = model.answerer.exact_solver
     if solver is None:
@@ -82,14 +85,16 @@ def imitate(
 
 
 def recipe_for(model: OTAD) -> CipNetConfig:
-    """The recipe where the model is: on a GPU in mixed precision."""
+    """Return the recipe for the device of a model; on a GPU it uses mixed precision."""
     device = model.backbone.mean.device
     return replace(CIP_NET_RECIPE, device=str(device), mixed_precision=device.type == "cuda")
 
 
 def fresh_net(model: OTAD, *, width: int | None = None, seed: int = 0, **options: Any) -> CipNet:
-    """A net for a model, with the options of `CipNet`. `width` is by default twice the dimension of
-    its features, rounded up to a multiple of 64, at most the paper's 2048."""
+    """Return a new CIP-net for a model, with the options of `CipNet`.
+
+    The default `width` is twice the dimension of the features, rounded up to a multiple of 64, and
+    at most the paper's 2048."""
     dim = model.backbone.dim
     width = min(PAPER_WIDTH, 64 * math.ceil(dim / 32)) if width is None else width
     generator = torch.Generator().manual_seed(seed)
@@ -98,8 +103,9 @@ def fresh_net(model: OTAD, *, width: int | None = None, seed: int = 0, **options
 
 @torch.no_grad()
 def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
-    """Points of a model's bank as queries, all or those of `rows` (M,) int64, each among its K
-    nearest other points in the space in which the model searches."""
+    """Return bank points as queries, each with its K nearest other points as neighbors.
+
+    All points are used, or those of `rows` (M,) int64. Neighbors are searched as the model does."""
     inputs, like = model.bank_inputs, model.backbone.mean
     chosen = torch.arange(len(inputs)) if rows is None else rows
     check_tensor(chosen, "rows", "M", dtypes=(torch.int64,))
@@ -108,5 +114,5 @@ def lessons(model: OTAD, rows: Tensor | None = None) -> BankProblem:
         keys = gathered(model.bank_points, some, like.device).to(like)
         found.append(model.neighbors(keys, model.n_neighbors, exclude=some).indices)
     if rows is not None or (inputs.dtype, inputs.device) != (like.dtype, like.device):
-        inputs = gathered(inputs, chosen, like.device).to(like)  # else it may be mapped from a file
+        inputs = gathered(inputs, chosen, like.device).to(like)  # if not, they may stay in a file
     return model.problem(inputs, torch.cat(found))

@@ -1,4 +1,4 @@
-"""From a model folder to the model."""
+"""Loading a model from its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from otad.checks import check_device, refusing, require
 from otad.errors import InputError
 from otad.model.answerers import ANSWERERS, NeighborAnswerer
 from otad.model.folder import CARD, read_bank, read_block, read_card
-from otad.model.otad import OTAD, SAME
+from otad.model.otad import OTAD
+from otad.model.training_inputs import SAME
 from otad.nets import Backbone, build, build_metric
 from otad.nets.features import parts_of_user, unwrapped, with_module
 from otad.nets.inputs import restored
@@ -28,13 +29,49 @@ def load(
     resident: bool = True,
     verify: bool = True,
 ) -> OTAD:
-    """The model of a folder written by `OTAD.save`; its card's notes are in `model.notes`. With
-    `resident=False` the bank stays mapped from its file; `verify=False` compares its header and a
-    sample of its points alone.
+    """Load a model from a folder that `OTAD.save` wrote.
 
-    `net`: for a network of a class of your own, a module of that class or a function that makes
-    one. Its weights are replaced by those of the folder, which must have the same names and shapes
-    and give the same outputs. Nothing is imported because a folder says so."""
+    Nothing is unpickled and no module is imported on behalf of the folder, so a folder cannot run
+    code.
+
+    Parameters
+    ----------
+    folder : path
+        The folder.
+    net : nn.Module, callable or None
+        If the network has a class of your own, a module of that class or a function that makes one.
+        Its weights are replaced by the saved ones, which must have the same names and shapes and
+        give the same outputs.
+    device : str
+        Where the model goes, such as "cpu" or "cuda".
+    resident : bool
+        If False, the bank stays mapped from its file, and only neighbors are read.
+    verify : bool
+        Whether the whole bank is read to detect a changed byte. If False, only its header and a
+        sample of its points are compared.
+
+    Returns
+    -------
+    OTAD
+        The model. The notes of the folder are in `model.notes`.
+
+    Raises
+    ------
+    InputError
+        If the folder has no model, was changed, or needs a `net`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import torch
+    >>> import otad
+    >>> model = otad.defend(None, torch.eye(3), torch.arange(3), inputs="pixels", n_neighbors=2)
+    >>> x = torch.rand(4, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     card = model.save(folder)
+    ...     print(torch.equal(otad.load(folder)(x), model(x)))
+    True
+    """
     if net is not None and not isinstance(net, nn.Module):
         net = net()
         require(isinstance(net, nn.Module), "net", "a function that makes a module", type(net))
@@ -46,7 +83,7 @@ def load(
         if read_card(folder) == card:
             raise
         again: dict[str, Any] = {"net": net, "resident": resident, "verify": verify}
-        return load(folder, device=device, **again)  # it was just replaced
+        return load(folder, device=device, **again)  # the model was replaced in the meantime
     return model.to(check_device(device))
 
 
@@ -75,7 +112,7 @@ def _read_model(
 def _read_backbone(
     card: dict[str, Any], state: dict[str, Tensor], net: nn.Module | None
 ) -> Backbone:
-    """The backbone that the card describes, with the user's own module in it if there is one."""
+    """Return the backbone that the card describes, with the user's own module if it needs one."""
     net = None if net is None else unwrapped(net)
     backbone = restored(build, with_module(card["backbone"]["config"], net), state)
     parts = list(parts_of_user(backbone))

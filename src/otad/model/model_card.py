@@ -1,6 +1,6 @@
 """The README.md of a model folder: a model card in the style of Hugging Face, for people and hubs.
 
-What it says comes from card.json alone, so that both always agree."""
+Its text comes from card.json alone, so that both always agree."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ _LIMITS = """\
 
 @dataclass(frozen=True)
 class Figures:
-    """What a card says of an evaluation. `model`: a digest of the model that was evaluated;
-    `measure`: "accuracy" (from 0 to 1) or "mean absolute error"; `worst`, `undefended` and `proved`
-    have a value for each eps, or none at all."""
+    """The figures of an evaluation on a model card.
+
+    `model` is a digest of the model that was evaluated, and `measure` is "accuracy" (from 0 to 1)
+    or "mean absolute error". `worst`, `undefended` and `proved` have one value for each eps, or are
+    empty."""
 
     model: str
     measure: str
@@ -51,7 +53,7 @@ class Figures:
 
 
 class EvaluationLike(Protocol):
-    """An evaluation, as far as a card reads it."""
+    """The part of an evaluation that a model card needs."""
 
     @property
     def model(self) -> dict[str, Any]: ...
@@ -62,8 +64,10 @@ class EvaluationLike(Protocol):
 def add_evaluation(
     notes: Mapping[str, Any], evaluation: EvaluationLike | None, described: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The notes with the figures of an evaluation. Those of models with another description are
-    dropped from the notes; an evaluation of another model is refused."""
+    """Return the notes with the figures of an evaluation.
+
+    Figures of models with another description are dropped from the notes, and an evaluation of
+    another model is refused."""
     own = digest_of(described)
     known = from_plain(tuple[Figures, ...], notes.get("evaluations", ()), "notes.evaluations")
     kept = [one for one in known if one.model == own]
@@ -79,12 +83,12 @@ def add_evaluation(
 
 
 def _measured(one: Figures) -> tuple[object, ...]:
-    """A newer evaluation of the same kind replaces the older one."""
+    """Return what was measured: a newer evaluation of the same replaces the older one."""
     return one.norm, one.unit, one.eps, one.attacks
 
 
 def write_readme(folder: Path, card: Mapping[str, Any]) -> None:
-    """Write the model card, unless the folder has a README.md of its user's own."""
+    """Write the model card, unless the folder has a README.md that the user wrote."""
     path = folder / README
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
@@ -93,7 +97,7 @@ def write_readme(folder: Path, card: Mapping[str, Any]) -> None:
 
 
 def readme_of(name: str, card: Mapping[str, Any]) -> str:
-    """The text of the model card; `card` is the content of card.json."""
+    """Return the text of the model card; `card` is the content of card.json."""
     net, notes = card["interface"], card["notes"]
     name = _printable(name)
     evaluations = from_plain(tuple[Figures, ...], notes.get("evaluations", ()), "notes.evaluations")
@@ -187,7 +191,7 @@ def _intended(net: Mapping[str, Any]) -> str:
 
 
 def _figures(one: Figures) -> str:
-    """A table over eps, and what was run to fill it."""
+    """Return a table of the figures for each eps, and the attacks that were run."""
     unit = f"{one.norm} {one.unit}".rstrip()
     columns: dict[str, Sequence[float | None]] = {"Worst case of all attacks": one.worst}
     columns |= {"Undefended network": one.undefended} if one.undefended else {}
@@ -198,7 +202,7 @@ def _figures(one: Figures) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     clean, attacks = _number(one.clean, one.measure), ", ".join(map(_inline, one.attacks))
     checks = f"Of {one.checks} checks of the attacks, {one.failed_checks} failed."
-    if one.checks <= 1:  # that of the certificate is always made
+    if one.checks <= 1:  # the check of the certificate is always made
         checks = "The strength of the attacks was not checked."
     intro = f"{one.measure.capitalize()} on {one.rows:,} examples; without attack {clean}."
     return f"{intro}\n\n{table}\n\nAttacks: {attacks or 'none'}. {checks}"
@@ -217,7 +221,7 @@ def _pipeline(net: Mapping[str, Any]) -> str:
 
 
 def _index(name: str, card: Mapping[str, Any], evaluations: Iterable[Figures]) -> list[Any]:
-    """Results as hubs list them."""
+    """Return the results in the form in which model hubs list them."""
     data = card["notes"].get("data")
     label = _printable(data.get("name", "own data")) if isinstance(data, Mapping) else "own data"
     results = []
@@ -239,7 +243,7 @@ def _facts(facts: Mapping[str, str]) -> str:
 
 
 def _inline(value: object) -> str:
-    """A name from elsewhere on one line, without markup."""
+    """Return a name from the user's data on one line, without markup."""
     text = _printable(value)
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>#|{}!" else letter for letter in text)
 

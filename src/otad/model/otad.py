@@ -1,13 +1,7 @@
-"""OTAD: a backbone whose features are interpolated from its training points.
-
-The backbone embeds an input x. An answerer solves a convex integration problem, which gives the
-feature of a Lipschitz map through pairs (x_i, z_i) of training points: the K nearest of each input
-(local scope) or all of them (global scope). The backbone's own linear head reads that feature.
-"""
+"""OTAD: a network whose features are interpolated from training points."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.arguments import check_options, checked
-from otad.checks import check_evaluation, check_positive, check_shape, require
+from otad.checks import check_evaluation, check_positive, require
 from otad.cip import BankProblem
 from otad.cip.protocols import Solver
 from otad.cip.whole_bank.map import WholeBank
@@ -28,53 +22,73 @@ from otad.model.bank import BankModule, FeatureBank
 from otad.model.compiled import answer_compiled
 from otad.model.folder import Block, write_model
 from otad.model.model_card import EvaluationLike, add_evaluation
+from otad.model.trace import Trace
 from otad.nets import Backbone, Metric
 from otad.nets.features import parts_of_user
 
-SAMPLE = 64  # training inputs that are embedded again
-SAME = 1e-2  # of their lengths, for banks in half precision
 METRIC_VERSION = 2  # the least version of a model card with a metric
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Trace(Answer):
-    """A prediction and all it rests on, one row per input. `outputs`: logits (B,C), or values (B,)
-    in regression. `labels` (B,K): those of the neighbors, which for a global map are the points
-    with weight, most weight first, padded with points of weight 0. `distance` (B,) float64: how far
-    the inputs are from the bank, see `OTAD.distance`. Outputs are NaN where the model abstains."""
-
-    outputs: Tensor
-    labels: Tensor
-    distance: Tensor
-    __repr__ = Answer.__repr__
-
-
 class OTAD(BankModule):
-    """A classifier or regressor x (B,*input_shape) -> logits (B,C) or values (B,).
+    """A network whose features are interpolated from training points: the model of this library.
 
-    Inputs are in the backbone's own domain (pixels, raw features). Differentiable in x for fixed
-    neighbors. The bank moves with the module (`to`, `state_dict`) unless `resident` is False: then
-    it stays where it is, for instance mapped from a file, and only neighbors are read.
+    The backbone embeds an input. Convex integration gives it the feature of a Lipschitz map through
+    pairs of embedded training points and their features. The backbone's own linear head reads that
+    feature. The module maps inputs (B, *input_shape) to logits (B, C), or to values (B,) in
+    regression, and is differentiable in its inputs for fixed neighbors. Use `otad.defend` to make
+    one from a network and its training data, and `otad.load` to read one from a folder.
 
-    The bank belongs to the nets as they were when it was made. So `train()` leaves all parts in
-    evaluation mode, and nets that are trained further must be defended anew.
+    The bank of training points was made by the networks as they were. So `train()` leaves all parts
+    in evaluation mode, and networks that you train further must be defended again.
 
-    - `n_neighbors` (K), `smoothness` (L, None), `strong_convexity` (l, 0): the map asked for.
-    - `scope`: "local", each input by its own K neighbors, L = 2 by default; or "global", the same
-      map for all inputs, by default of the least L that all bank points allow. For a smaller L
-      points that contradict others are left out: see `potential`, which is found here, by
-      sweeps over all pairs, unless it is given; `sweep_progress` is called after each with (sweeps
-      done, largest raise of a level). K is then that of k-NN baselines and attacks alone.
-    - `solver`: how eq. (2) and (3) are solved in local scope. The default answers every row: where
-      neighbors contradict each other beyond repair, by the nearest one alone (see `trace`). A
-      trained `otad.cip.surrogate.CipNet` estimates the answers instead (the paper's OTAD-T-NN).
-    - `search`: "torch", or "faiss" (extra `index`), by which neighbors or the support are found.
-    - `metric`: a network x (B,*input_shape) -> keys (B,m) in whose space neighbors are searched,
-      with the `keys` (N,m) of the bank; None for the embedded space itself.
-    - `abstain_beyond`: inputs at a larger `distance` from the bank get no answer (NaN); None for
-      no limit. `otad.distance_threshold` chooses it on held-out data. May be set later, too.
+    Parameters
+    ----------
+    backbone : Backbone
+        The network that embeds inputs and reads features.
+    bank : FeatureBank
+        The embedded training inputs (N, d) with their features and labels.
+    n_neighbors : int
+        K, the number of neighbors of an input. In global scope only k-NN baselines and attacks use
+        it.
+    search : str
+        "torch", or "faiss" from the extra `index`.
+    resident : bool
+        Whether the bank moves with the module (`to`, `state_dict`). If False, it stays where it is,
+        such as in a file, and only neighbors are read.
+    metric : nn.Module or None
+        A network (B, *input_shape) -> keys (B, m) in whose space neighbors are searched. If None,
+        neighbors are searched among embedded inputs.
+    keys : Tensor (N, m) or None
+        The keys of the bank, if there is a metric.
+    abstain_beyond : float or None
+        Inputs at a larger `distance` from the bank get no answer (NaN). If None, there is no limit.
+        `otad.distance_threshold` chooses it on held-out data, and you can set it later.
+    scope : str
+        "local" for a map of each input's own K neighbors, or "global" for one map of all points.
+    smoothness : float or None
+        L, the Lipschitz constant of the map. If None, it is 2 in local scope, and in global scope
+        the least L that all bank points allow. For a smaller L, points that contradict others are
+        left out.
+    strong_convexity : float
+        l, the least curvature of the potential.
+    solver : solver or None
+        What solves the problems in local scope, by default an `otad.cip.ExactCip` that answers
+        every row. A trained `otad.cip.surrogate.CipNet` estimates the answers instead.
+    potential, sweep_progress
+        In global scope, the potential of the bank if it is known, and a function that is called
+        after each sweep that searches it, with (sweeps done, largest raise of a value).
 
-    The first four are `answering`: they make the `answerer`, see `otad.model.answerers`.
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
+    >>> model = otad.defend(net, digits.train_x[:100], digits.train_y[:100], n_neighbors=5)
+    >>> model(digits.test_x[:3]).shape
+    torch.Size([3, 10])
+    >>> model.scope, model.n_neighbors, model.smoothness
+    ('local', 5, 2.0)
     """
 
     _abstain_beyond: float | None = None
@@ -111,13 +125,13 @@ class OTAD(BankModule):
         self.eval()
 
     def train(self, mode: bool = True) -> OTAD:
-        """Stay in evaluation mode: nets that use statistics of batches would not fit the bank."""
+        """Stay in evaluation mode, in which the bank was made."""
         super().train(False)
         return self
 
     @property
     def abstain_beyond(self) -> float | None:
-        """The distance from the bank beyond which inputs get no answer; None for no limit."""
+        """The distance from the bank beyond which inputs get no answer, or None for no limit."""
         return self._abstain_beyond
 
     @abstain_beyond.setter
@@ -129,36 +143,39 @@ class OTAD(BankModule):
 
     @property
     def scope(self) -> str:
+        """Either "local" or "global"."""
         return self.answerer.scope
 
     @property
     def smoothness(self) -> float:
+        """The Lipschitz constant L that the map was asked to have."""
         return self.answerer.smoothness
 
     @property
     def strong_convexity(self) -> float:
+        """The least curvature l of the potential."""
         return self.answerer.strong_convexity
 
     @property
     def solver(self) -> Solver | None:
-        """What solves small problems; None in global scope."""
+        """The solver of local scope, or None in global scope."""
         return self.answerer.solver
 
     @property
     def potential(self) -> BankPotential | None:
-        """The potential of the bank in global scope, where it is now; else None."""
+        """The potential of the bank in global scope, or None in local scope."""
         return self.answerer.potential
 
     @property
     def whole_bank(self) -> WholeBank:
-        """The global map."""
+        """The global map. It raises `InputError` in local scope."""
         return self.answerer.whole_bank(self)
 
     @checked
     def query_keys(self, x: Tensor) -> Tensor:
-        """Inputs (B,*input_shape) in the space in which neighbors are searched (B,m)."""
+        """Return the keys (B, m) of inputs (B, *input_shape), by which neighbors are searched."""
         check_evaluation(self, "model")
-        self.backbone.check_inputs(x, dtype=x.dtype)  # the shape alone
+        self.backbone.check_inputs(x, dtype=x.dtype)  # checks the shape only
         require(x.is_floating_point(), "x", "floating-point numbers", x.dtype)
         return self.backbone.embed(x) if self.metric is None else keys_of(x, self.metric)
 
@@ -166,19 +183,34 @@ class OTAD(BankModule):
     def solve(
         self, embedded: Tensor, keys: Tensor | None = None, *, exclude: Tensor | None = None
     ) -> Answer:
-        """The answer to embedded inputs (B,d), with their query keys (B,m) if there is a metric."""
+        """Return the answer for embedded inputs (B, d), with query keys (B, m) for a metric.
+
+        `exclude` is as in `trace`."""
         known = keys is not None or self.metric is None
         require(known, "keys", "query keys, as neighbors are searched by a metric", None)
         return self.answerer.answer(self, embedded, embedded if keys is None else keys, exclude)
 
     def problem(self, embedded: Tensor, indices: Tensor) -> BankProblem:
-        """The convex integration problem of embedded inputs (B,d) with these bank points (B,K)."""
+        """Return the convex integration problem of embedded inputs (B, d) and bank rows (B, K)."""
         return self.answerer.problem(self, embedded, indices)
 
     @checked
     def trace(self, x: Tensor, *, exclude: Tensor | None = None) -> Trace:
-        """The prediction and what it rests on. `exclude` (B,), for local scope alone: bank rows
-        that are copies of x."""
+        """Return predictions and what they are based on.
+
+        Parameters
+        ----------
+        x : Tensor (B, *input_shape)
+            Inputs.
+        exclude : Tensor (B,) of int64 or None
+            In local scope, a bank row for each input that must not be its neighbor, or -1. Use it
+            for inputs that are in the bank themselves.
+
+        Returns
+        -------
+        Trace
+            Outputs, neighbors, weights and distances, with one row per input.
+        """
         found, keys = self._answer(x, exclude)
         distance = self._distance(found, keys, exclude)
         indices = found.neighbors.indices.to(self.bank_labels.device)
@@ -187,7 +219,11 @@ class OTAD(BankModule):
         return Trace(**vars(found), outputs=outputs, labels=labels, distance=distance)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # the numbers of x are not checked then
+        """Return logits (B, C), or values (B,) in regression, of inputs (B, *input_shape).
+
+        Rows for which the model abstains are NaN. Inputs of a wrong shape or dtype, or outside the
+        bounds, raise `InputError`."""
+        if torch.compiler.is_compiling():  # then the values of x are not checked
             shape, expected = tuple(x.shape[1:]), self.backbone.input_shape
             require(shape == expected, "x", f"inputs of shape {expected}", shape)
             embedded = self.backbone.embed(x)
@@ -199,7 +235,7 @@ class OTAD(BankModule):
         return self._outputs(found.solution.image, distance)
 
     def _answer(self, x: Tensor, exclude: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """With the query keys (B,m)."""
+        """Return the answer for inputs, and their query keys (B,m)."""
         check_evaluation(self, "model")
         embedded = self.backbone.embed(self.backbone.check_inputs(x))
         keys = embedded if self.metric is None else self.query_keys(x)
@@ -215,9 +251,10 @@ class OTAD(BankModule):
     @checked
     @torch.no_grad()
     def distance(self, x: Tensor) -> Tensor:
-        """How far inputs (B,*input_shape) are from the bank (B,), in float64: the distance to the
-        nearest bank point, in the space in which neighbors are searched. It grows by no more than
-        an input moves in that space."""
+        """Return how far inputs (B, *input_shape) are from the bank (B,), in float64.
+
+        It is the distance to the nearest bank point in the space in which neighbors are searched.
+        It changes by no more than an input moves in that space."""
         nearest: Tensor = self.neighbors(self.query_keys(x).detach(), 1).distances[:, 0]
         return nearest
 
@@ -228,9 +265,19 @@ class OTAD(BankModule):
         return near.distances[:, 0]
 
     def replace(self, **changes: Any) -> OTAD:
-        """The same model with some arguments of the constructor changed. Another scope starts from
-        its defaults; with another bank or curvature a global potential that is not given is found
-        anew, and a metric needs the `keys` of another bank."""
+        """Return a copy of the model with other arguments of the constructor.
+
+        Another scope starts from its defaults. For another bank or curvature a global potential is
+        computed again, unless it is given. With a metric, another bank needs its `keys`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import otad
+        >>> model = otad.defend(None, torch.eye(3), torch.arange(3), inputs="pixels", n_neighbors=2)
+        >>> model.replace(n_neighbors=1).n_neighbors, model.n_neighbors
+        (1, 2)
+        """
         options = self.answerer.options()
         if changes.get("scope", self.scope) != self.scope:
             options = {}
@@ -250,9 +297,36 @@ class OTAD(BankModule):
     def save(
         self, folder: str | Path, *, evaluation: EvaluationLike | None = None, **notes: Any
     ) -> Path:
-        """Write the model to a folder (safetensors, card.json, and a model card in README.md); the
-        path of card.json. `notes` (data, classes, metrics, ... in plain JSON) are added to those
-        the model has; the model card shows the figures of an `otad.evaluate` of this model."""
+        """Write the model to a folder that `otad.load` reads.
+
+        The folder holds safetensors files, card.json, and a model card for people in README.md.
+        Saving again replaces the model; if that is interrupted, the old model stays whole.
+
+        Parameters
+        ----------
+        folder : path
+            The folder, which is made if it does not exist.
+        evaluation : Evaluation or None
+            What `otad.evaluate` returned for this model. The model card shows its figures.
+        **notes
+            Notes in plain JSON, such as `data` or `classes`, which are added to `model.notes`.
+
+        Returns
+        -------
+        Path
+            The path of card.json.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import torch
+        >>> import otad
+        >>> model = otad.defend(None, torch.eye(3), torch.arange(3), inputs="pixels", n_neighbors=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     card = model.save(folder, classes=["a", "b", "c"])
+        ...     print(card.name, otad.load(folder).notes["classes"])
+        card.json ['a', 'b', 'c']
+        """
         answerer, metric, keys = self.answerer, self.metric, self.bank_keys
         own = ("n_neighbors", "smoothness", "strong_convexity", "search")
         settings = {name: getattr(self, name) for name in own} | answerer.settings()
@@ -278,13 +352,13 @@ class OTAD(BankModule):
         return write_model(folder, about, self.bank, blocks)
 
     def interface(self) -> dict[str, Any]:
-        """What goes in and what comes out, in plain values."""
+        """Return the task, the shape and bounds of inputs, and the number of outputs."""
         names = ("task", "input_shape", "n_outputs", "bounds")
         plain: dict[str, Any] = to_plain({name: getattr(self.backbone, name) for name in names})
         return plain
 
     def describe(self) -> dict[str, Any]:
-        """The settings and the bank in plain values, as records of evaluations name the model."""
+        """Return the settings and the bank in plain JSON, as records of evaluations do."""
         own = ("n_neighbors", "smoothness", "strong_convexity", "search")
         settings = {name: getattr(self, name) for name in own} | {
             "bank": {"points": len(self.bank_inputs), "fingerprint": self.bank_fingerprint},
@@ -295,7 +369,7 @@ class OTAD(BankModule):
         return plain
 
     def __repr__(self) -> str:
-        """A few lines, without all the layers: those are in `repr(model.backbone)`."""
+        """Return a few lines without the layers, which are in `repr(model.backbone)`."""
         net, metric = self.backbone, self.metric
         classes = "" if net.task == "regression" else f" of {net.n_outputs} classes"
         used = f"backbone={_named(net)}" + ("" if metric is None else f", metric={_named(metric)}")
@@ -303,6 +377,7 @@ class OTAD(BankModule):
         return "OTAD(" + ",\n  ".join(lines) + ")"
 
     def extra_repr(self) -> str:
+        """Return the size of the bank and the settings in one line."""
         curvature = f"smoothness={self.smoothness:g}, strong_convexity={self.strong_convexity:g}, "
         bank = f"bank={len(self.bank_inputs)} points, "
         if self.abstain_beyond is not None:
@@ -317,25 +392,6 @@ def _named(net: nn.Module) -> str:
 
 
 def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
-    """(B,m). A user's layers may work in place; a `Metric` normalizes first."""
+    """Return the keys (B,m) of x. A user's own layers get a copy, as they may work in place."""
     keys: Tensor = metric(x if isinstance(metric, Metric) else x.clone())
     return keys
-
-
-@torch.no_grad()
-def check_training_inputs(model: OTAD, train_x: object, rows: Tensor | None = None) -> Tensor:
-    """Refuse inputs (N,*) other than those the bank was made from, in the order of the bank; these
-    rows, or else a sample, are embedded again."""
-    backbone, points = model.backbone, len(model.bank_labels)
-    if not isinstance(train_x, Tensor) or train_x.dtype != backbone.mean.dtype:
-        got = train_x.dtype if isinstance(train_x, Tensor) else type(train_x).__name__
-        raise InputError(f"train_x: expected a tensor of dtype {backbone.mean.dtype}, got {got}")
-    check_shape(train_x, "train_x", (points, *backbone.input_shape), "with a row per bank point")
-    if rows is None:
-        rows = torch.linspace(0, points - 1, min(SAMPLE, points)).long()
-    again = backbone.embed(train_x[rows.to(train_x.device)].to(backbone.mean.device))
-    known = model.bank_inputs[rows.to(model.bank_inputs.device)].to(again)
-    off = (again - known).norm(dim=1) > SAME * (again.norm(dim=1) + known.norm(dim=1))
-    found = f"others in row {rows[int(off.int().argmax())]}"
-    require(not off.any(), "train_x", "the inputs the bank was made from, in its order", found)
-    return train_x

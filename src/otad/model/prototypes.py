@@ -1,4 +1,4 @@
-"""Prototypes: labeled points that answer without a net, and that can be trained.
+"""Prototypes: labeled points that answer without a network, and that can be trained.
 
 A point x_i of class y_i gets the answer g_i = h_i e_(y_i) with the height h_i = D_i / sqrt 2, where
 D_i is the distance to the nearest point of another class. These answers are 1-Lipschitz:
@@ -9,12 +9,12 @@ D_i is the distance to the nearest point of another class. These answers are 1-L
   to a set is 1-Lipschitz.
 
 No 1-Lipschitz map does better: at x_i the margin h_i certifies a radius of h_i / sqrt 2 = D_i / 2,
-half of the way to a point of another class. And the map of such a lifted bank is a 1-Lipschitz
-classifier whatever the points are, and differentiable in them. So the points can be trained like
-the weights of a net, for wide margins of the very classifier that is certified afterwards.
+which is half of the way to a point of another class. The map of such a lifted bank is a 1-Lipschitz
+classifier for all points, and it is differentiable in them. So the points can be trained like the
+weights of a network, for wide margins of the very classifier that is certified afterwards.
 
-In regression the answers are the targets themselves, divided by the least Lipschitz constant of
-all pairs, which the head multiplies back; points that are equal share the mean of their targets.
+In regression the answers are the targets divided by the least Lipschitz constant of all pairs, by
+which the head multiplies. Points that are equal share the mean of their targets.
 """
 
 from __future__ import annotations
@@ -39,17 +39,43 @@ from otad.search.neighbors import TorchSearch
 
 __all__ = ["PrototypeNet", "prototype_net"]
 
-REFRESHED = 10  # steps of training after which nearest rivals are searched again
+REFRESHED = 10  # training steps after which the nearest points of other classes are searched again
 
 
 @register("prototype_net")
 class PrototypeNet(LiftedNet):
-    """(x, 0) -> (x, g(x)), with g the 1-Lipschitz map of n labeled points, which are its weights.
+    """A backbone whose weights are n labeled points, and whose answer is their 1-Lipschitz map.
 
-    `points` (n,p) are in the units of embedded inputs. `transport` solves for the map exactly, so
-    the net and the model of global scope on its `bank()`, of smoothness 2, are one function, up to
-    rounding. In training, heights follow the rivals that were nearest a few steps ago; the map is
-    1-Lipschitz whatever they are.
+    It maps (x, 0) to (x, g(x)), where g is the 1-Lipschitz map through the points and their
+    answers. `transport` solves for the map exactly. So the network and a global model of smoothness
+    2 on its `bank()` are the same function, up to rounding. In training, the nearest points of
+    other classes are searched again every ten steps; the map is 1-Lipschitz in between as well. Use
+    `prototype_net` to make one from data.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape of one input.
+    n_outputs : int
+        The number of classes, or 1 for regression.
+    n_points : int
+        The number n of points. All points and labels are 0 at first.
+    task, bounds, mean, std
+        As in `otad.nets.Backbone`.
+
+    Attributes
+    ----------
+    points : nn.Parameter (n, p)
+        The points, in the units of embedded inputs.
+    labels : Tensor (n,)
+        The labels of the points, or their values in regression.
+
+    Examples
+    --------
+    >>> import otad
+    >>> net = otad.prototypes.PrototypeNet((4,), 3, n_points=6)
+    >>> net.points.shape, net.labels.shape
+    (torch.Size([6, 4]), torch.Size([6]))
     """
 
     labels: Tensor
@@ -57,7 +83,6 @@ class PrototypeNet(LiftedNet):
     def __init__(
         self, input_shape: Sequence[int], n_outputs: int, *, n_points: int, **options: Any
     ) -> None:
-        """All points and labels are 0 at first."""
         super().__init__(input_shape, n_outputs, blocks=0, **options)
         count = check_count(n_points, "n_points")
         dtype = torch.int64 if self.task == "classification" else self.mean.dtype
@@ -79,19 +104,19 @@ class PrototypeNet(LiftedNet):
         return torch.cat([inputs, found.to(e.dtype)], dim=1), squared_lengths(found)
 
     def bank(self, dtype: torch.dtype = torch.float32) -> FeatureBank:
-        """Inputs (x_i, 0) and features (x_i, g_i), (n,p+C)."""
+        """Return the bank of inputs (x_i, 0) and features (x_i, g_i), each (n, p + C)."""
         points, heights = self.points.detach().to(dtype, copy=True), None
-        if self.task == "classification":  # of the points as they are rounded
+        if self.task == "classification":  # the heights of the points after rounding
             exact = label_heights(points.to(torch.float32), self.labels)
             heights = exact.to(dtype)
-            # Never rounded up: two answers would be steeper than 1, and one of them left out.
+            # Rounded down: otherwise two answers could be steeper than 1, and one be left out.
             heights = torch.nextafter(heights, torch.zeros_like(heights))
         answers = self._answers(heights).to(dtype)
         pairs = functional.pad(points, (0, self.n_outputs)), torch.cat([points, answers], 1)
         return FeatureBank(*pairs, self.labels, fingerprint_of(self, note="prototypes"))
 
     def train(self, mode: bool = True) -> PrototypeNet:
-        self._rivals = None  # fused optimizers change weights without a trace
+        self._rivals = None  # because fused optimizers change weights unnoticed
         super().train(mode)
         return self
 
@@ -101,13 +126,13 @@ class PrototypeNet(LiftedNet):
         return options | {"n_points": len(self.points)}
 
     def _answers(self, heights: Tensor | None) -> Tensor:
-        """g_i (n,C): the heights of the labels, or values in units of the head's slope."""
+        """Return g_i (n,C): the heights of the labels, or values in units of the head's slope."""
         if heights is None:
             return self.labels[:, None] / self.head.weight[:, -1]
         return functional.one_hot(self.labels, self.lift) * heights[:, None]
 
     def _heights(self) -> Tensor:
-        """D_i / sqrt 2 (n,), differentiable in the points."""
+        """Return D_i / sqrt 2 (n,), differentiable in the points."""
         points, labels = self.points, self.labels
         trained = None if self.training else points._version
         state = (points.data_ptr(), trained, labels.data_ptr(), labels._version)
@@ -131,11 +156,43 @@ def prototype_net(
     generator: torch.Generator | None = None,
     progress: Counter | bool | None = None,
 ) -> PrototypeNet:
-    """Prototypes for the inputs and outputs of `net`, to be trained or used as they are: inputs x
-    (N,*input_shape) with labels y (N,), each replaced by the mean of its `neighbors` nearest of
-    that class; all, or at most `per_class` of each class, drawn by the generator. In regression y
-    are values, and all points are used as they are. `progress`: see `otad.progress`, with (classes
-    done, all classes)."""
+    """Make prototypes from data, to be trained or used as they are.
+
+    Each prototype is the mean of an input and its nearest neighbors of the same class.
+
+    Parameters
+    ----------
+    net : LiftedNet
+        A network whose input shape, outputs, normalization and task the prototypes take over, such
+        as `otad.nets.lifted_net(shape, n_outputs, blocks=0)`.
+    x : Tensor (N, *input_shape)
+        Inputs.
+    y : Tensor (N,)
+        Labels (int64), or values in regression.
+    per_class : int or None
+        The largest number of prototypes of a class, drawn at random. If None, all are used.
+    neighbors : int
+        Over how many inputs a mean is taken, the input itself included. In regression it must be 1.
+    generator : torch.Generator or None
+        The source of randomness, by default of seed 0.
+    progress : callable, bool or None
+        A function of (classes done, all classes), or True or False to show or hide a progress bar.
+
+    Returns
+    -------
+    PrototypeNet
+        The prototypes, on the device and in the dtype of `net`.
+
+    Examples
+    --------
+    >>> import otad
+    >>> digits = otad.data.load("digits")
+    >>> x, y = digits.train_x[:200], digits.train_y[:200]
+    >>> frame = otad.nets.lifted_net((1, 8, 8), 10, blocks=0)
+    >>> net = otad.prototypes.prototype_net(frame, x, y, per_class=3, neighbors=5)
+    >>> net.points.shape, net(x[:2]).shape
+    (torch.Size([30, 64]), torch.Size([2, 10]))
+    """
     if net.task == "regression":
         kept = per_class is None and neighbors == 1
         got = f"per_class {per_class} and neighbors {neighbors}"
@@ -173,8 +230,9 @@ def prototype_net(
 def class_means(
     points: Tensor, labels: Tensor, neighbors: int, report: Counter | None = None
 ) -> Tensor:
-    """(N,p): for each point the mean of the `neighbors` points of its class nearest to it, itself
-    included; of all of them where a class has fewer."""
+    """Return for each point the mean (N,p) of the `neighbors` nearest points of its class.
+
+    The point itself is included. If a class has fewer points, the mean is over all of them."""
     _check(points, labels)
     if check_count(neighbors, "neighbors") == 1:
         return points
@@ -191,7 +249,7 @@ def class_means(
 
 @torch.no_grad()
 def label_heights(points: Tensor, labels: Tensor) -> Tensor:
-    """h_i = D_i / sqrt 2 (N,) in float64."""
+    """Return h_i = D_i / sqrt 2 (N,) in float64."""
     steps = points.double() - points[nearest_rivals(points, labels)].double()
     heights: Tensor = steps.norm(dim=1) / math.sqrt(2)
     return heights
@@ -199,12 +257,12 @@ def label_heights(points: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def nearest_rivals(points: Tensor, labels: Tensor) -> Tensor:
-    """For each point (N,p) the nearest one of another class (N,)."""
+    """Return for each point (N,p) the nearest point of another class (N,)."""
     _check(points, labels)
     is_mixed = bool((labels != labels[0]).any())
     require(is_mixed, "labels", "two classes at least", f"only {int(labels[0])}")
     nearest, classes = torch.empty_like(labels), labels.unique()
-    with progress_bar("searching rivals") as report:
+    with progress_bar("searching the nearest points of other classes") as report:
         for done, label in enumerate(classes, 1):
             own = labels == label
             others = (~own).nonzero()[:, 0]

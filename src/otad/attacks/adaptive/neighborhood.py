@@ -21,7 +21,8 @@ from otad.checks import check_count, check_shape, require
 from otad.cip.whole_bank.pairs import Pairs, middle_of
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
 from otad.errors import InputError
-from otad.model.otad import OTAD, check_training_inputs
+from otad.model.otad import OTAD
+from otad.model.training_inputs import check_training_inputs
 from otad.nets import only_normalizes
 from otad.threat import LpBall
 
