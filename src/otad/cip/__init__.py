@@ -1,8 +1,7 @@
-"""Exact convex integration: the feature of a Lipschitz map through K given pairs.
+"""Exact convex integration: the value of a Lipschitz map at a query, from K given pairs.
 
-problem = CipProblem(query, anchors, images, smoothness=2.0)
-solution = ExactCip()(problem)
-solution.image, solution.residual, problem.residual(solution)"""
+Make a `CipProblem`, solve it by `ExactCip`, and read the `CipSolution`. Any solution can be graded
+by `problem.residual(solution)`."""
 
 from otad.arguments import guard
 from otad.cip.local.potentials import least_smoothness

@@ -1,4 +1,4 @@
-"""How tensor work is run: in blocks of rows, on threads, in full precision."""
+"""How work on tensors is run: in blocks of rows, on threads, in full precision."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from otad.cip.protocols import RowProblem
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
-_BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # measured best
+_BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # the fastest in measurements
 
 
 def blocks(count: int, size: int) -> list[slice]:
-    """Consecutive blocks of at most `size` rows."""
+    """Return consecutive blocks of at most `size` rows."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:
-    """Blocks of `chunk` rows, or of as many as fill the default working memory of the device."""
+    """Return blocks of `chunk` rows, or of as many as fill the working memory of the device."""
     batch, count, dim = problem.shape
     budget = _BLOCK_BYTES.get(problem.query.device.type, 2**26)
     fitting = max(1, budget // (2 * count * dim * problem.query.element_size()))
@@ -32,11 +32,13 @@ def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:
 def run_parts(
     parts: Sequence[Part], work: Callable[[Part], Result], device: torch.device
 ) -> list[Result]:
-    """`work` on every part, without gradients, in full precision. On the CPU on as many threads as
-    torch may use: its own batched products of small matrices run on one."""
+    """Return the results of `work` on every part, without gradients and in full precision.
+
+    On the CPU the parts run on as many threads as torch may use, because torch runs batched
+    products of small matrices on one thread."""
     allowed = torch.get_num_threads()
     threads = min(allowed, len(parts)) if device.type == "cpu" else 1
-    without_gradients = torch.no_grad()(work)  # a setting of each thread
+    without_gradients = torch.no_grad()(work)  # every thread has its own setting
     with full_precision(device):
         if threads == 1:
             return [without_gradients(part) for part in parts]
@@ -49,7 +51,7 @@ def run_parts(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For small matrices, where synchronizing threads takes many times as long as the work."""
+    """Use one thread, for small matrices on which synchronizing threads takes most of the time."""
     allowed = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -60,8 +62,10 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast, no TF32, and no oneDNN, whose kernels for small batched products are reduced in
-    precision on some processors and many times slower than BLAS on others."""
+    """Turn off autocast, TF32 and oneDNN.
+
+    The kernels of oneDNN for small batched products have reduced precision on some processors, and
+    are many times slower than BLAS on others."""
     precision, onednn = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
     torch.set_float32_matmul_precision("highest")
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The judge of any solution of eqs. (2) and (3) of `otad.cip.problem`: its KKT residual."""
+"""Grades any solution of eqs. (2) and (3) of `otad.cip.problem` by its KKT residual."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _WORKING_BYTES = 2**26  # float64 memory of one block of rows
 
 
 def map_curvature(problem: RowProblem, solution: CipSolution) -> tuple[Tensor, Tensor]:
-    """(L, l) of the map x' -> z', each (B,): its Jacobian has eigenvalues in [l, L]."""
+    """Return L and l (B,) of the map x' -> z': its Jacobian has eigenvalues in [l, L]."""
     source = problem if solution.mode == "paper" else solution
     return source.smoothness, source.strong_convexity
 
 
 @torch.no_grad()
 def kkt_residual(problem: RowProblem, solution: CipSolution) -> Tensor:
-    """The largest violation of the optimality conditions, per row (B,), computed in float64.
+    """Return the largest violation of the optimality conditions of each row (B,), in float64.
 
-    From the raw data and the solution alone, however it was found: the potentials obey (2) with
-    the curvature the solution used; v >= q_i(z'); multipliers >= 0, zero on neighbors left out,
-    summing to 1; multiplier times slack is 0; z' = sum_i lambda_i z~_i. Each is divided by the
-    natural size of its terms (see `relative`). A row without a solution (NaN) has infinity."""
+    It is computed from the raw data and the solution alone, however the solution was found. The
+    conditions are: the potentials obey (2) with the curvature that the solution used; v >= q_i(z');
+    multipliers are at least 0, sum to 1, and are 0 for neighbors left out; multiplier times slack
+    is 0; z' = sum_i lambda_i z~_i. Each violation is divided by the size of its terms (see
+    `relative`). A row without a solution (NaN) has an infinite residual."""
     batch, count, dim = problem.shape
     shape = tuple(solution.multipliers.shape)
     require(shape == (batch, count), "solution", f"multipliers of shape {(batch, count)}", shape)
@@ -74,9 +75,10 @@ def _grade(problem: RowProblem, solution: CipSolution, rows: slice) -> Tensor:
 def relative(
     gaps: tuple[Tensor, ...], image_gap: Tensor, weight: Tensor, active: Tensor, *sizes: Tensor
 ) -> Tensor:
-    """One dimensionless residual (B,) from the gaps (B,) of values and of the image, and from the
-    multipliers (B,K). Images are measured by s = |z_i| + |l a_i|, values by s |a_i| + s^2 / (2M):
-    the `sizes` (B,) are the largest s and |a_i|, and M."""
+    """Return one residual (B,) without a unit from the gaps (B,) and the multipliers (B,K).
+
+    Gaps of the image are divided by s = |z_i| + |l a_i|, gaps of values by s |a_i| + s^2 / (2M).
+    The `sizes` (B,) are the largest s, the largest |a_i|, and M."""
     image_size, offset_size, modulus = sizes
     tiny = torch.finfo(torch.float64).tiny
     value_size = image_size * offset_size + image_size.square() / (2 * modulus)

@@ -1,7 +1,7 @@
-"""The convex integration problem of one batch of queries.
+"""The convex integration problem of a batch of queries.
 
-For a query x' with neighbors x_i (anchors) whose features are z_i (images), a potential h that is
-`strong_convexity`-strongly convex and `smoothness`-smooth has to satisfy h(x_i) = u_i and
+A query x' has neighbors x_i (anchors), whose features are z_i (images). We look for a potential h
+that is `strong_convexity`-strongly convex and `smoothness`-smooth, with h(x_i) = u_i and
 grad h(x_i) = z_i. With a_i = x_i - x', the shift z~_i = z_i - l a_i and M = L - l, the values u_i
 and the answer (v, z') = (h(x'), grad h(x')) obey
 
@@ -26,40 +26,43 @@ from otad.errors import InputError
 from otad.io.mapped_rows import gathered, in_file
 from otad.short_repr import short_repr
 
-_FETCHED_BYTES = 2**29  # of rows copied from a bank in a file or on another device
+_FETCHED_BYTES = 2**29  # the most that is copied from a bank in a file or on another device
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class _Problem:
-    per_row: ClassVar[tuple[str, ...]]  # the names of further tensors with a row per query
+    per_row: ClassVar[tuple[str, ...]]  # the names of further tensors with one row per query
     query: Tensor
     smoothness: Tensor
     strong_convexity: Tensor
     has_strong_convexity: bool
 
     def in_double(self) -> Self:
-        """The same with a query in float64, and so with products in float64."""
+        """Return the same problem with queries in float64, so that products are in float64."""
         return self._replaced(query=self.query.double())
 
     def residual(self, solution: CipSolution) -> Tensor:
-        """How far a solution is from optimal, (B,) in float64; 0 is perfect. See `kkt_residual`."""
+        """Return how far a solution is from optimal (B,), in float64 and without a unit.
+
+        It is the largest violation of the optimality conditions, so 0 is perfect. It is computed
+        from the problem and the solution alone, in the same way for every solver."""
         return kkt_residual(self, solution)  # type: ignore[arg-type]
 
     def _replaced(self, **changes: object) -> Self:
-        """A copy with other values, which are not checked."""
+        """Return a copy with other values, which are not checked."""
         made = copy.copy(self)
         made.__dict__.update(changes)
         return made
 
     def select(self, rows: Tensor) -> Self:
-        """The problem of some rows (b,)."""
+        """Return the problem of some rows (b,)."""
         names = ("query", "smoothness", "strong_convexity", *self.per_row)
         return self._replaced(**{name: gathered(getattr(self, name), rows) for name in names})
 
     def _set(
         self, smoothness: float | Tensor, strong_convexity: float | Tensor, **parts: Tensor
     ) -> None:
-        """Store the parts and the curvature. Numbers are checked without waiting for the device."""
+        """Store the parts and the curvature. Plain numbers are checked on the host."""
         high = _per_row(smoothness, "smoothness", parts["query"])
         low = _per_row(strong_convexity, "strong_convexity", parts["query"])
         if isinstance(smoothness, Tensor) or isinstance(strong_convexity, Tensor):
@@ -77,11 +80,43 @@ class _Problem:
 
 @dataclass(frozen=True, eq=False, init=False)
 class CipProblem(_Problem):
-    """Queries (B,d) with their anchors (B,K,d) and images (B,K,d), all of one dtype and device.
+    """A batch of convex integration problems: queries, their neighbors, and the curvature.
 
-    `smoothness` (L > 0) and `strong_convexity` (l < L, may be negative) are numbers or one value
-    per row, stored as float64 tensors (B,). `has_strong_convexity`: whether some l is other than 0.
-    Gradients flow through `query` alone."""
+    For each query x' we look for the gradient z' at x' of a potential whose gradient at each anchor
+    `x_i` is the image `z_i`. The potential is l-strongly convex and L-smooth. All tensors have one
+    dtype and device. Gradients flow through `query` alone.
+
+    Parameters
+    ----------
+    query : Tensor (B, d)
+        The queries x'.
+    anchors : Tensor (B, K, d)
+        The neighbors of each query.
+    images : Tensor (B, K, d)
+        The features of the neighbors.
+    smoothness : float or Tensor (B,)
+        L > 0, the Lipschitz constant of the map, for all rows or for each.
+    strong_convexity : float or Tensor (B,)
+        l < L, which may be negative.
+
+    Raises
+    ------
+    InputError
+        If shapes, dtypes or devices do not fit, or a value is not finite.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> anchors = torch.tensor([[[0.0], [1.0]]])
+    >>> images = torch.tensor([[[0.0], [1.0]]])
+    >>> problem = otad.cip.CipProblem(torch.tensor([[0.5]]), anchors, images, smoothness=2.0)
+    >>> problem.shape
+    (1, 2, 1)
+    >>> solution = otad.cip.ExactCip()(problem)
+    >>> round(solution.image.item(), 4), problem.residual(solution).item() < 1e-6
+    (0.5, True)
+    """
 
     per_row = ("anchors", "images")
     anchors: Tensor
@@ -109,22 +144,47 @@ class CipProblem(_Problem):
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """The sizes (B, K, d)."""
         batch, count, dim = self.anchors.shape
         return batch, count, dim
 
     def anchors_of(self, rows: slice) -> Tensor:
+        """Return the anchors (b, K, d) of some rows."""
         return self.anchors[rows]
 
     def images_of(self, rows: slice) -> Tensor:
+        """Return the images (b, K, d) of some rows."""
         return self.images[rows]
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class BankProblem(_Problem):
-    """The same problem with neighbors named by `indices` (B,K) into a bank of pairs (N,d).
+    """A batch of convex integration problems whose neighbors are rows of a bank.
 
-    Neighbors are gathered block by block, so a batch never needs its B*K*d neighbors in memory at
-    once. The bank may be half precision, on another device or memory-mapped; it is assumed finite.
+    Neighbors are gathered block by block, so a batch never needs all its B * K * d numbers in
+    memory at once. The bank may be in half precision, on another device or mapped from a file. Its
+    values are assumed to be finite.
+
+    Parameters
+    ----------
+    query : Tensor (B, d)
+        The queries.
+    inputs, features : Tensor (N, d)
+        The points of the bank and their features.
+    indices : Tensor (B, K) of int64
+        The bank rows that are the neighbors of each query.
+    smoothness, strong_convexity
+        As in `CipProblem`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> inputs = features = torch.eye(4)
+    >>> indices = torch.tensor([[0, 1], [2, 3]])
+    >>> problem = otad.cip.BankProblem(inputs[[0, 2]], inputs, features, indices, smoothness=2.0)
+    >>> problem.shape, otad.cip.ExactCip()(problem).image.shape
+    ((2, 2, 4), torch.Size([2, 4]))
     """
 
     per_row = ("indices",)
@@ -157,18 +217,22 @@ class BankProblem(_Problem):
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """The sizes (B, K, d)."""
         return *self.indices.shape, self.query.shape[1]
 
     def anchors_of(self, rows: slice) -> Tensor:
-        """On the query's device, in the bank's dtype."""
+        """Return the anchors (b, K, d) of some rows, on the query's device."""
         return gathered(self.inputs, self.indices[rows], self.query.device)
 
     def images_of(self, rows: slice) -> Tensor:
+        """Return the images (b, K, d) of some rows, on the query's device."""
         return gathered(self.features, self.indices[rows], self.query.device)
 
     def fetched(self) -> Self:
-        """The same with the bank rows it needs copied to the query's device, each read once, if
-        the bank is in a file or on another device and they fit in memory."""
+        """Return the same problem with the bank rows it needs on the query's device.
+
+        This happens if the bank is in a file or on another device and the rows fit in memory. Each
+        row is read once."""
         device = self.query.device
         if self.inputs.device == device and in_file(self.inputs) is None:
             return self
@@ -180,7 +244,9 @@ class BankProblem(_Problem):
 
 
 def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
-    """Finite queries, and indices below `points`; one synchronization is almost always enough."""
+    """Refuse queries that are not finite and indices that are not below `points`.
+
+    One synchronization with the device is almost always enough."""
     ends = torch.aminmax(indices)
     if query.device == indices.device:
         total = query.detach().sum(dtype=torch.float64)

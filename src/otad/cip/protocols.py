@@ -1,4 +1,4 @@
-"""What a solver needs of a problem, and what a model needs of a solver."""
+"""What a solver needs from a problem, and what a model needs from a solver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from otad.cip.solution import CipSolution
 
 
 class RowProblem(Protocol):
-    """Sizes, curvature per row, and the neighbors of any block of rows: see `CipProblem`."""
+    """Sizes, the curvature of each row, and the neighbors of any rows: see `CipProblem`."""
 
     @property
     def query(self) -> Tensor: ...
@@ -29,8 +29,10 @@ class RowProblem(Protocol):
 
 
 class Solver(Protocol):
-    """Like `ExactCip` or `CipNet`. `mode` names the method; `spares`: how many of a problem's
-    neighbors are substitutes, searched beyond K; `max_smoothness`: the largest L of a problem."""
+    """A solver such as `ExactCip` or `CipNet`.
+
+    `mode` names the method, `spares` is the number of neighbors that are only substitutes, and
+    `max_smoothness` is the largest L that a problem may have."""
 
     @property
     def mode(self) -> str: ...

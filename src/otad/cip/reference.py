@@ -1,7 +1,7 @@
-"""An independent reference: eqs. (2) and (3) as the paper prints them, one conic program per row.
+"""An independent, slow reference: eqs. (2) and (3) as in the paper, one conic program per row.
 
-Potentials come from a longest-path closure in the paper's (L, l) form, the least smoothness from a
-linear program (HiGHS), the feature from K quadratic constraints in R^d (CVXPY and Clarabel)."""
+Potentials come from longest paths in the paper's (L, l) form, the least smoothness from a linear
+program (HiGHS), and the feature from K quadratic constraints in R^d (CVXPY and Clarabel)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,31 @@ from otad.errors import SolverError, import_extra
 Array = NDArray[np.float64]
 Optimum = tuple[Array, float, Array]  # image (d,), value, multipliers (K,)
 
-_ACCURACIES = (1e-10, 1e-8)  # the second where Clarabel gets stuck before the first
+_ACCURACIES = (1e-10, 1e-8)  # the second is used if Clarabel does not reach the first
 _SUPPORTS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)  # multipliers up to these may be zero
-_ROUNDING = 1e-11  # cycles and 1/(L - l) up to this, beside their largest term, count as zero
+_ROUNDING = 1e-11  # cycles and 1/(L - l) up to this share of their largest term count as zero
 
 
 @dataclass(frozen=True)
 class CvxpyCip:
-    """Solves a problem row by row, without gradients; options as in `ExactCip`. The potentials and
-    their curvature are those of a `given` solution; by default the canonical ones, for the least
-    smoothness where the requested one is too small."""
+    """A slow reference solver: one conic program for each row, without gradients.
+
+    It is written independently of `ExactCip`, to check its answers, and needs the extra
+    `reference`. The potentials and their curvature can be given by another solution. By default
+    they are the canonical ones, for the least smoothness if the requested one is too small.
+
+    Parameters
+    ----------
+    mode, on_failure : str
+        As in `ExactCip`.
+
+    Examples
+    --------
+    >>> import otad
+    >>> reference = otad.cip.CvxpyCip(mode="paper")  # reference(problem) is a CipSolution
+    >>> reference.on_failure
+    'raise'
+    """
 
     mode: str = "consistent"
     on_failure: str = "raise"
@@ -41,6 +56,7 @@ class CvxpyCip:
         check_choice(self.on_failure, "on_failure", ("raise", "abstain", "fallback"))
 
     def __call__(self, problem: RowProblem, given: CipSolution | None = None) -> CipSolution:
+        """Return the solution of all rows, for the potentials of a `given` solution if any."""
         query, curvature = problem.query, given or problem
         rows = []
         for i in range(problem.shape[0]):
@@ -64,7 +80,7 @@ class CvxpyCip:
     def _row(
         self, arrays: list[Array], requested: list[float], used: list[float]
     ) -> tuple[Any, ...]:
-        """Image, value, multipliers, potentials, smoothness, strong convexity and status."""
+        """Return image, value, multipliers, potentials, L, l and status."""
         (query, anchors, images, *given), (high, low) = arrays, used
         if given:
             levels, status = given[0], Status.SOLVED
@@ -87,7 +103,7 @@ class CvxpyCip:
 
 @dataclass(frozen=True)
 class _Quadratics:
-    """The K lower bounds on v in eq. (3), as functions of z'; offsets are x_i - x'."""
+    """The K lower bounds on v in eq. (3) as functions of z', with the offsets x_i - x'."""
 
     offsets: Array
     images: Array
@@ -100,12 +116,12 @@ class _Quadratics:
         return np.asarray(self.bounds(squares(gaps), (gaps * self.offsets).sum(1)))
 
     def bounds(self, square_z: Any, inner: Any) -> Any:
-        """The bounds (K,) from |z_i - z'|^2 and <z_i - z', x_i - x'>, (K,) each."""
+        """Return the bounds (K,) from |z_i - z'|^2 (K,) and <z_i - z', x_i - x'> (K,)."""
         plane = self.levels - (self.images * self.offsets).sum(1)
         return plane + bend(square_z, inner, squares(self.offsets), self.high, self.low)
 
     def solve(self) -> Optimum | None:
-        """z' (d,), v and the multipliers (K,), or None where Clarabel gets stuck."""
+        """Return z' (d,), v and the multipliers (K,), or None if Clarabel fails."""
         cp = import_extra("cvxpy", "reference")
         count, dim = self.images.shape
         value, point = cp.Variable(), cp.Variable((1, dim))
@@ -116,7 +132,7 @@ class _Quadratics:
         for accuracy in _ACCURACIES:
             options = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), accuracy)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of reduced accuracy: see _polish
+                warnings.simplefilter("ignore", UserWarning)  # `_polish` restores the accuracy
                 try:
                     program.solve(solver=cp.CLARABEL, **options)
                 except cp.SolverError:
@@ -126,10 +142,10 @@ class _Quadratics:
         return None
 
     def _polish(self, point: Array, multipliers: Array) -> Optimum:
-        """The optimum with the smallest duality gap on any likely support of the multipliers.
+        """Return the optimum with the smallest duality gap on any likely support.
 
-        With a gap of 1e-10 an interior point is still 1e-5 from z'. All K bounds have the same
-        Hessian, so on the right support one Newton step from there is exact."""
+        With a gap of 1e-10 an interior point is still about 1e-5 from z'. All K bounds have the
+        same Hessian, so one Newton step on the right support of the multipliers is exact."""
         span, height = self.high - self.low, self.at(point)
         slope = (point - self.images + self.low * self.offsets) / span
         candidates = [multipliers]
@@ -150,7 +166,7 @@ class _Quadratics:
 
 
 def bend(square_z: Any, inner: Any, square_x: Array, high: float, low: float) -> Any:
-    """The last term of eqs. (2) and (3), of two differences z and x."""
+    """Return the last term of eqs. (2) and (3) for two differences z and x."""
     return (square_z / high + low * square_x - 2 * low / high * inner) / (2 * (1 - low / high))
 
 
@@ -161,7 +177,7 @@ def squares(vectors: Array) -> Array:
 def find_potentials(
     anchors: Array, images: Array, high: float, low: float
 ) -> tuple[Array, float, Status]:
-    """Canonical potentials (K,), mean zero, with the smoothness and the status they come with."""
+    """Return canonical potentials (K,) of mean zero, their smoothness and the status."""
     levels, cycle = canonical_potentials(difference_bounds(anchors, images, high, low))
     if cycle <= _ROUNDING:
         return levels, high, Status.SOLVED
@@ -173,15 +189,16 @@ def find_potentials(
 
 
 def difference_bounds(anchors: Array, images: Array, high: float, low: float) -> Array:
-    """w (K,K) of eq. (2): u_i - u_j >= w_ij."""
+    """Return w (K,K) of eq. (2), u_i - u_j >= w_ij."""
     dx, dz = anchors[:, None] - anchors, images[:, None] - images
     curved = bend(squares(dz), (dz * dx).sum(-1), squares(dx), high, low)
     return np.asarray((images * dx).sum(-1) + curved)
 
 
 def canonical_potentials(bounds: Array) -> tuple[Array, float]:
-    """Potentials (K,), mean zero, and the worst cycle beside the largest bound: at most 0 if they
-    are feasible."""
+    """Return potentials (K,) of mean zero, and the worst cycle as a share of the largest bound.
+
+    The cycle is at most 0 if the potentials are feasible."""
     longest = bounds.copy()
     for k in range(len(longest)):
         longest = np.maximum(longest, longest[:, [k]] + longest[[k]])
@@ -191,7 +208,7 @@ def canonical_potentials(bounds: Array) -> tuple[Array, float]:
 
 
 def least_smoothness_by_lp(anchors: Array, images: Array, low: float) -> float:
-    """The least L by HiGHS: maximize 1/(L - l) over eq. (2), which is linear in it and in u:
+    """Return the least L, by maximizing 1/(L - l) over eq. (2), which is linear in it and in u:
 
     u_i - u_j >= <z_j, dx> + l/2 |dx|^2 + |dz - l dx|^2 / (2 (L - l))."""
     from scipy.optimize import linprog  # slow to import

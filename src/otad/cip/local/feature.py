@@ -1,11 +1,11 @@
 """The feature z' as a differentiable function of the query.
 
-With the sensitivity H (B,K,K) of the multipliers to the K lines <z~_i, x'> the derivatives are
+Let H (B,K,K) be the sensitivity of the multipliers to the K numbers <z~_i, x'>. The derivatives are
 
     d lambda / dx' = H Z~,      dz'/dx' = l I + Z~^T H Z~,      dv/dx' = z'.
 
-dz'/dx' is symmetric with eigenvalues in [l, L], so the backward pass is two products with the
-neighbors. The potentials do not depend on the query."""
+The matrix dz'/dx' is symmetric with eigenvalues in [l, L], so the backward pass is two products
+with the neighbors. The potentials do not depend on the query."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from otad.cip.protocols import RowProblem
 def assemble(
     problem: RowProblem, multipliers: Tensor, convexity: Tensor | None, chunk: int | None = None
 ) -> Tensor:
-    """z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows; l is the `convexity` (B,) of the
-    map, None where all of it is 0."""
+    """Return z' = sum_i lambda_i (z_i - l a_i), (B,d), in blocks of rows.
+
+    l is the `convexity` (B,) of the map, or None if it is 0 in all rows."""
     image = _combination(problem, multipliers, chunk, anchors=False)
     if convexity is not None:
         mean = _combination(problem, multipliers, chunk, anchors=True)
@@ -34,7 +35,7 @@ def assemble(
 def _combination(
     problem: RowProblem, weights: Tensor, chunk: int | None, *, anchors: bool
 ) -> Tensor:
-    """sum_i lambda_i z_i, or of the x_i, (B,d)."""
+    """Return sum_i lambda_i z_i (B,d), or with `anchors` sum_i lambda_i x_i."""
     if can_stream(problem):
         points = problem.inputs if anchors else problem.features
         return streamed_combination(points, problem.indices, weights)
@@ -56,7 +57,7 @@ def feature(
     convexity: Tensor | None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z' (B,d), value and multipliers, differentiable in the query if gradients are on."""
+    """Return z' (B,d), the value and the multipliers, differentiable if gradients are on."""
     if not (problem.query.requires_grad and torch.is_grad_enabled()):
         return assemble(problem, multipliers, convexity, chunk), value, multipliers
     found: tuple[Tensor, Tensor, Tensor] = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
@@ -66,14 +67,14 @@ def feature(
 
 
 class DifferentiableMap(torch.autograd.Function):
-    """query -> (image, value, multipliers); everything else is a constant of the map."""
+    """The map from the query to (image, value, multipliers); everything else is constant."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, problem: RowProblem, *constants: Any) -> tuple[Any, ...]:
         multipliers, value, sensitivity, convexity, ctx.chunk = constants
         image = assemble(problem, multipliers, convexity, ctx.chunk)
         ctx.problem = problem
-        slope = image.masked_fill(value.isnan()[:, None], 0.0)  # a failed row's value is constant
+        slope = image.masked_fill(value.isnan()[:, None], 0.0)  # the value of a failed row is fixed
         ctx.save_for_backward(slope, sensitivity, convexity)
         # Copies: an output that shares memory with an input would confuse autograd.
         return image, value.clone(), multipliers.clone()
@@ -92,7 +93,7 @@ class DifferentiableMap(torch.autograd.Function):
 
         def work(rows: slice) -> None:
             lines = problem.images_of(rows).to(dtype)
-            if shift is not None:  # the part of z~_i that all neighbors share has no effect
+            if shift is not None:  # without l x', which all neighbors share and has no effect
                 lines = lines - shift[rows, :, None] * problem.anchors_of(rows).to(dtype)
             pull = (lines @ image_grad[rows, :, None])[..., 0] + multiplier_grad[rows]
             push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
