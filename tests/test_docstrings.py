@@ -25,6 +25,8 @@ PACKAGES = [
     "otad.attacks.adaptive",
     "otad.baselines",
     "otad.certify",
+    "otad.cip",
+    "otad.cip.surrogate",
     "otad.data",
     "otad.evaluate",
     "otad.experiments",

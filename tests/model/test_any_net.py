@@ -342,7 +342,9 @@ def test_a_global_map_by_default_never_fails(mapped: bool, tmp_path: Path) -> No
     head = nn.Linear(5, 3)
     net = otad.nets.SequentialBackbone(None, [Folding()], head, input_shape=(5,))
     where = {"bank_path": str(tmp_path / "bank"), "resident": False} if mapped else {}
-    with pytest.warns(UserWarning, match="defense: The global map of least L .*takes its place") as said:
+    with pytest.warns(
+        UserWarning, match="defense: The global map of least L .*takes its place"
+    ) as said:
         model = otad.defend(net, x, y, scope="global", **where)
     assert len(said) == 1
     assert model.notes["defense"]["path"] == "lift"

@@ -1,8 +1,8 @@
-"""Bound in float32, confirm in float64: which rows have the largest <query, row> + offset.
+"""Finds the rows with the largest <query, row> + offset: bounded in float32, confirmed in float64.
 
-A matrix product in float32 gives an upper bound of every score; the rows of the largest bounds are
-the shortlist. The caller computes their scores in float64: a result above the ceiling of all other
-rows is proved.
+A matrix product in float32 gives an upper bound of every score, and the rows of the largest bounds
+are the shortlist. The caller computes their scores in float64. A score above the ceiling of all
+other rows is proved to be the largest.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 FLOAT32_ROUNDOFF = 2.0**-24
-# What the user's setting lets a matrix product round its inputs to; float32 otherwise.
+# The precision to which a user's setting lets a matrix product round its inputs.
 MATMUL_ROUNDOFF = {"tf32": 2.0**-11, "high": 2.0**-11, "bf16": 2.0**-8, "medium": 2.0**-8}
-SECTION = 1024  # columns summed in one product: short sums keep the error bound tight
+SECTION = 1024  # columns that are summed in one product; short sums keep the error bound tight
 
 
 @dataclass(frozen=True, eq=False)
 class Shortlist:
-    """`indices` (b,T) of the rows of the largest upper `bounds` (b,T), largest first; `floor` (b,):
-    the first scores at least that; `ceiling` (b,): no row outside the shortlist scores more."""
+    """The rows with the largest upper bounds of their scores.
+
+    `indices` (b,T) are the rows of the largest `bounds` (b,T), largest first. The first row scores
+    at least `floor` (b,), and no row outside the shortlist scores more than `ceiling` (b,)."""
 
     indices: Tensor
     bounds: Tensor
@@ -40,10 +42,11 @@ def shortlist(
     products_at_once: int,
     dtype: torch.dtype = torch.float32,
 ) -> Shortlist:
-    """The `size` rows with the largest bounds of <query, row> + offset, for queries (b,d).
+    """Return the `size` rows with the largest bounds of <query, row> + offset, for queries (b,d).
 
-    `blocks` yields (start, rows (n,d)) over all N rows, in `dtype`: float64 where float32 leaves
-    the order open. `norms` (N,) are at least |row| and `offsets` (N,) may be -inf, both in float64.
+    `blocks` yields (start, rows (n,d)) over all N rows in `dtype`, which is float64 if float32
+    leaves the order open. `norms` (N,) are at least |row|, and `offsets` (N,) may be -inf; both are
+    in float64.
     """
     count, device = len(norms), queries.device
     size = min(size, count)
@@ -76,27 +79,29 @@ def shortlist(
 
 
 def product_error(terms: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest error of a product whose sums have so many terms, relative to |query| |row|: twice
-    the textbook bound, as tensor cores truncate, and 8 roundoffs that settings allow for inputs."""
+    """Return the largest error of a product with sums of so many terms, relative to |query| |row|.
+
+    It is twice the textbook bound, because tensor cores truncate, plus 8 roundoffs that the
+    settings allow for inputs."""
     if dtype == torch.float64:
         return 2 * (terms + 16) * 2.0**-53
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
-    setting = setting or torch.get_float32_matmul_precision()  # before torch 2.9
+    setting = setting or torch.get_float32_matmul_precision()  # in torch before 2.9
     rounded = MATMUL_ROUNDOFF.get(setting, FLOAT32_ROUNDOFF)
     return 2 * (terms + 8) * FLOAT32_ROUNDOFF + 8 * rounded
 
 
 def squared_distances(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-    """|x_i - y_j|^2 (n,m) of float32 rows by a matrix product, and its largest error (n,m)."""
+    """Return |x_i - y_j|^2 (n,m) of float32 rows by a matrix product, and its error bound (n,m)."""
     sums = one.norm(dim=1).square()[:, None] + two.norm(dim=1).square()
-    # Sums of d terms, the rounding of the rows themselves, and lengths: all of them generously.
+    # A generous bound for sums of d terms, for the rounding of the rows, and for their lengths.
     error = 4 * (one.shape[1] + 8) * FLOAT32_ROUNDOFF * sums
     return torch.addmm(sums, one, two.mT, alpha=-2), error
 
 
 def add_product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """base (b,n), overwritten, + left (b,d) right (n,d)^T, in sections of columns."""
+    """Return base (b,n) + left (b,d) right (n,d)^T, in sections of columns; base is overwritten."""
     for start in range(0, left.shape[1], SECTION):
         columns = slice(start, start + SECTION)
         base.addmm_(left[:, columns], right[:, columns].T)  # in place, so autocast does not apply
@@ -104,6 +109,6 @@ def add_product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """|row| (n,) in float64."""
+    """Return the norms |row| (n,) in float64."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms

@@ -1,7 +1,8 @@
-"""Exact nearest neighbors in l2: K bank points for each query, whatever the batch or the device.
+"""Exact nearest neighbors in l2, which do not depend on the batch or on the device.
 
 A float32 product (`otad.search.confirmed_product`) picks a shortlist, whose distances are computed
-in float64; a row whose K-th neighbor is not proved to be nearer than all others gets a longer one.
+in float64. A row gets a longer shortlist if its K-th neighbor is not proved to be nearer than all
+other points.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ from otad.search.confirmed_product import product_error, row_norms, shortlist
 from otad.short_repr import short_repr
 
 WORKING_BYTES = 256 * 2**20
-SPARE = 8  # first guess at how many more than K points the shortlist needs
-GROWTH = 4  # how much longer the shortlist of an unproved row becomes
-OFF_ORIGIN = 0.95  # |mean| / median |point| above which centering tightens the bounds by much
-MODERATE = 2.0**16  # lengths up to this, and down to its inverse, may be squared in float32
+SPARE = 8  # how many more than K points the first shortlist has
+GROWTH = 4  # how many times longer the shortlist of an unproved row becomes
+OFF_ORIGIN = 0.95  # |mean| / median |point| above which centering makes the bounds much tighter
+MODERATE = 2.0**16  # lengths up to this, and down to its inverse, can be squared in float32
 
 
 @dataclass(frozen=True, eq=False)
 class Neighbors:
-    """The K nearest bank points of B queries: indices (B,K) int64 and distances (B,K) float64,
-    ascending; equal distances are ordered by index."""
+    """The K nearest bank points of B queries, nearest first.
+
+    `indices` (B,K) are int64 and `distances` (B,K) are float64. Equal distances are ordered by
+    index."""
 
     indices: Tensor
     distances: Tensor
@@ -48,11 +51,13 @@ class Neighbors:
 
 
 class NeighborSearch(ABC):
-    """Exact l2 search over points (N,d), which must not change afterwards. They may be on the CPU,
-    memory-mapped too, while queries are on a GPU; the result is on the device of the queries.
+    """An exact l2 search over points (N,d), which must not change afterwards.
 
-    With c the mean point, s a power of two, x = s (query - c) and y = s (point - c), |y| < 1:
-    s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2. Points of a moderate size around the origin
+    The points may be on the CPU or in a file while queries are on a GPU. The result is on the
+    device of the queries.
+
+    Let c be the mean point, s a power of two, x = s (query - c) and y = s (point - c) with |y| < 1.
+    Then s^2 |query - point|^2 = |x|^2 - 2 <x, y> + |y|^2. Points of moderate size around the origin
     are `plain`: they are used as they are, with c = 0 and s = 1.
     """
 
@@ -82,8 +87,10 @@ class NeighborSearch(ABC):
 
     @torch.no_grad()
     def __call__(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbors:
-        """The k nearest points of each query (B,d); `exclude` (B,) int64: for each query the index
-        of a bank point that must not be its neighbor (its own entry), -1 for none."""
+        """Return the k nearest points of each query (B,d).
+
+        `exclude` (B,) int64 is the index of a bank point for each query that must not be its
+        neighbor, such as its own entry, or -1 for none."""
         self._check(queries, k, exclude)
         queries, size = queries.detach(), min(k + SPARE, len(self))
         if exclude is None:
@@ -92,7 +99,7 @@ class NeighborSearch(ABC):
         indices, distances, proved = self._attempts(queries, k, size, exclude)
         if bool(proved.all()):
             return Neighbors(indices, distances)
-        check_finite(queries, "queries")  # of other queries nothing is ever proved
+        check_finite(queries, "queries")  # queries that are not finite are never proved
         pending = (~proved).nonzero()[:, 0]
         while len(pending):
             expected = f"at least k = {k} bank points at a finite distance"
@@ -106,8 +113,9 @@ class NeighborSearch(ABC):
 
     @abstractmethod
     def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Indices (b,size) of likely neighbors of x (b,d) float64, size < N, and a floor (b,)
-        float64: s^2 |query - point|^2 of every other point is proved to be at least that."""
+        """Return indices (b,size) of likely neighbors of x (b,d) float64, and a floor (b,).
+
+        s^2 |query - point|^2 of every other point is proved to be at least the floor; size < N."""
 
     def _attempts(
         self, queries: Tensor, k: int, size: int, exclude: Tensor
@@ -122,7 +130,7 @@ class NeighborSearch(ABC):
     def _attempt(
         self, queries: Tensor, k: int, size: int, exclude: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Best k of a shortlist: indices and distances (b,k), and whether they are proved (b,)."""
+        """Return indices and distances (b,k) of the best k, and whether they are proved (b,)."""
         queries = queries.double()
         x = (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
         if size < len(self):
@@ -137,13 +145,13 @@ class NeighborSearch(ABC):
         lengths, order = lengths[:, :k].contiguous(), order[:, :k]
         reach = (lengths[:, -1] * 2.0**-self._exponent).square()
         norms = row_norms(x)
-        # room for float64 rounding, and for what float32 flushes to zero
+        # Room for rounding in float64, and for numbers that float32 flushes to zero.
         flushed = x.shape[1] * 2.0**-120 * (1 + self._radius + norms)
         slack = 1e-12 * (reach + norms.square()) + flushed
         return candidates.gather(1, order), lengths, (floor > reach + slack) & (reach < math.inf)
 
     def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """|query - candidate| for queries (b,d) in float64 and candidates (b,T)."""
+        """Return |query - candidate| (b,T) for queries (b,d) in float64 and candidates (b,T)."""
         fit, (count, width) = self._fit(32), candidates.shape
         rows, columns = max(1, fit // width), min(fit, width)
         squares = queries.new_empty(count, width)
@@ -151,11 +159,12 @@ class NeighborSearch(ABC):
             part = slice(row, row + rows), slice(column, column + columns)
             gap = gathered(self.points, candidates[part], queries.device) - queries[part[0], None]
             squares[part] = _ordered_sum(gap.square_().flatten(0, 1)).view(gap.shape[:2])
-        # Correctly rounded, hence ascending where the squares are: on some CPUs torch's are not.
+        # NumPy rounds roots correctly, so their order is that of the squares. On some CPUs torch
+        # does not.
         return squares.sqrt() if squares.is_cuda else torch.from_numpy(np.sqrt(squares.numpy()))
 
     def _scaled_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """(start, y (n,d)) in the working dtype, over all points."""
+        """Yield (start, y (n,d)) in the working dtype, over all points."""
         rows = self._fit(24)
         for start in range(0, len(self), rows):
             block = block_of(self.points, start, start + rows).to(self._work_dtype)
@@ -174,11 +183,11 @@ class NeighborSearch(ABC):
         return torch.cat([row_norms(block) for _, block in self._scaled_blocks()])
 
     def _fit(self, bytes_per_number: int) -> int:
-        """How many rows of d numbers fit in the memory budget."""
+        """Return how many rows of d numbers fit in the memory budget."""
         return max(1, WORKING_BYTES // (bytes_per_number * self.points.shape[1]))
 
     def _check(self, queries: Tensor, k: int, exclude: Tensor | None) -> None:
-        # On a GPU a look at the numbers would make the host wait: see `__call__`.
+        # On a GPU, checking the values would make the host wait: see `__call__`.
         finite = not queries.is_cuda if isinstance(queries, Tensor) else True
         check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES, finite=finite)
         check_shape(queries, "queries", (len(queries), self.points.shape[1]), "like the points")
@@ -195,8 +204,10 @@ class NeighborSearch(ABC):
 
 
 class TorchSearch(NeighborSearch):
-    """By matrix products in blocks. Points that have to be converted are stored in float32 if they
-    take up to half of `WORKING_BYTES`."""
+    """A search by matrix products in blocks.
+
+    Points that have to be converted are stored in float32 if they take up to half of
+    `WORKING_BYTES`."""
 
     def __init__(self, points: Tensor) -> None:
         super().__init__(points)
@@ -207,13 +218,13 @@ class TorchSearch(NeighborSearch):
                 self._ready = torch.cat([right for _, right in self._right_blocks()])
 
     def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """By the largest 2 <x, y> - |y|^2."""
+        """Return the points with the largest 2 <x, y> - |y|^2."""
         blocks, offsets = self._right_blocks(), -self._radii.square()
         listed = shortlist(2 * x, blocks, self._radii, offsets, size, WORKING_BYTES // 16)
         return listed.indices, row_norms(x).square() - listed.ceiling
 
     def _right_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """(start, y (n,d)) in float32, over all points."""
+        """Yield (start, y (n,d)) in float32, over all points."""
         if self._ready is not None:
             yield 0, self._ready
             return
@@ -222,7 +233,7 @@ class TorchSearch(NeighborSearch):
 
 
 class FaissSearch(NeighborSearch):
-    """The same result, shortlisted by FAISS on the CPU; stores a float32 copy of the points."""
+    """A search with shortlists by FAISS on the CPU; it stores a float32 copy of the points."""
 
     def __init__(self, points: Tensor) -> None:
         super().__init__(points)
@@ -241,8 +252,10 @@ class FaissSearch(NeighborSearch):
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:
-    """Sum of each row (P,d), overwriting it: by folding halves, so with the same bits in any batch,
-    on any device and with any number of threads."""
+    """Return the sum of each row (P,d), which is overwritten.
+
+    Halves are added to each other, so that the bits are the same in any batch, on any device and
+    with any number of threads."""
     width = rows.shape[1]
     while width > 1:
         half = (width + 1) // 2

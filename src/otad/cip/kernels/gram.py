@@ -14,8 +14,9 @@ def gram_kernel(
     query, inputs, features, indices, products, squares, batches, dim,
     count: constexpr, padded: constexpr, shifts: constexpr, length: constexpr, width: constexpr,
 ):  # fmt: skip
-    """One program per query and segment of `length` features: all inner products of the stack
-    there, in one pass over the neighbors."""
+    """Compute all inner products of the stack, with one program per query and segment.
+
+    A segment has `length` features, and a program makes one pass over the neighbors."""
     batch = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * length
     k = tl.arange(0, padded)
@@ -61,7 +62,9 @@ def gram_kernel(
 
 @triton.jit
 def combine_kernel(points, indices, weights, total, dim, count: constexpr, width: constexpr):
-    """One program per query and stretch of `width` features; zero weights cost no reading."""
+    """Compute weighted sums of points, with one program per query and `width` features.
+
+    Points of weight zero are not read."""
     batch = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * width + tl.arange(0, width)
     inside = j < dim
@@ -80,7 +83,7 @@ def dot_kernel(
     points, indices, vectors, dots, batches, dim,
     count: constexpr, padded: constexpr, length: constexpr, width: constexpr,
 ):  # fmt: skip
-    """One program per query and segment: the products of its neighbors with its own vector."""
+    """Compute products of neighbors with a vector of the query, one program per segment."""
     batch = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * length
     k = tl.arange(0, padded)

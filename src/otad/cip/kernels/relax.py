@@ -1,10 +1,10 @@
 """Eq. (2) for one row in a Triton kernel: whether potentials exist, and for which curvature.
 
-As `otad.cip.local.potentials` and `otad.cip.local.relax`, for the first `count` neighbors of a row.
-The products are K x K `tiles` in registers, float64, padded to a power of two: slope_ij =
-<c_j, a_i>, mixed = slope + slope^T, images <c_i, c_j>, offsets <a_i, a_j>; `sizes` are the largest
-|a_i| and |c_i|. An entry of a tile has no address: it is read by masking all others and adding up.
-"""
+This does what `otad.cip.local.potentials` and `otad.cip.local.relax` do, for the first `count`
+neighbors of a row. The products are K x K `tiles` of float64 in registers, padded to a power of
+two: slope_ij = <c_j, a_i>, mixed = slope + slope^T, images <c_i, c_j>, offsets <a_i, a_j>. `sizes`
+are the largest |a_i| and |c_i|. An entry of a tile has no address, so it is read by masking all
+others and adding up."""
 
 # Kernels are compiled from their source, not called: their arguments carry no Python types.
 # mypy: ignore-errors
@@ -43,14 +43,14 @@ def entry_of(vector, k, padded: constexpr):
 
 @triton.jit
 def first_at(vector, value, padded: constexpr):
-    """The first place where the vector has this value."""
+    """Return the first place where the vector has this value."""
     i = tl.arange(0, padded)
     return tl.min(tl.where(vector == value, i, padded), axis=0)
 
 
 @triton.jit
 def with_cross(tile, k, vector, padded: constexpr):
-    """The tile with a vector as row k and as column k."""
+    """Return the tile with a vector as row k and as column k."""
     i = tl.arange(0, padded)
     tile = tl.where(i[:, None] == k, vector[None, :], tile)
     return tl.where(i[None, :] == k, vector[:, None], tile)
@@ -63,14 +63,14 @@ def largest(tile):
 
 @triton.jit
 def pairs_of(count: constexpr, padded: constexpr):
-    """Where both neighbors are among the first `count`."""
+    """Return where both neighbors are among the first `count`."""
     i = tl.arange(0, padded)
     return (i[:, None] < count) & (i[None, :] < count)
 
 
 @triton.jit
 def closure(weights, count: constexpr, padded: constexpr):
-    """Longest paths D_ij from j to i, by Floyd and Warshall."""
+    """Return the longest paths D_ij from j to i, by the Floyd-Warshall algorithm."""
     longest = weights
     for k in range(count):
         path = column_of(longest, k, padded)[:, None] + row_of(longest, k, padded)[None, :]
@@ -80,7 +80,7 @@ def closure(weights, count: constexpr, padded: constexpr):
 
 @triton.jit
 def closure_with_slope(weights, bend, count: constexpr, padded: constexpr):
-    """Value and slope of the longest closed walk through each neighbor."""
+    """Return value and slope of the longest closed walk through each neighbor."""
     i = tl.arange(0, padded)
     longest = weights
     slope = tl.where(i[:, None] == i[None, :], 0.0, bend)
@@ -95,7 +95,7 @@ def closure_with_slope(weights, bend, count: constexpr, padded: constexpr):
 
 @triton.jit
 def shifted(tiles, low, shifts: constexpr):
-    """Slope and images after the shift z~_i = z_i - l a_i that makes l = 0."""
+    """Return slope and images after the shift z~_i = z_i - l a_i, which makes l = 0."""
     slope, mixed, images, offsets = tiles
     if shifts:
         images = images - low * mixed + low * low * offsets
@@ -105,7 +105,7 @@ def shifted(tiles, low, shifts: constexpr):
 
 @triton.jit
 def constraints(tiles, sizes, low, noise, shifts: constexpr, padded: constexpr):
-    """rise, bend of u_i - u_j >= rise_ij + bend_ij / M, and the rounding error of each."""
+    """Return rise and bend of u_i - u_j >= rise_ij + bend_ij / M, and their rounding errors."""
     slope, images = shifted(tiles, low, shifts)
     a_max, c_max = sizes
     rise = slope - diagonal_of(slope, padded)[None, :]
@@ -117,8 +117,9 @@ def constraints(tiles, sizes, low, noise, shifts: constexpr, padded: constexpr):
 
 @triton.jit
 def weights_at(bounds, flatness, exact: constexpr, count: constexpr, padded: constexpr):
-    """Weights of the digraph: -inf beyond the neighbors in use, 0 on the diagonal; unless `exact`,
-    with an allowance for rounding."""
+    """Return the weights of the digraph, with an allowance for rounding unless `exact`.
+
+    They are 0 on the diagonal and -inf for neighbors that are not used."""
     i = tl.arange(0, padded)
     rise, bend, rise_error, bend_error = bounds
     error = rise_error * 0 if exact else rise_error + bend_error * tl.abs(flatness)
@@ -129,7 +130,7 @@ def weights_at(bounds, flatness, exact: constexpr, count: constexpr, padded: con
 
 @triton.jit
 def longest_paths(bounds, flatness, count: constexpr, padded: constexpr):
-    """The closure and its worst cycle; with an allowance for rounding where it is positive."""
+    """Return the closure and its worst cycle, with allowance for rounding if it is positive."""
     longest = closure(weights_at(bounds, flatness, True, count, padded), count, padded)
     cycle = tl.max(diagonal_of(longest, padded), axis=0)
     if cycle > 0:
@@ -140,8 +141,10 @@ def longest_paths(bounds, flatness, count: constexpr, padded: constexpr):
 
 @triton.jit
 def climbed(tiles, sizes, high, low, steps, shifts: constexpr, count: constexpr, padded: constexpr):
-    """(L + t up, l - t down) for the first step t with potentials; L is infinite if there is none.
-    `steps`: noise, the steps up and down, the cap."""
+    """Return (L + t up, l - t down) for the first step t with potentials.
+
+    L is infinite if there is none. `steps` are the noise, the steps up and down, and the largest
+    L."""
     noise, up = tl.load(steps), tl.load(steps + 1)
     down, cap = tl.load(steps + 2), tl.load(steps + 3)
     room = tl.where(up > 0, (cap - high) / tl.where(up > 0, up, 1.0), _MOST_CLIMB)
@@ -151,7 +154,7 @@ def climbed(tiles, sizes, high, low, steps, shifts: constexpr, count: constexpr,
     probe = above
     works = last < 0
     going = last >= 0
-    while going:  # doubling until a step works, then halving
+    while going:  # doubling until a step works, then bisection
         least = low - probe * down
         flatness = 1 / (tl.minimum(high + probe * up, cap) - least)
         bounds = constraints(tiles, sizes, least, noise, shifts, padded)
@@ -170,7 +173,7 @@ def climbed(tiles, sizes, high, low, steps, shifts: constexpr, count: constexpr,
 
 @triton.jit
 def greatest_flatness(bounds, count: constexpr, padded: constexpr):
-    """The largest 1/M without a positive cycle, by Newton's method from above."""
+    """Return the largest 1/M without a positive cycle, by Newton's method from above."""
     rise, bend, _, bend_error = bounds
     # Cycles of two neighbors give the first bound.
     rise2, bend2 = rise + tl.trans(rise), bend + tl.trans(bend)

@@ -1,8 +1,8 @@
-"""One row, from inner products to multipliers, in one Triton kernel.
+"""A Triton kernel that computes multipliers from inner products, with one program per row.
 
-A program finds potentials, relaxing the curvature where it must, then multipliers, value and
-residual, as `otad.cip.local.solve_torch` and `otad.cip.local.simplex_qp` do for a batch. A row
-that needs more (a neighbor to leave out, numbers out of range, too many pivots) is left to them."""
+A program finds potentials, relaxes the curvature if it must, and computes multipliers, value and
+residual, as `otad.cip.local.solve_torch` and `otad.cip.local.simplex_qp` do for a batch. A row that
+needs more (a neighbor to leave out, numbers out of range, too many pivots) is left to them."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -18,13 +18,13 @@ from otad.cip.solution import Status
 _INFEASIBLE = constexpr(int(Status.INFEASIBLE))
 _FAILED = constexpr(-1)
 _TINY = constexpr(2.2250738585072014e-308)
-_MOST_ROUNDS = constexpr(100)  # a row beyond this is left to the general path
-_REFINEMENTS = constexpr(3)  # beyond the first
+_MOST_ROUNDS = constexpr(100)  # a row that needs more is left to `solve_torch`
+_REFINEMENTS = constexpr(3)  # after the first
 
 
 @triton.jit
 def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
-    """Potentials of mean zero from the longest paths, and how far they violate eq. (2)."""
+    """Return potentials of mean zero from the longest paths, and how far they violate eq. (2)."""
     active = tl.arange(0, padded) < count
     paths = tl.where(relax.pairs_of(count, padded), longest, 0.0)
     lowest = tl.sum(paths, axis=1) / count
@@ -42,11 +42,12 @@ def row_kernel(
     segments: constexpr, total: constexpr, count: constexpr, padded: constexpr, shifts: constexpr,
     climbs: constexpr, consistent: constexpr, sensitive: constexpr, rule: constexpr,
 ):  # fmt: skip
-    """One program per row, of `total` neighbors of which the first `count` take part.
+    """Solve one row per program. A row has `total` neighbors, of which the first `count` are used.
 
-    `steps`: noise, the steps up and down of the climb, the cap. Written are `shares` (2,B,K):
-    multipliers and levels; `value_at` (B,); `numbers` (4,B): L, l and the map's l, the residual;
-    `status` (B,); `takes_part` (B,K); `outcome` (B,), see `solve_triton`; `sensitivity` (B,K,K)."""
+    `steps` are the noise, the steps up and down of the climb, and the largest L. The results are
+    `shares` (2,B,K), which are multipliers and potentials; `value_at` (B,); `numbers` (4,B), which
+    are L, l, the l of the map and the residual; `status` (B,); `takes_part` (B,K); `outcome` (B,),
+    see `solve_triton`; and `sensitivity` (B,K,K)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     active = i < count
@@ -54,7 +55,7 @@ def row_kernel(
     cap = tl.load(steps + 3)
     requested_high, requested_low = tl.load(smoothness + row), tl.load(convexity + row)
 
-    # The tiles of products; z_1 has the place of c_1 = 0.
+    # The tiles of products: z_1 is in the place of c_1, which is 0.
     real = i < total
     both = real[:, None] & real[None, :]
     centered = both & (i[:, None] > 0) & (i[None, :] > 0)
@@ -81,7 +82,7 @@ def row_kernel(
         center += tl.load(lower + total).to(tl.float64)
     size = tl.sum(tl.sum(tl.abs(slope) + tl.abs(images), axis=1), axis=0) + tl.abs(center)
     finite = size + tl.sum(tl.abs(tilt) + square, axis=0) < float("inf")
-    # Products overflowed: park the row on harmless numbers.
+    # If products overflowed, the row gets harmless numbers.
     slope, mixed = tl.where(finite, slope, 0.0), tl.where(finite, mixed, 0.0)
     images, offsets = tl.where(finite, images, 0.0), tl.where(finite, offsets, 0.0)
     tilt, square = tl.where(finite, tilt, 0.0), tl.where(finite, square, 0.0)
@@ -111,7 +112,7 @@ def row_kernel(
     exists = high < float("inf")
     found = finite & exists & (high <= cap)
     fails = finite & (exists == 0) & (cap == float("inf"))
-    high = tl.where(exists, high, requested_high)  # meaningless, but no NaN
+    high = tl.where(exists, high, requested_high)  # not used, but must not be NaN
     chosen, level_gap = levels_of(longest, rule, count, padded)
     level = chosen + low / 2 * square + tilt
     level = level - tl.sum(tl.where(active, level, 0.0), axis=0) / count
@@ -156,7 +157,7 @@ def row_kernel(
 
 @triton.jit
 def maximize_on_simplex(gram, linear, tolerance, count: constexpr, padded: constexpr):
-    """Weights, d weights / d linear (a tile), and whether the optimum was reached."""
+    """Return weights, d weights / d linear (a tile), and whether the optimum was reached."""
     active = tl.arange(0, padded) < count
     scale = tl.max(diagonal_of(gram, padded), axis=0)
     scale = tl.where(scale > 0, scale, 1.0)
@@ -172,10 +173,11 @@ def maximize_on_simplex(gram, linear, tolerance, count: constexpr, padded: const
 
 @triton.jit
 def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: constexpr):
-    """Weights, the inverse N on their basis, and whether the rounds were enough.
+    """Return weights, the inverse N on their basis, and whether the rounds were enough.
 
-    `target` is the affine optimum in the basis and the gain of entering outside it; `barrier` is
-    -inf for those that may not enter; `entering` is the one that enters in the next round, or -1.
+    `target` is the affine optimum in the basis and the gain of entering outside it. `barrier` is
+    -inf for neighbors that may not enter. `entering` is the neighbor that enters in the next round,
+    or -1.
     """
     i = tl.arange(0, padded)
     active = i < count
@@ -199,7 +201,7 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: con
         if done == 0:
             due = entering >= 0
             point = target * basis
-            # Weights that would turn negative: go towards the target until the first reaches zero.
+            # If weights would turn negative, go towards the target until one reaches zero.
             fall = tl.minimum(point + tolerance, 0.0)
             ratio = (weights + tolerance) / (weights + tolerance - fall)
             step = tl.min(ratio, axis=0)
@@ -211,7 +213,7 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: con
             best = first_at(reward, most, padded)
             free = (blocked == 0) & (due == 0)
             done = free & (most <= floor)
-            # No curvature along the entering direction: move until a weight vanishes, exchange.
+            # Without curvature along the entering direction, move until a weight vanishes.
             column = row_of(tableau, best, padded)
             flat = free & (done == 0) & (entry_of(column, best, padded) <= tolerance)
 
@@ -230,7 +232,7 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: con
 
 @triton.jit
 def moved_along(column, weights, basis, best, tolerance, padded: constexpr):
-    """The weights as far as `best` can enter, and the neighbor whose weight becomes zero."""
+    """Return weights after `best` entered as far as it can, and the neighbor that reached zero."""
     closed = (column > tolerance) & (basis > 0)
     reach = tl.where(closed, weights / tl.where(closed, column, 1.0), float("inf"))
     length = tl.min(reach, axis=0)
@@ -241,7 +243,7 @@ def moved_along(column, weights, basis, best, tolerance, padded: constexpr):
 
 @triton.jit
 def pivoted(tableau, target, basis, barrier, pivot, outward, done, padded: constexpr):
-    """Symmetric pivot: a neighbor leaves (outward) or joins the basis, unless done."""
+    """Do a symmetric pivot: a neighbor leaves (outward) or joins the basis, unless done."""
     pivot = tl.where(done, -1, pivot)
     chosen = tl.arange(0, padded) == pivot
     column = row_of(tableau, pivot, padded)
@@ -259,7 +261,7 @@ def pivoted(tableau, target, basis, barrier, pivot, outward, done, padded: const
 
 @triton.jit
 def refined(quadratic, linear, weights, inverse):
-    """Iterative refinement removes the rounding errors of the pivots."""
+    """Remove the rounding errors of the pivots by iterative refinement."""
     better = refined_once(quadratic, linear, weights, inverse)
     left = 0
     while (tl.max(tl.abs(better - weights), axis=0) > 1e-12) & (left < _REFINEMENTS):
@@ -272,6 +274,6 @@ def refined(quadratic, linear, weights, inverse):
 @triton.jit
 def refined_once(quadratic, linear, weights, inverse):
     gap = linear - tl.sum(quadratic * weights[None, :], axis=1)
-    gap = gap - tl.sum(weights * gap, axis=0)  # the inverse ignores constants; keep them out
+    gap = gap - tl.sum(weights * gap, axis=0)  # the inverse ignores constants; they cause rounding
     better = tl.maximum(weights + tl.sum(inverse * gap[None, :], axis=1), 0.0)
     return better / tl.sum(better, axis=0)

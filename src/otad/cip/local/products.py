@@ -1,6 +1,7 @@
-"""All that the solver needs of a batch: the inner products of its neighbors.
+"""The inner products of the neighbors of a batch, which are all that the solver needs.
 
-Small arrays are in float64 with the batch axis last, (K,K,B), for long contiguous rows."""
+Small arrays are in float64 with the batch axis last, (K,K,B), so that rows are long and
+contiguous."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ from otad.cip.protocols import RowProblem
 class Gram:
     """Inner products of offsets a_i = x_i - x' and centered images c_i = z_i - z_1.
 
-    `cross` (K,K,B) <c_i, a_j>, `images` (K,K,B) <c_i, c_j>, `tilt` (K,B) <z_1, a_i>,
-    `squared_distance` (K,B) |a_i|^2, `center` (B,) |z_1|, and `offsets` (K,K,B) <a_i, a_j>, None
-    where every strong convexity is 0; `noise` is the relative rounding error of all of them."""
+    - `cross` (K,K,B): <c_i, a_j>
+    - `images` (K,K,B): <c_i, c_j>
+    - `tilt` (K,B): <z_1, a_i>
+    - `squared_distance` (K,B): |a_i|^2
+    - `center` (B,): |z_1|
+    - `offsets` (K,K,B): <a_i, a_j>, or None if every strong convexity is 0
+    - `noise`: the relative rounding error of all of them"""
 
     cross: Tensor
     images: Tensor
@@ -47,17 +52,17 @@ class Gram:
         return (sums + self.squared_distance.sum(0)).isfinite()
 
     def sizes(self, strong_convexity: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest |a_i| and |c_i| + |l a_i| (B,): the terms that the shift may cancel."""
+        """Return the largest |a_i| and |c_i| + |l a_i| (B,), terms that the shift may cancel."""
         squares = torch.stack((self.squared_distance, diagonal(self.images)))
         offset, image = (squares * active).amax(1).sqrt()
         return offset, image + strong_convexity.abs() * offset
 
     def potential_shift(self, strong_convexity: Tensor) -> Tensor:
-        """u_i - u~_i (K,B): the change of h(x_i) by the shift by l and the centering of images."""
+        """Return u_i - u~_i (K,B), the change of h(x_i) by the shift and by centering images."""
         return strong_convexity / 2 * self.squared_distance + self.tilt
 
     def shifted(self, strong_convexity: Tensor) -> tuple[Tensor, Tensor]:
-        """`cross` and `images` after the shift z~_i = z_i - l a_i that makes l = 0."""
+        """Return `cross` and `images` after the shift z~_i = z_i - l a_i, which makes l = 0."""
         if self.offsets is None:
             return self.cross, self.images
         low = strong_convexity
@@ -68,10 +73,11 @@ class Gram:
 
 @dataclass(frozen=True)
 class Products:
-    """The inner products of a batch as they are computed, batch before neighbors.
+    """The inner products of a batch as they are computed, with the batch before the neighbors.
 
-    `values` (S,B,2K or K,2K) of the stack a_1..a_K, z_1, c_2..c_K and `squares` (S,B,K) |a_i|^2,
-    each to be summed over its S parts. The K rows of the a_i are computed only `with_offsets`."""
+    `values` (S,B,2K or K,2K) belong to the stack a_1..a_K, z_1, c_2..c_K, and `squares` (S,B,K) are
+    |a_i|^2. Both have to be summed over their S parts. The K rows of the a_i are computed only
+    `with_offsets`."""
 
     values: Tensor
     squares: Tensor
@@ -92,7 +98,7 @@ class Products:
         count = self.count
         products = _sum_in_double(self.values).permute(1, 2, 0).contiguous()
         squares = _sum_in_double(self.squares).mT.contiguous()
-        # The last K rows belong to z_1, c_2..c_K: z_1 has the place of c_1 = 0.
+        # The last K rows belong to z_1, c_2..c_K: z_1 is in the place of c_1, which is 0.
         lower = products[-count:]
         tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
         lower[0] = 0.0
@@ -103,14 +109,16 @@ class Products:
 
 
 def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -> Products:
-    """One pass over the neighbors. `with_offsets`: whether a strong convexity may not be 0."""
+    """Return the inner products, by one pass over the neighbors.
+
+    `with_offsets` is needed if some strong convexity is not 0."""
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
     batch, count, dim = problem.shape
     first = 0 if with_offsets else count
     values = problem.query.new_empty((batch, 2 * count - first, 2 * count))
     squares = problem.query.new_empty((batch, count))
-    free: list[Tensor] = []  # stacks to be used again: fresh memory costs as much as filling it
+    free: list[Tensor] = []  # stacks to use again, because new memory costs as much as filling it
 
     def work(rows: slice) -> None:
         query, images = problem.query.detach()[rows], problem.images_of(rows)
@@ -132,5 +140,5 @@ def _sum_in_double(parts: Tensor) -> Tensor:
 
 
 def diagonal(matrix: Tensor) -> Tensor:
-    """(K,K,B) -> (K,B)."""
+    """Return the diagonals (K,B) of matrices (K,K,B)."""
     return matrix.diagonal(dim1=0, dim2=1).mT

@@ -1,8 +1,8 @@
-"""Relaxing the curvature where eq. (2) has no potentials for the requested one.
+"""Relaxes the curvature of rows for which eq. (2) has no potentials.
 
-The smoothness is raised to the exact least value, or in the paper's steps, L + t delta1 and
-l - t delta2 for the first t that works. Where that would exceed `max_smoothness`, a neighbor on
-the violating cycle is left out, and a spare takes its place."""
+The smoothness is raised to the exact least value, or by the paper's steps, L + t delta1 and
+l - t delta2 for the first t that works. If that would exceed `max_smoothness`, a neighbor on the
+violating cycle is left out, and a spare takes its place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from otad.cip.local.potentials import Constraints, closure, critical, has_positi
 from otad.cip.local.products import Gram
 from otad.cip.solution import Status
 
-_MOST_CLIMB = 2**20  # steps; rows that need more are contradictory
+_MOST_CLIMB = 2**20  # steps; rows that need more count as infeasible
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """One batch's L and l (B,), with its active neighbors (K,B)."""
+    """L and l (B,) of a batch, with its active neighbors (K,B)."""
 
     smoothness: Tensor
     strong_convexity: Tensor
@@ -33,8 +33,10 @@ class Curvature:
         return Constraints.of(gram, self.strong_convexity, self.active)
 
     def closure(self, gram: Gram) -> tuple[Tensor, Tensor]:
-        """Longest paths (K,K,B), and whether potentials exist (B,). An allowance for rounding is
-        made only where a cycle is positive without it, so that the map passes through anchors."""
+        """Return the longest paths (K,K,B), and whether potentials exist (B,).
+
+        Rounding is allowed for only if a cycle is positive otherwise, so that the map passes
+        through the anchors."""
         flatness = 1 / (self.smoothness - self.strong_convexity)
         constraints = self.constraints(gram)
         longest = closure(constraints.weights(flatness, exact=True))
@@ -52,8 +54,11 @@ class Curvature:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """`climb` (delta1, delta2) or None for the exact least smoothness; the largest smoothness; the
-    number of spares: the last neighbors of a row, used only when another one is left out."""
+    """How curvature is relaxed.
+
+    `climb` is (delta1, delta2), or None for the exact least smoothness. `max_smoothness` is the
+    largest one allowed. The last `spares` neighbors of a row are used only if another one is left
+    out."""
 
     climb: tuple[float, float] | None
     max_smoothness: float
@@ -62,7 +67,7 @@ class Relaxation:
     def __call__(
         self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor
     ) -> tuple[Curvature, Tensor, Tensor]:
-        """Curvature and neighbors for which potentials exist, their closure, a `Status` per row."""
+        """Return curvature and neighbors with potentials, their closure, and a `Status` per row."""
         requested = self.start(gram, smoothness, strong_convexity)
         longest, feasible = requested.closure(gram)
         status = torch.full_like(smoothness, int(Status.SOLVED), dtype=torch.int64)
@@ -79,7 +84,9 @@ class Relaxation:
         return Curvature(smoothness, strong_convexity, active)
 
     def _relax(self, gram: Gram, requested: Curvature, todo: Tensor, status: Tensor) -> Curvature:
-        """Curvature and neighbors for which the rows `todo` have potentials; fills in `status`."""
+        """Return curvature and neighbors for which the rows `todo` have potentials.
+
+        Their `status` is filled in."""
         regular, dropped = len(gram.tilt) - self.spares, torch.zeros_like(status)
         high, low = requested.smoothness.clone(), requested.strong_convexity.clone()
         found = Curvature(high, low, requested.active)
@@ -96,7 +103,7 @@ class Relaxation:
                 status[todo] = int(Status.INFEASIBLE)
                 break
             found.active[self._violator(part, at), todo] = False
-            spare = regular + dropped[todo]  # spares are used in order, each once
+            spare = regular + dropped[todo]  # spares are used in order, each of them once
             dropped[todo] += 1
             exists = spare < len(gram.tilt)
             found.active[spare[exists], todo[exists]] = True
@@ -106,7 +113,7 @@ class Relaxation:
         return found
 
     def _raised(self, gram: Gram, at: Curvature) -> Curvature:
-        """The nearest curvature that works, infinite smoothness where there is none."""
+        """Return the nearest curvature that works, with infinite smoothness if none does."""
         if self.climb is not None:
             return self._climbed(gram, at)
         least = at.constraints(gram).least_modulus()
@@ -121,7 +128,7 @@ class Relaxation:
         return Curvature(smoothness, at.strong_convexity - steps * down, at.active)
 
     def _last_step(self, at: Curvature) -> Tensor:
-        """The largest number of steps that keeps the smoothness within the cap (B,)."""
+        """Return the largest number of steps (B,) that keeps the smoothness within the limit."""
         up = self.climb[0] if self.climb else 0.0
         if up == 0:
             return torch.full_like(at.smoothness, _MOST_CLIMB)
@@ -129,7 +136,9 @@ class Relaxation:
         return (room + 1e-9).floor().clamp_max(_MOST_CLIMB)
 
     def _climbed(self, gram: Gram, at: Curvature) -> Curvature:
-        """The first feasible step: classes of functions only grow, so doubling, then halving."""
+        """Return the curvature of the first feasible step, by doubling and then bisection.
+
+        This is possible because every step only adds functions."""
         last = self._last_step(at)
         low, high = torch.zeros_like(at.smoothness), torch.ones_like(at.smoothness).minimum(last)
         works = self._step(at, high).feasible(gram)
@@ -149,7 +158,7 @@ class Relaxation:
         return Curvature(smoothness, found.strong_convexity, at.active)
 
     def _violator(self, gram: Gram, at: Curvature) -> Tensor:
-        """The neighbor (B,) to leave out: the one on the critical cycle farthest from the query."""
+        """Return the neighbor (B,) to leave out: the farthest one on the critical cycle."""
         last = self._step(at, self._last_step(at)) if self.climb else at
         cycle = critical(last.constraints(gram))
         cycle = torch.where(cycle.any(0), cycle, at.active)  # rounding may hide the cycle

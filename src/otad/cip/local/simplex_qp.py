@@ -2,26 +2,26 @@
 
     maximize  c . w - w^T G w / 2     over  w >= 0, sum w = 1
 
-On its support S the optimum solves a linear system. So guess S, solve, drop the neighbors whose
-weight came out negative, add those whose gain is positive, and repeat until nothing changes: then
-all optimality conditions hold. Almost every row ends within a few rounds; exchanging many at a time
-could cycle, or meet affinely dependent images: such rows are solved by pivoting.
+On its support S the optimum solves a linear system. So we guess S, solve, drop the neighbors with
+negative weight, add those with positive gain, and repeat until nothing changes. Then all optimality
+conditions hold. Almost every row ends within a few rounds. Exchanging many neighbors at a time
+could cycle, or meet affinely dependent images; such rows are solved by pivoting.
 
-H = G + 1 1^T has the same optimum (it adds a constant on the simplex) and is regular on affinely
-independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
+H = G + 1 1^T has the same optimum, because it adds a constant on the simplex, and is regular on
+affinely independent images. With p = H_SS^-1 c and r = H_SS^-1 1 on the support,
 
     w = p - nu r,   nu = (sum p - 1) / sum r
 
 are the weights there, and c_i - nu - (H w)_i are the gains of the neighbors outside.
 
-Pivoting is an active-set method: the weights in the basis S solve the problem on the affine hull of
-S; a neighbor outside S with a positive gain enters, one whose weight turns negative leaves. Each
-round is one symmetric pivot per unfinished row on the tableau
+Pivoting is an active-set method. The weights in the basis S solve the problem on the affine hull of
+S. A neighbor outside S with a positive gain enters, and a neighbor whose weight turns negative
+leaves. Each round is one symmetric pivot per unfinished row on the tableau
 
     T = [ -N       N G_SR      ]        N: inverse of the bordered matrix [G_SS 1; 1^T 0], S block
         [ G_RS N   Schur block ]        R: the neighbors outside S
 
-The objective rises with every step, so no basis is visited twice and the method always ends."""
+The objective rises with every step, so no basis occurs twice and the method always ends."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from torch import Tensor
 
 from otad.cip.execution import blocks, one_thread, run_parts
 
-_REFINEMENTS = 3  # beyond the first
+_REFINEMENTS = 3  # after the first
 _GUESSES = 8  # rounds of exchange before a row is left to pivoting
-_MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row beyond this is reported as unsolved
-_FEWEST_ROWS = 512  # that are worth a thread of their own
+_MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row that needs more counts as unsolved
+_FEWEST_ROWS = 512  # fewer rows do not get a thread of their own
 
 
 class SimplexOptimum(NamedTuple):
-    """`weights` (K,B); `sensitivity` (K,K,B) = d weights / d linear; `solved` (B,)."""
+    """The optimal `weights` (K,B), `sensitivity` (K,K,B) = d weights / d linear, `solved` (B,)."""
 
     weights: Tensor
     sensitivity: Tensor
@@ -51,11 +51,11 @@ class SimplexOptimum(NamedTuple):
 def maximize_on_simplex(
     gram: Tensor, linear: Tensor, active: Tensor, tolerance: float, guess: Tensor | None = None
 ) -> SimplexOptimum:
-    """Maximize linear . w - w^T gram w / 2 over the simplex of the active neighbors, per column.
+    """Maximize linear . w - w^T gram w / 2 over the simplex of active neighbors, for each column.
 
-    `gram` (K,K,B) positive semidefinite up to the relative error `tolerance`, `linear` (K,B),
-    `active` (K,B) with at least one True in each column. `guess` (K,B): which are expected to get
-    weight, one active neighbor at least; by default all."""
+    `gram` (K,K,B) is positive semidefinite up to the relative error `tolerance`, `linear` is (K,B),
+    and `active` (K,B) has at least one True in each column. `guess` (K,B) says which active
+    neighbors are expected to get weight, at least one of them; by default all."""
     first = active if guess is None else guess
     batch = linear.shape[1]
     threads = torch.get_num_threads() if linear.device.type == "cpu" else 1
@@ -93,7 +93,9 @@ def _maximize(
 def _by_exchange(
     quadratic: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights and inverse of the rows that exchange solves, zero in the rows left over (n,)."""
+    """Return weights and inverse of the rows that exchange solves, and the rows left over (n,).
+
+    The results of rows left over are zero."""
     weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
     place = torch.arange(linear.shape[1], device=linear.device)
     matrix = (quadratic + 1).permute(2, 0, 1).contiguous()  # here the batch comes first
@@ -129,8 +131,9 @@ def _by_exchange(
 
 
 def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """Iterative refinement removes the rounding errors of the factors; rows of nearly dependent
-    images need a second step."""
+    """Remove the rounding errors of the factors by iterative refinement.
+
+    Rows of nearly dependent images need a second step."""
     better = _refined_once(quadratic, linear, weights, inverse)
     for _ in range(_REFINEMENTS):
         rows = ((better - weights).abs().amax(0) > 1e-12).nonzero()[:, 0]
@@ -144,14 +147,16 @@ def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor
 
 def _refined_once(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
     gap = linear - (quadratic * weights[None]).sum(1)
-    gap = gap - (weights * gap).sum(0)  # the inverse ignores constants; do not round them in
+    gap = gap - (weights * gap).sum(0)  # the inverse ignores constants, but they cause rounding
     better = (weights + (inverse * gap[None]).sum(1)).clamp_min(0.0)
     return better / better.sum(0)
 
 
 def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Cholesky factor (B,K,K) of the `matrix` G + 1 1^T on the `support` (B,K) of ones and zeros,
-    with the identity elsewhere; and whether the images there are affinely independent (B,)."""
+    """Return the Cholesky factor (B,K,K) of the `matrix` G + 1 1^T on the `support` (B,K).
+
+    The support holds ones and zeros, and the factor is the identity elsewhere. The second result
+    says whether the images on the support are affinely independent (B,)."""
     part = matrix * (support[:, :, None] * support[:, None])
     part.diagonal(dim1=1, dim2=2).add_(1 - support)
     found, failed = torch.linalg.cholesky_ex(part)
@@ -159,15 +164,16 @@ def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, T
 
 
 def solve(factors: Tensor, sides: Tensor) -> Tensor:
-    """H^-1 (B,K,K) applied to columns (B,K,n)."""
+    """Return H^-1 (B,K,K) applied to columns (B,K,n)."""
     half = torch.linalg.solve_triangular(factors, sides, upper=False)
     whole: Tensor = torch.linalg.solve_triangular(factors.mT, half, upper=True)
     return whole
 
 
 def reduced_inverse(factors: Tensor, support: Tensor, edge: Tensor, rate: Tensor) -> Tensor:
-    """N = H_SS^-1 - r r^T / sum r (B,K,K), zero outside the support, with r = H_SS^-1 1 the `edge`
-    (B,K) and its sum the `rate` (B,)."""
+    """Return N = H_SS^-1 - r r^T / sum r (B,K,K), zero outside the support.
+
+    Here r = H_SS^-1 1 is the `edge` (B,K), and its sum is the `rate` (B,)."""
     block = solve(factors, torch.diag_embed(support))
     return block.addcmul_(edge[:, :, None], (edge / rate[:, None])[:, None], value=-1)
 
@@ -175,10 +181,11 @@ def reduced_inverse(factors: Tensor, support: Tensor, edge: Tensor, rate: Tensor
 def pivot_to_optimum(
     quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (K,B), inverse N (K,K,B), whether a row was solved (B,). `quadratic` (K,K,B) has no
-    diagonal entry above 1, `linear` and `active` are (K,B)."""
+    """Return weights (K,B), the inverse N (K,K,B), and whether each row was solved (B,).
+
+    `quadratic` (K,K,B) has no diagonal entry above 1; `linear` and `active` are (K,B)."""
     found = _pivot_all(_start(quadratic, linear, active, tolerance), tolerance)
-    # Pivots add up rounding errors: repeat from a fresh tableau of the basis found.
+    # Pivots add up rounding errors, so they are repeated from a fresh tableau of the final basis.
     state, regular = _fresh_start(quadratic, linear, active, found[0], tolerance)
     rows = (regular & found[2]).nonzero()[:, 0]
     for held, better in zip(found, _pivot_all(state.columns(rows), tolerance), strict=True):
@@ -187,7 +194,7 @@ def pivot_to_optimum(
 
 
 def _pivot_all(state: _State, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from any start."""
+    """Pivot from any state until all rows are finished; the results of `pivot_to_optimum`."""
     weights, inverse = torch.zeros_like(state.weights), torch.zeros_like(state.tableau)
     solved = torch.zeros_like(weights[0], dtype=torch.bool)
     place = torch.arange(len(solved), device=solved.device)
@@ -209,19 +216,19 @@ def _pivot_all(state: _State, tolerance: float) -> tuple[Tensor, Tensor, Tensor]
 @dataclass
 class _State:
     tableau: Tensor  # (K,K,B)
-    target: Tensor  # (K,B): in the basis the affine optimum, outside it the gain of entering
-    weights: Tensor  # (K,B) feasible, zero outside basis and entering
-    basis: Tensor  # (K,B) 1 in the basis, 0 outside
-    barrier: Tensor  # (K,B) 0 for those that may enter, -inf for all others
-    entering: Tensor  # (B,) neighbor that enters in the next round, or -1
-    gain_floor: Tensor  # (B,) gains up to this count as zero
+    target: Tensor  # (K,B): the affine optimum in the basis, the gain of entering outside it
+    weights: Tensor  # (K,B): feasible, and zero outside the basis and the entering neighbor
+    basis: Tensor  # (K,B): 1 in the basis, 0 outside
+    barrier: Tensor  # (K,B): 0 for neighbors that may enter, -inf for all others
+    entering: Tensor  # (B,): the neighbor that enters in the next round, or -1
+    gain_floor: Tensor  # (B,): gains up to this count as zero
 
     def columns(self, keep: Tensor) -> _State:
         return _State(*(part.index_select(-1, keep) for part in vars(self).values()))
 
 
 def _start(quadratic: Tensor, linear: Tensor, active: Tensor, tolerance: float) -> _State:
-    """The basis of the single best neighbor."""
+    """Return the state whose basis is the single best neighbor."""
     square = quadratic.diagonal(dim1=0, dim2=1).mT
     best = (linear - square / 2).masked_fill(~active, -torch.inf).max(0).indices[None]  # (1,B)
     row = _pick(quadratic, best)
@@ -245,15 +252,17 @@ def _state(active: Tensor, tolerance: float, gain: Tensor, *parts: Tensor) -> _S
 def _fresh_start(
     quadratic: Tensor, linear: Tensor, active: Tensor, weights: Tensor, tolerance: float
 ) -> tuple[_State, Tensor]:
-    """The basis of all neighbors with weight, and whether their images are independent (B,)."""
+    """Return the state whose basis is all neighbors with weight.
+
+    The second result says whether their images are affinely independent (B,)."""
     gram, basis = quadratic.permute(2, 0, 1), (weights > 0).to(linear)
     inside = basis.mT.contiguous()
     factors, regular = factor(gram + 1, inside, tolerance)
     edge = solve(factors, inside[:, :, None])[:, :, 0]
     rate = edge.sum(1)
     inner = reduced_inverse(factors, inside, edge, rate)
-    share = (edge / rate[:, None])[:, :, None]  # of sum 1, pulled alike by all of S
-    # While j enters at the rate 1, those of S give way by (N G + share 1^T)_j to stay balanced.
+    share = (edge / rate[:, None])[:, :, None]  # has sum 1 and equal gradients on all of S
+    # While j enters at the rate 1, weights in S fall by (N G + share 1^T)_j to stay optimal.
     yields = inner @ gram + share
     pull = gram @ share
     schur = gram - gram @ inner @ gram - pull - pull.mT + share.mT @ pull
@@ -271,7 +280,7 @@ def _fresh_start(
 
 
 def _pick(matrix: Tensor, index: Tensor) -> Tensor:
-    """Row index[b] of every matrix: (K,K,B), (1,B) -> (K,B)."""
+    """Return row index[b] (K,B) of every matrix (K,K,B), for an index (1,B)."""
     return matrix.gather(0, index[None].expand(1, *matrix.shape[1:]))[0]
 
 
@@ -283,19 +292,19 @@ def _put(matrix: Tensor, index: Tensor, row: Tensor) -> None:
 
 
 def _advance(state: _State, tolerance: float) -> Tensor:
-    """One pivot in every unfinished row; True for the rows that are finished (B,)."""
-    # Masks are multiplied or added where possible: that is many times faster than selecting.
+    """Do one pivot in every unfinished row, and return which rows are finished (B,)."""
+    # Masks are multiplied or added where possible, which is many times faster than selecting.
     target, weights = state.target, state.weights
     due = state.entering >= 0
     point = target * state.basis
-    # Weights that would turn negative: go towards the target until the first reaches zero.
+    # If weights would turn negative, go towards the target until the first one reaches zero.
     fall = (point + tolerance).clamp_max_(0.0)
     step, leaving = ((weights + tolerance) / (weights + tolerance - fall)).min(0)
     blocked = (step < 1) & ~due
     # Otherwise the target is the new point, and the neighbor with the largest gain may enter.
     gain, best = (target + state.barrier).max(0)
     done = ~blocked & ~due & (gain <= state.gain_floor)
-    # No curvature along the entering direction: move until a weight vanishes, exchange the two.
+    # Without curvature along the entering direction, move until a weight vanishes; exchange both.
     curvature = state.tableau.diagonal(dim1=0, dim2=1).mT.gather(0, best[None])[0]
     flat = (curvature <= tolerance) & ~blocked & ~due & ~done
 
@@ -310,7 +319,9 @@ def _advance(state: _State, tolerance: float) -> Tensor:
 
 
 def _exchange(state: _State, flat: Tensor, best: Tensor, pivot: Tensor, tolerance: float) -> Tensor:
-    """Move `flat` rows as far as possible along the entering direction; who leaves is the pivot."""
+    """Move `flat` rows as far as possible along the entering direction.
+
+    The neighbor that leaves is the pivot, which is returned."""
     column = _pick(state.tableau, best[None])
     open_end = (column <= tolerance) | (state.basis == 0)
     reach, leaving = (state.weights / column).masked_fill(open_end, torch.inf).min(0)
@@ -322,7 +333,7 @@ def _exchange(state: _State, flat: Tensor, best: Tensor, pivot: Tensor, toleranc
 
 
 def _pivot(state: _State, pivot: Tensor, outward: Tensor, go: Tensor) -> None:
-    """Symmetric pivot on entry (p,p) of every row in `go`: p leaves (outward) or joins S."""
+    """Do a symmetric pivot on entry (p,p) of every row in `go`: p leaves (outward) or joins S."""
     column = _pick(state.tableau, pivot)
     height = torch.where(go, column.gather(0, pivot)[0], 1.0)
     change = go / height  # zero leaves finished rows as they are

@@ -1,4 +1,4 @@
-"""From the inner products of a batch to its multipliers, step by step in torch."""
+"""Computes the multipliers of a batch from its inner products, step by step in torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from otad.errors import SolverError
 
 @dataclass(frozen=True)
 class DualSolution:
-    """The solution of a batch before its features are assembled: everything of size K.
+    """The solution of a batch before its features are assembled, so that everything has size K.
 
-    `multipliers` and `potentials` (B,K), `value` (B,) in float64 or the dtype of the query;
-    `sensitivity` (B,K,K) of the multipliers to the lines, None where no gradient is needed;
-    `smoothness` and `strong_convexity` (B,) of the potentials, `map_convexity` (B,) of the map;
-    `active` (B,K); `residual` and `status` (B,)."""
+    `multipliers` and `potentials` (B,K) and `value` (B,) are in float64 or in the dtype of the
+    query. `sensitivity` (B,K,K) is the derivative of the multipliers, or None if no gradient is
+    needed. `smoothness` and `strong_convexity` (B,) belong to the potentials, `map_convexity` (B,)
+    to the map. `active` is (B,K), `residual` and `status` are (B,)."""
 
     multipliers: Tensor
     sensitivity: Tensor | None
@@ -46,8 +46,10 @@ class DualSolution:
     def with_failures_marked(
         self, on_failure: str, squared_distance: Tensor, requested_convexity: Tensor
     ) -> DualSolution:
-        """NaN for everything that a failed row does not have; its multipliers by `on_failure`:
-        "fallback" is weight 1 on the neighbor of the least `squared_distance` (B,K)."""
+        """Return the solution with NaN for everything that a failed row does not have.
+
+        With `on_failure` "fallback", the neighbor of the least `squared_distance` (B,K) gets the
+        multiplier 1."""
         failed = self.status >= int(Status.INFEASIBLE)
         if not bool(failed.any()):
             return self
@@ -76,13 +78,15 @@ class DualSolution:
 def solve_torch(
     gram: Gram, smoothness: Tensor, convexity: Tensor, relax: Relaxation, rule: str, mode: str
 ) -> DualSolution:
-    """The solution for the requested curvature (B,); failures are marked by `status` alone.
-    `rule` and `mode`: `potential` and `mode` of `ExactCip`."""
-    with torch.inference_mode():  # where hundreds of small operations cost the least
+    """Return the solution for the requested curvature (B,).
+
+    Failures are marked by `status` alone. `rule` and `mode` are the options `potential` and `mode`
+    of `ExactCip`."""
+    with torch.inference_mode():  # in which hundreds of small operations cost the least
         finite = gram.is_finite
-        if not bool(finite.all()):  # products overflowed: give these rows harmless numbers
+        if not bool(finite.all()):  # products overflowed, so these rows get harmless numbers
             gram = gram.changed(lambda part: part.masked_fill(~finite, 0.0))
-        # Eq. (2): potentials (K,B) for the requested curvature, or for the nearest that has any.
+        # Eq. (2): potentials (K,B) for the requested curvature, or for the nearest one with any.
         relaxed, longest, status = relax(gram, smoothness, convexity)
         active = relaxed.active
         levels = potentials_from_paths(longest, active, rule)
@@ -90,7 +94,7 @@ def solve_torch(
         levels = levels + gram.potential_shift(relaxed.strong_convexity)
         levels = levels - (levels * active).sum(0) / active.sum(0)
 
-        # Eq. (3), for the curvature of the map: the multipliers, by its dual over the simplex.
+        # Eq. (3) for the curvature of the map: its dual over the simplex gives the multipliers.
         used = Curvature(smoothness, convexity, active) if mode == "paper" else relaxed
         cross, images = gram.shifted(used.strong_convexity)
         modulus = used.smoothness - used.strong_convexity
@@ -114,6 +118,6 @@ def solve_torch(
         curvature = relaxed.smoothness, relaxed.strong_convexity, used.strong_convexity
         dual = weight.mT, sensitivity, value, potentials
         found = DualSolution(*dual, *curvature, active.mT, residual, status)
-    parts = vars(found).items()  # to be copied, so that autograd may record them
+    parts = vars(found).items()  # copied, because autograd cannot record inference tensors
     copies = {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts}
     return DualSolution(**copies)

@@ -1,7 +1,7 @@
 """The exact, batched, differentiable solver of the convex integration problem.
 
-Launching the five hundred small operations of `solve_torch` on a GPU is most of its time: there
-`solve_triton` launches one kernel, with a program for each row."""
+On a GPU, launching the five hundred small operations of `solve_torch` would take most of the time.
+So `solve_triton` launches one kernel there, with a program for each row."""
 
 from __future__ import annotations
 
@@ -30,21 +30,41 @@ _MOST_NEIGHBORS = 32  # registers hold several padded K x K tiles of float64
 
 @dataclass(frozen=True)
 class ExactCip:
-    """Solves a `CipProblem` or `BankProblem` exactly, all rows at once: Algorithm 2 of the paper
-    from the neighbors on. Its steps are `products`, `solve` (potentials, relaxation, quadratic
-    program) and `solution` (the features).
+    """The exact solver of convex integration problems, for all rows of a batch at once.
 
-    - `mode`: with which curvature eq. (3) is solved where potentials exist only for a larger one:
-      that one, so that the map passes through all anchors ("consistent"), or the requested one, as
-      in the paper ("paper").
-    - `climb`: steps (delta1, delta2) by which L grows and l falls until potentials exist, or None
-      for the exact least L.
-    - `max_smoothness`: no L above this; the neighbor on the violating cycle is left out instead.
-    - `spares`: the last so many neighbors of each row are used only as substitutes for such.
-    - `potential`: "canonical", or "lowest" and "highest" to measure how much the choice matters.
-    - `on_failure`: for rows without a solution "raise" a `SolverError`, "abstain" (NaN), or return
-      the feature of the nearest neighbor ("fallback"); `status` says which in every case.
-    - `chunk`: rows whose neighbors are in working memory at a time; None fits the device."""
+    It is the paper's Algorithm 2 after the neighbors have been found. Where no potential exists for
+    the requested smoothness, L is raised. The solution is differentiable in the queries.
+
+    Parameters
+    ----------
+    mode : str
+        Which curvature the map has where L was raised: the raised one, so that the map passes
+        through all anchors ("consistent"), or the requested one as in the paper ("paper").
+    climb : (float, float) or None
+        Steps (delta1, delta2) by which L grows and l falls until potentials exist. If None, L is
+        raised to the exact least value.
+    max_smoothness : float or None
+        The largest L. If it is not enough, neighbors that contradict others are left out.
+    spares : int
+        How many of the last neighbors of each row are used only as substitutes for those left out.
+    potential : str
+        "canonical", or "lowest" and "highest" to measure how much the choice matters.
+    on_failure : str
+        What to do about rows without a solution: "raise" a `SolverError`, "abstain" (NaN), or
+        return the feature of the nearest neighbor ("fallback"). The status tells them apart.
+    chunk : int or None
+        How many rows have their neighbors in working memory at a time. If None, it fits the device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> anchors = torch.tensor([[[0.0], [1.0]]])
+    >>> problem = otad.cip.CipProblem(torch.tensor([[0.5]]), anchors, 3 * anchors, smoothness=2.0)
+    >>> solution = otad.cip.ExactCip()(problem)
+    >>> solution.status_text, round(solution.smoothness.item(), 3), round(solution.image.item(), 3)
+    ('1 raised', 3.0, 1.5)
+    """
 
     mode: str = "consistent"
     climb: tuple[float, float] | None = None
@@ -70,6 +90,7 @@ class ExactCip:
         require(positive, "max_smoothness", "a positive number or None", repr(cap))
 
     def __call__(self, problem: RowProblem) -> CipSolution:
+        """Return the solution of a `CipProblem` or `BankProblem`."""
         _, count, _ = problem.shape
         few = f"fewer than the {count} neighbors of a row"
         require(self.spares < count, "spares", few, self.spares)
@@ -83,6 +104,7 @@ class ExactCip:
 
     @property
     def relaxation(self) -> Relaxation:
+        """How curvature is relaxed where no potential exists."""
         return Relaxation(self.climb, self.max_smoothness or math.inf, self.spares)
 
     @property
@@ -91,11 +113,14 @@ class ExactCip:
 
     @torch.no_grad()
     def products(self, problem: RowProblem) -> Products:
+        """Return the inner products of the neighbors, the first step of a solution."""
         with_offsets = problem.has_strong_convexity or self._lowers_convexity
         return products_of(problem, self.chunk, with_offsets=with_offsets)
 
     def solve(self, problem: RowProblem, products: Products) -> DualSolution:
-        """Potentials and multipliers: by a kernel on a GPU; in torch for rows it leaves over."""
+        """Return potentials and multipliers, the second step of a solution.
+
+        On a GPU a kernel finds them, and torch solves the rows that the kernel leaves over."""
         high, low = problem.smoothness, problem.strong_convexity
         how = self.relaxation, self.potential, self.mode, problem.query.dtype
         sensitive = problem.query.requires_grad and torch.is_grad_enabled()
@@ -116,11 +141,11 @@ class ExactCip:
             return found.with_failures_marked(self.on_failure, squares, low)
 
     def _retry_in_double(self, problem: RowProblem, gram: Gram, found: DualSolution) -> None:
-        """Again in float64, where only rounding may have ruled out the requested curvature."""
+        """Solve rows again in float64 if only rounding may have ruled out their curvature."""
         rows = (found.status != int(Status.SOLVED)).nonzero()[:, 0]
         if len(rows) == 0 or problem.query.dtype == torch.float64:
             return
-        # What a sum of d products in float32 cannot exceed; nearly equal terms come close to it.
+        # The largest error of a sum of d products in float32; nearly equal terms come close to it.
         worst = (problem.shape[2] + 2) * torch.finfo(torch.float32).eps / 2
         rough = replace(gram.columns(rows), noise=worst)
         requested = problem.smoothness[rows], problem.strong_convexity[rows]
@@ -135,7 +160,9 @@ class ExactCip:
         return solve_torch(gram, smoothness, strong_convexity, *how)
 
     def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
-        """The features, in the problem's dtype, differentiable in the query if gradients are on."""
+        """Return the features in the problem's dtype, the last step of a solution.
+
+        They are differentiable in the query if gradients are on."""
         query = problem.query
         weight, value = found.multipliers.to(query.dtype), found.value.to(query.dtype)
         lowered = self._lowers_convexity and self.mode == "consistent"
@@ -166,8 +193,10 @@ def solve_triton(
     *,
     sensitive: bool,
 ) -> tuple[DualSolution, Tensor]:
-    """The solution, with multipliers, potentials and value in `dtype`, and the outcome (B,) on the
-    CPU: 1 for a solved row, 0 for one left to `solve_torch`, -1 for one without a solution."""
+    """Return the solution of a batch by one kernel, and the outcome (B,) on the CPU.
+
+    Multipliers, potentials and value are in `dtype`. The outcome is 1 for a solved row, 0 for a row
+    left to `solve_torch`, and -1 for a row without a solution."""
     from otad.cip.kernels.row import row_kernel
 
     values = products.values
@@ -198,5 +227,5 @@ def solve_triton(
 
 @lru_cache(maxsize=64)
 def _settings(*numbers: float, device: torch.device) -> Tensor:
-    """Numbers for a kernel in float64: as plain arguments they would be rounded to float32."""
+    """Return numbers for a kernel in float64; plain arguments would be rounded to float32."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)

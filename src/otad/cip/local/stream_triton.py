@@ -1,7 +1,7 @@
-"""Neighbors streamed from a bank on the GPU, without being gathered into memory.
+"""Reads neighbors from a bank on the GPU without gathering them into memory.
 
-These Triton kernels read each neighbor once for the inner products and once more, if its multiplier
-is not zero, for the feature; the gradient costs as much again. They apply to a float32 batch whose
+These Triton kernels read each neighbor once for the inner products, and once more for the feature
+if its multiplier is not zero. The gradient costs as much again. They apply to a float32 batch whose
 bank is on the same CUDA device."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 
 _MOST_NEIGHBORS = 64  # registers hold a padded K x K block of products
-# Features one program sums over, a multiple of 128: a small batch must fill the device too.
+# The features that one program sums over, a multiple of 128, so that small batches fill the device.
 _SEGMENT = 2048
 
 
@@ -39,7 +39,7 @@ def can_stream(problem: RowProblem) -> TypeGuard[BankProblem]:
 
 
 def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tensor, Tensor]:
-    """`values` and `squares` of `Products`, in S parts of one segment of the features each."""
+    """Return `values` and `squares` of `Products`, in S parts of one segment of features each."""
     from otad.cip.kernels.gram import gram_kernel
 
     batch, count, dim = problem.shape
@@ -59,7 +59,7 @@ def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tens
 
 
 def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """sum_k weights[b,k] points[indices[b,k]] (B,d) in the dtype of the weights."""
+    """Return sum_k weights[b,k] points[indices[b,k]] (B,d) in the dtype of the weights."""
     from otad.cip.kernels.gram import combine_kernel
 
     batch, count = indices.shape
@@ -71,7 +71,7 @@ def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Te
 
 
 def streamed_dots(points: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:
-    """<points[indices[b,k]], vectors[b]> (B,K) in float64, of float32 vectors (B,d)."""
+    """Return <points[indices[b,k]], vectors[b]> (B,K) in float64, for float32 vectors (B,d)."""
     from otad.cip.kernels.gram import dot_kernel
 
     batch, count = indices.shape
@@ -86,7 +86,7 @@ def streamed_dots(points: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:
 
 
 def padded_count(count: int) -> int:
-    """The next size the matrix units take."""
+    """Return the next size that the matrix units of a GPU support."""
     return max(16, 1 << (count - 1).bit_length())
 
 

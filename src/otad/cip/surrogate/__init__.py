@@ -1,4 +1,4 @@
-"""CIP-net: a transformer that imitates the solver, and its training."""
+"""CIP-net: a transformer that estimates the answers of the solver, and its training."""
 
 from otad.arguments import guard
 from otad.cip.surrogate.net import CipNet

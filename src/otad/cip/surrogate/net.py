@@ -1,4 +1,4 @@
-"""CIP-net: a transformer in the place of the solver."""
+"""CIP-net: a transformer in place of the solver."""
 
 from __future__ import annotations
 
@@ -19,31 +19,60 @@ from otad.nets.vit import Block
 
 READOUTS = ("free", "hull")
 PRECISIONS = ("float32", "bfloat16")
-_BLOCK_BYTES = 2**29  # of neighbors in working memory at a time
+_BLOCK_BYTES = 2**29  # the size of the neighbors that are in working memory at a time
 
 
 class CipNet(nn.Module):
-    """Estimates the image z' (B,d) of a `CipProblem` or `BankProblem` by a transformer encoder.
+    """A transformer encoder that estimates the image z' (B, d) of a convex integration problem.
 
-    Its 2K + 1 tokens are the query, the K anchors and the K images, one linear map for inputs and
-    one for features. Each neighbor's two tokens are also mixed. From the last block
+    Its 2K + 1 tokens are the query, the K anchors and the K images, embedded by one linear map for
+    inputs and one for features. The two tokens of a neighbor are also mixed. The last block gives
+    `z' = sum_i lambda_i z~_i + s W t`, where lambda is the softmax of a score of each image token,
+    t is the query token, and W is (d, width). The scores and W are zero at first, so that a new
+    network answers with the mean feature of the neighbors.
 
-        z' = sum_i lambda_i z~_i  +  s W t        lambda = softmax of a score of each image token,
-                                                  t the query token, W (d,width),
+    The network has the symmetries of the problem. It sees the shifted images
+    `z~_i = z_i - l (x_i - x')` as differences from the mean neighbor, in units of their root mean
+    square (r for inputs, s for features), and the curvature as `M r / (M r + s)`. So nothing
+    changes if all `x_i` and x' are translated, if neighbors are reordered, or if x is measured in
+    other units (and L and l accordingly). The image z' moves and scales with the features.
 
-    both parts zero at the start: a fresh net answers with the mean feature of the neighbors. With
-    `readout="hull"` the second part is left out and z' is a convex combination, like the solver's.
+    A network proves nothing: the status is ESTIMATED, or UNSOLVED where numbers are out of range.
+    Everything but the image is NaN; multipliers are known if `readout` is "hull".
 
-    The net shares the symmetries of the problem: it sees the shifted images z~_i = z_i - l (x_i -
-    x'), only as differences from the mean neighbor, in units of their root mean square (r of the
-    inputs, s of the features), and of the curvature M r / (M r + s). So translating all x_i and x',
-    reordering the neighbors, or measuring x in other units (and L, l accordingly) changes nothing,
-    and z' moves and scales with the features.
+    Parameters
+    ----------
+    dim : int
+        The dimension d of inputs and features.
+    n_neighbors : int
+        The number K of neighbors.
+    width, blocks, heads : int
+        The width of tokens, the number of blocks, and the number of attention heads.
+    hidden : int or None
+        The width of the MLP in each block, by default `width`.
+    readout : str
+        "free", or "hull" to leave out the term `s W t`, so that z' is a convex combination of
+        features like the solver's.
+    precision : str
+        The precision of matrix products: "float32", or "bfloat16", which is many times faster on a
+        GPU.
+    generator : torch.Generator or None
+        The source of the weights, by default of seed 0.
 
-    A network proves nothing: `status` is ESTIMATED (UNSOLVED where numbers are out of range), and
-    all is NaN but the image, and the multipliers where z' is made of them ("hull")."""
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.cip.surrogate import CipNet
+    >>> net = CipNet(2, n_neighbors=3, width=8, blocks=1, heads=2)
+    >>> points = torch.rand(4, 3, 2)
+    >>> problem = otad.cip.CipProblem(torch.rand(4, 2), points, points, smoothness=2.0)
+    >>> solution = net(problem)
+    >>> solution.status_text, torch.allclose(solution.image, points.mean(1))
+    ('4 estimated', True)
+    """
 
-    # What a model needs of its solver, see `otad.cip.protocols`.
+    # What a model needs from its solver, see `otad.cip.protocols`.
     mode: ClassVar[str] = "estimated"
     spares: ClassVar[int] = 0
     max_smoothness: ClassVar[float | None] = None
@@ -61,8 +90,6 @@ class CipNet(nn.Module):
         precision: str = "float32",
         generator: torch.Generator | None = None,
     ) -> None:
-        """`hidden` units in each block's MLP, `width` of them by default; `precision` of its matrix
-        products: "bfloat16" is many times faster on a GPU."""
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.n_neighbors = check_count(n_neighbors, "n_neighbors")
@@ -91,7 +118,7 @@ class CipNet(nn.Module):
         self.correction = _zero(nn.Linear(width, dim, device="meta")) if readout == "free" else None
 
     def forward(self, problem: RowProblem) -> CipSolution:
-        """The estimate for each row, differentiable in the query and in the weights."""
+        """Return the estimate for each row, differentiable in the query and in the weights."""
         self.check_problem(problem)
         batch, count, _ = problem.shape
         query = problem.query
@@ -100,12 +127,12 @@ class CipNet(nn.Module):
         with torch.autocast(query.device.type, torch.bfloat16) if rounds else nullcontext():
             parts = [self._estimate(problem, rows) for rows in blocks(batch, chunk)]
         image, weights = (torch.cat(column) for column in zip(*parts, strict=True))
-        if self.correction is not None:  # the answer is no longer a mean of features
+        if self.correction is not None:  # then the answer is not a mean of features
             weights = torch.full_like(weights, torch.nan)
         return CipSolution.estimate(image, weights, self.mode)
 
     def check_problem(self, problem: RowProblem) -> None:
-        """Refuse a problem of another size, dtype or device than the net's."""
+        """Refuse a problem of another size, dtype or device than the network's."""
         self.check_sizes(*problem.shape[1:], name="problem")
         net, given = (
             f"{part.dtype} on {part.device}" for part in (self.from_input.weight, problem.query)
@@ -113,7 +140,7 @@ class CipNet(nn.Module):
         require(net == given, "query", f"{net} like the net", given)
 
     def check_sizes(self, n_neighbors: int, dim: int, *, name: str = "solver") -> None:
-        """Refuse another number of neighbors, or another dimension, than the net's."""
+        """Refuse another number of neighbors or another dimension than the network's."""
         fits = (n_neighbors, dim) == (self.n_neighbors, self.dim)
         own = f"{self.n_neighbors} neighbors in dimension {self.dim}"
         require(fits, name, f"{own} like the CipNet", f"{n_neighbors} in dimension {dim}")
@@ -121,8 +148,9 @@ class CipNet(nn.Module):
     def estimate(
         self, query: Tensor, anchors: Tensor, images: Tensor, smoothness: float, convexity: float
     ) -> Tensor:
-        """Images (B,d) for queries (B,d) with neighbors (B,K,d), by plain torch operations without
-        a check of the numbers, for compiled and exported models."""
+        """Return images (B, d) for queries (B, d) with neighbors (B, K, d).
+
+        This uses plain torch operations and checks no values, for compiled and exported models."""
         low = torch.full_like(query[:, :1, None], convexity)
         parts = query, anchors, images, torch.full_like(low, smoothness), low
         rounds = self.precision == "bfloat16"
@@ -144,7 +172,7 @@ class CipNet(nn.Module):
         low: Tensor,
         has_convexity: bool,
     ) -> tuple[Tensor, Tensor]:
-        """z' (b,d) and the weights (b,K); the curvature is (b,1,1)."""
+        """Return z' (b,d) and the weights (b,K); the curvature is (b,1,1)."""
         query, anchors, images = query[:, None], anchors.to(query.dtype), images.to(query.dtype)
         modulus = high - low
         if has_convexity:
@@ -153,8 +181,8 @@ class CipNet(nn.Module):
         query, anchors, features = query - middle, anchors - middle, images - center
         reach, spread = _root_mean_square(query, anchors), _root_mean_square(features)
 
-        # Units come after the product: so the short tokens depend on the query through its reach,
-        # and not the long anchors, whose gradients cost the most.
+        # Units are applied after the product. So the query's reach enters the short tokens and not
+        # the long anchors, whose gradients would cost the most.
         asking, places = (_in_units(self.from_input, part, reach) for part in (query, anchors))
         values = _in_units(self.from_feature, features, spread)
         mixed = self.feature_to_input(values), self.input_to_feature(places)
@@ -167,7 +195,7 @@ class CipNet(nn.Module):
         tokens = self.norm(tokens)
         weights = self.score(tokens[:, -images.shape[1] :]).softmax(1).to(query.dtype)
         kind = query.device.type
-        rounds = torch.is_autocast_enabled(kind)  # the features, too
+        rounds = torch.is_autocast_enabled(kind)  # autocast would round the features too
         with torch.autocast(kind, enabled=False) if rounds else nullcontext():
             image = (center + weights.mT @ features)[:, 0]
         if self.correction is not None:
@@ -176,15 +204,15 @@ class CipNet(nn.Module):
         return image.masked_fill(overflow[:, 0], torch.nan), weights[..., 0]
 
     def config(self) -> dict[str, Any]:
-        """What `from_config` needs, beside the state dict, to make this net again. Plain JSON."""
+        """Return what is needed, beside the state dict, to make this network again: plain JSON."""
         names = ("dim", "n_neighbors", "width", "blocks", "heads", "hidden", "readout", "precision")
         return {name: getattr(self, name) for name in names} | {"blocks": len(self.blocks)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CipNet:
-        """The net that `config` describes, with fresh weights; load its state dict afterwards."""
+        """Make the network that `config` describes, with fresh weights."""
         options = dict(config)
-        options.pop("chunk", None)  # of older files
+        options.pop("chunk", None)  # an option in older files
         try:
             return cls(**options)
         except TypeError as error:
@@ -192,12 +220,12 @@ class CipNet(nn.Module):
 
 
 def _in_units(layer: nn.Linear, vectors: Tensor, unit: Tensor) -> Tensor:
-    """The layer's output for vectors (b,k,d) / unit (b,1,1)."""
+    """Return the layer's output for vectors (b,k,d) / unit (b,1,1)."""
     return nn.functional.linear(vectors, layer.weight) / unit + layer.bias
 
 
 def _root_mean_square(*vectors: Tensor) -> Tensor:
-    """Over all entries of each row, (b,1,1); of zeros not quite zero, so that it divides."""
+    """Return the root mean square of all entries of each row (b,1,1), which is never zero."""
     tiny = torch.finfo(vectors[0].dtype).tiny
     squares = [torch.linalg.vector_norm(part, dim=(1, 2), keepdim=True) ** 2 for part in vectors]
     count = sum(part[0].numel() for part in vectors)

@@ -1,4 +1,4 @@
-"""Training CIP-net on a teacher's solutions, the network's own features, or both:
+"""Training a CIP-net on a solver's answers, on the backbone's own features, or on both:
 
 min over theta of  mean over x' of  alpha |CIP-net(x') - QCP(x')|^2
                                     + (1 - alpha) |CIP-net(x') - z(x')|^2."""
@@ -37,7 +37,14 @@ CHECKPOINT = "cip-net.safetensors"
 
 @dataclass(frozen=True)
 class CipNetConfig(LoopConfig):
-    """Settings of one run of `train_cip_net`."""
+    """The settings of `train_cip_net`: those of the loop in `otad.training.TrainConfig`.
+
+    Examples
+    --------
+    >>> from otad.cip.surrogate import CipNetConfig
+    >>> CipNetConfig(epochs=5).optimizer
+    'adamw'
+    """
 
     epochs: int = 20
     batch_size: int = 256
@@ -50,12 +57,32 @@ class CipNetConfig(LoopConfig):
 
 
 CIP_NET_RECIPE = CipNetConfig()
+"""The settings that work well for most banks."""
 
 
 @dataclass(frozen=True)
 class CipNetEpoch:
-    """Means over one epoch, in units of `CipNetResult.unit`: the objective, |CIP-net - QCP|^2 in
-    training (None without a teacher) and, after the epoch, on held-out problems."""
+    """What is recorded about one epoch, in units of `CipNetResult.unit`.
+
+    Attributes
+    ----------
+    epoch : int
+        The number of the epoch, from 1.
+    loss : float
+        The mean objective.
+    error : float or None
+        The mean squared distance from the teacher's images in training, None without a teacher.
+    held_out_error : float or None
+        The same on held-out problems after the epoch.
+    seconds : float
+        The duration, or 0 for an epoch read from a checkpoint.
+
+    Examples
+    --------
+    >>> from otad.cip.surrogate import CipNetEpoch
+    >>> print(CipNetEpoch(epoch=1, loss=0.5, error=0.5, held_out_error=None))
+    epoch 1: loss 0.5, to teacher 0.5
+    """
 
     epoch: int
     loss: float
@@ -71,8 +98,26 @@ class CipNetEpoch:
 
 @dataclass(frozen=True)
 class CipNetResult:
-    """`unit`: the mean |z_i - mean z|^2 among neighbors, in which errors are measured;
-    `resumed_after`: the last epoch read from a checkpoint, or 0; `epochs`: those requested."""
+    """What `train_cip_net` returns: a record of every epoch.
+
+    Attributes
+    ----------
+    history : tuple of CipNetEpoch
+        One record for each epoch.
+    unit : float
+        The mean of `|z_i - mean z|^2` among neighbors, in which errors are measured.
+    resumed_after : int
+        The last epoch that was read from a checkpoint, or 0.
+    epochs : int
+        The number of epochs that was asked for.
+
+    Examples
+    --------
+    >>> from otad.cip.surrogate import CipNetEpoch, CipNetResult
+    >>> history = (CipNetEpoch(1, 0.5, 0.5, None),)
+    >>> CipNetResult(history, unit=1.0, resumed_after=0, epochs=2).finished
+    False
+    """
 
     history: tuple[CipNetEpoch, ...]
     unit: float
@@ -82,7 +127,7 @@ class CipNetResult:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done; if not, the same call resumes."""
+        """Whether all epochs are done. If not, the same call resumes the training."""
         return len(self.history) >= self.epochs
 
 
@@ -95,8 +140,31 @@ def leave_one_out(
     *,
     rows: Tensor | None = None,
 ) -> BankProblem:
-    """Points of a bank (N,d) as queries, all or those of `rows` (M,) int64, each among its nearest
-    neighbors other than itself. `features[rows]` are the network's own features of the queries."""
+    """Return bank points as queries, each with its nearest neighbors other than itself.
+
+    Parameters
+    ----------
+    inputs, features : Tensor (N, d)
+        The points of the bank and their features.
+    n_neighbors : int
+        The number K of neighbors.
+    smoothness, strong_convexity : float
+        The curvature of the problems.
+    rows : Tensor (M,) of int64 or None
+        The bank rows that are queries, by default all.
+
+    Returns
+    -------
+    BankProblem
+        M problems. The network's own features of the queries are `features[rows]`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.cip.surrogate import leave_one_out
+    >>> leave_one_out(torch.eye(5), torch.eye(5), n_neighbors=3, smoothness=2.0).shape
+    (5, 3, 5)
+    """
     check_tensor(inputs, "inputs", "N,d", dtypes=STORAGE_DTYPES, finite=False)
     check_count(n_neighbors, "n_neighbors")
     rows = torch.arange(len(inputs)) if rows is None else rows
@@ -124,13 +192,48 @@ def train_cip_net(
     progress: Callable[[CipNetEpoch], None] | bool | None = None,
     **saving: Any,
 ) -> CipNetResult:
-    """Train `net` in place on the rows of `problems`; it is left in evaluation mode.
+    """Train a CIP-net in place on problems, and leave it in evaluation mode.
 
-    No query may be among its own neighbors (see `leave_one_out`). `teacher` is by default an
-    `ExactCip`; with alpha = 0 it is not used. `own_features` (M,d) are needed for alpha below 1.
-    `cached`: solve every problem once, before the training; else in every batch. A `source` names
-    the problems in a checkpoint, instead of a hash of all their numbers. `progress`, and the
-    options of `Saving`, are as in `otad.training.train`."""
+    Parameters
+    ----------
+    net : CipNet
+        The network.
+    problems : CipProblem or BankProblem
+        M problems. No query may be among its own neighbors: see `leave_one_out`.
+    config : CipNetConfig
+        The settings.
+    teacher : callable or None
+        The solver whose images are learned, by default an `ExactCip`. With alpha = 0 it is not
+        used.
+    alpha : float
+        The weight of the teacher's images against `own_features`, from 0 to 1.
+    own_features : Tensor (M, d) or None
+        The backbone's own features of the queries, which are needed for alpha below 1.
+    held_out : CipProblem, BankProblem or None
+        Problems on which the error is measured after each epoch.
+    cached : bool
+        Whether every problem is solved once before the training, instead of in every batch.
+    source : str or None
+        A name of the problems in a checkpoint, instead of a hash of all their numbers.
+    progress, **saving
+        As in `otad.training.train`, such as `checkpoint_dir`.
+
+    Returns
+    -------
+    CipNetResult
+        A record of every epoch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.cip.surrogate import CipNet, CipNetConfig, leave_one_out, train_cip_net
+    >>> points = torch.rand(20, 2, generator=torch.Generator().manual_seed(0))
+    >>> problems = leave_one_out(points, points, n_neighbors=3, smoothness=2.0)
+    >>> net = CipNet(2, n_neighbors=3, width=8, blocks=1, heads=2)
+    >>> result = train_cip_net(net, problems, CipNetConfig(epochs=2, batch_size=10))
+    >>> len(result.history), result.finished
+    (2, True)
+    """
     is_config = isinstance(config, CipNetConfig)
     require(is_config, "config", "a CipNetConfig", type(config).__name__)
     require(0 <= alpha <= 1, "alpha", "a number from 0 to 1", repr(alpha))
@@ -153,7 +256,7 @@ def train_cip_net(
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """The arguments of `train_cip_net` of these names: what a checkpoint belongs to."""
+    """The arguments of `train_cip_net` with which a checkpoint must agree."""
 
     problems: Problem
     held_out: Problem | None
@@ -239,8 +342,10 @@ class _CipNetTraining(Training[CipNet, CipNetEpoch]):
 
 
 class TeacherImages:
-    """The teacher's images (b,d) of some rows of a problem. With `cached` every row is solved once,
-    now, and its K multipliers are stored, from which images are assembled each time."""
+    """The teacher's images (b,d) of some rows of a problem.
+
+    With `cached` every row is solved once at the beginning. Its K multipliers are stored, and the
+    images are assembled from them each time."""
 
     def __init__(
         self, teacher: Teacher, problem: Problem, batch_size: int, *, cached: bool

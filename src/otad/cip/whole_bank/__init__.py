@@ -1,1 +1,1 @@
-"""The global map: one potential for all points of a bank."""
+"""The global map, the gradient of one potential through all points of a bank."""

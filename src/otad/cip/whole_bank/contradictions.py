@@ -1,11 +1,12 @@
-"""What contradicts a potential of the whole bank: pairs and longer cycles of points.
+"""Pairs and longer cycles of points that contradict a potential of the whole bank.
 
-Point j requires u~_i - u~_j >= <z~_j, x_i - x_j> + |z~_i - z~_j|^2 / (2M). Summed around a cycle
-the left side is 0, so M >= sum |z~_i - z~_j|^2 / 2 over - sum <z~_j, x_i - x_j>: every cycle bounds
-M from below, and the least M is the largest of these bounds. Most often a cycle of two attains it.
+Point j requires u~_i - u~_j >= <z~_j, x_i - x_j> + |z~_i - z~_j|^2 / (2M). Summed around a cycle,
+the left side is 0. So M is at least sum |z~_i - z~_j|^2 / 2 divided by - sum <z~_j, x_i - x_j>.
+Every cycle bounds M from below, and the least M is the largest of these bounds. Most often a cycle
+of two points attains it.
 
-The ratio of a pair is bounded in float32, by matrix products, and confirmed in float64, from
-differences, where it may be the largest or above a limit."""
+The ratio of a pair is bounded in float32 by matrix products. Where it may be the largest or above a
+limit, it is confirmed in float64 from differences."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from otad.cip.whole_bank.pairs import Pairs
 from otad.errors import SolverError
 
 BLOCK = {"cpu": 2**11, "cuda": 2**13}  # points on each side of a block of pairs
-CONFIRMED_NUMBERS = 2**26  # of the pairs that are compared in float64 at a time
+CONFIRMED_NUMBERS = 2**26  # numbers of the pairs that are compared in float64 at a time
 FINALISTS = 64  # pairs of a block that are confirmed first
-MOST_PAIRS = 2**26  # that are listed
-NEAR = 1e-4  # below this share of their squares, differences of images are lost in float32
+MOST_PAIRS = 2**26  # the most pairs that are listed
+NEAR = 1e-4  # differences of images below this share of their squares are lost in float32
 
 
 class PairRatios(ABC):
-    """Ratios of all pairs of `count` points, each of `width` numbers, on a device."""
+    """A ratio for each pair of `count` points, each of `width` numbers, on a device."""
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
         self.count, self.device = count, device
@@ -37,18 +38,18 @@ class PairRatios(ABC):
 
     @abstractmethod
     def read(self, rows: slice) -> tuple[Tensor, ...]:
-        """What `bounds` needs of a block of points, in float32."""
+        """Return what `bounds` needs of a block of points, in float32."""
 
     @abstractmethod
     def bounds(self, own: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Tensor:
-        """Upper bounds (n,m), by float32 products, of the ratios of two blocks of points."""
+        """Return upper bounds (n,m) of the ratios of two blocks of points, by float32 products."""
 
     @abstractmethod
     def exact(self, first: Tensor, second: Tensor) -> Tensor:
-        """The ratios of some pairs (k,) in float64."""
+        """Return the ratios of some pairs (k,) in float64."""
 
     def largest(self) -> float:
-        """The largest ratio of all pairs, 0 if there are none."""
+        """Return the largest ratio of all pairs, or 0 if there are none."""
         largest = 0.0
         for corner, bounds in self._blocks():
             best = bounds.flatten().topk(min(FINALISTS, bounds.numel())).indices
@@ -58,8 +59,9 @@ class PairRatios(ABC):
         return largest
 
     def above(self, limit: float, name: str, value: float) -> Tensor:
-        """All pairs i < j (k,2) with a ratio above the limit; refuses the `value` of the argument
-        `name` if there are too many."""
+        """Return all pairs i < j (k,2) with a ratio above the limit.
+
+        If there are too many, the `value` of the argument `name` is refused."""
         found, count = [torch.zeros(0, 2, dtype=torch.int64, device=self.device)], 0
         for corner, bounds in self._blocks():
             for some in ((bounds > limit).nonzero() + corner).split(self._at_once):
@@ -77,7 +79,7 @@ class PairRatios(ABC):
         return largest
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The first points (2,) of a block of pairs, and the bounds of these; -1 where i >= j."""
+        """Yield the first points (2,) of each block of pairs, and bounds, -1 where i >= j."""
         parts = blocks(self.count, BLOCK.get(self.device.type, BLOCK["cpu"]))
         for number, one in enumerate(parts):
             own = self.read(one)
@@ -90,8 +92,9 @@ class PairRatios(ABC):
 
 
 class PairCurvatures(PairRatios):
-    """|dz|^2 / <dz, dx> of each pair: the least M that its cycle of two allows; 0 for points left
-    out and for pairs that float32 cannot distinguish from equal ones."""
+    """The ratio |dz|^2 / <dz, dx> of each pair, the least M that its cycle of two allows.
+
+    It is 0 for points that are left out, and for pairs whose images are equal in float32."""
 
     def __init__(self, pairs: Pairs) -> None:
         super().__init__(len(pairs), 4 * pairs.dim, pairs.device)
@@ -108,7 +111,7 @@ class PairCurvatures(PairRatios):
         bend = torch.addmm(squares, images, other_images.mT, alpha=-2)
         rise = torch.addmm(inner[:, None] + other_inner, points, other_images.mT, alpha=-1)
         rise.addmm_(images, other_points.mT, alpha=-1)
-        # A rise of 0 or less allows no M at all, if it is confirmed in float64.
+        # A rise of 0 or less allows no M at all, once it is confirmed in float64.
         ratio = bend / rise.clamp_min_(torch.finfo(torch.float32).tiny)
         return ratio.masked_fill_(bend <= squares.mul_(NEAR), 0.0)
 
@@ -122,12 +125,13 @@ class PairCurvatures(PairRatios):
 
 
 def vertex_cover(pairs: Tensor, count: int) -> Tensor:
-    """Few points (n,) of 0..count-1 such that every pair (m,2) has one: always the (first) point
-    that is in most of the remaining pairs."""
+    """Return a few points (n,) of 0..count-1 such that every pair (m,2) contains one of them.
+
+    It is always the (first) point in most of the remaining pairs that is taken."""
     one, other = pairs.cpu().numpy().T
     points, partners = np.concatenate([one, other]), np.concatenate([other, one])
     partners = partners[points.argsort(kind="stable")]  # grouped by point
-    left = np.bincount(points, minlength=count)  # in how many pairs each point is
+    left = np.bincount(points, minlength=count)  # the number of pairs of each point
     stops = left.cumsum()
     starts = stops - left
     chosen = np.zeros(count, dtype=bool)
@@ -139,10 +143,10 @@ def vertex_cover(pairs: Tensor, count: int) -> Tensor:
 
 
 def cycles_of(parents: Tensor) -> tuple[Tensor, ...]:
-    """The cycles of the map i -> parents[i], but for points that are their own parents."""
+    """Return the cycles of the map i -> parents[i], without points that are their own parents."""
     ancestor = parents
     for _ in range(max(1, math.ceil(math.log2(len(parents))))):
-        ancestor = ancestor[ancestor]  # now at least N steps up: at a root, or on a cycle
+        ancestor = ancestor[ancestor]  # in the end at least N steps up: at a root or on a cycle
     found, seen = [], set()
     for point in ancestor[parents[ancestor] != ancestor].unique().tolist():
         cycle = []
@@ -156,7 +160,9 @@ def cycles_of(parents: Tensor) -> tuple[Tensor, ...]:
 
 
 def cycle_bound(pairs: Pairs, cycle: Tensor) -> float:
-    """The least M that a cycle allows, where each point is raised by the next; may be infinite."""
+    """Return the least M that a cycle allows, in which each point is raised by the next.
+
+    It may be infinite."""
     points, images = pairs.read(cycle)
     raiser_points, raiser_images = points.roll(-1, 0), images.roll(-1, 0)
     fall = float(((raiser_points - points) * raiser_images).sum())
@@ -167,7 +173,7 @@ def cycle_bound(pairs: Pairs, cycle: Tensor) -> float:
 
 
 def heaviest_point(pairs: Pairs, cycle: Tensor, modulus: float) -> int:
-    """The point of a cycle without which the rest of it has the least weight."""
+    """Return the point of a cycle without which the rest of the cycle has the least weight."""
     points, images = pairs.read(cycle)
     steps = points[:, None] - points[None]  # x_i - x_j
     bends = (images[:, None] - images[None]).square().sum(2) / (2 * modulus)

@@ -6,12 +6,13 @@ l = 1 - k and L = 1 + k, so M = 2k and z~_i = (k x_i, g_i), put u_i = |x_i|^2 / 
     u~_i - u~_j - <z~_j, x_i - x_j> - |z~_i - z~_j|^2 / 2M
         =  (k^2 |x_i - x_j|^2 - |g_i - g_j|^2) / 4k
 
-which is not negative for any pair iff |g_i - g_j| <= k |x_i - x_j|; the two inequalities of a pair
-sum up to that whatever u is. So the least k is the largest ratio |g_i - g_j| / |x_i - x_j|, and the
-lifted part of the map is a k-Lipschitz map through all (x_i, g_i): Kirszbraun's theorem, explicit.
+which is at least 0 for all pairs if and only if |g_i - g_j| <= k |x_i - x_j|. For any u, the two
+inequalities of a pair sum up to this condition. So the least k is the largest ratio
+|g_i - g_j| / |x_i - x_j|, and the lifted part of the map is a k-Lipschitz map through all
+(x_i, g_i). This makes Kirszbraun's theorem explicit.
 
-It gives a query x' the value sum_i lambda_i g_i, where lambda minimizes over the simplex, with
-y_i = k (x_i - x'), the dual of the global map without the terms that are the same for all i:
+The map gives a query x' the value sum_i lambda_i g_i. With y_i = k (x_i - x'), lambda minimizes
+over the simplex the dual of the global map, without the terms that are the same for all i:
 
     |sum_i lambda_i y_i|^2 + |sum_i lambda_i g_i|^2 + sum_i lambda_i (|y_i|^2 - |g_i|^2)."""
 
@@ -31,20 +32,21 @@ from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import SolverError
 from otad.search.confirmed_product import squared_distances
 
-ROUNDING = 1e-14  # of a ratio in float64
-STEADY = 1e-10  # of the largest entry, added to the diagonal of a nearly singular system
+ROUNDING = 1e-14  # the relative rounding error of a ratio in float64
+STEADY = 1e-10  # added to the diagonal of a nearly singular system, in units of its largest entry
 
 
 @torch.no_grad()
 def least_lipschitz(points: Tensor, answers: Tensor) -> float:
-    """The largest |g_i - g_j| / |x_i - x_j| over all pairs of points (N,p) and answers (N,C);
-    infinite where equal points have different answers."""
+    """Return the largest |g_i - g_j| / |x_i - x_j| of all pairs of points (N,p), answers (N,C).
+
+    It is infinite if equal points have different answers."""
     return PairSlopes(points, answers).largest()
 
 
 @torch.no_grad()
 def steep_pairs(points: Tensor, answers: Tensor, lipschitz: float) -> Tensor:
-    """All pairs i < j (n,2) with |g_i - g_j| > k |x_i - x_j|."""
+    """Return all pairs i < j (n,2) with |g_i - g_j| > k |x_i - x_j|."""
     return PairSlopes(points, answers).above(lipschitz, "lipschitz", lipschitz)
 
 
@@ -52,10 +54,10 @@ def steep_pairs(points: Tensor, answers: Tensor, lipschitz: float) -> Tensor:
 def lifted_potential(
     inputs: Tensor, features: Tensor, lift: int, lipschitz: float | None = None
 ) -> BankPotential:
-    """The potential of a lifted bank (N,p+C) for l = 1 - k, L = 1 + k; `lift` is C.
+    """Return the potential of a lifted bank (N,p+C) for l = 1 - k and L = 1 + k; `lift` is C.
 
     `lipschitz` is k, by default the least that all pairs allow (1 if all answers are equal). For a
-    smaller one, points are left out until no pair is steeper."""
+    smaller k, points are left out until no pair is steeper."""
     check_bank(inputs, features)
     width = inputs.shape[1]
     require(check_count(lift, "lift") < width, "lift", f"fewer than {width} coordinates", lift)
@@ -79,7 +81,7 @@ def lifted_potential(
 
 
 def lifted_levels(points: Tensor) -> Tensor:
-    """u_i = |x_i|^2 / 2 (N,) up to a constant, in float64."""
+    """Return u_i = |x_i|^2 / 2 (N,) up to a constant, in float64."""
     center = points.mean(0, dtype=torch.float64)
     return half_squares(points.double() - center, center)
 
@@ -91,7 +93,7 @@ def _positive(lipschitz: float) -> float:
 
 
 class PairSlopes(PairRatios):
-    """|g_i - g_j| / |x_i - x_j| of each pair; 0 for pairs that are equal in both."""
+    """The ratio |g_i - g_j| / |x_i - x_j| of each pair, 0 for pairs that are equal in both."""
 
     def __init__(self, points: Tensor, answers: Tensor) -> None:
         check_tensor(points, "points", "N,p", dtypes=STORAGE_DTYPES)
@@ -106,7 +108,7 @@ class PairSlopes(PairRatios):
         return tuple((part[rows].double() - center).float() for part, center in centered)
 
     def bounds(self, own: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Tensor:
-        """Infinite where float32 cannot separate the points."""
+        """Return bounds that are infinite where float32 cannot separate the points."""
         run, run_error = squared_distances(own[0], other[0])
         rise, rise_error = squared_distances(own[1], other[1])
         squares: Tensor = (rise + rise_error) / (run - run_error).clamp_min_(0.0)
@@ -119,10 +121,11 @@ class PairSlopes(PairRatios):
 
 
 def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float = 1.0) -> Tensor:
-    """Values (B,C) at queries (B,p) of the k-Lipschitz map of points (N,p) and answers (N,C).
+    """Return the values (B,C) at queries (B,p) of the k-Lipschitz map of points and answers.
 
-    It passes through the pairs where `least_lipschitz` is at most k, and is k-Lipschitz either way.
-    Gradients reach the query, the points and the answers."""
+    Points are (N,p) and answers (N,C). The map passes through the pairs if `least_lipschitz` is at
+    most k, and is k-Lipschitz in any case. Gradients reach the query, the points and the answers.
+    """
     check_tensor(query, "query", "B,p")
     for name, part in (("points", points), ("answers", answers)):
         check_tensor(part, name, "N,C")
@@ -143,8 +146,10 @@ def lifted_map(query: Tensor, points: Tensor, answers: Tensor, lipschitz: float 
 
 
 def _weights(steps: Tensor, values: Tensor, active: Tensor) -> Tensor:
-    """lambda (B,W) on its support, which is the same nearby: 2 Q lambda + c = mu, sum lambda = 1,
-    with Q of all (y_i, g_i) and 1 on the diagonal for points without weight."""
+    """Return lambda (B,W) on its support, which is the same for nearby queries.
+
+    It solves 2 Q lambda + c = mu with sum lambda = 1, where Q are the products of all (y_i, g_i),
+    with 1 on the diagonal for points without weight."""
     gram = (steps @ steps.mT + values @ values.mT) * active[:, :, None] * active[:, None]
     slope = steps.square().sum(2) - values.square().sum(2)
     largest = gram.detach().diagonal(dim1=1, dim2=2).amax(1)[:, None, None]

@@ -1,18 +1,20 @@
-"""The global map: that of one potential through a whole bank, by column generation.
+"""The global map, the gradient of one potential through a whole bank, by column generation.
 
-With the levels of a `BankPotential`, s_i = u~_i - <z~_i, x_i> + |z~_i|^2 / (2M), the potential's
-gradient at a query x' is z' = sum_i lambda_i z~_i + l x', where lambda maximizes over the simplex
-of all N points
+Let s_i = u~_i - <z~_i, x_i> + |z~_i|^2 / (2M) with the levels of a `BankPotential`. The gradient of
+the potential at a query x' is z' = sum_i lambda_i z~_i + l x', where lambda maximizes over the
+simplex of all N points
 
     f(lambda) = sum_i lambda_i (s_i + <z~_i, x'>) - |sum_i lambda_i z~_i|^2 / (2M).
 
-Few points have weight. So the maximum is taken over a few, each of all N is priced by its slope
-there, g_i = s_i + <z~_i, x' - z~'/M>, those of the largest slope are added, those without weight
-are dropped, until no slope exceeds that of the weights: max_i g_i - sum_i lambda_i g_i bounds how
-far the value is from the maximum. The value rises each time, so this ends.
+Only a few points have weight. So the maximum is taken over a few points. Then all N points are
+priced by their slope there, g_i = s_i + <z~_i, x' - z~'/M>. Points of the largest slope are added,
+and points without weight are dropped, until no slope exceeds the mean slope of the weights. The gap
+max_i g_i - sum_i lambda_i g_i bounds how far the value is from the maximum. The value rises in each
+round, so this ends.
 
-About the z~' of given weights, f(lambda) = |z~'|^2 / (2M) + sum_i lambda_i g_i - |sum_i lambda_i
-(z~_i - z~')|^2 / (2M): the numbers of a round are as small as what is left to gain."""
+Relative to the z~' of given weights, f(lambda) = |z~'|^2 / (2M) + sum_i lambda_i g_i
+- |sum_i lambda_i (z~_i - z~')|^2 / (2M). So the numbers of a round are as small as what is left to
+gain."""
 
 from __future__ import annotations
 
@@ -39,16 +41,18 @@ PRICING = ("exact", "faiss")
 Pricing = Prices | IndexPrices
 ENTRANTS = 16  # points that are added at a time
 MAX_ROUNDS = 200
-GAP = 1e-12  # relative to the size of the terms
-NOISE = 1e-14  # relative error of products in float64
+GAP = 1e-12  # the largest gap at the end, relative to the size of its terms
+NOISE = 1e-14  # the relative error of products in float64
 
 
 @dataclass(frozen=True, eq=False)
 class WholeBankSolution:
-    """`solution` like that of a local solver, for the bank points `indices` (B,W) with weight, most
-    first; rows with fewer than W points repeat their first, with weight 0 and not `active`. `gap`
-    (B,): how far the value may be from the maximum over all bank points, so |z' - exact|^2 <= M
-    gap. `rounds` (B,): how often all points were priced."""
+    """What the global map returns.
+
+    `solution` is like the solution of a local solver, for the bank points `indices` (B,W) with
+    weight, most weight first. Rows with fewer than W points repeat their first one with weight 0,
+    and it is not `active`. `gap` (B,) bounds how far the value is from the maximum over all bank
+    points, so that |z' - exact|^2 <= M gap. `rounds` (B,) is how often all points were priced."""
 
     solution: CipSolution
     indices: Tensor
@@ -58,13 +62,13 @@ class WholeBankSolution:
 
 
 class WholeBank:
-    """Queries (B,d) -> images (B,d) of one L-Lipschitz map through the pairs of a bank (N,d).
+    """Maps queries (B,d) to images (B,d) by one L-Lipschitz map through the pairs of a bank (N,d).
 
-    The map is the gradient of an l-strongly convex, L-smooth function on all of R^d: continuous,
-    equal to z_i at every bank point that was not left out, differentiable in the query. The bank
-    may be on another device than the queries. `pricing`: how the points of the largest slope are
-    found, by all products ("exact") or first by an index of FAISS ("faiss"); the last round, and
-    the gap, are exact either way."""
+    The map is the gradient of an l-strongly convex, L-smooth function on all of R^d. It is
+    continuous, differentiable in the query, and equal to z_i at every bank point that was not left
+    out. The bank may be on another device than the queries. `pricing` says how the points of the
+    largest slope are found: by all products ("exact"), or first by an index of FAISS ("faiss"). The
+    last round and the gap are exact in both cases."""
 
     def __init__(
         self, inputs: Tensor, features: Tensor, potential: BankPotential, *, pricing: str = "exact"
@@ -86,7 +90,9 @@ class WholeBank:
             for prices in self._prices:
                 search.run(prices)
             value = search.mean + search.images.square().sum(1) / (2 * modulus)
-            value = value + self._pairs.offsets_at(points)  # on the scale of the levels
+            value = value + self._pairs.offsets_at(
+                points
+            )  # relative to the same zero as the levels
         potential, indices = self.potential, search.indices
         curvature = potential.smoothness, potential.strong_convexity
         problem = BankProblem(query, self.inputs, self.features, indices, *curvature)
@@ -103,7 +109,7 @@ class WholeBank:
         return WholeBankSolution(solution, indices, search.gap, search.rounds)
 
     def _place(self, device: torch.device) -> None:
-        """Store what queries on a device need of the bank."""
+        """Prepare what queries on a device need from the bank."""
         potential = self.potential
         self._pairs = pairs = Pairs(self.inputs, self.features, potential.strong_convexity, device)
         check_shape(potential.levels, "levels", (len(pairs),), "with one level per bank point")
@@ -118,8 +124,9 @@ class WholeBank:
 class ColumnGeneration:
     """The weights of centered queries (B,d) in float64, from single points to the optimum.
 
-    `indices` (B,W) have `weights` where `active`; `images` (B,d) are z~', `sensitivity` (B,W,W) is
-    d weights / d lines; `gap` (B,) is that of the last round, `scale` (B,) the size of its terms.
+    The points `indices` (B,W) have `weights` where they are `active`. `images` (B,d) are z~',
+    `sensitivity` (B,W,W) is d weights / d lines, `gap` (B,) is the gap of the last round, and
+    `scale` (B,) is the size of its terms.
     """
 
     def __init__(
@@ -144,11 +151,11 @@ class ColumnGeneration:
 
     @property
     def closed(self) -> Tensor:
-        """Whether nothing is left to gain (B,)."""
+        """Whether nothing is left to gain in each row (B,)."""
         return torch.le(self.gap, GAP * self.scale)
 
     def run(self, pricing: Pricing) -> None:
-        """Rounds until no row gets better any more."""
+        """Run rounds until no row gets better any more."""
         todo = torch.arange(len(self.points), device=self.points.device)
         for _ in range(MAX_ROUNDS):
             at = self.points[todo] - self.images[todo] / self.modulus
@@ -156,15 +163,16 @@ class ColumnGeneration:
             self.rounds[todo] += isinstance(pricing, Prices)
             improved = self._add(todo, entrants)
             stuck = (~improved & ~self.closed[todo]).nonzero()[:, 0]
-            if len(stuck):  # many images may be affinely dependent where those of a few are not
+            if len(stuck):  # many images may be affinely dependent although a few are not
                 improved[stuck] = self._add(todo[stuck], entrants[stuck], alone=True)
             todo = todo[improved]
             if not len(todo):
                 return
 
     def _add(self, rows: Tensor, entrants: Tensor, *, alone: bool = False) -> Tensor:
-        """Maximize over current points and entrants, or the best entrant `alone`; which rows have
-        improved (b,)."""
+        """Maximize over current points and entrants, or with `alone` the best entrant only.
+
+        Which rows have improved (b,) is returned."""
         width = self.indices.shape[1] + entrants.shape[1]
         kind = "cuda" if self.points.is_cuda else "cpu"
         at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
@@ -182,11 +190,11 @@ class ColumnGeneration:
     def _solve(
         self, part: tuple[Tensor, Tensor], *, alone: bool
     ) -> tuple[Tensor, Tensor, _Better | None]:
-        """Gap and mean slope (b,) of the current weights, and better weights if there are any."""
+        """Return gap and mean slope (b,) of the current weights, and better weights if any."""
         rows, entrants = part
         current = self.indices[rows]
         indices = torch.cat([current, entrants], dim=1)
-        # Entrants that are included, not current points, and not repeated.
+        # Entrants are fresh if they are included, are not current points, and are not repeated.
         inside = (entrants[:, :, None] == current[:, None]).any(2)
         again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
         fresh = self.pairs.included[entrants] & ~inside & ~again
@@ -199,13 +207,13 @@ class ColumnGeneration:
         gap = gains.masked_fill(~active, -torch.inf).amax(1)
         if alone:
             active[:, current.shape[1] :] &= gains[:, current.shape[1] :] == gap[:, None]
-        gains = gains.masked_fill(~active, 0.0)  # of a point left out it is -inf
+        gains = gains.masked_fill(~active, 0.0)  # the gain of a point left out is -inf
         left = (gap > GAP * self.scale[rows]).nonzero()[:, 0]
         if len(left) == 0:
             return gap, mean, None
         if len(left) < len(rows):
             indices, active, images, gains = (x[left] for x in (indices, active, images, gains))
-        guess = active & (gains > 0)  # and those that have weight
+        guess = active & (gains > 0)  # together with the points that have weight
         guess[:, : current.shape[1]] |= self.active[rows[left]]
         offsets = images.sub_(self.images[rows[left], None])
         gram = (offsets @ offsets.mT).permute(1, 2, 0).contiguous()
@@ -214,7 +222,7 @@ class ColumnGeneration:
         weights = best.weights.mT
         step = (weights[:, None] @ offsets)[:, 0]
         rise = (weights * gains).sum(1) - step.square().sum(1) / (2 * self.modulus)
-        # The last gaps are below a rounding error of the value: so the gap among these points
+        # The last gaps are below the rounding error of the value. So the gap among these points
         # decides whether the weights are better.
         gains = gains - (offsets @ step[:, :, None])[:, :, 0] / self.modulus
         rest = gains.masked_fill(~active, -torch.inf).amax(1) - (weights * gains).sum(1)
@@ -224,7 +232,7 @@ class ColumnGeneration:
         return gap, mean, _Better(*(each[keep] for each in found))
 
     def _store(self, rows: Tensor, better: _Better) -> None:
-        """The points with weight, most of it first, are the current ones now."""
+        """Make the points with weight the current ones, most weight first."""
         if not len(rows):
             return
         old = self.images[rows]
@@ -249,7 +257,7 @@ class ColumnGeneration:
 
 
 class _Better(NamedTuple):
-    """Better weights for some rows (n,): the `step` (n,d) of z~', the `rise` (n,) of the value."""
+    """Better weights for some rows (n,), with the change `step` (n,d) of z~' and `rise` (n,)."""
 
     rows: Tensor
     indices: Tensor

@@ -1,4 +1,4 @@
-"""A bank of pairs (x_i, z_i) in the coordinates of the global map's potential."""
+"""The pairs (x_i, z_i) of a bank in the coordinates of the global map's potential."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def check_bank(inputs: Tensor, features: Tensor) -> None:
 
 
 class Pairs:
-    """Centered x and z~ = z - l x in float64, read by blocks from a bank of any precision on any
-    device; `included` (N,): not left out. What is read is on `device`, by default the bank's."""
+    """Centered x and z~ = z - l x in float64, read by blocks from a bank.
+
+    The bank may have any precision and be on any device. What is read is on `device`, by default
+    the bank's. `included` (N,) marks the points that are not left out."""
 
     def __init__(
         self, inputs: Tensor, features: Tensor, low: float, device: torch.device | None = None
@@ -53,28 +55,28 @@ class Pairs:
         return self.inputs.shape[1]
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Centered x and z~ (n,d) of some points."""
+        """Return centered x and z~ (n,d) of some points."""
         points = self._stored(self.inputs, rows)
         images = self._stored(self.features, rows) - self.strong_convexity * points
         return points - self.center, images - self.image_center
 
     def images(self, rows: Tensor | slice) -> Tensor:
-        """Centered z~ (n,d) alone."""
+        """Return centered z~ (n,d) of some points."""
         if self.strong_convexity == 0:
             return self._stored(self.features, rows) - self.image_center
         return self.read(rows)[1]
 
     def blocks(self, width: int | None = None) -> list[slice]:
-        """Runs of `width` points; by default as many as fit in memory with their square."""
+        """Return blocks of `width` points, by default as many as fit in memory with all pairs."""
         fitting = max(1, min(math.isqrt(BLOCK_BYTES // 8), BLOCK_BYTES // (16 * self.dim)))
         return blocks(len(self), width or fitting)
 
     def offsets(self) -> Tensor:
-        """u - u~ (N,) up to a constant, see `offsets_at`."""
+        """Return u - u~ (N,) up to a constant, see `offsets_at`."""
         return torch.cat([self.offsets_at(self.read(rows)[0]) for rows in self.blocks()])
 
     def offsets_at(self, points: Tensor) -> Tensor:
-        """The same at centered points (n,d): the tilt of the centered z~, and (l/2) |x|^2."""
+        """Return u - u~ at centered points (n,d): the tilt by the centered z~, and (l/2) |x|^2."""
         tilt = points @ self.image_center
         return tilt + self.strong_convexity * half_squares(points, self.center)
 
@@ -85,12 +87,12 @@ class Pairs:
 
 
 def half_squares(points: Tensor, center: Tensor) -> Tensor:
-    """(|x|^2 - |center|^2) / 2 (n,) of points x - center (n,d), exact far from the origin too."""
+    """Return (|x|^2 - |center|^2) / 2 (n,) of points x - center (n,d), also exact far from 0."""
     return (points * (points + 2 * center)).sum(1) / 2
 
 
 def middle_of(points: Tensor, device: torch.device | None = None) -> Tensor:
-    """The coordinate-wise median (d,) of some points of a bank (N,d), wherever it is stored."""
+    """Return the coordinate-wise median (d,) of a sample of a bank (N,d), in memory or a file."""
     count = len(points)
     chosen = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
     return gathered(points, chosen, device).median(0).values

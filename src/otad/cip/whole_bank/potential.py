@@ -1,16 +1,17 @@
 """The potential of the global map: values u_i at all N bank points, found by sweeps over all pairs.
 
-With z~ = z - l x and u~ = u - (l/2) |x|^2 the pairs (x_i, z_i) are those of an l-strongly convex,
-L-smooth function iff, with M = L - l,
+Let z~ = z - l x, u~ = u - (l/2) |x|^2 and M = L - l. The pairs (x_i, z_i) belong to the gradient of
+an l-strongly convex, L-smooth function if and only if
 
     u~_i >= u~_j + <z~_j, x_i - x_j> + |z~_i - z~_j|^2 / (2M)      for all i, j.
 
-A sweep raises every u~_i to the largest right side. Written with q_i = x_i - z~_i / M and
-s_j = u~_j - <z~_j, x_j> + |z~_j|^2 / (2M), that is max_j (s_j + <z~_j, q_i>) + |z~_i|^2 / (2M): one
-matrix product. Sweeps are the Bellman-Ford relaxation of a longest path: they end, at the least
-solution above the start, iff no cycle of pairs has positive weight; and the points that last raised
-each other reveal such a cycle as soon as it is closed. After a sweep over all pairs only the points
-it raised can raise others, so the next sweeps use those alone, and the last one uses all again."""
+A sweep raises every u~_i to the largest right side. With q_i = x_i - z~_i / M and
+s_j = u~_j - <z~_j, x_j> + |z~_j|^2 / (2M) this is max_j (s_j + <z~_j, q_i>) + |z~_i|^2 / (2M), one
+matrix product. Sweeps are the Bellman-Ford relaxation of a longest path. They end, at the least
+solution above the start, if and only if no cycle of pairs has positive weight. The points that last
+raised each other reveal such a cycle as soon as it is closed. After a sweep over all pairs, only
+the points that rose can raise others. So the next sweeps use only these, and the last one uses all
+points again."""
 
 from __future__ import annotations
 
@@ -29,19 +30,22 @@ from otad.cip.whole_bank.pricing import Prices
 from otad.errors import SolverError
 from otad.short_repr import short_repr
 
-ROUNDING = 1e-13  # of a raise, against the size of the numbers it is the difference of
-FLATTEST = 1e-6  # L - l where nothing requires more
+ROUNDING = 1e-13  # the rounding error of a rise, relative to the numbers it is a difference of
+FLATTEST = 1e-6  # L - l if nothing requires more
 STEEPEST = 1e6  # no larger L - l is tried
-MOST_LEFT_OUT = 0.5  # share of the points of a bank
+MOST_LEFT_OUT = 0.5  # the largest share of the points of a bank that may be left out
 Progress = Callable[[int, float], None]
-"""Called after each sweep with their number and the largest rise of a value in the last one."""
+"""Called after each sweep with the number of sweeps and the largest rise of a value in the last."""
 
 
 @dataclass(frozen=True, eq=False)
 class BankPotential:
-    """`levels` (N,) float64: u_i, mean zero, NaN at the points `left_out` (n,), which the function
-    does not pass through; its `smoothness` L and `strong_convexity` l; `sweeps`: how many it took;
-    `violation`: the most by which any pair of included points violates its inequality."""
+    """The potential of a bank.
+
+    `levels` (N,) are the values u_i in float64, with mean zero, and NaN at the points `left_out`
+    (n,), through which the map does not pass. `smoothness` is L and `strong_convexity` is l.
+    `sweeps` is how many sweeps it took, and `violation` is the largest amount by which a pair of
+    included points violates its inequality."""
 
     levels: Tensor
     smoothness: float
@@ -57,7 +61,7 @@ class BankPotential:
 
 
 class Contradiction(NamedTuple):
-    """Cycles of bank points (each a tensor of indices) that no such function passes through."""
+    """Cycles of bank points (tensors of indices) that no such function can pass through."""
 
     cycles: tuple[Tensor, ...]
 
@@ -66,7 +70,7 @@ class Contradiction(NamedTuple):
 def integrate_bank(
     inputs: Tensor, features: Tensor, smoothness: float, strong_convexity: float = 0.0
 ) -> BankPotential | Contradiction:
-    """A potential through all pairs of inputs and features (N,d), or why there is none."""
+    """Return a potential through all pairs of inputs and features (N,d), or why there is none."""
     return _sweep(_prices(inputs, features, smoothness, strong_convexity), smoothness)
 
 
@@ -79,9 +83,11 @@ def integrate_most(
     *,
     progress: Progress | None = None,
 ) -> BankPotential:
-    """A potential through as many pairs as possible: of pairs that contradict each other the point
-    in most such pairs is left out, then of longer cycles the one that contributes most. More than
-    half of all points is a `SolverError`."""
+    """Return a potential through as many pairs as possible.
+
+    Among points that contradict each other in pairs, the point in most such pairs is left out. Then
+    the point that contributes most is left out of each longer cycle. If that would be more than
+    half of all points, `SolverError` is raised."""
     prices = _prices(inputs, features, smoothness, strong_convexity)
     pairs, modulus = prices.pairs, smoothness - strong_convexity
     limit = int(MOST_LEFT_OUT * len(pairs))
@@ -109,14 +115,16 @@ def least_bank_smoothness(
     tolerance: float = 1e-4,
     progress: Progress | None = None,
 ) -> BankPotential:
-    """The potential of least L, to a relative `tolerance`. The first trial is slightly above the
-    largest bound of all pairs, most often the least L. Where a trial fails, its cycle gives a
-    larger bound for the next, which is farther above where such bounds grow too slowly."""
+    """Return the potential of the least L, up to a relative `tolerance`.
+
+    The first trial is slightly above the largest bound of all pairs, which is most often the least
+    L. If a trial fails, its cycle gives a larger bound for the next one. If such bounds grow too
+    slowly, trials are farther above them."""
     prices = _prices(inputs, features, strong_convexity + 1.0, strong_convexity)
     pairs, reach = prices.pairs, tolerance / 2
     best: BankPotential | None = None
     low = contradictions.PairCurvatures(pairs).largest()
-    # The smallest M that L = l + M can express; any number where the features leave it open.
+    # The smallest M that L = l + M can express, or any number if the features allow every M.
     flattest = FLATTEST * max(abs(strong_convexity), float(low == 0))
     while best is None or best.modulus - low > tolerance * best.modulus:
         if best is None and low > STEEPEST:
@@ -156,16 +164,18 @@ def _sweep(
     progress: Progress | None = None,
     leave_out: Callable[[Tensor], None] | None = None,
 ) -> BankPotential | Contradiction:
-    """Sweeps from the levels `start` (N,), by default <x_i, z_i> / 2; points on cycles are given to
-    `leave_out`, if any, and the sweeps continue without them."""
+    """Sweep from the levels `start` (N,), by default <x_i, z_i> / 2, until nothing rises.
+
+    If a function `leave_out` is given, it is called with points on cycles, and the sweeps continue
+    without them."""
     pairs = prices.pairs
     modulus = smoothness - pairs.strong_convexity
     levels = pairs.products / 2 if start is None else start - pairs.offsets()
     itself = torch.arange(len(pairs), device=levels.device)
-    parents, risen = itself, None  # only points that have risen can raise others
+    parents, risen = itself, None  # None: all points may raise others
     longest = float(pairs.image_squares.max().sqrt())
     reach = float(pairs.squares.max().sqrt()) + longest / modulus
-    for sweep in range(1, 2 * len(pairs) + 3):  # which are always enough
+    for sweep in range(1, 2 * len(pairs) + 3):  # this many sweeps are always enough
         target, source = _raised(prices, levels, modulus, risen)
         gain = (target - levels).masked_fill(~pairs.included, 0.0)
         most = max(0.0, float(gain.max()))
@@ -182,7 +192,7 @@ def _sweep(
                     return Contradiction(cycles)
                 gone = [contradictions.heaviest_point(pairs, one, modulus) for one in cycles]
                 leave_out(torch.tensor(gone, device=levels.device))
-                # No point has a parent that is left out.
+                # No point may have a parent that is left out.
                 roots = ~pairs.included | ~pairs.included[parents]
                 parents = torch.where(roots, itself, parents)
             moved &= pairs.included
@@ -193,7 +203,7 @@ def _sweep(
             left_out, low = out.nonzero()[:, 0], pairs.strong_convexity
             return BankPotential(levels, smoothness, low, left_out, sweep, most)
         else:
-            risen = None  # settled: check all pairs once more
+            risen = None  # nothing rises any more, so all pairs are checked once more
     got = f"a rise of {most:.3g} in the last"
     raise SolverError(f"features: expected values that settle within {sweep} sweeps, got {got}")
 
@@ -201,7 +211,9 @@ def _sweep(
 def _raised(
     prices: Prices, levels: Tensor, modulus: float, by: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The largest right side (N,) for every point, and the point j it comes from, one of `by`."""
+    """Return the largest right side (N,) for every point, and the point j it comes from.
+
+    If `by` is given, j is one of these points."""
     pairs, found = prices.pairs, []
     lines = _lines(pairs, levels, modulus)
     for rows in pairs.blocks():
@@ -216,7 +228,7 @@ def _raised(
 
 
 def potential_lines(pairs: Pairs, potential: BankPotential) -> Tensor:
-    """s_i (N,) in centered coordinates; -inf at points left out."""
+    """Return s_i (N,) in centered coordinates, -inf at points left out."""
     return _lines(pairs, potential.levels.to(pairs.device) - pairs.offsets(), potential.modulus)
 
 

@@ -1,5 +1,7 @@
-"""Which bank points have the largest price s_i + <z~_i, q>: exactly, by the product of
-`otad.search.confirmed_product`, or by an index of FAISS."""
+"""Finds the bank points with the largest price s_i + <z~_i, q>.
+
+It is exact by the products of `otad.search.confirmed_product`, or approximate by an index of
+FAISS."""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from otad.errors import import_extra
 from otad.search.confirmed_product import shortlist
 
 CACHE_BYTES = 2**31  # a float32 copy of the bank is cached up to this size
-PRODUCTS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}  # of a block of points and queries
+PRODUCTS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}  # products of a block of points and queries
 POINTS_AT_ONCE = {"cpu": 2**14, "cuda": 2**16}
-GATHERED_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}  # numbers of bank points read one by one
-CONFIRMED = 8  # points that may have to be priced in float64 to be sure of the largest
+GATHERED_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}  # numbers of bank points that are read one by one
+CONFIRMED = 8  # points that are priced in float64 to be sure of the largest
 
-# of the index of FAISS
-FEWEST_FOR_CELLS = 4_096  # below, all points are in one cell
+# Settings of the index of FAISS:
+FEWEST_FOR_CELLS = 4_096  # with fewer points, all of them are in one cell
 POINTS_PER_CELL = 256
 PROBED_CELLS = 8
 TRAINING_ROWS = 64  # per cell
@@ -35,13 +37,15 @@ class Prices:
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
         self._norms = pairs.image_squares.sqrt()
-        self._cache: list[Tensor] = []  # blocks of z~ in float32, once they have been read
+        self._cache: list[Tensor] = []  # blocks of z~ in float32 that have been read
         self._kind = pairs.device.type if pairs.device.type in POINTS_AT_ONCE else "cpu"
         self._gathered = max(1, GATHERED_AT_ONCE[self._kind] // pairs.dim)
 
     def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`count` points (b,count) of the largest price for each query q (b,d), the largest first;
-        and which of them may be it by float32 alone (b,count): no other point may."""
+        """Return `count` points (b,count) of the largest prices for queries q (b,d), largest first.
+
+        The second result (b,count) says which of them may have the largest price, by float32 alone.
+        No other point may."""
         at_once = PRODUCTS_AT_ONCE[self._kind]
         with full_precision(queries.device):
             blocks = self._blocks(torch.float32)
@@ -56,7 +60,7 @@ class Prices:
         return indices, close
 
     def largest(self, queries: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest price (b,) in float64, and the point that has it (b,)."""
+        """Return the largest price (b,) in float64, and the point that has it (b,)."""
         indices, close = self.best(queries, lines, CONFIRMED)
         prices = queries.new_full(indices.shape, -torch.inf)
         rows, columns = close.nonzero().unbind(1)
@@ -67,7 +71,7 @@ class Prices:
         return top, indices.gather(1, column[:, None])[:, 0]
 
     def largest_of(self, points: Tensor, queries: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The same among a few bank points (n,), in float64 from the start."""
+        """Return the largest price among a few bank points (n,), all in float64."""
         top = queries.new_full((len(queries),), -torch.inf)
         place = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
         for part in points.split(self._gathered):
@@ -78,7 +82,7 @@ class Prices:
         return top, place
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """(start, z~ (n,d)) over all points."""
+        """Yield (start, z~ (n,d)) over all points."""
         is_cached = dtype == torch.float32 and 4 * len(self.pairs) * self.pairs.dim <= CACHE_BYTES
         for number, rows in enumerate(self.pairs.blocks(POINTS_AT_ONCE[self._kind])):
             if not is_cached:
@@ -90,13 +94,14 @@ class Prices:
 
 
 class IndexPrices:
-    """An inverted-file index, on the CPU, of the included points: (z~_i, s_i) against (q, 1). It
-    searches a few cells only and may miss the best point: an exact round follows."""
+    """An inverted-file index of the included points on the CPU, for (z~_i, s_i) and (q, 1).
+
+    It searches a few cells only and may miss the best point, so an exact round follows."""
 
     def __init__(self, pairs: Pairs, lines: Tensor) -> None:
         faiss = import_extra("faiss", "index")
         self.places = pairs.included.nonzero()[:, 0]
-        # The last coordinate is scaled to the length of the others.
+        # The last coordinate is scaled, so that it is not much longer than the others.
         self.unit = float(lines[pairs.included].abs().max()) or 1.0
         width, count = pairs.dim + 1, len(self.places)
         cells = count // POINTS_PER_CELL
@@ -111,12 +116,12 @@ class IndexPrices:
             self._index.add(self._rows(pairs, lines, part))
 
     def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`count` points (b,count) of large price for each query (b,d), and that all may matter."""
-        del lines  # the index was made with them
+        """Return `count` points (b,count) of large price for queries (b,d); all may matter."""
+        del lines  # the index was made with these lines
         rows = _array(pad(queries, (0, 1), value=self.unit))
         found = self._index.search(rows, min(count, len(self.places)))[1]
         places = torch.from_numpy(found).to(queries.device)
-        places = torch.where(places < 0, places[:, :1], places)  # fewer in the probed cells
+        places = torch.where(places < 0, places[:, :1], places)  # if the probed cells have fewer
         places = self.places[places.clamp_min(0)]
         return places, torch.ones_like(places, dtype=torch.bool)
 
