@@ -14,7 +14,7 @@ TEST := $(VENV)/.test-$(KEY)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: demo test campaign docs links lint types format clean help
+.PHONY: demo test campaign docs pictures links lint types format clean help
 
 demo: $(CORE) ## set up, then run the demonstration
 	$(VENV)/bin/otad demo
@@ -28,6 +28,10 @@ campaign: $(TEST) ## 20,000 bad calls, forged files and kills; writes results/ca
 
 docs: $(TEST) ## build the documentation site and its gallery into build/site
 	$(SITE)
+
+pictures: $(TEST) ## draw the pictures of the documentation again
+	$(VENV)/bin/python docs/pictures.py
+	$(VENV)/bin/python benchmarks/draw_gain.py
 
 links: $(TEST) ## check the links of the documentation to other sites
 	$(RUN) sphinx -b linkcheck -q -D plot_gallery=0 docs build/links
