@@ -320,7 +320,7 @@ def draw_all(folder: Path) -> None:
             figure.savefig(drawn := BytesIO())
             plt.close(figure)
             with Image.open(drawn) as picture:
-                few = picture.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+                few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
                 few.save(folder / f"{name}.png", optimize=True)
 
 
