@@ -1,11 +1,14 @@
-"""The README is one page, what it states is recorded, and its links and those of the docs work."""
+"""The README is one page, and what it states is recorded. Pages of the docs are short, link to the
+glossary and to what exists, and show what their code has printed."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import record_outputs
 from draw_gain import RECORD, caption, draw_gain
 from PIL import Image
 
@@ -16,7 +19,14 @@ from otad.report.verdict import verdict
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks/README.md"])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MOST_WORDS = 700
+MOST_WORDS, MOST_WORDS_OF_A_PAGE = 700, 1500
+GLOSSARY = ROOT / "docs" / "glossary.md"
+OTHER = ("decisions", "api", "api.md", "changelog.md", "auto_examples")  # have their own form
+TEXTS = [
+    ROOT / f"{page.stem.upper()}.md" if page.name in ("contributing.md", "security.md") else page
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if page.relative_to(ROOT / "docs").parts[0] not in OTHER
+]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NUMBER = re.compile(r"(?<![\w.-])\d(?:[\d.]*\d)?")  # not the 10 of CIFAR-10
@@ -72,6 +82,32 @@ def test_extras_are_those_of_the_package() -> None:
     assert {*re.findall(r"`(\w+)` \(", line)} == extras
     page = (ROOT / "docs/how_to/platforms.md").read_text(encoding="utf-8").partition("## Extras")[2]
     assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == extras | {"dev", "docs"}
+
+
+def words_of(text: str) -> list[str]:
+    """Without code and formulas."""
+    prose = re.sub(r"^\$\$.*?^\$\$$", "", CODE.sub("", text), flags=re.MULTILINE | re.DOTALL)
+    return [part for part in prose.split() if any(letter.isalnum() for letter in part)]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_short_and_link_to_the_glossary(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(words_of(text)) <= MOST_WORDS_OF_A_PAGE
+    assert page == GLOSSARY or re.search(r"\]\([./a-z]*glossary\.md[#)]", text)
+
+
+def test_the_glossary_is_in_order() -> None:
+    terms = re.findall(r"^### (.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    assert terms == sorted(terms, key=str.lower)
+
+
+def test_the_first_steps_print_what_they_show() -> None:
+    page = record_outputs.PAGE.read_text(encoding="utf-8")
+    shown = [text or "" for _, text in record_outputs.SHOWN.findall(page)]
+    record = json.loads(record_outputs.RECORD.read_text(encoding="utf-8"))
+    assert shown == record["outputs"]
+    assert sum(map(bool, shown)) > 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

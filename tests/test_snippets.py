@@ -40,6 +40,9 @@ SHORTER = {
     "most_central(keys, train_y, 100)": "most_central(keys, train_y, 2)",
     "held_out=1000": "held_out=4",
     "test_x[:30], digits.test_y[:30]": "test_x[:6], digits.test_y[:6]",
+    "X_test, target_test, threat": "X_test[:4], target_test[:4], threat",
+    "range(60)": "range(3)",
+    'scope="global", random_state=0': 'scope="global", random_state=0, epochs=2',
 }
 
 
