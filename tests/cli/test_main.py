@@ -187,6 +187,7 @@ def test_experiments_are_reproduced_by_name_or_file() -> None:
     Path("results/one.json").unlink()  # as if killed between the two
     result = terminal.succeed("reproduce", "one.toml", "two.toml")
     assert "results/two.json exists and stays" in result.stderr
+    assert len(re.findall(r"right +│ \d+.\d%", result.stdout)) == 2, "a table of each"
     assert Path("results/two.json").read_bytes() == before[Path("results/two.json")]
     assert terminal.json("reproduce", "one.toml", "--force")["name"] == "one"
     assert "docs/paper.md" in terminal.refuse("reproduce", "--pages", "docs")

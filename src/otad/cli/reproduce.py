@@ -11,12 +11,12 @@ import typer
 
 from otad.checks import check_device, require
 from otad.cli import options as opt
-from otad.cli.console import remark
+from otad.cli.console import describe_score, remark, show
 from otad.cli.outputs import check_out
 from otad.io.codec import read_json, to_plain
 
 if TYPE_CHECKING:  # it imports torch
-    from otad.experiments import Listed
+    from otad.experiments import Listed, RunRecord
 
 HOW = ("jobs", "data_dir", "out", "work", "max_seconds", "seed", "quick")
 
@@ -79,11 +79,29 @@ def reproduce(
         if as_json:
             found = [read_json(path) for path in paths]
             typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+        else:
+            for path in paths:
+                show_rows(experiments.RunRecord.read(path))
         for path in paths:
             remark(f"{'found' if path in done else 'wrote'} {path}")
     if pages is not None:
         for path in experiments.write_pages(out, pages):
             remark(f"wrote {path}")
+
+
+def show_rows(record: RunRecord) -> None:
+    """Show what was measured of each row of an experiment, as a table."""
+    spec, facts = record.experiment, {}
+    for key, row in record.rows.items():
+        attacks = spec.rows[key].attacks
+        scores = {"": row.score} | {
+            f"{attacks[k].label}: ": a.score for k, a in row.attacks.items()
+        }
+        scores |= {f"certified at {radius}: ": one for radius, one in row.certified.items()}
+        lines = [f"{name}{describe_score(score)}" for name, score in scores.items()]
+        facts[spec.rows[key].label] = "\n".join(lines)
+    if facts:
+        show({}, False, title=spec.title, facts=facts)
 
 
 def show_experiments(listed: Sequence[Listed], as_json: bool) -> None:
