@@ -313,6 +313,7 @@ ANY = Adversary(0.1)
         ({"loss": "mart"}, "adversary: expected one"),
         ({"loss": "trades", "adversary": straight()}, "adversary: .*random start"),
         ({"beta": -1.0}, "beta: "),
+        ({"adversary": math.nan}, "adversary: expected an Adversary, or None, got nan"),
         ({"nesterov": True, "optimizer": "adamw"}, "nesterov: .*'adamw'"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov: .*momentum 0"),
         (

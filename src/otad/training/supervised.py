@@ -39,6 +39,8 @@ class InputConfig(LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.augment, "augment", tuple(AUGMENTATIONS))
+        known = isinstance(self.adversary, Adversary | None)
+        require(known, "adversary", "an Adversary, or None", repr(self.adversary))
         constant = self.adversary is None or self.adversary.is_constant
         for fits, needed in (
             (self.whole_batches, "with whole_batches"),
