@@ -97,6 +97,12 @@ def test_pages_are_short_and_link_to_the_glossary(page: Path) -> None:
     assert page == GLOSSARY or re.search(r"\]\([./a-z]*glossary\.md[#)]", text)
 
 
+def test_every_picture_is_shown() -> None:
+    links = {link for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8"))}
+    shown = {Path(link).name for link in links}
+    assert {path.name for path in (ROOT / "docs" / "images").iterdir()} <= shown
+
+
 def test_the_glossary_is_in_order() -> None:
     terms = re.findall(r"^### (.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
     assert terms == sorted(terms, key=str.lower)
