@@ -16,7 +16,7 @@ from otad.cli.outputs import check_out
 from otad.io.codec import read_json, to_plain
 
 if TYPE_CHECKING:  # it imports torch
-    from otad.experiments import Listed, RunRecord
+    from otad.experiments import ExperimentInfo, RunRecord
 
 HOW = ("jobs", "data_dir", "out", "work", "max_seconds", "seed", "quick")
 
@@ -104,7 +104,7 @@ def show_rows(record: RunRecord) -> None:
         show({}, False, title=spec.title, facts=facts)
 
 
-def show_experiments(listed: Sequence[Listed], as_json: bool) -> None:
+def show_experiments(listed: Sequence[ExperimentInfo], as_json: bool) -> None:
     """One line for each: those of the paper, then our own."""
     if as_json:
         typer.echo(json.dumps(to_plain(listed), indent=1))

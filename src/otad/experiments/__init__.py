@@ -2,13 +2,13 @@
 
 from otad.arguments import guard
 from otad.experiments.experiment import names
-from otad.experiments.listing import Listed, list_experiments
+from otad.experiments.listing import ExperimentInfo, list_experiments
 from otad.experiments.pages import write_pages
 from otad.experiments.records import RunRecord
 from otad.experiments.run import reproduce, reproduce_together
 
 __all__ = [
-    "Listed",
+    "ExperimentInfo",
     "RunRecord",
     "list_experiments",
     "names",

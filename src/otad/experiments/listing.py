@@ -14,7 +14,7 @@ from otad.experiments.records import RunRecord
 
 
 @dataclass(frozen=True)
-class Listed:
+class ExperimentInfo:
     """An experiment, and what is recorded of it.
 
     Attributes
@@ -38,7 +38,7 @@ class Listed:
     --------
     >>> from otad.experiments import list_experiments
     >>> {type(one).__name__ for one in list_experiments("results")}
-    {'Listed'}
+    {'ExperimentInfo'}
     """
 
     name: str
@@ -51,7 +51,7 @@ class Listed:
     rows: int
 
 
-def list_experiments(results: str | Path = "results") -> list[Listed]:
+def list_experiments(results: str | Path = "results") -> list[ExperimentInfo]:
     """Return all experiments, those of the paper first and in its order.
 
     Parameters
@@ -73,17 +73,17 @@ def list_experiments(results: str | Path = "results") -> list[Listed]:
     return [_listed(name, tuple(labels.get(name, ())), Path(results)) for name in order]
 
 
-def _listed(name: str, labels: tuple[str, ...], results: Path) -> Listed:
+def _listed(name: str, labels: tuple[str, ...], results: Path) -> ExperimentInfo:
     spec, path = read_experiment(name), results / f"{name}.json"
     data = tuple(dict.fromkeys(one.name for one in spec.data.values()))
     about, asked = (name, spec.title, labels, data), max(1, len(spec.rows))
     if not path.is_file():
-        return Listed(*about, device=None, minutes=None, recorded=0, rows=asked)
+        return ExperimentInfo(*about, device=None, minutes=None, recorded=0, rows=asked)
     record = RunRecord.read(path)
     found = {key: {*row.attacks} for key, row in record.rows.items()}
     made = [k for k, row in spec.rows.items() if k in found and {*row.attacks} <= found[k]]
     minutes, recorded = sum(record.seconds.values()) / 60, len(made) or int(bool(record.costs))
-    return Listed(*about, record.environment.device_name, minutes, recorded, asked)
+    return ExperimentInfo(*about, record.environment.device_name, minutes, recorded, asked)
 
 
 def experiments_for(asked: Iterable[str | Path]) -> list[str | Path]:
