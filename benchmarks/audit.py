@@ -1,14 +1,14 @@
-"""Searches for what certificates and the attack suite may have missed, without `otad.attacks`.
+"""Searches for errors of certificates and of the attack suite, without using `otad.attacks`.
 
     python benchmarks/audit.py certificates --workers 16
-    python benchmarks/audit.py certificates --only 17        # one case again
+    python benchmarks/audit.py certificates --only 17        # repeats one case
     python benchmarks/audit.py suite --device cuda --data-dir data
 
-"certificates" makes small models of all kinds on odd banks, certifies queries and looks for inputs
-within each radius (in regression, within eps) that change the answer: random and axis directions,
-the ways to bank points and across bisectors, and ascent of the gradient. Lines that go on beyond
-the radius show how tight it is. "suite" attacks a model on MNIST by the standard suite and by an
-attack of its own. Both write a JSON record and end with 1 where they find a contradiction.
+"certificates" makes small models of all kinds on unusual banks and certifies queries. Then it looks
+for inputs within each radius (in regression, within eps) that change the answer: in random and axis
+directions, towards bank points, across bisectors, and by gradient ascent. Lines that continue
+beyond the radius show how tight it is. "suite" attacks a model on MNIST by the standard suite and
+by an independent attack. Both write a JSON record, and exit with 1 if they find a contradiction.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ TINY_SUITE = SuiteSize("digits", 20, 6, 0.8, 10, ("straight", "noise"), 1, 4, (3
 
 
 def run_case(number: int, seed: int, queries: int) -> dict[str, Any]:
-    """One model: for every certified query its rule, radius, inputs inside and nearest change."""
+    """Audit one model and return, for every certified query, its rule, radius and nearest change.
+
+    `inputs` counts the inputs that were tried within the radius."""
     pairs = list(itertools.product(BANKS, SETTINGS))
     random.Random(f"{seed}, {number // len(pairs)}").shuffle(pairs)
     bank, setting = pairs[number % len(pairs)]
@@ -87,8 +89,10 @@ def run_case(number: int, seed: int, queries: int) -> dict[str, Any]:
 
 
 def summary(cases: list[dict[str, Any]], command: str) -> dict[str, Any]:
-    """Counts by rule, bank and setting. `nearest_change`: the least distance over the radius at
-    which an answer was seen to change, None where none was; `median_change` of those seen."""
+    """Return counts by rule, bank and setting.
+
+    `nearest_change` is the least distance at which an answer was seen to change, as a multiple of
+    the radius, or None if none was; `median_change` is the median of those seen."""
     tables: dict[str, Any] = {key: defaultdict(list) for key in ("rule", "bank", "setting")}
     violations, refused = [], Counter[str]()
     for case in cases:
@@ -203,11 +207,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--preset", choices=("full", "tiny"), default="full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=2 * len(BANKS) * len(SETTINGS))
-    parser.add_argument("--only", type=int, help="one case of the certificates, by its number")
-    parser.add_argument("--workers", type=int, default=1, help="processes for the certificates")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the suite")
-    parser.add_argument("--data-dir", type=Path, help="folder of the registered data sets")
-    parser.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder")
+    parser.add_argument("--only", type=int, help="The number of one case of the certificates.")
+    parser.add_argument("--workers", type=int, default=1, help="Processes for the certificates.")
+    device = {"choices": ("cpu", "cuda"), "default": "cpu", "help": "Where the suite runs."}
+    parser.add_argument("--device", **device)
+    parser.add_argument("--data-dir", type=Path, help="Folder of the registered data sets.")
+    where = "Folder of the record."
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks"), help=where)
     given = parser.parse_args(arguments)
     for name in ("cases", "workers"):
         if getattr(given, name) < 1:

@@ -1,7 +1,9 @@
-"""Draw docs/images/gain.png, the picture of the README: the undefended network of the recorded
-demonstration beside the defended model, on the same digits under the same threat.
+"""Draws docs/images/gain.png, the picture of the README.
 
-python benchmarks/draw_gain.py [FILE]
+It shows the undefended network of the recorded demonstration beside the defended model, on the same
+digits and for the same threat model.
+
+    python benchmarks/draw_gain.py [FILE]
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ RECORD = Path(__file__).parents[1] / "results" / "demo" / "evaluation.json"
 
 
 def gains(found: Evaluation) -> dict[str, float]:
-    """What is right at the eps of the threat, in percent."""
+    """Return the shares of right answers at the eps of the threat model, in percent."""
     alone, proved = found.undefended, found.certified_accuracy(found.headline_eps)
     if alone is None or proved is None:
         raise ValueError("found: expected a record with an undefended network and a certificate")
@@ -31,7 +33,7 @@ def gains(found: Evaluation) -> dict[str, float]:
 
 
 def caption(found: Evaluation) -> str:
-    """The picture in words; it is the text of the image in the README and is written into it."""
+    """Return the picture in words, for the README and for the metadata of the file."""
     before, after, proved = (f"{value:g}%" for value in gains(found).values())
     return (
         f"Right under attack: {before} before, {after} after the defense, {proved} proved; "
@@ -40,7 +42,7 @@ def caption(found: Evaluation) -> str:
 
 
 def draw_gain(path: Path, found: Evaluation) -> None:
-    """One bar each for before, after and proved, over the accuracy without attack."""
+    """Draw a bar each for before, after and proved, over the accuracy without attack."""
     bars, clean = gains(found), found.clean
     without = [clean["net"].value, clean["otad"].value, clean["otad"].value]
     figure = Figure(figsize=(9.0, 2.5), layout="constrained")

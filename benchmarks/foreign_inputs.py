@@ -1,11 +1,11 @@
-"""How well the distance from the bank tells foreign inputs from those like the training data.
+"""Measures how well the distance from the bank separates foreign inputs from held-out inputs.
 
-For MNIST against Fashion-MNIST, and CIFAR-10 against noise and Imagenette (at 32 x 32): the area
-under the ROC curve of `OTAD.distance`, by pixels and by the keys of a small trained metric, and how
-many inputs a threshold refuses that was chosen on held-out training data.
+Foreign inputs are Fashion-MNIST for MNIST, and noise and Imagenette (at 32 x 32) for CIFAR-10. The
+record has the area under the ROC curve of `OTAD.distance`, by pixels and by the keys of a small
+trained metric. It also has the share of inputs beyond a threshold chosen on held-out data.
 
-The score was chosen, between the distance to the nearest and to the K-th nearest bank point,
-without foreign data: by how well it tells held-out inputs from the same ones with their pixels in
+The distance to the nearest bank point was chosen over the distance to the K-th nearest one without
+foreign data, by how well each separates held-out inputs from the same inputs with their pixels in
 another order. The areas of both are recorded.
 
     python benchmarks/foreign_inputs.py --data-dir DIR --out results/benchmarks/foreign_inputs.json
@@ -49,7 +49,7 @@ def some(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def scores(model: otad.OTAD, x: Tensor) -> dict[str, Tensor]:
-    """Distances (n,) to the nearest and to the K-th nearest bank point."""
+    """Return the distances (n,) to the nearest and to the K-th nearest bank point."""
     with torch.no_grad():
         found = [model.neighbors(model.query_keys(batch), NEIGHBORS) for batch in x.split(250)]
     distances = torch.cat([one.distances for one in found])
@@ -57,7 +57,7 @@ def scores(model: otad.OTAD, x: Tensor) -> dict[str, Tensor]:
 
 
 def areas(inside: dict[str, Tensor], outside: dict[str, Tensor]) -> dict[str, float]:
-    """Areas under the ROC curve: 1/2 by chance, 1 where every foreign input is further away."""
+    """Return areas under the ROC curve: 1/2 by chance, 1 if all foreign inputs are farther away."""
     found = {}
     for name, near in inside.items():
         far = outside[name]
@@ -69,7 +69,9 @@ def areas(inside: dict[str, Tensor], outside: dict[str, Tensor]) -> dict[str, fl
 def study(
     name: str, parts: dict[str, Tensor], foreign: dict[str, Tensor], space: str, seed: int
 ) -> list[Record]:
-    """`parts`: bank, its labels, held_out and test inputs, all of the data set."""
+    """Return one row of the record for each kind of foreign inputs.
+
+    `parts` are the bank, its labels, held_out and test inputs of the data set."""
     bank, labels = parts["bank"], parts["labels"]
     metric = None
     if space == "metric":
@@ -134,9 +136,10 @@ def run(data_dir: Path | None, points: int, inputs: int, seed: int) -> Record:
 def main(arguments: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--data-dir", type=Path, help="folder of the data sets [OTAD_DATA]")
-    parser.add_argument("--points", type=int, default=4000, help="of the bank")
-    parser.add_argument("--inputs", type=int, default=500, help="held out, tested, and foreign")
+    parser.add_argument("--data-dir", type=Path, help="Folder of the data sets [OTAD_DATA].")
+    parser.add_argument("--points", type=int, default=4000, help="Points of the bank.")
+    count = "How many inputs are held out, tested, and foreign."
+    parser.add_argument("--inputs", type=int, default=500, help=count)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/foreign_inputs.json"))
     given = parser.parse_args(arguments)

@@ -1,8 +1,9 @@
 """Random instances of the convex integration problem, the same for every solver.
 
-Anchors scatter around a center of their own. Images are the gradient of the smooth convex function
-sum_i log cosh x_i + (l/2) x_i^2 plus a little noise, so potentials exist for the given smoothness.
-The query is near the mean of its anchors, so many of them have a positive weight in the solution.
+The anchors of each query scatter around a random center. Images are the gradient of the smooth
+convex function sum_i log cosh x_i + (l/2) x_i^2 plus a little noise, so potentials exist for the
+given smoothness. The query is near the mean of its anchors, so that many of them have a positive
+weight in the solution.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip
 
 SMOOTHNESS, NOISE, QUERY_OFFSET = 2.0, 0.05, 0.3
-BLOCK_BYTES = 2**29  # float32 random numbers drawn at a time
+BLOCK_BYTES = 2**29  # the size of the random numbers that are drawn at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """Queries (B,d) with anchors and images (B,K,d), float64 on the CPU."""
+    """Queries (B,d) with anchors and images (B,K,d), in float64 on the CPU."""
 
     query: Tensor
     anchors: Tensor
@@ -31,7 +32,7 @@ class Instance:
 
     @cached_property
     def solution(self) -> CipSolution:
-        """Our solution in float64, which all solvers are compared with and take the u_i from."""
+        """Our solution in float64: other solvers use its potentials and are compared with it."""
         tensors = (self.query, self.anchors, self.images)
         return ExactCip()(CipProblem(*tensors, self.smoothness, self.strong_convexity))
 
@@ -39,7 +40,7 @@ class Instance:
 def random_instance(
     batch: int, neighbors: int, dim: int, *, seed: int, strong_convexity: float = 0.0
 ) -> Instance:
-    """B = `batch` independent problems with K = `neighbors` pairs in R^d, d = `dim`."""
+    """Draw B = `batch` independent problems with K = `neighbors` pairs in R^d, d = `dim`."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -55,8 +56,10 @@ def random_instance(
 def random_bank(
     size: int, batch: int, neighbors: int, dim: int, dtype: torch.dtype, source: torch.Generator
 ) -> BankProblem:
-    """N = `size` pairs of storage precision `dtype` and B = `batch` float32 queries on the device
-    of `source`, filled block by block. The neighbors of a query are distinct rows of the bank."""
+    """Draw a bank of N = `size` pairs in `dtype`, and B = `batch` float32 queries.
+
+    They are on the device of `source` and are filled block by block. The neighbors of a query are
+    distinct rows of the bank."""
     on = {"generator": source, "device": source.device}
     inputs = torch.empty(size, dim, dtype=dtype, device=source.device)
     features, query = torch.empty_like(inputs), torch.empty(batch, dim, device=source.device)
@@ -65,7 +68,7 @@ def random_bank(
         points = torch.randn(x.shape, **on)
         x.copy_(points)
         z.copy_(torch.tanh(points) + NOISE * torch.randn(x.shape, **on))
-    # Random steps that never go once round the bank.
+    # Random steps that together never go around the whole bank, so that rows are distinct.
     steps = torch.randint(1, max(1, size // neighbors) + 1, (batch, neighbors), **on)
     indices = (torch.randint(size, (batch, 1), **on) + steps.cumsum(1)) % size
     for part, rows in zip(query.split(block), indices.split(block), strict=True):

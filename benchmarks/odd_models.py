@@ -1,4 +1,4 @@
-"""Small seeded models of every kind on odd banks, and the bound of attention, for `audit.py`."""
+"""Small seeded models of every kind on unusual banks, and a bound of attention, for `audit.py`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CLASSES, POINTS, SHAPE = 3, 40, (1, 8, 8)
 
 
 class Case(NamedTuple):
-    """A model, the points (N,p) of its bank in input units, queries (B,p), options of `certify`."""
+    """A model, the points (N,p) of its bank in input units, queries (B,p) and certify options."""
 
     model: otad.OTAD
     points: Tensor
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 class Folded(nn.Module):
-    """Keys of vectors: an orthogonal matrix, then absolute values and sines; 1.5-Lipschitz."""
+    """A 1.5-Lipschitz metric of vectors: an orthogonal matrix, then absolute values and sines."""
 
     def __init__(self, mean: Tensor, drawn: torch.Generator) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Folded(nn.Module):
 
 
 def odd_points(kind: str, count: int, dim: int, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Points (N,p) in float64 and labels (N,), by region or, in a quarter of the banks, random."""
+    """Draw points (N,p) in float64 and labels (N,), by region or, in some banks, at random."""
     normal = partial(torch.randn, generator=drawn, dtype=torch.float64)
     x, half = normal(count, dim), count // 2
     y = (x @ normal(dim, CLASSES) + 0.3 * normal(1, CLASSES)).argmax(1)
@@ -111,7 +111,7 @@ def odd_points(kind: str, count: int, dim: int, drawn: torch.Generator) -> tuple
 
 @torch.no_grad()
 def make_case(kind: str, setting: str, drawn: torch.Generator, queries: int) -> Case:
-    """A seeded model; dimension, dtype, normalization and unit are drawn."""
+    """Make a seeded model, with a random dimension, dtype, normalization and unit."""
     given = {"n_neighbors": 3, "net": "plain", "points": POINTS} | SETTINGS[setting]
     net_kind, values, keys = given.pop("net"), given.pop("values", False), given.pop("keys", False)
     flips = torch.rand(4, generator=drawn).tolist()
@@ -139,7 +139,7 @@ def make_case(kind: str, setting: str, drawn: torch.Generator, queries: int) -> 
         net.head.bias.copy_(-means.square().sum(1) / 2)
         metric = LipschitzMetric(SHAPE, widths=(8, 16), depth=1, key_dim=8, **frame)
         model = otad.defend(net, points, y, metric=metric, **given)
-        if flips[3] < 0.5:  # brings the cell rule; 1 % is for rounding
+        if flips[3] < 0.5:  # then the rule "cell" applies; 1% is for rounding
             patches = net.patch_embed.proj.weight.flatten(1).double()
             options["embedding_lipschitz"] = 1.01 * float(patches.norm(2)) / spread
     elif net_kind in ("lifted", "prototypes"):
@@ -186,8 +186,10 @@ def make_case(kind: str, setting: str, drawn: torch.Generator, queries: int) -> 
 
 
 def attention_ratios(kind: str, drawn: torch.Generator, draws: int) -> tuple[float, Tensor]:
-    """The bound of self-attention on tokens like these, and |F(X') - F(X)| / |X' - X| (n,) along
-    random directions and those of power iteration, which stretch most."""
+    """Return the Lipschitz bound of self-attention, and measured ratios (n,) to compare with it.
+
+    The ratios |F(X') - F(X)| / |X' - X| are along random directions and along those of power
+    iteration, which stretch the most."""
     normal = partial(torch.randn, generator=drawn, dtype=torch.float64)
     tokens, width, heads = 12, 8, 2
     x = odd_points(kind, tokens, width, drawn)[0]

@@ -1,4 +1,4 @@
-"""What both benchmarks share: options, the JSON record, the look of tables and plots."""
+"""What the benchmarks share: options, the JSON record, and the style of tables and plots."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ Record = dict[str, Any]
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ours runs")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads for every solver")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random instances")
-    parser.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder")
+    device = {"choices": ("cpu", "cuda"), "default": "cpu", "help": "Where our own solver runs."}
+    parser.add_argument("--device", **device)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads for every solver.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the random instances.")
+    where = "Folder of the record and the plot."
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks"), help=where)
     return parser
 
 
@@ -55,12 +57,12 @@ def environment(device: torch.device, threads: int) -> Record:
 
 
 def steps(items: Iterable[Any], title: str) -> Iterable[Any]:
-    """The same items, with a progress bar on stderr."""
+    """Yield the items, with a progress bar on stderr."""
     return track(list(items), title, console=Console(stderr=True))
 
 
 def finish(record: Record, tables: Iterable[Table | str], figure: Figure, stem: Path) -> None:
-    """Prints the tables; writes `stem`.json and the figure as PNG and SVG."""
+    """Print the tables, and write `stem`.json and the figure as PNG and SVG."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "png", "svg")]
     text = json.dumps({"format": 1} | record, indent=1, allow_nan=False) + "\n"
@@ -72,7 +74,7 @@ def finish(record: Record, tables: Iterable[Table | str], figure: Figure, stem: 
 
 
 def table(title: str, rows: Iterable[dict[str, str]]) -> Table:
-    """One column for every key."""
+    """Return a table with one column for every key."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for row in rows:
         if not made.columns:
@@ -83,12 +85,12 @@ def table(title: str, rows: Iterable[dict[str, str]]) -> Table:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit, such as "68.2 µs"."""
+    """Return seconds with three digits and a unit, such as "68.2 µs"."""
     return f"{EngFormatter(unit='s', places=2)(seconds)}"
 
 
 def log_axes(panel: Axes, ticks: list[int], label: str) -> None:
-    """Both axes logarithmic, with a tick at every measured size."""
+    """Make both axes logarithmic, with a tick at every measured size."""
     panel.set(xscale="log", yscale="log", xlabel=label)
     panel.xaxis.set_major_locator(FixedLocator(ticks))
     panel.xaxis.set_minor_locator(NullLocator())

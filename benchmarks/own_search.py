@@ -1,4 +1,4 @@
-"""Searches for inputs that change an answer, which share no code with `otad.attacks`."""
+"""Searches for inputs that change an answer, without sharing code with `otad.attacks`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ OUTWARD = torch.tensor([1.0001, 1.02, 1.1, 1.3, 1.7, 2.5, 4.0, 8.0], dtype=torch
 
 
 class Search:
-    """Answers around queries x (B,p). `limit` (B,): what is certified up to `radius` (B,), the
-    predicted class, or with `sign` (B,) the largest certified sign * value. Steps are in units."""
+    """A search for answers around queries x (B,p) that contradict a certificate.
+
+    `limit` (B,) is what is certified up to `radius` (B,): the predicted class, or if `sign` (B,) is
+    given the largest certified sign * value. Steps are measured in units."""
 
     def __init__(self, case: Case, radius: Tensor, limit: Tensor, sign: Tensor | None) -> None:
         self.model, self.x, self.radius, self.limit, self.sign = (
@@ -37,7 +39,7 @@ class Search:
         self.uncovered = 0
 
     def gain(self, outputs: Tensor) -> Tensor:
-        """(n,B,...) -> (n,B): above 0 where the answer contradicts the certificate."""
+        """Return (n,B) from outputs (n,B,...), above 0 where they contradict the certificate."""
         if self.sign is not None:
             return self.sign * outputs.double() - self.limit
         own = functional.one_hot(self.limit, outputs.shape[-1]).bool().expand(outputs.shape)
@@ -45,8 +47,10 @@ class Search:
         return (rivals - outputs[own].view(rivals.shape)).double()
 
     def look(self, steps: Tensor, grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Gains (n,B) after steps (n,B,p), with their gradients (n,B,p) or whether the answer
-        changed (n,B). Every input is measured as the model gets it."""
+        """Return gains (n,B) after steps (n,B,p), with gradients or whether the answer changed.
+
+        Gradients are (n,B,p), changes (n,B). Distances are measured from the inputs as the model
+        gets them."""
         at = (self.x.double() + self.unit * steps).to(self.x.dtype).clamp(*self.bounds)
         away = torch.linalg.vector_norm((at.double() - self.x.double()) / self.unit, dim=2)
         with torch.set_grad_enabled(grad):
@@ -57,7 +61,7 @@ class Search:
             slope = torch.autograd.grad(gain.sum(), flat)[0].view(at.shape) if grad else None
         changed = gain > 0 if self.sign is not None else outputs.argmax(-1) != self.limit
         changed = (changed | ~gain.isfinite()).detach()
-        if self.model.scope == "global":  # the certificate covers solved rows alone
+        if self.model.scope == "global":  # the certificate covers solved rows only
             solved = (trace.solution.status == 0).view(away.shape)
             self.uncovered += int((changed & ~solved & (away < self.radius)).sum())
             changed &= solved
@@ -91,7 +95,7 @@ class Search:
 
     @torch.no_grad()
     def _ways(self, case: Case, drawn: torch.Generator) -> Tensor:
-        """Directions (n,B,p), of any length."""
+        """Return directions (n,B,p) of any length."""
         rows, dim = self.x.shape
         ways = [torch.randn(12, rows, dim, generator=drawn, dtype=torch.float64)]
         axes = torch.eye(dim, dtype=torch.float64)[torch.randperm(dim, generator=drawn)[:6]]
@@ -123,9 +127,11 @@ class SuiteSize:
 
 
 class OwnAttack:
-    """Breaks rows of x (B,*) within `eps`, knowing the training data: ascent of the margin from
-    random starts, pulls towards points of each other class and away from the own ones, lines to
-    such points, and walks along the decision boundary. All inputs seen are tried."""
+    """An independent attack on inputs x (B,*) within `eps` that knows the training data.
+
+    It climbs the margin from random starts, pulls inputs towards points of each other class and
+    away from points of their own class, follows lines to such points, and walks along the decision
+    boundary. Every input on the way counts."""
 
     def __init__(self, model: otad.OTAD, x: Tensor, y: Tensor, size: SuiteSize, seed: int) -> None:
         self.model, self.x, self.y, self.size = model, x, y, size
@@ -134,7 +140,7 @@ class OwnAttack:
         self.distance = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
 
     def gain(self, at: Tensor) -> Tensor:
-        """The margin (B,) of the best other class; remembers what is broken."""
+        """Return the margin (B,) of the best other class, and note which inputs are broken."""
         outputs = self.model(at)
         own = functional.one_hot(self.y, outputs.shape[1]).bool()
         gain = outputs.masked_fill(own, -math.inf).amax(1) - outputs[own]
@@ -144,7 +150,7 @@ class OwnAttack:
         return gain
 
     def slope(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Gains (B,) and their gradients of length 1 (B,*)."""
+        """Return gains (B,) and their gradients (B,*), scaled to length 1."""
         at = at.detach().requires_grad_()
         gain = self.gain(at)
         (slope,) = torch.autograd.grad(gain.sum(), at)
@@ -166,7 +172,9 @@ class OwnAttack:
 
     @torch.no_grad()
     def pull(self, points: Tensor, labels: Tensor, target: int, count: int) -> Tensor:
-        """Towards the nearest points of a class and away from those of the own, found anew."""
+        """Move towards the nearest points of a class and away from those of the own class.
+
+        Both are searched again in each step."""
         at, flat, eps = self.x, points.flatten(1), self.size.eps
         for _ in range(min(20, self.size.steps)):
             away = torch.cdist(at.flatten(1), flat)
@@ -180,7 +188,7 @@ class OwnAttack:
         return at
 
     def walk(self, ends: Tensor) -> None:
-        """Lines to inputs of other classes; then along the boundary, to its point nearest to x."""
+        """Follow lines to inputs of other classes, then the boundary to its point nearest to x."""
         for share in torch.linspace(0.05, 1, 20).tolist():
             step = scaled(ends - self.x, 1.0) * self.size.eps * share * (1 - 1e-6)
             self.gain((self.x + step).clamp(*self.bounds).detach())
@@ -196,11 +204,11 @@ class OwnAttack:
             edge = self.x + high * (far - self.x)
             normal = self.slope(edge)[1]
             along = ((edge - self.x) * normal).flatten(1).sum(1).view_as(low)
-            onto = self.x + along * normal  # of the boundary, were it flat
+            onto = self.x + along * normal  # the nearest point of a flat boundary
             far = self.within(self.x + 1.3 * ((edge + onto) / 2 - self.x))
 
     def run(self, points: Tensor, labels: Tensor) -> dict[str, int]:
-        """The rows that each part, in turn, breaks first."""
+        """Run all parts, and return how many rows each part is the first to break."""
         counts, classes = {}, int(labels.max()) + 1
 
         def part(name: str, before: int) -> int:

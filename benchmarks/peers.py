@@ -1,7 +1,7 @@
-"""The solvers that take part: one small callable each, all of them on the same instances.
+"""The solvers that are compared, each as one small function of the same instances.
 
-- MAP: the image z' for l = 0. Ours finds the potentials (eq. 2) and z' (eq. 3); the other solvers
-  get our potentials and solve eq. (3) alone.
+- MAP: the image z' for l = 0. Our solver finds the potentials (eq. 2) and z' (eq. 3). The other
+  solvers use our potentials and solve eq. (3) alone.
 - STRONG_MAP: the same for l = 0.1, because POT requires l > 0. POT solves two conic problems per
   query, for a lower and an upper potential; the lower one gives the z' of eq. (3).
 """
@@ -38,7 +38,7 @@ Array = NDArray[np.float64]
 
 
 Found = tuple[Tensor | Array, float | None]
-"""Images z' (n,d), NaN where the solver failed; and the seconds that it reports for itself."""
+"""Images z' (n,d), NaN where the solver failed, and the seconds that the solver reports."""
 Solve = Callable[[slice], Found]
 
 
@@ -46,8 +46,8 @@ Solve = Callable[[slice], Found]
 class Peer:
     """A solver, the question it answers, and the modules it needs.
 
-    `prepare` converts an instance, which is not timed, and returns the callable that is timed. A
-    `batched` solver is called with all rows, the other ones with as many as their budget allows.
+    `prepare` converts an instance, which is not timed, and returns the function that is timed. A
+    `batched` solver is called with all rows, other solvers with as many as their budget allows.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Peer:
 def _ours(
     instance: Instance, device: torch.device, *, dtype: torch.dtype, cip: ModuleType = cip
 ) -> Solve:
-    """From tensors to z', including the checks of the problem."""
+    """Return our solver, from tensors to z', including the checks of the problem."""
     parts = [t.to(device, dtype) for t in (instance.query, instance.anchors, instance.images)]
     curvature = (instance.smoothness, instance.strong_convexity)
 
@@ -83,7 +83,7 @@ def _both_precisions(question: str, prefix: str, prepare: Callable[..., Solve]) 
 
 
 def peers_beside(source: Path) -> list[Peer]:
-    """`otad.cip` below `source`, the folder src of another checkout, in this process."""
+    """Return the solver of another checkout, whose folder src is `source`, in this process."""
     ours = _loaded()
     for name in ours:
         del sys.modules[name]
@@ -101,7 +101,7 @@ def peers_beside(source: Path) -> list[Peer]:
         solve = _ours(instance, device, dtype=dtype, cip=other)
 
         def swapped(rows: slice) -> Found:
-            sys.modules.update(theirs)  # for what is imported inside functions
+            sys.modules.update(theirs)  # because functions may import modules
             try:
                 return solve(rows)
             finally:
@@ -118,14 +118,14 @@ def _loaded() -> dict[str, ModuleType]:
 
 
 def _arrays(instance: Instance) -> tuple[Array, ...]:
-    """Query, anchors and images with the potentials and smoothness of our solution."""
+    """Return query, anchors and images, with the potentials and smoothness of our solution."""
     solution = instance.solution
     tensors = (instance.query, instance.anchors, instance.images)
     return tuple(t.numpy() for t in (*tensors, solution.potentials, solution.smoothness))
 
 
 def _clarabel(instance: Instance, device: torch.device) -> Solve:
-    """The paper's formulation: minimize v over (v, z') under K quadratic constraints."""
+    """Solve the paper's formulation: minimize v over (v, z') under K quadratic constraints."""
     import cvxpy as cp
 
     def image_of(
@@ -145,7 +145,7 @@ def _clarabel(instance: Instance, device: torch.device) -> Solve:
 
 
 def _pot(instance: Instance, device: torch.device) -> Solve:
-    """Lower and upper potential by POT, one conic problem each; the lower one is compared."""
+    """Find the lower and the upper potential by POT; the lower one is compared."""
     from ot.mapping import nearest_brenier_potential_predict_bounds
 
     def image_of(
@@ -167,7 +167,7 @@ def _pot(instance: Instance, device: torch.device) -> Solve:
 
 
 def _proxqp(instance: Instance, device: torch.device) -> Solve:
-    """The same K-dimensional dual, query by query, in one solver object."""
+    """Solve the same K-dimensional dual, query by query, in one solver object."""
     from proxsuite import proxqp
 
     count = instance.anchors.shape[1]
@@ -193,7 +193,7 @@ def _proxqp(instance: Instance, device: torch.device) -> Solve:
 def _row_by_row(
     arrays: tuple[Array, ...], image_of: Callable[..., tuple[Array, float | None]], rows: slice
 ) -> Found:
-    """A conic solver that fails raises: the row counts as failed."""
+    """Solve row by row. If a conic solver raises an error, the row counts as failed."""
     images, seconds = [], []
     with warnings.catch_warnings():
         # "Solution may be inaccurate": the comparison with ours shows how inaccurate.
@@ -202,7 +202,7 @@ def _row_by_row(
             try:
                 image, taken = image_of(*row)
             except Exception as error:
-                if type(error).__name__ != "SolverError":  # of cvxpy, which may be absent
+                if type(error).__name__ != "SolverError":  # the error of cvxpy, if it is installed
                     raise
                 image, taken = np.full_like(row[0], np.nan), None
             images.append(image)

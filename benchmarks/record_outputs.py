@@ -1,7 +1,8 @@
-"""Run the Python snippets of docs/get_started.md, show below each one what it prints, and record
-that in results/benchmarks/get_started.json.
+"""Runs the Python snippets of docs/get_started.md and shows their output below each one.
 
-python benchmarks/record_outputs.py
+The output is also recorded in results/benchmarks/get_started.json.
+
+    python benchmarks/record_outputs.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Bad calls, commands and files, kills and two writers at once: `make campaign`."""
+"""Tries bad calls, commands and files, kills processes, and lets two write at once.
+
+`make campaign` runs it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from otad.io.codec import read_json, write_json
 from otad.io.environment import Environment
 from otad.io.tensor_files import check_seal
 
-TASKS = {  # of which processes are killed, or two run at once
+TASKS = {  # commands whose processes are killed, or of which two run at once
     "train": "train rows.npz --out net-2 --epochs 25 --blocks 2",
     "defend": "defend net --out model-2 --scope global",
     "evaluate": "evaluate model test --eps 0.1,0.2 --attack pgd --attack noise --no-flags --rows 8",
@@ -36,7 +39,7 @@ TASKS = {  # of which processes are killed, or two run at once
 
 
 def work(task: str, seed: int = 0, *more: str) -> None:
-    """All of a task, in the current folder."""
+    """Run a whole task in the current folder."""
     if task != "save":
         return run([*TASKS[task].split(), *more])
     for step in range(8):
@@ -44,14 +47,14 @@ def work(task: str, seed: int = 0, *more: str) -> None:
 
 
 def start(function: Callable[..., object], *given: object) -> int:
-    """A process of its own, which has what this one has imported."""
+    """Start a process by fork, so that it need not import anything again, and return its id."""
     if child := os.fork():
         return child
     code = 1
     try:
         function(*given)
         code = 0
-    except otad.InputError:  # of two trainings in a folder one may be refused
+    except otad.InputError:  # one of two trainings in a folder may be refused
         code = 2
     except BaseException:
         traceback.print_exc()
@@ -64,13 +67,13 @@ def end(child: int) -> int:
 
 
 def finish(task: str) -> None:
-    """What is unfinished is finished, and what is finished is replaced if asked to."""
+    """Run a task again to finish it, or with --force if it was finished already."""
     if end(start(work, task)) == 2:
         assert end(start(work, task, 0, "--force")) == 0
 
 
 def check_intact() -> None:
-    """Every file under its final name is whole, and every model loads."""
+    """Check that every file under its final name is whole, and that every model loads."""
     for path in Path().rglob("*.*"):
         if path.suffix == ".safetensors" and path.name[0] != ".":
             check_seal(path)
@@ -81,18 +84,20 @@ def check_intact() -> None:
 
 
 def disturb(kills: int, pairs: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Kill tasks at random moments, then run two of each at once: files stay whole, and the task
-    can be finished. This process must not have computed gradients: torch does not fork then."""
+    """Kill tasks at random moments, then run two of each at once.
+
+    Files must stay whole, and it must be possible to finish the task. This process must not have
+    computed gradients, because torch cannot fork then."""
     folder, rng, counts, failures = Path.cwd(), random.Random(seed), Counter[str](), []
     for name in (
         "matplotlib.pyplot",
         "sklearn.datasets",
         *(f"otad.cli.{one}" for one in TASKS if one != "save"),
     ):
-        import_module(name)  # once, not in every process
+        import_module(name)  # once here instead of in every process
     assert end(start(Commands, folder)) == 0
     lasting = dict[str, float]()
-    for number in range(-len(TASKS), kills + pairs):  # the first ones measure how long each takes
+    for number in range(-len(TASKS), kills + pairs):  # negative numbers measure the durations
         task, place = list(TASKS)[number % len(TASKS)], folder / str(number)
         place.mkdir()
         os.chdir(place)
@@ -104,7 +109,7 @@ def disturb(kills: int, pairs: int, seed: int) -> tuple[Counter[str], list[str]]
                 child = start(work, task)
                 time.sleep(delay := rng.uniform(0, lasting[task]))
                 os.kill(child, signal.SIGKILL)
-                if end(child) == 0:  # it was faster
+                if end(child) == 0:  # the task had ended before
                     lasting[task], what = delay, f"{what}, too late"
             elif number >= kills:
                 assert {*map(end, [start(work, task, k) for k in range(2)])} in ({0}, {0, 2})
@@ -123,9 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, count in (("calls", 20000), ("commands", 3000), ("folders", 1000), ("kills", 100)):
         parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--writers", type=int, default=25, help="pairs that write at once")
+    parser.add_argument("--writers", type=int, default=25, help="Pairs that write at once.")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs=2, metavar=("KIND", "NUMBER"), help="repeat one call")
+    parser.add_argument("--only", nargs=2, metavar=("KIND", "NUMBER"), help="Repeat one call.")
     parser.add_argument("--out", type=Path, default=Path("results/campaign.json"))
     asked, begun = parser.parse_args(), time.time()
     out, failures, found = asked.out.resolve(), [], {}

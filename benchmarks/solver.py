@@ -1,9 +1,9 @@
 """Times the exact solver beside CVXPY + Clarabel, POT and ProxQP.
 
-All solve the same random instances, their results are compared, and the repeats of all solvers are
-interleaved. On a GPU, queries whose neighbors are gathered from a large bank are timed too, against
-the time that reading the neighbors once takes. With --beside, the solver of another checkout of
-this project takes part:
+All of them solve the same random instances, their results are compared, and the repeats of all
+solvers are interleaved. On a GPU, queries with neighbors from a large bank are timed too, and
+compared with the time that it takes to read the neighbors once. With --beside, the solver of
+another checkout of this project takes part:
 
     python benchmarks/solver.py --preset small --out my-benchmarks --beside ../other/src
 """
@@ -32,7 +32,7 @@ from otad.cip import ExactCip
 
 @dataclass(frozen=True)
 class BankCase:
-    """N pairs in the bank, B queries with K neighbors in R^d, and the chunks to try."""
+    """A bank of N pairs, B queries with K neighbors in R^d, and the chunks to try."""
 
     size: int
     batch: int
@@ -44,10 +44,10 @@ class BankCase:
 
 @dataclass(frozen=True)
 class Grid:
-    """Three lines through one base size (B,K,d): B, K and d vary one at a time.
+    """Sizes (B,K,d) around one base size, of which B, K and d vary one at a time.
 
-    `largest` bounds the numbers in the anchors of a size (B K d); where d would exceed it, B is
-    reduced. `bank` runs on CUDA devices only.
+    `largest` bounds the number of values in the anchors, B K d. If d would exceed it, B is reduced.
+    `bank` runs on CUDA devices only.
     """
 
     batches: tuple[int, ...]
@@ -60,7 +60,7 @@ class Grid:
     bank: BankCase
 
     def sizes(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
-        """Every (B,K,d) once, the base first, with the axes ("B", "K", "d") that it is on."""
+        """Return every (B,K,d) once, the base first, with the axes ("B", "K", "d") it is on."""
         batch, neighbors, dim = self.base
         lines = [("B", (size, neighbors, dim)) for size in self.batches]
         lines += [("K", (batch, count, dim)) for count in self.neighbors]
@@ -106,9 +106,9 @@ def run(
     seed: int = 0,
     beside: Path | None = None,
 ) -> Record:
-    """All installed peers on every size and, on a GPU, the bank case.
+    """Measure all installed solvers on every size and, on a GPU, the bank case.
 
-    `budget` is the time in seconds for each solver on each size; None takes the grid's. The solvers
+    `budget` is the time in seconds for each solver on each size, by default the grid's. The solvers
     of other projects always run on the CPU.
     """
     target, budget = torch.device(device), grid.budget if budget is None else budget
@@ -151,10 +151,10 @@ def run(
 def _bank_case(
     case: BankCase, device: torch.device, seed: int, repeats: int, copy_bytes: int = 2**32
 ) -> Iterator[Record]:
-    """From bank indices to z', checks included, for every precision and chunk.
+    """Measure the time from bank indices to z', checks included, for every precision and chunk.
 
-    No solver can be faster than reading the neighbors once, so the time is compared with that
-    floor: the bytes of the gathered pairs over the bandwidth of a copy on the same device.
+    No solver can be faster than reading the neighbors once. So the time is compared with this
+    floor, the bytes of the gathered pairs divided by the bandwidth of a copy on the same device.
     """
     block = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
     bandwidth = 2 * copy_bytes / statistics.median(_repeated(block.clone, repeats, device))
@@ -189,23 +189,23 @@ def _bank_case(
 
 
 def _repeated(work: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of every run after a first one that is not counted."""
+    """Return the seconds of every run after a first run, which is not counted."""
     work()
     return [timed(work, device)[1] for _ in range(repeats)]
 
 
 NOTES = """\
-time     per query, median of the repeats. Ours finds the potentials too (eq. 2)
-         and checks its input; other solvers get our potentials. POT solves two
-         conic problems per query, for a lower and an upper bound.
-own      what the solver reports for itself, without the modeling around it
-timed    number of different queries that were timed
-vs f32   how many times faster ours is in float32; vs f64: in float64
-differs  largest deviation from ours in float64, relative to our largest entry"""
+time     The median time per query. Our solver finds the potentials (eq. 2) as
+         well and checks its input; other solvers use our potentials. POT solves
+         two conic problems per query, for a lower and an upper bound.
+own      The time that the solver reports, without the modeling around it.
+timed    The number of different queries that were timed.
+vs f32   How many times faster our solver is in float32; vs f64: in float64.
+differs  The largest deviation from our float64, relative to our largest entry."""
 
 
 def tables(record: Record) -> Iterator[Table | str]:
-    """One table per question, the bank case, and the solvers that are missing."""
+    """Yield a table for each question, the bank case, and the solvers that are missing."""
     for question in (MAP, STRONG_MAP):
         rows = [row for row in record["measurements"] if row["question"] == question]
         yield output.table(f"z' by eq. (3): {question}", [_cells(row, rows) for row in rows])
@@ -263,7 +263,7 @@ STYLES = {  # a wide line below, a narrow one on top of it
 
 
 def draw(record: Record) -> Figure:
-    """Time per query against B, K and d: three panels."""
+    """Draw the time per query against B, K and d in three panels."""
     figure = Figure(figsize=(11, 4.9), layout="constrained")
     panels = figure.subplots(1, len(AXES), sharey=True)
     for panel, (axis, field) in zip(panels, AXES.items(), strict=True):
@@ -289,11 +289,11 @@ def draw(record: Record) -> Figure:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = output.parser_of(__doc__)
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="full", help="small: seconds")
-    parser.add_argument(
-        "--budget", type=float, help="seconds for each solver on each size; default: the preset's"
-    )
-    parser.add_argument("--beside", type=Path, help="folder src of another checkout of otad")
+    sizes = "The sizes to measure; small takes seconds."
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="full", help=sizes)
+    seconds = "Seconds for each solver on each size, by default those of the preset."
+    parser.add_argument("--budget", type=float, help=seconds)
+    parser.add_argument("--beside", type=Path, help="The folder src of another checkout of otad.")
     given = output.checked(parser, arguments)
     how = {name: getattr(given, name) for name in ("device", "threads", "budget", "seed", "beside")}
     record = run(PRESETS[given.preset], **how)

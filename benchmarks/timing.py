@@ -1,4 +1,4 @@
-"""Timing side by side: each repeat runs every solver once, so a busy machine affects all alike."""
+"""Times solvers side by side: each repeat runs all of them, so a busy machine affects all alike."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from peers import Array, Peer, Solve
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-MOST_PASSES = 20  # a fast solver needs no more of its budget than this
+MOST_PASSES = 20  # the most calls of a fast solver in one repeat
 Result = TypeVar("Result")
 
 
 @dataclass
 class Timing:
-    """What was measured of one solver on one instance.
+    """The measurements of one solver on one instance.
 
-    Each repeat is `passes` calls on `rows` queries. `seconds` and `own_seconds` are per query, one
-    entry per repeat. `failed` results were not finite, and `difference` is the largest deviation of
-    the finite ones from ours, relative to our largest entry (None if there are none).
+    Each repeat is `passes` calls on `rows` queries. `seconds` and `own_seconds` are per query, with
+    one entry per repeat. `failed` counts results that are not finite. `difference` is the largest
+    deviation of the finite ones from ours, relative to our largest entry, or None without any.
     """
 
     rows: int
@@ -41,12 +41,12 @@ class Timing:
     def plan(
         peer: Peer, solve: Solve, batch: int, budget: float, repeats: int, device: torch.device
     ) -> Timing:
-        """Warms up, then chooses rows, passes and repeats that fill the budget."""
+        """Warm up, then choose rows, passes and repeats that fill the budget."""
         least = batch if peer.batched else 1
         _, seconds = timed(lambda: solve(slice(0, least)), device)
         if seconds < budget / repeats:  # the first call includes one-time costs
             _, seconds = timed(lambda: solve(slice(0, least)), device)
-        fit = max(1, int(budget / repeats / seconds))  # such calls in a repeat
+        fit = max(1, int(budget / repeats / seconds))  # the number of such calls in a repeat
         rows = min(fit * least, batch)
         repeats = min(repeats, max(2, int(budget / seconds)))
         passes = min(max(1, fit * least // rows), MOST_PASSES)
@@ -87,10 +87,11 @@ def measure(
     repeats: int,
     device: torch.device,
 ) -> list[Timing]:
-    """Times all contenders on one instance, each for about `budget` seconds in total.
+    """Time all solvers on one instance, each for about `budget` seconds in total.
 
     A solver that loops over queries gets as many of them as its budget allows, different ones in
-    each repeat if there are enough. One that is too slow even so gets fewer repeats, at least two.
+    each repeat if there are enough. A solver that is still too slow gets fewer repeats, but at
+    least two.
     """
     timings = [Timing.plan(*one, len(ours), budget, repeats, device) for one in contenders]
     for repeat in range(repeats):
@@ -101,7 +102,7 @@ def measure(
 
 
 def timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """The result and the seconds until the device has finished its work."""
+    """Return the result, and the seconds until the device has finished its work."""
     wait_for(device)
     start = time.perf_counter()
     result = work()
@@ -116,7 +117,7 @@ def wait_for(device: torch.device) -> None:
 
 @contextmanager
 def limited_threads(count: int) -> Iterator[None]:
-    """At most `count` threads in torch and in the BLAS of NumPy, then as many as before."""
+    """Limit torch and the BLAS of NumPy to `count` threads within the context."""
     before = torch.get_num_threads()
     with threadpool_limits(limits=count):
         torch.set_num_threads(count)

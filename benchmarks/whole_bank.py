@@ -1,6 +1,6 @@
 """Times the global map through N points as N grows.
 
-For nested subsets of one bank: finding the potential of least L, then mapping the same queries.
+For nested subsets of one bank it finds the potential of least L, and then maps the same queries.
 
     python benchmarks/whole_bank.py --sizes 500,1000 --queries 200 --dim 64
     python benchmarks/whole_bank.py --net mnist-net --device cuda
@@ -26,12 +26,14 @@ from otad.io.environment import resident_now, resident_peak
 
 SIZES = "1000,2000,5000,10000,20000,60000"
 Bank = tuple[Tensor, Tensor, Tensor]
-"""Inputs and features (N,d) in random order, and queries (B,d)."""
+"""The inputs and features (N,d) of a bank in random order, and queries (B,d)."""
 
 
 def synthetic_bank(size: int, dim: int, queries: int, *, seed: int) -> Bank:
-    """Points near 10 centers on a subspace of few dimensions, mapped by the gradient of a convex
-    function: z = (x + C^T softmax(C x)) / 2 with random C, plus a little noise."""
+    """Draw points near 10 centers on a subspace of few dimensions, with features.
+
+    Features are the gradient of a convex function, z = (x + C^T softmax(C x)) / 2 with random C,
+    plus a little noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -54,7 +56,9 @@ def synthetic_bank(size: int, dim: int, queries: int, *, seed: int) -> Bank:
 def bank_of_net(
     folder: Path, data_dir: Path | None, size: int, queries: int, *, seed: int, device: str
 ) -> tuple[Bank, str]:
-    """The train part of the data of a net in random order, its test part as queries, its name."""
+    """Return the bank of a network's training data in random order, with test data as queries.
+
+    The second result is the name of the data."""
     from otad.cli.sources import TrainedNet
 
     trained = TrainedNet.read(folder)
@@ -81,9 +85,9 @@ def run(
     pricing: str = "exact",
     seed: int = 0,
 ) -> Record:
-    """Every size that the data has, ascending; larger ones become one size, all of the data.
+    """Measure every size in ascending order. Sizes beyond the data become one, all of the data.
 
-    A size whose potential is expected to take longer than `budget` seconds is left out: all pairs
+    A size whose potential is expected to take longer than `budget` seconds is left out. All pairs
     are used, so the time grows with the square of N.
     """
     target = torch.device(device)
@@ -93,7 +97,7 @@ def run(
     wanted = sorted({min(size, len(bank[0])) for size in sizes})
     with limited_threads(threads):
         _measure(tuple(part[:64] for part in bank), target, pricing)  # one-time costs
-        for size in output.steps(wanted, "whole-bank benchmark"):
+        for size in output.steps(wanted, "global map benchmark"):
             last = measured[-1] if measured else {"potential_seconds": 0.0, "size": 1}
             seconds = last["potential_seconds"] * (size / last["size"]) ** 2
             if seconds > budget:
@@ -115,8 +119,10 @@ def run(
 
 
 def _measure(bank: Sequence[Tensor], device: torch.device, pricing: str) -> Record:
-    """Seconds are totals, not per query; `gap` is the largest of any query, `rounds` and `support`
-    are means, `unsolved` counts the queries whose gap did not close."""
+    """Measure one bank.
+
+    Seconds are totals, not per query. `gap` is the largest of all queries, `rounds` and `support`
+    are means, and `unsolved` counts the queries whose gap did not close."""
     inputs, features, queries = (part.to(device) for part in bank)
     sweeps: list[float] = []
     memory = _Memory(device)
@@ -154,9 +160,10 @@ def _measure(bank: Sequence[Tensor], device: torch.device, pricing: str) -> Reco
 
 
 class _Memory:
-    """Peak bytes since it was made: of the GPU beyond what was there, or of the whole process.
+    """The peak of memory in bytes since it was made, of the GPU or of the process.
 
-    The peak of a process never falls, so on the CPU a smaller step after a larger one shows 0.
+    On a GPU it counts what was added. The peak of a process never falls, so on the CPU a smaller
+    step after a larger one shows 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -171,10 +178,10 @@ class _Memory:
 
 
 NOTES = """\
-potential  time to find the potential of least L, in so many sweeps over all pairs
-total      time for all queries; rounds: how often every point was priced
-gap        the largest, over all points in float64: |z' - exact|^2 <= M gap
-memory     peak beyond the bank on a GPU; growth of the process on a CPU"""
+potential  The time to find the potential of least L, by `sweeps` over all pairs.
+total      The time for all queries; `rounds` is how often every point was priced.
+gap        The largest gap, over all points in float64: |z' - exact|^2 <= M gap.
+memory     The peak beyond the bank on a GPU, or the growth of the process on a CPU."""
 
 
 def cells(row: Record) -> dict[str, str]:
@@ -194,7 +201,7 @@ def cells(row: Record) -> dict[str, str]:
 
 
 def draw(record: Record) -> Figure:
-    """Seconds against N."""
+    """Draw seconds against N."""
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     panel = figure.subplots()
     sizes = [row["size"] for row in record["sizes"]]
@@ -208,15 +215,14 @@ def draw(record: Record) -> Figure:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = output.parser_of(__doc__)
-    parser.add_argument("--net", type=Path, help="folder written by otad train: use its data")
-    parser.add_argument("--data-dir", type=Path, help="folder of the registered data sets")
-    parser.add_argument("--sizes", default=SIZES, help="bank sizes N, as far as the data go")
-    parser.add_argument("--queries", type=int, default=10_000, help="at most this many queries")
-    parser.add_argument("--dim", type=int, default=784, help="dimension of the synthetic pairs")
+    parser.add_argument("--net", type=Path, help="Folder of otad train, to use its data.")
+    parser.add_argument("--data-dir", type=Path, help="Folder of the registered data sets.")
+    parser.add_argument("--sizes", default=SIZES, help="Bank sizes N, as far as the data go.")
+    parser.add_argument("--queries", type=int, default=10_000, help="The most queries.")
+    parser.add_argument("--dim", type=int, default=784, help="Dimension of the synthetic pairs.")
     parser.add_argument("--pricing", choices=("exact", "faiss"), default="exact")
-    parser.add_argument(
-        "--budget", type=float, default=600.0, help="skip sizes whose potential takes more seconds"
-    )
+    skipped = "Skip sizes whose potential is expected to take more seconds."
+    parser.add_argument("--budget", type=float, default=600.0, help=skipped)
     given = output.checked(parser, arguments)
     sizes = [int(part) for part in given.sizes.split(",")]
     largest, source = max(sizes), "synthetic"

@@ -289,7 +289,7 @@ def test_foreign_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(foreign_inputs, "areas", counted)
     out = tmp_path / "found" / "record.json"
-    with pytest.warns(UserWarning, match="defense: the lift"):
+    with pytest.warns(UserWarning, match="defense: a Lipschitz map"):
         foreign_inputs.main(["--points", "60", "--inputs", "24", "--out", str(out)])
     record = json.loads(out.read_text())
     found = [value for row in record["rows"] for value in (row["scrambled"], row["auroc"])]

@@ -181,7 +181,7 @@ class Attack(ABC):
         """Return the most promising input (B,*) for each of the examples x (B,*)."""
 
     @final
-    @torch.inference_mode(False)  # gradients, whatever mode the caller is in
+    @torch.inference_mode(False)  # gradients work in inference mode too
     def __call__(
         self,
         model: nn.Module,

@@ -22,8 +22,8 @@ from otad.checks import check_count, check_positive
 from otad.errors import import_extra
 from otad.threat import LpBall
 
-MARGIN_WEIGHT = 10.0  # of the margin, against the squared length of the step
-HISTORY = 16  # nevergrad archives every candidate by default, which is much for 784 features
+MARGIN_WEIGHT = 10.0  # the weight of the margin against the squared length of the step
+HISTORY = 16  # candidates that nevergrad archives; by default it archives all of them
 
 
 @register_attack

@@ -30,8 +30,8 @@ from otad.nets.inputs import restored
 from otad.search.neighbors import Neighbors
 
 SCOPES = ("local", "global")
-LOCAL_SMOOTHNESS = 2.0  # by default
-CURVATURE = ("smoothness", "strong_convexity", "sweeps", "violation")  # of a potential
+LOCAL_SMOOTHNESS = 2.0  # the default of local scope
+CURVATURE = ("smoothness", "strong_convexity", "sweeps", "violation")  # the numbers of a potential
 Plain = Mapping[str, Any]
 Options = dict[str, Any]  # arguments of `OTAD`
 
@@ -181,7 +181,7 @@ class NeighborAnswerer(Answerer):
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:
         """Return the KKT residual, computed from the raw data."""
         solution = answer.solution
-        if bool((solution.status >= int(Status.ESTIMATED)).all()):  # nothing to grade
+        if bool((solution.status >= int(Status.ESTIMATED)).all()):  # there is nothing to grade
             return torch.full_like(solution.residual, torch.inf)
         return self.problem(bank, embedded, answer.neighbors.indices).residual(solution)
 

@@ -32,7 +32,7 @@ ONE_LIPSCHITZ = 2.0  # the smoothness at which a lifted map is 1-Lipschitz
 STEEP = 1e4  # a global map with a larger L certifies next to nothing
 
 
-@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
+@torch.inference_mode(False)  # tensors made in inference mode have no gradients
 def defend(
     net: nn.Module | None,
     x: Tensor,

@@ -20,7 +20,7 @@ from otad.search.neighbors import Neighbors
 
 Map = Callable[[Tensor], Tensor]
 """Maps points (B,d) to features (B,d'). It need not be differentiable."""
-PAIRED_ROWS = 256  # at a time
+PAIRED_ROWS = 256  # rows that are compared at a time
 
 
 @dataclass(frozen=True)

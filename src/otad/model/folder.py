@@ -155,7 +155,7 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     known = f"{FORMAT} of version {', '.join(map(str, VERSIONS))}"
     require(found in [(FORMAT, version) for version in VERSIONS], str(path), known, found)
     stored = card.pop("checksum", None)
-    edited = f"{_checksum(card)}: the card was edited; load the model and save it anew instead"
+    edited = f"{_checksum(card)}: the card was edited; load the model and save it again instead"
     require(stored == _checksum(card), str(path), f"contents with checksum {stored}", edited)
     return dict(card)
 

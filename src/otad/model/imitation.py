@@ -33,7 +33,7 @@ class Imitation:
     result: CipNetResult
 
 
-@torch.inference_mode(False)  # weights made in that mode could not be trained
+@torch.inference_mode(False)  # weights made in inference mode cannot be trained
 def imitate(
     model: OTAD,
     config: CipNetConfig | None = None,

@@ -20,7 +20,7 @@ from otad.nets.features import parts_of_user, unwrapped, with_module
 from otad.nets.inputs import restored
 
 
-@torch.inference_mode(False)  # tensors made in that mode could never be differentiated through
+@torch.inference_mode(False)  # tensors made in inference mode have no gradients
 def load(
     folder: str | Path,
     *,

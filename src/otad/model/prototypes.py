@@ -145,7 +145,7 @@ class PrototypeNet(LiftedNet):
         return apart / math.sqrt(2)
 
 
-@torch.inference_mode(False)  # points made in that mode could not be trained
+@torch.inference_mode(False)  # points made in inference mode cannot be trained
 def prototype_net(
     net: LiftedNet,
     x: Tensor,

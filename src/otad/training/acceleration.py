@@ -13,7 +13,7 @@ from torch import Tensor
 from otad.errors import InputError
 
 Returned = TypeVar("Returned")
-_WARMUP_STEPS = 3  # before the capture, so that libraries have chosen their kernels
+_WARMUP_STEPS = 3  # steps before the capture, in which libraries choose their kernels
 
 
 @contextmanager

@@ -42,7 +42,7 @@ Loss = Callable[..., Tensor]
 the mean loss, or with `reduction="none"` to the losses (B,). The losses of `COMPARING` take the
 outputs at perturbed inputs followed by the outputs at clean inputs, 2 B rows."""
 COMPARING = ("trades", "mart")
-_SCORED_ROWS = 1024  # at a time
+_SCORED_ROWS = 1024  # rows that are scored at a time
 _AUGMENTED_ROWS = 4096
 
 
@@ -201,7 +201,7 @@ LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {
 }  # fmt: skip
 
 
-@torch.inference_mode(False)  # gradients, whatever mode the caller is in
+@torch.inference_mode(False)  # gradients work in inference mode too
 def train(
     net: Backbone, data: Data, config: TrainConfig, *, progress: Progress = None, **options: Any
 ) -> TrainResult:
@@ -358,7 +358,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         return objective, loss, energy, outputs
 
     def _attack(self, net: Backbone, ball: LpBall, x: Tensor, y: Tensor, start: Tensor) -> Tensor:
-        """The inputs that the adversary makes of x (B,*input_shape)."""
+        """Return the inputs that the adversary makes of x (B,*input_shape)."""
         adversary, dtype = self.config.adversary, net.mean.dtype
         assert adversary is not None
         with precision(self.device, mixed=self.config.mixed_precision):

@@ -22,7 +22,7 @@ from otad.training.config import check_range
 from otad.training.loop import Batches
 from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
 
-_ENCODED_ROWS = 1024  # at a time
+_ENCODED_ROWS = 1024  # rows that are encoded at a time
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class MetricConfig(InputConfig):
         return metric_losses.LOSSES[self.loss] if self.margin is None else self.margin
 
 
-@torch.inference_mode(False)  # gradients, whatever mode the caller is in
+@torch.inference_mode(False)  # gradients work in inference mode too
 def train_metric(
     metric: Metric, data: Data, config: MetricConfig, *, progress: Progress = None, **options: Any
 ) -> TrainResult:
@@ -164,7 +164,7 @@ class MetricTraining(SupervisedTraining[Metric]):
         require(least >= 0, name, "labels from 0", least)
 
     def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
-        """Inputs, labels, rows, and where the adversary starts."""
+        """Yield inputs, labels, rows, and the inputs from which the adversary starts."""
         data = self.data
         if self.config.references == "bank":
             self.bank = encode(self.weights.net, data["train_x"]).float()  # as in a step
@@ -176,7 +176,7 @@ class MetricTraining(SupervisedTraining[Metric]):
             yield x, y, rows, self.begin_attack(x, number / len(row_batches), generator)
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
-        """One gradient step; the batch means of loss, energy (0) and score (3,)."""
+        """Take one gradient step and return the batch means of loss, energy (0) and score (3,)."""
         x, y, rows, start = batch
         perturbed, adversary = x, self.config.adversary
         if adversary is not None:
@@ -201,20 +201,20 @@ class MetricTraining(SupervisedTraining[Metric]):
     def _compare(
         self, perturbed: Tensor, x: Tensor, y: Tensor, rows: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The loss of perturbed inputs among the clean ones, and the keys of both."""
+        """Return the loss of perturbed inputs among clean ones, and the keys of both."""
         metric = self.weights.net
         with precision(self.device, mixed=self.config.mixed_precision):
             if perturbed is x:
                 keys = clean = metric(x).float()
             else:
-                # In one pass, so that batch statistics are those of both.
+                # In one pass, so that the statistics of a batch include both.
                 keys, clean = metric(torch.cat([perturbed, x])).float().chunk(2)
         return self.loss(keys, y, *self._references(clean, y, rows)), (keys, clean)
 
     def _attack(
         self, adversary: Adversary, x: Tensor, y: Tensor, rows: Tensor, start: Tensor
     ) -> Tensor:
-        """Inputs perturbed until their neighbors by the current metric are wrong."""
+        """Return inputs that are perturbed to get wrong neighbors by the current metric."""
         metric, temperature = self.weights.net, self.config.temperature
         with precision(self.device, mixed=self.config.mixed_precision):
             with evaluating(metric):
@@ -228,10 +228,10 @@ class MetricTraining(SupervisedTraining[Metric]):
             return adversary.attack(self.ball, metric, x, loss, start)
 
     def _references(self, clean: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys to search neighbors in, their labels, and each row's own place among them."""
+        """Return the keys to search neighbors in, their labels, and the place of each row."""
         if self.bank is None:
             return clean, y, torch.arange(len(y), device=y.device)
-        # The keys of the batch replace those of the bank, which have no gradients.
+        # The keys of the batch replace their copies in the bank, which have no gradients.
         return self.bank.index_copy(0, rows, clean), self.data["train_y"], rows
 
     def validate(self) -> float | None:

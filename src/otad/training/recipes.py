@@ -31,8 +31,8 @@ BACKBONES: dict[str, Callable[..., Backbone]] = {
 RECIPES: dict[str, dict[str, Any]] = {
     # The paper's recipe for fully connected networks.
     "fc": {"energy_weight": 0.01},
-    # The paper's ViT (7 blocks, 12 heads, width 384, 64 patches) on CIFAR-10 from scratch: a
-    # transformer starts without knowledge of images, so augmentation decides: see
+    # For the paper's ViT (7 blocks, 12 heads, width 384, 64 patches) on CIFAR-10 from scratch. A
+    # transformer knows nothing about images at first, so augmentation matters most: see
     # docs/how_to/vision.md.
     "vit_cifar10": {
         "epochs": 200, "batch_size": 128, "optimizer": "adamw", "learning_rate": 1e-3, "warmup": 10,
@@ -131,7 +131,7 @@ def make_backbone(
         raise InputError(f"options: expected those of {kind!r}, got: {error}") from error
 
 
-@torch.inference_mode(False)  # weights made in that mode could not be trained
+@torch.inference_mode(False)  # weights made in inference mode cannot be trained
 def fit_backbone(
     data: Sequence[Tensor],
     config: TrainConfig,

@@ -136,7 +136,7 @@ class SoftKnn(KeyAscent):
 def _advantage(scores: Tensor, wrong: Tensor, right: Tensor) -> Tensor:
     """Return how much more the wrong points weigh than the right ones (n,), from scores (n,N)."""
     sums = [scores.masked_fill(~side, -math.inf).logsumexp(1) for side in (wrong, right)]
-    # Without a point on one side, the other side alone still says where to go.
+    # If there is no point on one side, the other side alone gives the direction.
     towards, away = (torch.where(total.isfinite(), total, 0.0) for total in sums)
     return towards - away
 

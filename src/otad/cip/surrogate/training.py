@@ -177,7 +177,7 @@ def leave_one_out(
     return BankProblem(query, inputs, features, indices, smoothness, strong_convexity)
 
 
-@torch.inference_mode(False)  # gradients, whatever mode the caller is in
+@torch.inference_mode(False)  # gradients work in inference mode too
 def train_cip_net(
     net: CipNet,
     problems: Problem,
