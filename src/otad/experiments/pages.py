@@ -25,7 +25,7 @@ from otad.io.files import replacing
 _FOLDER = Path(__file__).parent / "layouts"
 LAYOUTS = ("paper", "paper_appendix", "beyond_paper", "benchmarks")
 NONE = "-"
-OVER = "\u00a0/\u00a0"  # ours / paper, without a break
+UNBROKEN = 6  # most columns whose cells, ours / paper, are not broken into lines
 _KINDS: dict[Any, Any] = {RUN_FORMAT: RunRecord, EVALUATION_FORMAT: Evaluation}
 
 
@@ -251,12 +251,13 @@ def _cells(table: Table, row: Row, figures: Figures) -> list[str]:
     found = [figures.look(one, optional=bool(row.why)) for one in addresses]
     why = f" ({row.why or 'not run'})"
     nothing = found.count(None) == len(found)
+    space = " " if len(found) > UNBROKEN else "\u00a0"
     cells = []
     for value, paper in zip(found, published or [NONE for _ in found], strict=True):
         ours = NONE if nothing else NONE + why
         if value is not None:
             ours = _number(value * (row.times or table.times), row.digits or table.digits, paper)
-        cells.append(ours if paper == NONE else f"{ours}{OVER}{paper}")
+        cells.append(ours if paper == NONE else f"{ours}{space}/{space}{paper}")
     return [row.name + why if nothing else row.name, *cells]
 
 
