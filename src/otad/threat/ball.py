@@ -110,7 +110,7 @@ class LpBall(ABC):
         exactly one category.
         """
         step = _difference(moved.detach().double(), x.detach().double())
-        found = self._length((step / self._scale(step)).flatten(1))
+        found = self._length(self._in_units(step, step).flatten(1))
         if self.mutable is not None:
             frozen = ~self.mutable.to(step.device)
             found = found.masked_fill((step[:, frozen] != 0).any(1), math.inf)
@@ -129,12 +129,12 @@ class LpBall(ABC):
         """
         if self.groups is not None:
             return self._project_groups(moved, x)
-        step, room = self._masked(_difference(moved, x)) / self._scale(x), None
+        step, room = self._in_units(self._masked(_difference(moved, x)), x), None
         if self.bounds is not None:  # how far each feature can go in the direction of its step
             low, high = self.bounds
-            room = torch.where(step < 0, x - low, high - x) / self._scale(x)
+            room = self._in_units(torch.where(step < 0, x - low, high - x), x)
             room = room.clamp_min(0.0).flatten(1)
-        step = self._shorten(step.flatten(1), room).view_as(x) * self._scale(x)
+        step = self._of_units(self._shorten(step.flatten(1), room).view_as(x), x)
         shrink, result = FIRST_SHRINK, self._reached(x, step)
         while bool((outside := self.distance(result, x) > self.eps).any()):
             if shrink > 1:  # no step is left
@@ -150,8 +150,8 @@ class LpBall(ABC):
         It reads nothing back from the GPU, so a CUDA graph can capture it. It is not the nearest
         point where bounds cut the step, it may exceed `eps` by rounding, and it ignores groups.
         """
-        step = self._masked(moved - x) / self._scale(x)
-        moved = x + self._shorten(step.flatten(1), None).view_as(x) * self._scale(x)
+        step = self._in_units(self._masked(moved - x), x)
+        moved = x + self._of_units(self._shorten(step.flatten(1), None).view_as(x), x)
         return moved if self.bounds is None else moved.clamp(*self.bounds)
 
     def inside(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -166,7 +166,7 @@ class LpBall(ABC):
 
     def random_step(self, x: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """Return uniformly random steps of the ball, bounds aside; lengths are drawn in `dtype`."""
-        return self._masked(self._random(x, generator, dtype)) * self._scale(x)
+        return self._of_units(self._masked(self._random(x, generator, dtype)), x)
 
     def surface(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Return random points at distance `eps` from x, or as far as the bounds allow."""
@@ -177,9 +177,8 @@ class LpBall(ABC):
         """Return the step of length 1 along which a function with this gradient grows most."""
         if self.groups is not None and self.n_switches == 0:
             return self.without_groups(gradient).steepest(gradient)
-        scale = self._scale(gradient)
-        scaled = self._masked(gradient) * scale
-        return self._unit(scaled.flatten(1)).view_as(gradient) * scale
+        scaled = self._of_units(self._masked(gradient), gradient)
+        return self._of_units(self._unit(scaled.flatten(1)).view_as(gradient), gradient)
 
     def free_features(self, x: Tensor) -> Tensor:
         """Return the positions (int64) of the features of a flat input that can change."""
@@ -247,7 +246,7 @@ class LpBall(ABC):
         for count in range(most + 1) if self.norm == "l2" else (most,):
             start = switched(x, self.groups or (), aims, (rank < count) & (gains > 0))
             point = self.without_groups(x, count).project(moved, start)
-            step = (moved - point).double() / self._scale(x).double()
+            step = self._in_units((moved - point).double(), x)
             off = step.flatten(1).square().sum(1)
             result = torch.where(per_row(off < least, x), point, result)
             least = torch.minimum(off, least)
@@ -294,8 +293,11 @@ class LpBall(ABC):
         require(column < size, "groups", f"positions below {size}, as in scale", column)
         return float(self.scale.flatten()[column])
 
-    def _scale(self, x: Tensor) -> Tensor:
-        return x.new_ones(()) if self.scale is None else self.scale.to(x)
+    def _in_units(self, step: Tensor, x: Tensor) -> Tensor:
+        return step if self.scale is None else step / self.scale.to(x)
+
+    def _of_units(self, step: Tensor, x: Tensor) -> Tensor:
+        return step if self.scale is None else step * self.scale.to(x)
 
     def _masked(self, step: Tensor) -> Tensor:
         return step if self.mutable is None else step * self.mutable.to(step)
