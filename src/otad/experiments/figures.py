@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from otad.experiments.records import CostRecord, RunRecord
 from otad.io.files import replacing
+
+if TYPE_CHECKING:  # matplotlib takes a second to import, and most runs draw nothing
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 GIGABYTE = 1e9
 SVG: Any = {"svg.hashsalt": "otad", "svg.fonttype": "none"}  # reproducible, with searchable text
@@ -20,6 +20,8 @@ SVG: Any = {"svg.hashsalt": "otad", "svg.fonttype": "none"}  # reproducible, wit
 
 def draw_costs(costs: Sequence[CostRecord], threads: int, path: Path) -> None:
     """Draw time and memory against the size of the bank, a line for each device, as SVG."""
+    from matplotlib.figure import Figure
+
     figure = Figure((8.0, 3.4), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
     for device in dict.fromkeys(cost.device for cost in costs):
@@ -39,6 +41,8 @@ def draw_costs(costs: Sequence[CostRecord], threads: int, path: Path) -> None:
 
 def draw_curve(record: RunRecord, title: str, path: Path) -> None:
     """Draw rows of OTAD over L - l, as SVG."""
+    from matplotlib.figure import Figure
+
     specs = record.experiment.rows
     curvature = {
         key: spec.smoothness - spec.strong_convexity
@@ -70,6 +74,8 @@ def draw_curve(record: RunRecord, title: str, path: Path) -> None:
 
 
 def _save(figure: Figure, title: str, path: Path) -> None:
+    import matplotlib
+
     for axes in figure.axes:
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")

@@ -8,13 +8,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -22,6 +19,11 @@ from torch import Tensor
 from otad.evaluate.records import Evaluation
 from otad.report.formatting import unanswered
 from otad.training import EpochRecord
+
+if TYPE_CHECKING:  # matplotlib takes a second to import, and most processes draw nothing
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 INK, SOFT, GRID = "#1f2a30", "#66757f", "#e6eaed"
 COLORS = ("#0f766e", "#e05a33", "#7a5cc2")
@@ -40,12 +42,11 @@ UNDEFENDED: Style = {
     "color": INK, "lw": 2.2, "ls": (0, (1, 1)), "label": "undefended network", "zorder": 4,
 }  # fmt: skip
 LEGEND: Style = {"frameon": False, "fontsize": 8.5, "labelcolor": INK}
-FIGURE: Style = {"layout": "constrained"}
 
 
 def training_curves(history: Sequence[EpochRecord], metric: str) -> Figure:
     """Loss, energy and score against the epoch, side by side."""
-    figure = Figure((9.6, 2.9), **FIGURE)
+    figure = _figure(9.6, 2.9)
     titles = {"loss": "loss", "energy": "transport energy", "train_score": metric}
     for panel, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
         values = [(record.epoch, getattr(record, name)) for record in history]
@@ -61,7 +62,7 @@ def training_curves(history: Sequence[EpochRecord], metric: str) -> Figure:
 
 def smoothness_histogram(least: Mapping[str, Tensor], configured: float) -> Figure:
     """The least L that the neighbors of each input need, for one model or several."""
-    figure = Figure((9.6, 3.1), **FIGURE)
+    figure = _figure(9.6, 3.1)
     panel = figure.subplots()
     finite = {name: values[values.isfinite()].numpy() for name, values in least.items()}
     everything = np.concatenate([*finite.values(), [configured]])
@@ -107,7 +108,7 @@ def _attack_style(evaluation: Evaluation, name: str) -> Style:
 
 def accuracy_curves(evaluation: Evaluation) -> Figure:
     """The worst case (bold), one line per attack, certified accuracy below, the gap shaded."""
-    figure = Figure((9.6, 4.6), **FIGURE)
+    figure = _figure(9.6, 4.6)
     panel, furthest = figure.subplots(), max(evaluation.eps)
     eps = np.union1d(np.linspace(0, furthest, CURVE_POINTS), evaluation.eps)
     worst = _share_beyond(evaluation.distances(), eps)
@@ -141,7 +142,7 @@ def _share_beyond(distances: Sequence[float], eps: NDArray[np.float64]) -> NDArr
 
 def error_curves(evaluation: Evaluation) -> Figure:
     """Regression: the mean of the largest errors found, and the rows one by one."""
-    figure = Figure((9.6, 4.2), **FIGURE)
+    figure = _figure(9.6, 4.2)
     panel, single = figure.subplots(1, 2, width_ratios=(3, 2))
     eps, at = [0.0, *evaluation.eps], evaluation.headline_eps
     bold: Style = {"mec": "white", "zorder": 4}
@@ -171,14 +172,14 @@ def error_curves(evaluation: Evaluation) -> Figure:
     _style(single, f"each example at eps = {at:g}", sorted_by)
     panel.set(xlim=(0, max(evaluation.eps) * 1.03 or 1.0), ylim=(0, None))
     single.set_ylim(bottom=0)
-    single.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _whole_numbers(single.xaxis)
     panel.legend(loc="best", **LEGEND)
     return figure
 
 
 def radii_plots(evaluation: Evaluation) -> Figure:
     """A histogram of the radii, and each example between its radius and its nearest wrong input."""
-    figure = Figure((9.6, 3.4), **FIGURE)
+    figure = _figure(9.6, 3.4)
     bars, rows = figure.subplots(1, 2, width_ratios=(2, 3))
     certificate, right = evaluation.certificate, np.asarray(evaluation.clean_right, dtype=int)
     radii = np.asarray(certificate.radius if certificate else [])[right]
@@ -190,7 +191,7 @@ def radii_plots(evaluation: Evaluation) -> Figure:
     bars.axvline(evaluation.headline_eps, **DASHED)
     more = f", {len(radii) - len(finite)} more are infinite" if len(finite) < len(radii) else ""
     _style(bars, "examples", f"certified radius{more}")
-    bars.yaxis.set_major_locator(MaxNLocator(integer=True))
+    _whole_numbers(bars.yaxis)
 
     order, count = np.lexsort((radii, found)), max(len(right), 1)
     place, found = np.arange(1, len(right) + 1), found[order]
@@ -208,7 +209,7 @@ def radii_plots(evaluation: Evaluation) -> Figure:
 def seconds_bars(evaluation: Evaluation) -> Figure:
     """A bar for the seconds of each attack over all eps, in the color of its family."""
     names = families(evaluation)
-    figure = Figure((9.6, 1.0 + 0.27 * len(names)), **FIGURE)
+    figure = _figure(9.6, 1.0 + 0.27 * len(names))
     panel = figure.subplots()
     for place, (name, family) in enumerate(names.items()):
         seconds = sum(record.seconds for record in evaluation.attacks if record.attack == name)
@@ -229,7 +230,7 @@ def change_bars(changes: Mapping[str, Tensor], names: Sequence[str], count: int)
     """For each of a few rows, the `count` features of largest change: a bar for each way (m,n)."""
     first = next(iter(changes.values()))
     count = min(count, first.shape[1])
-    figure = Figure((9.6, 0.9 + 0.42 * count), **FIGURE)
+    figure = _figure(9.6, 0.9 + 0.42 * count)
     panels, height = figure.subplots(1, len(first), squeeze=False)[0], 0.8 / len(changes)
     for row, panel in enumerate(panels):
         order = first[row].abs().argsort(descending=True)[:count].tolist()
@@ -243,6 +244,18 @@ def change_bars(changes: Mapping[str, Tensor], names: Sequence[str], count: int)
     figure.legend(*panels[0].get_legend_handles_labels(), ncols=len(changes),
                   loc="outside upper right", **LEGEND)  # fmt: skip
     return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), layout="constrained")
+
+
+def _whole_numbers(axis: Axis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _mark(panel: Axes, x: float, label: str) -> None:
