@@ -253,13 +253,14 @@ def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
     return worst <= ALLOWED_SHARE * len(context.x), found
 
 
-def _never_weaker(what: str, unit: str, settings: Sequence[float], soft: bool) -> Check:
+def _never_weaker(what: str, unit: str, factors: Sequence[float], soft: bool) -> Check:
     """Stronger variants of PGD (and the `soft` k-NN attack) must not break clearly fewer rows.
-    `unit`: the setting of the attack that is varied, or the eps."""
+    `unit`: what the `factors` multiply, which is the steps, one restart or the eps."""
     name = f"more {what} the defense"
 
     def never_weaker(context: FlagContext) -> tuple[bool, str]:
         x, y = context.sample()
+        settings = [int(one * STEPS) for one in factors] if unit == "steps" else factors
         reported, is_well = [], True
         attacks: list[Any] = [make_attack("pgd", context.model, steps=STEPS)]
         if soft and defended_of(context.model) is not None:
@@ -299,7 +300,7 @@ def _never_weaker(what: str, unit: str, settings: Sequence[float], soft: bool) -
     )(never_weaker)
 
 
-more_steps = _never_weaker("steps never help", "steps", (10, 20, 40), soft=True)
+more_steps = _never_weaker("steps never help", "steps", (0.5, 1, 2), soft=True)
 more_restarts = _never_weaker("restarts never help", "restarts", (1, 4), soft=False)
 more_eps = _never_weaker("eps never helps", "times eps", (0.5, 1.0, 2.0), soft=True)
 

@@ -16,6 +16,7 @@ from otad.nets import Backbone, LiftedNet
 from otad.scores import is_right, squared_errors
 
 STRENGTH = "the undefended network was attacked as hard"
+APGD = {"restarts": 3}  # its settings
 ALLOWED_SHARE = 0.01  # of the examples may be missed: attacks differ by a few rows by chance
 ALLOWED_EXCESS = 1.01  # times the largest error found by its own attacks
 NO_NETWORK = "the model has no network of its own: it answers from labeled points"
@@ -53,7 +54,7 @@ def attacks_alone(
         has_own = any(one.family == "white-box" for one in fitting)
     apgd = ATTACKS["apgd"]
     if not has_own and not apgd.misfit(known, setting):
-        fitting.append(apgd.for_model(known, restarts=3))
+        fitting.append(apgd.for_model(known, **APGD))
     return sorted(fitting, key=lambda one: one.family != "white-box"), missing
 
 
