@@ -28,6 +28,21 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.fixture
+def brief_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations attack the network alone for a few steps, and reports have empty plots: the
+    undefended network has tests of its own, and so have plots."""
+    from otad.evaluate import undefended
+    from otad.report import eps_picture, evaluation_report, plots
+
+    monkeypatch.setattr(undefended, "APGD", {"steps": 5})
+    empty = "data:image/svg+xml;base64,PHN2Zy8+"
+    for module in (eps_picture, evaluation_report):
+        monkeypatch.setattr(module, "plot_uri", lambda figure: empty)
+    for draw in ("accuracy_curves", "change_bars", "error_curves", "radii_plots", "seconds_bars"):
+        monkeypatch.setattr(plots, draw, lambda *given: None)
+
+
 @pytest.fixture(scope="session")
 def browser() -> str:
     """The path of a Chromium-like browser; a test that asks for it is left out without one."""

@@ -89,10 +89,10 @@ def small_net(model: OTAD, readout: str = "free", **options: int) -> CipNet:
     return fresh_net(model, readout=readout, **sizes)
 
 
-def estimated(kind: str = "vit", readout: str = "free", seed: int = 1) -> OTAD:
+def estimated(kind: str = "vit", readout: str = "free", seed: int = 1, **options: int) -> OTAD:
     """With a net whose every parameter matters, as those of a trained one do."""
     model = exact(kind, seed)
-    net = small_net(model, readout)
+    net = small_net(model, readout, **options)
     generator = torch.Generator().manual_seed(2 + seed)
     with torch.no_grad():
         for parameter in net.parameters():

@@ -48,7 +48,8 @@ def test_an_attack(written: Path, model: otad.OTAD) -> None:
     try:
         x, threat = factories.queries(model, 6), otad.L2(0.4, bounds=(0.0, 1.0))
         labels = model(x).argmax(1)
-        found = otad.evaluate(model, x, labels, threat, attacks=["darken"])
+        alone = {"flags": False, "undefended": False}
+        found = otad.evaluate(model, x, labels, threat, attacks=["darken"], **alone)
         darker = threat.project(torch.zeros_like(x), x)
         right = (model(darker).argmax(1) == labels).double().mean()
         assert found.per_attack["darken"] == pytest.approx(float(right))
@@ -91,7 +92,8 @@ def test_a_data_set(written: Path) -> None:
 def test_a_baseline(written: Path) -> None:
     x = factories.points()
     baseline = import_module("my_baseline").NearestMean(x, (3 * x[:, 0]).long()).eval()
-    found = otad.evaluate(baseline, x[:8], baseline(x[:8]).argmax(1), otad.L2(0.1), attacks=["pgd"])
+    how = {"threat": otad.L2(0.1), "attacks": ["pgd"], "flags": False}
+    found = otad.evaluate(baseline, x[:8], baseline(x[:8]).argmax(1), **how)
     assert found.clean["model"].value == 100
 
 

@@ -19,7 +19,7 @@ from otad.nets import FCResNet, VisionTransformer, fc_resnet, lifted_net, vision
 BOX, LIFT = (0.0, 1.0), 2
 SHAPE = (1, 4, 4)  # of tiny images
 BANK_ATTACKS: list[Attack] = [
-    Straight(points=6),
+    Straight(points=4),
     Bisector(pairs=3, polish=5),
     SoftKnn((0.1, 0.01), 15, 1, polish=5),
     Region(singles=4, classes=1, sizes=(3,), rounds=2, polish=5),

@@ -43,7 +43,7 @@ EVERY = GLOBAL | {"local": local_model}  # with one neighbor: the map is piecewi
 
 @pytest.mark.parametrize(
     ("make", "rows", "seed", "slack"),
-    [(local_model, 5, 1, 0.0), (partial(stairs, smoothness=100.0), 3, 4, 0.005)],
+    [(local_model, 3, 1, 0.0), (partial(stairs, smoothness=100.0), 2, 4, 0.005)],
     ids=["local", "global"],
 )
 def test_region_finds_the_distance_of_a_fine_grid(make, rows, seed, slack, generator) -> None:

@@ -67,6 +67,7 @@ def campaign(kind: str, numbers: range, seed: int) -> tuple[Counter[str], list[s
 @pytest.mark.parametrize(
     ("kind", "count", "least"), [("calls", 2100, 130), ("commands", 300, 10), ("folders", 100, 20)]
 )
+@pytest.mark.usefixtures("brief_reports")
 def test_only_results_and_clear_errors(kind, count, least, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     counts, failures, names = campaign(kind, range(count), seed=0)

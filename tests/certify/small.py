@@ -162,18 +162,20 @@ def ring(radius: float, unit: Tensor | None = None) -> Tensor:
 @torch.no_grad()
 def broken(model: OTAD, x: Tensor, radius: Tensor, unit: Tensor | None = None) -> list[int]:
     """Rows whose prediction changes somewhere on a fine grid within their radius."""
-    own, found = model(x).argmax(1), []
-    for row in (radius > 0).nonzero()[:, 0].tolist():
-        around = x[row] + ring(float(radius[row]), unit)
-        if bool((model(around).argmax(1) != own[row]).any()):
-            found.append(row)
-    return found
+    rows = (radius > 0).nonzero()[:, 0].tolist()
+    if not rows:
+        return []
+    around = torch.stack([x[row] + ring(float(radius[row]), unit) for row in rows])
+    answers = model(around.flatten(0, 1)).argmax(1).view(len(rows), -1)
+    changed = (answers != model(x).argmax(1)[rows, None]).any(1)
+    return [row for row, one in zip(rows, changed.tolist(), strict=True) if one]
 
 
 @torch.no_grad()
 def answers_around(model: OTAD, x: Tensor, eps: float) -> Tensor:
     """The answers of a regression (B,n) on a grid within eps of each input."""
-    return model((x[:, None] + ring(eps)[::3]).flatten(0, 1)).view(len(x), -1).double()
+    steps = ring(eps)[::3] if eps else torch.zeros(1, 2)
+    return model((x[:, None] + steps).flatten(0, 1)).view(len(x), -1).double()
 
 
 def distance_to(normals: np.ndarray, heights: np.ndarray) -> float:

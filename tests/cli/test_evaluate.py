@@ -25,6 +25,7 @@ from otad.evaluate.suite import Choice
 from otad.report.verdict import verdict
 from otad.scores import wilson_interval
 
+pytestmark = pytest.mark.usefixtures("brief_reports")
 FAST = ("--option", "steps=5")
 
 
@@ -117,8 +118,11 @@ def test_a_net_without_a_defense_is_attacked_and_evaluated(workshop: Path, digit
     )
 
 
-def test_what_is_gained_is_printed_and_reported_again(workshop: Path, nearest: Path) -> None:
-    more = ("--attack", "pgd", "--rows", 6, "--seed", 2, "--no-flags")
+def test_what_is_gained_is_printed_and_reported_again(
+    workshop: Path, nearest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRESETS, "quick", [Choice("pgd", {"steps": 5})])
+    more = ("--suite", "quick", "--rows", 6, "--seed", 2, "--no-flags")
     command = ("evaluate", nearest, "test", "--eps", "1,0.5", *more)
     shown = terminal.text(*command)
     written = Evaluation.read(Path("evaluation/evaluation.json"))
@@ -151,12 +155,18 @@ def test_what_is_gained_is_printed_and_reported_again(workshop: Path, nearest: P
     )
 
 
-TWO = ("--attack", "straight", "--attack", "region")
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Two short attacks that know the bank."""
+    near = {"singles": 5, "classes": 1, "sizes": (1,), "rounds": 1, "polish": 0}
+    attacks = [Choice("straight", {"points": 5}), Choice("region", near)]
+    monkeypatch.setitem(PRESETS, "quick", attacks)
+    return "--suite", "quick"
 
 
-def test_record_and_report_then_resumed_with_flags(nearest: Path) -> None:
-    options = ("--eps", "1.5,0.2", "--rows", 10, "--seed", 2, "--batch-size", 5, "--all-rows")
-    command = ("evaluate", nearest, "test", *options, *TWO)
+def test_record_and_report_then_resumed_with_flags(nearest: Path, two: tuple[str, str]) -> None:
+    options = ("--eps", "1.5,0.2", "--rows", 10, "--seed", 2, "--batch-size", 10, "--all-rows")
+    command = ("evaluate", nearest, "test", *options, *two)
     printed = terminal.json(*command, "--no-flags")
     parts = {path: path.stat().st_mtime_ns for path in Path("evaluation/parts").iterdir()}
     written = Evaluation.read(Path(printed["evaluation"]))
@@ -196,7 +206,7 @@ def test_record_and_report_then_resumed_with_flags(nearest: Path) -> None:
 
 
 def test_a_refuted_certificate_is_exit_code_1(
-    nearest: Path, monkeypatch: pytest.MonkeyPatch
+    nearest: Path, two: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prove = runner.prove
 
@@ -205,7 +215,7 @@ def test_a_refuted_certificate_is_exit_code_1(
         return replace(proof, radius=tuple(radius + 2 for radius in proof.radius))
 
     monkeypatch.setattr(runner, "prove", exaggerate)
-    options = ("--eps", "1.5", "--rows", 10, "--no-flags", *TWO)
+    options = ("--eps", "1.5", "--rows", 10, "--no-flags", *two)
     result = terminal.run("evaluate", nearest, "test", *options)
     assert result.exit_code == 1
     assert f"FAIL: {CERTIFICATE_CHECK}" in " ".join(result.stdout.split())

@@ -18,7 +18,7 @@ from otad import data
 from otad.cli import demo
 from otad.cli.console import show
 from otad.cli.main import COMMANDS, load_command, main
-from otad.evaluate import PRESETS
+from otad.evaluate import PRESETS, undefended
 from otad.evaluate.records import Evaluation
 from otad.evaluate.suite import Choice
 from otad.experiments import names
@@ -213,9 +213,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     few |= {name: getattr(whole, name)[:60] for name in ("test_x", "test_y")}
     monkeypatch.setattr(data, "load", lambda *given, **options: replace(whole, **few))
     monkeypatch.setattr(demo, "RECIPE", replace(demo.RECIPE, epochs=12))
+    monkeypatch.setattr(undefended, "APGD", {"steps": 20})
     monkeypatch.setattr(demo, "ATTACKED", 6)
     monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
-    monkeypatch.setitem(PRESETS, "quick", [Choice("straight"), Choice("noise", {"draws": 5})])
+    attacks = [Choice("straight", {"points": 5}), Choice("noise", {"draws": 5})]
+    monkeypatch.setitem(PRESETS, "quick", attacks)
     monkeypatch.setattr(map_pictures, "LINES", 5)
 
 

@@ -19,6 +19,7 @@ from otad.evaluate.records import Evaluation
 from otad.evaluate.suite import Choice
 from otad.io.tensor_files import read_tensors
 
+pytestmark = pytest.mark.usefixtures("brief_reports")
 ROWS = ("--rows", 3)
 NOISE = ("--attack", "noise", "--option", "draws=2")
 

@@ -16,6 +16,7 @@ from otad.cli.options import threat_to
 from otad.evaluate import PRESETS
 from otad.evaluate.suite import Choice
 
+pytestmark = pytest.mark.usefixtures("brief_reports")
 NAMES = ["age", "color=blue", "color=green", "color=red", "color is missing", "income"]
 NAMES += ["income is missing", "sex=f", "sex=m"]
 STD = "standard deviations of the training data"

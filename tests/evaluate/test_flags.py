@@ -82,8 +82,8 @@ def test_a_sound_model_raises_no_flag() -> None:
     assert all(flag.found and flag.meaning and flag.advice for flag in record.flags)
 
 
-def test_every_flag_has_a_verdict_on_a_sound_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attack_flags, "STEPS", 3)
+@pytest.mark.usefixtures("brief_flags")
+def test_every_flag_has_a_verdict_on_a_sound_model() -> None:
     model, x, y = two_sides(scope="global", points=30, examples=8)
     soft = SoftKnn(temperatures=(0.1,), targets=1, steps=5, polish=5)
     attacks = [Straight(points=3), soft, Pgd(steps=5), RandomSearch(queries=10)]

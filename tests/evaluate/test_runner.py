@@ -65,7 +65,7 @@ def test_an_embedding_of_its_own_is_certified_by_its_constant() -> None:
 
     model, x, y = two_sides()
     model.backbone.__class__ = Twice
-    options = {"attacks": [RandomNoise(draws=3)], "flags": False}
+    options = {"attacks": [RandomNoise(draws=3)], "flags": False, "undefended": False}
     without = evaluate(model, x, y, L2(0.1), **options)
     assert without.certificate is None
     assert "embedding_lipschitz" in without.missing["certificate"]
@@ -99,6 +99,7 @@ def test_otad_is_compared_with_its_relatives_and_accounts_for_its_solver() -> No
     model, x, y = two_sides()
     attacks = [Straight(points=3, shares=(1.0,)), RandomNoise(draws=3)]
     options = {"eps": (0.05, 0.2), "attacks": attacks, "flags": False, "batch_size": 11}
+    options["undefended"] = False
     record = evaluate(model, x, y, L2(0.2), **options)
     assert max(record.certificate.radius) > 0
     for eps in record.eps:  # the truth is between what is certified and what was attacked
@@ -156,9 +157,9 @@ def test_an_eps_of_zero_and_a_model_that_is_never_right_are_no_special_cases() -
 
 def test_expensive_attacks_skip_what_is_proved_and_nothing_else() -> None:
     model, x, y = two_sides(scope="global", points=60, examples=24)
-    attacks = [Pgd(steps=5), Straight(points=2, shares=(1.0,)), RandomSearch(queries=5)]
+    attacks = [Pgd(steps=3), Straight(points=2, shares=(1.0,)), RandomSearch(queries=5)]
     settings = {"eps": (0.1, 0.2, 0.3), "attacks": attacks, "flags": False, "undefended": False}
-    assert evaluate(model, x, y, L2(0.2), **settings).skipped_proved == ()
+    assert evaluate(model, x, y, L2(0.2), **settings | {"eps": None}).skipped_proved == ()
     named_twice = ["straight", "random_search", "straight"]
     record = evaluate(model, x, y, L2(0.2), skip_proved=named_twice, **settings)
     assert record.skipped_proved == ("straight", "random_search")
@@ -223,7 +224,8 @@ def test_wrong_arguments_are_refused(change: Any, message: str, monkeypatch) -> 
 
 def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
     model, x, y = two_sides()
-    record = evaluate(model, x, y, L2(0.1), attacks=[Wander()], flags=False, folder=tmp_path)
+    given = {"attacks": [Wander()], "flags": False, "undefended": False}
+    record = evaluate(model, x, y, L2(0.1), folder=tmp_path, **given)
     path = tmp_path / "evaluation.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content["spared_proved"] = [*content.pop("skipped_proved"), "square"]
@@ -291,7 +293,7 @@ def test_the_record_has_certificates_below_attacks_above_and_flags_beside(
 def test_a_metric_without_a_constant_is_certified_where_one_is_stated() -> None:
     model, _ = keyed_model(neighbors=3)
     x, y = tiles(6, 4)
-    options = {"attacks": [RandomNoise(draws=2)], "flags": False}
+    options = {"attacks": [RandomNoise(draws=2)], "flags": False, "undefended": False}
     silent = evaluate(model, x, y, BALL, **options)
     assert silent.certificate is None
     assert "Bent" in silent.missing["certificate"]

@@ -52,6 +52,7 @@ def test_the_network_alone_loses_what_the_closed_form_says(tmp_path: Path) -> No
     assert timeless(without) == timeless(replace(record, undefended=None))
 
 
+@pytest.mark.usefixtures("brief_reports")
 def test_a_preset_attacks_both_and_progress_counts_both(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [Choice("straight", {"points": 3}), Choice("pgd", {"steps": 5}), Choice("noise")]
     monkeypatch.setitem(PRESETS, "quick", few)

@@ -138,6 +138,7 @@ def test_finished_parts_are_read_by_other_experiments(
         reproduce(other, out=tmp_path, seed=1)
 
 
+@pytest.mark.usefixtures("brief_reports")
 def test_two_runs_at_once_share_what_they_find_and_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,9 @@ def test_thresholds_that_mean_nothing_are_refused() -> None:
 def test_evaluations_count_abstentions_as_errors() -> None:
     made, x, distances = limited()
     y = made.replace(abstain_beyond=None)(x).argmax(1)  # all right, but for those without answer
-    found = otad.evaluate(made, x, y, otad.L2(0.05), attacks=("pgd",), flags=False)
+    found = otad.evaluate(
+        made, x, y, otad.L2(0.05), attacks=("noise",), flags=False, undefended=False
+    )
     answered = distances <= made.abstain_beyond
     assert found.model["abstained"] == int((~answered).sum())
     assert found.clean["otad"].value == 100 * float(answered.double().mean())
