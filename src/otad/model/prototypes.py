@@ -1,17 +1,18 @@
 """Prototypes: labeled points that answer without a network, and that can be trained.
 
-A point x_i of class y_i gets the answer g_i = h_i e_(y_i) with the height h_i = D_i / sqrt 2, where
-D_i is the distance to the nearest point of another class. These answers are 1-Lipschitz:
+A point `x_i` of class `y_i` gets the answer `g_i = h_i e_(y_i)`. The height is `h_i = D_i / sqrt 2`
+with the distance `D_i` to the nearest point of another class. These answers are 1-Lipschitz:
 
-- points of two classes: |g_i - g_j|^2 = (D_i^2 + D_j^2) / 2 <= |x_i - x_j|^2, since neither is
-  nearer to a point of another class than to this one;
-- points of one class: |g_i - g_j| = |D_i - D_j| / sqrt 2 <= |x_i - x_j| / sqrt 2, since a distance
-  to a set is 1-Lipschitz.
+- For points of two classes, `|g_i - g_j|^2 = (D_i^2 + D_j^2) / 2 <= |x_i - x_j|^2`, because neither
+  point is nearer to a point of another class than to this one.
+- For points of one class, `|g_i - g_j| = |D_i - D_j| / sqrt 2 <= |x_i - x_j| / sqrt 2`, because the
+  distance to a set is 1-Lipschitz.
 
-No 1-Lipschitz map does better: at x_i the margin h_i certifies a radius of h_i / sqrt 2 = D_i / 2,
-which is half of the way to a point of another class. The map of such a lifted bank is a 1-Lipschitz
-classifier for all points, and it is differentiable in them. So the points can be trained like the
-weights of a network, for wide margins of the very classifier that is certified afterwards.
+No 1-Lipschitz map does better: at `x_i` the margin `h_i` certifies a radius of
+`h_i / sqrt 2 = D_i / 2`, which is half of the way to a point of another class. The map of such a
+lifted bank is a 1-Lipschitz classifier for all points, and it is differentiable in them. So the
+points can be trained like the weights of a network, for wide margins of the very classifier that is
+certified afterwards.
 
 In regression the answers are the targets divided by the least Lipschitz constant of all pairs, by
 which the head multiplies. Points that are equal share the mean of their targets.
@@ -116,6 +117,7 @@ class PrototypeNet(LiftedNet):
         return FeatureBank(*pairs, self.labels, fingerprint_of(self, note="prototypes"))
 
     def train(self, mode: bool = True) -> PrototypeNet:
+        """Switch to training mode, or to evaluation mode, and forget cached nearest points."""
         self._rivals = None  # because fused optimizers change weights unnoticed
         super().train(mode)
         return self

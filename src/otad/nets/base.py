@@ -142,7 +142,7 @@ class Backbone(InputNet, ABC):
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features (B, d) of embedded inputs (B, d), and the energy (B,).
 
-        The energy is the sum of the squared lengths of all steps, sum_k |x^k - x^(k-1)|^2."""
+        The energy is the sum of the squared lengths of all steps, `sum_k |x^k - x^(k-1)|^2`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, C), or values (B,) in regression, of inputs (B, *input_shape)."""
