@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 from importlib.metadata import version as installed_version
+from pathlib import Path
 
 from docutils.nodes import SkipNode
 from latex2mathml.converter import convert
@@ -40,8 +42,16 @@ autodoc_preserve_defaults = True
 autosummary_generate = True
 add_module_names = False
 
+# Examples write files beside themselves, so the gallery runs a copy of them.
+ROOT = Path(__file__).parents[1]
+COPY = ROOT / "build" / "examples"
+shutil.rmtree(COPY, ignore_errors=True)
+COPY.mkdir(parents=True)
+for file in [*(ROOT / "examples").glob("plot_*.py"), ROOT / "examples" / "README.rst"]:
+    shutil.copy(file, COPY)
+
 sphinx_gallery_conf = {
-    "examples_dirs": "../examples",
+    "examples_dirs": str(COPY),
     "gallery_dirs": "auto_examples",
     "filename_pattern": r"plot_",
     "within_subsection_order": "FileNameSortKey",

@@ -7,6 +7,8 @@ class token and a linear head. It is defended, each answer is explained by train
 model is saved and loaded without unpickling anything.
 """
 
+from tempfile import TemporaryDirectory
+
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
@@ -56,8 +58,9 @@ print(model.notes["defense"]["says"])
 
 # %%
 # The module of your class is given again for loading: no code is read from the folder.
-model.save("vit-model", classes=data.classes)
-model = otad.load("vit-model", net=Transformer())
+with TemporaryDirectory() as folder:
+    model.save(folder, classes=data.classes)
+    model = otad.load(folder, net=Transformer())
 
 # %%
 # What is gained, measured on 30 test digits by attacks on the neighbors and by gradient. They fit a
