@@ -16,19 +16,40 @@ from otad.model.trace import Trace
 
 @dataclass(frozen=True)
 class SolverAccount:
-    """How `n` answers were found.
+    """How the answers of a model were found.
 
-    - `statuses`: the share of each status.
-    - `smoothness`: the L that was used.
-    - `residual`: the largest residual in float64 of the answers that are not estimates.
-    - `share_raised`: the share of answers that needed a larger L than the model asks for.
+    Attributes
+    ----------
+    statuses : dict of str to float
+        The share of answers with each status: see `otad.cip.Status`.
+    smoothness : Distribution or None
+        The L that was used.
+    residual : float or None
+        The largest residual in float64 of the answers that are not estimates.
+    relative_error : Distribution or None
+        The squared difference between the features of the network and of the answers, relative to
+        the former, if it was asked for.
+    changed_by_potential : float or None
+        The share of class predictions that differ between the two extreme potentials, if it was
+        asked for and there is a choice of a potential.
+    least_smoothness : Distribution or None
+        The least L for the K neighbors of an input, if it was asked for.
+    share_raised : float or None
+        The share of answers that needed a larger L than the model asks for.
+    n : int
+        The number of answers.
 
-    These are None unless they were asked for:
-
-    - `changed_by_potential`: the share of class predictions that differ between the two extreme
-      potentials. It is None as well if there is no choice of a potential.
-    - `relative_error`: the difference between the features of the network and of the answers.
-    - `least_smoothness`: the least L for the K neighbors of an input.
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> from otad.model.account import AccountBuilder
+    >>> model = otad.defend(None, torch.eye(3), torch.arange(3), inputs="pixels", n_neighbors=2)
+    >>> builder = AccountBuilder(model)
+    >>> trace = builder.add(torch.eye(3))
+    >>> account = builder.account()
+    >>> account.n, account.counts
+    (3, {'solved': 3})
     """
 
     statuses: dict[str, float]
