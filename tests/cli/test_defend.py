@@ -68,7 +68,7 @@ def test_a_global_map(workshop: Path, digits: Dataset) -> None:
     less = f"{0.99 * model.smoothness:.4f}"
     shown = terminal.text(*arguments, "--out", "less", "--smoothness", less)
     left_out = otad.load("less").potential.left_out.tolist()
-    assert f"{len(left_out)} contradicting points: rows {left_out[0]}" in shown
+    assert f"{len(left_out)} points that contradict others: rows {left_out[0]}" in shown
     assert f"L = {float(less):.4g}, " in shown
     assert "sweeps" in shown
     assert "L raised" not in shown
@@ -167,7 +167,7 @@ def test_an_imitation_out_of_time_resumes_later(workshop: Path) -> None:
     assert not Path("nn/card.json").exists()
     terminal.succeed(*arguments)
     shown = terminal.text("imitate", workshop / "digits-model", "--out", "whole", *TINY)
-    for text in ("accuracy by CIP-net", "same answers", "otad evaluate whole test --eps EPS"):
+    for text in ("accuracy with CIP-net", "same answers", "otad evaluate whole test --eps EPS"):
         assert text in shown
     one, other = (otad.load(name).solver.state_dict() for name in ("nn", "whole"))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -176,7 +176,7 @@ def test_an_imitation_out_of_time_resumes_later(workshop: Path) -> None:
 def test_a_regression_is_imitated(workshop: Path) -> None:
     options = (*TINY, "--readout", "hull", "--alpha", "0.5", "--solve-anew")
     shown = terminal.text("imitate", workshop / "body-model", "--out", "nn", *options)
-    assert "mse by CIP-net" in shown
+    assert "mse with CIP-net" in shown
 
 
 def test_without_its_data_a_model_is_imitated_untested(digits_model: otad.OTAD) -> None:
@@ -186,8 +186,8 @@ def test_without_its_data_a_model_is_imitated_untested(digits_model: otad.OTAD) 
     assert "not be tested: NPZ file not found" in result.stderr
     assert isinstance(otad.load("nn").solver, CipNet)
     assert "CipNet" in terminal.refuse("imitate", "nn", "--out", "twice", *TINY)
-    assert "out: expected another" in terminal.refuse("imitate", "model", "--out", "model", *TINY)
+    assert "out: expected a place" in terminal.refuse("imitate", "model", "--out", "model", *TINY)
     digits_model.notes = {"data": "some digits"}
     digits_model.save("model")
     result = terminal.succeed("imitate", "model", "--out", "named", *TINY)
-    assert "names no data" in result.stderr
+    assert "not name its data" in result.stderr

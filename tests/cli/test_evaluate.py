@@ -84,7 +84,7 @@ def test_a_regression_is_reported_in_squared_errors(workshop: Path, body_model: 
     assert record["attacked"]["value"] > record["clean"]["value"]
     assert record["attacked"]["metric"] == "mse"
     shown = terminal.text(*command, "--rows", 1)  # a single error has no interval
-    for text in ("linf, eps = 0.3", "mse unattacked", "mse under pgd", "n = 1", "gradients"):
+    for text in ("linf, eps = 0.3", "mse without attack", "mse under pgd", "n = 1", "gradients"):
         assert text in shown
     assert "inf]" not in shown
 
@@ -147,7 +147,7 @@ def test_what_is_gained_is_printed_and_reported_again(
     assert alone_page.startswith("<!DOCTYPE")
     assert 'class="moved"' not in alone_page
     other = ("report", "evaluation", "--out", "new.html", "--model")
-    assert "the one evaluated" in terminal.refuse(*other, workshop / "digits-model")
+    assert "model that was evaluated" in terminal.refuse(*other, workshop / "digits-model")
     given = ("--input", workshop / "digits.npz")
     assert "the 6 examples" in terminal.refuse(*other, nearest, *given)
     assert "net.safetensors" in terminal.refuse(

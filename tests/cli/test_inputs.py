@@ -221,7 +221,7 @@ def test_radii() -> None:
             read_radii(text)
 
 
-REFUSED = "out: expected another place than that of an input, got "
+REFUSED = "out: expected a place that is not an input, got "
 
 
 @pytest.mark.parametrize(

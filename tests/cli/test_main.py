@@ -186,7 +186,7 @@ def test_experiments_are_reproduced_by_name_or_file() -> None:
     assert "results/one.json" in message
     Path("results/one.json").unlink()  # as if killed between the two
     result = terminal.succeed("reproduce", "one.toml", "two.toml")
-    assert "results/two.json exists and stays" in result.stderr
+    assert "results/two.json exists and is not changed" in result.stderr
     assert len(re.findall(r"right +│ \d+.\d%", result.stdout)) == 2, "a table of each"
     assert Path("results/two.json").read_bytes() == before[Path("results/two.json")]
     assert terminal.json("reproduce", "one.toml", "--force")["name"] == "one"
@@ -264,7 +264,7 @@ def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.Monkey
     alone = evaluation.undefended
     assert alone is not None
     assert record["undefended"]["worst_case_accuracy"] == alone.worst_case_accuracy
-    assert f"{alone.worst_case_accuracy:.1%} left" in facts["undefended network"]
+    assert f"{alone.worst_case_accuracy:.1%} right" in facts["undefended network"]
     assert record["verdict"] == verdict(evaluation, "test digits")
     for content in (page, text):
         assert content.index(record["verdict"][0]) < content.index("undefended network")

@@ -182,7 +182,7 @@ def test_a_model_saved_from_python_will_do(workshop: Path, digits_model: otad.OT
     terminal.succeed("predict", "mine", "x.npz", "--out", "mine.csv")
     terminal.succeed("predict", workshop / "digits-model", "x.npz", "--out", "ours.csv")
     assert Path("mine.csv").read_text() == Path("ours.csv").read_text()
-    assert "names no data" in terminal.refuse("predict", "mine", "test", "--out", "p.csv")
+    assert "not name its data" in terminal.refuse("predict", "mine", "test", "--out", "p.csv")
 
 
 def test_data_is_found_by_a_relative_path_and_must_not_change(

@@ -74,12 +74,12 @@ def test_forged_notes_are_one_error(
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("config", None, "expected a net with its config and data, got: KeyError"),
+        ("config", None, "expected a network with its config and data, got: KeyError"),
         ("config", [1], "config: expected .*got .1"),
         ("config.blocks", 10**7, "blocks: expected an integer of at most"),
         ("config.blocks", 3, "net: expected weights that fit its config"),
         ("config.input_shape", "ab", "input_shape: "),
-        ("about", 5, "expected a net with its config and data"),
+        ("about", 5, "expected a network with its config and data"),
         ("about.data", None, "notes of its data, got none"),
         ("about.classes", None, "notes of its classes, got none"),
         ("about.data.choice.data", 5, "choice.data: expected str"),
@@ -208,7 +208,7 @@ def test_an_interruption_says_how_to_resume(
     for command in commands:
         result = terminal.run(*command, "--out", f"{command[0]}-out")
         assert result.exit_code == 130, result.output
-        again = "resumes after what is saved" if command[0] in RESUMING else "starts again"
+        again = "resumes from the last saved step" if command[0] in RESUMING else "starts again"
         assert result.stderr.endswith(
-            f"otad: interrupted: files are whole, and the same command {again}\n"
+            f"otad: interrupted: all files are complete, and the same command {again}\n"
         )

@@ -26,18 +26,20 @@ from otad.progress import progress_bar
 from otad.scores import score_of, share_score
 from otad.threat import LpBall
 
-# Arguments of attacks that no text can give.
+# Arguments of attacks that cannot be given as text.
 NOT_OPTIONS = ("name", "model", "train_x", "network", "source", "substitute", "metric", "stand_in")
 
 
 def attack(
     model_dir: opt.ModelOrNet,
     input: opt.Input,
-    eps: Annotated[float, opt.option("How far an input may be changed.")],
+    eps: Annotated[float, opt.option("The largest change of an input.")],
     name: Annotated[
-        str, opt.option(f"One of {', '.join(ATTACKS)}.", "--attack", **opt.among(ATTACKS))
+        str, opt.option(f"The attack: {', '.join(ATTACKS)}.", "--attack", **opt.among(ATTACKS))
     ] = "pgd",
-    option: Annotated[opt.Names, opt.option("Of the attack: steps=100. Repeatable.")] = None,
+    option: Annotated[
+        opt.Names, opt.option("Option of the attack, such as steps=100. Repeatable.")
+    ] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,
     unit: opt.Unit = None,
@@ -46,7 +48,8 @@ def attack(
     rows: opt.Rows = None,
     seed: opt.Seed = 0,
     out: Annotated[
-        Path | None, opt.option("NPZ file for what it found; - is stdout, JSON.", dir_okay=False)
+        Path | None,
+        opt.option("NPZ file for the inputs found; - prints JSON to stdout.", dir_okay=False),
     ] = None,
     force: opt.Force = False,
     batch_size: opt.BatchSize = 500,
@@ -54,12 +57,12 @@ def attack(
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Run one attack on a model, and report how many of its predictions remain right.
+    """Run one attack on a model, and report how many predictions stay right.
 
-    The model is a defended one or, from `otad train`, a net alone. One attack can show
-    that it is weak, never that it is strong: see `otad evaluate` and `otad certify`.
-    The file of --out contains x, y, adversarial, broken (the prediction there is
-    wrong), distance and row.
+    The model is a defended model, or a network that `otad train` wrote. A single attack
+    can show that a model is weak, but not that it is strong. For that, use `otad
+    evaluate` and `otad certify`. The file of --out has the arrays x, y, adversarial,
+    broken (whether the adversarial input is answered wrongly), distance and row.
 
     Example: otad attack digits-model test --attack pgd --norm l2 --eps 0.5
 
@@ -97,9 +100,9 @@ def attack(
     }
     facts = {
         "threat": ball.describe(),
-        f"{clean.metric} unattacked": describe_score(clean),
+        f"{clean.metric} without attack": describe_score(clean),
         f"{clean.metric} under {name}": describe_score(attacked),
-        "queries": f"{record['forwards']:,} predictions, {record['backwards']:,} gradients",
+        "cost": f"{record['forwards']:,} predictions, {record['backwards']:,} gradients",
         "time": f"{found.seconds:.1f} s",
     }
     if out is not None:
@@ -111,17 +114,22 @@ def attack(
         else:
             with replacing(out) as partial, partial.open("wb") as stream:
                 np.savez(stream, **arrays)
-    show(record, as_json, title=f"Attacked {len(examples)} rows by {name}", facts=facts, out=out)
+    show(record, as_json, title=f"Attacked {len(examples)} rows with {name}", facts=facts, out=out)
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
-    """From name=value: numbers, lists, true, false and null as in JSON, all else as text."""
+    """Read name=value: numbers, lists, true, false and null as in JSON, everything else as text."""
     options: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         require(name.isidentifier() and equals, "option", "name=value", repr(text))
         require(name not in options, "option", "each name once", f"{name} again")
-        require(name not in NOT_OPTIONS, "option", "none that is part of the model", name)
+        require(
+            name not in NOT_OPTIONS,
+            "option",
+            "an option of the attack, not a part of the model",
+            name,
+        )
         try:
             options[name] = json.loads(value)
         except ValueError:
@@ -132,11 +140,11 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
 def _run(
     attack: Attack, model: nn.Module, examples: Examples, ball: LpBall, seed: int, batch_size: int
 ) -> AttackResult:
-    """One result for all rows, a batch at a time."""
+    """Attack all rows, one batch at a time, and return one result."""
     x, y = examples.x.split(batch_size), examples.targets.split(batch_size)
     generator = torch.Generator().manual_seed(seed)
     parts: list[dict[str, Any]] = []
-    with progress_bar(f"attacking by {attack.name}") as advance:
+    with progress_bar(f"attacking with {attack.name}") as advance:
         for some in zip(x, y, strict=True):
             parts.append(vars(attack(model, *some, ball, generator=generator)))
             advance(sum(len(part["inputs"]) for part in parts), len(examples))
@@ -147,7 +155,7 @@ def _run(
 
 
 def _arrays(model: Described, examples: Examples, found: AttackResult) -> dict[str, Any]:
-    """Labels are written as class names, so that the file can be an input of commands."""
+    """Return the arrays to write; labels are class names, so that commands can read the file."""
     tensors = {"adversarial": found.inputs, "broken": found.broken, "distance": found.distance}
     arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     y, classes = examples.targets.cpu(), class_names_of(model)

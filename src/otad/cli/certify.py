@@ -22,20 +22,20 @@ from otad.scores import score_of, share_score
 
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "most": 1.0}
 
-# For the record, in words, and as lines of a CSV file, all digits: none is rounded up.
+# For the record, in words, and as lines of a CSV file with all digits, so none is rounded up.
 Proved = tuple[dict[str, Any], dict[str, str], list[tuple[str, ...]]]
 
 
 def certify(
     model_dir: opt.ModelDir,
     input: opt.Input,
-    eps: Annotated[str, opt.option("Distances, separated by commas.")] = "0.25,0.5,1",
+    eps: Annotated[str, opt.option("Radii, separated by commas.")] = "0.25,0.5,1",
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
     out: Annotated[
-        Path | None, opt.option("CSV file for every row; - is stdout.", dir_okay=False)
+        Path | None, opt.option("CSV file with one line for each row; - is stdout.", dir_okay=False)
     ] = None,
     force: opt.Force = False,
     targets: opt.Targets = None,
@@ -47,10 +47,10 @@ def certify(
 ) -> None:
     """Prove how far each input can change in l2 without changing its prediction.
 
-    Classifiers: a radius for each row and, where the targets are known, the share
-    of rows that are right and remain so at each eps. Regression: an interval that
-    contains all predictions within each eps. The scope of the model decides which
-    rule applies; where a metric searches the neighbors, its Lipschitz constant
+    A classifier gets a certified radius for each row and, if the targets are known,
+    the certified accuracy at each eps. A regressor gets an interval that contains all
+    predictions within each eps. The scope of the model decides which rule applies. If
+    the model searches neighbors with a metric, the Lipschitz constant of the metric
     must be known.
 
     Example: otad certify digits-model test --eps 0.5,1 --out radii.csv
@@ -65,8 +65,8 @@ def certify(
     prove = _prove_values if model.backbone.task == "regression" else _prove_classes
     record, facts, lines = prove(model, examples, radii, options)
     metric = None if model.metric is None else type(model.metric).__name__
-    keys = "" if metric is None else f", searched by the keys of {metric}"
-    facts["unit"] = record["unit"] = ball.unit_name or "those of the inputs"
+    keys = "" if metric is None else f", searched with the keys of {metric}"
+    facts["unit"] = record["unit"] = ball.unit_name or "the units of the inputs"
     facts["scope"] = model.answerer.summary(model.n_neighbors) + keys
     facts["assumptions"] = "; ".join(record["assumptions"])
     if out is not None:
@@ -122,7 +122,7 @@ def _prove_values(
                 worst = (found.low - examples.y).abs().maximum((found.high - examples.y).abs())
                 score = score_of(worst, torch.zeros_like(worst))
                 intervals[radius]["certified"] = score
-                facts[f"mse at most, at {radius}"] = console.describe_score(score)
+                facts[f"certified mse at {radius}"] = console.describe_score(score)
             bounds = zip(examples.names, found.low.tolist(), found.high.tolist(), strict=True)
             lines += [(name, radius, str(low), str(high)) for name, low, high in bounds]
             advance(done, len(radii))

@@ -35,8 +35,8 @@ def show(
     out: Path | None = None,
     verdict: Sequence[str] = (),
 ) -> None:
-    """The result of a command on stdout: the whole record as JSON, or the facts as a table below
-    the sentences of a `verdict`; on stderr where `out` is stdout."""
+    """Print the result of a command to stdout: the whole record as JSON, or the facts as a table
+    below the sentences of a `verdict`. If `out` is stdout, print to stderr instead."""
     if as_json:
         typer.echo(json.dumps(to_plain(dict(record)), allow_nan=False))
         return
@@ -52,7 +52,7 @@ def show(
 
 
 def write_csv(out: Path, lines: Iterable[Sequence[str]]) -> None:
-    """The whole file, or none where writing fails."""
+    """Write the whole file, or leave no file if writing fails."""
     if out == STDOUT:
         csv.writer(sys.stdout).writerows(map(_as_text, line) for line in lines)
         return
@@ -61,7 +61,7 @@ def write_csv(out: Path, lines: Iterable[Sequence[str]]) -> None:
 
 
 def _as_text(cell: str) -> str:
-    """With an apostrophe before what a spreadsheet would take for a formula; numbers unchanged."""
+    """Return the cell, with an apostrophe before what a spreadsheet would read as a formula."""
     if not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
         return cell
     try:
@@ -72,7 +72,7 @@ def _as_text(cell: str) -> str:
 
 
 def describe_score(score: Score) -> str:
-    """The value with its 95% interval, which a single error does not have."""
+    """Return the value with its 95% interval; a single error has no interval."""
     form, unit = (".1f", "%") if score.metric == "accuracy" else (".4g", "")
     interval = "" if math.isinf(score.high) else f" [{score.low:{form}}, {score.high:{form}}]"
     return f"{score.value:{form}}{unit}{interval}, n = {score.n:,}"
@@ -83,7 +83,7 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 
 def describe_quantiles(quantiles: Mapping[str, float | None], digits: int = 4) -> str:
-    """None and infinity are infinite."""
+    """Return the quantiles as text; None stands for infinity."""
     return ", ".join(
         f"{name} " + ("infinite" if value in (None, math.inf) else f"{value:.{digits}g}")
         for name, value in quantiles.items()

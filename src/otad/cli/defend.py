@@ -1,4 +1,4 @@
-"""`otad defend`: from a trained net to a model that answers from its training points."""
+"""`otad defend`: from a trained network to a model that answers from its training points."""
 
 from __future__ import annotations
 
@@ -32,37 +32,57 @@ def defend(
     out: opt.OutFolder,
     force: opt.Force = False,
     data: Annotated[
-        str | None, opt.argument("[DATA]", "The training data, if it is elsewhere now.")
+        str | None, opt.argument("[DATA]", "The training data, if it has moved.")
     ] = None,
     data_dir: opt.DataDir = None,
-    scope: Annotated[str, opt.option("local: by the nearest points; global: by all.")] = "local",
-    neighbors: Annotated[int, opt.option("K, training points per prediction; local.")] = 10,
+    scope: Annotated[
+        str,
+        opt.option(
+            "local: a map through the nearest training points; global: one map through all."
+        ),
+    ] = "local",
+    neighbors: Annotated[int, opt.option("K, the number of neighbors in local scope.")] = 10,
     smoothness: Annotated[
-        float | None, opt.option("L, the map's constant.  [default: 2; global: the least]")
+        float | None,
+        opt.option(
+            "L, the Lipschitz constant of the map.", show_default="2; global: the least possible"
+        ),
     ] = None,
-    strong_convexity: Annotated[float, opt.option("l, may be negative.")] = 0.0,
+    strong_convexity: Annotated[
+        float, opt.option("l, the smallest curvature of the potential; it may be negative.")
+    ] = 0.0,
     mode: Annotated[
-        str, opt.option("Where L is too small: consistent raises it, paper as Algorithm 2 does.")
+        str,
+        opt.option("How L is raised where it is too small: consistent, or paper for Algorithm 2."),
     ] = "consistent",
     climb: Annotated[
-        str | None, opt.option("Steps by which L grows and l falls: 0.2,0.  [default: the least L]")
+        str | None,
+        opt.option(
+            "Steps in which L grows and l falls, such as 0.2,0.",
+            show_default="directly to the least L",
+        ),
     ] = None,
     max_smoothness: Annotated[
-        float | None, opt.option("Largest L; contradicting neighbors are left out.")
+        float | None, opt.option("Largest L. Neighbors that need a larger one are left out.")
     ] = None,
-    spares: Annotated[int, opt.option("Further neighbors that replace those left out.")] = 0,
-    bank_dtype: Annotated[str, opt.option(f"One of {', '.join(BANK_DTYPES)}.")] = "float32",
-    per_class: Annotated[int | None, opt.option("Random training points per class.")] = None,
+    spares: Annotated[int, opt.option("Further neighbors that replace the ones left out.")] = 0,
+    bank_dtype: Annotated[
+        str, opt.option(f"Dtype of the bank: {', '.join(BANK_DTYPES)}.")
+    ] = "float32",
+    per_class: Annotated[
+        int | None, opt.option("Use only this many random training points of each class.")
+    ] = None,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Build the bank of training points, test the model, and save it.
+    """Defend a trained network with its training points, test the model, and save it.
 
     Predictions are interpolated from the nearest training points by a map with
-    Lipschitz constant L. Where neighbors contradict that, L is raised for that row
-    alone and reported. In global scope a map through all training points answers
-    every input; points that contradict L are left out and reported.
+    Lipschitz constant L. If no such map passes through the neighbors of a row, L is
+    raised for this row and the output reports it. In global scope one map through all
+    training points answers every input. Points that need a larger L are left out, and
+    the output lists them.
 
     Example: otad defend digits-net --out digits-model
 
@@ -84,10 +104,10 @@ def defend(
     dataset = choice.load(data_dir, trained.about)
     about = describe_data(dataset, choice)
     for name in ("task", "input_shape", "classes", "feature_names"):
-        expected = f"{name} {trained.about[name]} like the data the net was trained on"
+        expected = f"{name} {trained.about[name]} like the data that the network was trained on"
         require(about[name] == trained.about[name], "data", expected, about[name])
     if about["data"]["fingerprint"] != trained.note.fingerprint:
-        remark(f"note: {choice.data} is not the data the net was trained on")
+        remark(f"note: {choice.data} is not the data that the network was trained on")
     model = build_model(trained, dataset, n_neighbors=neighbors, solver=solver, **chosen)
     if per_class is not None:
         about["data"]["kept"] = {"per_class": per_class, "seed": seed}
@@ -110,7 +130,7 @@ def build_model(
     bank_dtype: str = "float32",
     **options: Any,
 ) -> OTAD:
-    """The model of a net with the train part as its bank; `options` as in `otad.defend`."""
+    """Return the model of a network with the train part as its bank; `options` of `otad.defend`."""
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
     x, y = bank_part(dataset, per_class, seed)
     net = trained.net.to(check_device(device))
@@ -125,7 +145,7 @@ def build_model(
 
 
 def scope_record(model: OTAD) -> dict[str, Any]:
-    """The scope, and the potential of a global map, in plain JSON."""
+    """Return the scope, and the potential of a global map, in plain JSON."""
     described = model.answerer.describe()
     return {name: described[name] for name in ("scope", "potential") if name in described}
 
@@ -133,7 +153,7 @@ def scope_record(model: OTAD) -> dict[str, Any]:
 def assess_and_save(
     model: OTAD, dataset: Dataset, about: dict[str, Any], out: Path, *, baselines: bool = False
 ) -> tuple[Assessment, Path]:
-    """The card notes the data, how to read inputs, and the metrics."""
+    """Test and save the model; its card notes the data, how to read inputs, and the scores."""
     test = dataset.test_x, dataset.test_y
     assessment = assess(model, *test, baselines=baselines)
     preparation = None if dataset.preparation is None else dataset.preparation.to_json()
@@ -144,7 +164,9 @@ def assess_and_save(
 def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
     record = assessment.to_dict()
     facts = {
-        f"{assessment.metric} of the net": score_text(assessment.metric, assessment.scores[NET]),
+        f"{assessment.metric} of the network": score_text(
+            assessment.metric, assessment.scores[NET]
+        ),
         f"{assessment.metric} of OTAD": score_text(assessment.metric, assessment.scores[DEFENDED]),
         "scope": model.answerer.summary(model.n_neighbors),
         "test rows": describe_counts(record["status"]),
@@ -152,7 +174,9 @@ def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
     if (potential := model.potential) is not None:
         left_out = potential.left_out.tolist()
         rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
-        reported = f"{len(left_out)} contradicting points: rows {rows}" if left_out else "none"
+        reported = (
+            f"{len(left_out)} points that contradict others: rows {rows}" if left_out else "none"
+        )
         return facts | {"left out": reported}
     facts["L raised"] = f"{assessment.share_raised:.1%} of the test rows"
     marks = {"median": "median", "90%": "quantile_90", "most": "most"}

@@ -55,10 +55,10 @@ def demo(
 ) -> None:
     """Train, defend, attack and certify on handwritten digits, and write a report.
 
-    Needs no data: the 1,797 digits come with scikit-learn. Writes a model folder
-    that the other commands accept, predictions.csv, report.html, and the robustness
-    of the model as robustness.md and evaluation/evaluation.json; and the same net
-    with a global map through all training points as global-model.
+    It needs no data files: the 1,797 digits come with scikit-learn. It writes a model
+    folder that the other commands accept, predictions.csv, report.html, robustness.md
+    and evaluation/evaluation.json. The folder global-model has the same network with a
+    global map through all training points.
 
     Example: otad demo --out my-demo
     """
@@ -107,12 +107,12 @@ def demo(
     tested, _ = assess_and_save(whole, dataset, about, out / "global-model")
     how = {"seed": seed, "flags": False, "undefended": False}
     through_all = _attack("global", whole, tested, dataset, **how)
-    # Without a net: a global map through the training points, each with its own label.
+    # Without a network: a global map through the training points, each with its own label.
     frame = lifted_net(dataset.input_shape, len(dataset.classes), blocks=0, bounds=dataset.bounds)
     points = prototype_net(frame, dataset.train_x, dataset.train_y, neighbors=1)
     lifted = OTAD(points, points.bank(), scope="global", n_neighbors=NEIGHBORS).eval()
     tested = assess(lifted, *test)
-    without_net = _attack("global, no net", lifted, tested, dataset, **how)
+    without_net = _attack("global, no network", lifted, tested, dataset, **how)
     beside = sections.scopes_section(local, [through_all, without_net], radii=RADII, eps=EPS)
     robust = replace(robust, sections=[*robust.sections, beside])
     robust.write(out / "robustness.md")
@@ -170,14 +170,16 @@ def demo(
         "flags_failed": [flag.name for flag in evaluation.flags if flag.verdict == FAIL],
         "demo_seconds": time.perf_counter() - started,
     }
-    figures = "{otad:.2%} right; {worst_case_accuracy:.1%} left by attacks, {certified:.1%} proved"
+    figures = (
+        "{otad:.2%} right; {worst_case_accuracy:.1%} right under attack, {certified:.1%} proved"
+    )
     by_map = {"OTAD": robustness, f"global map, L = {through_all.curvature}": globally}
-    by_map["global map, no net"] = by_points
+    by_map["global map, no network"] = by_points
     attacks, raised = len(evaluation.per_attack), f"{assessment.share_raised:.1%} of the rows"
     facts = {
         "under attack": f"{attacks} attacks on {evaluation.n} digits, l2 up to {EPS:g}",
         "undefended network": f"{assessment.scores[NET]:.2%} right on {len(assessment)} digits; "
-        f"{alone.worst_case_accuracy:.1%} left by its {len(alone.per_attack)} attacks",
+        f"{alone.worst_case_accuracy:.1%} right under its {len(alone.per_attack)} attacks",
         **{
             name: figures.format(**found, certified=found["certified_accuracy"] or 0.0)
             for name, found in by_map.items()
@@ -194,7 +196,7 @@ def demo(
 def _attack(
     name: str, model: OTAD, assessment: Assessment, dataset: Dataset, **options: Any
 ) -> sections.Contender:
-    """Evaluated on the first test digits, by default with the fast attacks of the suite."""
+    """Evaluate a model on the first test digits, by default with the fast attacks of the suite."""
     if "attacks" not in options:
         made, _ = suite(model, SUITE, dataset.input_shape, dataset.task, L2(EPS))
         options["attacks"] = [attack for attack in made if attack.name not in SKIPPED]

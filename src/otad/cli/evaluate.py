@@ -32,29 +32,35 @@ HOW = ("skip_proved", "embedding_lipschitz", "metric_lipschitz", "seed", "batch_
 def evaluate(
     model_dir: opt.ModelOrNet,
     input: opt.Input,
-    eps: Annotated[str, opt.option("How far an input may be changed, such as 0.5,1,2.")],
+    eps: Annotated[str, opt.option("The largest changes of an input, such as 0.5,1,2.")],
     headline: Annotated[
-        float | None, opt.option("Radius of the headline figure.  [default: the first of --eps]")
+        float | None,
+        opt.option("The eps of the headline figure.", show_default="the first of --eps"),
     ] = None,
     suite: Annotated[
-        str, opt.option(f"Attacks to run: {', '.join(PRESETS)}.", **opt.among(PRESETS))
+        str, opt.option(f"Suite of attacks: {', '.join(PRESETS)}.", **opt.among(PRESETS))
     ] = "standard",
     attack: Annotated[
         opt.Names,
         opt.option(
-            f"Run this instead of a suite. Repeatable: {', '.join(ATTACKS)}.", **opt.among(ATTACKS)
+            f"Run this attack instead of a suite. Repeatable: {', '.join(ATTACKS)}.",
+            **opt.among(ATTACKS),
         ),
     ] = None,
     norm: opt.Norm = "l2",
     immutable: opt.Immutable = None,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
-    all_rows: Annotated[bool, opt.option("Attack rows already broken too.", "--all-rows")] = False,
+    all_rows: Annotated[
+        bool, opt.option("Run every attack on all rows, also on broken ones.", "--all-rows")
+    ] = False,
     skip_proved: Annotated[
         opt.Names,
-        opt.option("Skip this attack on certified rows. Repeatable.", **opt.among(ATTACKS)),
+        opt.option("Do not run this attack on certified rows. Repeatable.", **opt.among(ATTACKS)),
     ] = None,
-    no_flags: Annotated[bool, opt.option("Skip the checks of the attacks.", "--no-flags")] = False,
+    no_flags: Annotated[
+        bool, opt.option("Do not check the strength of the attacks.", "--no-flags")
+    ] = False,
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
     targets: opt.Targets = None,
@@ -68,14 +74,14 @@ def evaluate(
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Attack a model by a suite of attacks, certify it, and write a report.
+    """Attack a model with a suite of attacks, certify it, and write a report.
 
-    The model is a defended one, whose network is attacked alone too, to show what is
-    gained; or, from `otad train`, a net alone. The headline is the share of rows that
-    are right and that no attack breaks. Finished batches are stored in --out: after an
-    interruption, the same command resumes. Writes evaluation.json, report.html and
-    report.md; --out - prints the record alone. A finished evaluation is replaced with
-    --force alone.
+    The model is a defended model, or a network that `otad train` wrote. The network
+    inside a defended model is attacked alone as well, to show the gain. The headline is
+    the share of rows that are right and that no attack breaks. Finished batches are
+    saved in --out, and after an interruption the same command resumes. The command
+    writes evaluation.json, report.html and report.md; --out - only prints the record.
+    Use --force to replace a finished evaluation.
 
     Exit code 1 means that an attack refuted a certificate, which is a bug.
 
@@ -90,7 +96,9 @@ def evaluate(
     check_choice(suite, "suite", tuple(PRESETS))
     model = open_model_or_net(model_dir, device, data_dir, out, input, targets, scale)
     defended = model if isinstance(model, OTAD) else None
-    require(not card or defended, "--card", "a defended model", "a net alone, which has no card")
+    require(
+        not card or defended, "--card", "a defended model", "a network alone, which has no card"
+    )
     results = [] if out == STDOUT else ["evaluation.json", "report.html", "report.md"]
     check_out(out, force, as_json, results=results, started="parts")
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
@@ -132,7 +140,7 @@ def report_on(
     source: str,
     **options: Any,
 ) -> Report:
-    """The report of an evaluation stored in a folder; `options` as in `evaluation_report`."""
+    """Return the report of an evaluation in a folder; `options` of `evaluation_report`."""
     options |= {"model": module_of(model), "x": x, "y": y, "classes": class_names_of(model) or None}
     options["feature_names"] = model.notes.get("feature_names")
     options["adversarial"] = Adversarial.read(folder / "adversarial.safetensors")
@@ -141,7 +149,7 @@ def report_on(
 
 
 def _record(evaluation: Evaluation) -> dict[str, object]:
-    """A summary of the record, which is written to its own file."""
+    """Return a summary of the record, which is written to its own file."""
     names = ("task", "seed", "threat", "eps", "clean", "missing", "is_sound", "seconds")
     found: dict[str, object] = {name: getattr(evaluation, name) for name in names}
     found["rows"] = evaluation.n

@@ -1,4 +1,4 @@
-"""`otad imitate`: replace the solver of a model by a network (OTAD-T-NN)."""
+"""`otad imitate`: replace the solver of a model with a network (OTAD-T-NN)."""
 
 from __future__ import annotations
 
@@ -38,30 +38,45 @@ def imitate(
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
-    width: Annotated[int | None, _training("Of each token.  [default: by the features]")] = None,
-    blocks: Annotated[int, _training("Of the transformer.")] = 6,
-    heads: Annotated[int, _training("Of each attention.")] = 16,
-    readout: Annotated[str, _training("free, or hull: means of the neighbors' features.")] = "free",
-    alpha: Annotated[float, _training("Share of exact answers; the rest: own features.")] = 1.0,
-    epochs: Annotated[int | None, _training("Passes over the bank.  [default: 20]")] = None,
-    batch_size: Annotated[int | None, _training("Rows per step.  [default: 256]")] = None,
-    learning_rate: Annotated[float | None, _training("The highest.  [default: 0.0003]")] = None,
-    mixed_precision: Annotated[
-        bool | None, _training("bfloat16.  [default: on GPU]", "--mixed-precision/--full-precision")
+    width: Annotated[
+        int | None, _training("Width of each token.", show_default="from the number of features")
     ] = None,
-    held_out: Annotated[int, _training("Random points of the bank to measure the error on.")] = 0,
+    blocks: Annotated[int, _training("Blocks of the transformer.")] = 6,
+    heads: Annotated[int, _training("Heads of each attention.")] = 16,
+    readout: Annotated[
+        str, _training("free, or hull for means of the features of the neighbors.")
+    ] = "free",
+    alpha: Annotated[
+        float,
+        _training("Share of exact answers in the target; the rest are the network's features."),
+    ] = 1.0,
+    epochs: Annotated[
+        int | None, _training("Number of passes over the bank.", show_default="20")
+    ] = None,
+    batch_size: Annotated[int | None, _training("Rows per step.", show_default="256")] = None,
+    learning_rate: Annotated[
+        float | None, _training("Highest learning rate.", show_default="0.0003")
+    ] = None,
+    mixed_precision: Annotated[
+        bool | None,
+        _training(
+            "Compute in bfloat16.", "--mixed-precision/--full-precision", show_default="on a GPU"
+        ),
+    ] = None,
+    held_out: Annotated[int, _training("Number of random bank points that measure the error.")] = 0,
     cached: Annotated[
-        bool, _training("Solve each problem once, or in every epoch.", "--solve-once/--solve-anew")
+        bool,
+        _training("Solve each problem once, or again in every epoch.", "--solve-once/--solve-anew"),
     ] = True,
     save_seconds: Annotated[float, _training("Seconds between checkpoints.")] = 60.0,
     max_seconds: opt.MaxSeconds = None,
 ) -> None:
-    """Train a network to replace a model's solver, test both, and save the new model.
+    """Train a network that replaces the solver of a model, test both, and save it.
 
-    The network (CIP-net) learns the exact answers to the model's own training
-    points, each among its neighbors other than itself. It proves nothing, gives
-    no weights and no certificates, and is not always the faster of the two. After
-    an interruption, the same command resumes.
+    The network (CIP-net) learns the exact answers for the training points of the
+    model. Each training point is answered from its neighbors other than itself. The new
+    model has no weights and no certificates, and it is not always faster. After an
+    interruption, the same command resumes.
 
     Example: otad imitate digits-model --out digits-nn
 
@@ -107,9 +122,9 @@ def imitate(
 
 
 def _test_part(model: OTAD, data_dir: Path | None) -> tuple[Tensor, Tensor] | None:
-    """None where it is not available: then a note says that the new model is not tested."""
+    """Return the test part, or None with a note if it is not available."""
     if data_note(model) is None:
-        remark("note: the model names no data, so it is not tested")
+        remark("note: the model does not name its data, so the new model is not tested")
         return None
     try:
         rows = open_inputs(model, "test", data_dir)
@@ -127,12 +142,12 @@ def _facts(imitation: Imitation, tested: tuple[Assessment, Assessment] | None) -
     exact, estimated = tested
     metric = exact.metric
     facts |= {
-        f"{metric} of the net": score_text(metric, exact.scores[NET]),
-        f"{metric} by the solver": score_text(metric, exact.scores[DEFENDED]),
-        f"{metric} by CIP-net": score_text(metric, estimated.scores[DEFENDED]),
+        f"{metric} of the network": score_text(metric, exact.scores[NET]),
+        f"{metric} with the solver": score_text(metric, exact.scores[DEFENDED]),
+        f"{metric} with CIP-net": score_text(metric, estimated.scores[DEFENDED]),
     }
     if metric == "accuracy":
         agreed = (exact.predictions == estimated.predictions).double().mean()
         facts["same answers"] = f"{float(agreed):.1%} of {len(exact)} test rows"
     each = (f"{1000 * one.seconds / len(one):.3g} ms" for one in tested)
-    return facts | {"time per row": "{} by the solver, {} by CIP-net".format(*each)}
+    return facts | {"time per row": "{} with the solver, {} with CIP-net".format(*each)}

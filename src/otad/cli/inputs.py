@@ -1,4 +1,4 @@
-"""Inputs of a model and their targets: tables, arrays, images, cells, the test part of its data."""
+"""Inputs of a model and their targets: tables, arrays, images, cells, or the test part."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from otad.model.otad import OTAD
 
 @dataclass(frozen=True, eq=False)
 class InputRows:
-    """Inputs of a model, read a few at a time. `names`: the number or the file of each row.
-    `read(rows)`: inputs (B,*input_shape). `targets(name)`: targets (N,) from the column or array of
-    that name, by default from the one trained on; None where that is missing."""
+    """Inputs of a model, read a few at a time. `names` has the number or the file of each row.
+    `read(rows)` returns inputs (B,*input_shape). `targets(name)` returns targets (N,) from the
+    column or array of that name, by default the one trained on; None if it is missing."""
 
     names: tuple[str, ...]
     read: Callable[[slice], Tensor]
@@ -42,14 +42,14 @@ class InputRows:
             yield rows, self.read(rows)
 
     def row(self, number: int) -> Tensor:
-        """One input (1,*input_shape)."""
+        """Return one input (1,*input_shape)."""
         require(0 <= number < len(self), "row", f"0 to {len(self) - 1}", number)
         return self.read(slice(number, number + 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Inputs x (B,*input_shape), a name per row, and y (B,) labels or values where known."""
+    """Inputs x (B,*input_shape), a name for each row, and labels or values y (B,) if known."""
 
     source: str
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Examples:
 
     @property
     def targets(self) -> Tensor:
-        """y, refused where it is not known."""
+        """Return y; refuse inputs without it."""
         if self.y is None:
             raise InputError(f"{self.source}: expected targets, got inputs only; see --targets")
         return self.y
@@ -76,9 +76,9 @@ def open_examples(
     rows: int | None = None,
     seed: int = 0,
 ) -> Examples:
-    """The rows of `source` on the device of the model, with the targets that can be found."""
+    """Return the rows of `source` on the device of the model, with targets if there are any."""
     own = source != "test" or targets is None
-    require(own, "targets", "none for the test part, which has its own", targets)
+    require(own, "targets", "none, because the test part has its own", targets)
     inputs = open_inputs(model, source, data_dir)
     suffix = Path(targets or "").suffix.lower()
     if targets is not None and suffix in (".csv", ".tsv"):
@@ -109,20 +109,20 @@ def open_examples(
             near = [model.neighbors(model.query_keys(part)).distances for part in x.split(1000)]
         if copies := int((torch.cat(near)[:, 0] == 0).sum()):
             known = f"{copies} of the {len(x)} rows are training points of the model"
-            remark(f"note: {known}: figures on them do not apply to new data")
+            remark(f"note: {known}. Scores on them do not apply to new data")
     names = tuple(inputs.names[row] for row in chosen)
     return Examples(source, names, x, None if y is None else y[torch.tensor(chosen)].to(device))
 
 
 def class_names_of(model: Described) -> tuple[str, ...]:
-    """As in the training data; numbers for a model saved from Python, none in regression."""
+    """Return the names of the classes, or numbers for a model without names; none in regression."""
     if model.backbone.task == "regression":
         return ()
     return tuple(map(str, model.notes.get("classes") or range(model.backbone.n_outputs)))
 
 
 def open_inputs(model: Described, source: str, data_dir: Path | None = None) -> InputRows:
-    """The rows of `source`, read as the model's card says."""
+    """Return the rows of `source`, read as the card of the model says."""
     if source == "test":
         return _test_part(model, data_dir)
     path = Path(source)
@@ -138,12 +138,12 @@ def open_inputs(model: Described, source: str, data_dir: Path | None = None) -> 
 def _test_part(model: Described, data_dir: Path | None) -> InputRows:
     note = data_note(model)
     if note is None:
-        got = "one that names no data"
+        got = "a model that does not name its data"
         raise InputError(f"input: expected for 'test' a model made by `otad defend`, got {got}")
     dataset = note.choice.load(data_dir, model.notes)
     unchanged = dataset.fingerprint() == note.fingerprint
     expected = f"{note.choice.data!r} as it was when the model was made"
-    require(unchanged, "input", expected, "other contents, on which it may have been trained")
+    require(unchanged, "input", expected, "changed data, which may contain training points")
     return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y, dataset.test_files)
 
 
@@ -185,7 +185,7 @@ def _arrays(model: Described, path: Path) -> InputRows:
 def _cells(model: Described, path: Path) -> InputRows:
     card = model.notes.get("preparation") or {}
     require(card, str(path), "an input like the training data", "cells")
-    with refusing("notes.preparation: expected that of cells"):
+    with refusing("notes.preparation: expected a preparation of cells"):
         prepare = CellPreparation.from_json(card)
     cells = read_h5ad(path)
     count = cells.values.shape[0]
@@ -233,7 +233,7 @@ def _from_tensor(
 
 
 def _trained_on(model: Described, option: str) -> Any:
-    """An option by which the training data was read, from the model's card."""
+    """Return an option with which the training data was read, from the card of the model."""
     note = data_note(model)
     return None if note is None else note.choice.options.get(option)
 

@@ -16,15 +16,15 @@ from otad.errors import InputError, OtadError, printable
 COMMANDS = {
     "demo": "Train, defend, attack and certify on handwritten digits, and write a report.",
     "train": "Train a residual network whose blocks move the data as little as possible.",
-    "defend": "Build the bank of training points, test the model, and save it.",
-    "imitate": "Train a network to replace a model's solver, test both, and save the new model.",
-    "predict": "Predict every row of an input, and report what each prediction rests on.",
-    "explain": "Show what each training point contributes to a prediction, with weight and label.",
-    "attack": "Run one attack on a model, and report how many of its predictions remain right.",
+    "defend": "Defend a trained network with its training points, test the model, and save it.",
+    "imitate": "Train a network that replaces the solver of a model, test both, and save it.",
+    "predict": "Predict every row of an input, and list the training point behind each prediction.",
+    "explain": "Show how much each training point contributes to a prediction.",
+    "attack": "Run one attack on a model, and report how many predictions stay right.",
     "certify": "Prove how far each input can change in l2 without changing its prediction.",
-    "evaluate": "Attack a model by a suite of attacks, certify it, and write a report.",
-    "report": "Write the report on a saved evaluation.",
-    "reproduce": "Reproduce published tables, with the published figures beside ours.",
+    "evaluate": "Attack a model with a suite of attacks, certify it, and write a report.",
+    "report": "Write the report of a saved evaluation.",
+    "reproduce": "Reproduce published tables, and show the published figures beside ours.",
 }
 
 
@@ -35,8 +35,8 @@ _FULL_MEMORY = re.compile(
 
 
 class _Commands(TyperGroup):
-    """Errors that users can fix (our own, of files, of memory) are one line, as is an interruption;
-    others keep their traceback."""
+    """Errors that users can fix (of this library, of files, of memory) and interruptions are
+    reported in one line; other errors keep their traceback."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -69,8 +69,11 @@ class _Commands(TyperGroup):
             reason, status = f"out of memory: {remedy} ({text or 'no more to allocate'})", 2
         except KeyboardInterrupt:
             resumes = ctx.invoked_subcommand in RESUMING
-            again = "resumes after what is saved" if resumes else "starts again"
-            reason, status = f"interrupted: files are whole, and the same command {again}", 130
+            again = "resumes from the last saved step" if resumes else "starts again"
+            reason, status = (
+                f"interrupted: all files are complete, and the same command {again}",
+                130,
+            )
         typer.echo(f"otad: {printable(reason)}", err=True)
         raise typer.Exit(status)
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their texts mean."""
+"""Options that several commands share, and how their texts are read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
 
 
 def among(choices: Iterable[str]) -> dict[str, Any]:
-    """For an option or argument whose names a shell completes; other values are allowed."""
+    """Let the shell complete these names; other values are allowed."""
     names = tuple(choices)
 
     def complete(incomplete: str) -> list[str]:
@@ -41,60 +41,69 @@ def among(choices: Iterable[str]) -> dict[str, Any]:
 
 
 AsJson = Annotated[bool, option("Print one JSON object to stdout, and nothing else.", "--json")]
-Seed = Annotated[int, option("Seed of everything that is drawn at random.", callback=check_seed)]
+Seed = Annotated[int, option("Seed of all random numbers.", callback=check_seed)]
 Device = Annotated[str, option("Where to compute: cpu, cuda or cuda:1.", **among(("cpu", "cuda")))]
-BatchSize = Annotated[int, option("Rows at a time.", min=1, max=2**31)]
-Force = Annotated[bool, option("Replace what --out has already.", "--force")]
-OutFolder = Annotated[Path, option("Folder for everything that is written.", file_okay=False)]
-MaxSeconds = Annotated[float | None, option("Stop in time; the same command resumes.")]
+BatchSize = Annotated[int, option("Number of rows to process at once.", min=1, max=2**31)]
+Force = Annotated[bool, option("Replace results that exist in --out.", "--force")]
+OutFolder = Annotated[Path, option("Folder to write all results to.", file_okay=False)]
+MaxSeconds = Annotated[float | None, option("Stop after this time. The same command resumes.")]
 ModelDir = Annotated[Path, argument("MODEL_DIR", "Model folder written by `otad defend`.")]
 ModelOrNet = Annotated[
-    Path, argument("MODEL_DIR", "Folder of `otad defend`, or of `otad train`: a net alone.")
+    Path, argument("MODEL_DIR", "Model folder of `otad defend`, or network folder of `otad train`.")
 ]
 Input = Annotated[
     str,
     argument(
         "INPUT",
-        "CSV, NPZ (array x), image folder or .h5ad; or test: its test data.",
+        "CSV, NPZ (array x), image folder or .h5ad; or test: the test part of the model's data.",
         **among(("test",)),
     ),
 ]
 DataDir = Annotated[
-    Path | None, option("Folder of data and relative paths.  [default: OTAD_DATA]", panel=READING)
+    Path | None,
+    option(
+        "Folder of the data sets, and of relative paths.", show_default="OTAD_DATA", panel=READING
+    ),
 ]
 Targets = Annotated[
     str | None,
     option(
-        "Column of the CSV, obs column of the .h5ad, array of the NPZ, or another CSV or NPZ file "
-        "with the targets. By default the column trained on, array y, the folder of each image.",
+        "Where the right answers are: a column of the CSV, an obs column of the .h5ad, an array of "
+        "the NPZ, or another CSV or NPZ file. By default the column that the model was trained on, "
+        "the array y, or the folder of each image.",
         panel=READING,
     ),
 ]
-Rows = Annotated[int | None, option("Use only this many random rows.", min=1)]
+Rows = Annotated[int | None, option("Use only this many rows, chosen at random.", min=1)]
 EmbeddingLipschitz = Annotated[
     float | None, option("Lipschitz constant of an embedding that does more than normalize.")
 ]
 MetricLipschitz = Annotated[
-    float | None, option("Lipschitz constant of a metric that does not know its own.")
+    float | None, option("Lipschitz constant of a metric that has no proved one.")
 ]
-Norm = Annotated[str, option("How a change is measured: l2 or linf.", panel=THREAT, **among(NORMS))]
+Norm = Annotated[str, option("Norm of a change: l2 or linf.", panel=THREAT, **among(NORMS))]
 Immutable = Annotated[
-    Names, option('Features that cannot change: "age,sex". Repeatable.', panel=THREAT)
+    Names,
+    option('Features that an attacker cannot change, such as "age,sex". Repeatable.', panel=THREAT),
 ]
 Unit = Annotated[
     str | None,
     option(
-        "Of each feature: 1, or std, that of the training data.  [default: std for tables, else 1]",
+        "Unit of each feature: 1, or std for its standard deviation in the training data.",
+        show_default="std for tables, else 1",
         panel=THREAT,
     ),
 ]
 Scale = Annotated[
-    Path | None, option('JSON: units of features, {"pH": 0.5, ...}.', panel=THREAT, dir_okay=False)
+    Path | None,
+    option(
+        'JSON file with the unit of each feature: {"pH": 0.5, ...}.', panel=THREAT, dir_okay=False
+    ),
 ]
 
 
 def given(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Those of the named options that were given."""
+    """Return the named options that were given."""
     return {name: options[name] for name in names if options[name] not in (None, [])}
 
 
@@ -117,7 +126,7 @@ def read_radii(text: str) -> tuple[float, ...]:
 
 
 def radius_text(eps: float) -> str:
-    """Short but not rounded: 0.5, but 0.7142857142857143, as nothing is proved beyond it."""
+    """Return a short text that is not rounded, because nothing is proved beyond the radius."""
     return f"{eps:g}" if float(f"{eps:g}") == eps else repr(eps)
 
 
@@ -130,8 +139,9 @@ def threat_to(
     unit: str | None = None,
     scale: Path | None = None,
 ) -> LpBall:
-    """The ball around inputs of the model, within the bounds that it declares. Columns of text are
-    groups, which switch or stay; whether a number is missing cannot change."""
+    """Return the ball around inputs of the model, within the bounds that the model declares. Text
+    columns are groups of which one category is switched or none. Indicators of missing numbers
+    cannot change."""
     ball = NORMS[check_choice(norm, "norm", tuple(NORMS))]
     require(unit is None or scale is None, "scale", "either --unit or --scale", "both")
     shape, device = model.backbone.input_shape, model.backbone.mean.device
@@ -165,8 +175,8 @@ def threat_to(
 
 
 def columns_of(model: Described) -> dict[str, tuple[int, ...]]:
-    """The columns of the table a model was trained on, or the numbers of its features, and the
-    features that each has become."""
+    """Return the columns of the table that a model was trained on, or the numbers of its features,
+    each with the positions of the features that it became."""
     if (encoding := TableEncoding.of(model.notes)) is not None:
         return encoding.positions()
     known = model.notes.get("feature_names") or range(model.backbone.input_shape[0])
@@ -174,7 +184,7 @@ def columns_of(model: Described) -> dict[str, tuple[int, ...]]:
 
 
 def _read_scale(path: Path, names: Sequence[str], optional: Sequence[str]) -> dict[str, float]:
-    """The unit of every feature, 1 for those that are optional."""
+    """Return the unit of every feature; optional features have the unit 1 by default."""
     content = read_json(path)
     numbers = isinstance(content, dict) and all(type(v) in (int, float) for v in content.values())
     require(numbers, str(path), 'a number for each feature, {"name": 0.5, ...}', content)

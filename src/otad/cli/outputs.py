@@ -1,4 +1,4 @@
-"""Where commands write: standard output for `-`, and nothing over what is there without --force."""
+"""Where commands write: `-` is standard output, and nothing is overwritten without --force."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def check_out(
     results: Sequence[str] = (),
     started: str = "",
 ) -> None:
-    """Refuse an `out` that has a result already, unless it is to be replaced: the file itself, or
-    in a folder one of the `results`, in the order they are written. A folder that has what is
-    `started` first, but not the last result, is that of an interrupted run, which the same command
-    resumes. Links are followed; devices, pipes and sockets are refused."""
+    """Refuse an `out` that has a result already, unless `force` is set. The result is the file
+    itself, or in a folder one of the `results`, which are listed in the order they are written. A
+    folder with the file `started` but without the last result belongs to an interrupted run, which
+    the same command resumes. Links are followed; devices, pipes and sockets are refused."""
     require(out != STDOUT or not results, "out", "a folder", "-, which is standard output")
     if out is None or out == STDOUT:
-        found = "-, and --json, which prints there too"
+        found = "- together with --json, which also prints there"
         require(out is None or not as_json, "out", "a file, or - for standard output alone", found)
         return
     if started and (out / started).exists():
@@ -34,14 +34,14 @@ def check_out(
         known = path.exists()
         regular = not known or stat.S_ISREG(path.stat().st_mode)
         expected = "a regular file, a new one, or - for standard output"
-        require(regular, "out", expected, f"{path}, which is none")
+        require(regular, "out", expected, f"{path}, which is neither")
         expected = "a new place, or --force to replace what is there"
         require(force or not known, "out", expected, f"{path}, which exists")
 
 
 def start_anew(folder: Path, result: str, checkpoint: str) -> None:
-    """With --force: a finished `result` and its checkpoint make room for a new run; without one, a
-    run that was interrupted resumes."""
+    """Remove a finished `result` and its checkpoint, so that a new run starts. Without a result
+    nothing is removed, so that an interrupted run resumes."""
     if (folder / result).exists():
         (folder / result).unlink()
         (folder / checkpoint).unlink(missing_ok=True)

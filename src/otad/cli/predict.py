@@ -44,14 +44,14 @@ def predict(
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Predict every row of an input, and report what each prediction rests on.
+    """Predict every row of an input, and list the training point behind each prediction.
 
-    A CSV may have more columns than the model was trained on, in any order. The
-    output has: row (its number or file), prediction (empty where the model
-    abstains), probability (empty in regression), nearest (training point, by its
-    place in the bank), its distance, smoothness (the L used) and status (solved,
-    raised, ...). For a model of global scope nearest is the training point of
-    largest weight.
+    A CSV file may have more columns than the model was trained on, in any order. The
+    output has the columns row (its number or file), prediction (empty where the model
+    abstains), probability (empty in regression), nearest (the row of the nearest
+    training point in the bank), distance (to this point), smoothness (the L used) and
+    status (solved, raised, ...). In global scope, nearest is the training point with
+    the largest weight.
 
     Example: otad predict digits-model test --out predictions.csv
 
@@ -71,7 +71,8 @@ def predict(
 def write_predictions(
     model: OTAD, rows: InputRows, targets: Tensor | None, out: Path, batch_size: int
 ) -> dict[str, Any]:
-    """Returns how many rows have which status, and the score where targets are given."""
+    """Write the predictions; return the number of rows of each status, and the score if targets
+    are given."""
     counts: Counter[str] = Counter()
     total = 0.0
 
@@ -119,25 +120,25 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
 def explain(
     model_dir: opt.ModelDir,
     input: opt.Input,
-    row: Annotated[int, opt.option("Which row, counted from 0.")] = 0,
+    row: Annotated[int, opt.option("The row to explain, counted from 0.")] = 0,
     out: Annotated[
         Path | None,
-        opt.option("Picture (.png, .svg, .pdf) or numbers (.json); - is stdout.", dir_okay=False),
+        opt.option("Picture (.png, .svg, .pdf) or JSON file (.json); - is stdout.", dir_okay=False),
     ] = None,
     force: opt.Force = False,
-    top: Annotated[int, opt.option("How many training points to show.", min=1)] = 5,
+    top: Annotated[int, opt.option("Number of training points to show.", min=1)] = 5,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Show what each training point contributes to a prediction, with weight and label.
+    """Show how much each training point contributes to a prediction.
 
-    The prediction is read linearly from the weighted mean of their features: the
-    weights do not approximate the model, they define its prediction. A point
-    contributes its weight times the lead of the predicted class over the runner-up
-    that it alone would give (in regression, times its value). Contributions sum to
-    the lead, so a class of less weight wins where its points contribute more.
-    Features are listed from the one that differs most.
+    The model predicts from a weighted mean of the features of training points, so the
+    weights do not approximate the model: they define its prediction. The margin is the
+    logit of the predicted class minus the logit of the runner-up. A training point
+    contributes its weight times the margin that it would give alone (in regression,
+    times its value), and all contributions sum to the margin. A class with less weight
+    can therefore win. Features are listed from the one that differs most.
 
     Example: otad explain digits-model test --row 3 --out why.png
     """

@@ -1,4 +1,4 @@
-"""`otad report`: the report on a saved evaluation."""
+"""`otad report`: the report of a saved evaluation."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def report(
     out: Annotated[
         Path | None,
         opt.option(
-            "HTML file, or Markdown if it ends in .md; - is stdout.  [default: report.html beside "
-            "the record]",
+            "HTML file, or Markdown file if it ends in .md; - is stdout.",
+            show_default="report.html beside the record",
             dir_okay=False,
         ),
     ] = None,
     model: Annotated[
-        Path | None, opt.option("The folder of what was evaluated, to show examples too.")
+        Path | None, opt.option("Folder of the evaluated model, to show examples as well.")
     ] = None,
     input: Annotated[
-        str, opt.option("With --model: what it was evaluated on.", **opt.among(("test",)))
+        str, opt.option("With --model: the input that it was evaluated on.", **opt.among(("test",)))
     ] = "test",
     targets: opt.Targets = None,
     force: opt.Force = False,
@@ -46,11 +46,11 @@ def report(
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Write the report on a saved evaluation.
+    """Write the report of a saved evaluation.
 
-    The record alone has all numbers and curves. With --model, the report also shows
-    what eps looks like and adversarial examples: the model and the input have to be
-    those that were evaluated.
+    The record is enough for all numbers and curves. With --model, the report also shows
+    what a change of size eps looks like, and adversarial examples. The model and the
+    input must be the ones that were evaluated.
 
     Example: otad report evaluation/evaluation.json --out report.html
 
@@ -86,11 +86,11 @@ def _with_examples(
     data_dir: Path | None,
     device: str,
 ) -> Any:
-    """Refuses another model, or other examples, than those of the evaluation."""
+    """Return the report with examples; refuse a model or examples that were not evaluated."""
     model = open_model_or_net(model_dir, device, data_dir, out, source, targets)
     found = Identity().model(module_of(model))["fingerprint"]
     known = evaluation.model.get("fingerprint", found)
-    require(found == known, "model", f"the one evaluated, {known[:16]}", found[:16])
+    require(found == known, "model", f"the model that was evaluated, {known[:16]}", found[:16])
     options: dict[str, Any] = {"rows": evaluation.n, "seed": evaluation.seed}
     examples = open_examples(model, source, targets=targets, data_dir=data_dir, **options)
     _, header = read_tensors(folder / FOUND)

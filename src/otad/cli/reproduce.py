@@ -1,4 +1,4 @@
-"""`otad reproduce`: recorded experiments, run again."""
+"""`otad reproduce`: run published experiments again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ HOW = ("jobs", "data_dir", "out", "work", "max_seconds", "seed", "quick")
 def reproduce(
     names: Annotated[
         opt.Names,
-        opt.argument("NAME...", "Experiments, labels such as tab:cw, 'all' or your own .toml."),
+        opt.argument(
+            "NAME...",
+            "Experiments, labels of the paper such as tab:cw, 'all', or your own .toml file.",
+        ),
     ] = None,
     listing: Annotated[
         bool, opt.option("List the experiments and what is recorded of them in --out.", "--list")
@@ -34,22 +37,26 @@ def reproduce(
     out: opt.OutFolder = Path("results"),
     force: opt.Force = False,
     work: Annotated[
-        Path | None, opt.option("Folder for nets and finished parts.  [default: --out/.work]")
+        Path | None,
+        opt.option("Folder for networks and finished parts.", show_default="--out/.work"),
     ] = None,
-    jobs: Annotated[int, opt.option("Processes at once; timings still run alone.", min=1)] = 1,
+    jobs: Annotated[
+        int, opt.option("Number of processes. Timings are measured by one process alone.", min=1)
+    ] = 1,
     max_seconds: opt.MaxSeconds = None,
     seed: opt.Seed = 0,
-    quick: Annotated[bool, opt.option("Small data, for a test run.", "--quick")] = False,
+    quick: Annotated[bool, opt.option("Use small data, for a test run.", "--quick")] = False,
     pages: Annotated[
-        Path | None, opt.option("Folder for the pages of tables, from all records of --out.")
+        Path | None, opt.option("Folder for pages of tables, made of all records of --out.")
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Reproduce published tables, with the published figures beside ours.
+    """Reproduce published tables, and show the published figures beside ours.
 
-    A label of the paper, such as tab:cw, runs all that this table needs. Trained nets and finished
-    parts are stored: a killed run resumes, and experiments share the parts they have in common. A
-    record or page that exists is replaced with --force alone.
+    A label of the paper, such as tab:cw, runs everything that this table needs. Trained
+    networks and finished parts are saved. A stopped run resumes from them, and
+    experiments share the parts that they have in common. Use --force to replace a
+    record or a page that exists.
 
     Example: otad reproduce tab:cw --data-dir data --device cuda
     """
@@ -73,7 +80,7 @@ def reproduce(
         if len(done) == len(paths):
             check_out(out, force, results=[path.name for path in paths])
         for path in done:
-            remark(f"note: {path} exists and stays as it is; --force computes it again")
+            remark(f"note: {path} exists and is not changed; --force computes it again")
         missing = [name for name, path in zip(chosen, paths, strict=True) if path not in done]
         experiments.reproduce_together(missing, **how)
         if as_json:

@@ -1,4 +1,5 @@
-"""What commands work on: data as the user names it, trained nets; and that none is overwritten."""
+"""What commands read: data as the user names it, trained networks and models; none of these files
+is ever overwritten."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ NET_FILE = "net.safetensors"
 RECORD_FILE = "training.json"
 
 
-# Kinds of data on disk: the reader, and the options that it needs and accepts.
+# Kinds of data files: the reader, and the options that it needs and accepts.
 _CSV = ("a CSV file", data.load_csv, ("target", "task"), ("features",))
 _FOLDER = ("an image folder", data.load_image_folder, (), ("size", "resize"))
 _KINDS: dict[str, tuple[str, Callable[..., Dataset], tuple[str, ...], tuple[str, ...]]] = {
@@ -43,7 +44,7 @@ _KINDS: dict[str, tuple[str, Callable[..., Dataset], tuple[str, ...], tuple[str,
     ".h5ad": ("an AnnData file", data.load_h5ad, ("label",), ("drop", "genes", "normalize")),
     ".npz": ("an NPZ file", data.load_npz, (), ("task",)),
 }
-_RELATIVE = "relative paths, as a net or a model notes them, start from here or from --data-dir"
+_RELATIVE = "relative paths start from the current folder or from --data-dir"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class DataChoice:
         check_seed(self.seed)
 
     def path_from(self, data_dir: Path | None) -> Path | None:
-        """None for a registered name. A path that does not exist here is one from `data_dir`."""
+        """Return None for a registered name. A path that does not exist is one in `data_dir`."""
         places = self._places(data_dir)
         return next((path for path in places if path.exists()), places[0] if places else None)
 
@@ -71,7 +72,7 @@ class DataChoice:
     def load(
         self, data_dir: Path | None = None, trained: Mapping[str, Any] | None = None
     ) -> Dataset:
-        """`trained`: the notes of a net or a model, to read the data as it was for them."""
+        """Load the data; with the notes of a network or a model (`trained`), as they read it."""
         path = self.path_from(data_dir)
         if path is None:
             return data.load(self.data, data_dir, seed=self.seed, **self.options)
@@ -100,7 +101,7 @@ class DataChoice:
 
 @dataclass(frozen=True)
 class Kept:
-    """The part of the train part that is in the bank, as in `bank_part`."""
+    """Which rows of the train part are in the bank; see `bank_part`."""
 
     per_class: int | None = None
     seed: int = 0
@@ -108,7 +109,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class DataNote:
-    """What a net or a model notes about its data, as far as commands read it."""
+    """What a network or a model notes about its data, as far as commands use it."""
 
     choice: DataChoice
     fingerprint: str
@@ -124,7 +125,7 @@ class DataNote:
 
 
 class Described(Protocol):
-    """A model or a trained net: its network, and what is noted about its data."""
+    """A model or a trained network, and what is noted about its data."""
 
     @property
     def backbone(self) -> Backbone: ...
@@ -134,13 +135,13 @@ class Described(Protocol):
 
 
 def data_note(model: Described) -> DataNote | None:
-    """What `otad defend` noted about the data; None for a model saved from Python."""
+    """Return what `otad defend` noted about the data; None for a model saved from Python."""
     card = model.notes.get("data")
     return DataNote.of(model.notes) if isinstance(card, dict) and "choice" in card else None
 
 
 def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
-    """What a net or a model stores about its data, in plain JSON."""
+    """Return what a network or a model stores about its data, in plain JSON."""
     names = ("task", "input_shape", "bounds", "classes", "feature_names")
     of_data = {
         "name": dataset.name,
@@ -159,13 +160,13 @@ def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
 def bank_part(
     dataset: Dataset, per_class: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """All inputs and targets of the train part, or `per_class` random ones of each class."""
+    """Return inputs and targets of the train part, or of `per_class` random rows of each class."""
     rows = _bank_rows(dataset, per_class, seed)
     return dataset.train_x[rows], dataset.train_y[rows]
 
 
 def bank_files(dataset: Dataset, per_class: int | None = None, seed: int = 0) -> list[str]:
-    """The files of the same rows, where they are known."""
+    """Return the files of the same rows, where they are known."""
     rows = _bank_rows(dataset, per_class, seed)
     files = dataset.train_files
     if not files or isinstance(rows, slice):
@@ -182,16 +183,16 @@ def _bank_rows(dataset: Dataset, per_class: int | None, seed: int) -> slice | Te
 
 
 def training_inputs(model: Described, data_dir: Path | None, source: str) -> Tensor | None:
-    """From the data the model was made of, where its bank does not have them; None without it. A
-    file that the model names is read where the user asks for it: as the `source` test, or in the
-    folder of data."""
+    """Return the training inputs from the data of the model, if its bank does not have them; None
+    if the data is not available. A file that the model names is read only if the user asks for it:
+    if the `source` is test, or if the file is in the folder of data."""
     note = data_note(model)
     if note is None or not isinstance(model, OTAD) or knows_inputs(model, None):
         return None
     path, folder = note.choice.path_from(data_dir), (data_dir or Path()).resolve()
     inside = data_dir is not None and path is not None and folder in path.resolve().parents
     if path is not None and source != "test" and not inside:
-        remark(f"note: {path}, which the model names, is not read; see --data-dir")
+        remark(f"note: {path}, which the model names, is not read without --data-dir")
         return None
     try:
         dataset = note.choice.load(data_dir, model.notes)
@@ -203,7 +204,7 @@ def training_inputs(model: Described, data_dir: Path | None, source: str) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class TrainedNet:
-    """A net and what `describe_data` says of its data."""
+    """A network, and what `describe_data` returns for its data."""
 
     net: Backbone
     about: dict[str, Any]
@@ -221,7 +222,7 @@ class TrainedNet:
         return DataNote.of(self.about)
 
     def write(self, folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the paths of the net with its config and of the record."""
+        """Write the network and its record, and return their paths."""
         header = {"config": self.net.config(), "about": self.about}
         write_tensors(folder / NET_FILE, self.net.state_dict(), header)
         write_json(folder / RECORD_FILE, record)
@@ -232,7 +233,7 @@ class TrainedNet:
         path = folder / NET_FILE
         require(path.is_file(), str(folder), "a folder written by `otad train`", f"no {NET_FILE}")
         tensors, header = read_tensors(path)
-        with refusing(f"{path}: expected a net with its config and data"):
+        with refusing(f"{path}: expected a network with its config and data"):
             net, about = restored(build, header["config"], tensors), dict(header["about"])
             for name in ("data", "task", "input_shape", "classes", "feature_names"):
                 require(name in about, str(path), f"notes of its {name}", "none")
@@ -242,9 +243,9 @@ class TrainedNet:
 
 
 def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
-    """Refuses an `out` that is one of the inputs, or is in an input folder of images, which would
-    be read differently afterwards. The word test and names of columns are not files."""
-    expected = "another place than that of an input"
+    """Refuse an `out` that is one of the inputs, or that is inside an input folder of images, which
+    would be read differently afterwards. The word test and names of columns are not files."""
+    expected = "a place that is not an input"
     for given in inputs:
         if out in (None, STDOUT) or given in (None, "test") or not os.path.exists(given):
             continue
@@ -258,7 +259,7 @@ def refuse_overwriting(out: Path | None, *inputs: str | Path | None) -> None:
 def open_model(
     folder: Path, device: str, data_dir: Path | None, out: Path | None, *inputs: str | Path | None
 ) -> OTAD:
-    """Refuses an `out` that is a file of the model or of its data, or one of the `inputs`."""
+    """Load a model; refuse an `out` that is a file of the model or its data, or an input."""
     model = load(folder, device=str(check_device(device)))
     _check_opened(model, folder, data_dir, out, *inputs)
     return model
@@ -267,7 +268,7 @@ def open_model(
 def open_model_or_net(
     folder: Path, device: str, data_dir: Path | None, out: Path | None, *inputs: str | Path | None
 ) -> OTAD | TrainedNet:
-    """The same, or a net without a defense, as `otad train` writes it."""
+    """Load a model, or a network without a defense that `otad train` wrote."""
     if (folder / CARD).exists() or not (folder / NET_FILE).is_file():
         return open_model(folder, device, data_dir, out, *inputs)
     trained = TrainedNet.read(folder)
@@ -296,7 +297,7 @@ def _check_opened(
 
 
 def _check_names(model: Described) -> None:
-    """Refuse notes with other than a name for each class, and for each feature of a table."""
+    """Refuse notes without one name for each class, or without one for each feature of a table."""
     net, is_table = model.backbone, len(model.backbone.input_shape) == 1
     counts = {"feature_names": net.input_shape[0] if is_table else 0}
     if net.task == "classification":

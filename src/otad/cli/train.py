@@ -1,4 +1,4 @@
-"""`otad train`: from data to a trained net."""
+"""`otad train`: from data to a trained network."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(
         str,
         opt.argument(
             "DATA",
-            "Registered name such as digits, CSV, NPZ, .h5ad, image folder.",
+            "Name of a data set such as digits, or a CSV, NPZ or .h5ad file, or an image folder.",
             **opt.among(names()),
         ),
     ],
@@ -50,48 +50,71 @@ def train(
     device: opt.Device = "cpu",
     as_json: opt.AsJson = False,
     data_dir: opt.DataDir = None,
-    target: Annotated[str | None, _reading("CSV: the column to predict.")] = None,
+    target: Annotated[str | None, _reading("CSV: column to predict.")] = None,
     task: Annotated[str | None, _reading("CSV, NPZ: classification or regression.")] = None,
-    features: Annotated[opt.Names, _reading("CSV: a column. Repeatable.  [default: all]")] = None,
-    label: Annotated[str | None, _reading(".h5ad: the obs column to predict.")] = None,
-    drop: Annotated[opt.Names, _reading(".h5ad: drop cells of this label. Repeatable.")] = None,
-    genes: Annotated[int | None, _reading(".h5ad: number of genes, by variance.")] = None,
+    features: Annotated[
+        opt.Names, _reading("CSV: column to predict from. Repeatable.", show_default="all")
+    ] = None,
+    label: Annotated[str | None, _reading(".h5ad: obs column to predict.")] = None,
+    drop: Annotated[
+        opt.Names, _reading(".h5ad: leave out cells with this label. Repeatable.")
+    ] = None,
+    genes: Annotated[
+        int | None, _reading(".h5ad: use this many genes, those of largest variance.")
+    ] = None,
     normalize: Annotated[
-        bool | None, _reading(".h5ad: log-normalize.  [default: yes]", "--normalize/--no-normalize")
+        bool | None,
+        _reading(".h5ad: log-normalize.", "--normalize/--no-normalize", show_default="yes"),
     ] = None,
     size: Annotated[
-        int | None, _reading("Images: side to resize and crop to.  [default: that of all images]")
+        int | None,
+        _reading("Images: side to resize and crop to.", show_default="the size of the images"),
     ] = None,
-    resize: Annotated[int | None, _reading("Images: shorter side before the crop.")] = None,
-    test_fraction: Annotated[float | None, _reading("Share held out for testing.")] = None,
-    net: Annotated[str, _training("fc_resnet, or for images vit.")] = "fc_resnet",
-    blocks: Annotated[int | None, _training("Residual blocks.  [default: 5; vit: 7]")] = None,
+    resize: Annotated[int | None, _reading("Images: shorter side before cropping.")] = None,
+    test_fraction: Annotated[float | None, _reading("Share of the rows in the test part.")] = None,
+    net: Annotated[str, _training("Kind of network: fc_resnet, or vit for images.")] = "fc_resnet",
+    blocks: Annotated[
+        int | None, _training("Number of residual blocks.", show_default="5; vit: 7")
+    ] = None,
     hidden: Annotated[
         int | None,
-        _training("Width of a block.  [default: the input's, at most that of the data's rows]"),
+        _training(
+            "Inner width of a block.", show_default="number of features, at most number of rows"
+        ),
     ] = None,
-    patch: Annotated[int | None, _training("vit: side of a patch.  [default: 4]")] = None,
-    width: Annotated[int | None, _training("vit: of each token.  [default: 384]")] = None,
-    heads: Annotated[int | None, _training("vit: of each attention.  [default: 12]")] = None,
+    patch: Annotated[int | None, _training("vit: side of a patch.", show_default="4")] = None,
+    width: Annotated[int | None, _training("vit: width of each token.", show_default="384")] = None,
+    heads: Annotated[
+        int | None, _training("vit: heads of each attention.", show_default="12")
+    ] = None,
     recipe: Annotated[str, _training(f"Settings to start from: {', '.join(RECIPES)}.")] = "fc",
     energy_weight: Annotated[
-        float | None, _training("Weight of the transport energy.  [fc: 0.01]", "--alpha")
+        float | None,
+        _training("Weight of the transport energy.", "--alpha", show_default="fc: 0.01"),
     ] = None,
-    epochs: Annotated[int | None, _training("Passes over the data.  [fc: 30]")] = None,
-    batch_size: Annotated[int | None, _training("Rows per step.  [fc: 128]")] = None,
-    learning_rate: Annotated[float | None, _training("Its highest value.  [fc: 0.05]")] = None,
-    optimizer: Annotated[str | None, _training("sgd or adamw.  [fc: sgd]")] = None,
-    weight_decay: Annotated[float | None, _training("Of the optimizer.  [fc: 0.0005]")] = None,
+    epochs: Annotated[
+        int | None, _training("Number of passes over the data.", show_default="fc: 30")
+    ] = None,
+    batch_size: Annotated[int | None, _training("Rows per step.", show_default="fc: 128")] = None,
+    learning_rate: Annotated[
+        float | None, _training("Highest learning rate.", show_default="fc: 0.05")
+    ] = None,
+    optimizer: Annotated[str | None, _training("sgd or adamw.", show_default="fc: sgd")] = None,
+    weight_decay: Annotated[
+        float | None, _training("Weight decay.", show_default="fc: 0.0005")
+    ] = None,
     max_seconds: opt.MaxSeconds = None,
-    validation: Annotated[float, _training("Share of the train part held out.")] = 0.0,
+    validation: Annotated[
+        float, _training("Share of the train part to hold out for validation.")
+    ] = 0.0,
 ) -> None:
     """Train a residual network whose blocks move the data as little as possible.
 
-    Minimizes loss + alpha * transport energy; inputs are standardized inside the
-    net. Every epoch is saved: after an interruption, the same command resumes. A
-    finished net is replaced with --force alone.
-    Columns of text become one-hot columns, a missing text is a category of its own,
-    and a missing number the median of the train part, with a column that says so.
+    The training minimizes loss + alpha * transport energy. The network standardizes its
+    inputs itself. Every epoch is saved, and after an interruption the same command
+    resumes. Use --force to replace a finished network.
+    Text columns become one-hot columns, and missing text is a category of its own. A
+    missing number becomes the median of the train part, and a further column marks it.
     A vision transformer needs --net vit --recipe vit_cifar10, and a GPU.
 
     Example: otad train digits --out digits-net
@@ -103,13 +126,13 @@ def train(
     refuse_overwriting(out, choice.path_from(data_dir))
     check_out(out, force, results=(NET_FILE, RECORD_FILE), started=CHECKPOINT)
     changes = opt.given(options, CHANGES)
-    if epochs is not None:  # a short training is not all warm-up
+    if epochs is not None:  # a short training does not consist of warm-up alone
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
     config = training.recipe(recipe, **changes, seed=seed, device=device)
     check_device(device)
     dataset = choice.load(data_dir)
     if dataset.train_files and dataset.input_shape[0] == 1:
-        remark("note: all training images are gray, so they are read with 1 channel")
+        remark("note: all training images are gray, so they are read with one channel")
     how: dict[str, Any] = {"validation": validation, "kind": net, "max_seconds": max_seconds}
     how |= {"options": opt.given(options, SHAPE), "checkpoint_dir": out, "progress": True}
     start_anew(out, RECORD_FILE, CHECKPOINT)
@@ -152,7 +175,7 @@ def train_net(
 def training_record(
     net: Backbone, result: TrainResult, config: TrainConfig, about: dict[str, Any], held: float
 ) -> dict[str, Any]:
-    """In plain JSON; `held` is the share held out for validation."""
+    """Return a record in plain JSON; `held` is the share held out for validation."""
     last = result.final
     final = {"loss": last.loss, "energy": last.energy, f"train_{result.metric}": last.train_score}
     if last.val_score is not None:
