@@ -127,14 +127,16 @@ def test_a_class_of_less_weight_that_wins_is_explained() -> None:
         "eight": ClassPart(1, 0.58, pytest.approx(-0.58)),
     }
     assert one.reasons == [
-        "the contributions sum to 7.82, the lead in logits of three over eight",
+        "the contributions sum to 7.82, the margin of three over eight in logits",
         "three: +8.4 by 1 training point with weight 0.420",
         "eight: -0.58 by 1 training point with weight 0.580",
     ]
     for sentence in one.reasons:
         assert sentence in str(one)
     mistaken = replace(one, neighbors=(replace(points[0], alone=3.0), points[1]))
-    assert mistaken.reasons[-1] == "of those labeled eight the network itself puts 1 with three"
+    assert mistaken.reasons[-1] == (
+        "the network itself classifies 1 of the points labeled eight as three"
+    )
     line = next(line for line in str(one).splitlines() if "three/0.png" in line)
     assert "0.420" in line
     assert "+8.4" in line

@@ -275,6 +275,6 @@ def test_a_global_map_is_explained_by_its_support(task: str) -> None:
     back = json.loads(json.dumps(one.to_dict(), allow_nan=False))
     assert (back["scope"], back["gap"]) == ("global", one.gap)
     rough = replace(one, status=Status.UNSOLVED, gap=0.25)
-    assert rough.account.endswith("gap 2.5e-01, not as small as it should be")
+    assert rough.account.endswith("gap 2.5e-01, which is larger than it should be")
     local = explain(table_model(task)[0], QUERIES)[0]
     assert (local.scope, local.to_dict()["gap"]) == ("local", None)

@@ -1,4 +1,4 @@
-"""Public functions refuse arguments of another type than they declare, and name them."""
+"""Public functions refuse arguments that do not have the declared type, and name them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def guard(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Check the arguments of the functions that a package offers under these names, of the
-    constructors of its classes, and of their methods, but not those of networks, which are compiled
-    and recorded. Calls of functions within the package go to the functions themselves."""
+    """Check the arguments of the functions that a package exports under these names, and of the
+    constructors and methods of its classes. Methods of networks are not checked, because
+    networks are compiled and captured. Calls within the package use the unchecked functions."""
     for name in names:
         value = namespace[name]
         if inspect.isroutine(value):
@@ -55,8 +55,8 @@ def _guard_class(cls: type) -> None:
 
 
 def checked(function: AnyFunction) -> AnyFunction:
-    """The same function, which refuses an argument that does not fit its annotation, takes text
-    for a path, and says in one line where memory does not suffice."""
+    """Return the same function with checked arguments: it refuses an argument that does not fit its
+    annotation, accepts text for a path, and reports a lack of memory in one line."""
     if hasattr(function, "_is_checked"):
         return function
     signature = inspect.signature(function)
@@ -99,7 +99,7 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The types of its parameters, but for names that are imported for type checkers alone."""
+    """Return the types of the parameters, except names that are imported for type checkers only."""
     inner, found = inspect.unwrap(function), {}
     for name, hint in inspect.get_annotations(inner).items():
         with suppress(NameError):
@@ -172,7 +172,7 @@ def _words(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """What is short in full, and the type."""
+    """Return a short value in full with its type, or only the type."""
     name, text = type(value).__name__, ""
     with suppress(ValueError):  # Python writes no number of more than 4,300 digits
         text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple)) else ""

@@ -1,4 +1,4 @@
-"""Input checks. Each one raises `InputError` saying what was expected and what came."""
+"""Input checks. Each one raises an `InputError` that says what was expected and what came."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ STORAGE_DTYPES = (torch.float16, torch.bfloat16, *WORKING_DTYPES)
 
 
 def require(ok: object, name: str, expected: str, got: object) -> None:
-    """Raise `InputError` "name: expected ..., got ..." unless `ok`."""
+    """Raise an `InputError` "name: expected ..., got ..." unless `ok` is true."""
     if not ok:
         raise InputError(f"{name}: expected {expected}, got {got}")
 
 
 @contextmanager
 def refusing(expected: str) -> Iterator[None]:
-    """What code raises that builds something from the values of a file becomes an `InputError`:
-    "name: expected ..., got: ..."."""
+    """Turn errors of code that builds something from the values of a file into an `InputError`."""
     wrong = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
     try:
         yield
@@ -47,7 +46,8 @@ def check_tensor(
     dtypes: Sequence[torch.dtype] = WORKING_DTYPES,
     finite: bool = True,
 ) -> Tensor:
-    """A non-empty tensor with one axis for each comma-separated name in `axes`, e.g. "B,K,d"."""
+    """Return a non-empty tensor with one axis for each name in `axes`, such as "B,K,d"; refuse
+    others."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: expected a torch.Tensor ({axes}), got {type(value).__name__}")
     names, shape = axes.split(","), f"shape {tuple(value.shape)}"
@@ -63,7 +63,7 @@ def check_tensor(
 
 
 def check_finite(value: Tensor, name: str) -> None:
-    """Refuse NaN and infinity, naming the first row that holds one."""
+    """Refuse NaN and infinity, and name the first position that holds one."""
     wide = torch.promote_types(value.dtype, torch.float32)  # half a million halves overflow
     if math.isfinite(value.detach().sum(dtype=wide).item()):  # one cheap pass, mostly enough
         return
@@ -79,7 +79,7 @@ def check_shape(value: Tensor, name: str, expected: tuple[int, ...], reason: str
 
 
 def check_alike(value: Tensor, name: str, other: Tensor, other_name: str) -> None:
-    """Same device and dtype as another tensor."""
+    """Refuse a tensor that has not the device and dtype of another one."""
     like = f"like {other_name}"
     require(value.device == other.device, name, f"device {other.device} {like}", value.device)
     dtypes = _dtype_name(other.dtype), _dtype_name(value.dtype)
@@ -87,7 +87,7 @@ def check_alike(value: Tensor, name: str, other: Tensor, other_name: str) -> Non
 
 
 def check_evaluation(net: object, name: str) -> None:
-    """A module no part of which is in training mode, where answers depend on the batch."""
+    """Refuse a module with a part in training mode, in which answers depend on the batch."""
     if not isinstance(net, nn.Module):
         raise InputError(f"{name}: expected a torch.nn.Module, got {type(net).__name__}")
     for part, module in net.named_modules():
@@ -99,8 +99,8 @@ def check_evaluation(net: object, name: str) -> None:
 
 
 def check_weights(net: nn.Module, name: str) -> None:
-    """Refuse parameters and buffers that are not finite. A buffer may hold -inf, as masks of
-    attention do, and NaN if its module names it in `nan_buffers`."""
+    """Refuse parameters and buffers that are not finite. A buffer may hold -inf, as attention masks
+    do, and NaN if its module names it in `nan_buffers`."""
     buffers = {name for name, _ in net.named_buffers()}
     meant = {
         f"{part}.{buffer}".lstrip(".")
@@ -130,7 +130,7 @@ def check_count(value: object, name: str, *, least: int = 1, most: int = 2**63 -
 
 
 def check_positive(value: float | Sequence[float], name: str, *, most: float = math.inf) -> None:
-    """A finite positive number, at most `most`, or several of them."""
+    """Refuse anything but finite positive numbers of at most `most`."""
     values = value if isinstance(value, Sequence) else (value,)
     fits = values and all(0 < one <= most and one < math.inf for one in values)
     limit = "" if most == math.inf else f" up to {most:g}"
@@ -138,14 +138,14 @@ def check_positive(value: float | Sequence[float], name: str, *, most: float = m
 
 
 def check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
-    """The lowest and the highest legal value, as plain numbers."""
+    """Return the lowest and the highest legal value as plain numbers."""
     ordered = len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
     require(ordered, "bounds", "two finite numbers low < high", repr(bounds))
     return float(bounds[0]), float(bounds[1])
 
 
 def check_device(name: str) -> torch.device:
-    """A device that is present and computes: a number comes back from it."""
+    """Return a device that exists and can compute; refuse others."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()

@@ -1,9 +1,9 @@
-"""The progress bars of all long work, on stderr.
+"""Progress bars of all long work, on stderr.
 
-An argument `progress` is a function of the caller, which then draws itself; True, for bars that
-appear at once and stay; False, for none; or None, the default: bars that appear after two seconds
-and vanish at the end, on a terminal or in a notebook alone. `OTAD_PROGRESS=0` in the environment
-draws none. Work inside other work, and work of other threads meanwhile, draws none either.
+An argument `progress` is a function that the caller draws with; True for bars that appear at once
+and stay; False for none; or None, the default, for bars that appear after two seconds on a terminal
+or in a notebook and vanish at the end. `OTAD_PROGRESS=0` in the environment turns all bars off.
+Work inside other work, and work of other threads at the same time, draws no bars of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class _Description(ProgressColumn):
 
 
 def can_draw() -> bool:
-    """Whether stderr is a terminal or a notebook, of a process that others do not share it with."""
+    """Return whether stderr is a terminal or a notebook, and the process is not a worker of another
+    one."""
     if current_process().name != "MainProcess":  # a worker of a grid search
         return False
     if Console(stderr=True).is_jupyter:
@@ -69,7 +70,7 @@ def _is_terminal(stream: object) -> bool:
 
 
 def bars(*, passing: bool = False) -> Progress:
-    """Bars with steps and time left; `passing` ones vanish at the end."""
+    """Return bars with steps and remaining time; `passing` bars vanish at the end."""
     return Progress(
         _Description(),
         BarColumn(),
@@ -119,7 +120,8 @@ def _nothing(*_: object) -> None: ...
 
 @contextmanager
 def part_bars(progress: PartReport | bool | None = None) -> Iterator[Draw]:
-    """The caller's function, a bar for each part, or nothing."""
+    """Yield the function of the caller, a function that draws a bar for each part, or one that does
+    nothing."""
     alone = _running.acquire(blocking=False)
     try:
         if callable(progress):
@@ -143,14 +145,15 @@ def part_bars(progress: PartReport | bool | None = None) -> Iterator[Draw]:
 
 @contextmanager
 def progress_bar(text: str, progress: Counter | bool | None = None) -> Iterator[Counter]:
-    """The caller's function, one bar beside a text, or nothing."""
+    """Yield the function of the caller, a function that draws one bar beside a text, or one that
+    does nothing."""
     with part_bars(_silent(progress)) as draw:
         yield progress if callable(progress) else lambda done, total: draw(text, done, total)
 
 
 def with_attack_bar(evaluate: AnyFunction) -> AnyFunction:
-    """The function (model, x, y, ...) whose `progress` is by default a bar with the running attack
-    and the worst case so far."""
+    """Decorate a function (model, x, y, ...) so that its `progress` is by default a bar with the
+    running attack and the worst case so far."""
 
     @wraps(evaluate)
     def call(*args: Any, progress: AttackReport | bool | None = None, **options: Any) -> Any:
@@ -169,5 +172,5 @@ def with_attack_bar(evaluate: AnyFunction) -> AnyFunction:
 
 
 def _silent(progress: Callable[..., None] | bool | None) -> bool | None:
-    """Without bars where the caller's function is called instead."""
+    """Return False, for no bars, if the caller has a function of its own."""
     return progress if progress is None or isinstance(progress, bool) else False

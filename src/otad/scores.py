@@ -1,8 +1,7 @@
 """A score with the interval that its number of test points allows.
 
-A reader sees shares, such as accuracies, in percent: in tables, reports, pictures and on the
-terminal. Functions, attributes and JSON have them from 0 to 1, but for `Score`, which is in percent
-as its interval is printed.
+Tables, reports, pictures and the terminal show shares such as accuracies in percent. Functions,
+attributes and JSON have them from 0 to 1, except `Score`, which is in percent.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Score:
-    """`value` over `n` points with its 95 % interval [low, high]: "accuracy" in percent, with
-    Wilson's interval; "mse" with the normal one for a mean."""
+    """A `value` over `n` points with its 95% interval [low, high]. "accuracy" is in percent with
+    Wilson's interval; "mse" has the normal interval of a mean."""
 
     metric: str
     value: float
@@ -33,13 +32,14 @@ class Score:
 
 
 def score_text(metric: str, value: float, digits: int = 2) -> str:
-    """An accuracy from 0 to 1 in percent, an error with four digits."""
+    """Return an accuracy from 0 to 1 in percent, and an error with four digits."""
     return f"{value:.{digits}%}" if metric.endswith("accuracy") else f"{value:.4g}"
 
 
 def score_of(outputs: Tensor, targets: Tensor) -> Score:
-    """Logits (B,C) against labels, or values (B,) against targets. An abstention (NaN) is wrong,
-    and in regression infinitely wrong: then the mean and both ends of its interval are infinite."""
+    """Score logits (B,C) against labels, or values (B,) against targets. An abstention (NaN) counts
+    as wrong. In regression it counts as infinitely wrong, so that the mean and its interval are
+    infinite."""
     n = len(targets)
     if outputs.dim() == 2:
         return share_score(int(is_right(outputs, targets).sum()), n)
@@ -52,17 +52,18 @@ def score_of(outputs: Tensor, targets: Tensor) -> Score:
 
 
 def is_right(logits: Tensor, labels: Tensor) -> Tensor:
-    """Where (B,) the largest of the logits (B,C) is that of the label; no abstention is right."""
+    """Return where (B,) the largest of the logits (B,C) is at the label; an abstention is never
+    right."""
     return (logits.argmax(1) == labels) & ~abstained(logits)
 
 
 def squared_errors(values: Tensor, targets: Tensor) -> Tensor:
-    """(B,) in float64; that of an abstention is infinite."""
+    """Return squared errors (B,) in float64; the error of an abstention is infinite."""
     return (values.double() - targets.double()).square().masked_fill(abstained(values), math.inf)
 
 
 def abstained(outputs: Tensor) -> Tensor:
-    """Where (B,) a model gave no answer: logits (B,C) or values (B,) that are NaN."""
+    """Return where (B,) a model gave no answer: where logits (B,C) or values (B,) are NaN."""
     return outputs.isnan().view(len(outputs), -1).any(1)
 
 
@@ -92,7 +93,7 @@ def regression_metrics(outputs: Tensor, clean: Tensor, targets: Tensor) -> dict[
 
 
 def share_score(successes: int, n: int) -> Score:
-    """An accuracy: so many of n are right."""
+    """Return an accuracy: so many of n are right."""
     low, high = wilson_interval(successes, n)
     return Score("accuracy", 100 * successes / n, 100 * low, 100 * high, n)
 

@@ -178,10 +178,10 @@ def test_spares_are_neighbors_too() -> None:
     neighbors is proved."""
     shorter = 0
     for seed in range(4):
-        spared = plane_model(seed, **SETTINGS["spares"])
+        with_spares = plane_model(seed, **SETTINGS["spares"])
         more, fewer = plane_model(seed, n_neighbors=4), plane_model(seed, n_neighbors=2)
-        x = queries(spared, 20, seed)
-        found, limit, without = (certify(one, x) for one in (spared, more, fewer))
+        x = queries(with_spares, 20, seed)
+        found, limit, without = (certify(one, x) for one in (with_spares, more, fewer))
         same = (found.prediction == limit.prediction) & (limit.radius > 0)
         assert bool((found.radius <= limit.radius * (1 + 1e-9))[same].all())
         shorter += int((found.radius < without.radius).sum())

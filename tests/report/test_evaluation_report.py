@@ -101,7 +101,7 @@ def beside(evaluation: Evaluation, **changes: Any) -> Evaluation:
         (
             beside(of_values()),
             "On 4 test digits, the attacks we ran within linf 1 drive the mean error from 1 to "
-            "1.5; that of the undefended network rises from 1 to 1.38.",
+            "1.5; the mean error of the undefended network rises from 1 to 1.38.",
             "No attack of this size can drive the mean error above 3 (proved)",
         ),
         (replace(by_hand(), attacks=()), "No attack was run", "40% are proved"),

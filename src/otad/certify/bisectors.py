@@ -50,8 +50,9 @@ class Bisectors(NamedTuple):
 
 
 class BankBisectors:
-    """Those of queries (B,m) in float64 and a bank (N,m), in memory or mapped: keys of a metric, or
-    embedded inputs. `distance_floor` (B,N): no bank point is closer than this."""
+    """The bisectors between queries (B,m) in float64 and a bank (N,m), which is in memory or
+    mapped. Both are keys of a metric, or embedded inputs. No bank point is closer than
+    `distance_floor` (B,N)."""
 
     def __init__(self, queries: Tensor, points: Tensor, stretch: Tensor) -> None:
         self.queries, self.points, self.stretch = queries, points, stretch
@@ -70,7 +71,8 @@ class BankBisectors:
         self.distance_floor = floor.clamp_min_(0).sqrt_()
 
     def entry_floor(self, distance: Tensor) -> Tensor:
-        """For each bank point (B,N) a bound on its b_ij against all j within `distance` (B,)."""
+        """Return for each bank point (B,N) a bound on its b_ij against all j within `distance`
+        (B,)."""
         # |stretch (x_i - x_j)| <= Q (d_i + d_j), Q the longest stretch: b_ij >= (d_i - d_j) / (2 Q)
         scale = (1 - ROUNDING) / (2 * self.stretch.max())
         return (self.distance_floor - (1 + ROUNDING) * distance[:, None]).mul_(scale).clamp_min_(0)
@@ -82,7 +84,8 @@ class BankBisectors:
         return Rivals(indices, offsets, offsets @ offsets.mT, squares)
 
     def against(self, rivals: Rivals, rows: Tensor, indices: Tensor) -> Bisectors:
-        """For the queries `rows` (r,) and bank points `indices` (r,T) of each."""
+        """Return the bisectors of the queries `rows` (r,) and the bank points `indices` (r,T) of
+        each."""
         offsets = self._offsets(rows, indices)
         own = _squares(offsets)[:, :, None]
         offsets.mul_(self.stretch)

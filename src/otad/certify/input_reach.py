@@ -50,7 +50,8 @@ class Reach:
 
 @dataclass(frozen=True, eq=False)
 class InputReach:
-    """Of keys and of the embedding (None where not known), and what is assumed about both."""
+    """The reach of the keys and of the embedding (None if it is not known), and what is assumed
+    about both."""
 
     model: OTAD
     keys: Reach
@@ -69,7 +70,8 @@ def input_reach(
     embedding_lipschitz: float | None,
     metric_lipschitz: float | None,
 ) -> InputReach:
-    """For changes measured as |delta / unit|; constants that are not known have to be given."""
+    """Return the reach for changes measured as |delta / unit|. Constants that the model does not
+    know must be given."""
     backbone, metric = model.backbone, model.metric
     if unit is None:
         measured = torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)

@@ -34,7 +34,8 @@ class Head:
         self.offsets = self.bias.abs()
 
     def against(self, prediction: Tensor, rival: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the predictions (B,) and a class: rows v (B,d), sums of lengths and offsets (B,)."""
+        """Return for the predictions (B,) and a class the rows v (B,d) and the sums of lengths and
+        offsets (B,)."""
         return (
             self.weight[prediction] - self.weight[rival],
             self.lengths[prediction] + self.lengths[rival],
@@ -67,7 +68,7 @@ class Votes:
         self.head = head = Head(model.backbone.head)
         self.convexity = model.strong_convexity
         known = stretch is not None or self.convexity == 0
-        require(known, "stretch", "that of the embedding, as l is not 0", stretch)
+        require(known, "stretch", "the stretch of the embedding, because l is not 0", stretch)
         self.stretch = head.weight.new_zeros(()) if stretch is None else stretch
         self.longest = float(self.stretch.max())
         terms = head.weight.shape[1] + 4 * model.n_searched + 32
@@ -117,13 +118,13 @@ class Votes:
         return center - slack, center + slack
 
     def _pull(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """By how much votes by rows (B,d), with these sums of lengths (B,), change at most for each
-        unit of u: |l| |stretch row|, and what rounding may add."""
+        """Return by how much votes with rows (B,d) and these sums of lengths (B,) change at most
+        for each unit of u: |l| |stretch row|, and what rounding may add."""
         moved = torch.linalg.vector_norm(rows * self.stretch, dim=1)
         pull: Tensor = abs(self.convexity) * (moved + self.roundoff * self.longest * lengths)
         return pull
 
     def _sizes(self, embedded: Tensor) -> Tensor:
-        """Of the terms of each vote (B,N)."""
+        """Return the sizes of the terms of each vote (B,N)."""
         own: Tensor = torch.linalg.vector_norm(embedded, dim=1, keepdim=True)
         return self.sizes + abs(self.convexity) * own

@@ -91,7 +91,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableEncoding:
-    """How the columns of a table become those of a model; see the head of this file."""
+    """How the columns of a table become the columns of a model; see the top of this file."""
 
     columns: tuple[Column, ...]
 
@@ -103,8 +103,8 @@ class TableEncoding:
     def fit(
         cls, cells: Mapping[str, Sequence[Cell]], texts: Sequence[str], train: Sequence[int]
     ) -> TableEncoding:
-        """Of these columns, those named in `texts` hold text. Categories are those of all rows, in
-        the order of numbers or of the alphabet; medians those of the rows `train`."""
+        """Learn the encoding of these columns, of which `texts` hold text. Categories come from all
+        rows and are sorted by number or alphabetically. Medians come from the rows `train`."""
         columns = []
         for name, values in cells.items():
             known = [value for value in values if value is not None]
@@ -124,8 +124,8 @@ class TableEncoding:
 
     @classmethod
     def of_frame(cls, table: Any, weights: Any = None) -> TableEncoding | None:
-        """That of a DataFrame with text or missing values, with the medians of rows of a positive
-        weight; None for another table."""
+        """Return the encoding of a DataFrame with text or missing values, with medians of the rows
+        of positive weight; None for any other table."""
         if not is_mixed(table):
             return None
         used = np.ones(len(table)) if np.ndim(weights) == 0 else np.asarray(weights, np.float64)
@@ -146,7 +146,7 @@ class TableEncoding:
         return self.feature_names == self.names and not self.groups
 
     def positions(self) -> dict[str, tuple[int, ...]]:
-        """Those of the features that each column becomes."""
+        """Return the positions of the features that each column becomes."""
         found, start = {}, 0
         for column in self.columns:
             end = start + len(column.features)
@@ -172,7 +172,7 @@ class TableEncoding:
         return torch.from_numpy(np.concatenate(parts, 1))
 
     def encode_frame(self, frame: Any, name: str) -> Tensor:
-        """The same of the columns of a DataFrame, which may have others as well."""
+        """Encode the columns of a DataFrame, which may have other columns as well."""
         cells = frame_cells(frame)[0] if hasattr(frame, "columns") else {}
         missing = [column for column in self.names if column not in cells]
         got = f"one without {', '.join(missing)}" if cells else type(frame).__name__
@@ -180,7 +180,7 @@ class TableEncoding:
         return self.encode(cells, lambda column, row: f"{name}, column {column!r}, row {row}")
 
     def unscaled(self, inputs: Standardizer) -> Standardizer:
-        """The same for numbers; one-hot columns and indicators stay 0 or 1."""
+        """Return the standardization of numbers; one-hot columns and indicators stay 0 or 1."""
         mean, std = inputs.mean.clone(), inputs.std.clone()
         columns = [*(column for group in self.groups for column in group), *self.indicators]
         mean[columns], std[columns] = 0.0, 1.0
@@ -250,7 +250,7 @@ def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
 
 
 def _is_missing(value: Any) -> bool:
-    """None, NaN, and pandas' own NA and NaT."""
+    """Return whether a value is None, NaN, or NA or NaT of pandas."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
     return isinstance(value, float) and math.isnan(value)

@@ -1,4 +1,4 @@
-"""Checks of the attacks: they find planted weaknesses, and a stronger attacker never does worse."""
+"""Checks of the attacks: they find planted weaknesses, and stronger attacks are never weaker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLANTED = "planted adversarial example is found"
 ALLOWED_SHARE = 0.01  # of the examples may be broken by black-box attacks alone
 ALLOWED_ROWS = 2  # two runs differ by a few rows by chance
 ALLOWED_ERROR = 0.95  # of the mean error, in regression
-STEPS = 20  # of the attacks that are varied
+STEPS = 20  # of the attacks whose strength is varied
 FAR = 10.0  # times eps: large, where inputs have no bounds
 KNOWING, BLIND = ("white-box", "adaptive"), ("black-box", "random")
 LARGE_EPS = "a large eps drives accuracy to chance"
@@ -43,7 +43,7 @@ MASKED = (
 
 class Planted(NamedTuple):
     """A model, examples (n,*) with answers (n,), inputs (n,*) near them that it answers wrongly,
-    and the training inputs of its bank, if those of the original are known."""
+    and the training inputs of its bank, if they are known."""
 
     model: nn.Module
     examples: Tensor
@@ -64,7 +64,7 @@ def planted_example(context: FlagContext) -> tuple[bool, str]:
     if defended is None:
         raise NotRunError("the model has no bank to plant one in")
     if context.is_regression or not context.attacks or context.threat.eps == 0:
-        raise NotRunError("it takes a classifier, an attack and an eps above 0")
+        raise NotRunError("the check needs a classifier, an attack and an eps above 0")
     x, y = context.sample(PLANTS)
     adaptive_first = sorted(context.attacks, key=lambda one: one.family != "adaptive")
     total = missed = 0
@@ -233,10 +233,10 @@ def _inputs(train_x: Tensor | None, chosen: Tensor, new: Tensor) -> Tensor | Non
 )
 def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
     if context.is_regression:
-        raise NotRunError("nothing is broken in a regression")
+        raise NotRunError("attacks break no examples of a regression")
     families = {record.family for record in context.records}
     if not families & {*KNOWING} or not families & {*BLIND}:
-        raise NotRunError("it takes attacks of both kinds")
+        raise NotRunError("the check needs attacks of both kinds")
     worst, at, skipped = 0, context.threat.eps, 0
     for eps, group in itertools.groupby(context.records, key=lambda record: record.eps):
         records = list(group)
@@ -333,7 +333,7 @@ def large_eps(context: FlagContext) -> tuple[bool, str]:
 
 
 def _large(threat: LpBall, x: Tensor) -> float:
-    """Half the box of inputs in the measure of the ball; without bounds, the spread of x."""
+    """Return half the range of inputs in the units of the ball; without bounds, the spread of x."""
     threat = replace(threat, groups=None)
     if threat.bounds is None:
         center = x.mean(0, keepdim=True).expand_as(x)

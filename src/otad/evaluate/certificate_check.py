@@ -1,4 +1,4 @@
-"""Certificates in the norm and the units of a threat, and their check against every attack."""
+"""Certificates in the norm and units of a threat, and their comparison with every attack."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def check_constants(model: nn.Module, constants: dict[str, float | None]) -> Non
 def prove(
     model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **constants: Any
 ) -> CertificateRecord:
-    """Radii of all rows, in regression the largest |f - y| within the ball."""
+    """Return the radii of all rows, or in regression the largest |f - y| within the ball."""
     if not isinstance(model, OTAD):
-        raise InputError("certificates are proved for OTAD models alone")
+        raise InputError("only OTAD models have certificates")
     started, longest = time.perf_counter(), 1.0
     note: tuple[str, ...] = ()
     if ball.norm != "l2":  # certificates are in l2, where n features move by up to sqrt(n) eps
@@ -63,7 +63,7 @@ def prove(
     "measured distance: do not trust any certified number of this model, and report it.",
 )
 def certificate_holds(context: FlagContext) -> tuple[bool, str]:
-    """The certified radius, in regression the certified error, against every attack."""
+    """Compare the certified radius, or in regression the certified error, with every attack."""
     proof = context.certificate
     if proof is None:
         raise NotRunError("there is no certificate")

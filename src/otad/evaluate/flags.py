@@ -1,6 +1,8 @@
-"""Red flags: checks whether the figures of an evaluation can be trusted. A check is a function of a
-`FlagContext` that returns whether all is well and what it found, or raises `NotRunError` where it
-does not apply; the decorator `check` gives it a name, a meaning and advice."""
+"""Red flags: checks whether the figures of an evaluation can be trusted.
+
+A check is a function of a `FlagContext` that returns whether it passes and what it found. It raises
+`NotRunError` where it does not apply. The decorator `check` gives it a name, a meaning and advice.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ HIDDEN = "gradients hold at the scale of the threat"
 
 @dataclass(frozen=True, eq=False)
 class FlagContext:
-    """A model, examples x (n,*) with answers y (n,), and what the attacks did to them; `right`
-    (n,): answered right without attack (regression: all); `train_x`: training inputs, if given."""
+    """A model, examples x (n,*) with answers y (n,), and what the attacks did to them. `right` (n,)
+    marks the examples answered right without attack (in regression all); `train_x` has the training
+    inputs, if given."""
 
     model: nn.Module
     x: Tensor
@@ -58,7 +61,7 @@ class FlagContext:
         return generator_for(self.seed, "flag", flag)
 
     def sample(self, count: int = SAMPLE) -> tuple[Tensor, Tensor]:
-        """At most `count` random examples that are right without attack, and their answers."""
+        """Return at most `count` random examples that are right without attack, with answers."""
         rows = self.right.nonzero()[:, 0]
         if not len(rows):
             raise NotRunError("no example is right without attack")
@@ -68,7 +71,7 @@ class FlagContext:
 
 
 class NotRunError(Exception):
-    """The reason why a check was not made: an open question, not a good sign."""
+    """The reason why a check was not run. This is not a good sign, but an open question."""
 
 
 Question = Callable[[FlagContext], tuple[bool, str]]
@@ -83,8 +86,7 @@ def check(
     advice: str,
     applies: Callable[[nn.Module], bool] | None = None,
 ) -> Callable[[Question], Check]:
-    """Registers a function that returns whether all is well, and what was found, for the models to
-    which it `applies`, all by default."""
+    """Register a check for the models to which it `applies`, by default for all."""
 
     def decorated(function: Question) -> Check:
         @functools.wraps(function)
@@ -106,7 +108,7 @@ def check(
 
 
 def remark_flag(attack: str, remarks: Iterable[str]) -> Flag:
-    """What an attack itself, such as AutoAttack, remarked about the model."""
+    """Return what an attack, such as AutoAttack, remarked about the model as a flag."""
     return Flag(
         f"{attack} has remarks on the model",
         FAIL,
@@ -142,8 +144,8 @@ def gradient_share(context: FlagContext) -> tuple[bool, str]:
 
 
 def maps_of(model: nn.Module) -> dict[str, Map]:
-    """What attacks by gradient go through: of a model with a bank, the embedding and the metric,
-    unless inputs are only normalized; of others the answers."""
+    """Return the functions that gradient attacks differentiate: the embedding and the metric of a
+    model with a bank, unless inputs are only normalized; the answers of any other model."""
     defended = defended_of(model)
     if defended is None:
         return {"answers": model}
@@ -168,7 +170,7 @@ def maps_of(model: nn.Module) -> dict[str, Map]:
 def hidden_gradient(context: FlagContext) -> tuple[bool, str]:
     x, _ = context.sample()
     if context.threat.eps == 0:
-        raise NotRunError("it takes an eps above 0")
+        raise NotRunError("the check needs an eps above 0")
     if not (maps := maps_of(context.model)):
         raise NotRunError("inputs are only normalized")
     found, is_well = [], True
@@ -250,7 +252,7 @@ def randomness(context: FlagContext) -> tuple[bool, str]:
 
     is_well, found = _same_answers(context, passes, "passes, one of them with a gradient")
     if not context.is_regression and (lost := int((context.model(x).argmax(1) != y).sum())):
-        return False, f"{found}; {lost} were right before the attacks and are not any more"
+        return False, f"{found}; {lost} were right before the attacks and are wrong now"
     return is_well, found
 
 
@@ -277,8 +279,9 @@ def neighbor_changes(context: FlagContext) -> tuple[bool, str]:
 def _same_answers(
     context: FlagContext, ways: Callable[[Map], list[Tensor]], what: str
 ) -> tuple[bool, str]:
-    """Whether `ways` of asking a function give the same rows (n,*), for the answers of the model
-    and for its embedding and keys: these may change without a change of neighbors on the sample."""
+    """Return whether several `ways` to call a function give the same rows (n,*). The function is
+    the model, and also its embedding and keys: they can change although the neighbors of the
+    sample do not."""
     found, is_well = [], True
     for name, function in ({"answers": context.model} | maps_of(context.model)).items():
         first, *others = ways(function)
@@ -296,7 +299,7 @@ def _same_answers(
 
 
 def _in_double(model: nn.Module, x: Tensor) -> tuple[nn.Module, torch.dtype]:
-    """A copy of the model in float64; where there can be none, the model itself."""
+    """Return a copy of the model in float64, or the model itself if there can be none."""
     defended = defended_of(model)
     if defended is not None and not defended.resident:
         return model, x.dtype  # a copy would read the whole bank into memory
@@ -304,7 +307,7 @@ def _in_double(model: nn.Module, x: Tensor) -> tuple[nn.Module, torch.dtype]:
         twin = copy.deepcopy(model).double()
         with torch.no_grad():
             twin(x[:1].double())
-    except (AssertionError, RuntimeError, TypeError, ValueError):  # it insists on its precision
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it has a fixed precision
         return model, x.dtype
     return twin, torch.float64
 
@@ -315,8 +318,8 @@ def _has_global_map(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _same_neighbors(model: nn.Module, first: Tensor, second: Tensor) -> Tensor:
-    """Whether two inputs (B,*) have the same neighbors, or points with weight in a global map; True
-    for models without a bank."""
+    """Return whether two inputs (B,*) have the same neighbors, or in a global map the same points
+    with weight; True for models without a bank."""
     defended, both = defended_of(model), torch.cat([first, second])
     if defended is None:
         return torch.ones(len(first), dtype=torch.bool, device=first.device)
@@ -330,6 +333,6 @@ def _same_neighbors(model: nn.Module, first: Tensor, second: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _weighted(model: OTAD, x: Tensor) -> Tensor:
-    """The bank points with weight (B,W), -1 where a row has fewer."""
+    """Return the bank points with weight (B,W), and -1 where a row has fewer."""
     trace = model.trace(x)
     return trace.neighbors.indices.masked_fill(trace.solution.multipliers <= 0, -1)

@@ -45,14 +45,15 @@ def generator_for(*names: object) -> torch.Generator:
 
 
 class Identity:
-    """Describes objects in plain values. `unknown` names what has no such description."""
+    """Describe objects in plain values. `unknown` names what has no such description."""
 
     def __init__(self) -> None:
         self.unknown: list[str] = []
         self._within: list[nn.Module] = []  # modules that are being described
 
     def model(self, model: nn.Module, where: str = "model") -> dict[str, Any]:
-        """What a record says about it: its kind, its settings and a fingerprint of all of it."""
+        """Return what a record says about a model: its kind, its settings and a fingerprint of
+        everything."""
         card: dict[str, Any] = {"kind": kind_of(model), "class": type(model).__qualname__}
         card |= _settings(model)
         state = model.state_dict() | dict(model.named_buffers())  # also those that are not saved
@@ -66,7 +67,7 @@ class Identity:
         return card | {"fingerprint": fingerprint_of(tensors, note=digest_of([card, modules]))}
 
     def attack(self, attack: Attack) -> dict[str, Any]:
-        """Its settings; modules and tensors by their fingerprint."""
+        """Return the settings of an attack, with modules and tensors by their fingerprint."""
         own: Any = attack
         if is_dataclass(own):
             names = [field.name for field in fields(own) if field.init]

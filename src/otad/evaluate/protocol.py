@@ -120,8 +120,9 @@ class Attacked:
         return float((self.gains if self.is_value else (self.distances > eps).double()).mean())
 
     def described(self, attack: Attack) -> Described:
-        """Its settings, before it runs and may note something about itself; and where its batches
-        are saved: nowhere if they could be taken for those of another model or attack."""
+        """Return the settings of an attack, before it runs and may note something about itself, and
+        where its batches are saved: nowhere if they could be confused with those of another
+        model or attack."""
         identity = Identity()
         settings, unknown = identity.attack(attack), [*self._unknown, *identity.unknown]
         if self._folder is not None and unknown:

@@ -1,4 +1,4 @@
-"""The network of a defended model alone, without the bank: what the defense is measured against."""
+"""The network of a defended model alone, without the bank, with which the defense is compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRENGTH = "the undefended network was attacked as hard"
 APGD = {"restarts": 3}  # its settings
 ALLOWED_SHARE = 0.01  # of the examples may be missed: attacks differ by a few rows by chance
 ALLOWED_EXCESS = 1.01  # times the largest error found by its own attacks
-NO_NETWORK = "the model has no network of its own: it answers from labeled points"
+NO_NETWORK = "the model has no network: it answers from labeled points"
 
 
 def network_of(model: nn.Module) -> tuple[Backbone | None, str]:

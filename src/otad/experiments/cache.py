@@ -46,7 +46,7 @@ class WorkFolder:
         return FileLock(path)
 
     def part(self, kind: type[T], identity: Any, compute: Callable[[], T]) -> T:
-        """The result of `compute`, a dataclass, or that of an earlier run."""
+        """Return the result of `compute`, a dataclass, or the saved result of an earlier run."""
         name = digest_of(identity)
         path = self.folder / "parts" / f"{name}.json"
         with self.lock(name):

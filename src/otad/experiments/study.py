@@ -182,7 +182,8 @@ class Study:
     def _learned(
         self, label: str, net: N, train: Options | None, results: Options, seconds: float = 0.0
     ) -> Learned[N]:
-        """With the digests of the weights and of the settings that weights do not show."""
+        """Return a trained network with the digests of its weights and of the settings that weights
+        do not show."""
         identity = {"weights": fingerprint(net.state_dict()), "config": digest_of(net.config())}
         parameters = sum(one.numel() for one in net.parameters())
         record = records.LearnedRecord(train, results, parameters, identity["weights"], seconds)
@@ -290,7 +291,7 @@ class Study:
         return x if rows is None else x[rows]
 
     def identity(self, key: str) -> dict[str, Any]:
-        """All that decides the answers of a row's model on its device."""
+        """Return everything that decides the answers of a row's model on its device."""
         row = self.experiment.rows[key]
         return {
             "net": self.net(row.net).identity,
@@ -304,7 +305,7 @@ class Study:
         }
 
     def row(self, key: str) -> records.RowRecord:
-        """Without attacks."""
+        """Measure a row without attacks."""
         row = self.experiment.rows[key]
 
         def measure(report: Report) -> records.RowRecord:
@@ -326,7 +327,8 @@ class Study:
         return self.part(f"{key}: {name}", records.AttackedScore, identity, measure)
 
     def regularity(self, net: str) -> records.Regularity | None:
-        """Of a net that OTAD defends by neighbors, with those of the first such row."""
+        """Measure the regularity of a network that OTAD defends by neighbors, with the neighbors of
+        the first such row."""
         rows, asked = self.experiment.rows, (net, "otad", True)
         keys = [k for k, row in rows.items() if (row.net, row.method, row.uses_neighbors) == asked]
         if not keys:

@@ -40,7 +40,7 @@ def outputs_alone(model: OTAD, x: Tensor, trace: Trace) -> Tensor:
 
 
 def _map_convexity(model: OTAD, trace: Trace) -> Tensor:
-    """The l (B,) of the map itself, which may be lower than that of the potentials asked for."""
+    """Return the l (B,) of the map itself, which may be lower than the l that was asked for."""
     asked = torch.full_like(trace.solution.strong_convexity, model.strong_convexity)
     if trace.solution.mode != "consistent":
         return asked

@@ -148,7 +148,7 @@ class Explanation:
         if self.probabilities is None:
             return [f"the contributions sum to the value {self.total:.5g}"]
         rival = f"{label_text(self.prediction)} over {label_text(self.runner_up)}"
-        found = [f"the contributions sum to {self.total:.3g}, the lead in logits of {rival}"]
+        found = [f"the contributions sum to {self.total:.3g}, the margin of {rival} in logits"]
         for label, part in self.by_class.items():
             points = f"{part.points} training point{'s' if part.points > 1 else ''}"
             weight = f"with weight {part.weight:.3f}"
@@ -158,7 +158,9 @@ class Explanation:
         against = [it for it in self.neighbors if it.label == self.runner_up and it.weight]
         if wrong := sum((it.alone or 0.0) > 0 for it in against):
             label, answer = label_text(self.runner_up), label_text(self.prediction)
-            found.append(f"of those labeled {label} the network itself puts {wrong} with {answer}")
+            found.append(
+                f"the network itself classifies {wrong} of the points labeled {label} as {answer}"
+            )
         return found
 
     @property
@@ -186,13 +188,13 @@ class Explanation:
         """How the problem was solved, as text."""
         level = f"{self.smoothness:.3g}"
         if self.gap is not None:
-            exact = "" if self.status == Status.SOLVED else ", not as small as it should be"
-            return f"global map, smoothness {level}, gap {max(self.gap, 0.0):.1e}{exact}"
+            exact = "" if self.status == Status.SOLVED else ", which is larger than it should be"
+            return f"global map, smoothness {level}, duality gap {max(self.gap, 0.0):.1e}{exact}"
         return {
             Status.SOLVED: f"solved with smoothness {level}, as asked",
             Status.RAISED: f"solved with smoothness raised to {level}: the neighbors need it",
             Status.REPAIRED: f"solved with smoothness {level} without a contradicting neighbor",
-            Status.ESTIMATED: "estimated by a network that imitates the solver, not solved",
+            Status.ESTIMATED: "estimated by a network instead of the solver",
             Status.INFEASIBLE: "not solved: the neighbors contradict each other",
             Status.UNSOLVED: "not solved: the numbers are out of range",
         }[self.status]
@@ -241,7 +243,7 @@ class Explanation:
         count = len(self.neighbors)
         shown = count if self.n_weighted is None else max(self.n_weighted, 1)
         if self.n_weighted is None:
-            weighing = f"{count} neighbors, to which the answer gives no weights"
+            weighing = f"{count} neighbors; the answer has no weights"
         elif self.gap is not None:
             weighing = f"{self.n_weighted} training points have weight"
         else:
@@ -300,7 +302,7 @@ class Explanation:
             table.add_column(escape(neighbor.title), justify="right")
         table.add_row("weight", "", *(f"[bold]{weight_text(it)}" for it in shown))
         if self.total is not None:
-            alone = "value alone" if self.probabilities is None else "lead alone"
+            alone = "value alone" if self.probabilities is None else "margin alone"
             table.add_row(alone, "", *(signed_text(it.alone) for it in shown))
             parts = (signed_text(it.contribution) for it in shown)
             table.add_row("contribution", f"{self.total:.3g}", *parts)

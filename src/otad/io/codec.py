@@ -23,7 +23,7 @@ _NOT_FINITE = ("inf", "-inf", "nan")  # as text: JSON does not have them
 
 
 def to_plain(value: Any) -> Any:
-    """Dicts, lists, text and finite numbers; infinity and NaN become text."""
+    """Return dicts, lists, text and finite numbers; infinity and NaN become text."""
     if is_dataclass(value):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -36,7 +36,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """The value as a dataclass, tuple, dict, optional or plain type. Errors name `where`."""
+    """Return the value as a dataclass, tuple, dict, optional or plain type. Errors name `where`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -108,7 +108,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path, most: int) -> str:
-    """That of a regular file of at most so many bytes: a device may have no end."""
+    """Return the text of a regular file of at most so many bytes. (Reading a device might never
+    end.)"""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("a folder, a device or a pipe")
@@ -118,7 +119,8 @@ def _text(path: Path, most: int) -> str:
 
 
 def _bounded(content: Any) -> Any:
-    """The same, if it has at most 64 levels, finite numbers, and whole ones of at most 64 bits."""
+    """Return the same values; refuse more than 64 levels, numbers that are not finite, and integers
+    of more than 64 bits."""
     level = [content]
     for _ in range(_MOST_LEVELS):
         inner: list[Any] = []

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from otad.checks import require
 
 
 def most_unpacked(path: Path) -> int:
-    """The bytes that a compressed file may unpack to: one that has more is made to fill memory."""
+    """Return how many bytes a compressed file may unpack to. A file that needs more is an attack on
+    memory."""
     return max(2**30, 100 * path.stat().st_size)
 
 
@@ -73,7 +74,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether nobody else holds this file."""
+    """Return whether no other process holds this file."""
     if sys.platform != "win32":
         import fcntl
 

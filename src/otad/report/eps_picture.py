@@ -14,7 +14,8 @@ N_SHOWN, N_BARS = 3, 6
 
 
 def eps_blocks(subject: Subject) -> list[Block]:
-    """A few examples beside the same moved by the headline eps; none where they are not known."""
+    """Show a few examples, and the same examples changed by the headline eps; nothing if they are
+    not known."""
     evaluation, x = subject.evaluation, subject.x
     if x is None or evaluation.headline_eps == 0:
         return []

@@ -1,4 +1,4 @@
-"""The report on an evaluation: how robust a model is, what is proved, and what to check first."""
+"""The report of an evaluation: how robust a model is, what is proved, and what to check first."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def evaluation_report(
     examples: str = "examples",
     **known: Any,
 ) -> Report:
-    """The report on an evaluation of `examples`, as the verdict calls them. What else is `known`
-    shows some of them: see `Subject`."""
+    """Return the report of an evaluation. The verdict calls the examples `examples`. With the model
+    and the inputs (`known`, see `Subject`), the report also shows some of them."""
     subject = Subject(evaluation, **known)
     sections = [section for make in SECTIONS if (section := make(subject)) is not None]
     subtitle = "The worst case found by many attacks, what is proved, and which checks fail."
@@ -75,7 +75,7 @@ def threat_section(subject: Subject) -> Section:
         "attacker knows": evaluation.attacker_knows,
         "examples": f"{evaluation.n:,}, seed {evaluation.seed}",
     }
-    lead = "What the attacker may do and knows. All numbers below are for this threat model only."
+    lead = "What the attacker may do and knows. All numbers hold for this threat model only."
     return Section("threat", "Threat model", lead, [Facts(facts), *eps_blocks(subject)])
 
 
@@ -143,9 +143,9 @@ def _error_section(evaluation: Evaluation, caption: str) -> Section:
 
 def flags_section(subject: Subject) -> Section:
     flags = subject.evaluation.checks
-    lead = "No check fails. The checks search for the ways in which an attack can be too weak."
+    lead = "No check fails. The checks look for signs that the attacks were too weak."
     if not flags:
-        lead = "No check was run, so nothing warns of numbers that are too good to be true."
+        lead = "No check was run, so the numbers may be too good to be true."
     elif failed := sum(flag.verdict == FAIL for flag in flags):
         lead = f"{failed} of {len(flags)} checks fail: read them before any number."
     shown = sorted(flags, key=lambda flag: (FAIL, NOT_RUN, PASS).index(flag.verdict))
@@ -182,7 +182,7 @@ def attacks_section(subject: Subject) -> Section:
 
 
 def _attack_table(evaluation: Evaluation, records: list[AttackRecord], summary: str = "") -> Table:
-    """With the worst case as its last row, unless it is collapsed under a `summary`."""
+    """Return a table whose last row is the worst case, unless it is collapsed under a `summary`."""
     is_classifier, note = evaluation.task == "classification", QUERIES
     rows: list[tuple[Cell, ...]] = []
     for it in records:
@@ -208,7 +208,7 @@ def _attack_table(evaluation: Evaluation, records: list[AttackRecord], summary: 
 
 
 def _accuracy_after(evaluation: Evaluation, record: AttackRecord) -> Score:
-    """Accuracy at its eps after all attacks up to this one; after it alone if none are skipped."""
+    """Return the accuracy at its eps after all attacks up to this one, or after this one alone."""
     if not skips_broken(evaluation):
         return evaluation.accuracy_under([record.attack], record.eps)
     ran = evaluation.attacks[: evaluation.attacks.index(record) + 1]
@@ -238,7 +238,7 @@ def certificate_section(subject: Subject) -> Section:
     title, eps = "What is proved", f"{evaluation.headline_eps:g}"
     if certificate is None:
         reason = evaluation.missing.get("certificate", "no certificate was computed")
-        return Section("certificate", title, f"Nothing: {reason}.", [])
+        return Section("certificate", title, f"Nothing is proved: {reason}.", [])
     if evaluation.task == "classification":
         blocks = _radii(evaluation, certificate)
         proved = as_text(evaluation.certified_accuracy(evaluation.headline_eps))

@@ -29,7 +29,7 @@ Shown = tuple[Tensor, Tensor, list[str], list[str]]
 
 
 def cases_section(explanations: Sequence[Explanation], truths: Sequence[str]) -> Section:
-    """Some wrong predictions, the least certain right ones, and some other right ones."""
+    """Show some wrong predictions, the least certain right ones, and some other right ones."""
     cases = [make_case(*pair) for pair in zip(explanations, truths, strict=True)]
     wrong = [row for row, case in enumerate(cases) if not case.right]
     right = [row for row, case in enumerate(cases) if case.right]
@@ -40,10 +40,10 @@ def cases_section(explanations: Sequence[Explanation], truths: Sequence[str]) ->
         ("Right", sorted(right[N_UNSURE:])[:N_RIGHT]),
     )
     lead = (
-        "An answer is the mean, by weight, of what the network reads from each training point. A "
-        "point contributes its weight times the lead in logits of the winner over the runner-up "
-        "that it alone would give, and contributions sum to the lead. So a class of less weight "
-        "wins where its points contribute more."
+        "The model answers with a weighted mean of what the network reads from training points. "
+        "The margin is the logit of the predicted class minus the logit of the runner-up. A "
+        "training point contributes its weight times the margin that it would give alone, and all "
+        "contributions sum to the margin. A class with less weight can therefore win."
     )
     galleries = [Gallery(title, [cases[row] for row in rows]) for title, rows in groups if rows]
     return Section("why", "Explained predictions", lead, galleries)
@@ -55,7 +55,8 @@ def _certainty(explanation: Explanation) -> float:
 
 
 def make_case(explanation: Explanation, truth: str, *, by_truth: bool = False) -> Case:
-    """A card; its training points agree with the prediction or, `by_truth`, with the true label."""
+    """Return a card. Its training points are compared with the prediction, or with the true label
+    if `by_truth`."""
     bounds = explanation.bounds
     answer = NO_ANSWER if explanation.prediction is None else str(explanation.prediction)
     votes = [
@@ -147,9 +148,11 @@ def examples_section(subject: Subject) -> Section | None:
     show = _cards if has_cards else _feature_tables
     lead = f"{len(shown)} of {len(rows):,} adversarial examples, from the nearest to the furthest."
     if isinstance(model, OTAD):
-        lead += " The answer is a mean over training points, which a successful attack exchanges."
+        lead += (
+            " The answer is a mean over training points. A successful attack replaces these points."
+        )
         if has_cards:
-            lead += " Below each input are those with the most weight, green if of the right class."
+            lead += " Below each input are the points of most weight, green if the class is right."
     return Section("examples", "Adversarial examples", lead, show(subject, model, found))
 
 

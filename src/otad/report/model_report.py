@@ -1,4 +1,4 @@
-"""Sections of a report on one model, made from measurements."""
+"""Sections of a report on one model, made of measurements."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ STATUS_MEANINGS = {
     "solved": "with the configured smoothness and all neighbors",
     "raised": "the neighbors need a larger smoothness, which was used",
     "repaired": "a contradicting neighbor was left out",
-    "estimated": "by a network that imitates the solver",
-    "infeasible": "no map passes through the neighbors; the nearest one answers, if any",
-    "unsolved": "numbers out of range; the nearest neighbor answers, if any",
+    "estimated": "by a network instead of the solver",
+    "infeasible": "no map passes through the neighbors, so the nearest one answers",
+    "unsolved": "numbers are out of range, so the nearest neighbor answers",
 }
 
 
@@ -223,12 +223,12 @@ def scopes_section(
     )
     table = Table(("", *(one.name for one in models)), rows, note=note)
     text = (
-        "A local answer may jump where the neighbors change, and a proof has to cover all sets of "
+        "A local answer can jump where the neighbors change, so a proof must cover all sets of "
         "neighbors within the radius. A global map has no jumps, so the margin certifies a radius."
     )
     lead = (
-        "The same network and points with a map through the nearest points of each input (local, "
-        "the model of this page) or with one Lipschitz map through all of them (global); and a "
-        "global map without a network, through points with their labels."
+        "The same network and training points, with a map through the nearest points of each input "
+        "(local, the model of this page) or with one Lipschitz map through all of them (global). "
+        "The last column is a global map through labeled points, without a network."
     )
     return Section("scopes", "Local maps or a global map", lead, [table, Text(text)])

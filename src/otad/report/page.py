@@ -125,8 +125,8 @@ class Section(NamedTuple):
 
 
 class KeyNumber(NamedTuple):
-    """For the top of a report; an `alarm` is highlighted, and what others are measured against is
-    `plain`."""
+    """A number at the top of a report. An `alarm` is highlighted; a `plain` number is one that
+    others are compared with."""
 
     value: str
     name: str

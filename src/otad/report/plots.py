@@ -81,7 +81,7 @@ def families(evaluation: Evaluation) -> dict[str, str]:
 
 
 def skips_broken(evaluation: Evaluation) -> bool:
-    """Whether no attack was run on what an earlier one had broken at the same eps."""
+    """Return whether attacks skipped examples that an earlier attack had broken at the same eps."""
     broken: dict[float, set[int]] = {}
     for record in evaluation.attacks:
         seen = broken.setdefault(record.eps, set())

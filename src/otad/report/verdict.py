@@ -16,7 +16,8 @@ UNDEFENDED = "undefended network"
 
 
 def verdict(evaluation: Evaluation, examples: str = "examples") -> list[str]:
-    """The defended model beside its undefended network; what is proved, and whether to trust it."""
+    """Return two sentences: the defended model and its undefended network under attack; what is
+    proved, and whether to trust it."""
     if not evaluation.attacks:
         return ["No attack was run, so nothing is known about the robustness.", _trust(evaluation)]
     if evaluation.task == "classification":
@@ -42,7 +43,7 @@ def _beside(evaluation: Evaluation) -> str:
     if evaluation.task == "classification":
         return f"the undefended network keeps {percent(alone.worst_case())}"
     errors = f"from {mean(alone.clean_errors)} to {mean(alone.worst_errors())}"
-    return f"that of the undefended network rises {errors}"
+    return f"the mean error of the undefended network rises {errors}"
 
 
 def _trust(evaluation: Evaluation) -> str:
@@ -57,7 +58,7 @@ def _trust(evaluation: Evaluation) -> str:
         proved = f"No attack of this size can drive the mean error above {bound} (proved)"
     checks = evaluation.checks
     failed, count = sum(one.verdict == FAIL for one in checks), len(checks)
-    if count <= 1:  # that of the certificate is always made
+    if count <= 1:  # the check of the certificate is always run
         return f"{proved}, and the strength of the attacks was not checked."
     if failed:
         fail = "fails: read it" if failed == 1 else "fail: read them"

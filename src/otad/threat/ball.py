@@ -253,8 +253,9 @@ class LpBall(ABC):
         return result
 
     def _switches(self, moved: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For flat `moved` (B,n) the position in each group of its largest column (B,G), and how
-        much larger it is than that of the category of x; -inf where x cannot leave its own."""
+        """Return for flat `moved` (B,n) the position of its largest column in each group (B,G), and
+        how much larger this column is than the column of the category of x. The difference is
+        -inf where x cannot leave its category."""
         aims, gains = [], []
         free = torch.ones_like(x[0], dtype=torch.bool)
         if self.mutable is not None:

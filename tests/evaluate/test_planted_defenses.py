@@ -1,4 +1,4 @@
-"""Defences that deceive attacks, planted in a network, a metric and an embedding: each is flagged,
+"""Defenses that deceive attacks, planted in a network, a metric and an embedding: each is flagged,
 and those that hide a gradient from attacks on the neighbors do not stop them."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replaced(f: Map, x: Tensor, count: int) -> Tensor:
     return f(x).detach() + wrong - wrong.detach()
 
 
-DEFENCES: dict[str, tuple[Change, flags.Check]] = {
+DEFENSES: dict[str, tuple[Change, flags.Check]] = {
     "rounding": (lambda f, x, _: f(rounded(x)), HIDDEN),
     "rounding that leaks": (lambda f, x, _: f(rounded(x) + 1e-3 * x), HIDDEN),
     "saturation": (lambda f, x, _: (1e3 * f(x)).tanh(), HIDDEN),
@@ -61,7 +61,7 @@ DEFENCES: dict[str, tuple[Change, flags.Check]] = {
         HIDDEN,
     ),
 }
-HIDING = [name for name, (_, check) in DEFENCES.items() if check is HIDDEN]
+HIDING = [name for name, (_, check) in DEFENSES.items() if check is HIDDEN]
 
 
 class Defended(nn.Module):
@@ -122,9 +122,9 @@ def examples(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("place", ["network", "metric", "embedding"])
-@pytest.mark.parametrize("name", DEFENCES)
-def test_every_planted_defence_is_flagged(name: str, place: str) -> None:
-    change, check = DEFENCES[name]
+@pytest.mark.parametrize("name", DEFENSES)
+def test_every_planted_defense_is_flagged(name: str, place: str) -> None:
+    change, check = DEFENSES[name]
     model = model_of(place, change)
     assert check(context_of(model, *examples(model), BALL)).verdict == FAIL
 
@@ -140,7 +140,7 @@ def test_a_model_that_hides_nothing_raises_no_flag(place: str, ball: Any) -> Non
 
 @functools.cache
 def attacked(attack: Attack, place: str, name: str | None = None) -> float:
-    model = model_of(place, None if name is None else DEFENCES[name][0])
+    model = model_of(place, None if name is None else DEFENSES[name][0])
     x, y = examples(model)
     return run(attack, model, x, BALL, y).accuracy
 
@@ -155,7 +155,7 @@ def test_hidden_gradients_do_not_stop_attacks_on_the_neighbors(name: str, place:
 
 def test_a_given_stand_in_is_climbed_straight_through() -> None:
     bent, x = Bent(), tiles(6, 2)[0]
-    hidden = keyed_model(metric=Defended(bent, DEFENCES["rounding"][0]))[0]
+    hidden = keyed_model(metric=Defended(bent, DEFENSES["rounding"][0]))[0]
     keys = climbable(hidden.query_keys, x, BALL, lambda at: bent(straight(at)))
     assert torch.equal(keys(x), hidden.query_keys(x))
     gradients = []
