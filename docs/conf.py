@@ -35,7 +35,8 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
 autodoc_member_order = "bysource"
-napoleon_custom_sections = [("Attributes", "params_style")]  # as one list
+napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Parameters")]
+napoleon_use_rtype = False  # the type and the meaning of what is returned in one line
 python_maximum_signature_line_length = 88
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

@@ -269,7 +269,7 @@ def test_a_global_map_is_explained_by_its_support(task: str) -> None:
         for it in one.neighbors:
             torch.testing.assert_close(it.inputs, train_x[it.index], rtol=1e-5, atol=1e-5)
     one = found[0]
-    assert one.account.startswith(f"global map, smoothness {one.smoothness:.3g}, ga")
+    assert one.account.startswith(f"global map, smoothness {one.smoothness:.3g}, duality gap")
     assert f"{one.n_weighted} training points have weight" in str(one)
     assert one.account in " ".join(plain(one.table()).split())
     back = json.loads(json.dumps(one.to_dict(), allow_nan=False))
