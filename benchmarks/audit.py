@@ -173,7 +173,7 @@ def audit_suite(given: argparse.Namespace) -> dict[str, Any]:
             lines.update(task, description=label, completed=done, total=total)
 
         options: dict[str, Any] = {"attacks": size.attacks, "seed": given.seed, "progress": show}
-        suite = otad.evaluate(model, x, y, threat, flags=False, **options)
+        suite = otad.evaluate(model, x, y, threat, flags=False, undefended=False, **options)
     started = time.perf_counter()
     attack = OwnAttack(model, x, y, size, given.seed)
     counts = attack.run(train_x, train_y)

@@ -26,7 +26,7 @@ from otad.report import model_report as sections
 from otad.report.assessment import Assessment, assess
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial, cases_section
-from otad.report.page import Report
+from otad.report.page import Report, Section, Table
 from otad.scores import Score, share_score
 from otad.training import TrainConfig, TrainResult, train
 
@@ -173,3 +173,12 @@ def of_digits(small: Small, folder: Path, n: int = 40) -> Attacked:
     known = {"model": model, "x": x, "y": y, "adversarial": adversarial}
     report = evaluation_report(evaluation, **known, classes=small.dataset.classes)
     return Attacked(evaluation, known, report)
+
+
+def section(report: Report, slug: str) -> Section:
+    (found,) = (it for it in report.sections if it.slug == slug)
+    return found
+
+
+def tables(report: Report, slug: str) -> list[Table]:
+    return [block for block in section(report, slug).blocks if isinstance(block, Table)]
