@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from otad.data import Dataset
 from otad.experiments import spec
 from otad.io.codec import from_plain, read_toml
 
+_hints = cache(get_type_hints)  # which compiles every annotation
 _FOLDER = Path(__file__).parent / "configs"
 _TABLE = dict[str, Any]
 _SHAPES = dict.fromkeys(("train", "otad", "quick"), _TABLE) | dict.fromkeys(
@@ -107,7 +109,7 @@ def _annotated(hint: Any, value: Any, where: str) -> Iterator[tuple[str, str, An
     if get_origin(hint) is Annotated:
         yield where, hint.__metadata__[0], value
     elif is_dataclass(value):
-        for name, inner in get_type_hints(hint, include_extras=True).items():
+        for name, inner in _hints(hint, include_extras=True).items():
             yield from _annotated(inner, getattr(value, name), f"{where}.{name}")
     elif isinstance(value, dict):
         for key, item in value.items():

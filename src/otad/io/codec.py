@@ -9,6 +9,7 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,6 +20,7 @@ from otad.io.files import replacing
 
 _MOST_BYTES = 2**28
 _MOST_LEVELS, _MOST_TOML, _MOST_LINE = 64, 2**17, 2**12
+_hints = cache(get_type_hints)  # which compiles every annotation
 _NOT_FINITE = ("inf", "-inf", "nan")  # as text: JSON does not have them
 
 
@@ -68,7 +70,7 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
 
 def _dataclass(kind: type, value: Any, where: str) -> Any:
     require(isinstance(value, Mapping), where, "a table", repr(value))
-    known, hints = {field.name: field for field in fields(kind)}, get_type_hints(kind)
+    known, hints = {field.name: field for field in fields(kind)}, _hints(kind)
     for name in value:
         require(name in known, where, f"one of {', '.join(known)}", f"the unknown key {name!r}")
     for name, field in known.items():
