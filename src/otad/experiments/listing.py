@@ -36,9 +36,10 @@ class ExperimentInfo:
 
     Examples
     --------
-    >>> from otad.experiments import list_experiments
-    >>> {type(one).__name__ for one in list_experiments("results")}
-    {'ExperimentInfo'}
+    >>> from otad.experiments import ExperimentInfo
+    >>> info = ExperimentInfo("mnist", "MNIST", ("tab:KNN",), ("mnist",), None, None, 0, 12)
+    >>> f"{info.recorded} of {info.rows} rows are recorded"
+    '0 of 12 rows are recorded'
     """
 
     name: str

@@ -190,13 +190,13 @@ def write_pages(results: str | Path, folder: str | Path) -> list[Path]:
     --------
     >>> from pathlib import Path
     >>> from otad.experiments import reproduce, write_pages
-    >>> _ = Path("digits.toml").write_text('''
-    ... title = "Handwritten digits"
-    ... data.digits.name = "digits"
-    ... nets.small = {data = "digits", train.epochs = 1}
+    >>> _ = Path("points.toml").write_text('''
+    ... title = "Points"
+    ... data.points = {name = "synthetic", options = {dim = 8, train_size = 100, test_size = 20}}
+    ... nets.small = {data = "points", train.epochs = 1}
     ... rows.otad = {net = "small", method = "otad"}
     ... ''')
-    >>> _ = reproduce("digits.toml", out="results")
+    >>> _ = reproduce("points.toml", out="results")
     >>> write_pages("results", "docs")[0].read_text().splitlines()[0]
     "# The paper's tables"
     """

@@ -172,14 +172,14 @@ class RunRecord:
     --------
     >>> from pathlib import Path
     >>> from otad.experiments import RunRecord, reproduce
-    >>> _ = Path("digits.toml").write_text('''
-    ... title = "Handwritten digits"
-    ... data.digits.name = "digits"
-    ... nets.small = {data = "digits", train.epochs = 1}
+    >>> _ = Path("points.toml").write_text('''
+    ... title = "Points"
+    ... data.points = {name = "synthetic", options = {dim = 8, train_size = 100, test_size = 20}}
+    ... nets.small = {data = "points", train.epochs = 1}
     ... rows.otad = {net = "small", method = "otad"}
     ... ''')
-    >>> record = reproduce("digits.toml", out="results")
-    >>> RunRecord.read("results/digits.json") == record
+    >>> record = reproduce("points.toml", out="results")
+    >>> RunRecord.read("results/points.json") == record
     True
     """
 

@@ -49,15 +49,15 @@ def reproduce(name: str | Path, **options: Any) -> RunRecord:
     --------
     >>> from pathlib import Path
     >>> from otad.experiments import reproduce
-    >>> _ = Path("digits.toml").write_text('''
-    ... title = "Handwritten digits"
-    ... data.digits.name = "digits"
-    ... nets.small = {data = "digits", train.epochs = 1}
+    >>> _ = Path("points.toml").write_text('''
+    ... title = "Points"
+    ... data.points = {name = "synthetic", options = {dim = 8, train_size = 100, test_size = 20}}
+    ... nets.small = {data = "points", train.epochs = 1}
     ... rows.otad = {net = "small", method = "otad"}
     ... ''')
-    >>> record = reproduce("digits.toml", out="results")
+    >>> record = reproduce("points.toml", out="results")
     >>> record.rows["otad"].score.n
-    360
+    20
     """
     needed = experiments_for([name])
     require(len(needed) == 1, "name", "that of one experiment", f"{name}, of {needed}")
@@ -113,9 +113,9 @@ def reproduce_together(
     >>> from pathlib import Path
     >>> from otad.experiments import reproduce_together
     >>> text = '''
-    ... title = "Handwritten digits"
-    ... data.digits.name = "digits"
-    ... nets.small = {data = "digits", train.epochs = 1}
+    ... title = "Points"
+    ... data.points = {name = "synthetic", options = {dim = 8, train_size = 100, test_size = 20}}
+    ... nets.small = {data = "points", train.epochs = 1}
     ... rows.otad = {net = "small", method = "otad"}
     ... '''
     >>> _ = [Path(name).write_text(text) for name in ("first.toml", "second.toml")]
