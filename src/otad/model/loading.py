@@ -69,7 +69,7 @@ def load(
     >>> x = torch.rand(4, 3)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     card = model.save(folder)
-    ...     print(torch.equal(otad.load(folder)(x), model(x)))
+    ...     print(torch.allclose(otad.load(folder)(x), model(x)))
     True
     """
     if net is not None and not isinstance(net, nn.Module):

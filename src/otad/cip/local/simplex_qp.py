@@ -87,7 +87,7 @@ def _maximize(
         found = pivot_to_optimum(matrix, slope, allowed, tolerance)
         weights[:, todo], inverse[..., todo], solved[todo] = found
     weights = _refined(quadratic, linear, weights, inverse)
-    return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # false of NaN
+    return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # false if NaN
 
 
 def _by_exchange(

@@ -90,7 +90,7 @@ def solve_torch(
         relaxed, longest, status = relax(gram, smoothness, convexity)
         active = relaxed.active
         levels = potentials_from_paths(longest, active, rule)
-        violation = (longest + levels[None] - levels[:, None]).amax((0, 1))  # paths bound edges
+        violation = (longest + levels[None] - levels[:, None]).amax((0, 1))  # edges are paths
         levels = levels + gram.potential_shift(relaxed.strong_convexity)
         levels = levels - (levels * active).sum(0) / active.sum(0)
 

@@ -177,7 +177,7 @@ def heaviest_point(pairs: Pairs, cycle: Tensor, modulus: float) -> int:
     points, images = pairs.read(cycle)
     steps = points[:, None] - points[None]  # x_i - x_j
     bends = (images[:, None] - images[None]).square().sum(2) / (2 * modulus)
-    weights = (steps * images[None]).sum(2) + bends  # of j raising i, as cycle[k + 1] does cycle[k]
+    weights = (steps * images[None]).sum(2) + bends  # [i, j] if j raises i, as the next point does
     here = torch.arange(len(cycle), device=cycle.device)
     after, before = here.roll(-1), here.roll(1)
     relief = weights[here, after] + weights[before, here] - weights[before, after]

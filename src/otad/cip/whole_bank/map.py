@@ -90,9 +90,7 @@ class WholeBank:
             for prices in self._prices:
                 search.run(prices)
             value = search.mean + search.images.square().sum(1) / (2 * modulus)
-            value = value + self._pairs.offsets_at(
-                points
-            )  # relative to the same zero as the levels
+            value = value + self._pairs.offsets_at(points)  # on the scale of the levels
         potential, indices = self.potential, search.indices
         curvature = potential.smoothness, potential.strong_convexity
         problem = BankProblem(query, self.inputs, self.features, indices, *curvature)
