@@ -239,7 +239,10 @@ def _contents(name: str, figures: Figures) -> str:
         rows.append(
             [f"`{table.label}`", f"[{table.title}]({table.page}.md#{table.anchor})", filled]
         )
-    return _markdown(["Table", "What it measures", "Our figures"], rows)
+    table = _markdown(["Table", "What it measures", "Our figures"], rows)
+    children = [page.partition("/")[2] for page in layout().pages if page.startswith(f"{name}/")]
+    toctree = "\n".join(f"{Path(name).name}/{child}" for child in children)
+    return f"{table}\n\n```{{toctree}}\n:hidden:\n\n{toctree}\n```"
 
 
 def _cells(table: Table, row: Row, figures: Figures) -> list[str]:
