@@ -66,6 +66,7 @@ def taken_for_granted(shape: tuple[int, ...]) -> dict[str, Any]:
     return {
         "otad": otad, "net": net, "train_x": train_x, "train_y": train_y, "x": x, "y": y,
         "X": x[..., :4].sum((1, 2)).numpy(), "X_new": x[:3, ..., :4].sum((1, 2)).numpy(),
+        "y_new": y[:3],
         "x_test": x[:3],
         "model": otad.defend(net, train_x, train_y),
         "regressor": otad.defend(values, train_x, train_x.flatten(1).sum(1)),
