@@ -239,10 +239,9 @@ def _contents(name: str, figures: Figures) -> str:
         rows.append(
             [f"`{table.label}`", f"[{table.title}]({table.page}.md#{table.anchor})", filled]
         )
-    table = _markdown(["Table", "What it measures", "Our figures"], rows)
-    children = [page.partition("/")[2] for page in layout().pages if page.startswith(f"{name}/")]
-    toctree = "\n".join(f"{Path(name).name}/{child}" for child in children)
-    return f"{table}\n\n```{{toctree}}\n:hidden:\n\n{toctree}\n```"
+    contents = _markdown(["Table", "What it measures", "Our figures"], rows)
+    children = "\n".join(page for page in layout().pages if page.startswith(f"{name}/"))
+    return f"{contents}\n\n```{{toctree}}\n:hidden:\n\n{children}\n```"  # of the sidebar
 
 
 def _cells(table: Table, row: Row, figures: Figures) -> list[str]:
