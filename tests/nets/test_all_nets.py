@@ -25,6 +25,8 @@ NETS: dict[str, tuple[type[InputNet], dict[str, Any]]] = {
     "lifted": (nets.LiftedNet, {"blocks": 2, "hidden": (7,)}),
     "vit": (nets.VisionTransformer, VIT),
     "resnet": (nets.ResNet, {"widths": (4, 6), "depth": 1, "activation": "silu"}),
+    "linf_dist": (nets.LinfDistNet, {"widths": (6, 5)}),
+    "soc": (nets.SOCNet, {"widths": (4, 6), "depth": 2}),
     "metric_resnet": (nets.ResNetMetric, {"widths": (4, 6), "depth": 1}),
     "metric_cnn": (nets.CNNMetric, {"widths": (4, 6)}),
     "metric_vit": (nets.ViTMetric, TOKENS | {"blocks": 2}),

@@ -16,7 +16,7 @@ from training.small_vision import KEYS, LABELS, moons
 from otad.cip.whole_bank.lifted_bank import least_lipschitz
 from otad.nets import fc_resnet, lifted_net
 from otad.training import TrainConfig, train
-from otad.training.backbone import margin_loss
+from otad.training.backbone_config import margin_loss
 from otad.training.margins import pair_excess, scaled_margins
 from otad.training.metric_losses import make_loss, means_loss, neighborhood_loss, squared_distances
 

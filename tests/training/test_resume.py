@@ -21,7 +21,7 @@ from training.small_vision import FILE, images, small_cnn, small_vit, weights_pr
 
 from otad.errors import InputError
 from otad.io.tensor_files import read_tensors, write_tensors
-from otad.nets import SequentialBackbone, fc_resnet
+from otad.nets import LinfDistNet, SequentialBackbone, SOCNet, fc_resnet
 from otad.training import MetricConfig, TrainConfig, TrainResult, loop, recipe, train, train_metric
 from otad.training.adversary import Adversary
 from otad.training.augmentation import Compose, RandomFlip
@@ -45,6 +45,14 @@ def small_net(seed: int = 0, **options: Any):
     return fc_resnet((3,), 2, blocks=2, seed=seed, bounds=(0, 1), **options)
 
 
+def linf_dist() -> LinfDistNet:
+    return LinfDistNet((3, 8, 8), 3, widths=(8,), bounds=(0, 1))
+
+
+def soc() -> SOCNet:
+    return SOCNet((3, 8, 8), 3, widths=(4,), bounds=(0, 1))
+
+
 def channels_last() -> nn.Module:
     return small_cnn().to(memory_format=torch.channels_last)
 
@@ -55,6 +63,8 @@ CASES: dict[str, Case] = {
     "adamw": (small_net, replace(CONFIG, optimizer="adamw")),
     "vit": (small_vit, VIT),
     "vit, sgd": (small_vit, replace(VIT, optimizer="sgd", mixed_precision=False)),
+    "linf_dist": (linf_dist, replace(CONFIG, energy_weight=0.0, loss="margin", ema=0.5)),
+    "soc": (soc, replace(CONFIG, energy_weight=0.0, loss="fit_margin")),
     "metric": (small_cnn, replace(METRIC, optimizer="sgd", ema=0.5, augment="light")),
     "metric, bank": (small_cnn, replace(ATTACKED, references="bank")),
     "metric, mixed": (small_cnn, replace(ATTACKED, mixed_precision=True, channels_last=True)),

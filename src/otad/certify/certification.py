@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from otad.certify.input_reach import input_reach
+from otad.certify.network import BATCH, CERTIFIABLE, NAME, NetworkBound
 from otad.certify.rules import RULES, Batch, Rule
 from otad.checks import check_count, check_shape, require
 from otad.errors import InputError
-from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
+from otad.model.conversion import ArrayLike, Converted, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
-from otad.nets import LinearHead
+from otad.nets import Backbone, LinearHead
 from otad.nets.vit import TokenHead
 from otad.progress import Counter, progress_bar
 from otad.short_repr import counts_text, median_text
@@ -32,7 +33,7 @@ for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules regi
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Certified l2 radii: no input closer than the radius changes the prediction of its example.
+    """Certified radii: no input closer than the radius changes the prediction of its example.
 
     Within the radius the model also answers: where it abstains at the example itself, the
     prediction is -1 and the radius is 0.
@@ -40,8 +41,8 @@ class Certificate:
     Attributes
     ----------
     radius : Tensor (n,)
-        Radii in float64, in l2 and in the unit that was asked for (see `certify`). A radius of 0
-        means that nothing is proved.
+        Radii in float64, in the unit that was asked for (see `certify`). A radius of 0 means that
+        nothing is proved.
     prediction : Tensor (n,)
         The predicted class of each example, int64.
     rules : tuple of str
@@ -50,6 +51,8 @@ class Certificate:
         What the proof assumes, in whole sentences.
     kind : str
         Always "proved", in contrast to a statistical certificate.
+    norm : str
+        The norm of the radii: "l2", or "linf" for a network that is Lipschitz in l-infinity.
 
     Examples
     --------
@@ -72,12 +75,13 @@ class Certificate:
     rules: tuple[str, ...]
     assumptions: tuple[str, ...]
     kind: str = "proved"
+    norm: str = "l2"
 
     def __len__(self) -> int:
         return len(self.radius)
 
     def __repr__(self) -> str:
-        radii = f"radius {median_text(self.radius)}"
+        radii = f"radius {median_text(self.radius)}" + " in linf" * (self.norm == "linf")
         return f"Certificate({len(self)} inputs, {radii}; by rule {counts_text(self.rules)})"
 
     def holds(self, y: Tensor, eps: float) -> Tensor:
@@ -94,9 +98,11 @@ class Certificate:
         """Return radii (n,) in l-infinity against attackers who can change `n_mutable` features.
 
         A change of that many features is at most `sqrt(n_mutable)` times as long in l2 as in
-        l-infinity. Both are measured in the same unit.
+        l-infinity. Both are measured in the same unit. Radii in l-infinity are returned as they
+        are.
         """
-        return self.radius / math.sqrt(check_count(n_mutable, "n_mutable"))
+        longest = math.sqrt(check_count(n_mutable, "n_mutable"))
+        return self.radius if self.norm == "linf" else self.radius / longest
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +144,7 @@ class Interval:
 
 @torch.no_grad()
 def certify(
-    model: OTAD | Estimator,
+    model: OTAD | Backbone | Estimator,
     x: ArrayLike,
     *,
     unit: ArrayLike | None = None,
@@ -147,18 +153,20 @@ def certify(
     batch_size: int | None = None,
     progress: Counter | bool | None = None,
 ) -> Certificate:
-    """Prove l2 radii within which no change of an input changes its predicted class.
+    """Prove radii within which no change of an input changes its predicted class.
 
-    A radius is infinite where no training point could ever vote for another class.
+    They are in l2, except for a network that is Lipschitz in l-infinity: see `Certificate.norm`. A
+    radius is infinite where no training point could ever vote for another class.
 
     Parameters
     ----------
-    model : OTAD or estimator
-        A defended classifier, or a fitted `OTADClassifier`.
+    model : OTAD, Backbone or estimator
+        A defended classifier, a fitted `OTADClassifier`, or a network with a proved Lipschitz
+        bound, such as `otad.nets.SOCNet` or `otad.nets.LinfDistNet`.
     x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
         Inputs.
     unit : array (*input_shape), optional
-        Distances are `|delta / unit|` in l2. If None, plain input units.
+        Distances are `|delta / unit|`. If None, plain input units.
     embedding_lipschitz : float, optional
         For a network whose embedding does more than normalize: a proved constant Q with `|e(x +
         delta) - e(x)| <= Q |delta / unit|`.
@@ -185,7 +193,8 @@ def certify(
     -----
     Models of local scope have the rules "hull" and "cell", and models of global scope have the rule
     "lipschitz". With a metric, "hull" needs the constant of the metric. "cell" also needs the
-    constant of the embedding, and is left out if it is not known.
+    constant of the embedding, and is left out if it is not known. A network alone has the rule
+    "network".
 
     Examples
     --------
@@ -199,7 +208,13 @@ def certify(
     >>> bool((certificate.radius >= 0).all())
     True
     """
-    model, x, unit = _converted(model, x, unit)
+    given = converted(model, x)
+    if isinstance(given.module, Backbone):
+        stated = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
+        for name, value in stated.items():
+            require(value is None, name, "None for a network without a defense", value)
+        return _certify_network(given, unit, batch_size, progress)
+    model, x, unit = _converted(given, unit)
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
     names = (NONE, *(rule.name for rule in rules))
     radii, predictions, chosen = [], [], []
@@ -270,7 +285,7 @@ def certify_values(
     Interval(3 inputs, eps 0.1, width median ...)
     """
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
-    model, x, unit = _converted(model, x, unit)
+    model, x, unit = _converted(converted(model, x), unit)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
     lows, highs, used = [], [], set()
     with progress_bar("certifying", progress) as report:
@@ -288,21 +303,48 @@ def certify_values(
     return Interval(torch.cat(lows), torch.cat(highs), float(eps), _assumptions(rules, used))
 
 
-def _converted(
-    model: OTAD | Estimator, x: ArrayLike, unit: ArrayLike | None
-) -> tuple[OTAD, Tensor, Tensor | None]:
-    given = converted(model, x)
-    require(isinstance(given.module, OTAD), "model", "an OTAD model", type(model).__name__)
+def _certify_network(
+    given: Converted,
+    unit: ArrayLike | None,
+    batch_size: int | None,
+    progress: Counter | bool | None,
+) -> Certificate:
+    net, x, unit = _parts(given, unit)
+    _check_head(net)
+    bound = NetworkBound(net, unit)
+    rows = BATCH if batch_size is None else check_count(batch_size, "batch_size")
+    radii, predictions = [], []
+    with progress_bar("certifying", progress) as report:
+        for start in range(0, len(net.check_inputs(x)), rows):
+            radius, prediction = bound.radius(x[start : start + rows])
+            radii.append(radius)
+            predictions.append(prediction)
+            report(min(start + rows, len(x)), len(x))
+    radius = torch.cat(radii)
+    used = tuple(NAME if value > 0 else NONE for value in radius.tolist())
+    return Certificate(radius, torch.cat(predictions), used, bound.assumptions, norm=bound.norm)
+
+
+def _converted(given: Converted, unit: ArrayLike | None) -> tuple[OTAD, Tensor, Tensor | None]:
+    require(isinstance(given.module, OTAD), "model", CERTIFIABLE, type(given.module).__name__)
+    return _parts(given, unit)
+
+
+def _parts(given: Converted, unit: ArrayLike | None) -> tuple[Any, Tensor, Tensor | None]:
     return given.module, given.x, None if unit is None else like_inputs(given.module, unit, "unit")
+
+
+def _check_head(net: Backbone) -> None:
+    is_linear = isinstance(net.head, LinearHead) and type(net.head).forward in LINEAR
+    require(is_linear, "head", "a LinearHead", type(net.head).__name__)
 
 
 def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:
     """Return the rules that apply, at least one; refuse a model that the proofs do not cover."""
-    own, head = model.backbone.task, model.backbone.head
+    own = model.backbone.task
     right = "certify" if own == "classification" else "certify_values"
     require(own == task, "model", task, f"{own}; use {right}")
-    is_linear = isinstance(head, LinearHead) and type(head).forward in LINEAR
-    require(is_linear, "head", "a LinearHead", type(head).__name__)
+    _check_head(model.backbone)
     if model.answerer.refusal is not None:
         raise InputError(model.answerer.refusal)
     reach = input_reach(model, *units_and_constants)

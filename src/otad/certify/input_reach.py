@@ -73,14 +73,7 @@ def input_reach(
     """Return the reach for changes measured as |delta / unit|. Constants that the model does not
     know must be given."""
     backbone, metric = model.backbone, model.metric
-    if unit is None:
-        measured = torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)
-    else:
-        require(isinstance(unit, Tensor), "unit", "a torch.Tensor or None", type(unit).__name__)
-        check_shape(unit, "unit", backbone.input_shape, "like one input")
-        measured = unit.detach().to(backbone.std.device, torch.float64)
-        check_finite(measured, "unit")
-        require(bool((measured > 0).all()), "unit", "positive values", measured.min().item())
+    measured = measured_unit(backbone, unit)
     given: tuple[str, ...] = ()
     if embedding_lipschitz is not None:
         given = (f"the embedding stretches by {embedding_lipschitz:g} at most, as stated",)
@@ -99,6 +92,18 @@ def input_reach(
     constant, slip, searched = _metric_constant(metric, metric_lipschitz, longest)
     keys = Reach(measured.new_full((model.bank_points.shape[1],), constant), slip)
     return InputReach(model, keys, embedded, (*searched, *given), longest)
+
+
+def measured_unit(backbone: Backbone, unit: Tensor | None) -> Tensor:
+    """The unit (*input_shape) of changes of inputs in float64; refuse an illegal one."""
+    if unit is None:
+        return torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)
+    require(isinstance(unit, Tensor), "unit", "a torch.Tensor or None", type(unit).__name__)
+    check_shape(unit, "unit", backbone.input_shape, "like one input")
+    measured = unit.detach().to(backbone.std.device, torch.float64)
+    check_finite(measured, "unit")
+    require(bool((measured > 0).all()), "unit", "positive values", measured.min().item())
+    return measured
 
 
 def _embedding_reach(backbone: Backbone, measured: Tensor, constant: float | None) -> Reach:

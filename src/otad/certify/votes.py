@@ -23,14 +23,14 @@ rounding may take off the margin <v, z> + b (B,), and how fast it falls at most 
 
 
 class Head:
-    """A linear head in float64: `weight` (C,d), `bias`, `lengths` of its rows and `offsets` |bias|,
-    each (C,)."""
+    """A linear head in float64: `weight` (C,d), `bias`, `lengths` of its rows in the norm of an
+    order, and `offsets` |bias|, each (C,)."""
 
-    def __init__(self, head: LinearHead) -> None:
+    def __init__(self, head: LinearHead, order: float = 2.0) -> None:
         self.weight = head.matrix.double()
         no_bias = self.weight.new_zeros(len(self.weight))
         self.bias = no_bias if head.bias is None else head.bias.double()
-        self.lengths = torch.linalg.vector_norm(self.weight, dim=1)
+        self.lengths = torch.linalg.vector_norm(self.weight, order, dim=1)
         self.offsets = self.bias.abs()
 
     def against(self, prediction: Tensor, rival: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from otad.errors import InputError
 from otad.evaluate.flags import FlagContext, NotRunError, check
 from otad.evaluate.records import CERTIFICATE_CHECK, CertificateRecord
 from otad.model.otad import OTAD
+from otad.nets import Backbone
 
 SAFETY = 1 + 1e-12  # more than the rounding of a conversion
 ROUNDING = 1e-5  # a float32 answer may exceed its certified interval by so much
@@ -29,22 +30,26 @@ def check_constants(model: nn.Module, constants: dict[str, float | None]) -> Non
             input_reach(model, None, **constants)
         elif value is not None:
             got = f"{value} for {type(model).__name__}"
-            raise InputError(f"{name}: expected None, as only OTAD models are certified, got {got}")
+            raise InputError(f"{name}: expected None, as only OTAD models need it, got {got}")
 
 
 def prove(
     model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **constants: Any
 ) -> CertificateRecord:
     """Return the radii of all rows, or in regression the largest |f - y| within the ball."""
-    if not isinstance(model, OTAD):
-        raise InputError("only OTAD models have certificates")
+    own = model.lipschitz if isinstance(model, Backbone) else None
+    if own is None and not isinstance(model, OTAD):
+        raise InputError("only OTAD models and networks with a Lipschitz bound have certificates")
+    assert isinstance(model, OTAD | Backbone)
     started, longest = time.perf_counter(), 1.0
     note: tuple[str, ...] = ()
-    if ball.norm != "l2":  # certificates are in l2, where n features move by up to sqrt(n) eps
+    # No step is longer in l-infinity than in l2. In l2, n features move by up to sqrt(n) eps.
+    if ball.norm != "l2" and (own is None or own.norm == "l2"):
         movable = replace(ball, groups=None).free_features(x)  # at a larger eps groups switch, too
         longest = math.sqrt(max(1, len(movable))) * SAFETY
         note = (f"a step of size 1 in {ball.norm} is at most {longest:.6g} long in l2",)
     if y.is_floating_point():
+        assert isinstance(model, OTAD)  # networks with a bound are classifiers
         found = certify_values(model, x, ball.eps * longest, unit=ball.scale, **constants)
         worst = torch.maximum(found.high - y.double(), y.double() - found.low)
         record = CertificateRecord((), (), (*found.assumptions, *note), tuple(worst.tolist()))

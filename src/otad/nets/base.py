@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ class LinearHead(nn.Linear):
     torch.Size([5, 3])
     """
 
+    order: float = 2.0
+    """The order of the norm of differences of rows by which the loss "margin" scales margins."""
+
     def __init__(self, dim: int, n_outputs: int, task: str, *, bias: bool = True) -> None:
         sizes = check_count(dim, "dim"), check_count(n_outputs, "n_outputs")
         super().__init__(*sizes, bias=bias, device="meta")
@@ -65,6 +68,35 @@ class LinearHead(nn.Linear):
         After training on standardized targets this restores the units of the targets."""
         self.weight.mul_(scale)
         self.bias.mul_(scale).add_(shift)
+
+
+class LipschitzBound(NamedTuple):
+    """What is proved about the features z of a network: `|z(u) - z(v)| <= constant |u - v|`.
+
+    Here u and v are normalized inputs. `otad.certify` certifies a network whose `lipschitz` is such
+    a bound.
+
+    Attributes
+    ----------
+    norm : str
+        The norm of both distances, "l2" or "linf".
+    constant : float
+        The Lipschitz constant in exact arithmetic.
+    offset : float
+        A number such that features and all values of hidden layers are no larger than `constant |u|
+        + offset`. Rounding errors are measured by it.
+
+    Examples
+    --------
+    >>> import otad
+    >>> net = otad.nets.LinfDistNet((4,), 3, widths=(8,))
+    >>> net.lipschitz.norm, net.lipschitz.constant
+    ('linf', 1.0)
+    """
+
+    norm: str
+    constant: float
+    offset: float
 
 
 class Backbone(InputNet, ABC):
@@ -138,6 +170,16 @@ class Backbone(InputNet, ABC):
         """Return embedded inputs (B, d): normalized and flattened unless a subclass does more."""
         return self.normalize(x).flatten(1)
 
+    @property
+    def lipschitz(self) -> LipschitzBound | None:
+        """What is proved about the features in evaluation mode, or None."""
+        return None
+
+    def begin_step(self, share: float) -> None:
+        """Adapt the network to the share of its training that is done, from 0 to 1.
+
+        It is called before every training step and does nothing by default."""
+
     @abstractmethod
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features (B, d) of embedded inputs (B, d), and the energy (B,).
@@ -199,8 +241,6 @@ class Metric(InputNet, ABC):
     family: ClassVar[Registry[Metric]] = Registry("register_metric")
     settings: ClassVar[Sequence[str]] = ("key_dim", "key_norm")
     projection: nn.Module
-    is_capturable: ClassVar[bool] = True
-    """Whether a CUDA graph can capture a training step (`MetricConfig.cuda_graph`)."""
 
     def __init__(
         self, input_shape: Sizes, *, key_dim: int = 128, key_norm: str = "unit", **options: Any

@@ -43,6 +43,8 @@ class InputNet(nn.Module):
     """The constructor arguments that `config` holds, each also an attribute of that name.
 
     A subclass lists only those it adds."""
+    is_capturable: ClassVar[bool] = True
+    """Whether a CUDA graph can capture a training step (`cuda_graph` of the training)."""
     mean: Tensor
     std: Tensor
 

@@ -169,7 +169,7 @@ def shift(x: Tensor) -> Tensor:
     return torch.cat([*moved, rest], dim=3)
 
 
-def max_min(x: Tensor) -> Tensor:
+def max_min(x: Tensor, dim: int = -1) -> Tensor:
     """Sort the pairs (i, i + c/2) of channels, larger first."""
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([torch.maximum(left, right), torch.minimum(left, right)], dim=-1)
+    left, right = x.chunk(2, dim=dim)
+    return torch.cat([torch.maximum(left, right), torch.minimum(left, right)], dim=dim)

@@ -2,7 +2,8 @@
 
 from otad.arguments import guard
 from otad.training.adversary import Adversary
-from otad.training.backbone import TrainConfig, train
+from otad.training.backbone import train
+from otad.training.backbone_config import TrainConfig
 from otad.training.metric import MetricConfig, train_metric
 from otad.training.recipes import RECIPES, fit_backbone, make_backbone, recipe
 from otad.training.supervised import EpochRecord, Split, TrainResult

@@ -11,9 +11,9 @@ from otad.nets.base import LinearHead
 def scaled_margins(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
     """Return min over j of (o_y - o_j) / |w_y - w_j| (B,) for outputs (B,C).
 
-    It is below 0 where the label is wrong."""
-    rows = head.matrix
-    apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")[labels]
+    The norm is that of the head. A margin is below 0 where the label is wrong."""
+    rows, mode = head.matrix, "donot_use_mm_for_euclid_dist"
+    apart = torch.cdist(rows, rows, p=head.order, compute_mode=mode)[labels]
     own = outputs.gather(1, labels[:, None])
     tiny = torch.finfo(outputs.dtype).tiny
     margins = (own - outputs) / apart.to(outputs.dtype).clamp_min(tiny)

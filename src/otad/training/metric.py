@@ -152,8 +152,6 @@ class MetricTraining(SupervisedTraining[Metric]):
     config: MetricConfig
 
     def __init__(self, net: Metric, data: Data, config: MetricConfig, **options: Any) -> None:
-        expected = f"False for a {type(net).__name__}, which synchronizes with a GPU"
-        require(net.is_capturable or not config.cuda_graph, "cuda_graph", expected, "True")
         self.loss = metric_losses.make_loss(config.loss, config.margin_used, config.temperature)
         self.bank: Tensor | None = None
         super().__init__(net, data, config, **options)

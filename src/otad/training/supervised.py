@@ -189,6 +189,8 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         **saving: Any,
     ) -> None:
         """`more` holds further tensors with one row per training example, by name."""
+        expected = f"False for a {type(net).__name__}, of which no graph can be captured"
+        require(net.is_capturable or not config.cuda_graph, "cuda_graph", expected, "True")
         self.metric = METRICS[getattr(net, "task", "classification")]
         parts = parts_of(data)
         for x_name, y_name in (_PARTS[:2], _PARTS[2:])[: len(parts) // 2]:

@@ -1,0 +1,200 @@
+"""The settings of `train`, and the losses that they name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from otad.checks import check_choice, require
+from otad.nets.base import LinearHead
+from otad.training.adversarial_losses import mart_losses, trades_losses
+from otad.training.config import check_share
+from otad.training.margins import scaled_margins
+from otad.training.supervised import InputConfig
+
+Loss = Callable[..., Tensor]
+"""Maps outputs (B,C) or values (B,), targets (labels, shares of classes or values) and the head to
+the mean loss, or with `reduction="none"` to the losses (B,). The losses of `COMPARING` take the
+outputs at perturbed inputs followed by the outputs at clean inputs, 2 B rows."""
+COMPARING = ("trades", "mart")
+
+
+@dataclass(frozen=True)
+class TrainConfig(InputConfig):
+    """The settings of `train`.
+
+    The objective of a batch is the mean loss plus `energy_weight` times the mean transport energy.
+
+    Parameters
+    ----------
+    epochs, batch_size : int
+        How often all examples are used, and how many are used at a time.
+    learning_rate, optimizer : float, str
+        The largest learning rate, and "sgd" or "adamw".
+    momentum, nesterov : float, bool
+        The momentum of SGD, which may be Nesterov's, or the first beta of AdamW.
+    weight_decay, decay_on : float, str
+        The weight decay, and what it acts on: "all" parameters, or the "matrices" of layers.
+    schedule : str
+        After the warmup, "cosine" lowers the learning rate to zero, "step" divides it by ten after
+        1/2 and 3/4 of the training, and "constant" leaves it.
+    warmup : float
+        The number of epochs in which the learning rate rises linearly from zero.
+    gradient_clip : float
+        The largest norm of the gradient of all parameters together; 0 for no limit.
+    ema : float
+        The decay of a running average of all weights, which is the result; 0 for none.
+    mixed_precision : bool
+        Whether the network computes in bfloat16 where autocast allows it.
+    whole_batches : bool
+        Whether rows that do not fill a batch are skipped. Other epochs use them.
+    seed : int
+        The seed of everything random.
+    device : str
+        Where the training runs, such as "cpu" or "cuda".
+    log_every : int
+        The number of epochs between two lines to the `otad` logger.
+    augment : str
+        Random changes of images: "none", "light" or "strong".
+    adversary : Adversary or None
+        Perturbs the inputs of each training step, and the weights, to raise the loss.
+    channels_last : bool
+        Whether images use a memory layout that is faster on GPUs.
+    cuda_graph : bool
+        Whether one step on whole batches is captured on a GPU and replayed.
+    loss : str
+        "fit" for the cross-entropy or the squared error; "margin" for margins
+        `(o_y - o_j) / |w_y - w_j|` of at least `target_margin`, where w are the rows of the head;
+        "fit_margin" for the cross-entropy less `beta` times the margin where that is positive.
+        With an adversary, all three are taken at perturbed inputs. "trades" and "mart" need an
+        adversary and compare the outputs at perturbed and at clean inputs.
+    energy_weight : float
+        The weight of the transport energy, alpha in the paper.
+    label_smoothing : float
+        The label smoothing of the cross-entropy.
+    target_margin : float
+        The margin that the loss "margin" asks for.
+    beta : float
+        The weight of the comparison in the losses "trades" and "mart", and of the margin in
+        "fit_margin".
+    pair_weight, pair_smoothness : float
+        The weight of a penalty for pairs of a batch that contradict a convex potential, and the
+        smoothness of that potential.
+    mixing : float
+        The share of batches in which images and labels are mixed in pairs, by mixup or CutMix.
+    compiled : bool
+        Whether the network runs under torch.compile, which takes a minute and needs a compiler.
+        The steps of an adversary are not compiled.
+
+    Examples
+    --------
+    >>> from otad.training import TrainConfig
+    >>> config = TrainConfig(epochs=10, learning_rate=0.1, energy_weight=0.01)
+    >>> config.optimizer, round(config.rate_at(5), 3)
+    ('sgd', 0.05)
+    """
+
+    loss: str = "fit"
+    energy_weight: float = 0.0
+    label_smoothing: float = 0.0
+    target_margin: float = 1.0
+    beta: float = 6.0
+    pair_weight: float = 0.0
+    pair_smoothness: float = 2.0
+    mixing: float = 0.0
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.loss, "loss", tuple(LOSSES))
+        self.check_ranges(0.0, math.inf, "energy_weight", "pair_weight", "beta")
+        self.check_ranges(1e-12, math.inf, "target_margin", "pair_smoothness")
+        self.check_ranges(0.0, 1.0, "label_smoothing")
+        check_share(self.mixing, "mixing")
+        fits = self.loss not in COMPARING or self.adversary is not None
+        require(fits, "adversary", f"one for the loss {self.loss!r}", None)
+        still = self.loss == "trades" and not (self.adversary and self.adversary.random_start)
+        require(not still, "adversary", "a random start for 'trades', flat at the input", "none")
+
+
+def fit_loss(task: str, config: TrainConfig) -> Loss:
+    """Return the cross-entropy, or for regression the squared error."""
+    smoothing, loss = config.label_smoothing, functional.mse_loss
+    if task == "classification":
+        loss = partial(functional.cross_entropy, label_smoothing=smoothing)
+    else:
+        require(smoothing == 0, "label_smoothing", "0 for regression", smoothing)
+    return lambda outputs, targets, _head, **reduction: loss(outputs, targets, **reduction)
+
+
+def margin_loss(task: str, config: TrainConfig) -> Loss:
+    """Return the mean amount by which scaled margins fall short of `target_margin`.
+
+    If features change by at most K times the change of the input, a label y cannot change within
+    the radius min over j of (o_y - o_j) / (K |w_y - w_j|). The penalty `pair_excess`, the energy or
+    the network itself bounds K."""
+    _check_labels(task, config, "margin")
+    return _averaging(
+        lambda *scored: (config.target_margin - scaled_margins(*scored)).clamp_min(0.0)
+    )
+
+
+def fit_margin_loss(task: str, config: TrainConfig) -> Loss:
+    """Return the cross-entropy less a reward for margins, the certificate regularization of
+    arXiv:2108.04062."""
+    _check_labels(task, config, "fit_margin")
+
+    def losses(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
+        fitted = functional.cross_entropy(outputs, labels, reduction="none")
+        return fitted - config.beta * scaled_margins(outputs, labels, head).clamp_min(0.0)
+
+    return _averaging(losses)
+
+
+def trades_loss(task: str, config: TrainConfig) -> Loss:
+    fit = fit_loss(task, config)
+
+    def losses(outputs: Tensor, targets: Tensor, head: LinearHead) -> Tensor:
+        perturbed, clean = outputs.chunk(2)
+        fitted = fit(clean, targets, head, reduction="none")
+        return trades_losses(fitted, clean, perturbed, config.beta)
+
+    return _averaging(losses)
+
+
+def mart_loss(task: str, config: TrainConfig) -> Loss:
+    _check_labels(task, config, "mart", "'fit' or 'trades'")
+
+    def losses(outputs: Tensor, labels: Tensor, _: LinearHead) -> Tensor:
+        perturbed, clean = outputs.chunk(2)
+        return mart_losses(labels, clean, perturbed, config.beta)
+
+    return _averaging(losses)
+
+
+def _check_labels(task: str, config: TrainConfig, loss: str, other: str = "'fit'") -> None:
+    """Refuse what a loss of labels cannot use: values, and shares of classes."""
+    require(task == "classification", "loss", f"{other} for regression", repr(loss))
+    for name in ("label_smoothing", "mixing"):
+        value = getattr(config, name)
+        require(value == 0, name, f"0 for the loss {loss!r}", value)
+
+
+def _averaging(losses: Callable[..., Tensor]) -> Loss:
+    def loss(*scored: Any, reduction: str = "mean") -> Tensor:
+        found = losses(*scored)
+        return found.mean() if reduction == "mean" else found
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {
+    "fit": fit_loss, "margin": margin_loss, "fit_margin": fit_margin_loss, "trades": trades_loss,
+    "mart": mart_loss,
+}  # fmt: skip
