@@ -70,6 +70,8 @@ class Experiment:
         curved = any(row.method == "otad" and row.smoothness for row in self.rows.values())
         require(curved or not self.curve, "curve", "a row of otad with a smoothness", "none")
         for key, row in self.rows.items():
+            if row.method == "net" and row.certify:
+                check_choice(self.nets[row.net].kind, f"rows.{key}.certify: kind", spec.LIPSCHITZ)
             if row.metric is not None:
                 data = (self.data_of(key),)
                 check_choice(self.metrics[row.metric].data, f"data of rows.{key}.metric", data)

@@ -14,7 +14,7 @@ from otad.checks import refusing
 from otad.cip.surrogate import CipNet
 from otad.data import Dataset, Standardizer, split
 from otad.experiments.records import DataRecord, LearnedRecord
-from otad.experiments.spec import MetricSpec, NetSpec, Options
+from otad.experiments.spec import BLOCKLESS, MetricSpec, NetSpec, Options
 from otad.io.codec import digest_of
 from otad.model.prototypes import prototype_net
 from otad.nets.pretrained import efficientnet_lite0
@@ -78,7 +78,7 @@ def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> n
             options: Options = {"generator": torch.Generator().manual_seed(seed)} | spec.options
             points = data.train_x, data.train_y
             return prototype_net(cast(nets.LiftedNet, frame), *points, **options)
-        common |= {} if spec.kind == "resnet" else {"blocks": spec.blocks}
+        common |= {} if spec.kind in BLOCKLESS else {"blocks": spec.blocks}
         common |= {"seed": seed} | spec.options
         if spec.kind == "fc":
             return make_backbone("fc_resnet", *sizes, residual=spec.residual, **common)

@@ -72,10 +72,11 @@ def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) ->
         batches = of.batches(data.test_x)
         outputs = torch.cat([builder.add(batch).outputs.cpu() for batch in batches])
         account = builder.account()
-        if row.certify is not None:
-            certified = certified_scores(model, data.test_x, data.test_y, row.certify, of.report)
     else:
         outputs = of.predict(data.test_x)
+    if row.certify is not None:
+        assert isinstance(model, OTAD | Backbone)
+        certified = certified_scores(model, data.test_x, data.test_y, row.certify, of.report)
     if row.lipschitz is not None:
         spec, generator = row.lipschitz, torch.Generator().manual_seed(of.seed)
         chosen = torch.randperm(len(data.test_x), generator=generator)[: spec.points]
@@ -94,12 +95,13 @@ def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) ->
 
 
 def certified_scores(
-    model: OTAD, x: Tensor, y: Tensor, spec: CertifySpec, report: Report
+    model: OTAD | Backbone, x: Tensor, y: Tensor, spec: CertifySpec, report: Report
 ) -> dict[str, Score]:
     """Certified accuracy by radius; in regression, the largest mean squared error in the ball."""
-    backbone, device = model.backbone, model.backbone.mean.device
+    backbone = model.backbone if isinstance(model, OTAD) else model
+    device = backbone.mean.device
     unit = backbone.std.expand(backbone.input_shape) if spec.unit == "std" else None
-    if y.is_floating_point():
+    if y.is_floating_point() and isinstance(model, OTAD):
         found, x, y = {}, x.to(device), y.to(device)
         for done, radius in enumerate(spec.eps, start=1):
             bound = certify_values(model, x, radius, unit=unit)

@@ -13,6 +13,8 @@ from otad.training import RECIPES
 
 RANDOM_STEP = "random_step"
 UNLEARNED = ("pretrained", "pixels")
+LIPSCHITZ = ("linf_dist", "soc")
+BLOCKLESS = ("resnet", *LIPSCHITZ)
 Normalization = Literal["none", "feature", "channel", "all"]
 Unit = Literal["input", "std"]
 Options = dict[str, Any]
@@ -52,11 +54,12 @@ class Choice:
 class NetSpec:
     """A net and how it is trained: fully connected ("fc"), the same but writing into coordinates of
     its own ("lifted"), labeled points drawn from the train part, which are the weights of their own
-    map ("prototypes"), a vision transformer ("vit"), or a ResNet ("resnet"), which has no
-    `blocks`. A table `adversary` among the training settings asks for adversarial training."""
+    map ("prototypes"), a vision transformer ("vit"), a ResNet ("resnet"), or a net with a proved
+    Lipschitz constant ("linf_dist", "soc"). The last three have no `blocks`. A table `adversary`
+    among the training settings asks for adversarial training."""
 
     data: DataName
-    kind: Literal["fc", "lifted", "prototypes", "vit", "resnet"] = "fc"
+    kind: Literal["fc", "lifted", "prototypes", "vit", "resnet", "linf_dist", "soc"] = "fc"
     blocks: int = 5
     residual: bool = True
     normalize: Normalization = "none"
@@ -140,7 +143,8 @@ class AttackSpec:
 
 @dataclass(frozen=True)
 class CertifySpec:
-    """The l2 radii to certify at, on the test part; in regression, to bound the error at."""
+    """The radii to certify at, on the test part; in regression, to bound the error at. They are in
+    l2, and in linf for a net of kind "linf_dist"."""
 
     eps: tuple[float, ...]
     unit: Unit = "input"
@@ -182,7 +186,7 @@ class RowSpec:
             "per_class": self.uses_neighbors,
             "central": self.metric is not None and self.per_class is not None,
             "surrogate": self.uses_neighbors and self.method == "otad",
-            "certify": self.method == "otad",
+            "certify": self.method in ("otad", "net"),
             "lipschitz": self.method in ("otad", "net"),
         }
         for name, is_used in has_effect.items():

@@ -15,16 +15,27 @@ from otad.checks import check_choice, require
 from otad.data import Standardizer
 from otad.data.dataset import usual_statistics
 from otad.errors import InputError
-from otad.nets import Backbone, ResNet, fc_resnet, lifted_net, vision_transformer
+from otad.nets import (
+    Backbone,
+    LinfDistNet,
+    ResNet,
+    SOCNet,
+    fc_resnet,
+    lifted_net,
+    vision_transformer,
+)  # fmt: skip
 from otad.nets.inputs import Sizes
-from otad.training.backbone import TrainConfig, train
+from otad.training.backbone import train
+from otad.training.backbone_config import TrainConfig
 from otad.training.loop import reporting
 from otad.training.supervised import METRICS, EpochRecord, Progress, TrainResult
 
 BACKBONES: dict[str, Callable[..., Backbone]] = {
     "fc_resnet": fc_resnet,
     "lifted": lifted_net,
+    "linf_dist": LinfDistNet,
     "resnet": ResNet,
+    "soc": SOCNet,
     "vit": vision_transformer,
 }
 
@@ -96,7 +107,7 @@ def make_backbone(
     Parameters
     ----------
     kind : str
-        "fc_resnet", "lifted" or "vit".
+        "fc_resnet", "lifted", "linf_dist", "resnet", "soc" or "vit".
     shape : sequence of int
         The shape of one input.
     n_outputs : int
