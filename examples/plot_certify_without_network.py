@@ -2,9 +2,9 @@
 Certify without a network
 =========================
 
-With ``inputs="pixels"`` no network is needed: one Lipschitz map passes through all training images
-and their labels, and a proof comes with every answer. Certified accuracy is what remains under
-every possible attack, so it is compared with what some attacks leave.
+With ``inputs="pixels"`` no network is needed. One Lipschitz map passes through all training images
+and their labels, and every answer comes with a proof. The share of answers that are proved is
+compared with the share that stays right under an attack.
 """
 
 import matplotlib.pyplot as plt
@@ -30,7 +30,7 @@ print(certificate)
 print(f"right without attack: {float((certificate.prediction == y).double().mean()):.1%}")
 
 # %%
-# A network of the usual kind for comparison. Nothing is proved for it.
+# An ordinary network is trained for comparison. Nothing is proved for it.
 net = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.Adam(net.parameters(), 3e-3)
 for _ in range(15):
@@ -40,7 +40,7 @@ for _ in range(15):
         optimizer.step()
 
 # %%
-# Both are attacked on the first 100 digits at several sizes.
+# Both models are attacked on the first 100 digits, with attacks of several sizes.
 radii, few = (0.25, 0.5, 0.75, 1.0), slice(100)
 proved = [certificate.accuracy(y, eps) for eps in radii]
 attacked = {"map through all digits": model, "undefended network": net.eval()}
@@ -59,8 +59,8 @@ gain = proved[1] - left["undefended network"][1]
 print(f"gain at l2 {radii[1]:g}, proof against attacked network: {100 * gain:+.1f} points")
 
 # %%
-# The truth about the map is between the proof and the attack. Right: the digit with the largest
-# radius and one with a small radius.
+# The robust accuracy of the map is between the proved share and the share under attack. On the
+# right are the digit with the largest radius and one with a small radius.
 figure, panels = plt.subplots(1, 3, width_ratios=(3, 1, 1))
 panels[0].plot(
     (0, *radii), [100 * certificate.accuracy(y, eps) for eps in (0, *radii)], label="proved"

@@ -2,9 +2,9 @@
 Defend a convolutional network
 ==============================
 
-A small CNN is trained on handwritten digits, defended by ``otad.defend``, and attacked beside its
-undefended self. The digits are those of MNIST if the folder that ``OTAD_DATA`` names has them, else
-the 8 x 8 digits that come with scikit-learn.
+A small CNN is trained on handwritten digits and defended by ``otad.defend``. Then the CNN and the
+defended model are attacked. The digits are those of MNIST if the folder that ``OTAD_DATA`` names
+has them, else the 8 x 8 digits that come with scikit-learn.
 """
 
 import matplotlib.pyplot as plt
@@ -18,7 +18,7 @@ plt.style.use("otad.report.gallery")
 torch.manual_seed(0)
 
 # %%
-# The data: 80 training images of each digit, and 30 test images.
+# We use 80 training images of each digit, and 30 test images.
 try:
     data, eps = otad.data.load("mnist"), 1.0
 except otad.data.MissingDataError:
@@ -44,8 +44,9 @@ for _ in range(8):
 
 # %%
 # By default the features that enter the last layer are interpolated between training points. An
-# attack that moves these features still moves the answer. Neighbors that are searched among the
-# images themselves cannot be moved far, so this is the choice for robustness.
+# attack that changes these features still changes the answer. If neighbors are searched among the
+# images themselves, a small change of an image cannot change its neighbors much. So this is the
+# choice for robustness.
 among_images = otad.nets.PretrainedMetric(nn.Flatten(), input_shape=x.shape[1:], key_norm="free")
 models = {
     "neighbors\nby features": otad.defend(net, train_x, train_y, bounds=(0, 1)),
@@ -55,8 +56,8 @@ models = {
 }
 
 # %%
-# The worst case over attacks by gradient and attacks that aim for other neighbors. These few fit a
-# page; a figure to publish needs the preset ``attacks="standard"``.
+# We measure the worst case over an attack that follows the gradient and two that try to change the
+# neighbors. These few attacks are fast; for numbers to publish use ``attacks="standard"``.
 clean, worst = {}, {}
 for name, model in models.items():
     wrong_neighbors = make_attack("soft_knn", model, temperatures=(0.1,), steps=15)
@@ -72,7 +73,7 @@ gain = worst["neighbors\namong images"] - worst["undefended"]
 print(f"gain at l2 {eps:g}: {100 * gain:+.1f} points")
 
 # %%
-# Left: the accuracies. Right: a digit, and the same digit after the attack on the network alone.
+# The left panel shows the accuracies, the other two a digit before and after an attack on the CNN.
 broken = otad.attack(net, x, y, otad.L2(eps, bounds=(0, 1)), attack="pgd", steps=20)
 row = int((broken.broken & (broken.distance > 0)).nonzero()[0])
 figure, panels = plt.subplots(1, 3, width_ratios=(3, 1, 1))

@@ -2,9 +2,10 @@
 Write an attack of your own
 ===========================
 
-An attack is a class with one method. This one shifts an image by a pixel, as far as the threat
-allows, and is then found by its name in every evaluation. The base class projects what it returns,
-asks the model again and measures, so an attack cannot claim too much.
+An attack is a class with one method. This one moves an image toward itself shifted by one pixel, as
+far as the threat model allows. Once it is registered, evaluations find it by its name. The base
+class projects the result, asks the model again and measures the distance, so an attack cannot
+report a success that it did not have.
 """
 
 import math
@@ -27,7 +28,7 @@ STEPS = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
 # models the attack fits; evaluations read it.
 @register_attack
 class Shift(Attack):
-    """Moves every image towards itself shifted by one pixel, in the worst of eight directions."""
+    """Moves every image toward itself shifted by one pixel, in the worst of eight directions."""
 
     name, family, needs = "shift", "black-box", Needs(tasks=("classification",))
 
@@ -44,7 +45,7 @@ class Shift(Attack):
 
 
 # %%
-# A defended classifier of 8 x 8 digits, with the settings of the estimator as they are.
+# We train a defended classifier of 8 x 8 digits with the default settings of the estimator.
 X, y = load_digits(return_X_y=True)
 X_train, X_test, y_train, y_test = train_test_split(
     X.reshape(-1, 1, 8, 8) / 16, y, train_size=800, test_size=40, random_state=0
@@ -52,9 +53,10 @@ X_train, X_test, y_train, y_test = train_test_split(
 clf = otad.OTADClassifier(epochs=10, bounds=(0, 1), random_state=0).fit(X_train, y_train)
 
 # %%
-# Beside attacks of the library, of which ``straight`` and ``soft_knn`` aim for other neighbors and
-# so need a bank of training points. ``survivors_only=False`` lets each of them try all digits, so
-# that they can be compared; in the worst case a digit counts only if none of them breaks it.
+# We compare it with attacks of the library. Two of them, ``straight`` and ``soft_knn``, try to
+# change the neighbors, so they do not apply to the network alone. With ``survivors_only=False``
+# each attack tries all digits. In the worst case a digit counts as right only if no attack breaks
+# it.
 eps = 0.5
 wrong_neighbors = make_attack("soft_knn", clf.module_, temperatures=(0.1,), steps=15)
 attacks = ["shift", "noise", "straight", wrong_neighbors, otad.attacks.Pgd(steps=20)]
@@ -70,8 +72,8 @@ for name, (network, defended) in shares.items():
 print(f"gain in the worst case: {100 * (defended - network):+.1f} points")
 
 # %%
-# A weak attack makes every model look robust: only the worst case over many says something. So an
-# attack of your own can lower a figure, and never raise it.
+# A weak attack makes every model look robust, so look at the worst case over many attacks. An
+# attack of your own can lower the worst case, but never raise it.
 figure, panels = plt.subplots(1, 4, width_ratios=(4, 1, 1, 1))
 for number, label in enumerate(("undefended", "defended")):
     heights = [100 * pair[number] for pair in shares.values()]

@@ -2,9 +2,9 @@
 A scikit-learn pipeline and a grid search
 =========================================
 
-The estimators follow the conventions of scikit-learn, so they work in pipelines and in searches. A
-search can also ask for what accuracy does not show: here the share of held-out digits that are
-proved to stay right.
+The estimators follow the conventions of scikit-learn, so they work in pipelines and grid searches.
+A search need not maximize accuracy. This one maximizes the share of held-out digits that are proved
+to stay right.
 """
 
 import matplotlib.pyplot as plt
@@ -36,7 +36,8 @@ pipe = make_pipeline(
 
 
 # %%
-# A score of our own: certificates are those of the last step, of images therefore.
+# This function is the score. The last step of the pipeline makes the certificates, so it gets
+# images.
 def proved(pipe, X, y, eps=0.5):
     """The share of rows that are right, and proved to stay so within l2 distance eps."""
     certificate = pipe[-1].certify(pipe[:-1].transform(X))
@@ -45,9 +46,9 @@ def proved(pipe, X, y, eps=0.5):
 
 
 # %%
-# A grid of neighbors and of the weight of the transport energy, on training data alone. The best
-# model by the proof is refitted. The fewer neighbors, the more is proved, because fewer training
-# points can have a say near an input.
+# The grid has numbers of neighbors and weights of the transport energy. It uses training data
+# alone, and the model with the largest proved share is fitted again. With fewer neighbors more is
+# proved, because fewer training points have to agree.
 search = GridSearchCV(
     pipe,
     {"otadclassifier__n_neighbors": [1, 3, 10], "otadclassifier__energy_weight": [0.05, 0.2]},
@@ -65,7 +66,7 @@ gain = shares["chosen"] - shares["before"]
 print(f"gain of the search in proved test digits: {100 * gain:+.1f} points")
 
 # %%
-# Both scores over the grid.
+# The pictures show both scores over the grid.
 figure, panels = plt.subplots(1, 2, figsize=(9.6, 2.6))
 for panel, score in zip(panels, ("accuracy", "proved"), strict=True):
     table = 100 * search.cv_results_[f"mean_test_{score}"].reshape(2, 3)  # weights by neighbors

@@ -2,9 +2,9 @@
 Read a report
 =============
 
-``otad.evaluate`` attacks a model and its undefended network, proves what it can, and checks whether
-the attacks were strong enough. The record becomes a report in HTML and Markdown. This page shows
-how to read it from top to bottom.
+``otad.evaluate`` attacks a model and its undefended network, certifies answers, and checks whether
+the attacks were strong enough. Its result can be written as a report in HTML or Markdown. This page
+shows how to read it from top to bottom.
 """
 
 from pathlib import Path
@@ -35,28 +35,29 @@ attacks = ["straight", wrong_neighbors, otad.attacks.Pgd(steps=20), "noise"]
 found = otad.evaluate(clf, X_test, y_test, otad.L2(0.5), attacks=attacks, folder="evaluation")
 
 # %%
-# The verdict: what remains under attack, beside the network, then what is proved and whether to
-# trust the figures. A defense is worth the difference of the first two numbers.
+# The verdict says how many answers stay right under attack, for the model and for the network
+# alone, how many are proved, and whether any check failed. The difference between the first two
+# numbers is the gain.
 for sentence in verdict(found, "test digits"):
     print(sentence)
 gain = found.worst_case_accuracy - found.undefended.worst_case_accuracy
 print(f"gain: {100 * gain:+.1f} points")
 
 # %%
-# What each attack left, in the order they ran: later ones try only digits that earlier ones left.
+# Attacks run one after the other. Each one tries only digits that the earlier ones did not break.
 for one in found.attacks:
     print(f"{one.attack:9} broke {len(one.broken)} of {len(one.attacked)} digits")
 
 # %%
-# The red flags: each failed one says what it means and what to do. Read them before the figures.
+# Read the flags before the numbers. A failed flag says what it means and what to do.
 for flag in found.flags:
     print(f"{flag.verdict:8}{flag.name}: {flag.found}")
     if flag.verdict == "FAIL":
         print(f"{'':8}{flag.meaning} {flag.advice}")
 
 # %%
-# The whole report, with pictures of attacked digits: open ``report.html`` in a browser. On the
-# command line, ``otad evaluate`` writes it too.
+# These lines write the whole report, with pictures of attacked digits. Open ``report.html`` in a
+# browser. On the command line, ``otad evaluate`` writes it for you.
 x, labels = clf.as_inputs(X_test), clf.as_targets(y_test)
 report = evaluation_report(found, model=clf.module_, x=x, y=labels)
 for name in ("report.html", "report.md"):
@@ -64,8 +65,8 @@ for name in ("report.html", "report.md"):
     print(f"{written}: {written.stat().st_size / 1000:.0f} kB")
 
 # %%
-# The curves of the report: the truth about the defended model is between what is proved and what
-# the attacks left. Dots mark the size that was attacked; at smaller sizes more may fall.
+# The robust accuracy of the defended model is between the proved share and the share under attack.
+# Dots mark the size that was attacked. Attacks of a smaller size might break more than is shown.
 eps = np.linspace(0, 0.5, 200)
 radii = [r * (row in found.clean_right) for row, r in enumerate(found.certificate.radius)]
 lines = {

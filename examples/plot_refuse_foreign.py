@@ -2,9 +2,9 @@
 Refuse inputs unlike the training data
 ======================================
 
-A classifier gives every input a label, a photograph of a flower too. The distance to the nearest
-training point says how foreign an input is, and a limit chosen on held-out training data refuses
-inputs beyond it. The score is compared with the confidence of the network.
+A classifier of digits also names a digit for a photograph of a flower. A defended model knows the
+distance to the nearest training point, so it can refuse inputs that are too far away. The limit is
+chosen on held-out training data. We compare the distance with the confidence of the network.
 """
 
 import matplotlib.pyplot as plt
@@ -20,7 +20,7 @@ draw = np.random.default_rng(0)
 
 # %%
 # The classifier learns digits. A fifth of its training data is held out, and the limit is the 95 %
-# quantile of their distances: about 5 % of new digits will be refused.
+# quantile of the distances of these digits. So about 5 % of new digits will be refused.
 X, y = load_digits(return_X_y=True)
 X_train, X_test, y_train, y_test = train_test_split(X.reshape(-1, 1, 8, 8) / 16, y, random_state=0)
 clf = otad.OTADClassifier(
@@ -30,7 +30,7 @@ limit = clf.module_.abstain_beyond
 print(f"limit {limit:.2f}; {clf.score(X_test, y_test):.1%} of test digits are right")
 
 # %%
-# Foreign inputs: patches of a photograph, digits turned by a quarter, and noise.
+# The foreign inputs are patches of a photograph, digits turned by 90 degrees, and noise.
 photo = load_sample_image("flower.jpg").mean(2) / 255
 corners = draw.integers(0, np.array(photo.shape) - 8, (300, 2))
 foreign = {
@@ -40,8 +40,8 @@ foreign = {
 }
 
 # %%
-# AUROC: the chance that a foreign input gets a larger score than a test digit. The usual score, one
-# minus the largest probability of the network, is measured beside it.
+# AUROC is the probability that a foreign input has a larger score than a test digit. One score is
+# the distance, the other one minus the largest probability of the network.
 network = clf.module_.backbone
 
 
@@ -62,7 +62,7 @@ for name, inputs in foreign.items():
     )
 
 # %%
-# The distances of digits and of foreign inputs, and one input of each kind.
+# The picture shows the distances of digits and of foreign inputs, and one input of each kind.
 figure, panels = plt.subplot_mosaic(
     [["hist", "a", "b"], ["hist", "c", "d"]], width_ratios=(4, 1, 1), figsize=(9.6, 3.6)
 )

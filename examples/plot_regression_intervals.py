@@ -2,9 +2,9 @@
 Regression with proved intervals
 ================================
 
-For every input within a given distance, the answer of a defended regressor is proved to be in an
-interval. Here a slow simulator with five inputs is learned from 540 of its runs, and the intervals
-are compared with what attacks reach, on the defended regressor and on the network alone.
+If an input changes by at most a given distance, the answer of a defended regressor is proved to
+stay in an interval. Here a regressor learns a simulator with five inputs from 540 of its runs. We
+compare the intervals with attacks on the regressor and on the network alone.
 """
 
 import matplotlib.pyplot as plt
@@ -18,8 +18,8 @@ import otad
 plt.style.use("otad.report.gallery")
 
 # %%
-# Friedman's function stands for the simulator. A global map has the same Lipschitz constant for all
-# inputs, which makes its intervals short; all other settings are the defaults.
+# Friedman's function plays the part of the simulator. A global map has the same Lipschitz constant
+# for all inputs, which makes its intervals short; all other settings are the defaults.
 X, y = make_friedman1(600, 5, random_state=0)
 X_train, X_test, y_train, y_test = train_test_split(X, y, test_size=60, random_state=0)
 reg = otad.OTADRegressor(scope="global", epochs=20, random_state=0).fit(X_train, y_train)
@@ -34,8 +34,8 @@ low, high = proved.low.numpy(), proved.high.numpy()
 print(proved)
 
 # %%
-# Attacks look for the largest error within the same distance. The network is closer to the truth
-# than the map through its training points, attacked or not; but of its answers nothing is proved.
+# Attacks look for the largest error within the same distance. The network has smaller errors than
+# the defended regressor, with and without attack, but nothing is proved about its answers.
 ball = otad.L2(eps, scale=torch.tensor(unit).float())
 found = otad.evaluate(
     reg, X_test, y_test, ball, attacks=[otad.attacks.Pgd(steps=20), "noise"], flags=False
@@ -49,8 +49,9 @@ bounded = np.isfinite(high - low).mean()
 print(f"gain: {bounded:.0%} of the answers are bounded by proof, of the network none")
 
 # %%
-# Each line is a test run: the proved interval, the prediction, and what the simulator says. The
-# interval is about the answer, not about the truth: it says how far an attacker can push the model.
+# Each line is a test run, with its proved interval, the prediction, and the value of the simulator.
+# The interval says how far an attacker can move the prediction. It says nothing about the true
+# value.
 predicted = reg.predict(X_test)
 order, place = np.argsort(predicted), np.arange(len(predicted))
 figure, panel = plt.subplots()

@@ -2,9 +2,10 @@
 Classify single cells
 =====================
 
-Cells by genes in an AnnData file become a data set by one call: counts are log-normalized, genes
-selected and scaled, all of it from training cells alone. The cells are those of the MERFISH atlas
-of the mouse brain if the folder that ``OTAD_DATA`` names has them, else simulated counts.
+One call reads an AnnData file of cells and genes. It normalizes the counts, takes their logarithm,
+and selects and scales genes, with statistics of the training cells alone. The cells are those of
+the MERFISH atlas of the mouse brain if the folder that ``OTAD_DATA`` names has them, else
+simulated.
 """
 
 from pathlib import Path
@@ -21,9 +22,9 @@ from otad.evaluate import make_attack
 plt.style.use("otad.report.gallery")
 
 # %%
-# Simulated: 800 cells of four types with three states each. A state has ten marker genes of which
-# it makes four times as much, and cells differ in depth. Types with a
-# single state each are a simpler task, on which the network alone is about as robust.
+# The simulation has 800 cells of four types with three states each. In each state ten marker genes
+# are expressed four times as much, and cells differ in their total counts. With a single state for
+# each type the task is simpler, and the network alone is about as robust.
 try:
     data = otad.data.load("merfish_mousePOA", drop="Ambiguous")
 except otad.data.MissingDataError:
@@ -44,15 +45,15 @@ except otad.data.MissingDataError:
 print(data)
 
 # %%
-# The classifier with its defaults but for fewer neighbors, on up to 500 training cells.
+# The classifier has its default settings, but fewer neighbors and epochs.
 train_x, train_y = data.train_x[:500], np.array(data.classes)[data.train_y[:500]]
 clf = otad.OTADClassifier(n_neighbors=3, epochs=10, random_state=0).fit(train_x, train_y)
 x, y = data.test_x[:60], np.array(data.classes)[data.test_y[:60]]
 print(f"right on {len(x)} test cells: {clf.score(x, y):.1%}")
 
 # %%
-# One unit of the threat is one standard deviation of a gene. Two of the attacks aim for other
-# neighbors, one follows the gradient; a figure to publish needs the preset ``standard``.
+# One unit of eps is one standard deviation of a gene. Two of the attacks try to change the
+# neighbors, and one follows the gradient. For numbers to publish use ``attacks="standard"``.
 eps = 2.0
 wrong_neighbors = make_attack("soft_knn", clf.module_, temperatures=(0.1,), steps=15)
 attacks = ["straight", wrong_neighbors, otad.attacks.Pgd(steps=20)]
@@ -64,13 +65,13 @@ print(f"proved to stay right: {found.certified_accuracy(eps).value:.1f}% of the 
 print(f"gain at l2 {eps:g}: {100 * gain:+.1f} points")
 
 # %%
-# What an answer rests on, by training cells and by the genes that differ most from the nearest one.
+# An explanation lists training cells, and the genes in which the nearest one differs most.
 one = otad.explain(clf, x[:1], feature_names=data.feature_names)[0]
 print(one)
 
 # %%
-# Left: right answers without and under attack. Right: the test cells in the plane of the two
-# strongest directions, with those that an attack turned into another type.
+# The left panel shows right answers without and under attack. The right panel shows the test cells
+# along their two principal components; circles mark those for which an attack changed the type.
 figure, panels = plt.subplots(1, 2, width_ratios=(2, 3))
 for number, one in enumerate((alone, found)):
     panels[0].bar(number, 100 * len(one.clean_right) / one.n, color="#e6eaed")

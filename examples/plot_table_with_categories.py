@@ -2,9 +2,9 @@
 A table with words and missing values
 =====================================
 
-Tables have columns of text and empty cells. The estimators take them as they are: text becomes
-one-hot columns inside the model, a missing number becomes the median and is marked. The attacker
-may switch a category as a whole, and cannot move half of the way between two.
+Tables have columns of text and empty cells. The estimators take them as they are: inside the model,
+text becomes one-hot columns, and a missing number becomes the median and is marked. An attacker may
+replace one category by another, but not by a mixture of both.
 """
 
 import matplotlib.pyplot as plt
@@ -19,8 +19,8 @@ from otad.evaluate import make_attack
 plt.style.use("otad.report.gallery")
 
 # %%
-# Wines of three growers. To have words, the columns of color become what a taster would write, and
-# some cells are lost.
+# The table describes wines of three growers. To get text, we replace two columns of numbers by
+# words that a taster would write. We also remove some cells.
 draw = np.random.default_rng(0)
 table, grower = load_wine(return_X_y=True, as_frame=True)
 table["hue"] = np.array(["purple", "ruby", "brick"])[np.digitize(table["hue"], (0.8, 1.05))]
@@ -35,16 +35,16 @@ X_train, X_test, y_train, y_test = train_test_split(
 print(X_test[["alcohol", "magnesium", "hue", "color_intensity"]].head(4))
 
 # %%
-# The settings are the defaults, but for fewer neighbors, by which more can be proved.
+# The settings are the defaults, except for fewer neighbors, so that more can be proved.
 clf = otad.OTADClassifier(n_neighbors=3, random_state=0).fit(X_train, y_train)
 names = clf.module_.notes["feature_names"]
 print(f"{table.shape[1]} columns became {len(names)}: {', '.join(names[-9:])}")
 print(f"right on {len(X_test)} test wines: {clf.score(X_test, y_test):.1%}")
 
 # %%
-# The threat: numbers are measured in their standard deviations. A switch of category has length
-# 1.41, so it is possible at eps = 1.5, and leaves little for the numbers. Whether the magnesium was
-# measured cannot be changed.
+# Changes of numbers are measured in standard deviations. A switch of a category has the length
+# 1.41. So at eps = 1.5 one category can switch, and numbers can then change only a little. An
+# attacker cannot change whether magnesium was measured.
 unit = clf.module_.backbone.std
 mutable = torch.tensor([name != "magnesium is missing" for name in names])
 threat = otad.L2(1.5, scale=unit, mutable=mutable, groups=clf.groups_)
@@ -56,8 +56,9 @@ found = otad.evaluate(clf, X_test, y_test, threat, eps=radii, attacks=attacks, f
 alone = found.undefended
 
 # %%
-# With few wines in many columns, wines of another grower are near, and where a category can switch
-# the network may well keep more of them. So look at both sizes, and at what is proved.
+# There are few wines and many columns, so wines of another grower are near. Where a category can
+# switch, the undefended network may be the better one. So look at both sizes, and at the proved
+# share.
 for eps in radii:
     network, defended = (one.worst_case(eps).value for one in (alone, found))
     print(f"l2 {eps:g}: undefended {network:.1f}%, defended {defended:.1f}%", end=", ")
@@ -65,7 +66,8 @@ for eps in radii:
     print(f"gain {defended - network:+.1f} points, proved {proved:.1f}%")
 
 # %%
-# Left: what is left by the attacks. Right: what was changed most in the wines that an attack broke.
+# The left panel shows the accuracy under attack, the right one which features the attack changed
+# most.
 changes = otad.attack(clf, X_test, y_test, threat, attack="categories", beam=2)
 moved = (changes.inputs - clf.as_inputs(X_test)) / unit
 largest = moved[changes.broken].abs().mean(0)

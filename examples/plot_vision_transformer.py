@@ -21,7 +21,7 @@ torch.manual_seed(0)
 
 
 # %%
-# A transformer on the 16 patches of an 8 x 8 image.
+# The transformer divides an 8 x 8 image into 16 patches.
 class Transformer(nn.Module):
     def __init__(self, width=32, depth=2):
         super().__init__()
@@ -50,21 +50,21 @@ for _ in range(12):
         optimizer.step()
 
 # %%
-# Neighbors are searched among the images themselves, where an attacker cannot move far. What was
-# chosen for this network is said in a warning, and noted:
+# Neighbors are searched among the images themselves, where a small change does not go far. A
+# warning says what was chosen for this network, and the model stores the same text:
 metric = otad.nets.PretrainedMetric(nn.Flatten(), input_shape=(1, 8, 8), key_norm="free")
 model = otad.defend(net, train_x, train_y, bounds=(0, 1), metric=metric)
 print(model.notes["defense"]["says"])
 
 # %%
-# The module of your class is given again for loading: no code is read from the folder.
+# The folder contains no code, so you give a module of your class again when you load it.
 with TemporaryDirectory() as folder:
     model.save(folder, classes=data.classes)
     model = otad.load(folder, net=Transformer())
 
 # %%
-# What is gained, measured on 30 test digits by attacks on the neighbors and by gradient. They fit a
-# page; for a figure to publish leave out ``attacks``, which runs the whole standard suite.
+# The gain is measured on 30 test digits. Two attacks try to change the neighbors, and one follows
+# the gradient. For numbers to publish leave out ``attacks``, so that the whole standard suite runs.
 x, y = data.test_x[:30], data.test_y[:30]
 wrong_neighbors = make_attack("soft_knn", model, temperatures=(0.1,), steps=10)
 attacks = ["straight", wrong_neighbors, otad.attacks.Pgd(steps=20)]
@@ -77,7 +77,7 @@ print(f"proved {found.certified_accuracy(0.5).value:.1f}%, of the network alone 
 print(f"gain: {100 * (found.worst_case_accuracy - alone.worst_case_accuracy):+.1f} points")
 
 # %%
-# Where does an answer come from? The least certain one, and the training digits it is made of.
+# We show the least certain answer and the training digits from which it is interpolated.
 one = min(otad.explain(model, x, train_x=train_x), key=lambda one: one.margin)
 print(one)
 figure, panels = plt.subplots(1, 6, figsize=(9.6, 2.0))
