@@ -33,8 +33,8 @@ TIGHTER = 8.0
 class Cell(Rule):
     name = "cell"
     if_used = (
-        "rule 'cell': the same neighbors give one Lipschitz map, as long as no rounding moves "
-        "their potentials by more than the solver's own error bound",
+        "rule 'cell': rounding changes the potentials of the same neighbors by no more than the "
+        "error bound of the solver, so that the same neighbors give the same Lipschitz map",
     )
 
     @classmethod

@@ -32,8 +32,8 @@ class Hull(Rule):
 
     def assumptions(self) -> tuple[str, ...]:
         found = (
-            "the answer is read by a linear head from a convex combination of the votes of the "
-            "neighbors found",
+            "a linear head reads the answer from a weighted mean over the neighbors, with weights "
+            "that are not negative and sum to one",
             "neighbors are searched exactly, by l2 distance of embedded inputs or keys",
             PRECISION,
         )

@@ -98,12 +98,13 @@ class Lipschitz(Rule):
         high, low = potential.smoothness, potential.strong_convexity
         off = math.sqrt(potential.modulus * potential.violation)
         return (
-            "rule 'lipschitz': a linear head reads the gradient of one potential for the whole "
-            f"bank, whose curvature is in [{low:g}, {high:g}] whatever its levels are",
-            f"the levels violate the inequality of a pair by {potential.violation:.3g} at most: "
-            f"the map may be {off:.3g} off a bank point's feature, which the proof does not need",
-            f"each answer within the radius is found with a duality gap of at most {GAP:g} of its "
-            "terms, as its status 'solved' says; one without is not covered",
+            "rule 'lipschitz': a linear head reads the answer from the gradient of one potential, "
+            f"whose curvature is in [{low:g}, {high:g}]",
+            "the values of the potential violate the inequality of a pair of bank points by at "
+            f"most {potential.violation:.3g}, so the map may miss the feature of a bank point by "
+            f"{off:.3g}; the proof holds nevertheless",
+            "each answer within the radius has the status 'solved': its duality gap is at most "
+            f"{GAP:g} of its terms; other answers are not covered",
             PRECISION,
         )
 

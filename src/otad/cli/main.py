@@ -100,7 +100,7 @@ _Version = Annotated[bool, typer.Option("--version", help="Print the version.", 
 
 @main.callback()
 def otad(version: _Version = False) -> None:
-    """Robust prediction by optimal transport and exact convex integration.
+    """Defend neural networks with their training points, attack them, and certify answers.
 
     Start with: otad demo
     """

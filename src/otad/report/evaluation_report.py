@@ -26,7 +26,7 @@ NORMS = {
     "l2": "l2: the Euclidean length of the whole change",
     "linf": "linf: the largest change of any feature",
 }
-QUERIES = "Answers and gradients: how many the attack computed per attacked example."
+QUERIES = "Answers and gradients are numbers of computations per attacked example."
 
 
 def evaluation_report(
@@ -271,9 +271,9 @@ def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block
     picture = Picture(
         plot_uri(plots.radii_plots(evaluation)),
         "a histogram of the radii, and each radius beside the nearest adversarial example found",
-        "Left: the radii of the examples that are classified right. Right: each of them. Its "
-        "nearest wrong input is on the gray line between the proved radius (green) and the "
-        f"nearest adversarial example found (red, if any). {verdict}",
+        "The left panel shows the radii of the examples that are classified right. In the right "
+        "panel each of them has a line. Its nearest wrong input is on the gray part, between the "
+        f"proved radius (green) and the nearest adversarial example found (red, if any). {verdict}",
     )
     return [picture, Table(("rule", "examples", "median radius", "largest"), rows)]
 

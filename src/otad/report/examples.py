@@ -149,7 +149,8 @@ def examples_section(subject: Subject) -> Section | None:
     lead = f"{len(shown)} of {len(rows):,} adversarial examples, from the nearest to the furthest."
     if isinstance(model, OTAD):
         lead += (
-            " The answer is a mean over training points. A successful attack replaces these points."
+            " The answer is a mean over training points. An attack succeeds by changing these "
+            "points or their weights."
         )
         if has_cards:
             lead += " Below each input are the points of most weight, green if the class is right."
