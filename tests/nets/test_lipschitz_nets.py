@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import refuses
 from torch import Tensor
+from torch.backends import cudnn
 
 from otad.nets import LinfDistNet, SOCNet, linf_dist
 from otad.nets.linf_dist import DistanceLayer
@@ -153,6 +154,17 @@ def test_features_are_lipschitz(net, order: float) -> None:
     assert found.constant < 1.001
     sizes = found.constant * torch.linalg.vector_norm(inputs, **length) + found.offset
     assert bool((torch.linalg.vector_norm(features, **length) <= sizes).all())
+
+
+def test_evaluation_keeps_full_precision() -> None:
+    net, seen = SOCNet((1, 2, 2), 2, widths=(2,)), []
+    net.layers[1].register_forward_hook(lambda *_: seen.append(cudnn.allow_tf32))
+    allowed = cudnn.allow_tf32
+    for mode in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert net.train(mode).embed(torch.rand(3, 1, 2, 2)).dtype == torch.float32
+    assert seen == [allowed, False]
+    assert cudnn.allow_tf32 is allowed
 
 
 @pytest.mark.parametrize(

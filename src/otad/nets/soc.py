@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,9 +122,7 @@ class SOCNet(Backbone):
         padded = functional.pad(self.normalize(x), self._padding)
         if self.training:
             return self.layers(padded).flatten(1)  # type: ignore[no-any-return]
-        flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark}
-        flags |= {"deterministic": cudnn.deterministic, "allow_tf32": False}
-        with cudnn.flags(**flags), torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             return self.layers(padded).flatten(1)  # type: ignore[no-any-return]
 
     def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +134,17 @@ class SOCNet(Backbone):
         constant = ROUNDING * math.prod(1 + layer.error_bound() for layer in layers)
         added = sum(float(layer.bias.detach().norm()) * layer.pixels**0.5 for layer in layers)
         return LipschitzBound("l2", constant, ROUNDING * constant * added)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute convolutions in float32, which a GPU would otherwise round to ten bits."""
+    allowed, cudnn.allow_tf32 = cudnn.allow_tf32, False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        cudnn.allow_tf32 = allowed
 
 
 class SkewConv(nn.Module):
