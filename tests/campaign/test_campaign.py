@@ -20,7 +20,7 @@ from otad.errors import OtadError
 KINDS = {"calls": Calls, "commands": Commands, "folders": Folders}
 CLEAR = RESULT, REFUSED, FILE, PYTHON = "result", "refused", "error of a file", "wrong arguments"
 SIGNATURE = re.compile(r"missing .* argument|unexpected keyword|positional argument|multiple val")
-SECONDS = 30
+SECONDS = 300  # only a call that hangs takes as long, also on a busy machine
 
 
 def outcome(call: Callable[[], Any]) -> str:

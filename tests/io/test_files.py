@@ -170,14 +170,14 @@ KILLS = """
 
 def test_killed_writers_leave_the_old_files_or_the_new(tmp_path: Path) -> None:
     """SIGKILL before each rename, then at a random function call, of a bank (1 file) and a model
-    (3). Forks of one process pay the imports once."""
-    for files, line in zip((1, 3), run_script(KILLS, tmp_path), strict=True):
+    (3, and README.md after them). Forks of one process pay the imports once."""
+    for (renames, files), line in zip(((1, 1), (3, 4)), run_script(KILLS, tmp_path), strict=True):
         first, *at_renames = json.loads(line)[:-9]
         *at_random, last = json.loads(line)[-9:]
         assert first == [False, 0, True, files]
         assert last == [False, 99, True, files]  # and what the killed ones left is gone
         # one more whole or partial file each
-        assert at_renames == [[True, 0, True, files + 1 + number] for number in range(files)]
+        assert at_renames == [[True, 0, True, files + 1 + number] for number in range(renames)]
         previous = 0
         for version, (killed, found, whole, _) in enumerate(at_random, start=6):
             assert killed

@@ -104,8 +104,8 @@ def test_an_explanation_lists_neighbors_with_weights_only_where_there_are_any() 
     assert {it.weight for it in one.neighbors} == {None}
     assert (one.status, one.n_weighted) == (Status.ESTIMATED, None)
     assert one.heaviest(2) == list(one.neighbors[:2])  # the nearest
-    assert "estimated by a network that imitates the solver, not solved\n" in str(one)
-    assert f"{K} neighbors, to which the answer gives no weights" in str(one)
+    assert "estimated by a network instead of the solver\n" in str(one)
+    assert f"{K} neighbors; the answer has no weights" in str(one)
     back = json.loads(json.dumps(one.to_dict(), allow_nan=False))
     assert (back["status"], back["n_weighted"]) == ("estimated", None)
     assert [it["weight"] for it in back["neighbors"]] == [None] * K
