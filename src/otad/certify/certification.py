@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from otad.certify.input_reach import input_reach
-from otad.certify.network import BATCH, CERTIFIABLE, NAME, NetworkBound
+from otad.certify.network import BATCH, NAME, NetworkBound
 from otad.certify.rules import RULES, Batch, Rule
 from otad.checks import check_count, check_shape, require
 from otad.errors import InputError
@@ -326,7 +326,7 @@ def _certify_network(
 
 
 def _converted(given: Converted, unit: ArrayLike | None) -> tuple[OTAD, Tensor, Tensor | None]:
-    require(isinstance(given.module, OTAD), "model", CERTIFIABLE, type(given.module).__name__)
+    require(isinstance(given.module, OTAD), "model", "an OTAD model", type(given.module).__name__)
     return _parts(given, unit)
 
 

@@ -42,9 +42,9 @@ class NetworkBound:
         self.slip = KEY_ROUNDOFFS * eps
         self.roundoff = (self.head.weight.shape[1] + 32) * eps / 2  # of the sums of the head
         self.assumptions = (
-            f"{name} moves features by {proved.constant:g} times the change of its normalized "
-            f"input at most, in {self.norm}",
-            f"rounding moves computed features by {self.slip:.1g} of their terms at most",
+            f"rule 'network': in {self.norm}, the features of {name} move by at most "
+            f"{proved.constant:g} times the change of its normalized input",
+            f"rounding changes computed features by at most {self.slip:.1g} of their terms",
             PRECISION,
         )
 

@@ -15,16 +15,10 @@ from otad.checks import check_choice, require
 from otad.data import Standardizer
 from otad.data.dataset import usual_statistics
 from otad.errors import InputError
-from otad.nets import (
-    Backbone,
-    LinfDistNet,
-    ResNet,
-    SOCNet,
-    fc_resnet,
-    lifted_net,
-    vision_transformer,
-)  # fmt: skip
+from otad.nets import Backbone, ResNet, fc_resnet, lifted_net, vision_transformer
 from otad.nets.inputs import Sizes
+from otad.nets.linf_dist import LinfDistNet
+from otad.nets.soc import SOCNet
 from otad.training.backbone import train
 from otad.training.backbone_config import TrainConfig
 from otad.training.loop import reporting
