@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from otad.attacks import ATTACKS
+from otad.baselines import Purifier
 from otad.data import registry
 from otad.nets import Backbone, Metric
 from otad.nets.pretrained import _BUILDERS
@@ -36,7 +37,8 @@ PACKAGES = [
     "otad.training",
 ]
 REGISTRIES: list[dict[str, Any]] = [
-    ATTACKS, registry._INFOS, Backbone.family._kinds, Metric.family._kinds, _BUILDERS
+    ATTACKS, registry._INFOS, Backbone.family._kinds, Metric.family._kinds, _BUILDERS,
+    Purifier.family._kinds,
 ]  # fmt: skip  # examples may add to them
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

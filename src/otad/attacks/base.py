@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks.needs import Knowledge, Needs, Setting
-from otad.attacks.target import Target, check_outputs, gain_of
+from otad.attacks.target import Target, check_outputs, gain_of, is_randomized, seeded
 from otad.checks import (
     WORKING_DTYPES,
     check_evaluation,
@@ -236,26 +236,31 @@ class Attack(ABC):
         self.check_inputs(x, y, ball)
         started = time.perf_counter()
         x, target = x.detach(), Target(model, y, tolerance)
-        clean = target(x)
-        check_outputs(clean, y)
-        broken = target.is_broken(clean)
-        inputs, outputs = x.clone(), clean.clone()
-        rows = (~broken).nonzero()[:, 0]
-        if len(rows):
-            inner, examples = Target(model, y[rows], tolerance), x[rows]
-            # A copy, because an attack may work in place; contiguous, although x may be permuted.
-            given = examples.clone(memory_format=torch.contiguous_format)
-            found = self.run(inner, given, ball, generator).detach()
-            check_shape(found, f"{self.name}.run", tuple(examples.shape), "like its examples")
-            found = ball.project(torch.where(found.isfinite(), found, examples), examples)
-            answers = inner(found)
-            wrong = inner.is_broken(answers)
-            better = wrong | (gain_of(answers, y[rows]) > gain_of(clean[rows], y[rows]))
-            inputs[rows[better]], outputs[rows[better]] = found[better], answers[better]
-            broken[rows[wrong]] = True
-            target.forwards[rows] += inner.forwards
-            target.backwards[rows] += inner.backwards
-            target.blind[rows] = inner.blind
+        with seeded(model, generator):
+            clean = target(x)
+            check_outputs(clean, y)
+            broken = target.is_broken(clean)
+            inputs, outputs = x.clone(), clean.clone()
+            rows = (~broken).nonzero()[:, 0]
+            if len(rows):
+                # Draws by luck do not count: an attack on a randomized model goes as far as it can.
+                stops = not is_randomized(model)
+                inner, examples = Target(model, y[rows], tolerance, breakable=stops), x[rows]
+                # A copy, because an attack may work in place; contiguous, although x may not be.
+                given = examples.clone(memory_format=torch.contiguous_format)
+                found = self.run(inner, given, ball, generator).detach()
+                check_shape(found, f"{self.name}.run", tuple(examples.shape), "like its examples")
+                found = ball.project(torch.where(found.isfinite(), found, examples), examples)
+                answered = inner(found)
+                wrong = target.is_broken(answered, rows)
+                if not stops:  # the example itself has been judged
+                    wrong &= (found != examples).flatten(1).any(1)
+                better = wrong | (gain_of(answered, y[rows]) > gain_of(clean[rows], y[rows]))
+                inputs[rows[better]], outputs[rows[better]] = found[better], answered[better]
+                broken[rows[wrong]] = True
+                target.forwards[rows] += inner.forwards
+                target.backwards[rows] += inner.backwards
+                target.blind[rows] = inner.blind
         if bool(target.blind.any()):
             warnings.warn(f"{self.name}: {blindness(target.blind)}", stacklevel=2)
         return AttackResult(

@@ -19,7 +19,7 @@ from torch import Tensor
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import cross_entropy
-from otad.attacks.target import Survivors, Target, gain_of
+from otad.attacks.target import Survivors, Target, answers, gain_of
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError, import_extra
 from otad.threat import LpBall, per_row
@@ -231,9 +231,9 @@ class _Counted:
         self.has_gradient = True
 
     def __call__(self, units: Tensor) -> Tensor:
-        self.forwards += len(units)
+        self.forwards += len(units) * self.target.draws
         moved = self.box.from_unit(units).to(self.dtype)
-        logits: Tensor = self.target.model(moved).to(units.dtype)
+        logits = answers(self.target.model, moved).to(units.dtype)
         silent = logits.isnan().any(1, keepdim=True)
         if moved.requires_grad:
             moved.register_hook(lambda gradient: self._made_finite(gradient, silent[:, 0]))
@@ -251,7 +251,7 @@ class _Counted:
         return gradient.nan_to_num(0.0, 0.0, 0.0)
 
     def _count_gradient(self, gradient: Tensor) -> None:
-        self.backwards += len(gradient)
+        self.backwards += len(gradient) * self.target.draws
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from otad.attacks.target import Evaluated, Loss, Target, margin
+from otad.attacks.target import Evaluated, Loss, Target, answers, margin
 from otad.checks import check_choice, check_evaluation, check_shape, require
 
 Objective = Callable[[Tensor, Tensor], Evaluated]
@@ -66,7 +66,7 @@ def substitute_gradient(
     check_evaluation(network, name)
 
     def climbed(inputs: Tensor, rows: Tensor, outputs: Tensor) -> Tensor:
-        passed = network(inputs)
+        passed = answers(network, inputs)
         check_shape(passed, name, tuple(outputs.shape), "like the attacked model's outputs")
         if straight_through:
             passed = outputs + (passed - passed.detach())

@@ -331,7 +331,7 @@ class MetricAttack(ProjectedAscent):
     name = "metric"
     version = 2
     family = "adaptive"
-    needs = Needs(network=True)
+    needs = Needs(network=True, bank=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,33 @@ from otad.threat import LpBall
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs (n,C) or (n,) and targets (n,) to the values (n,) that an attacker maximizes."""
+
+
+DRAWS = 10  # of a randomized model: its answer is the mean of their outputs
+
+
+def is_randomized(model: nn.Module) -> bool:
+    """Return whether a model declares by its attribute `randomized` that its answers are random."""
+    return bool(getattr(model, "randomized", False))
+
+
+def answers(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the outputs of a model, or their mean over the draws of a randomized model."""
+    if not is_randomized(model):
+        return model(x)  # type: ignore[no-any-return]
+    return torch.stack([model(x) for _ in range(DRAWS)]).mean(0)
+
+
+@contextmanager
+def seeded(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Seed the draws of a randomized model by `generator`, inside the block only."""
+    if not is_randomized(model):
+        yield
+        return
+    seed = int(torch.randint(2**62, (), generator=generator))
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 def margin(logits: Tensor, y: Tensor) -> Tensor:
@@ -57,6 +85,9 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple
 class Target:
     """The model under attack with the right answers, and a count of how often it was asked.
 
+    A randomized model answers by the mean over `DRAWS` draws, and its gradient is the mean of their
+    gradients (expectation over transformation, Athalye et al. 2018). Each draw is counted.
+
     `y` (B,) holds labels (int64), or in regression values: an example is broken once its error
     exceeds `tolerance`. The argument `rows` (int64) of the methods selects some of the examples.
     With `breakable=False` no example ever counts as broken, so that attacks go as far as they
@@ -66,6 +97,7 @@ class Target:
         self, model: nn.Module, y: Tensor, tolerance: float = math.inf, *, breakable: bool = True
     ) -> None:
         self.model, self.y, self.tolerance, self.breakable = model, y, tolerance, breakable
+        self.draws = DRAWS if is_randomized(model) else 1
         self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         self.backwards = torch.zeros_like(self.forwards)
         self.blind = torch.zeros_like(self.forwards, dtype=torch.bool)
@@ -75,14 +107,13 @@ class Target:
 
     def _count(self, counter: Tensor, rows: Tensor | None) -> None:
         rows = torch.arange(len(self.y), device=self.y.device) if rows is None else rows
-        counter.index_add_(0, rows, torch.ones_like(rows))
+        counter.index_add_(0, rows, torch.full_like(rows, self.draws))
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the outputs for inputs x (n,*), one for each of `rows`, without a gradient."""
         self._count(self.forwards, rows)
         with torch.no_grad():
-            outputs: Tensor = self.model(x)
-        return outputs
+            return answers(self.model, x)
 
     def evaluate(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> Evaluated:
         """Return the outputs at inputs x (n,*), their loss, and its gradient in x."""
@@ -92,10 +123,15 @@ class Target:
 
         def value_of(inputs: Tensor) -> Tensor:
             outputs.append(self.model(inputs))
-            return loss(outputs[0], self.targets(rows))
+            return loss(outputs[-1], self.targets(rows))
 
-        value, gradient = self.differentiate(value_of, x, rows)
-        return Evaluated(outputs[0].detach(), value, gradient)
+        drawn = []
+        for _ in range(self.draws):
+            value, gradient = self.differentiate(value_of, x, rows)
+            drawn.append(Evaluated(outputs.pop().detach(), value, gradient))
+        if self.draws == 1:
+            return drawn[0]
+        return Evaluated(*(torch.stack(each).mean(0) for each in zip(*drawn, strict=True)))
 
     def differentiate(
         self, function: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor | None = None

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.stand_in import Map, agreement, is_trusted
-from otad.attacks.target import gain_of, value_and_gradient
+from otad.attacks.target import (
+    DRAWS,
+    answers,
+    gain_of,
+    is_randomized,
+    seeded,
+    value_and_gradient,
+)
 from otad.evaluate.identity import generator_for
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Flag
 from otad.evaluate.suite import defended_of
@@ -28,6 +35,7 @@ from otad.threat import per_row
 SAMPLE = 64  # examples a check uses
 ZERO_SHARE = 0.5  # of the rows may be without a gradient
 AGREEING_SHARE = 0.9  # of the rows must agree: some are always near a kink
+STABLE_SHARE = 0.95  # of the mean answers of a randomized model must repeat
 REPEAT = 1e-4  # of the largest output: what rounding in another order may change
 STEP = {torch.float64: 1e-5, torch.float32: 1e-3}
 AGREEMENT = {torch.float64: 1e-3, torch.float32: 5e-2}
@@ -92,7 +100,8 @@ def check(
         @functools.wraps(function)
         def checked(context: FlagContext) -> Flag:
             try:
-                is_well, found = function(context)
+                with seeded(context.model, context.generator(name)):
+                    is_well, found = function(context)
             except NotRunError as reason:
                 unknown = "This check gives no information. Do not read it as PASS."
                 return Flag(name, NOT_RUN, str(reason), meaning, unknown)
@@ -143,12 +152,24 @@ def gradient_share(context: FlagContext) -> tuple[bool, str]:
     return share <= ZERO_SHARE and not bool(lost.any()), found
 
 
+def fixed_draws(model: nn.Module) -> Map:
+    """Return a model, or a randomized model with the same draws in every call."""
+    if not is_randomized(model):
+        return model
+
+    def function(x: Tensor) -> Tensor:
+        with seeded(model, torch.Generator().manual_seed(0)):
+            return model(x)  # type: ignore[no-any-return]
+
+    return function
+
+
 def maps_of(model: nn.Module) -> dict[str, Map]:
     """Return the functions that gradient attacks differentiate: the embedding and the metric of a
     model with a bank, unless inputs are only normalized; the answers of any other model."""
     defended = defended_of(model)
     if defended is None:
-        return {"answers": model}
+        return {"answers": fixed_draws(model)}
     maps: dict[str, Map] = {}
     if not only_normalizes(defended.backbone):
         maps["embedding"] = defended.backbone.embed
@@ -178,7 +199,13 @@ def hidden_gradient(context: FlagContext) -> tuple[bool, str]:
         agrees = agreement(function, x, context.threat)
         found.append(f"{name}: {int(agrees.sum())} of {len(agrees)} examples")
         is_well = is_well and is_trusted(agrees)
-    return is_well, "the gradient predicts the change of " + ", ".join(found)
+    declared = "straight-through " if is_straight_through(context.model) else ""
+    return is_well, f"the {declared}gradient predicts the change of " + ", ".join(found)
+
+
+def is_straight_through(model: nn.Module) -> bool:
+    """Return whether a model declares that its gradient leaves out a part of it (BPDA)."""
+    return bool(getattr(model, "straight_through", False))
 
 
 @check(
@@ -191,7 +218,13 @@ def hidden_gradient(context: FlagContext) -> tuple[bool, str]:
 def finite_differences(context: FlagContext) -> tuple[bool, str]:
     """The directional derivative of the margin against (f(x + h v) - f(x - h v)) / 2h."""
     x, y = context.sample()
+    if is_straight_through(context.model):
+        raise NotRunError(
+            "the model declares a straight-through gradient (BPDA), which is no derivative; "
+            "attacks without gradients show what it misses"
+        )
     model, dtype = _in_double(context.model, x)
+    answer = fixed_draws(model)
     y = y.to(dtype) if y.is_floating_point() else y
     step = STEP[dtype]
     direction = torch.randn(x.shape, generator=context.generator(DIFFERENCES)).to(x.device, dtype)
@@ -202,9 +235,9 @@ def finite_differences(context: FlagContext) -> tuple[bool, str]:
         center = center.clamp(low + step, high - step)
     ends = center - step * direction, center + step * direction
     with torch.no_grad():
-        low_value, high_value = (gain_of(model(end), y) for end in ends)
+        low_value, high_value = (gain_of(answer(end), y) for end in ends)
     difference = (high_value - low_value) / (2 * step)
-    _, gradient = value_and_gradient(lambda at: gain_of(model(at), y), center)
+    _, gradient = value_and_gradient(lambda at: gain_of(answer(at), y), center)
     slope = (gradient * direction).flatten(1).sum(1)
     same = _same_neighbors(model, *ends) & difference.isfinite()
     size = difference.abs() + slope.abs()
@@ -228,6 +261,8 @@ def finite_differences(context: FlagContext) -> tuple[bool, str]:
 @torch.no_grad()
 def batch_independence(context: FlagContext) -> tuple[bool, str]:
     x, _ = context.sample()
+    if is_randomized(context.model):
+        raise NotRunError("the model draws new random numbers for every batch")
 
     def alone(function: Map) -> list[Tensor]:
         return [function(x), torch.cat([function(one) for one in x.split(1)])]
@@ -239,7 +274,8 @@ def batch_independence(context: FlagContext) -> tuple[bool, str]:
     "the model is not randomized",
     "If answers change from call to call, a single wrong answer does not show that an input is "
     "adversarial, and a single right answer does not show that it is not.",
-    "Attack the mean answer over many draws, or fix the draws and evaluate that model.",
+    "Attack the mean answer over many draws: let the model declare `randomized = True`.",
+    applies=lambda model: not is_randomized(model),
 )
 @torch.no_grad()
 def randomness(context: FlagContext) -> tuple[bool, str]:
@@ -254,6 +290,27 @@ def randomness(context: FlagContext) -> tuple[bool, str]:
     if not context.is_regression and (lost := int((context.model(x).argmax(1) != y).sum())):
         return False, f"{found}; {lost} were right before the attacks and are wrong now"
     return is_well, found
+
+
+@check(
+    "answers of the randomized model repeat",
+    f"The model declares that it is randomized. Its answer is the mean of its outputs over {DRAWS} "
+    "draws, attacks follow the mean gradient, and an attack succeeds only if the answer is wrong "
+    "over new draws. A user who asks once can get another answer.",
+    "The answers depend on the draws: read the figures as estimates, and compare several seeds.",
+    applies=is_randomized,
+)
+@torch.no_grad()
+def repeated_answers(context: FlagContext) -> tuple[bool, str]:
+    x, _ = context.sample()
+    if context.is_regression:
+        raise NotRunError("only class labels are compared")
+    first, second = (answers(context.model, x).argmax(1) for _ in range(2))
+    once = context.model(x).argmax(1)
+    same = int((first == second).sum())
+    found = f"{same} of {len(x)} mean answers are the same over new draws, and "
+    found += f"{int((first == once).sum())} are the same in a single draw"
+    return same >= STABLE_SHARE * len(x), found
 
 
 @check(

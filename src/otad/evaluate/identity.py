@@ -84,6 +84,8 @@ class Identity:
             return {"solver": self._plain(module.solver, f"{place}.solver")}
         own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
         package = type(module).__module__.partition(".")[0]
+        if package == "diffusers":  # the config of a whole network describes its parts
+            own = {"config": getattr(module, "config", None)}
         if package in ("otad", "torch"):  # private attributes follow from the others
             own = {key: value for key, value in own.items() if not key.startswith("_")}
         return {key: self._plain(value, f"{place}.{key}") for key, value in own.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.base import blindness
-from otad.attacks.target import Target
+from otad.attacks.target import Target, seeded
 from otad.errors import InputError
 from otad.evaluate.identity import Identity, generator_for, version_of
 from otad.evaluate.records import AttackRecord, Findings
@@ -92,7 +92,7 @@ class Attacked:
         self.seed, self.batch_size = seed, batch_size
         self.is_value = y.is_floating_point()
         self.strongest = strongest or self.is_value
-        unattacked, generator = Unattacked(), torch.Generator()
+        unattacked, generator = Unattacked(), generator_for(seed, "clean")
         parts = zip(x.split(batch_size), y.split(batch_size), strict=True)
         results = [unattacked(model, *part, threat, generator=generator) for part in parts]
         broken = torch.cat([one.broken for one in results]).cpu()
@@ -170,7 +170,9 @@ class Attacked:
         distance, forwards = result.distance.clone(), int(result.forwards.sum())
         if not self.strongest and bool(broken.any()):
             target = Target(self.model, y[broken])
-            inputs[broken], abstained[broken] = shorten(target, x[broken], inputs[broken], ball)
+            with seeded(self.model, generator):
+                nearest = shorten(target, x[broken], inputs[broken], ball)
+            inputs[broken], abstained[broken] = nearest
             distance[broken] = ball.distance(inputs[broken], x[broken])
             forwards += int(target.forwards.sum())
         gains = result.gain.double().cpu()

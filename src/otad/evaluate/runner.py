@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.needs import Setting
+from otad.attacks.target import answers, seeded
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
 from otad.evaluate.flags import CHECKS, ONLY_FOR, FlagContext, remark_flag
-from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, kind_of
+from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, generator_for, kind_of
 from otad.evaluate.protocol import Attacked, Progress, run_attacks
 from otad.evaluate.records import Evaluation, Flag
 from otad.evaluate.suite import backbone_of, defended_of, suite
@@ -68,7 +70,11 @@ def evaluate(
     Parameters
     ----------
     model : Module or estimator
-        A torch module, such as a defended model, or a fitted estimator.
+        A torch module, such as a defended model, or a fitted estimator. A module whose answers are
+        random declares it by an attribute `randomized = True`. Then its answer is the mean of its
+        outputs over ten draws, attacks follow the mean of the gradients (EOT), and a wrong answer
+        counts if it is wrong over ten new draws. A module whose gradient is not its derivative,
+        such as `otad.baselines.Purified`, declares it by `straight_through = True`.
     x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
         Examples. A DataLoader yields x and y.
     y : Tensor or array (n,)
@@ -189,7 +195,7 @@ def evaluate(
         seed=seed, batch_size=batch_size, folder=place,
         progress=lambda label, done, _, worst: report(label, first + certificate + done, worst),
     )  # fmt: skip
-    scores, solver = _clean(model, x, y, batch_size)
+    scores, solver = _clean(model, x, y, batch_size, seed)
     worst, records, raised = run.worst(threat.eps), tuple(run.records), []
     ran = run.right, tuple(chosen), records, proof, seed, train_x
     context = FlagContext(model, x, y, threat, *ran)
@@ -234,10 +240,10 @@ def _strength(network: nn.Module, alone: Evaluation, run: Attacked, batch_size: 
 
 @torch.no_grad()
 def _clean(
-    model: nn.Module, x: Tensor, y: Tensor, batch_size: int
+    model: nn.Module, x: Tensor, y: Tensor, batch_size: int, seed: int
 ) -> tuple[dict[str, Score], SolverAccount | None]:
     """Scores of the model, its network and k-NN with its bank, and the account of its solver."""
-    models: dict[str, Callable[[Tensor], Tensor]] = {kind_of(model): model}
+    models: dict[str, Callable[[Tensor], Tensor]] = {kind_of(model): partial(answers, model)}
     if (backbone := backbone_of(model)) is not None:
         models[NET] = backbone
     account = None
@@ -247,8 +253,11 @@ def _clean(
         models[DEFENDED] = lambda batch: account.add(batch).outputs
     scores = {}
     for name, answer in models.items():
-        outputs = torch.cat([answer(batch).cpu() for batch in x.split(batch_size)])
-        scores[name] = score_of(outputs, y.cpu())
+        generator, outputs = generator_for(seed, "clean"), []  # the draws that attacks start from
+        for batch in x.split(batch_size):
+            with seeded(model, generator):
+                outputs.append(answer(batch).cpu())
+        scores[name] = score_of(torch.cat(outputs), y.cpu())
     return scores, None if account is None else account.account()
 
 

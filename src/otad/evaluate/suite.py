@@ -13,6 +13,7 @@ from otad.attacks import Attack, Knowledge, LpBall
 from otad.attacks.adaptive.neighborhood import defended_of as defended_of
 from otad.attacks.adaptive.neighborhood import knowledge_of
 from otad.attacks.needs import Setting
+from otad.baselines import Purified
 from otad.checks import check_choice, require
 from otad.errors import InputError
 from otad.nets import Backbone
@@ -73,6 +74,8 @@ PRESETS = {
 
 def backbone_of(model: nn.Module) -> Backbone | None:
     """Return the network inside a model, or None if it has no network of this library."""
+    if isinstance(model, Purified):
+        return model.net
     inside = getattr(defended_of(model), "backbone", model)
     return inside if isinstance(inside, Backbone) else None
 

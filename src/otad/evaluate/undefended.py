@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, Knowledge
 from otad.attacks.needs import Setting
+from otad.baselines import Purified
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation, Flag
 from otad.evaluate.suite import ATTACKS, suite
 from otad.model.otad import OTAD
@@ -26,6 +27,8 @@ def network_of(model: nn.Module) -> tuple[Backbone | None, str]:
     """Return the network that a model defends. If there is none, return None with the reason where
     the model is an OTAD model: its backbone is then the map through the bank itself, or none at
     all."""
+    if isinstance(model, Purified):
+        return model.net, ""
     if not isinstance(model, OTAD):
         return None, ""
     net = model.backbone

@@ -144,7 +144,7 @@ class Backbone(InputNet, ABC):
     (torch.Size([3, 4]), [1.0, 1.0, 1.0])
     """
 
-    family: ClassVar[Registry[Backbone]] = Registry("register")
+    family: ClassVar[Registry[Backbone]] = Registry("otad.nets.register")
     settings: ClassVar[Sequence[str]] = ("n_outputs", "task")
     head: LinearHead
     lift: int = 0
@@ -238,7 +238,7 @@ class Metric(InputNet, ABC):
     [[1.0], [1.0]]
     """
 
-    family: ClassVar[Registry[Metric]] = Registry("register_metric")
+    family: ClassVar[Registry[Metric]] = Registry("otad.nets.register_metric")
     settings: ClassVar[Sequence[str]] = ("key_dim", "key_norm")
     projection: nn.Module
 

@@ -109,7 +109,7 @@ class InputNet(nn.Module):
         """Return what is needed, beside the state dict, to build this network again: plain JSON."""
         classes = reversed(type(self).__mro__)
         names = [name for cls in classes for name in cls.__dict__.get("settings", ())]
-        got = f"{type(self).__name__}; decorate it with otad.nets.{self.family.decorator}(name)"
+        got = f"{type(self).__name__}; decorate it with {self.family.decorator}(name)"
         require("kind" in vars(type(self)), "net", "a registered class to describe", got)
         described: dict[str, Any] = {"kind": self.kind}
         for name in names:

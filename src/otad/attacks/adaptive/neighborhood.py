@@ -16,7 +16,7 @@ from otad.attacks.needs import Knowledge
 from otad.attacks.pgd import Apgd
 from otad.attacks.stand_in import Map
 from otad.attacks.target import Survivors, Target
-from otad.baselines import Knn
+from otad.baselines import Knn, Purified
 from otad.checks import check_count, check_shape, require
 from otad.cip.whole_bank.pairs import Pairs, middle_of
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
@@ -45,7 +45,7 @@ def knowledge_of(model: nn.Module, train_x: Tensor | None = None) -> Knowledge:
     defended = defended_of(model)
     if defended is None:
         require(train_x is None, "train_x", "None, as the model has no bank", "inputs")
-        return Knowledge()
+        return Knowledge(model.straightened() if isinstance(model, Purified) else None)
     if train_x is not None:
         check_training_inputs(defended, train_x)
     keys = defended.backbone.embed if defended.metric is None else defended.metric
