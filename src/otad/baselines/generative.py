@@ -100,6 +100,7 @@ class Diffusion(BoundedPurifier):
     Gaussian noise is added to an image as in `noise_step` of 1000 steps of diffusion, and the
     denoising network removes it again, in `calls` steps. It needs the extra `purification`. Train
     it by `train_purifier`. Two calls give two results. The gradient goes through all steps.
+    DiffPure itself uses a large published network and solves a stochastic differential equation.
 
     Parameters
     ----------
