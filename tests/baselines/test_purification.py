@@ -220,6 +220,9 @@ def test_bad_arguments_are_refused(generator: torch.Generator, tmp_path: Path) -
         SparseCoding(SHAPE, patch=4, stride=3)
     with pytest.raises(InputError, match="sides that 4 divides"):
         ApeGan((1, 6, 8))
+    for bounds in (None, (0.0,), (1.0, 0.0), "01"):
+        with pytest.raises(InputError, match="bounds: expected two finite numbers"):
+            ApeGan(SHAPE, bounds=bounds)
     with pytest.raises(InputError, match="calls"):
         Diffusion(SHAPE, noise_step=3, calls=5)
     with pytest.raises(InputError, match="net: expected weights to train"):

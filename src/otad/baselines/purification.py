@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_device, refusing, require
+from otad.checks import check_bounds, check_device, refusing, require
 from otad.io.tensor_files import read_tensors, write_tensors
 from otad.nets import Backbone, build
 from otad.nets.inputs import AnyClass, InputNet, Registry, Sizes, check_image_shape, restored
@@ -75,8 +75,8 @@ class BoundedPurifier(Purifier):
     """A purifier that works on images scaled from their bounds to [-1, 1]."""
 
     def __init__(self, input_shape: Sizes, *, bounds: Any = (0.0, 1.0), **options: Any) -> None:
-        require(bounds is not None, "bounds", "the lowest and highest input value", None)
-        low, high = bounds
+        with refusing("bounds: expected two finite numbers low < high"):
+            low, high = check_bounds(bounds)
         units = {"mean": (low + high) / 2, "std": (high - low) / 2}
         super().__init__(input_shape, bounds=bounds, **units, **options)
 
