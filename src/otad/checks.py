@@ -52,6 +52,7 @@ def check_tensor(
         raise InputError(f"{name}: expected a torch.Tensor ({axes}), got {type(value).__name__}")
     names, shape = axes.split(","), f"shape {tuple(value.shape)}"
     require(not value.is_meta, name, "numbers, on a device such as cpu", "a meta tensor")
+    require(value.layout == torch.strided, name, "a dense tensor", value.layout)
     require(value.dim() == len(names), name, f"{len(names)} axes ({axes})", shape)
     for axis, size in zip(names, value.shape, strict=True):
         require(size > 0, name, f"at least one entry along {axis}", shape)
