@@ -58,7 +58,7 @@ $(CORE):
 	$(install)
 	@touch $(CORE)
 
-$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,metric,purification,docs,dev]
+$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,metric,purification,serve,cluster,hub,docs,dev]
 $(TEST):
 	$(install)
 	@touch $(CORE) $(TEST)
