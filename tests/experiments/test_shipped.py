@@ -39,7 +39,13 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # The work of another one, longer or on other data.
-VARIANTS = ("cifar10_robust_longer", "cifar10_robust_moved", "global_suite_all", "whole_bank_small")
+VARIANTS = (
+    "cifar10_robust_longer",
+    "cifar10_robust_moved",
+    "global_suite_all",
+    "synthetic_100",
+    "whole_bank_small",
+)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
