@@ -74,5 +74,6 @@ define install
 	$(PYTHON) -m venv --clear $(VENV); }
 @rm -f $(VENV)/.core-* $(VENV)/.test-*
 @echo "Installing otad$(EXTRAS) into $(VENV): a few minutes the first time"
-@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip # resolves three times as fast
+@$(RUN) pip install --quiet -c constraints.txt -e '.$(EXTRAS)'
 endef
