@@ -32,6 +32,7 @@ docs: $(TEST) ## build the documentation site and its gallery into build/site
 pictures: $(TEST) ## draw the pictures of the documentation again
 	$(VENV)/bin/python docs/pictures.py
 	$(VENV)/bin/python benchmarks/draw_gain.py
+	$(VENV)/bin/python benchmarks/draw_comparison.py
 
 links: $(TEST) ## check the links of the documentation to other sites
 	$(RUN) sphinx -b linkcheck -q -D plot_gallery=0 docs build/links

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import draw_comparison
 import pytest
 import record_outputs
 from draw_gain import RECORD, caption, draw_gain
@@ -53,11 +55,40 @@ def test_every_number_is_recorded(tmp_path: Path) -> None:
     assert f"![{caption(found)}](docs/images/gain.png)\n" in README
 
     stated = CODE.sub("", README).replace(caption(found), "")
+    stated = stated.replace(draw_comparison.caption(), "")
     stated = stated.replace(" ".join(verdict(found, "test digits")), "")
     stated = re.sub(r"`[^`]*`|\]\([^)]*\)", "", stated)
     python = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
     assert python is not None
     assert {*NUMBER.findall(stated)} <= {python[1], "2024", "2408.00329"}
+
+
+def test_methods_are_compared_as_recorded(tmp_path: Path) -> None:
+    """A method appears with its record, and disappears without it."""
+    draw_comparison.draw_comparison(tmp_path / "drawn.png")
+    text = draw_comparison.caption()
+    drawings = ROOT / "docs" / "images" / "comparison.png", tmp_path / "drawn.png"
+    with Image.open(drawings[0]) as committed, Image.open(drawings[1]) as drawn:
+        assert committed.text["Description"] == drawn.text["Description"] == text, "make pictures"
+        assert committed.size == drawn.size, "make pictures"
+    assert f"![{text}](docs/images/comparison.png)\n" in README
+
+    panel = draw_comparison.PANELS[1]
+    found = {one.name: one for one in draw_comparison.methods(panel)}
+    ours, trained = found["OTAD-T, robust metric"], found["PGD training, ResNet-18"]
+    suite = Evaluation.read(ROOT / "results/cifar10_robust_moved/evaluation.json")
+    assert ours.worst == suite.worst_case(0.5).value
+    row = json.loads((ROOT / "results/cifar10_at.json").read_text())["rows"]["PGD, l2, ResNet-18"]
+    assert trained.worst == row["attacks"]["autoattack 0.5"]["score"]["value"]
+    assert trained.clean == row["score"]["value"]
+    strongest = [found["OTAD-T-NN"].strongest, ours.strongest, trained.strongest]
+    assert strongest == [False, True, True]
+    assert ours.worst < trained.worst, "as the README says"
+
+    shutil.copy(ROOT / "results" / "cifar10_at.json", tmp_path)
+    alone = draw_comparison.methods(panel, tmp_path)
+    baselines = [one for one in found.values() if "training" in one.name]
+    assert alone == baselines
 
 
 def test_a_record_without_a_gain_is_refused() -> None:
