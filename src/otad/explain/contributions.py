@@ -54,3 +54,15 @@ def lead(output: Tensor, alone: Tensor) -> tuple[int, float, Tensor]:
     first = int(output.argmax())
     second = int(output.index_fill(0, output.argmax(), -torch.inf).argmax())
     return second, float(output[first] - output[second]), alone[:, first] - alone[:, second]
+
+
+def contributions_of(model: OTAD, x: Tensor, trace: Trace) -> Tensor:
+    """Return what each training point contributes (B,K) to the margin or the value of inputs
+    (B, *input_shape), in float64. It is NaN where the model abstains or has no weights."""
+    outputs, alone = trace.outputs.double(), outputs_alone(model, x, trace)
+    if outputs.dim() == 1:
+        leads = alone[..., 0].masked_fill(outputs.isnan()[:, None], torch.nan)
+    else:
+        leads = torch.stack([lead(*row)[2] for row in zip(outputs, alone, strict=True)])
+        leads = leads.masked_fill(outputs.isnan().any(1)[:, None], torch.nan)
+    return trace.solution.multipliers.double() * leads

@@ -1,0 +1,164 @@
+"""What every request has to pass first: host, token, size, and a free place."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+
+from otad.serve.compute import ComputeQueue
+from otad.serve.metrics import Metrics
+
+OPEN = ("/v2/health/live", "/v2/health/ready")  # probes have no token
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def refusal(status: int, message: str, **headers: str) -> JSONResponse:
+    """Return an error as the Open Inference Protocol has it."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return JSONResponse({"error": message}, status, named)
+
+
+class Gate:
+    """Refuses requests early, reads the others whole, and counts all of them.
+
+    Parameters
+    ----------
+    app : ASGI application
+        What answers the requests that pass.
+    queue, metrics
+        The queue that says when to try again, and the place where requests are counted.
+    token : str or None
+        The bearer token that all requests but health probes have to bring.
+    hosts : tuple of str or None
+        The only names by which the service may be called. They protect a service without a token
+        from web pages that let their own name point to this machine.
+    max_queue : int
+        The most requests with a body that are read, wait or are computed at once.
+    max_request_bytes : int
+        The largest body.
+    timeout : float
+        Seconds within which a body has to arrive.
+    """
+
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        *,
+        queue: ComputeQueue,
+        metrics: Metrics,
+        token: str | None,
+        hosts: tuple[str, ...] | None,
+        max_queue: int,
+        max_request_bytes: int,
+        timeout: float,
+    ) -> None:
+        self.app, self.queue, self.metrics = app, queue, metrics
+        self.secret = None if token is None else f"Bearer {token}".encode()
+        self.hosts, self.max_queue, self.timeout = hosts, max_queue, timeout
+        self.max_bytes, self.taken = max_request_bytes, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), "none"
+
+        async def noting(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            refused = self._refusal(scope)
+            if refused is not None:
+                await refused(scope, receive, noting)
+            elif scope["method"] == "POST":
+                await self._pass_body(scope, receive, noting)
+            else:
+                await self.app(scope, receive, noting)
+        finally:
+            path = getattr(scope.get("route"), "path", "none")
+            self.metrics.requests.labels(path, status).inc()
+            self.metrics.seconds.labels(path).observe(time.perf_counter() - start)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").rpartition(":")
+        name = host[0] if host[2].isdigit() else "".join(host)
+        if self.hosts is not None and name not in self.hosts:
+            expected = f"host: expected one of {', '.join(self.hosts)}, got {name!r}"
+            return refusal(400, f"{expected}; set a token to be called by other names")
+        if self.secret is not None and scope["path"] not in OPEN:
+            given = headers.get("authorization", "").encode("latin-1", "replace")
+            if not hmac.compare_digest(given, self.secret):
+                got = "another token" if given else "none"
+                message = f"authorization: expected the bearer token of this service, got {got}"
+                return refusal(401, message, WWW_Authenticate="Bearer")
+        coding = headers.get("content-encoding", "identity")
+        if coding != "identity":
+            return refusal(415, f"content-encoding: expected none, got {coding!r}")
+        if (length := headers.get("content-length", "0")).isdigit() and int(
+            length
+        ) > self.max_bytes:
+            return self._too_large(f"{length} bytes")
+        return None
+
+    def _too_large(self, got: str) -> JSONResponse:
+        return refusal(413, f"body: expected at most {self.max_bytes} bytes, got {got}")
+
+    async def _pass_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, if there is a place for it, and pass the request on."""
+        full = self.taken >= self.max_queue
+        self.taken += not full
+        try:
+            # The body of a refused request is read too, and dropped, so that its client is not cut
+            # off while it sends and sees the answer.
+            body = await asyncio.wait_for(self._read(receive, keep=not full), self.timeout)
+        except TimeoutError:
+            message = f"body: expected within {self.timeout:g} seconds, got a part of it"
+            await refusal(408, message, Connection="close")(scope, receive, send)
+            return
+        else:
+            if full:
+                message = f"queue: expected at most {self.max_queue} requests at once, got more"
+                again = str(self.queue.retry_after)
+                await refusal(429, message, Retry_After=again)(scope, receive, send)
+            elif body is None:
+                await self._too_large("more")(scope, receive, send)
+            else:
+                await self.app(scope, _once(body, receive), send)
+        finally:
+            self.taken -= not full
+
+    async def _read(self, receive: Receive, keep: bool) -> bytes | None:
+        """Return the body, or None if it is too large."""
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > self.max_bytes:
+                return None
+            if keep:
+                chunks.append(chunk)
+            if not message.get("more_body", False):  # a client that is gone sends no more either
+                return b"".join(chunks)
+
+
+def _once(body: bytes, receive: Receive) -> Receive:
+    """Return a function that gives the whole body first."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def given() -> MutableMapping[str, Any]:
+        return messages.pop() if messages else await receive()
+
+    return given
