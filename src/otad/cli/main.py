@@ -24,6 +24,7 @@ COMMANDS = {
     "certify": "Prove how far each input can change in l2 without changing its prediction.",
     "evaluate": "Attack a model with a suite of attacks, certify it, and write a report.",
     "report": "Write the report of a saved evaluation.",
+    "serve": "Answer requests over HTTP with a model, by the Open Inference Protocol.",
     "reproduce": "Reproduce published tables, and show the published figures beside ours.",
 }
 

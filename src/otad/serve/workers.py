@@ -30,6 +30,7 @@ from otad.serve.metrics import SHARED_FOLDER, forget_process
 REFUSED = 3  # the exit code of a worker that cannot start, so that starting it again is useless
 IDLE_SECONDS = 75  # how long a connection may be idle; longer than clients keep theirs
 BACKLOG = 2048
+PRELOADED = ["otad.serve.app", "otad.model.loading"]
 Worker = Callable[[socket.socket, Connection], None]
 Announce = Callable[[str], None]
 
@@ -163,7 +164,7 @@ def keep_running(work: Worker, listening: socket.socket, count: int) -> None:
     # A fork server imports once what all workers need, so a worker starts in a moment.
     kind = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(kind)
-    context.set_forkserver_preload(["otad.serve.app", "otad.model.loading"])
+    context.set_forkserver_preload(PRELOADED)
     waking, waker = Pipe(duplex=False)
     wanted = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda *_: waker.send(None)) for number in wanted}
