@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,14 +43,96 @@ class Neighbors:
     """The K nearest bank points of B queries, nearest first.
 
     `indices` (B,K) are int64 and `distances` (B,K) are float64. Equal distances are ordered by
-    index."""
+    index. `proved` (B,) says that no other point is nearer; it is False only where a search stopped
+    early, such as `otad.search.ivf.IvfSearch` with `n_probe`."""
 
     indices: Tensor
     distances: Tensor
+    proved: Tensor = None  # type: ignore[assignment]  # by default all are
     __repr__ = short_repr
 
+    def __post_init__(self) -> None:
+        if self.proved is None:
+            proved = self.indices.new_ones(len(self.indices), dtype=torch.bool)  # type: ignore[unreachable]
+            object.__setattr__(self, "proved", proved)
 
-class NeighborSearch(ABC):
+
+class Candidates(NamedTuple):
+    """The best points of a shortlist, nearest first, and equal distances in the order of indices.
+
+    `indices` and `distances` (b,k), where k is at most the number of points. Every point outside
+    the shortlist is proved to be farther than `beyond` (b,), which is infinite if there is none."""
+
+    indices: Tensor
+    distances: Tensor
+    beyond: Tensor
+
+
+class Search(ABC):
+    """Finds the K nearest of N points (N,d) by shortlists, each longer than the one before.
+
+    A row is proved once its K-th neighbor is nearer than all points outside the shortlist."""
+
+    exact = True  # whether all rows of a result are proved
+    dim: int
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number N of points."""
+
+    @abstractmethod
+    def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
+        """Return the k best points of a shortlist of `size` for each query (b,d).
+
+        `exclude` (b,) is the index of a point that gets an infinite distance, or -1."""
+
+    @torch.no_grad()
+    def __call__(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbors:
+        """Return the k nearest points of each query (B,d).
+
+        `exclude` (B,) int64 is the index of a bank point for each query that must not be its
+        neighbor, such as its own entry, or -1 for none."""
+        self._check(queries, k, exclude)
+        queries, size = queries.detach(), min(k + SPARE, len(self))
+        if exclude is None:
+            exclude = queries.new_full((len(queries),), -1, dtype=torch.int64)
+        exclude = exclude.to(queries.device)
+        indices, distances, beyond = self.candidates(queries, k, size, exclude)
+        proved = distances[:, -1] < beyond
+        if bool(proved.all()):
+            return Neighbors(indices, distances, proved)
+        check_finite(queries, "queries")  # queries that are not finite are never proved
+        if not self.exact:
+            return Neighbors(indices, distances, proved)
+        pending = (~proved).nonzero()[:, 0]
+        while len(pending):
+            expected = f"at least k = {k} bank points at a finite distance"
+            got = f"fewer for {len(pending)} queries, the first at row {int(pending[0])}"
+            require(size < len(self), "queries", expected, got)
+            size = min(size * GROWTH, len(self))
+            found = self.candidates(queries[pending], k, size, exclude[pending])
+            indices[pending], distances[pending] = found.indices, found.distances
+            pending = pending[~(found.distances[:, -1] < found.beyond)]
+        return Neighbors(indices, distances)
+
+    def _check(self, queries: Tensor, k: int, exclude: Tensor | None) -> None:
+        # On a GPU, checking the values would make the host wait: see `__call__`.
+        finite = not queries.is_cuda if isinstance(queries, Tensor) else True
+        check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES, finite=finite)
+        check_shape(queries, "queries", (len(queries), self.dim), "like the points")
+        count = available = len(self)
+        if exclude is not None:
+            check_tensor(exclude, "exclude", "B", dtypes=(torch.int64,))
+            check_shape(exclude, "exclude", (len(queries),), "one for each query")
+            low, high = int(exclude.min()), int(exclude.max())
+            fits = low >= -1 and high < count
+            require(fits, "exclude", f"-1 or an index below {count}", f"{low} to {high}")
+            available -= high >= 0
+        most = f"at most {available} (points left to find)"
+        require(check_count(k, "k") <= available, "k", most, k)
+
+
+class NeighborSearch(Search):
     """An exact l2 search over points (N,d), which must not change afterwards.
 
     The points may be on the CPU or in a file while queries are on a GPU. The result is on the
@@ -64,6 +146,7 @@ class NeighborSearch(ABC):
     def __init__(self, points: Tensor) -> None:
         check_tensor(points, "points", "N,d", dtypes=STORAGE_DTYPES, finite=False)
         self.points = points.detach() if points.requires_grad else points
+        self.dim = points.shape[1]
         self._work_dtype = torch.promote_types(points.dtype, torch.float32)
         with torch.no_grad():
             self._plain = True
@@ -85,52 +168,21 @@ class NeighborSearch(ABC):
     def __len__(self) -> int:
         return self.points.shape[0]
 
-    @torch.no_grad()
-    def __call__(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbors:
-        """Return the k nearest points of each query (B,d).
-
-        `exclude` (B,) int64 is the index of a bank point for each query that must not be its
-        neighbor, such as its own entry, or -1 for none."""
-        self._check(queries, k, exclude)
-        queries, size = queries.detach(), min(k + SPARE, len(self))
-        if exclude is None:
-            exclude = queries.new_full((len(queries),), -1, dtype=torch.int64)
-        exclude = exclude.to(queries.device)
-        indices, distances, proved = self._attempts(queries, k, size, exclude)
-        if bool(proved.all()):
-            return Neighbors(indices, distances)
-        check_finite(queries, "queries")  # queries that are not finite are never proved
-        pending = (~proved).nonzero()[:, 0]
-        while len(pending):
-            expected = f"at least k = {k} bank points at a finite distance"
-            got = f"fewer for {len(pending)} queries, the first at row {int(pending[0])}"
-            require(size < len(self), "queries", expected, got)
-            size = min(size * GROWTH, len(self))
-            some = queries[pending], k, size, exclude[pending]
-            indices[pending], distances[pending], proved = self._attempts(*some)
-            pending = pending[~proved]
-        return Neighbors(indices, distances)
-
     @abstractmethod
     def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return indices (b,size) of likely neighbors of x (b,d) float64, and a floor (b,).
 
         s^2 |query - point|^2 of every other point is proved to be at least the floor; size < N."""
 
-    def _attempts(
-        self, queries: Tensor, k: int, size: int, exclude: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
+        size = min(size, len(self))
         square = math.isqrt(WORKING_BYTES // 16)  # so that a block of products is square
         width = max(1, min(self._fit(48), WORKING_BYTES // (128 * size), square))
         blocks = zip(queries.split(width), exclude.split(width), strict=True)
         parts = [self._attempt(some, k, size, excluded) for some, excluded in blocks]
-        indices, lengths, proved = (torch.cat(column) for column in zip(*parts, strict=True))
-        return indices, lengths, proved
+        return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _attempt(
-        self, queries: Tensor, k: int, size: int, exclude: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return indices and distances (b,k) of the best k, and whether they are proved (b,)."""
+    def _attempt(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         queries = queries.double()
         x = (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
         if size < len(self):
@@ -143,12 +195,12 @@ class NeighborSearch(ABC):
         lengths = lengths.masked_fill(candidates == exclude[:, None], math.inf)
         lengths, order = lengths.sort(dim=1, stable=True)
         lengths, order = lengths[:, :k].contiguous(), order[:, :k]
-        reach = (lengths[:, -1] * 2.0**-self._exponent).square()
         norms = row_norms(x)
         # Room for rounding in float64, and for numbers that float32 flushes to zero.
         flushed = x.shape[1] * 2.0**-120 * (1 + self._radius + norms)
-        slack = 1e-12 * (reach + norms.square()) + flushed
-        return candidates.gather(1, order), lengths, (floor > reach + slack) & (reach < math.inf)
+        least = (floor - 1e-12 * norms.square() - flushed).clamp_min(0) * (1 - 2e-12)
+        beyond = least.sqrt() * 2.0**self._exponent
+        return Candidates(candidates.gather(1, order), lengths, beyond)
 
     def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
         """Return |query - candidate| (b,T) for queries (b,d) in float64 and candidates (b,T)."""
@@ -185,22 +237,6 @@ class NeighborSearch(ABC):
     def _fit(self, bytes_per_number: int) -> int:
         """Return how many rows of d numbers fit in the memory budget."""
         return max(1, WORKING_BYTES // (bytes_per_number * self.points.shape[1]))
-
-    def _check(self, queries: Tensor, k: int, exclude: Tensor | None) -> None:
-        # On a GPU, checking the values would make the host wait: see `__call__`.
-        finite = not queries.is_cuda if isinstance(queries, Tensor) else True
-        check_tensor(queries, "queries", "B,d", dtypes=STORAGE_DTYPES, finite=finite)
-        check_shape(queries, "queries", (len(queries), self.points.shape[1]), "like the points")
-        count = available = len(self)
-        if exclude is not None:
-            check_tensor(exclude, "exclude", "B", dtypes=(torch.int64,))
-            check_shape(exclude, "exclude", (len(queries),), "one for each query")
-            low, high = int(exclude.min()), int(exclude.max())
-            fits = low >= -1 and high < count
-            require(fits, "exclude", f"-1 or an index below {count}", f"{low} to {high}")
-            available -= high >= 0
-        most = f"at most {available} (points left to find)"
-        require(check_count(k, "k") <= available, "k", most, k)
 
 
 class TorchSearch(NeighborSearch):
