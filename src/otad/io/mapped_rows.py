@@ -10,11 +10,14 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from otad.checks import require
@@ -33,10 +36,7 @@ class FileRows:
 
     def read(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
         """The rows (M,...) of these indices (M,)."""
-        if rows.numel() > 0:
-            low, high = (int(end) for end in rows.aminmax())
-            expected = f"0 to {self.shape[0] - 1}, the rows of {self.path}"
-            require(low >= 0 and high < self.shape[0], "rows", expected, f"{low} to {high}")
+        _check_rows(rows, self.shape[0], str(self.path))
         # Python integers: 32 bits cannot count the bytes of a large file.
         places = [self.offset + row * self.row_bytes for row in rows.tolist()]
         if hasattr(os, "posix_fadvise"):  # the disk may fetch them all at once
@@ -67,6 +67,88 @@ class FileRows:
             done += read
 
 
+def _check_rows(rows: Tensor, count: int, of: str) -> None:
+    if rows.numel() > 0:
+        low, high = (int(end) for end in rows.aminmax())
+        expected = f"0 to {count - 1}, the rows of {of}"
+        require(low >= 0 and high < count, "rows", expected, f"{low} to {high}")
+
+
+class JoinedRows(Tensor):
+    """Tensors (N_i,d) of several files, one below the other, as one constant tensor (N,d).
+
+    `gathered` and `block_of` read rows from the files that hold them, and so do indices along the
+    first axis. Any other operation first copies all rows to memory."""
+
+    # Results are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _FIXED = "no change of tensors that are joined from several files"
+    tensors: tuple[Tensor, ...]
+    starts: Tensor
+
+    @staticmethod
+    def __new__(cls, tensors: Sequence[Tensor]) -> Self:
+        first, *stops = accumulate((len(one) for one in tensors), initial=0)
+        shape, dtype = (stops[-1], *tensors[0].shape[1:]), tensors[0].dtype
+        joined: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        joined.tensors, joined.starts = tuple(tensors), torch.tensor([first, *stops])
+        return joined
+
+    def read(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
+        """The rows (M,...) of these indices (M,)."""
+        _check_rows(rows, len(self), "the joined files")
+        found = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype, pin_memory=pinned)
+        owners = torch.bucketize(rows.contiguous(), self.starts[1:], right=True)
+        for owner in owners.unique().tolist():
+            own = owners == owner
+            found[own] = gathered(self.tensors[owner], rows[own] - self.starts[owner])
+        return found
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`, no further than the last."""
+        parts = []
+        for tensor, first in zip(self.tensors, self.starts.tolist(), strict=False):
+            low, high = max(0, start - first), min(len(tensor), stop - first)
+            if low < high:
+                parts.append(block_of(tensor, low, high))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else self.tensors[0][:0].clone()
+
+    @classmethod
+    @torch.inference_mode(False)  # torch counts the changes of views, also of those read from files
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        operation, first = function.overloadpacket, args[0] if args else None
+        aten = torch.ops.aten
+        if isinstance(first, cls):
+            if operation in (aten.detach, aten.alias):
+                return cls(first.tensors)
+            if operation is aten.select and args[1] == 0:
+                return first.read(torch.tensor([args[2] % len(first)]))[0]
+            if operation is aten.slice and args[1:2] in ((), (0,)) and len(args) < 5:
+                start, stop, _ = slice(*args[2:4]).indices(len(first))
+                return first.block(start, stop)
+            if operation is aten.index_select and args[1] == 0:
+                return first.read(args[2])
+            if operation is aten.index and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
+                rows = torch.where(args[1][0] < 0, args[1][0] + len(first), args[1][0])
+                return first.read(rows.flatten()).view(*rows.shape, *first.shape[1:])
+        require(not function._schema.is_mutable, "bank", cls._FIXED, function)
+        whole = lambda it: it.block(0, len(it)) if isinstance(it, cls) else it  # noqa: E731
+        return function(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        require(False, "bank", self._FIXED, "new values")
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return type(self)(self.tensors)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.block(0, len(self)).__reduce_ex__(protocol)
+
+
 _IN_FILES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mapped tensor -> its FileRows
 
 
@@ -84,8 +166,10 @@ def remember(path: Path, tensors: Mapping[str, Tensor]) -> None:
             _IN_FILES[mapped] = FileRows(path, offset, mapped)
 
 
-def in_file(points: Tensor) -> FileRows | None:
-    """The rows of a tensor in its file, if it is mapped from one and unchanged."""
+def in_file(points: Tensor) -> FileRows | JoinedRows | None:
+    """The rows of a tensor in its file or files, if it is mapped from there and unchanged."""
+    if isinstance(points, JoinedRows):
+        return points
     rows: FileRows | None = _IN_FILES.get(points)
     return rows if rows is not None and rows.changes == points._version else None
 

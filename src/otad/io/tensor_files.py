@@ -20,6 +20,7 @@ from otad.checks import require
 from otad.errors import InputError, OtadError
 from otad.io.codec import parse_json
 from otad.io.files import replacing
+from otad.io.mapped_rows import JoinedRows
 
 FORMAT = "otad-tensors"
 OLD_FORMAT = "otad-checkpoint-1"  # with a checksum of the tensors and the header in its one entry
@@ -125,7 +126,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         tensor = tensors[name]
         require(isinstance(tensor, Tensor), name, "a torch.Tensor", type(tensor).__name__)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(_bytes_of(tensor.cpu()))
+        for part in tensor.tensors if isinstance(tensor, JoinedRows) else (tensor,):
+            digest.update(_bytes_of(part.cpu()))
     return digest.hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,9 +26,10 @@ from otad.checks import (
 )
 from otad.errors import InputError
 from otad.io import tensor_files
-from otad.io.mapped_rows import block_of, gathered, remember
+from otad.io.mapped_rows import JoinedRows, block_of, gathered, remember
+from otad.model.bank_shards import checked_index, join_shards, shard_name, shard_rows
 from otad.progress import Counter, progress_bar
-from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, TorchSearch
+from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, Search, TorchSearch
 from otad.short_repr import short_repr
 
 BANK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,9 +48,9 @@ class FeatureBank:
     """Training points: embedded inputs x_i (N, d), their features z_i (N, d) and labels (N,).
 
     Labels are class numbers (int64) or targets (float32, float64). Inputs and features are float16,
-    bfloat16 or float32. They are in memory or mapped from a file, of which only the needed rows are
-    read. `fingerprint` names the network and the data that they come from. With `verify` all values
-    are read once and must be finite."""
+    bfloat16 or float32. They are in memory or mapped from one or more files, of which only the
+    needed rows are read. `fingerprint` names the network and the data that they come from. With
+    `verify` all values are read once and must be finite."""
 
     inputs: Tensor
     features: Tensor
@@ -164,10 +166,36 @@ class FeatureBank:
                 inputs[rows], features[rows] = some_inputs, some_features
         return cls(inputs, features, labels, fingerprint, verify=False)
 
-    def save(self, path: str | Path) -> str:
-        """Write the bank to a safetensors file with a checksum, which is returned."""
+    def save(self, path: str | Path, *, shards: int | None = None) -> str:
+        """Write the bank to a safetensors file with a checksum, which is returned.
+
+        With `shards`, write a folder of so many files and an index, whose checksum is returned."""
+        if shards is not None:
+            with ThreadPoolExecutor() as pool:
+                numbers = range(1, check_count(shards, "shards") + 1)
+                list(pool.map(lambda number: self.save_shard(path, number, shards), numbers))
+            return join_shards(path)
         kind = self.dtype, (len(self), self.dim)
         return _write(Path(path), self.fingerprint, self.labels.cpu(), kind, self._blocks())
+
+    def save_shard(self, folder: str | Path, number: int, shards: int) -> Path:
+        """Write one of so many shards to a folder, and return its path; the first is number 1.
+
+        A shard that is already there and whole is kept. Several processes may each write their own;
+        then `otad.model.bank_shards.join_shards` writes the index."""
+        path = Path(folder) / shard_name(number, shards)
+        rows = shard_rows(len(self), number, shards)
+        inputs = block_of(self.inputs, rows.start, rows.stop)
+        features = block_of(self.features, rows.start, rows.stop)
+        part = FeatureBank(inputs, features, self.labels[rows], self.fingerprint, verify=False)
+        try:
+            stored = FeatureBank.load(path, expect_fingerprint=self.fingerprint)
+            whole = stored.sample() == part.sample() and len(stored) == len(part)
+        except (InputError, FileNotFoundError):
+            whole = False
+        if not whole:
+            part.save(path)
+        return path
 
     @classmethod
     def load(
@@ -179,12 +207,15 @@ class FeatureBank:
         verify: bool = True,
         mmap: bool = True,
     ) -> FeatureBank:
-        """Return the bank of a file, mapped from it or read into memory.
+        """Return the bank of a file or of a folder of shards, mapped from it or read into memory.
 
-        With `verify` the file is read once, and a changed byte or a value that is not finite is
-        refused. `expect_fingerprint` refuses a bank of another network or of other data, and
-        `expect_checksum` refuses any other bank."""
+        With `verify` all is read once, and a changed byte or a value that is not finite is refused;
+        the message names every damaged shard. `expect_fingerprint` refuses a bank of another
+        network or of other data, and `expect_checksum` refuses any other bank."""
         path = Path(path)
+        if path.is_dir():
+            index = checked_index(path, expect_fingerprint, expect_checksum, verify=verify)
+            return cls._load_shards(path, index, verify, mmap)
         tensors, metadata = tensor_files.map_sealed(path)
         kind, version = metadata.get("format"), metadata.get("version")
         is_bank = kind == FORMAT and set(tensors) == {"inputs", "features", "labels"}
@@ -204,6 +235,26 @@ class FeatureBank:
         else:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return cls(**tensors, fingerprint=fingerprint, verify=verify)
+
+    @classmethod
+    def _load_shards(
+        cls, folder: Path, index: dict[str, Any], verify: bool, mmap: bool
+    ) -> FeatureBank:
+        name, parts = index["metadata"]["fingerprint"], []
+        for shard, entry in index["shards"].items():
+            part = cls.load(
+                folder / shard,
+                expect_fingerprint=name,
+                expect_checksum=entry["checksum"],
+                verify=False,
+            )
+            require(len(part) == entry["points"], shard, f"{entry['points']} points", len(part))
+            parts.append(part)
+        kinds = {(part.dim, part.dtype, part.labels.dtype) for part in parts}
+        require(len(kinds) == 1, str(folder), "shards of one dimension and dtype", kinds)
+        join: Callable[[list[Tensor]], Tensor] = JoinedRows if mmap else torch.cat
+        inputs, features = join([it.inputs for it in parts]), join([it.features for it in parts])
+        return cls(inputs, features, torch.cat([it.labels for it in parts]), name, verify=verify)
 
     def _blocks(self) -> Blocks:
         rows = max(1, tensor_files.BLOCK_BYTES // (4 * self.dim))
@@ -280,7 +331,7 @@ class BankModule(nn.Module):
             else:
                 setattr(self, f"bank_{name}", getattr(bank, name))
         self.register_buffer("bank_keys", keys)
-        self._searched: tuple[Tensor, NeighborSearch] | None = None
+        self._searched: tuple[Tensor, Search] | None = None
 
     @property
     def bank(self) -> FeatureBank:
@@ -308,6 +359,23 @@ class BankModule(nn.Module):
         if self._searched is None or self._searched[0] is not points:
             self._searched = points, SEARCHES[self.search](points)
         return self._searched[1](keys, count or self.n_searched, exclude=exclude)
+
+    @property
+    def searches_exactly(self) -> bool:
+        """Whether all neighbors are proved: see `Neighbors.proved`."""
+        return self._searched is None or self._searched[1].exact
+
+    def use_search(self, search: Search) -> None:
+        """Find neighbors by another search over the same points from now on.
+
+        It may be an `IvfSearch`, or a `ShardedSearch` over several machines. It is not saved, and
+        copies of the model search by themselves."""
+        points = self.bank_points
+        check_shape(points, "search", (len(search), search.dim), "of its points, like the bank")
+        rows = torch.linspace(0, len(points) - 1, min(len(points), 16), dtype=torch.float64).long()
+        apart = float(search(gathered(points, rows), 1).distances.max())
+        require(apart == 0, "search", "the points of the bank", f"others, at a distance of {apart}")
+        self._searched = points, search
 
     def get_extra_state(self) -> Tensor:
         """Return the bank's fingerprint, so that a state dict names the bank it belongs to."""

@@ -24,6 +24,7 @@ from otad.io.codec import digest_of, parse_json, read_json
 from otad.io.files import replacing
 from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, write_tensors
 from otad.model.bank import FeatureBank
+from otad.model.bank_shards import remove_shards
 from otad.model.model_card import README, EvaluationLike, add_evaluation, write_readme
 
 CARD = "card.json"
@@ -31,6 +32,7 @@ LOCK = ".lock"
 FORMAT = "otad-model"
 VERSIONS = (1, 2, 3, 4)  # plain, with a metric, global, with a surrogate
 _OWN_FILE = r"(?:backbone|bank|metric|keys|levels|surrogate)-[0-9a-f]{16}\.safetensors"
+_SHARDS = re.compile(r"bank-[0-9a-f]{16}")  # a folder of shards
 _OWN_NAME = re.compile(rf"{_OWN_FILE}|\.{_OWN_FILE}\.[0-9a-f]{{16}}\.partial")
 
 
@@ -49,17 +51,24 @@ class Block:
 
 
 def write_model(
-    folder: str | Path, about: Mapping[str, Any], bank: FeatureBank, blocks: Mapping[str, Block]
+    folder: str | Path,
+    about: Mapping[str, Any],
+    bank: FeatureBank,
+    blocks: Mapping[str, Block],
+    *,
+    shards: int | None = None,
 ) -> Path:
     """Write a model folder, or replace the model in it, and return the path of card.json.
 
-    card.json holds `about` and names the files. The keys of `blocks` say where their entries are in
-    it, with dots between levels."""
+    card.json holds `about` and names the files. With `shards` the bank is a folder of so many.
+    The keys of `blocks` say where their entries are in card.json, with dots between levels."""
     folder = Path(folder)
     refuse_foreign_card(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / LOCK):
         bank_file = _bank_file(bank)
+        if shards is not None:
+            bank_file = bank_file.removesuffix(".safetensors")
         card = {
             "format": FORMAT,
             "written_with": {"torch": torch.__version__, "python": platform.python_version()},
@@ -87,14 +96,17 @@ def write_model(
                 entries = entries[parent]
             entries[last] = {**block.entry, "file": name, "fingerprint": fingerprint(block.tensors)}
         _sealed_text(card)  # refuses notes that are not plain before anything is written
-        card["bank"]["checksum"] = bank.save(folder / bank_file)
+        card["bank"]["checksum"] = bank.save(folder / bank_file, shards=shards)
         for name, (held, header) in files.items():
             write_tensors(folder / name, held, header)
         _write_card(folder, card)
         for old in folder.iterdir():  # files of earlier saves, also of interrupted ones
-            named_by_us = _OWN_NAME.fullmatch(old.name) and old.name not in {bank_file, *files}
-            if named_by_us and old.is_file():
+            if old.name in {bank_file, *files}:
+                continue
+            if _OWN_NAME.fullmatch(old.name) and old.is_file():
                 old.unlink()
+            elif _SHARDS.fullmatch(old.name) and old.is_dir() and not old.is_symlink():
+                remove_shards(old)
         return folder / CARD
 
 
@@ -192,11 +204,14 @@ def read_block(
 
 
 def _existing(folder: Path, entry: Mapping[str, Any]) -> Path:
-    """Return the file of an entry, which must be a regular file in the folder itself."""
+    """Return the file of an entry, which must be a regular file in the folder itself, or the folder
+    of its shards."""
     name = str(entry["file"])
-    require(_OWN_NAME.fullmatch(name), f"{folder / CARD}", "the name of a model's file", repr(name))
-    path = folder / name
-    inside = path.is_file() and path.resolve().parent == folder.resolve()
+    path, of_shards = folder / name, _SHARDS.fullmatch(name)
+    ours = of_shards or _OWN_NAME.fullmatch(name)
+    require(ours, f"{folder / CARD}", "the name of a model's file", repr(name))
+    exists = path.is_dir() if of_shards else path.is_file()
+    inside = exists and path.resolve().parent == folder.resolve()
     found = "none, or none that is a regular file inside the folder"
     require(inside, str(path), f"the file that {CARD} names", found)
     return path

@@ -26,6 +26,7 @@ from otad.model.trace import Trace
 from otad.nets import Backbone, Metric
 from otad.nets.features import parts_of_user
 
+SETTINGS = ("n_neighbors", "smoothness", "strong_convexity", "search")  # of a card and a record
 METRIC_VERSION = 2  # the least version of a model card with a metric
 
 
@@ -126,8 +127,7 @@ class OTAD(BankModule):
 
     def train(self, mode: bool = True) -> OTAD:
         """Stay in evaluation mode, in which the bank was made."""
-        super().train(False)
-        return self
+        return super().train(False)
 
     @property
     def abstain_beyond(self) -> float | None:
@@ -230,8 +230,7 @@ class OTAD(BankModule):
             keys = embedded if self.metric is None else keys_of(x, self.metric)
             return self._outputs(*answer_compiled(self, self.answerer, embedded, keys))
         found, keys = self._answer(x)
-        limited = self.abstain_beyond is not None
-        distance = self._distance(found, keys) if limited else None
+        distance = None if self.abstain_beyond is None else self._distance(found, keys)
         return self._outputs(found.solution.image, distance)
 
     def _answer(self, x: Tensor, exclude: Tensor | None = None) -> tuple[Answer, Tensor]:
@@ -295,7 +294,12 @@ class OTAD(BankModule):
 
     @checked
     def save(
-        self, folder: str | Path, *, evaluation: EvaluationLike | None = None, **notes: Any
+        self,
+        folder: str | Path,
+        *,
+        evaluation: EvaluationLike | None = None,
+        shards: int | None = None,
+        **notes: Any,
     ) -> Path:
         """Write the model to a folder that `otad.load` reads.
 
@@ -308,6 +312,8 @@ class OTAD(BankModule):
             The folder, which is made if it does not exist.
         evaluation : Evaluation or None
             What `otad.evaluate` returned for this model. The model card shows its figures.
+        shards : int or None
+            How many files hold the bank, for banks of many gigabytes. If None, one file.
         **notes
             Notes in plain JSON, such as `data` or `classes`, which are added to `model.notes`.
 
@@ -328,8 +334,7 @@ class OTAD(BankModule):
         card.json ['a', 'b', 'c']
         """
         answerer, metric, keys = self.answerer, self.metric, self.bank_keys
-        own = ("n_neighbors", "smoothness", "strong_convexity", "search")
-        settings = {name: getattr(self, name) for name in own} | answerer.settings()
+        settings = {name: getattr(self, name) for name in SETTINGS} | answerer.settings()
         if self.abstain_beyond is not None:
             settings["abstain_beyond"] = self.abstain_beyond
         about: dict[str, Any] = {"version": answerer.card_version, "settings": settings}
@@ -349,24 +354,21 @@ class OTAD(BankModule):
             blocks["metric.keys"] = Block("keys", {"keys": keys})
         if answerer.card_entry is not None and (block := answerer.block()) is not None:
             blocks[answerer.card_entry] = block
-        return write_model(folder, about, self.bank, blocks)
+        return write_model(folder, about, self.bank, blocks, shards=shards)
 
     def interface(self) -> dict[str, Any]:
         """Return the task, the shape and bounds of inputs, and the number of outputs."""
         names = ("task", "input_shape", "n_outputs", "bounds")
-        plain: dict[str, Any] = to_plain({name: getattr(self.backbone, name) for name in names})
-        return plain
+        return dict(to_plain({name: getattr(self.backbone, name) for name in names}))
 
     def describe(self) -> dict[str, Any]:
         """Return the settings and the bank in plain JSON, as records of evaluations do."""
-        own = ("n_neighbors", "smoothness", "strong_convexity", "search")
-        settings = {name: getattr(self, name) for name in own} | {
+        settings = {name: getattr(self, name) for name in SETTINGS} | {
             "bank": {"points": len(self.bank_inputs), "fingerprint": self.bank_fingerprint},
             **self.answerer.describe(),
             **({} if self.abstain_beyond is None else {"abstain_beyond": self.abstain_beyond}),
         }
-        plain: dict[str, Any] = to_plain(settings)
-        return plain
+        return dict(to_plain(settings))
 
     def __repr__(self) -> str:
         """Return a few lines without the layers, which are in `repr(model.backbone)`."""
