@@ -27,6 +27,11 @@ from otad.short_repr import counts_text, median_text
 
 LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix` times z
 NONE = "none"
+UNPROVED = "unproved neighbors"  # in place of a rule
+APPROXIMATE = (
+    "the search stops early: radii hold for inputs whose neighbors are proved, as Neighbors.proved "
+    "says"
+)
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules register themselves
     importlib.import_module(f"{__package__}.{_module.name}")
 
@@ -46,7 +51,8 @@ class Certificate:
     prediction : Tensor (n,)
         The predicted class of each example, int64.
     rules : tuple of str
-        The certificate rule that gave the radius of each row, or "none".
+        The certificate rule that gave the radius of each row, or "none". It is "unproved
+        neighbors", with radius 0, where the search of neighbors stopped before they were proved.
     assumptions : tuple of str
         What the proof assumes, in whole sentences.
     kind : str
@@ -216,7 +222,7 @@ def certify(
         return _certify_network(given, unit, batch_size, progress)
     model, x, unit = _converted(given, unit)
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
-    names = (NONE, *(rule.name for rule in rules))
+    names = (NONE, *(rule.name for rule in rules), UNPROVED)
     radii, predictions, chosen = [], [], []
     with progress_bar("certifying", progress) as report:
         for batch in _batches(rules, x, batch_size, report):
@@ -227,9 +233,11 @@ def certify(
                 number = torch.where(found > radius, place, number)
                 radius = torch.maximum(radius, found)
             radius = batch.to_input(torch.minimum(radius, batch.answered.clamp_min(0.0)))
+            radius = radius.masked_fill(~batch.proved, 0.0)
             radii.append(radius)
             predictions.append(batch.prediction.masked_fill(batch.silent, -1))
-            chosen.append(torch.where(radius > 0, number, 0))
+            number = torch.where(radius > 0, number, 0)
+            chosen.append(torch.where(batch.proved, number, len(names) - 1))
     used = tuple(names[number] for number in torch.cat(chosen).tolist())
     return Certificate(torch.cat(radii), torch.cat(predictions), used, _assumptions(rules, {*used}))
 
@@ -297,7 +305,7 @@ def certify_values(
                 if bool(largest.isfinite().any()):
                     used.add(rule.name)
                 low, high = torch.maximum(low, least), torch.minimum(high, largest)
-            silent = reached > batch.answered
+            silent = (reached > batch.answered) | ~batch.proved
             lows.append(low.masked_fill(silent, -torch.inf))
             highs.append(high.masked_fill(silent, torch.inf))
     return Interval(torch.cat(lows), torch.cat(highs), float(eps), _assumptions(rules, used))
@@ -368,4 +376,7 @@ def _batches(
 def _assumptions(rules: list[Rule], used: set[str]) -> tuple[str, ...]:
     always = [words for rule in rules for words in rule.assumptions()]
     further = [words for rule in rules if rule.name in used for words in rule.if_used]
+    model = rules[0].model
+    if model.answerer.rests_on_neighbors and not model.searches_exactly:
+        further.append(APPROXIMATE)
     return (*always, *rules[0].reach.assumptions, *further)

@@ -56,6 +56,7 @@ class Batch:
         bad = ~outputs.isfinite().reshape(len(outputs), -1).all(1)
         require(not bool(bad.any()), "model", "finite outputs", outputs[bad][:1].tolist())
         self.solved = self.trace.solution.status == int(Status.SOLVED)
+        self.proved = trace.neighbors.proved  # (B,): else other points may be the neighbors
 
     @property
     def prediction(self) -> Tensor:
