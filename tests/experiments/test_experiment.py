@@ -15,6 +15,7 @@ from otad.experiments import names
 from otad.experiments.experiment import read_experiment
 from otad.experiments.learn import config_of
 from otad.training import RECIPES, MetricConfig, TrainConfig
+from otad.training.config import LoopConfig
 
 SMALL = """
 title = "small"
@@ -73,6 +74,8 @@ def test_shipped_experiments_are_sound(name: str, quick: bool) -> None:
         config_of(MetricConfig, metric.train)
     for surrogate in experiment.surrogates.values():
         config_of(CipNetConfig, surrogate.train)
+    for purifier in experiment.purifiers.values():
+        config_of(LoopConfig, purifier.train)
 
 
 def test_experiments_on_cifar10_share_what_they_learn() -> None:
@@ -83,8 +86,8 @@ def test_experiments_on_cifar10_share_what_they_learn() -> None:
             for key, spec in getattr(experiment, table).items():
                 assert specs.setdefault(key, spec) == spec
     taught = [one.rows["OTAD-T"] for one in found if one.surrogates]
-    first, second = (replace(row, label="", attacks={}) for row in taught)
-    assert first == second, "one CIP-net learns from the same answers"
+    first, *others = (replace(row, label="", attacks={}) for row in taught)
+    assert all(other == first for other in others), "one CIP-net learns from the same answers"
 
 
 def test_an_included_file_gives_what_rows_use(tmp_path: Path) -> None:
@@ -155,6 +158,7 @@ rows.otad.smoothness = 3.0
     assert fast.source["train"] == {"epochs": 1}
 
 
+PURIFIER = "[purifiers.soap]\nnet = 'one'\n"
 CHOOSE = "choose = { setting = 'energy_weight', values = [0], row = 'otad' }"
 EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
 
@@ -199,6 +203,11 @@ EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
         ('title = "small"', "", "expected a value for 'title'"),
         ("[nets.one]", "[nets.one", "expected a TOML file"),
         ("blocks = 2", "untrained = true", "untrained: .*fc"),
+        ('method = "net"', 'method = "net"\npurifier = "soap"', "plain.purifier: .*'soap'"),
+        ('method = "otad"', 'method = "otad"\npurifier = "soap"', "purifier: expected it where"),
+        ("[otad]", PURIFIER + "kind = 'ape_gan'\n[otad]", "attack: .*'ape_gan' alone"),
+        ("[otad]", PURIFIER + "kind = 'median_filter'\ntrain.epochs = 1\n[otad]", "train: "),
+        ("[otad]", PURIFIER.replace("'one", "'two") + "kind = 'diffusion'\n[otad]", "soap.net: "),
         ("blocks = 2", CHOOSE.replace("[0]", "[]"), "values: .*one"),
         ("blocks = 2", CHOOSE.replace("otad", "no"), "nets.one.choose.row: .*'no'"),
         ("blocks = 2", CHOOSE.replace(" }", ", certified = 1 }"), "choose.certified: .*'1'"),

@@ -43,6 +43,7 @@ VARIANTS = (
     "cifar10_robust_longer",
     "cifar10_robust_moved",
     "global_suite_all",
+    "mnist_purification",
     "synthetic_100",
     "whole_bank_small",
 )
@@ -85,7 +86,7 @@ def test_shipped_experiment_in_small(
     options: Any = {"progress": lambda part, done, total: lines.update({part: (done, total)})}
     record = reproduce(name, out=tmp_path, work=work, quick=True, **options)
     assert RunRecord.read(tmp_path / f"{name}-quick.json") == record
-    for table in ("rows", "nets", "metrics", "surrogates"):
+    for table in ("rows", "nets", "metrics", "surrogates", "purifiers"):
         assert list(getattr(record, table)) == list(getattr(experiment, table))
     assert all(done == total for done, total in lines.values()), "every line reached its end"
     assert set(record.rows) <= set(record.seconds), "every part has its seconds"

@@ -16,6 +16,7 @@ from otad.io.tensor_files import fingerprint, fingerprint_of
 from otad.nets import Backbone
 from otad.threat import LpBall
 from otad.training import Adversary
+from otad.training.acceleration import precision
 from otad.training.config import LoopConfig
 from otad.training.loop import Batches, Saving, Training
 
@@ -79,7 +80,8 @@ class PurifierTraining(Training[Purifier, PurifierEpoch]):
         return adversary.attack(ball, net, x, loss, adversary.start(ball, x, generator)).detach()
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
-        loss = self.weights.net.loss(*batch)
+        with precision(self.device, mixed=self.config.mixed_precision):
+            loss = self.weights.net.loss(*batch)
         self.backward(loss)
         self.update(first=first)
         return loss.detach()[None]

@@ -18,7 +18,7 @@ _hints = cache(get_type_hints)  # which compiles every annotation
 _FOLDER = Path(__file__).parent / "configs"
 _TABLE = dict[str, Any]
 _SHAPES = dict.fromkeys(("train", "otad", "quick"), _TABLE) | dict.fromkeys(
-    ("data", "nets", "metrics", "surrogates", "attacks", "rows"), dict[str, _TABLE]
+    ("data", "nets", "metrics", "surrogates", "purifiers", "attacks", "rows"), dict[str, _TABLE]
 )
 
 
@@ -39,6 +39,7 @@ class Experiment:
     curve: spec.CurveSpec | None = None
     metrics: dict[str, spec.MetricSpec] = field(default_factory=dict)
     surrogates: dict[str, spec.SurrogateSpec] = field(default_factory=dict)
+    purifiers: dict[str, spec.PurifierSpec] = field(default_factory=dict)
     speed: spec.SpeedSpec | None = None
 
     @property
@@ -82,6 +83,9 @@ class Experiment:
                 require(is_exact, f"rows.{key}.surrogate", "one of an exact local row", taught)
                 asked, known = (f"net {one.net}, K = {one.n_neighbors}" for one in (row, taught))
                 require(asked == known, f"rows.{key}.surrogate", f"one for {asked}", known)
+            if row.purifier is not None:
+                cleaned = (self.purifiers[row.purifier].net,)
+                check_choice(row.net, f"rows.{key}.net: that of its purifier", cleaned)
         for key in self.speed.rows if self.speed else ():
             check_choice(self.rows[key].method, f"speed: method of {key}", ("net", "otad"))
         for key in (*self.suites, *(self.evaluate.certify if self.evaluate else ())):
@@ -192,8 +196,8 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _drop_unused(content: dict[str, Any]) -> None:
-    """Remove the nets, metrics, surrogates and data sets that no row needs."""
-    for table in ("surrogates", "nets", "metrics", "data"):
+    """Remove the nets, metrics, surrogates, purifiers and data sets that no row needs."""
+    for table in ("surrogates", "purifiers", "nets", "metrics", "data"):
         users = ("nets", "metrics") if table == "data" else ("rows",)
         entries = [entry for user in users for entry in content.get(user, {}).values()]
         used = [entry.get(table.removesuffix("s")) for entry in entries]

@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from otad import nets
+from otad import baselines, nets
 from otad.checks import refusing
 from otad.cip.surrogate import CipNet
 from otad.data import Dataset, Standardizer, split
 from otad.experiments.records import DataRecord, LearnedRecord
-from otad.experiments.spec import BLOCKLESS, MetricSpec, NetSpec, Options
+from otad.experiments.spec import BLOCKLESS, MetricSpec, NetSpec, Options, PurifierSpec
 from otad.io.codec import digest_of
 from otad.model.prototypes import prototype_net
 from otad.nets.pretrained import efficientnet_lite0
@@ -22,7 +22,7 @@ from otad.training import make_backbone
 from otad.training.adversary import Adversary
 from otad.training.config import LoopConfig
 
-N = TypeVar("N", nets.Backbone, nets.Metric, CipNet)
+N = TypeVar("N", nets.Backbone, nets.Metric, CipNet, baselines.Purifier)
 C = TypeVar("C", bound=LoopConfig)
 _METRICS: dict[str, Callable[..., nets.Metric]] = {
     "resnet": nets.ResNetMetric,
@@ -30,6 +30,12 @@ _METRICS: dict[str, Callable[..., nets.Metric]] = {
     "vit": nets.ViTMetric,
     "attention": nets.AttentionMetric,
     "lipschitz": nets.LipschitzMetric,
+}
+_PURIFIERS: dict[str, Callable[..., baselines.Purifier]] = {
+    "median_filter": baselines.MedianFilter,
+    "sparse_coding": baselines.SparseCoding,
+    "ape_gan": baselines.ApeGan,
+    "diffusion": baselines.Diffusion,
 }
 
 
@@ -98,6 +104,13 @@ def fresh_metric(spec: MetricSpec, data: Dataset, seed: int) -> nets.Metric:
         fitted = _units(data.train_x, spec.normalize)
         units = {} if fitted is None else {"mean": fitted.mean, "std": fitted.std}
         return _METRICS[spec.kind](shape, seed=seed, **units, **options)
+
+
+def fresh_purifier(spec: PurifierSpec, net: nets.Backbone, seed: int) -> baselines.Purifier:
+    options = Options(bounds=net.bounds) | spec.options
+    options |= {} if spec.kind == "median_filter" else {"seed": seed}
+    with refusing(f"options: expected those of {spec.kind!r}"):
+        return _PURIFIERS[spec.kind](net.input_shape, **options)
 
 
 def config_of(kind: type[C], settings: Options, **place: Any) -> C:

@@ -55,10 +55,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LearnedRecord:
-    """A net, a metric or a CIP-net. `train`: all training settings, None if not trained here.
-    `results`: "train_score" (of a metric, the share of training inputs, as its adversary perturbs
-    them, whose nearest key is of their class), "key_dim" and a proved "lipschitz" constant or None
-    of a metric, "error" and "held_out_error" of a CIP-net."""
+    """A net, a metric, a CIP-net or a purifier. `train`: all training settings, None if not
+    trained here. `results`: "train_score" (of a metric, the share of training inputs, as its
+    adversary perturbs them, whose nearest key is of their class), "key_dim" and a proved
+    "lipschitz" constant or None of a metric, "error" and "held_out_error" of a CIP-net, the last
+    "loss" of a purifier."""
 
     train: dict[str, Any] | None
     results: dict[str, Any]
@@ -157,7 +158,7 @@ class RunRecord:
         A digest of the source of the library.
     environment : Environment
         The versions and the machine.
-    data, nets, metrics, surrogates : dict
+    data, nets, metrics, surrogates, purifiers : dict
         What was loaded and trained, by key.
     rows : dict of str to RowRecord
         The rows of the table, by key.
@@ -198,6 +199,7 @@ class RunRecord:
     suites: tuple[SuiteRecord, ...] = ()
     metrics: dict[str, LearnedRecord] = field(default_factory=dict)
     surrogates: dict[str, LearnedRecord] = field(default_factory=dict)
+    purifiers: dict[str, LearnedRecord] = field(default_factory=dict)
     speeds: tuple[CostRecord, ...] = ()
     jobs: int = 1
     format: str = FORMAT

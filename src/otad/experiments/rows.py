@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
+from otad.attacks.target import answers, seeded
 from otad.certify import certify, certify_values
 from otad.data import Dataset
 from otad.errors import InputError
@@ -46,8 +47,9 @@ class Subject(NamedTuple):
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
-        """The model's outputs for all of x, on the CPU."""
-        return torch.cat([self.model(batch).cpu() for batch in self.batches(x)])
+        """The model's outputs for all of x, on the CPU; the mean over draws of a random one."""
+        with seeded(self.model, torch.Generator().manual_seed(self.seed)):
+            return torch.cat([answers(self.model, batch).cpu() for batch in self.batches(x)])
 
 
 def points_of(size: int, points: int, seed: int) -> Tensor:

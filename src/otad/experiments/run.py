@@ -175,6 +175,7 @@ def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
         suites=tuple(run_suite(study, out, key) for key in spec.suites),
         metrics={key: study.metric(key).record for key in spec.metrics},
         surrogates={key: study.surrogate(key).record for key in spec.surrogates},
+        purifiers={key: study.purifier(key).record for key in spec.purifiers},
         speeds=measure_speeds(study),
         jobs=jobs,
     )
@@ -248,6 +249,9 @@ def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
             row = one.rows[surrogate.row]
             searched = one.metrics.get(row.metric or "")
             add(1, [surrogate, row, one.nets[row.net], searched], one, "surrogate", key)
+        for key, purifier in one.purifiers.items():
+            cleaned = one.nets[purifier.net]
+            add(1, [purifier, cleaned, one.data[cleaned.data]], one, "purifier", key)
         for key in one.suites:
             add(2, [one.name, key], one, "suite", key)
         for key, row in one.rows.items():

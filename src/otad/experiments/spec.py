@@ -24,6 +24,7 @@ DataName = Annotated[str, "data"]
 NetName = Annotated[str, "nets"]
 MetricName = Annotated[str, "metrics"]
 SurrogateName = Annotated[str, "surrogates"]
+PurifierName = Annotated[str, "purifiers"]
 RowName = Annotated[str, "rows"]
 
 
@@ -115,6 +116,32 @@ class SurrogateSpec:
 
 
 @dataclass(frozen=True)
+class PurifierSpec:
+    """What cleans the inputs of `net`. Only "ape_gan" learns from attacks on it, those of a table
+    `attack`, and only "median_filter" is not trained."""
+
+    net: NetName
+    kind: Literal["median_filter", "sparse_coding", "ape_gan", "diffusion"]
+    options: Options = field(default_factory=dict)  # of the constructor
+    train: Options = field(default_factory=dict)
+    attack: PurifierAttack | None = None
+
+    def __post_init__(self) -> None:
+        learns = self.kind == "ape_gan"
+        require(learns == (self.attack is not None), "attack", "one for 'ape_gan' alone", self.kind)
+        require(self.kind != "median_filter" or not self.train, "train", "no training", self.train)
+
+
+@dataclass(frozen=True)
+class PurifierAttack:
+    """The attacks that a purifier learns to undo."""
+
+    eps: float
+    norm: Literal["l2", "linf"] = "linf"
+    steps: Count = 1
+
+
+@dataclass(frozen=True)
 class AttackSpec:
     """An attack, or "random_step": one random step of length eps. All rows get the same points."""
 
@@ -177,6 +204,7 @@ class RowSpec:
     attacks: dict[str, AttackSpec] = field(default_factory=dict)
     metric: MetricName | None = None
     surrogate: SurrogateName | None = None  # answers instead of the exact solver
+    purifier: PurifierName | None = None  # cleans the inputs of the net
     per_class: Count | None = None  # points of each class in the bank; random ones
     central: bool = False  # or those whose keys are nearest to the mean key of their class
 
@@ -186,8 +214,9 @@ class RowSpec:
             "per_class": self.uses_neighbors,
             "central": self.metric is not None and self.per_class is not None,
             "surrogate": self.uses_neighbors and self.method == "otad",
-            "certify": self.method in ("otad", "net"),
-            "lipschitz": self.method in ("otad", "net"),
+            "purifier": self.method == "net",
+            "certify": self.method in ("otad", "net") and self.purifier is None,
+            "lipschitz": self.method in ("otad", "net") and self.purifier is None,
         }
         for name, is_used in has_effect.items():
             require(is_used or not getattr(self, name), name, "it where it has an effect", self)

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks import ATTACKS
-from otad.baselines import MajorityKnn, MeanFeatureKnn
+from otad.baselines import MajorityKnn, MeanFeatureKnn, Purified, Purifier, train_purifier
+from otad.baselines.purifier_training import DEFAULTS, PurifierEpoch
 from otad.checks import refusing
 from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.cip.whole_bank.potential import BankPotential
@@ -24,7 +26,15 @@ from otad.experiments import records
 from otad.experiments import rows as measuring
 from otad.experiments.cache import Report, WorkFolder
 from otad.experiments.experiment import Experiment
-from otad.experiments.learn import Learned, N, Source, config_of, fresh_metric, fresh_net
+from otad.experiments.learn import (
+    Learned,
+    N,
+    Source,
+    config_of,
+    fresh_metric,
+    fresh_net,
+    fresh_purifier,
+)
 from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
 from otad.io.codec import digest_of
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
@@ -37,6 +47,7 @@ from otad.model.otad import OTAD
 from otad.model.prototypes import PrototypeNet
 from otad.nets import Backbone, Metric, only_normalizes
 from otad.progress import PartReport
+from otad.threat import NORMS
 from otad.training import MetricConfig, TrainConfig, train, train_metric
 from otad.training.config import LoopConfig
 
@@ -46,7 +57,8 @@ Part = TypeVar(
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 # The settings of a row that decide its answers, beside its net, metric and CIP-net:
 MODEL = "method n_neighbors scope smoothness strong_convexity mode climb per_class central"
-MEASURED = {"surrogates": ("error", "held_out_error")}  # of others: "train_score"
+# What the last epoch of a training is recorded by; of others "train_score":
+MEASURED = {"surrogates": ("error", "held_out_error"), "purifiers": ("loss",)}
 T = TypeVar("T")
 Learn = Callable[..., Any]
 
@@ -164,6 +176,30 @@ class Study:
         identity = [self.identity(spec.row), spec.alpha, spec.held_out]
         return self._train("surrogates", f"surrogate {key}", net, config, identity, learn)
 
+    @once
+    def purifier(self, key: str) -> Learned[Purifier]:
+        spec, label = self.experiment.purifiers[key], f"purifier {key}"
+        net, source = self.net(spec.net), self.source(self.experiment.nets[spec.net].data)
+        purifier = fresh_purifier(spec, net.net, self.seed)
+        if spec.kind == "median_filter":
+            self.report(f"train {label}", 1, 1)
+            return self._learned(label, purifier, None, {})
+        place = {"seed": self.seed, "device": self.device}
+        config = config_of(LoopConfig, DEFAULTS | spec.train, **place)
+        identity: list[Any] = [source.fingerprint]
+        about = Options(settings=asdict(config))
+        if spec.attack is not None:
+            identity += [net.identity, asdict(spec.attack)]
+            threat = NORMS[spec.attack.norm](spec.attack.eps)
+            about |= {"net": net.net, "threat": threat, "steps": spec.attack.steps}
+
+        def learn(**saving: Any) -> Any:
+            losses = train_purifier(purifier, source.data.train_x, **about, **saving)
+            epochs = [PurifierEpoch(number, loss) for number, loss in enumerate(losses, 1)]
+            return SimpleNamespace(history=epochs)
+
+        return self._train("purifiers", label, purifier, config, identity, learn)
+
     def _train(
         self, kind: str, label: str, net: N, config: LoopConfig, identity: Any, learn: Learn
     ) -> Learned[N]:
@@ -248,6 +284,8 @@ class Study:
         row = self.experiment.rows[key]
         if row.method in KNN:
             return KNN[row.method](self.base(row), row.n_neighbors).eval()
+        if row.purifier is not None:
+            return Purified(self.net(row.net).net, self.purifier(row.purifier).net)
         return self.net(row.net).net if row.method == "net" else self.defended(key)
 
     def defended(self, key: str) -> OTAD:
@@ -293,7 +331,8 @@ class Study:
     def identity(self, key: str) -> dict[str, Any]:
         """Return everything that decides the answers of a row's model on its device."""
         row = self.experiment.rows[key]
-        return {
+        cleaned = {"purifier": self.purifier(row.purifier).identity} if row.purifier else {}
+        return cleaned | {
             "net": self.net(row.net).identity,
             "data": self.source(self.experiment.data_of(key)).fingerprint,
             "bank": self.experiment.nets[row.net].bank,
