@@ -26,7 +26,7 @@ TABLE = {
     7: ("evaluate",),
     8: ("estimator_base", "estimator_folder", "estimators", "report"),
     9: ("experiments",),
-    10: ("serve",),
+    10: ("explorer", "serve"),
     11: ("cli",),
 }
 LAYERS = {f"otad.{name}": layer for layer, names in TABLE.items() for name in names}

@@ -216,6 +216,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(undefended, "APGD", {"steps": 20})
     monkeypatch.setattr(demo, "ATTACKED", 6)
     monkeypatch.setattr(demo, "RADII", (0.5, 2.0))
+    monkeypatch.setattr(demo, "EXPLORED", 2)
     attacks = [Choice("straight", {"points": 5}), Choice("noise", {"draws": 5})]
     monkeypatch.setitem(PRESETS, "quick", attacks)
     monkeypatch.setattr(map_pictures, "LINES", 5)
@@ -228,7 +229,8 @@ def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.Monkey
         demo, "show", lambda *args, **shown: facts.update(shown["facts"]) or show(*args, **shown)
     )
     record = terminal.json("demo", "--out", "there", "--seed", 1)
-    for name, path in (("report", "report.html"), ("robustness", "robustness.md")):
+    pages = {"report": "report.html", "explorer": "explorer.html", "robustness": "robustness.md"}
+    for name, path in pages.items():
         assert f"there/{path}" in facts[name]
     assert "2 attacks on 6 digits" in facts["under attack"]
     page = Path(record["report"]).read_text(encoding="utf-8")
@@ -240,6 +242,9 @@ def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.Monkey
     assert Path("there/net/training.json").is_file()
     assert Path("there/map.png").read_bytes().startswith(b"\x89PNG")
 
+    explored = Path(record["explorer"]).read_text(encoding="utf-8")
+    assert f"otad serve {record['model']}" in explored
+    assert explored.count('"certificate"') == 2
     assert not list(Path("there/evaluation").rglob("parts"))
 
     # The robustness is in the record, on the page and in Markdown alike.

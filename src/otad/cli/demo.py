@@ -26,7 +26,10 @@ from otad.evaluate.identity import DEFENDED, NET
 from otad.evaluate.records import FAIL
 from otad.evaluate.suite import suite
 from otad.explain import explain
+from otad.explorer.explorer import Explorer, example_rows
+from otad.explorer.write_page import explorer_page
 from otad.io.environment import Environment
+from otad.io.files import replacing
 from otad.model.loading import load
 from otad.model.otad import OTAD
 from otad.model.prototypes import prototype_net
@@ -43,6 +46,7 @@ BLOCKS, NEIGHBORS = 5, 10
 LOCAL: dict[str, Any] = {"n_neighbors": NEIGHBORS, "smoothness": 2.0}
 ATTACKED, EPS, RADII = 100, 0.5, (0.25, 0.5, 1.0, 1.5)
 SUITE = "quick"
+EXPLORED = 10  # digits, one of each class
 # Expensive, and on a smooth global map they find nothing that the other attacks do not find.
 SKIPPED = ("straight", "soft_knn", "square", "random_search")
 
@@ -56,14 +60,15 @@ def demo(
     """Train, defend, attack and certify on handwritten digits, and write a report.
 
     It needs no data files: the 1,797 digits come with scikit-learn. It writes a model
-    folder that the other commands accept, predictions.csv, report.html, robustness.md
-    and evaluation/evaluation.json. The folder global-model has the same network with a
-    global map through all training points.
+    folder that the other commands accept, predictions.csv, report.html, explorer.html
+    (digits to attack step by step), robustness.md and evaluation/evaluation.json. The
+    folder global-model has the same network with a global map through all points.
 
     Example: otad demo --out my-demo
     """
     started = time.perf_counter()
-    results = ("model/card.json", "predictions.csv", "robustness.md", "map.png", "report.html")
+    pages = ("robustness.md", "report.html", "explorer.html")
+    results = ("model/card.json", "predictions.csv", "map.png", *pages)
     check_out(out, force, results=results, started="net")
     choice = DataChoice("digits", seed)
     dataset = choice.load()
@@ -146,6 +151,14 @@ def demo(
         verdict=robust.verdict,
     ).write(out / "report.html")
 
+    remark(f"exploring {EXPLORED} digits")
+    explorer = out / "explorer.html"
+    chosen = example_rows(dataset.test_y, EXPLORED)
+    examples = {"examples": dataset.test_x[chosen], "truths": dataset.test_y[chosen]}
+    with replacing(explorer) as partial:
+        page = explorer_page(Explorer(model, "digits", **examples), f"otad serve {out / 'model'}")
+        partial.write_text(page, encoding="utf-8")
+
     robustness, globally, by_points = map(_robustness, (local, through_all, without_net))
     alone = evaluation.undefended
     assert alone is not None
@@ -153,6 +166,7 @@ def demo(
     of_global["attacks"] = list(through_all.evaluation.per_attack)
     record: dict[str, Any] = {
         "report": str(report),
+        "explorer": str(explorer),
         "model": str(out / "model"),
         "predictions": predictions["predictions"],
         **assessment.to_dict(),
@@ -186,6 +200,7 @@ def demo(
         },
         "L raised": f"{raised} ({other.share_raised:.1%} without the energy term)",
         "report": f"{report}  (open it in a browser)",
+        "explorer": f"{explorer}  (watch an attack, step by step)",
         **{name: record[name] for name in ("robustness", "model", "predictions")},
         "next": f"otad explain {out / 'model'} test --row 0",
         "time": f"{record['demo_seconds']:.0f} s",

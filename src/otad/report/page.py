@@ -12,7 +12,7 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from otad.evaluate.records import Flag
@@ -153,13 +153,13 @@ class Report:
         return [(chapter, list(sections)) for chapter, sections in groups]
 
     def html(self) -> str:
-        environment = _environment()
+        environment = page_templates()
         style = Markup(environment.get_template("style.css").render())
         return environment.get_template("page.html").render(report=self, style=style)
 
     def markdown(self, folder: Path | None = None) -> str:
         """Markdown; pictures become files in `folder`, or their text alternatives without one."""
-        environment = _environment(finalize=_escaped, lstrip_blocks=True)
+        environment = page_templates(finalize=_escaped, lstrip_blocks=True)
         environment.globals["image"] = partial(_write_image, folder, count(1))
         text = environment.get_template("page.md").render(report=self)
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
@@ -173,8 +173,10 @@ class Report:
         return path
 
 
-def _environment(**options: Any) -> Environment:
-    loader = PackageLoader("otad.report", "page")
+def page_templates(*packages: str, **options: Any) -> Environment:
+    """The templates in the folder `page` of some packages and of this one, which has the look that
+    all pages share."""
+    loader = ChoiceLoader([PackageLoader(name, "page") for name in (*packages, "otad.report")])
     options |= {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
     return Environment(loader=loader, **options)
 

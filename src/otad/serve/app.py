@@ -21,6 +21,7 @@ from otad.model.conversion import Estimator
 from otad.model.otad import OTAD
 from otad.serve import openapi, protocol
 from otad.serve.compute import ComputeQueue
+from otad.serve.explore import add_explorer
 from otad.serve.gate import Gate, refusal
 from otad.serve.metrics import Metrics
 from otad.serve.served import ServedModel
@@ -43,8 +44,9 @@ def create_app(
     """Return an ASGI application that answers requests with a model.
 
     It speaks the Open Inference Protocol, version 2, with JSON and binary tensors, below
-    `/v2/models/NAME`. `/explain` explains answers, `/metrics` is for Prometheus, and `/docs` lists
-    all paths. `otad serve` runs it; any ASGI server can.
+    `/v2/models/NAME`. `/explain` explains answers, `/` is the explorer, a page to try the model in
+    a browser, `/metrics` is for Prometheus, and `/docs` lists all paths. `otad serve` runs it; any
+    ASGI server can.
 
     Parameters
     ----------
@@ -111,6 +113,7 @@ def create_app(
     _add_errors(app, timeout)
     _add_health(app, served)
     _add_inference(app, served, queue, metrics)
+    add_explorer(app, served, queue)
     return app
 
 

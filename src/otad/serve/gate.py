@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse
 from otad.serve.compute import ComputeQueue
 from otad.serve.metrics import Metrics
 
-OPEN = ("/v2/health/live", "/v2/health/ready")  # probes have no token
+# Probes have no token. The page at / holds no data and asks for the token itself.
+OPEN = ("/", "/v2/health/live", "/v2/health/ready")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
