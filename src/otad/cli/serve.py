@@ -1,56 +1,59 @@
-"""`otad serve`: answers requests over HTTP with a model."""
+"""`otad serve`: answers requests over HTTP with a model.
+
+This process only watches over its workers, so it does not import torch, nor the options of other
+commands, which do.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from otad.checks import require
-from otad.cli import options as opt
-from otad.cli.console import remark
-from otad.serve import run
-from otad.serve.workers import loopback_names
+from otad.errors import InputError, printable
+from otad.serve.workers import loopback_names, run
 
-LIMITS = "Limits"
+
+def option(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, **more)
+
+
+def limit(help: str, **more: Any) -> Any:
+    return option(help, rich_help_panel="Limits", **more)
+
+
+def remark(message: str) -> None:
+    typer.echo(f"otad: {printable(message)}", err=True)
 
 
 def serve(
-    model_dir: opt.ModelDir,
+    model_dir: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Model folder written by `otad defend`.")
+    ],
     name: Annotated[
-        str | None, opt.option("Name of the model in paths.", show_default="the folder's name")
+        str | None, option("Name of the model in paths.", show_default="the folder's name")
     ] = None,
-    host: Annotated[str, opt.option("Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
-    port: Annotated[
-        int, opt.option("Port; the system chooses one for 0.", min=0, max=65535)
-    ] = 8000,
-    workers: Annotated[int, opt.option("Processes that answer, over one bank.", min=1)] = 1,
+    host: Annotated[str, option("Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, option("Port; the system chooses one for 0.", min=0, max=65535)] = 8000,
+    workers: Annotated[int, option("Processes that answer, over one bank.", min=1)] = 1,
     token_file: Annotated[
         Path | None,
-        opt.option(
+        option(
             "File with a token that requests have to bring.",
             show_default="OTAD_TOKEN",
             dir_okay=False,
         ),
     ] = None,
-    max_batch: Annotated[
-        int, opt.option("Most rows that are computed at once.", min=1, panel=LIMITS)
-    ] = 256,
-    max_queue: Annotated[
-        int, opt.option("Most requests at once; others get 429.", min=1, panel=LIMITS)
-    ] = 256,
-    timeout: Annotated[
-        float, opt.option("Seconds to receive, and to answer, a request.", panel=LIMITS)
-    ] = 30.0,
-    max_request_bytes: Annotated[
-        int, opt.option("Largest request in bytes.", min=1, panel=LIMITS)
-    ] = 16 * 2**20,
-    device: opt.Device = "cpu",
+    max_batch: Annotated[int, limit("Most rows that are computed at once.", min=1)] = 256,
+    max_queue: Annotated[int, limit("Most requests at once; others get 429.", min=1)] = 256,
+    timeout: Annotated[float, limit("Seconds to receive, and to answer, a request.")] = 30.0,
+    max_request_bytes: Annotated[int, limit("Largest request in bytes.", min=1)] = 16 * 2**20,
+    device: Annotated[str, option("Where to compute: cpu, cuda or cuda:1.")] = "cpu",
     as_json: Annotated[
-        bool, opt.option("Print the URL as a JSON object to stdout when it listens.", "--json")
+        bool, option("Print the URL as a JSON object to stdout when it listens.", "--json")
     ] = False,
 ) -> None:
     """Answer requests over HTTP with a model, by the Open Inference Protocol.
@@ -70,7 +73,8 @@ def serve(
     token = os.environ.get("OTAD_TOKEN")
     if token_file is not None:
         token = token_file.read_text(encoding="utf-8").strip()
-    require(token != "", "token", "a token", "an empty text")
+    if token == "":
+        raise InputError("token: expected a token, got an empty text")
     if token is None and loopback_names(host) is None:
         remark(f"{host} can be reached from other machines, and no token is set")
     name = name or model_dir.resolve().name

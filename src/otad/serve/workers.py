@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -30,6 +31,7 @@ from otad.serve.metrics import SHARED_FOLDER, forget_process
 REFUSED = 3  # the exit code of a worker that cannot start, so that starting it again is useless
 IDLE_SECONDS = 75  # how long a connection may be idle; longer than clients keep theirs
 BACKLOG = 2048
+SHORT_LIFE = PAUSE = 1.0  # seconds; a worker that dies at once is started again after a pause
 PRELOADED = ["otad.serve.app", "otad.model.loading"]
 Worker = Callable[[socket.socket, Connection], None]
 Announce = Callable[[str], None]
@@ -130,7 +132,7 @@ class _Serve:
         try:
             model = load(self.folder, device=self.device, resident=False)
             app = create_app(model, **self.options)
-        except OtadError as error:
+        except (OtadError, OSError) as error:
             sys.stderr.write(f"otad: {error}\n")
             sys.exit(REFUSED)
         timeout = float(self.options.get("timeout", 30.0))
@@ -168,14 +170,14 @@ def keep_running(work: Worker, listening: socket.socket, count: int) -> None:
     waking, waker = Pipe(duplex=False)
     wanted = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda *_: waker.send(None)) for number in wanted}
-    running: dict[int, tuple[Any, Connection]] = {}
+    running: dict[int, tuple[Any, Connection, float]] = {}
 
     def start() -> None:
         given, held = Pipe(duplex=False)
         process = context.Process(target=work, args=(listening, given))
         process.start()
         given.close()
-        running[process.sentinel] = process, held
+        running[process.sentinel] = process, held, time.monotonic()
 
     try:
         for _ in range(count):
@@ -185,17 +187,19 @@ def keep_running(work: Worker, listening: socket.socket, count: int) -> None:
             if waking in ended:
                 return
             for sentinel in ended:
-                process, held = running.pop(sentinel)  # type: ignore[arg-type]
+                process, held, since = running.pop(sentinel)  # type: ignore[arg-type]
                 held.close()
                 process.join()
                 forget_process(process.pid)
                 if process.exitcode == REFUSED:
                     raise InputError("worker: expected one that starts, got the error above")
+                if time.monotonic() - since < SHORT_LIFE:
+                    wait([waking], PAUSE)
                 start()
     finally:
-        for _, held in running.values():
+        for _, held, _ in running.values():
             held.close()
-        for process, _ in running.values():
+        for process, *_ in running.values():
             process.join()
         for number, handler in before.items():
             signal.signal(number, handler)
