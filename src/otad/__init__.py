@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from otad.model.foreign import distance_threshold
     from otad.model.loading import load
     from otad.model.otad import OTAD
+    from otad.model.prediction import predict
     from otad.model.trace import Trace
     from otad.threat import L2, Linf, LpBall
 
@@ -52,6 +53,7 @@ __all__ = [
     "explain",
     "load",
     "nets",
+    "predict",
     "prototypes",
 ]
 
@@ -68,6 +70,7 @@ _SOURCES = {
     "otad.model.foreign": ("distance_threshold",),
     "otad.model.loading": ("load",),
     "otad.model.otad": ("OTAD",),
+    "otad.model.prediction": ("predict",),
     "otad.model.trace": ("Trace",),
     "otad.threat": ("L2", "Linf", "LpBall"),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -130,3 +133,20 @@ def context_of(model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **more: Any
 
 def verdicts(record: Evaluation) -> dict[str, str]:
     return {flag.name: flag.verdict for flag in record.flags}
+
+
+@dataclass(frozen=True)
+class Deadly(Wander):
+    """A random step; kills its process unless the file `mark` is there, and makes that file first
+    if it may be `spared` the next time."""
+
+    mark: str = ""
+    spared: bool = True
+    name = "deadly"
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        if not Path(self.mark).exists():
+            if self.spared:
+                Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(target, x, ball, generator)

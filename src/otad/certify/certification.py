@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from otad.nets import Backbone, LinearHead
 from otad.nets.vit import TokenHead
 from otad.progress import Counter, progress_bar
 from otad.short_repr import counts_text, median_text
+from otad.workers import Workers, in_batches
 
 LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix` times z
 NONE = "none"
@@ -157,6 +159,7 @@ def certify(
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
     batch_size: int | None = None,
+    executor: Executor | Workers | int | None = None,
     progress: Counter | bool | None = None,
 ) -> Certificate:
     """Prove radii within which no change of an input changes its predicted class.
@@ -180,6 +183,9 @@ def certify(
         The same for the keys of a metric that has no `lipschitz` of its own.
     batch_size : int, optional
         Rows at once. If None, as many as fit into the working memory.
+    executor : Executor, int or None
+        Who certifies the batches; see `otad.evaluate`. With few rows, give a smaller `batch_size`
+        as well, so that there is a batch for every process.
     progress : callable, bool or None
         A function of (rows done, rows in total). True draws a progress bar, False draws none, and
         None draws one on a terminal when the work takes longer than two seconds.
@@ -219,27 +225,33 @@ def certify(
         stated = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
         for name, value in stated.items():
             require(value is None, name, "None for a network without a defense", value)
-        return _certify_network(given, unit, batch_size, progress)
+        return _certify_network(given, unit, batch_size, executor, progress)
     model, x, unit = _converted(given, unit)
     rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
     names = (NONE, *(rule.name for rule in rules), UNPROVED)
-    radii, predictions, chosen = [], [], []
+    inputs, rows = model.backbone.check_inputs(x), _rows_at_once(rules, batch_size)
     with progress_bar("certifying", progress) as report:
-        for batch in _batches(rules, x, batch_size, report):
-            radius = torch.zeros_like(batch.prediction, dtype=torch.float64)
-            number = torch.zeros_like(batch.prediction)
-            for place, rule in enumerate(rules, start=1):
-                found = rule.radius(batch, radius)
-                number = torch.where(found > radius, place, number)
-                radius = torch.maximum(radius, found)
-            radius = batch.to_input(torch.minimum(radius, batch.answered.clamp_min(0.0)))
-            radius = radius.masked_fill(~batch.proved, 0.0)
-            radii.append(radius)
-            predictions.append(batch.prediction.masked_fill(batch.silent, -1))
-            number = torch.where(radius > 0, number, 0)
-            chosen.append(torch.where(batch.proved, number, len(names) - 1))
-    used = tuple(names[number] for number in torch.cat(chosen).tolist())
-    return Certificate(torch.cat(radii), torch.cat(predictions), used, _assumptions(rules, {*used}))
+        found = in_batches(_radii, rules, inputs, rows, executor, report)
+    radii, predictions, chosen = (torch.cat(column) for column in zip(*found, strict=True))
+    used = tuple(names[number] for number in chosen.tolist())
+    return Certificate(radii, predictions, used, _assumptions(rules, {*used}))
+
+
+@torch.no_grad()
+def _radii(rules: Sequence[Rule], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return radii, predictions and the numbers of the rules (n,) of one batch."""
+    batch = Batch(rules[0].reach, x)
+    radius = torch.zeros_like(batch.prediction, dtype=torch.float64)
+    number = torch.zeros_like(batch.prediction)
+    for place, rule in enumerate(rules, start=1):
+        found = rule.radius(batch, radius)
+        number = torch.where(found > radius, place, number)
+        radius = torch.maximum(radius, found)
+    radius = batch.to_input(torch.minimum(radius, batch.answered.clamp_min(0.0)))
+    radius = radius.masked_fill(~batch.proved, 0.0)
+    prediction = batch.prediction.masked_fill(batch.silent, -1)
+    number = torch.where(radius > 0, number, 0)
+    return radius, prediction, torch.where(batch.proved, number, len(rules) + 1)
 
 
 @torch.no_grad()
@@ -252,6 +264,7 @@ def certify_values(
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
     batch_size: int | None = None,
+    executor: Executor | Workers | int | None = None,
     progress: Counter | bool | None = None,
 ) -> Interval:
     """Prove bounds on the answers of a regressor to all inputs within l2 distance `eps`.
@@ -269,7 +282,7 @@ def certify_values(
         Inputs.
     eps : float
         The distance, at least 0.
-    unit, embedding_lipschitz, metric_lipschitz, batch_size, progress
+    unit, embedding_lipschitz, metric_lipschitz, batch_size, executor, progress
         As in `certify`.
 
     Returns
@@ -295,42 +308,46 @@ def certify_values(
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
     model, x, unit = _converted(converted(model, x), unit)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
-    lows, highs, used = [], [], set()
+    inputs, rows = model.backbone.check_inputs(x), _rows_at_once(rules, batch_size)
     with progress_bar("certifying", progress) as report:
-        for batch in _batches(rules, x, batch_size, report):
-            reached = batch.from_input(eps)
-            low, high = torch.full_like(reached, -torch.inf), torch.full_like(reached, torch.inf)
-            for rule in rules:
-                least, largest = rule.interval(batch, reached)
-                if bool(largest.isfinite().any()):
-                    used.add(rule.name)
-                low, high = torch.maximum(low, least), torch.minimum(high, largest)
-            silent = (reached > batch.answered) | ~batch.proved
-            lows.append(low.masked_fill(silent, -torch.inf))
-            highs.append(high.masked_fill(silent, torch.inf))
-    return Interval(torch.cat(lows), torch.cat(highs), float(eps), _assumptions(rules, used))
+        found = in_batches(_bounds, (rules, eps), inputs, rows, executor, report)
+    lows, highs, used = zip(*found, strict=True)
+    assumptions = _assumptions(rules, {name for names in used for name in names})
+    return Interval(torch.cat(lows), torch.cat(highs), float(eps), assumptions)
+
+
+@torch.no_grad()
+def _bounds(asked: tuple[Sequence[Rule], float], x: Tensor) -> tuple[Tensor, Tensor, list[str]]:
+    """Return the bounds (n,) of one batch, and the names of the rules that gave some."""
+    rules, eps = asked
+    batch, used = Batch(rules[0].reach, x), []
+    reached = batch.from_input(eps)
+    low, high = torch.full_like(reached, -torch.inf), torch.full_like(reached, torch.inf)
+    for rule in rules:
+        least, largest = rule.interval(batch, reached)
+        if bool(largest.isfinite().any()):
+            used.append(rule.name)
+        low, high = torch.maximum(low, least), torch.minimum(high, largest)
+    silent = (reached > batch.answered) | ~batch.proved
+    return low.masked_fill(silent, -torch.inf), high.masked_fill(silent, torch.inf), used
 
 
 def _certify_network(
     given: Converted,
     unit: ArrayLike | None,
     batch_size: int | None,
+    executor: Executor | Workers | int | None,
     progress: Counter | bool | None,
 ) -> Certificate:
     net, x, unit = _parts(given, unit)
     _check_head(net)
     bound = NetworkBound(net, unit)
     rows = BATCH if batch_size is None else check_count(batch_size, "batch_size")
-    radii, predictions = [], []
     with progress_bar("certifying", progress) as report:
-        for start in range(0, len(net.check_inputs(x)), rows):
-            radius, prediction = bound.radius(x[start : start + rows])
-            radii.append(radius)
-            predictions.append(prediction)
-            report(min(start + rows, len(x)), len(x))
-    radius = torch.cat(radii)
+        found = in_batches(NetworkBound.radius, bound, net.check_inputs(x), rows, executor, report)
+    radius, prediction = (torch.cat(column) for column in zip(*found, strict=True))
     used = tuple(NAME if value > 0 else NONE for value in radius.tolist())
-    return Certificate(radius, torch.cat(predictions), used, bound.assumptions, norm=bound.norm)
+    return Certificate(radius, prediction, used, bound.assumptions, norm=bound.norm)
 
 
 def _converted(given: Converted, unit: ArrayLike | None) -> tuple[OTAD, Tensor, Tensor | None]:
@@ -360,17 +377,10 @@ def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:
     return [rule(reach) for rule in rules if rule.applies(reach)]
 
 
-def _batches(
-    rules: list[Rule], x: Tensor, batch_size: int | None, report: Counter
-) -> Iterator[Batch]:
-    reach = rules[0].reach
-    inputs = reach.model.backbone.check_inputs(x)
-    if batch_size is None:
-        batch_size = min(rule.rows_at_once(reach.model) for rule in rules)
-    for start in range(0, len(inputs), check_count(batch_size, "batch_size")):
-        stop = min(start + batch_size, len(inputs))
-        yield Batch(reach, inputs[start:stop])
-        report(stop, len(inputs))
+def _rows_at_once(rules: list[Rule], batch_size: int | None) -> int:
+    if batch_size is not None:
+        return check_count(batch_size, "batch_size")
+    return min(rule.rows_at_once(rule.model) for rule in rules)
 
 
 def _assumptions(rules: list[Rule], used: set[str]) -> tuple[str, ...]:

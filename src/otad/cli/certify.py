@@ -41,8 +41,14 @@ def certify(
     targets: opt.Targets = None,
     rows: opt.Rows = None,
     seed: opt.Seed = 0,
+    batch_size: Annotated[
+        int | None,
+        opt.option("Number of rows to process at once.", min=1, show_default="what memory allows"),
+    ] = None,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
+    jobs: opt.Jobs = 1,
+    cluster: opt.Cluster = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Prove how far each input can change in l2 without changing its prediction.
@@ -51,11 +57,12 @@ def certify(
     the certified accuracy at each eps. A regressor gets an interval that contains all
     predictions within each eps. The scope of the model decides which rule applies. If
     the model searches neighbors with a metric, the Lipschitz constant of the metric
-    must be known.
+    must be known. With --jobs or --cluster, a smaller --batch-size gives every process
+    some rows.
 
     Example: otad certify digits-model test --eps 0.5,1 --out radii.csv
     """
-    options = opt.given(locals(), ("embedding_lipschitz", "metric_lipschitz"))
+    options = opt.given(locals(), ("embedding_lipschitz", "metric_lipschitz", "batch_size"))
     radii = sorted(opt.read_radii(eps))
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     check_out(out, force, as_json)
@@ -63,7 +70,8 @@ def certify(
     ball = opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale)
     options["unit"] = ball.scale
     prove = _prove_values if model.backbone.task == "regression" else _prove_classes
-    record, facts, lines = prove(model, examples, radii, options)
+    with opt.executor_of(jobs, cluster, device) as executor:
+        record, facts, lines = prove(model, examples, radii, options | {"executor": executor})
     metric = None if model.metric is None else type(model.metric).__name__
     keys = "" if metric is None else f", searched with the keys of {metric}"
     facts["unit"] = record["unit"] = ball.unit_name or "the units of the inputs"

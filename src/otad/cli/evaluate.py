@@ -72,6 +72,8 @@ def evaluate(
     card: Annotated[bool, opt.option("Add the figures to the model's card.", "--card")] = False,
     data_dir: opt.DataDir = None,
     device: opt.Device = "cpu",
+    jobs: opt.Jobs = 1,
+    cluster: opt.Cluster = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Attack a model with a suite of attacks, certify it, and write a report.
@@ -79,9 +81,9 @@ def evaluate(
     The model is a defended model, or a network that `otad train` wrote. The network
     inside a defended model is attacked alone as well, to show the gain. The headline is
     the share of rows that are right and that no attack breaks. Finished batches are
-    saved in --out, and after an interruption the same command resumes. The command
-    writes evaluation.json, report.html and report.md; --out - only prints the record.
-    Use --force to replace a finished evaluation.
+    saved in --out. After an interruption the same command resumes, also with another
+    number of processes. The command writes evaluation.json, report.html and report.md;
+    --out - only prints the record. Use --force to replace a finished evaluation.
 
     Exit code 1 means that an attack refuted a certificate, which is a bug.
 
@@ -107,7 +109,8 @@ def evaluate(
     how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
     how |= {"survivors_only": not all_rows, "flags": not no_flags}
     how["folder"] = None if out == STDOUT else out
-    evaluation = evaluate_model(module_of(model), x, y, threat, **how)
+    with opt.executor_of(jobs, cluster, device) as executor:
+        evaluation = evaluate_model(module_of(model), x, y, threat, executor=executor, **how)
     if card and defended is not None:
         about = {"interface": defended.interface()}
         note_evaluation(model_dir, evaluation, defended.describe(), **about)

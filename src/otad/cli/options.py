@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ from otad.training.config import check_seed
 Names = list[str] | None
 STANDARD_DEVIATIONS = "standard deviations of the training data"
 READING, THREAT, TRAINING = "Reading the data", "Changes of an input", "Network and training"
+WORKERS = "Several processes"
 
 
 def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
@@ -44,6 +47,17 @@ AsJson = Annotated[bool, option("Print one JSON object to stdout, and nothing el
 Seed = Annotated[int, option("Seed of all random numbers.", callback=check_seed)]
 Device = Annotated[str, option("Where to compute: cpu, cuda or cuda:1.", **among(("cpu", "cuda")))]
 BatchSize = Annotated[int, option("Number of rows to process at once.", min=1, max=2**31)]
+Jobs = Annotated[
+    int, option("Number of processes on this machine. Results are the same.", min=1, panel=WORKERS)
+]
+Cluster = Annotated[
+    str | None,
+    option(
+        "Compute on a Ray cluster: auto for that of this machine, or ray://HOST:10001.",
+        panel=WORKERS,
+        **among(("auto",)),
+    ),
+]
 Force = Annotated[bool, option("Replace results that exist in --out.", "--force")]
 OutFolder = Annotated[Path, option("Folder to write all results to.", file_okay=False)]
 MaxSeconds = Annotated[float | None, option("Stop after this time. The same command resumes.")]
@@ -105,6 +119,21 @@ Scale = Annotated[
 def given(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the named options that were given."""
     return {name: options[name] for name in names if options[name] not in (None, [])}
+
+
+@contextmanager
+def executor_of(jobs: int, cluster: str | None, device: str) -> Iterator[Executor | int]:
+    """Yield who computes: processes of this machine, or a Ray cluster."""
+    if cluster is None:
+        yield jobs
+        return
+    require(jobs == 1, "--jobs", "no number with --cluster, which has its own", jobs)
+    expected = "cpu or cuda with --cluster, where each task has a GPU of its own"
+    require(device in ("cpu", "cuda"), "--device", expected, device)
+    from otad.cluster import RayExecutor
+
+    with RayExecutor(cluster, num_gpus=int(device == "cuda")) as executor:
+        yield executor
 
 
 def read_numbers(text: str, option: str) -> tuple[float, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ from otad.model.trace import Trace
 from otad.progress import progress_bar
 from otad.scores import abstained, is_right, score_text, squared_errors
 from otad.training.supervised import METRICS
+from otad.workers import working
 
 COLUMNS = ("row", "prediction", "probability", "nearest", "distance", "smoothness", "status")
 PICTURES = (".png", ".svg", ".pdf")
@@ -42,6 +44,8 @@ def predict(
     data_dir: opt.DataDir = None,
     batch_size: opt.BatchSize = 1000,
     device: opt.Device = "cpu",
+    jobs: opt.Jobs = 1,
+    cluster: opt.Cluster = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Predict every row of an input, and list the training point behind each prediction.
@@ -61,7 +65,8 @@ def predict(
     check_out(out, force, as_json)
     rows = open_inputs(model, input, data_dir)
     targets = rows.targets(None) if input == "test" else None
-    record = write_predictions(model, rows, targets, out, batch_size)
+    with opt.executor_of(jobs, cluster, device) as executor:
+        record = write_predictions(model, rows, targets, out, batch_size, executor)
     known = [metric for metric in METRICS.values() if metric in record]
     facts = {metric: score_text(metric, record[metric]) for metric in known}
     facts |= {"rows": describe_counts(record["status"]), "predictions": str(out)}
@@ -69,24 +74,34 @@ def predict(
 
 
 def write_predictions(
-    model: OTAD, rows: InputRows, targets: Tensor | None, out: Path, batch_size: int
+    model: OTAD,
+    rows: InputRows,
+    targets: Tensor | None,
+    out: Path,
+    batch_size: int,
+    executor: Executor | int | None = None,
 ) -> dict[str, Any]:
     """Write the predictions; return the number of rows of each status, and the score if targets
     are given."""
     counts: Counter[str] = Counter()
     total = 0.0
+    parts: deque[slice] = deque()
+
+    def tasks() -> Iterator[tuple[Tensor, Sequence[str]]]:
+        for part, x in rows.batches(batch_size):
+            parts.append(part)
+            yield x, rows.names[part]
 
     def lines() -> Iterator[Sequence[str]]:
         nonlocal total
         yield COLUMNS
-        with progress_bar("predicting") as advance, torch.no_grad():
-            for part, x in rows.batches(batch_size):
-                trace = model.trace(x.to(model.backbone.mean.device))
-                outputs = trace.outputs.cpu()
+        with progress_bar("predicting") as advance, working(executor) as workers:
+            for outputs, found in workers.in_order(_answer, (model,), tasks()):
+                part = parts.popleft()
                 if targets is not None:
                     judge = is_right if outputs.dim() == 2 else squared_errors
                     total += float(judge(outputs, targets[part]).sum())
-                for line in _lines(trace, rows.names[part], model.notes.get("classes") or ()):
+                for line in found:
                     counts[line[-1]] += 1
                     yield line
                 advance(part.stop, len(rows))
@@ -96,6 +111,13 @@ def write_predictions(
     if targets is not None:
         record[METRICS[model.backbone.task]] = total / len(rows)
     return record
+
+
+@torch.no_grad()
+def _answer(model: OTAD, x: Tensor, names: Sequence[str]) -> tuple[Tensor, list[list[str]]]:
+    """Return the outputs and the lines of one batch."""
+    trace = model.trace(x.to(model.backbone.mean.device))
+    return trace.outputs.cpu(), [*_lines(trace, names, model.notes.get("classes") or ())]
 
 
 def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterator[list[str]]:

@@ -18,7 +18,7 @@ from otad.io.codec import read_json, to_plain
 if TYPE_CHECKING:  # it imports torch
     from otad.experiments import ExperimentInfo, RunRecord
 
-HOW = ("jobs", "data_dir", "out", "work", "max_seconds", "seed", "quick")
+HOW = ("data_dir", "out", "work", "max_seconds", "seed", "quick")
 
 
 def reproduce(
@@ -40,9 +40,8 @@ def reproduce(
         Path | None,
         opt.option("Folder for networks and finished parts.", show_default="--out/.work"),
     ] = None,
-    jobs: Annotated[
-        int, opt.option("Number of processes. Timings are measured by one process alone.", min=1)
-    ] = 1,
+    jobs: opt.Jobs = 1,
+    cluster: opt.Cluster = None,
     max_seconds: opt.MaxSeconds = None,
     seed: opt.Seed = 0,
     quick: Annotated[bool, opt.option("Use small data, for a test run.", "--quick")] = False,
@@ -55,8 +54,9 @@ def reproduce(
 
     A label of the paper, such as tab:cw, runs everything that this table needs. Trained
     networks and finished parts are saved. A stopped run resumes from them, and
-    experiments share the parts that they have in common. Use --force to replace a
-    record or a page that exists.
+    experiments share the parts that they have in common. Timings are measured by one
+    process alone. A cluster needs --data-dir, --out and --work on all its machines. Use
+    --force to replace a record or a page that exists.
 
     Example: otad reproduce tab:cw --data-dir data --device cuda
     """
@@ -82,7 +82,8 @@ def reproduce(
         for path in done:
             remark(f"note: {path} exists and is not changed; --force computes it again")
         missing = [name for name, path in zip(chosen, paths, strict=True) if path not in done]
-        experiments.reproduce_together(missing, **how)
+        with opt.executor_of(jobs, cluster, device) as executor:
+            experiments.reproduce_together(missing, executor=executor, **how)
         if as_json:
             found = [read_json(path) for path in paths]
             typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=1))

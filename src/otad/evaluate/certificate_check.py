@@ -34,9 +34,10 @@ def check_constants(model: nn.Module, constants: dict[str, float | None]) -> Non
 
 
 def prove(
-    model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **constants: Any
+    model: nn.Module, x: Tensor, y: Tensor, ball: LpBall, **options: Any
 ) -> CertificateRecord:
-    """Return the radii of all rows, or in regression the largest |f - y| within the ball."""
+    """Return the radii of all rows, or in regression the largest |f - y| within the ball. `options`
+    are those of `certify`."""
     own = model.lipschitz if isinstance(model, Backbone) else None
     if own is None and not isinstance(model, OTAD):
         raise InputError("only OTAD models and networks with a Lipschitz bound have certificates")
@@ -50,11 +51,11 @@ def prove(
         note = (f"a step of size 1 in {ball.norm} is at most {longest:.6g} long in l2",)
     if y.is_floating_point():
         assert isinstance(model, OTAD)  # networks with a bound are classifiers
-        found = certify_values(model, x, ball.eps * longest, unit=ball.scale, **constants)
+        found = certify_values(model, x, ball.eps * longest, unit=ball.scale, **options)
         worst = torch.maximum(found.high - y.double(), y.double() - found.low)
         record = CertificateRecord((), (), (*found.assumptions, *note), tuple(worst.tolist()))
     else:
-        proof = certify(model, x, unit=ball.scale, **constants)
+        proof = certify(model, x, unit=ball.scale, **options)
         radius = tuple((proof.radius / longest).tolist())
         record = CertificateRecord(radius, proof.rules, (*proof.assumptions, *note), ())
     return replace(record, seconds=time.perf_counter() - started)

@@ -9,6 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from otad.evaluate.identity import Identity, generator_for, version_of
 from otad.evaluate.records import AttackRecord, Findings
 from otad.io.codec import digest_of, from_plain, to_plain
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
+from otad.workers import Workers, working
 
 VERSION = 1  # raise it when the same attack on the same batch would be reported differently
 HALVINGS = 8  # of the way back to the example: distances are exact to 1/256
@@ -49,6 +51,7 @@ def run_attacks(
     seed: int = 0,
     batch_size: int = 250,
     folder: Path | None = None,
+    executor: Executor | Workers | int | None = None,
     progress: Progress | None = None,
 ) -> Attacked:
     """Run attacks on examples x (n,*) with right answers y (n,), on the model's device.
@@ -57,22 +60,24 @@ def run_attacks(
     - `strongest`: find the input with the largest margin of a wrong class of every row (in
       regression, always, the largest error); otherwise the nearest one of each broken row.
     - `certified`: attacks by name that leave out rows with a certified radius (n,) above eps.
-    - `folder`: where finished batches are saved, and found again."""
+    - `folder`: where finished batches are saved, and found again.
+    - `executor`: who attacks the batches of an attack at one eps; see `evaluate`."""
     found = Attacked(model, x, y, threat, strongest, seed, batch_size, folder)
     described = [found.described(attack) for attack in attacks]
     runs = list(itertools.product((threat.eps,) if eps is None else eps, described))
     steps = math.ceil(len(x) / batch_size)
-    for number, (radius, run) in enumerate(runs):
-        attack, chosen = run[0], found.right
-        if survivors_only and not found.is_value:
-            chosen = chosen & (found.distances > radius)
-        if certified is not None and attack.name in certified:
-            chosen = chosen & (certified[attack.name].cpu() <= radius)
-        batches = found.batches(run, radius, chosen.nonzero()[:, 0])
-        for done in itertools.chain(batches, (steps,)):
-            if progress is not None:
-                label, worst = f"{attack.name}, eps {radius:g}", found.worst(radius)
-                progress(label, number * steps + done, len(runs) * steps, worst)
+    with working(executor) as workers:
+        for number, (radius, run) in enumerate(runs):
+            attack, chosen = run[0], found.right
+            if survivors_only and not found.is_value:
+                chosen = chosen & (found.distances > radius)
+            if certified is not None and attack.name in certified:
+                chosen = chosen & (certified[attack.name].cpu() <= radius)
+            batches = found.batches(run, radius, chosen.nonzero()[:, 0], workers)
+            for done in itertools.chain(batches, (steps,)):
+                if progress is not None:
+                    label, worst = f"{attack.name}, eps {radius:g}", found.worst(radius)
+                    progress(label, number * steps + done, len(runs) * steps, worst)
     return found
 
 
@@ -102,6 +107,7 @@ class Attacked:
         self.clean_errors = tuple(self.gains.tolist()) if self.is_value else ()
         self.distances = torch.zeros(len(x), dtype=torch.float64)
         self.distances[self.right] = math.inf
+        self._subject = Subject(model, x, y, seed, self.strongest)
         self.inputs, self.found = x.cpu().clone(), torch.zeros(len(x), dtype=torch.bool)
         self.records: list[AttackRecord] = []
         self.remarks: dict[str, dict[str, None]] = {}  # a set that is ordered
@@ -130,67 +136,45 @@ class Attacked:
             warnings.warn(f"finished batches are not saved, because of values {why}", stacklevel=4)
         return attack, settings, None if unknown else self._folder
 
-    def batches(self, described: Described, eps: float, rows: Tensor) -> Iterator[int]:
+    def batches(
+        self, described: Described, eps: float, rows: Tensor, workers: Workers
+    ) -> Iterator[int]:
         """One attack at one eps: yields, at first and after each batch, how many are done."""
         attack, settings, folder = described
-        ball, parts = self.threat.with_eps(eps), []
+        ball, parts = self.threat.with_eps(eps), dict[int, Part]()
         identity = [attack.name, version_of(attack), settings]
         key = self._common | {"attack": identity, "threat": ball.to_dict()}
+        batches = rows.split(self.batch_size) if len(rows) else ()
+        paths: dict[int, Path | None] = {}  # of the batches that are not there
         yield 0
-        for number, some in enumerate(rows.split(self.batch_size) if len(rows) else ()):
+        for number, some in enumerate(batches):
             name = digest_of(key | {"batch": number, "rows": some.tolist()})
             path = None if folder is None else folder / f"{name}.safetensors"
             part = None if path is None else Part.read(path)
             if part is None:
-                generator = generator_for(self.seed, attack.name, repr(eps), number)
-                part = self._attack(attack, ball, some, generator)
-                if path is not None:
-                    part.write(path)
-            else:
-                self.saved_seconds += part.findings.seconds
-            parts.append(part)
+                paths[number] = path
+                continue
+            self.saved_seconds += part.findings.seconds
+            parts[number] = part
             self._learn(part, eps)
-            yield number + 1
+            yield len(parts)
+        tasks = ((ball, batches[number], number) for number in paths)
+        missing = tuple(paths)
+        for place, part in workers.run(attack_batch, (self._subject, attack), tasks):
+            number = missing[place]
+            if (path := paths[number]) is not None:
+                part.write(path)
+            parts[number] = part
+            self._learn(part, eps)
+            yield len(parts)
         about: dict[str, Any] = {field.name: field.default for field in fields(Findings)}
-        for part, name in itertools.product(parts, tuple(about)):
+        found = [parts[number] for number in sorted(parts)]
+        for part, name in itertools.product(found, tuple(about)):
             about[name] += getattr(part.findings, name)
         about |= {"attack": attack.name, "family": attack.family, "eps": eps, "settings": settings}
         self.records.append(AttackRecord(**about))
-        for remark in itertools.chain(*(part.remarks for part in parts)):
+        for remark in itertools.chain(*(part.remarks for part in found)):
             self.remarks.setdefault(attack.name, {})[remark] = None
-
-    def _attack(
-        self, attack: Attack, ball: LpBall, rows: Tensor, generator: torch.Generator
-    ) -> Part:
-        started = time.perf_counter()
-        x, y = (part[rows.to(part.device)] for part in (self.x, self.y))
-        result = attack(self.model, x, y, ball, generator=generator)
-        broken = torch.zeros_like(result.broken) if self.is_value else result.broken
-        inputs, abstained = result.inputs.clone(), result.abstained.clone()
-        distance, forwards = result.distance.clone(), int(result.forwards.sum())
-        if not self.strongest and bool(broken.any()):
-            target = Target(self.model, y[broken])
-            with seeded(self.model, generator):
-                nearest = shorten(target, x[broken], inputs[broken], ball)
-            inputs[broken], abstained[broken] = nearest
-            distance[broken] = ball.distance(inputs[broken], x[broken])
-            forwards += int(target.forwards.sum())
-        gains = result.gain.double().cpu()
-        findings = Findings(
-            attacked=tuple(rows.tolist()),
-            broken=tuple(rows[broken.cpu()].tolist()),
-            distances=tuple(distance[broken].tolist()),
-            abstained=tuple(rows[(broken & abstained).cpu()].tolist()),
-            errors=tuple(gains.tolist()) if self.is_value else (),
-            forwards=forwards,
-            backwards=int(result.backwards.sum()),
-            seconds=time.perf_counter() - started,
-        )
-        remarks = tuple(str(remark) for remark in getattr(attack, "remarks", ()))
-        if bool(result.blind.any()):
-            remarks += (blindness(result.blind),)
-        shown = torch.ones_like(broken) if self.strongest else broken
-        return Part(findings, remarks, gains[shown.cpu()], inputs[shown].cpu())
 
     def _learn(self, part: Part, eps: float) -> None:
         rows = torch.tensor(part.findings.broken, dtype=torch.int64)
@@ -203,6 +187,54 @@ class Attacked:
             self.gains[rows[better]] = part.gains[better]
         self.inputs[rows[better]] = part.inputs[better]
         self.found[rows[better]] = True
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What every batch needs: see `Attacked`."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    seed: int
+    strongest: bool
+
+
+@torch.inference_mode(False)
+def attack_batch(subject: Subject, attack: Attack, ball: LpBall, rows: Tensor, number: int) -> Part:
+    """Attack some rows (m,) of the examples, in any process: its randomness depends on the seed,
+    the attack, the eps and the number of the batch."""
+    started = time.perf_counter()
+    model, is_value = subject.model, subject.y.is_floating_point()
+    generator = generator_for(subject.seed, attack.name, repr(ball.eps), number)
+    x, y = (part[rows.to(part.device)] for part in (subject.x, subject.y))
+    result = attack(model, x, y, ball, generator=generator)
+    broken = torch.zeros_like(result.broken) if is_value else result.broken
+    inputs, abstained = result.inputs.clone(), result.abstained.clone()
+    distance, forwards = result.distance.clone(), int(result.forwards.sum())
+    if not subject.strongest and bool(broken.any()):
+        target = Target(model, y[broken])
+        with seeded(model, generator):
+            nearest = shorten(target, x[broken], inputs[broken], ball)
+        inputs[broken], abstained[broken] = nearest
+        distance[broken] = ball.distance(inputs[broken], x[broken])
+        forwards += int(target.forwards.sum())
+    gains = result.gain.double().cpu()
+    findings = Findings(
+        attacked=tuple(rows.tolist()),
+        broken=tuple(rows[broken.cpu()].tolist()),
+        distances=tuple(distance[broken].tolist()),
+        abstained=tuple(rows[(broken & abstained).cpu()].tolist()),
+        errors=tuple(gains.tolist()) if is_value else (),
+        forwards=forwards,
+        backwards=int(result.backwards.sum()),
+        seconds=time.perf_counter() - started,
+    )
+    remarks = tuple(str(remark) for remark in getattr(attack, "remarks", ()))
+    if bool(result.blind.any()):
+        remarks += (blindness(result.blind),)
+    shown = torch.ones_like(broken) if subject.strongest else broken
+    return Part(findings, remarks, gains[shown.cpu()], inputs[shown].cpu())
 
 
 class Unattacked(Attack):

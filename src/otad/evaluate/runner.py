@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
 from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
-from otad.evaluate.flags import CHECKS, ONLY_FOR, FlagContext, remark_flag
+from otad.evaluate.flags import CHECKS, ONLY_FOR, Check, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, generator_for, kind_of
 from otad.evaluate.protocol import Attacked, Progress, run_attacks
 from otad.evaluate.records import Evaluation, Flag
@@ -33,6 +34,7 @@ from otad.model.conversion import ArrayLike, Estimator, converted
 from otad.model.otad import OTAD
 from otad.progress import with_attack_bar
 from otad.scores import Score, score_of
+from otad.workers import Workers, working
 
 UNDEFENDED = "undefended"  # the folder of the network alone
 ATTACKER_KNOWS = {
@@ -63,6 +65,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 250,
     folder: str | Path | None = None,
+    executor: Executor | Workers | int | None = None,
     progress: Progress | bool | None = None,
 ) -> Evaluation:
     """Measure how robust a model is: the worst case over many attacks, and what is proved.
@@ -110,6 +113,10 @@ def evaluate(
         `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m, *input_shape),
         the nearest adversarial examples, or in regression the worst inputs within eps. The results
         of the undefended network are in its folder `undefended`.
+    executor : Executor, int or None
+        Who attacks and certifies the batches: a number of processes of this machine, which are
+        replaced if they are killed; an executor of `concurrent.futures` with processes; or an
+        `otad.cluster.RayExecutor`. The record does not depend on it. If None, this process.
     progress : callable, bool or None
         A function of (attack, steps done, all steps, worst case so far). True draws a progress bar,
         False draws none, and None draws one on a terminal when the work takes longer than two
@@ -170,39 +177,44 @@ def evaluate(
         if callable(progress):
             progress(label, done, total, worst)
 
-    alone: Evaluation | None = None
-    if network is not None:
-        alone = evaluate(
-            network, x, y, threat, eps=radii, attacks=bare, survivors_only=survivors_only,
-            certificate=False, flags=False, seed=seed, batch_size=batch_size,
-            folder=None if place is None else place / UNDEFENDED,
-            progress=lambda label, done, _, worst: report(
-                f"undefended network, {label}", min(done, first), worst
-            ),
+    with working(executor) as workers:
+        alone: Evaluation | None = None
+        if network is not None:
+            alone = evaluate(
+                network, x, y, threat, eps=radii, attacks=bare, survivors_only=survivors_only,
+                certificate=False, flags=False, seed=seed, batch_size=batch_size,
+                folder=None if place is None else place / UNDEFENDED, executor=workers,
+                progress=lambda label, done, _, worst: report(
+                    f"undefended network, {label}", min(done, first), worst
+                ),
+            )  # fmt: skip
+            alone = replace(alone, missing=misfits)
+            started = time.perf_counter() - alone.seconds
+        proof = None
+        if certificate:
+            report("certificates", first, 0.0 if task == "regression" else 1.0)
+            try:
+                proof = prove(model, x, y, threat, executor=workers, **constants)
+            except InputError as error:
+                missing["certificate"] = str(error)
+        skipped = {} if proof is None else dict.fromkeys(skip_proved, torch.tensor(proof.radius))
+        run = run_attacks(
+            model, x, y, threat, chosen, eps=radii, survivors_only=survivors_only,
+            certified=skipped, seed=seed, batch_size=batch_size, folder=place, executor=workers,
+            progress=lambda label, done, _, worst: report(label, first + certificate + done, worst),
         )  # fmt: skip
-        alone = replace(alone, missing=misfits)
-        started = time.perf_counter() - alone.seconds
-    proof = None
-    if certificate:
-        report("certificates", first, 0.0 if task == "regression" else 1.0)
-        try:
-            proof = prove(model, x, y, threat, **constants)
-        except InputError as error:
-            missing["certificate"] = str(error)
-    skipped = {} if proof is None else dict.fromkeys(skip_proved, torch.tensor(proof.radius))
-    run = run_attacks(
-        model, x, y, threat, chosen, eps=radii, survivors_only=survivors_only, certified=skipped,
-        seed=seed, batch_size=batch_size, folder=place,
-        progress=lambda label, done, _, worst: report(label, first + certificate + done, worst),
-    )  # fmt: skip
-    scores, solver = _clean(model, x, y, batch_size, seed)
-    worst, records, raised = run.worst(threat.eps), tuple(run.records), []
-    ran = run.right, tuple(chosen), records, proof, seed, train_x
-    context = FlagContext(model, x, y, threat, *ran)
-    for number, check in enumerate(checks, 1):
-        done = total - len(checks) + number - 1
-        report(f"red flag {number} of {len(checks)}", done, worst)
-        raised.append(check(context))
+        scores, solver = _clean(model, x, y, batch_size, seed)
+        worst, records = run.worst(threat.eps), tuple(run.records)
+        ran = run.right, tuple(chosen), records, proof, seed, train_x
+        context = FlagContext(model, x, y, threat, *ran)
+
+        def watch(done: int) -> None:
+            if done < len(checks):
+                label = f"red flag {done + 1} of {len(checks)}"
+                report(label, total - len(checks) + done, worst)
+
+        watch(0)
+        raised = workers.all(_answer, (context,), ((check,) for check in checks), watch)
     report("done", total, worst)
     if alone is not None and network is not None:
         alone = replace(alone, flags=(_strength(network, alone, run, batch_size),) if flags else ())
@@ -227,6 +239,10 @@ def evaluate(
         if alone is not None:
             alone.write(place / UNDEFENDED / "evaluation.json")
     return found
+
+
+def _answer(context: FlagContext, check: Check) -> Flag:
+    return check(context)
 
 
 @torch.no_grad()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from otad.attacks import L2
-from otad.checks import check_count, check_device, require
+from otad.checks import check_device, require
 from otad.data.dataset import refuse_repeats
 from otad.errors import OtadError
 from otad.evaluate.runner import evaluate
-from otad.experiments.cache import RESUMES, UnfinishedError, WorkFolder
+from otad.experiments.cache import UnfinishedError, WorkFolder
 from otad.experiments.experiment import Experiment, read_experiment
 from otad.experiments.figures import draw_costs, draw_curve
 from otad.experiments.listing import experiments_for
@@ -38,6 +32,7 @@ from otad.progress import PartReport, part_bars
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
 from otad.training.config import check_seed
+from otad.workers import Workers, working
 
 _MENDABLE = (OtadError, OSError)  # what the user can fix: reported without a traceback
 
@@ -67,7 +62,7 @@ def reproduce(name: str | Path, **options: Any) -> RunRecord:
 def reproduce_together(
     names: Sequence[str | Path],
     *,
-    jobs: int = 1,
+    executor: Executor | int | None = None,
     data_dir: str | Path | None = None,
     device: str = "cpu",
     out: str | Path = "results",
@@ -86,9 +81,9 @@ def reproduce_together(
     names : sequence of str or Path
         Names of experiments (see `names`), TOML files, or labels of the paper's tables such as
         "tab:cw", which may need several experiments.
-    jobs : int
-        Processes that share trainings, rows and attacks. Speed is measured afterwards, by one
-        process.
+    executor : Executor, int or None
+        Who trains, measures and attacks; see `otad.evaluate`. All machines must see the folders
+        `data_dir` and `work` under the same paths. Speed is measured afterwards, by this process.
     data_dir : str or Path, optional
         The folder of the data sets; see `otad.data.load`.
     device : str
@@ -123,7 +118,6 @@ def reproduce_together(
     >>> [record.name for record in records]
     ['first', 'second']
     """
-    check_count(jobs, "jobs", most=1024)
     check_seed(seed)
     check_device(device)
     chosen = experiments_for(names)
@@ -134,12 +128,11 @@ def reproduce_together(
     folder = WorkFolder(Path(work or out / ".work"), deadline)
     make = partial(Study, work=folder, data_dir=data_dir, device=device, seed=seed)
     records: list[RunRecord] = []
-    with part_bars(progress) as report:
-        do = partial(_work, make, out)
-        errors = _share(plan(experiments), do, jobs, report) if jobs > 1 else {}
+    with working(executor) as workers, part_bars(progress) as report:
+        errors = _share(plan(experiments), make, workers, report) if workers.count > 1 else {}
         for one in (one for one in experiments if one.name not in errors):
             try:
-                records.append(run_experiment(make(experiment=one, report=report), out, jobs))
+                records.append(run_experiment(make(experiment=one, report=report), out, workers))
             except _MENDABLE as error:
                 errors[one.name] = error
     if errors and len(experiments) == 1:
@@ -151,7 +144,7 @@ def reproduce_together(
     return records
 
 
-def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
+def run_experiment(study: Study, out: Path, workers: Workers) -> RunRecord:
     """Run all of an experiment, write its record to the folder `out`, and return it."""
     spec = study.experiment
     environment = Environment.now(torch.device(study.device), torch.get_num_threads())
@@ -172,12 +165,12 @@ def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
         seconds=study.seconds,
         costs=costs,
         missing=missing,
-        suites=tuple(run_suite(study, out, key) for key in spec.suites),
+        suites=tuple(run_suite(study, out, key, workers) for key in spec.suites),
         metrics={key: study.metric(key).record for key in spec.metrics},
         surrogates={key: study.surrogate(key).record for key in spec.surrogates},
         purifiers={key: study.purifier(key).record for key in spec.purifiers},
         speeds=measure_speeds(study),
-        jobs=jobs,
+        jobs=workers.count,
     )
     with study.work.lock(spec.stem):
         record.write(out / f"{spec.stem}.json")
@@ -188,7 +181,7 @@ def run_experiment(study: Study, out: Path, jobs: int) -> RunRecord:
     return record
 
 
-def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
+def run_suite(study: Study, out: Path, key: str, workers: Workers) -> SuiteRecord:
     """Evaluate a row of [evaluate], and write the evaluation and its report to a folder."""
     experiment, spec, row = study.experiment, study.experiment.evaluate, study.experiment.rows[key]
     assert spec is not None
@@ -203,7 +196,7 @@ def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
         how: dict[str, Any] = {name: getattr(spec, name) for name in names}
         how["attacks"] = make_attacks(spec.attacks, model, train_x) or "standard"
         how["progress"] = lambda attack, done, total, worst: study.report(label, done, total)
-        how |= {"train_x": train_x, "seed": study.seed, "folder": work}
+        how |= {"train_x": train_x, "seed": study.seed, "folder": work, "executor": workers}
         found = evaluate(model, x, y, L2(spec.headline), **how)
         study.seconds[label] = found.seconds
         found.write(folder / "evaluation.json")
@@ -219,7 +212,7 @@ def run_suite(study: Study, out: Path, key: str) -> SuiteRecord:
 
 
 class Task(NamedTuple):
-    """A call of a method of `Study`, or a suite, for the experiments `owners`."""
+    """A call of a method of `Study` for the experiments `owners`."""
 
     experiment: Experiment
     method: str
@@ -252,8 +245,6 @@ def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
         for key, purifier in one.purifiers.items():
             cleaned = one.nets[purifier.net]
             add(1, [purifier, cleaned, one.data[cleaned.data]], one, "purifier", key)
-        for key in one.suites:
-            add(2, [one.name, key], one, "suite", key)
         for key, row in one.rows.items():
             add(2, [one.name, key], one, "row", key)
             for name in row.attacks:
@@ -262,65 +253,28 @@ def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
 
 
 def _share(
-    phases: list[list[Task]], work: Callable[[Task], None], jobs: int, report: PartReport
+    phases: list[list[Task]], make: Callable[..., Study], workers: Workers, report: PartReport
 ) -> dict[str, BaseException]:
-    """Do all tasks with `jobs` processes; the first error of each experiment that has one."""
+    """Do all tasks; return the first error of each experiment that has one."""
     errors: dict[str, BaseException] = {}
-    context = multiprocessing.get_context("spawn")  # a GPU's driver does not survive a fork
-    threads = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, context, _begin, (threads,)) as pool, _ending_processes():
-        for tasks in phases:
-            useful = [task for task in tasks if not set(task.owners) <= set(errors)]
-            running = {pool.submit(work, task): task for task in useful}
-            for task in useful:
-                report(str(task), 0, 1)
-            for future in as_completed(running):
-                task, error = running[future], future.exception()
-                report(str(task), 1, 1)
-                if isinstance(error, BrokenProcessPool):
-                    remedy = f"try fewer jobs than {jobs}; {RESUMES}"
-                    raise OtadError(f"a process was killed, perhaps for lack of memory: {remedy}")
-                if error is not None:
-                    errors = dict.fromkeys(task.owners, error) | errors
+    for tasks in phases:
+        useful = [task for task in tasks if not set(task.owners) <= set(errors)]
+        for task in useful:
+            report(str(task), 0, 1)
+        for number, error in workers.run(_work, (make,), ((task,) for task in useful)):
+            report(str(useful[number]), 1, 1)
+            if error is not None:
+                errors = dict.fromkeys(useful[number].owners, error) | errors
     return errors
 
 
-@contextmanager
-def _ending_processes() -> Iterator[None]:
-    """An interruption ends the processes started here at once: what they finished is stored."""
-    others = multiprocessing.active_children()
-    try:
-        yield
-    except KeyboardInterrupt:
-        for child in multiprocessing.active_children():
-            if child not in others:
-                child.terminate()
-        raise
-
-
-def _begin(threads: int) -> None:
-    """Start a process, which ends with its parent: otherwise it would hold locks. The parent alone
-    is interrupted."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _work(make: Callable[..., Study], out: Path, task: Task) -> None:
+def _work(make: Callable[..., Study], task: Task) -> OtadError | None:
+    """Do a task, whose result is saved in the work folder, and return what the user can fix."""
     study = make(experiment=task.experiment, report=lambda part, done, total: None)
     try:
-        if task.method == "suite":
-            run_suite(study, out, *task.key)
-        else:
-            getattr(study, task.method)(*task.key)
-    except UnfinishedError:
-        raise
-    except _MENDABLE as error:  # not all of them can be sent to another process
-        raise OtadError(str(error)) from error
+        getattr(study, task.method)(*task.key)
+    except UnfinishedError as error:
+        return error
+    except _MENDABLE as error:
+        return OtadError(str(error))
+    return None

@@ -15,12 +15,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from otad.checks import require
+from otad.errors import OtadError
 
 
 class FileRows:
@@ -33,6 +35,11 @@ class FileRows:
         self.changes = mapped._version
         self._file = os.open(path, os.O_RDONLY)  # stays this file when another gets its name
         weakref.finalize(self, os.close, self._file)
+
+    @property
+    def changed(self) -> int:
+        """When the file was last changed, in nanoseconds."""
+        return os.fstat(self._file).st_mtime_ns
 
     def read(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
         """The rows (M,...) of these indices (M,)."""
@@ -164,6 +171,24 @@ def remember(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if not mapped.is_inference():
             offset = 8 + size + header[name]["data_offsets"][0]
             _IN_FILES[mapped] = FileRows(path, offset, mapped)
+
+
+def map_rows(
+    path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype, changed: int
+) -> Tensor:
+    """Map rows of a file that another process reads as well, unless it was changed since."""
+    expected = f"the file that the caller maps, unchanged, at {path}"
+    try:
+        found = path.stat().st_mtime_ns
+        flat = np.memmap(path, np.uint8, "c", offset, (math.prod(shape) * dtype.itemsize,))
+    except (OSError, ValueError) as error:
+        raise OtadError(f"executor: expected {expected}, got: {error}") from error
+    if found != changed:
+        raise OtadError(f"executor: expected {expected}, got one that was changed")
+    mapped = torch.from_numpy(flat).view(dtype).view(shape)
+    if hasattr(os, "preadv"):
+        _IN_FILES[mapped] = FileRows(path, offset, mapped)
+    return mapped
 
 
 def in_file(points: Tensor) -> FileRows | JoinedRows | None:

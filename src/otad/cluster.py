@@ -1,0 +1,109 @@
+"""A Ray cluster as an executor. This is the only module that imports Ray (extra `cluster`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+from otad.checks import check_count
+from otad.errors import OtadError, import_extra
+from otad.io.sharing import Bytes
+
+EXTRA = "cluster"
+RETRIES = 3  # of a task whose worker or node is lost
+
+
+class RayExecutor(Executor):
+    """The workers of a Ray cluster, for the argument `executor` of `otad.evaluate` and others.
+
+    Every machine of the cluster needs the same versions of otad and torch. A model is sent to each
+    machine once, where all workers read it from Ray's shared memory. Ray starts a task again whose
+    worker or machine is lost. Classes of your own travel with `cloudpickle`.
+
+    Parameters
+    ----------
+    address : str
+        "auto" for the cluster that this machine belongs to, `ray://head:10001` for another one, or
+        "local" for a new one on this machine. If your program is connected already, that cluster is
+        used, and the address is not.
+    num_gpus : int
+        The GPUs that each task takes for itself.
+
+    Raises
+    ------
+    OtadError
+        If no cluster can be reached.
+
+    Examples
+    --------
+    >>> import otad
+    >>> from otad.cluster import RayExecutor
+    >>> digits = otad.data.load("digits")
+    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16)
+    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
+    >>> with RayExecutor("auto") as cluster:  # doctest: +SKIP
+    ...     otad.predict(model, digits.test_x, executor=cluster).shape
+    torch.Size([360, 10])
+    """
+
+    def __init__(self, address: str = "auto", *, num_gpus: int = 0) -> None:
+        check_count(num_gpus, "num_gpus", least=0)
+        self._ray = ray = import_extra("ray", EXTRA)
+        self._owns = not ray.is_initialized()
+        if self._owns:
+            try:
+                ray.init(address, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise OtadError(
+                    f"address: expected a Ray cluster at {address!r}, got: {error}"
+                ) from error
+        self.pickler = ray.cloudpickle.CloudPickler
+        self._call = ray.remote(_call).options(max_retries=RETRIES, num_gpus=num_gpus)
+
+    @property
+    def workers(self) -> int:
+        """The number of CPUs of the cluster now."""
+        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def submit(self, function: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        """Run a function on the cluster, and return a `concurrent.futures.Future`."""
+        reference = self._call.remote(function, args, options)
+        found: Future[Any] = Future()
+
+        def deliver(done: Future[Any]) -> None:
+            if (error := done.exception()) is None:
+                found.set_result(done.result())
+            elif isinstance(error, self._ray.exceptions.RayTaskError):
+                found.set_exception(error.cause)
+            else:
+                what = f"the cluster lost a task {RETRIES + 1} times or cannot be reached"
+                found.set_exception(OtadError(f"{what}: {error}"))
+
+        reference.future().add_done_callback(deliver)
+        return found
+
+    def share(self, arrays: Sequence[Bytes]) -> Callable[[], Sequence[Bytes]]:
+        """Put arrays into the shared memory of the cluster, and return how a worker reads them."""
+        return _Object(self._ray.put(list(arrays)))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Leave the cluster, if it was entered here."""
+        if self._owns:
+            self._ray.shutdown()
+
+
+@dataclass(frozen=True)
+class _Object:
+    """Arrays in the shared memory of a cluster, which every machine receives once."""
+
+    reference: Any
+
+    def __call__(self) -> Sequence[Bytes]:
+        found: Sequence[Bytes] = import_extra("ray", EXTRA).get(self.reference)
+        return found
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return function(*args, **options)

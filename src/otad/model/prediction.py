@@ -1,0 +1,64 @@
+"""`predict`: the answers of a model, batch by batch."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+import torch
+from torch import Tensor, nn
+
+from otad.checks import check_count, check_evaluation
+from otad.model.conversion import ArrayLike, Estimator, converted
+from otad.progress import Counter, progress_bar
+from otad.workers import Workers, in_batches
+
+
+def predict(
+    model: nn.Module | Estimator,
+    x: ArrayLike,
+    *,
+    batch_size: int = 1000,
+    executor: Executor | Workers | int | None = None,
+    progress: Counter | bool | None = None,
+) -> Tensor:
+    """Return the outputs of a model for many inputs, batch by batch.
+
+    Parameters
+    ----------
+    model : Module or estimator
+        A torch module, such as a defended model, or a fitted estimator.
+    x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
+        Inputs.
+    batch_size : int
+        Rows at once.
+    executor : Executor, int or None
+        Who answers the batches; see `otad.evaluate`.
+    progress : callable, bool or None
+        A function of (rows done, rows in total). True draws a progress bar, False draws none, and
+        None draws one on a terminal when the work takes longer than two seconds.
+
+    Returns
+    -------
+    Tensor (n, C) or (n,)
+        Logits, or values in regression. They are NaN where the model abstains.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> model = otad.defend(None, torch.eye(3), torch.arange(3), inputs="pixels", n_neighbors=2)
+    >>> x = torch.rand(5, 3)
+    >>> bool((otad.predict(model, x, batch_size=2) == model(x)).all())
+    True
+    """
+    module, inputs, _ = converted(model, x)
+    check_evaluation(module, "model")
+    rows = check_count(batch_size, "batch_size")
+    with progress_bar("predicting", progress) as report:
+        return torch.cat(in_batches(_outputs, module, inputs, rows, executor, report))
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+    outputs: Tensor = model(x)
+    return outputs

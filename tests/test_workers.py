@@ -1,0 +1,245 @@
+"""Several processes, of a pool or of a local Ray cluster, give the records of one, whoever is
+killed; and they share the memory of a model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import factories
+import numpy as np
+import processes
+import pytest
+import torch
+from evaluate.small import QUICK_CHECKS, Deadly, Plane, timeless, two_sides
+from typer.testing import CliRunner
+
+import otad
+from otad.cli.main import main
+from otad.cluster import RayExecutor
+from otad.errors import InputError, OtadError
+from otad.evaluate import runner, undefended
+from otad.io.mapped_rows import in_file
+from otad.io.sharing import Sharing, pack, unpack
+from otad.nets import fc_resnet
+from otad.workers import Workers, working
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    """What a user may bring: it does not recover from a kill."""
+    CONTEXT.set_forkserver_preload(["otad.evaluate"])
+    with ProcessPoolExecutor(2, CONTEXT) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Executor]:
+    """A cluster of this machine with two workers."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        try:
+            with RayExecutor() as made:
+                yield made
+            assert ray.is_initialized(), "it was not connected here"
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(params=["pool", "cluster"])
+def executor(request: pytest.FixtureRequest) -> Executor:
+    made: Executor = request.getfixturevalue(request.param)
+    return made
+
+
+def test_records_do_not_depend_on_the_workers(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "CHECKS", QUICK_CHECKS)
+    monkeypatch.setattr(undefended, "APGD", {"steps": 2})
+    lines: list[tuple[int, int]] = []
+    watch = lambda label, done, total, worst: lines.append((done, total))  # noqa: E731
+    how = {"skip_proved": ["wander"], "batch_size": 8} | dict.fromkeys(processes.FURTHER, True)
+    one = processes.assess(**how)
+    many = processes.assess(**how, executor=executor, progress=watch)
+    assert timeless(many) == timeless(one)
+    assert many.undefended is not None
+    assert many.certificate is not None
+    assert [done for done, _ in lines] == sorted(done for done, _ in lines)
+    assert lines[-1][0] == lines[-1][1]
+
+
+def test_predictions_and_certificates_do_not_depend_on_the_workers(executor: Executor) -> None:
+    model, x, _ = two_sides()
+    how: dict[str, Any] = {"batch_size": 7, "executor": executor}
+    assert torch.equal(otad.predict(model, x, **how), model(x))
+    one, many = otad.certify(model, x, batch_size=7), otad.certify(model, x, **how)
+    assert torch.equal(one.radius, many.radius)
+    assert torch.equal(one.prediction, many.prediction)
+    assert (one.rules, one.assumptions) == (many.rules, many.assumptions)
+    values, x, _ = two_sides(task="regression")
+    one, many = (
+        otad.certify_values(values, x, 0.1, batch_size=7),
+        otad.certify_values(values, x, 0.1, **how),
+    )
+    assert torch.equal(one.low, many.low)
+    assert torch.equal(one.high, many.high)
+    assert one.assumptions == many.assumptions
+
+
+@pytest.mark.parametrize("kind", ["processes", "cluster"])
+def test_a_killed_worker_is_replaced(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    executor = 2 if kind == "processes" else request.getfixturevalue(kind)
+    mark = tmp_path / "mark"
+    attacks = [*processes.ATTACKS, Deadly(mark=str(mark))]
+    killed = processes.assess(attacks=attacks, executor=executor)
+    assert mark.exists()
+    assert timeless(killed) == timeless(processes.assess(attacks=attacks))
+
+
+def test_kills_that_are_no_accident(tmp_path: Path) -> None:
+    others = multiprocessing.active_children()
+    deadly = Deadly(mark=str(tmp_path / "never"), spared=False)
+    folder, attacks = tmp_path / "folder", [*processes.ATTACKS, deadly]
+    reasons = {2: "3 times in a row.*smaller batches", None: "give a new ProcessPoolExecutor"}
+    for given, reason in reasons.items():
+        with ProcessPoolExecutor(2, CONTEXT) as own:
+            how = {"attacks": attacks, "executor": given or own, "eps": None, "folder": folder}
+            with pytest.raises(OtadError, match=f"killed.*{reason}.*saved"):
+                processes.assess(**how)
+    saved = sorted(folder.glob("parts/*"))
+    processes.assess(folder=folder, eps=None)
+    assert saved == sorted(folder.glob("parts/*")), "what was finished was saved"
+    assert multiprocessing.active_children() == others
+
+
+def test_a_killed_caller_resumes_with_other_workers(tmp_path: Path, pool: Executor) -> None:
+    folder, shared = tmp_path / "evaluation", tmp_path / "shared"
+    shared.mkdir()
+    caller = CONTEXT.Process(target=processes.assess_until, args=(5, folder, shared))
+    caller.start()
+    caller.join(300)
+    assert caller.exitcode == -9
+    begun = {path: path.stat().st_mtime_ns for path in folder.glob("parts/*")}
+    assert not (folder / "evaluation.json").exists()
+    resumed = processes.assess(folder=folder, executor=pool)
+    assert timeless(resumed) == timeless(processes.assess())
+    assert 5 <= len(begun) < len([*folder.glob("parts/*")])
+    assert begun == {path: path.stat().st_mtime_ns for path in begun}, "they were used"
+    until = time.monotonic() + 300
+    while [*shared.iterdir()] and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [*shared.iterdir()], "its processes ended, and removed what it had shared"
+
+
+def test_workers_hold_no_copy_of_a_model(executor: Executor, tmp_path: Path) -> None:
+    model = processes.Large()
+    with working(executor) as workers:
+        found = workers.all(processes.read_all, (model,), [(2, tmp_path)] * 2, lambda done: None)
+    size = model.bank.nbytes
+    assert len({process for *_, process in found}) == 2
+    for total, own, _ in found:
+        assert total == len(model.bank)
+        assert own < size / 4
+    assert model.counter.tolist() == [0, 0, 0]
+
+
+def test_a_mapped_bank_is_named_and_not_copied(tmp_path: Path) -> None:
+    model = factories.model()
+    model.save(tmp_path)
+    mapped = otad.load(tmp_path, resident=False)
+    sizes: list[int] = []
+
+    def share(arrays: Any) -> Any:
+        sizes.extend(array.nbytes for array in arrays)
+        return lambda: arrays
+
+    shared = Sharing(share)(mapped)
+    again = shared.open()
+    assert shared.open() is again
+    assert in_file(again.bank_inputs) is not None
+    weights = sum(one.nbytes for one in (*mapped.parameters(), *mapped.buffers()))
+    assert sum(sizes) <= weights + mapped.bank_labels.nbytes
+    x = factories.queries(model)
+    assert torch.equal(again(x), model(x))
+    (bank,) = tmp_path.glob("bank-*")
+    os.utime(bank, ns=(1, 1))
+    with pytest.raises(OtadError, match=f"unchanged, at .*{bank.name}, got one that was changed"):
+        unpack(shared.structure, shared.openers)
+    bank.unlink()
+    with pytest.raises(OtadError, match=f"{bank.name}.*No such file"):
+        unpack(shared.structure, shared.openers)
+
+
+def test_a_slice_is_sent_without_the_rest() -> None:
+    whole = torch.rand(10_000)
+    content = pack(whole[5:8])
+    assert len(content) < 1000
+    assert torch.equal(unpack(content), whole[5:8])
+    net = fc_resnet((3,), 2)
+    twin = unpack(pack([net, net.head.weight]))[0]
+    for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert isinstance(other, torch.nn.Parameter) is one.requires_grad
+
+
+def test_warnings_and_errors_of_workers_reach_the_caller(pool: Executor) -> None:
+    workers = Workers(pool)
+    with pytest.warns(UserWarning, match="seven is odd"):
+        assert [*workers.run(processes.complain, ("seven",), [("",)])] == [(0, None)]
+    for what, kind, reason in (
+        ("error", InputError, "value: expected another, got seven"),
+        ("strange error", OtadError, "1 and 2"),
+    ):
+        with pytest.warns(UserWarning, match="odd"), pytest.raises(kind, match=reason) as caught:
+            [*workers.run(processes.complain, ("seven",), [(what,)])]
+        assert "in complain" in caught.value.__notes__[0]
+    workers.close()
+
+
+def test_refusals(pool: Executor) -> None:
+    plane, x = Plane().eval(), torch.rand(4, 3)
+    plane.note = lambda: None
+    for given, reason in (
+        (ThreadPoolExecutor(1), "expected processes, got threads"),
+        (0, "executor: .*0"),
+        (2000, "executor: .*2000"),
+        (pool, "can be pickled.*lambda"),
+        ("two", "executor: .*'two'"),
+    ):
+        with pytest.raises(OtadError, match=reason):
+            otad.predict(plane, x, executor=given)
+
+
+def test_commands_give_the_same_files(tmp_path: Path, cluster: Executor) -> None:
+    model, x, y = two_sides()
+    model.save(tmp_path / "model")
+    np.savez(tmp_path / "x.npz", x=x.numpy(), y=y.numpy())
+
+    def written(command: str, out: str, *options: str) -> str:
+        given = [str(tmp_path / name) for name in ("model", "x.npz")]
+        done = CliRunner().invoke(
+            main, [command, *given, "--batch-size", "9", "--out", str(tmp_path / out), *options]
+        )
+        assert done.exit_code == 0, done.output
+        return (tmp_path / out).read_text()
+
+    for command in ("predict", "certify"):
+        one = written(command, f"{command}-1.csv")
+        assert written(command, f"{command}-2.csv", "--jobs", "2") == one
+        assert written(command, f"{command}-3.csv", "--cluster", "auto") == one
+    given = ["predict", "m", "x", "--out", "o", "--cluster", "auto", "--jobs", "2"]
+    assert "--jobs" in CliRunner().invoke(main, given).output
