@@ -28,6 +28,7 @@ PACKAGES = [
     "otad.certify",
     "otad.cip",
     "otad.cip.surrogate",
+    "otad.cluster",
     "otad.data",
     "otad.evaluate",
     "otad.experiments",

@@ -241,5 +241,6 @@ def test_commands_give_the_same_files(tmp_path: Path, cluster: Executor) -> None
         one = written(command, f"{command}-1.csv")
         assert written(command, f"{command}-2.csv", "--jobs", "2") == one
         assert written(command, f"{command}-3.csv", "--cluster", "auto") == one
-    given = ["predict", "m", "x", "--out", "o", "--cluster", "auto", "--jobs", "2"]
-    assert "--jobs" in CliRunner().invoke(main, given).output
+    model_dir, x_file = str(tmp_path / "model"), str(tmp_path / "x.npz")
+    given = ["predict", model_dir, x_file, "--out", str(tmp_path / "o.csv"), "--cluster", "auto"]
+    assert "--jobs: expected" in CliRunner().invoke(main, [*given, "--jobs", "2"]).output

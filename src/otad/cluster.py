@@ -7,10 +7,12 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
+from otad.arguments import guard
 from otad.checks import check_count
 from otad.errors import OtadError, import_extra
 from otad.io.sharing import Bytes
 
+__all__ = ["RayExecutor"]
 EXTRA = "cluster"
 RETRIES = 3  # of a task whose worker or node is lost
 
@@ -107,3 +109,6 @@ class _Object:
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return function(*args, **options)
+
+
+guard(globals(), __all__)
