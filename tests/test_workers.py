@@ -25,8 +25,9 @@ from otad.cli.main import main
 from otad.cluster import RayExecutor
 from otad.errors import InputError, OtadError
 from otad.evaluate import runner, undefended
-from otad.io.mapped_rows import in_file
+from otad.io.mapped_rows import JoinedRows, in_file
 from otad.io.sharing import Sharing, pack, unpack
+from otad.model.bank import FeatureBank
 from otad.nets import fc_resnet
 from otad.workers import Workers, working
 
@@ -175,6 +176,12 @@ def test_a_mapped_bank_is_named_and_not_copied(tmp_path: Path) -> None:
     assert sum(sizes) <= weights + mapped.bank_labels.nbytes
     x = factories.queries(model)
     assert torch.equal(again(x), model(x))
+    model.bank.save(tmp_path / "shards", shards=3)
+    bank = FeatureBank.load(tmp_path / "shards")
+    sharded = Sharing(share)(mapped.replace(bank=bank)).open()
+    assert isinstance(sharded.bank_inputs, JoinedRows)
+    assert torch.equal(sharded(x), model(x))
+    assert max(sizes) < model.bank.inputs.nbytes, "no part of a bank was copied"
     (bank,) = tmp_path.glob("bank-*")
     os.utime(bank, ns=(1, 1))
     with pytest.raises(OtadError, match=f"unchanged, at .*{bank.name}, got one that was changed"):
