@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Bottom up. A package covers all its modules.
 TABLE = {
-    0: ("arguments", "errors", "checks", "threat", "progress", "scores", "short_repr"),
+    0: ("arguments", "errors", "checks", "threat", "processes", "progress", "scores", "short_repr"),
     1: ("io", "workers"),
     2: ("data", "nets"),
     3: ("search", "training"),
@@ -27,7 +27,7 @@ TABLE = {
     8: ("estimator_base", "estimator_folder", "estimators", "report"),
     9: ("experiments",),
     10: ("cluster", "explorer", "serve"),
-    11: ("cli",),
+    11: ("cli", "__main__"),
 }
 LAYERS = {f"otad.{name}": layer for layer, names in TABLE.items() for name in names}
 

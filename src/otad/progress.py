@@ -31,6 +31,7 @@ from rich.progress import (
 from rich.text import Text
 
 from otad.errors import printable
+from otad.processes import is_first
 
 VARIABLE = "OTAD_PROGRESS"
 SHOW_AFTER = 2.0  # seconds
@@ -110,7 +111,7 @@ class _PartBars:
 
 
 def _wanted(progress: bool | None) -> bool:
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(VARIABLE) == "0" or not is_first():
         return False
     return can_draw() if progress is None else progress
 

@@ -19,11 +19,13 @@ from otad.cli.outputs import STDOUT
 from otad.errors import printable
 from otad.io.codec import to_plain
 from otad.io.files import replacing
+from otad.processes import is_first
 from otad.scores import Score
 
 
 def remark(message: str) -> None:
-    typer.echo(f"otad: {printable(message)}", err=True)
+    if is_first():
+        typer.echo(f"otad: {printable(message)}", err=True)
 
 
 def show(

@@ -20,6 +20,7 @@ from otad.model import defend as building
 from otad.model.answerer_options import solver_for
 from otad.model.folder import CARD, refuse_foreign_card
 from otad.model.otad import OTAD
+from otad.processes import is_first, works_together
 from otad.report.assessment import Assessment, assess
 from otad.scores import score_text
 
@@ -27,6 +28,7 @@ BANK_DTYPES = ("float32", "float16", "bfloat16")
 OF_BANK = ("per_class", "seed", "device", "bank_dtype", "scope", "smoothness", "strong_convexity")
 
 
+@works_together
 def defend(
     net_dir: Annotated[Path, opt.argument("NET_DIR", "Folder written by `otad train`.")],
     out: opt.OutFolder,
@@ -82,7 +84,7 @@ def defend(
     Lipschitz constant L. If no such map passes through the neighbors of a row, L is
     raised for this row and the output reports it. In global scope one map through all
     training points answers every input. Points that need a larger L are left out, and
-    the output lists them.
+    the output lists them. Processes that torchrun starts share the work on this map.
 
     Example: otad defend digits-net --out digits-model
 
@@ -109,6 +111,8 @@ def defend(
     if about["data"]["fingerprint"] != trained.note.fingerprint:
         remark(f"note: {choice.data} is not the data that the network was trained on")
     model = build_model(trained, dataset, n_neighbors=neighbors, solver=solver, **chosen)
+    if not is_first():  # it helped to find the potential of a global map
+        return
     if per_class is not None:
         about["data"]["kept"] = {"per_class": per_class, "seed": seed}
     assessment, card = assess_and_save(model, dataset, about, out)

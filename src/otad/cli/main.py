@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import import_module, metadata
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ COMMANDS = {
 }
 
 
+TOGETHER = ("train", "defend")  # commands that torchrun can start several times
 RESUMING = ("train", "imitate", "evaluate", "reproduce")
 _FULL_MEMORY = re.compile(
     "out of memory|allocate memory|not enough memory|alloc_failed", re.IGNORECASE
@@ -55,6 +57,10 @@ class _Commands(TyperGroup):
             if text != printable(text):
                 raise InputError(f"arguments: expected no control characters, got {text}")
         name, command, rest = super().resolve_command(ctx, args)
+        if os.environ.get("WORLD_SIZE", "1") != "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+            expected = f"the command {' or '.join(TOGETHER)} on several processes"
+            if name not in TOGETHER:
+                raise InputError(f"torchrun: expected {expected}, got {name}")
         return name, command if name is None else load_command(name), rest
 
     def invoke(self, ctx: Any) -> Any:

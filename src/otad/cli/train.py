@@ -22,6 +22,7 @@ from otad.cli.sources import (
 from otad.data import Dataset, Standardizer, names, split
 from otad.data.encoding import TableEncoding
 from otad.nets import Backbone
+from otad.processes import is_first, works_together
 from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 from otad.training.loop import CHECKPOINT
@@ -35,6 +36,7 @@ SHAPE = ("blocks", "hidden", "patch", "width", "heads")
 CHANGES = ("epochs", "batch_size", "learning_rate", "optimizer", "weight_decay", "energy_weight")
 
 
+@works_together
 def train(
     data: Annotated[
         str,
@@ -116,10 +118,13 @@ def train(
     Text columns become one-hot columns, and missing text is a category of its own. A
     missing number becomes the median of the train part, and a further column marks it.
     A vision transformer needs --net vit --recipe vit_cifar10, and a GPU.
+    To train on several processes, start the command by torchrun.
 
     Example: otad train digits --out digits-net
 
     Example: otad train wine.csv --target quality --task regression --out net
+
+    Example: torchrun --nproc-per-node 2 -m otad train digits --out digits-net
     """
     options = locals()
     choice = DataChoice(data, seed, opt.given(options, READING))
@@ -135,8 +140,11 @@ def train(
         remark("note: all training images are gray, so they are read with one channel")
     how: dict[str, Any] = {"validation": validation, "kind": net, "max_seconds": max_seconds}
     how |= {"options": opt.given(options, SHAPE), "checkpoint_dir": out, "progress": True}
-    start_anew(out, RECORD_FILE, CHECKPOINT)
+    if is_first():
+        start_anew(out, RECORD_FILE, CHECKPOINT)
     trained, result = train_net(dataset, config, **how)
+    if not is_first():
+        return
     about = describe_data(dataset, choice)
     record = training_record(trained, result, config, about, validation)
     if not result.finished:

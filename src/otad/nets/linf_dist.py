@@ -112,6 +112,7 @@ class DistanceLayer(nn.Module):
     means. In evaluation mode p is infinite, and running means are subtracted."""
 
     mean: Tensor
+    uses_batch_statistics = True
 
     def __init__(self, before: int, after: int, generator: torch.Generator) -> None:
         super().__init__()

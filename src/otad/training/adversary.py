@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from otad.checks import check_choice, check_count, require
 from otad.nets.inputs import InputNet, evaluating
+from otad.processes import ALONE, Processes
 from otad.threat import NORMS, LpBall
 from otad.training.config import check_range
 
@@ -122,14 +123,17 @@ class Adversary:
         return x + ball.random_step(x, generator, dtype=x.dtype)
 
 
-def steepest_perturbation(loss: Tensor, net: nn.Module, share: float) -> Perturbation:
+def steepest_perturbation(
+    loss: Tensor, net: nn.Module, share: float, processes: Processes = ALONE
+) -> Perturbation:
     """Return a step along the gradient of `loss` for each trained matrix or kernel.
 
     Its length is this share of the norm of the weight. Biases and scales of normalization are not
-    perturbed."""
+    perturbed. The gradient is the mean over all processes."""
     weights = [one for one in net.parameters() if one.requires_grad and one.dim() > 1]
     require(weights, "weight_share", "0 for a net that trains no matrix or kernel", share)
     gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
+    processes.average(gradients)
     return [
         (weight, share * (weight.detach().norm() / gradient.norm().clamp_min(1e-20)) * gradient)
         for weight, gradient in zip(weights, gradients, strict=True)

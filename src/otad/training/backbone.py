@@ -42,6 +42,9 @@ def train(
 ) -> TrainResult:
     """Train a backbone in place and leave it on `config.device` in evaluation mode.
 
+    If the program has a process group of `torch.distributed`, its processes share every batch, and
+    all of them must make the same call. The records are those of one process, up to rounding.
+
     Parameters
     ----------
     net : Backbone
@@ -95,6 +98,7 @@ def train(
 
 class BackboneTraining(SupervisedTraining[Backbone]):
     config: TrainConfig
+    shares_batches = True
 
     def __init__(
         self,
@@ -157,10 +161,12 @@ class BackboneTraining(SupervisedTraining[Backbone]):
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         """Take one gradient step and return the batch means of loss, energy and score (3,)."""
-        x, y, start, *weights = batch
+        x, y, start, *weights = batch  # the loss is that of the whole batch, so y stays whole
+        x, start = map(self.processes.share_rows, (x, start))
         inputs = x
         if self.config.adversary is not None:
-            inputs = self._attack(self.weights.net, self.ball, x, y, start)
+            own_y = self.processes.share_rows(y)
+            inputs = self._attack(self.weights.net, self.ball, x, own_y, start)
             if self.config.loss in COMPARING:
                 # In one pass, so that the statistics of a batch include both.
                 inputs = torch.cat([inputs, x])
@@ -176,11 +182,18 @@ class BackboneTraining(SupervisedTraining[Backbone]):
     def _objective(
         self, inputs: Tensor, y: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the objective of a step, its loss and energy, and the outputs (B,...)."""
+        """Return the objective of a step, its loss and energy, and the outputs (B,...).
+
+        The inputs are the share of this process, and all else is that of the whole batch."""
         net, config = self.weights.net, self.config
+
+        def whole(own: Tensor) -> Tensor:
+            return self.processes.gather_rows(own, len(y))
+
         with precision(self.device, mixed=config.mixed_precision):
             passed = self.forward(inputs)
         embedded, features, outputs, energies = (part.to(net.mean.dtype) for part in passed)
+        outputs, energies = whole(outputs), whole(energies)
         if weights is None:
             loss, energy = self.loss(outputs, y, net.head), energies.mean()
         else:
@@ -189,7 +202,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
             loss, energy = ((weights * part).mean() for part in (losses, energies))
         objective = loss + config.energy_weight * energy if config.energy_weight > 0 else loss
         if config.pair_weight > 0:
-            excess = pair_excess(embedded, features, config.pair_smoothness)
+            excess = pair_excess(whole(embedded), whole(features), config.pair_smoothness)
             objective = objective + config.pair_weight * excess
         return objective, loss, energy, outputs
 
@@ -211,18 +224,23 @@ class BackboneTraining(SupervisedTraining[Backbone]):
 
     def validate(self) -> float | None:
         data, net, adversary = self.data, self.weights.best, self.config.adversary
+        share = self.processes.share_rows
         if "val_x" not in data:
             return None
         net.eval()
         sums, generator = [], torch.Generator(self.device).manual_seed(self.config.seed)
         parts = (data[name].split(_SCORED_ROWS) for name in ("val_x", "val_y"))
         for x, y in zip(*parts, strict=True):
-            x = self.laid_out(net.from_bytes(x))
-            if adversary is not None:
+            x, own_y = self.laid_out(net.from_bytes(x)), share(y)
+            if adversary is None:
+                x = share(x)
+            else:
                 ball = adversary.ball(net)
-                x = self._attack(net, ball, x, y, adversary.start(ball, x, generator))
+                start = share(adversary.start(ball, x, generator))
+                x = self._attack(net, ball, share(x), own_y, start)
             with torch.no_grad(), precision(self.device, mixed=self.config.mixed_precision):
-                sums.append(_scores(net(x), y).sum())
+                scores = _scores(net(x), own_y)
+                sums.append(self.processes.gather_rows(scores, len(y)).sum())
         return float(torch.stack(sums).double().sum()) / len(data["val_y"])
 
 

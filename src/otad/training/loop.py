@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from otad.checks import refusing, require
-from otad.errors import InputError
+from otad.io.codec import digest_of
+from otad.processes import ALONE, Processes
 from otad.progress import part_bars
 from otad.training.acceleration import CapturedStep, precision
+from otad.training.batch_statistics import check_layers, whole_batch_statistics
 from otad.training.checkpoint import describe_run, load_run, save_run
 from otad.training.config import LoopConfig
 
@@ -65,6 +67,8 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
     record_type: ClassVar[type]
     checkpoint_name: ClassVar[str] = CHECKPOINT
     label: ClassVar[str] = "training"
+    shares_batches: ClassVar[bool] = False
+    """Whether a step computes with this process's share of a batch alone, see `Processes`."""
     rows_on_device: ClassVar[bool] = True
     """Whether `batches` indexes tensors on the device of the net."""
 
@@ -86,7 +90,9 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         self.config, self.saving, self.device = config, saving, device
         folder = saving.checkpoint_dir
         self.path = None if folder is None else Path(folder) / self.checkpoint_name
-        self.identity = {} if self.path is None else describe_run(net, config) | identity()
+        self.processes = Processes.joined(device) if self.shares_batches else ALONE
+        named = self.path is not None or self.processes.count > 1
+        self.identity = describe_run(net, config) | identity() if named else {}
         self.weights = Averaged(net, config.ema).to(device)
         self.optimizer = config.make_optimizer(net)
         self.history: list[AnyRecord] = []
@@ -123,18 +129,39 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         """Train for the remaining epochs, as far as the time allows.
 
         A lock makes sure that no other training uses the same folder."""
+        if self.processes.count > 1:
+            self._check_together()
         if self.path is None:
             return self._run(progress)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            alone = FileLock(self.path.with_name(LOCK)).acquire(timeout=0)
-        except Timeout as error:
-            place = f"{self.path.parent}, in which another one runs"
-            raise InputError(f"checkpoint_dir: expected no other training, got {place}") from error
-        with alone:
-            if self.path.exists():
+        with self._locked(self.path):
+            if self.processes.first_says(self.path.exists()):
                 self._resume(self.path)
             return self._run(progress)
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        lock, is_free = FileLock(path.with_name(LOCK)), True
+        if self.processes.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                is_free = False
+        try:
+            place = f"{path.parent}, in which another one runs"
+            is_free = self.processes.first_says(is_free)
+            require(is_free, "checkpoint_dir", "no other training", place)
+            yield
+        finally:
+            lock.release()
+
+    def _check_together(self) -> None:
+        """Refuse different arguments, and what several processes compute otherwise than one."""
+        run = digest_of({"run": self.identity, "saved": self.path is not None}, length=64)
+        self.processes.require_same(bytes.fromhex(run), "net, data, config and checkpoint_dir")
+        check_layers(self.weights.net, self.config, self.processes, self.n_rows)
+        captures = self.config.captures_steps
+        require(not captures, "cuda_graph", "False on several processes", captures)
 
     def _resume(self, path: Path) -> None:
         with refusing(f"{path}: expected a checkpoint of this run"):
@@ -148,6 +175,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         deadline = self.saving.started + (self.saving.max_seconds or math.inf)
         with (
             precision(self.device, mixed=False),  # whatever the caller uses
+            whole_batch_statistics(self.weights.net, self.processes),
             reporting(progress, config.epochs, done, self.label, self.text) as report,
         ):
             if done < config.epochs:
@@ -157,13 +185,14 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                 record = self.run_epoch(epoch)
                 self.history.append(record)
                 now = monotonic()
-                is_last = epoch == config.epochs or now + (now - began) > deadline
+                is_late = self.processes.first_says(now + (now - began) > deadline)
+                is_last = is_late or epoch == config.epochs
                 if is_last or now - saved_at >= self.saving.save_seconds:
-                    if self.path is not None:
+                    if self.path is not None and self.processes.rank == 0:
                         run = self.weights, self.optimizer, self.history
                         save_run(self.path, self.identity, *run)
                     saved_at = now = monotonic()
-                if is_last or epoch % config.log_every == 0:
+                if self.processes.rank == 0 and (is_last or epoch % config.log_every == 0):
                     _log.info("%s", self.text(record))
                 report(record)
                 if is_last:
@@ -180,10 +209,11 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         means: list[Tensor] = []  # on the device, because reading every value would stall a GPU
         on_cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
-            torch.default_generator.manual_seed(seed)  # dropout draws from the global generators
+            own_seed = seed + self.processes.rank  # dropout draws from the global generators
+            torch.default_generator.manual_seed(own_seed)
             if on_cuda:
                 with torch.cuda.device(self.device):
-                    torch.cuda.manual_seed(seed)
+                    torch.cuda.manual_seed(own_seed)
             for number, batch in enumerate(self.batches(row_batches, generator)):
                 rate = self.config.rate_at(epoch - 1 + (number + 0.5) / len(row_batches))
                 for group in self.optimizer.param_groups:
@@ -203,9 +233,13 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         return self.record(epoch, values, score, perf_counter() - started)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradient of the loss; older gradients are dropped."""
+        """Compute the gradient of the loss; older gradients are dropped.
+
+        On several processes it is the mean of their gradients, see `Processes.gather_rows`."""
         self.optimizer.zero_grad()
         loss.backward()
+        gradients = (weight.grad for weight in self.weights.net.parameters())
+        self.processes.average(one for one in gradients if one is not None)
 
     def update(self, *, first: bool) -> None:
         """Change the weights by their gradient. `first` marks the first step of all."""

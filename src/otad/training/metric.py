@@ -96,6 +96,8 @@ def train_metric(
 ) -> TrainResult:
     """Train a metric in place and leave it on `config.device` in evaluation mode.
 
+    The processes of a process group share every batch, as in `train`.
+
     Parameters
     ----------
     metric : Metric
@@ -150,6 +152,7 @@ def neighbor_accuracy(
 
 class MetricTraining(SupervisedTraining[Metric]):
     config: MetricConfig
+    shares_batches = True
 
     def __init__(self, net: Metric, data: Data, config: MetricConfig, **options: Any) -> None:
         self.loss = metric_losses.make_loss(config.loss, config.margin_used, config.temperature)
@@ -165,7 +168,7 @@ class MetricTraining(SupervisedTraining[Metric]):
         """Yield inputs, labels, rows, and the inputs from which the adversary starts."""
         data = self.data
         if self.config.references == "bank":
-            self.bank = encode(self.weights.net, data["train_x"]).float()  # as in a step
+            self.bank = self._encode(self.weights.net, "train_x").float()  # as in a step
         for number, rows in enumerate(row_batches):
             x, y = self.weights.net.from_bytes(data["train_x"][rows]), data["train_y"][rows]
             if self.augment is not None:
@@ -175,7 +178,8 @@ class MetricTraining(SupervisedTraining[Metric]):
 
     def step(self, *batch: Tensor, first: bool) -> Tensor:
         """Take one gradient step and return the batch means of loss, energy (0) and score (3,)."""
-        x, y, rows, start = batch
+        x, y, rows, start = batch  # keys are compared with those of the whole batch
+        x, start = map(self.processes.share_rows, (x, start))
         perturbed, adversary = x, self.config.adversary
         if adversary is not None:
             perturbed = self._attack(adversary, x, y, rows, start)
@@ -199,14 +203,15 @@ class MetricTraining(SupervisedTraining[Metric]):
     def _compare(
         self, perturbed: Tensor, x: Tensor, y: Tensor, rows: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the loss of perturbed inputs among clean ones, and the keys of both."""
+        """Return the loss of perturbed inputs among clean ones, and the keys (B,m) of both.
+
+        The inputs are the share of this process, and all else is that of the whole batch."""
         metric = self.weights.net
         with precision(self.device, mixed=self.config.mixed_precision):
-            if perturbed is x:
-                keys = clean = metric(x).float()
-            else:
-                # In one pass, so that the statistics of a batch include both.
-                keys, clean = metric(torch.cat([perturbed, x])).float().chunk(2)
+            # In one pass, so that the statistics of a batch include both.
+            inputs = x if perturbed is x else torch.cat([perturbed, x])
+            found = self.processes.gather_rows(metric(inputs).float(), len(y))
+            keys, clean = (found, found) if perturbed is x else found.chunk(2)
         return self.loss(keys, y, *self._references(clean, y, rows)), (keys, clean)
 
     def _attack(
@@ -217,7 +222,10 @@ class MetricTraining(SupervisedTraining[Metric]):
         with precision(self.device, mixed=self.config.mixed_precision):
             with evaluating(metric):
                 clean = metric(x).float().detach()  # with `no_grad` autocast would cache its casts
-            among = (y, *self._references(clean, y, rows))
+            clean = self.processes.gather_rows(clean, len(y))
+            references, labels, own = self._references(clean, y, rows)
+            share = self.processes.share_rows
+            among = share(y), references, labels, share(own)
 
             def loss(keys: Tensor) -> Tensor:
                 keys = keys.float()
@@ -232,10 +240,15 @@ class MetricTraining(SupervisedTraining[Metric]):
         # The keys of the batch replace their copies in the bank, which have no gradients.
         return self.bank.index_copy(0, rows, clean), self.data["train_y"], rows
 
+    def _encode(self, metric: Metric, part: str) -> Tensor:
+        """Return the keys (N,m) of a part of the data."""
+        keys = encode(metric, self.processes.share_rows(self.data[part]))
+        return self.processes.gather_rows(keys, len(self.data[part]))
+
     def validate(self) -> float | None:
         data, metric = self.data, self.weights.best
         if "val_x" not in data:
             return None
-        held_out = encode(metric, data["val_x"]), data["val_y"]
-        known = encode(metric, data["train_x"]), data["train_y"]
+        held_out = self._encode(metric, "val_x"), data["val_y"]
+        known = self._encode(metric, "train_x"), data["train_y"]
         return neighbor_accuracy(*held_out, *known, n_neighbors=self.config.n_neighbors)

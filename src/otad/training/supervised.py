@@ -242,7 +242,7 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         """Return what the adversary adds to the weights to raise the loss of the current batch."""
         if self.weight_share == 0:
             return []
-        return steepest_perturbation(loss(), self.weights.net, self.weight_share)
+        return steepest_perturbation(loss(), self.weights.net, self.weight_share, self.processes)
 
     def text(self, record: EpochRecord) -> str:
         return record.text(self.metric)

@@ -10,9 +10,11 @@ limit, it is confirmed in float64 from differences."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from otad.cip.execution import blocks, full_precision
 from otad.cip.whole_bank.pairs import Pairs
 from otad.errors import SolverError
+from otad.processes import ALONE, Processes
 
 BLOCK = {"cpu": 2**11, "cuda": 2**13}  # points on each side of a block of pairs
 CONFIRMED_NUMBERS = 2**26  # numbers of the pairs that are compared in float64 at a time
@@ -30,7 +33,12 @@ NEAR = 1e-4  # differences of images below this share of their squares are lost 
 
 
 class PairRatios(ABC):
-    """A ratio for each pair of `count` points, each of `width` numbers, on a device."""
+    """A ratio for each pair of `count` points, each of `width` numbers, on a device.
+
+    If the program has several processes, each one compares its share of the blocks of pairs."""
+
+    proves_bounds: ClassVar[bool] = False
+    """Whether `bounds` are proved. Else rounding in float32 may hide a slightly larger ratio."""
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
         self.count, self.device = count, device
@@ -50,27 +58,48 @@ class PairRatios(ABC):
 
     def largest(self) -> float:
         """Return the largest ratio of all pairs, or 0 if there are none."""
-        largest = 0.0
-        for corner, bounds in self._blocks():
+        processes = Processes.joined(self.device)
+        value, is_finalist = self._largest(processes)
+        if processes.count == 1:
+            return value
+        own = torch.tensor([[value, float(is_finalist)]], dtype=torch.float64, device=self.device)
+        found = processes.gather(own, [1] * processes.count)
+        value = float(found[:, 0].max())
+        # One process confirms every finalist. Of the others it confirms fewer pairs than several
+        # processes do, because the largest ratio so far is then the largest of more blocks.
+        if self.proves_bounds or bool(found[found[:, 0] == value, 1].any()):
+            return value
+        return self._largest(ALONE)[0]
+
+    def _largest(self, processes: Processes) -> tuple[float, bool]:
+        """Return the largest ratio of this share of the pairs, and whether a finalist has it."""
+        largest, is_finalist = 0.0, True
+        for corner, bounds in self._blocks(processes):
             best = bounds.flatten().topk(min(FINALISTS, bounds.numel())).indices
             places = torch.stack([best // bounds.shape[1], best % bounds.shape[1]], dim=1)
-            largest = self._largest_of(places + corner, largest)
-            largest = self._largest_of((bounds > largest).nonzero() + corner, largest)
-        return largest
+            listed = self._largest_of(places + corner, largest)
+            found = self._largest_of((bounds > listed).nonzero() + corner, listed)
+            if found > largest:
+                largest, is_finalist = found, found == listed
+        return largest, is_finalist
 
     def above(self, limit: float, name: str, value: float) -> Tensor:
         """Return all pairs i < j (k,2) with a ratio above the limit.
 
         If there are too many, the `value` of the argument `name` is refused."""
         found, count = [torch.zeros(0, 2, dtype=torch.int64, device=self.device)], 0
-        for corner, bounds in self._blocks():
+        processes = Processes.joined(self.device)
+        for corner, bounds in self._blocks(processes):
             for some in ((bounds > limit).nonzero() + corner).split(self._at_once):
                 found.append(some[self.exact(*some.unbind(1)) > limit])
                 count += len(found[-1])
             if count > MOST_PAIRS:
-                got = f"{value}, which more than {MOST_PAIRS} pairs exceed"
-                raise SolverError(f"{name}: expected one that most pairs satisfy, got {got}")
-        return torch.cat(found)
+                break
+        counts = processes.gather(torch.tensor([count], device=self.device)).tolist()
+        if sum(counts) > MOST_PAIRS:
+            got = f"{value}, which more than {MOST_PAIRS} pairs exceed"
+            raise SolverError(f"{name}: expected one that most pairs satisfy, got {got}")
+        return processes.gather(torch.cat(found), counts)
 
     def _largest_of(self, pairs: Tensor, largest: float) -> float:
         for some in pairs.split(self._at_once):
@@ -78,12 +107,13 @@ class PairRatios(ABC):
                 largest = max(largest, float(self.exact(*some.unbind(1)).max()))
         return largest
 
-    def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(self, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the first points (2,) of each block of pairs, and bounds, -1 where i >= j."""
         parts = blocks(self.count, BLOCK.get(self.device.type, BLOCK["cpu"]))
-        for number, one in enumerate(parts):
+        tiles = list(itertools.combinations_with_replacement(parts, 2))
+        for one, others in itertools.groupby(processes.share(tiles), key=lambda tile: tile[0]):
             own = self.read(one)
-            for other in parts[number:]:
+            for _, other in others:
                 with full_precision(self.device):
                     bounds = self.bounds(own, own if other is one else self.read(other))
                 if other is one:

@@ -95,6 +95,8 @@ def _positive(lipschitz: float) -> float:
 class PairSlopes(PairRatios):
     """The ratio |g_i - g_j| / |x_i - x_j| of each pair, 0 for pairs that are equal in both."""
 
+    proves_bounds = True
+
     def __init__(self, points: Tensor, answers: Tensor) -> None:
         check_tensor(points, "points", "N,p", dtypes=STORAGE_DTYPES)
         check_tensor(answers, "answers", "N,C", dtypes=STORAGE_DTYPES)

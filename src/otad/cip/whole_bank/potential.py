@@ -11,10 +11,15 @@ matrix product. Sweeps are the Bellman-Ford relaxation of a longest path. They e
 solution above the start, if and only if no cycle of pairs has positive weight. The points that last
 raised each other reveal such a cycle as soon as it is closed. After a sweep over all pairs, only
 the points that rose can raise others. So the next sweeps use only these, and the last one uses all
-points again."""
+points again.
+
+If the program has several processes (`otad.processes`), each one raises its share of the blocks of
+points, and then all get the values of all points. Blocks are the same for any number of processes,
+so the values are too, bit for bit."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +33,7 @@ from otad.cip.whole_bank import contradictions
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import SolverError
+from otad.processes import Processes
 from otad.short_repr import short_repr
 
 ROUNDING = 1e-13  # the rounding error of a rise, relative to the numbers it is a difference of
@@ -214,9 +220,10 @@ def _raised(
     """Return the largest right side (N,) for every point, and the point j it comes from.
 
     If `by` is given, j is one of these points."""
-    pairs, found = prices.pairs, []
-    lines = _lines(pairs, levels, modulus)
-    for rows in pairs.blocks():
+    pairs, processes = prices.pairs, Processes.joined(levels.device)
+    lines, blocks = _lines(pairs, levels, modulus), pairs.blocks()
+    found = [(levels[:0], levels[:0].long())]
+    for rows in processes.share(blocks):
         points, images = pairs.read(rows)
         queries = points - images / modulus
         if by is None or 4 * len(by) > len(pairs):
@@ -224,6 +231,14 @@ def _raised(
         else:
             found.append(prices.largest_of(by, queries, lines))
     best, source = (torch.cat(parts) for parts in zip(*found, strict=True))
+    if processes.count > 1:
+        ends = [0, *itertools.accumulate(processes.sizes(len(blocks)))]
+        sizes = [
+            sum(rows.stop - rows.start for rows in blocks[i:j]) for i, j in itertools.pairwise(ends)
+        ]
+        both = torch.stack([best, source.double()], dim=1)  # 16 bytes a point, in one message
+        best, source = (part.contiguous() for part in processes.gather(both, sizes).unbind(1))
+        source = source.long()
     return best + pairs.image_squares / (2 * modulus), source
 
 
