@@ -24,7 +24,7 @@ TABLE = {
     5: ("model",),
     6: ("attacks", "certify", "explain", "baselines"),
     7: ("evaluate",),
-    8: ("estimator_base", "estimator_folder", "estimators", "report"),
+    8: ("estimator_base", "estimator_folder", "estimators", "hub", "report"),
     9: ("experiments",),
     10: ("cluster", "explorer", "serve"),
     11: ("cli", "__main__"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from otad.estimators import OTADClassifier, OTADRegressor
     from otad.evaluate import attack, evaluate
     from otad.explain import explain
+    from otad.hub import from_pretrained, push_to_hub
     from otad.model import prototypes
     from otad.model.defend import defend
     from otad.model.foreign import distance_threshold
@@ -51,10 +52,12 @@ __all__ = [
     "distance_threshold",
     "evaluate",
     "explain",
+    "from_pretrained",
     "load",
     "nets",
     "predict",
     "prototypes",
+    "push_to_hub",
 ]
 
 # Names are imported when they are first used: torch alone takes seconds.
@@ -65,6 +68,7 @@ _SOURCES = {
     "otad.estimators": ("OTADClassifier", "OTADRegressor"),
     "otad.evaluate": ("attack", "evaluate"),
     "otad.explain": ("explain",),
+    "otad.hub": ("from_pretrained", "push_to_hub"),
     "otad.model": ("prototypes",),
     "otad.model.defend": ("defend",),
     "otad.model.foreign": ("distance_threshold",),

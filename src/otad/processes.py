@@ -156,17 +156,12 @@ def is_first() -> bool:
     return Processes.joined("cpu").rank == 0
 
 
-def launched_by_torchrun() -> bool:
-    """Return whether `torchrun` started this process as one of several."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-
-
 @contextmanager
 def group_of(device: str) -> Iterator[str]:
     """Join the processes that `torchrun` started, if it did, and yield the device of this one.
 
     For "cuda" this is the GPU of its number on the machine."""
-    if not launched_by_torchrun():
+    if not dist.is_torchelastic_launched():
         yield device
         return
     if device == "cuda":

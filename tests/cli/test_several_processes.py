@@ -53,7 +53,7 @@ def test_train_and_defend(tmp_path, monkeypatch) -> None:
     alone = [CliRunner().invoke(main, [*one, one[0]]).stdout for one in (train, defend)]
     others = [*train, "net"], [*defend, "model"], ["report", "model"]
     first, second = run(tmp_path / "two", *others, processes=2)
-    refused = "torchrun: expected the command train or defend on several processes, got report"
+    refused = "torchrun: expected the command train or defend, got report"
     assert second == ["exit 0", "exit 0", f"otad: {refused}", "exit 2"]
     record, expected = json.loads(first[0]), json.loads(alone[0])
     assert [epoch["loss"] for epoch in record["history"]] == pytest.approx(

@@ -57,10 +57,8 @@ class _Commands(TyperGroup):
             if text != printable(text):
                 raise InputError(f"arguments: expected no control characters, got {text}")
         name, command, rest = super().resolve_command(ctx, args)
-        if os.environ.get("WORLD_SIZE", "1") != "1" and "TORCHELASTIC_RUN_ID" in os.environ:
-            expected = f"the command {' or '.join(TOGETHER)} on several processes"
-            if name not in TOGETHER:
-                raise InputError(f"torchrun: expected {expected}, got {name}")
+        if name not in TOGETHER and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise InputError(f"torchrun: expected the command {' or '.join(TOGETHER)}, got {name}")
         return name, command if name is None else load_command(name), rest
 
     def invoke(self, ctx: Any) -> Any:

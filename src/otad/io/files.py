@@ -91,3 +91,12 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a path is in the folder itself, and no link to another place.
+
+    The cache of the Hugging Face Hub links the files in `snapshots` to the `blobs` beside it."""
+    home = folder.resolve()
+    blobs = (parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")
+    return path.resolve().parent in (home, *blobs)

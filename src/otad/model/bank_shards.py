@@ -16,7 +16,7 @@ from otad.checks import check_count, refusing, require
 from otad.errors import InputError
 from otad.io import tensor_files
 from otad.io.codec import digest_of, read_json
-from otad.io.files import replacing
+from otad.io.files import is_inside, replacing
 
 INDEX = "bank.safetensors.index.json"
 FORMAT = "otad-feature-bank-index"
@@ -128,7 +128,7 @@ def damaged_shards(folder: str | Path) -> dict[str, str]:
 
     def fault(name: str) -> str | None:
         path, expected = folder / name, shards[name]["checksum"]
-        if not (path.is_file() and path.resolve().parent == folder.resolve()):
+        if not (path.is_file() and is_inside(path, folder)):
             return f"{path}: expected a regular file inside the folder, got none"
         try:
             found = tensor_files.map_sealed(path)[1].get("checksum")

@@ -21,7 +21,7 @@ from torch import Tensor
 from otad.checks import require
 from otad.errors import InputError
 from otad.io.codec import digest_of, parse_json, read_json
-from otad.io.files import replacing
+from otad.io.files import is_inside, replacing
 from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, write_tensors
 from otad.model.bank import FeatureBank
 from otad.model.bank_shards import remove_shards
@@ -211,7 +211,7 @@ def _existing(folder: Path, entry: Mapping[str, Any]) -> Path:
     ours = of_shards or _OWN_NAME.fullmatch(name)
     require(ours, f"{folder / CARD}", "the name of a model's file", repr(name))
     exists = path.is_dir() if of_shards else path.is_file()
-    inside = exists and path.resolve().parent == folder.resolve()
+    inside = exists and is_inside(path, folder)
     found = "none, or none that is a regular file inside the folder"
     require(inside, str(path), f"the file that {CARD} names", found)
     return path
