@@ -168,7 +168,7 @@ def from_pretrained(
     kind = KINDS.get(str(about.get("class")))
     expected = f"an estimator of {', '.join(KINDS)}"
     require(kind is not None, str(folder / CARD), expected, repr(about.get("class")))
-    return load_estimator(kind, folder, device)  # type: ignore[arg-type, return-value]
+    return load_estimator(kind, folder, device)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class Processes:
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum over all processes, with gradients as in `gather_rows`."""
-        return own if self.count == 1 else _Sum.apply(own)  # type: ignore[no-untyped-call, no-any-return]
+        return own if self.count == 1 else _Sum.apply(own)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def average(self, tensors: Iterable[Tensor]) -> None:

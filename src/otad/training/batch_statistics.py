@@ -62,13 +62,14 @@ def _normalized(layer: _BatchNorm, processes: Processes, x: Tensor) -> Tensor:
     mean, values = sums[:-1] / sums[-1], sums[-1]
     off = wide - mean.view(shape)
     variance = processes.sum(off.square().sum(dims)) / values
-    if layer.running_mean is not None and layer.running_var is not None:
+    running, spread, steps = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    if running is not None and spread is not None and steps is not None:
         with torch.no_grad():
-            layer.num_batches_tracked += 1  # type: ignore[operator]
-            share = 1 / layer.num_batches_tracked if layer.momentum is None else layer.momentum
+            steps += 1
+            share = 1 / steps if layer.momentum is None else layer.momentum
             unbiased = variance * (values / (values - 1))
-            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
-            layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), share)
+            running.lerp_(mean.to(running.dtype), share)
+            spread.lerp_(unbiased.to(spread.dtype), share)
     result = off * (variance + layer.eps).rsqrt().view(shape)
     if layer.affine:
         result = result * layer.weight.view(shape) + layer.bias.view(shape)
