@@ -61,7 +61,8 @@ def serve(
     Clients of KServe and Triton work as they are, with JSON and binary tensors. A
     request gets predictions and probabilities. Neighbors, weights, contributions,
     distances and certified radii are outputs that it can ask for by name. /explain
-    explains predictions, /metrics is for Prometheus, and /docs lists all paths.
+    explains predictions, /metrics is for Prometheus, and /docs lists all paths. Open
+    the address in a browser to explore the model.
 
     Requests that wait are computed together. SIGTERM and Ctrl-C end the service after
     it has answered what it took. Put a proxy in front for encryption.

@@ -16,7 +16,7 @@ STEPS = 64  # of a path, all answered as one batch
 SHARE = 0.25  # of the spread of the inputs: the radius of the first attack
 LARGER = 3.0  # times that radius: the second attack
 ATTACK_STEPS, AIMS = 20, 6
-COARSE = 17  # places of a line that are asked for the first other answer
+COARSE = 33  # places of a line that are asked for the first other answer
 BEYOND, FURTHER = 1.6, 3.0  # times the way to another answer; times a way on which none was found
 
 
@@ -70,12 +70,10 @@ def attacked(model: OTAD, x: Tensor, unit: Tensor, mutable: Tensor | None) -> tu
     if not bool(result.broken):
         larger = ball.with_eps(LARGER * ball.eps)
         result = second(model, batch, y, larger, generator=generator)
+    # On the line, another answer may be much nearer than where the attack ended, or further away.
     end = result.inputs[0]
-    if not bool(result.broken):
-        return end, FURTHER
-    # The attack may have gone far beyond the first other answer on its line.
-    line = line_to(model, x, end, torch.linspace(0, 1, COARSE).to(x))
+    line = line_to(model, x, end, torch.linspace(0, FURTHER, COARSE).to(x))
     with torch.no_grad():
         other = model(line).argmax(1) != y
     found = other.nonzero().flatten().tolist()
-    return line[found[0] if found else -1], BEYOND
+    return (line[found[0]], BEYOND) if found else (end, FURTHER)

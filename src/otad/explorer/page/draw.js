@@ -28,6 +28,8 @@ function number(value, digits = 3) {
   return value === null || value === undefined ? "none" : String(Number(value.toPrecision(digits)));
 }
 
+// Lengths keep their three digits, so that 1.00 does not read as exactly one.
+const measure = (value) => (value < 100 ? value.toPrecision(3) : number(value));
 const signed = (value) => (value === null ? "none" : (value > 0 ? "+" : "") + number(value));
 const percent = (value) => (100 * value).toFixed(1) + "%";
 
@@ -110,9 +112,9 @@ function drawDial(setup, found, step) {
   const size = Math.max(furthest, radius || 0) * 1.04, scale = 54 / size;
   const circle = (distance, more, title) => shape("circle", { r: scale * distance, fill: "none", ...more }, title);
   svg.replaceChildren(circle(size, { stroke: "var(--line)", fill: everywhere ? "var(--pale)" : "none" }));
-  if (radius) svg.append(circle(radius, { fill: "var(--pale)", stroke: "var(--accent)", "stroke-width": 2.5, class: "ring" }, `Proved within ${number(radius)}`));
+  if (radius) svg.append(circle(radius, { fill: "var(--pale)", stroke: "var(--accent)", "stroke-width": 2.5, class: "ring" }, `Proved within ${measure(radius)}`));
   const flip = found.answer_flip;
-  if (flip !== null) svg.append(circle(found.distance[flip], { stroke: "var(--wrong)", "stroke-width": 1.5, "stroke-dasharray": "3 3" }, `Another answer at ${number(found.distance[flip])}`));
+  if (flip !== null) svg.append(circle(found.distance[flip], { stroke: "var(--wrong)", "stroke-width": 1.5, "stroke-dasharray": "3 3" }, `Another answer at ${measure(found.distance[flip])}`));
   const along = (distance) => ({ x: scale * distance * Math.SQRT1_2, y: -scale * distance * Math.SQRT1_2 });
   const end = along(furthest), here = along(found.distance[step]);
   svg.append(shape("line", { x1: 0, y1: 0, x2: end.x, y2: end.y, stroke: "var(--soft)", "stroke-width": 1 }));
@@ -144,7 +146,7 @@ function drawTracks(setup, found) {
   const share = flip / count;
   label.style.left = `${100 * share}%`;
   label.className = share > 0.6 ? "left" : "";
-  label.textContent = `${nameOf(setup, found.answer[flip])} from ${number(found.distance[flip])}`;
+  label.textContent = `${nameOf(setup, found.answer[flip])} from ${measure(found.distance[flip])}`;
 }
 
 function drawBars(setup, found, step) {
@@ -184,7 +186,7 @@ function drawPoints(setup, found, step, before) {
       ? make("img", { class: "pixels", src: point.picture, alt: `training point labeled ${name}`, title: point.title })
       : make("div", { class: "no-picture" }, point.title);
     fill.style.width = percent(weight || 0);
-    const facts = { weight: weight === null ? "none" : weight.toFixed(3), contribution: signed(contribution), distance: number(distance) };
+    const facts = { weight: weight === null ? "none" : weight.toFixed(3), contribution: signed(contribution), distance: measure(distance) };
     const listed = Object.entries(facts).map(([key, value]) => make("div", {}, make("dt", {}, key), make("dd", {}, value)));
     return make("li", { class: looks(index, weight, point) }, picture, make("b", {}, name), make("span", { class: "bar" }, fill), make("dl", {}, ...listed));
   }));

@@ -2,7 +2,7 @@
 // one, the examples and their paths are in the page. Moving the slider asks nobody.
 
 const stored = JSON.parse(byId("data").textContent);
-const state = { setup: null, given: null, found: null, step: 0, timer: null, waiting: null, asking: null, token: "" };
+const state = { setup: null, given: null, found: null, step: 0, first: 0, timer: null, waiting: null, asking: null, token: "" };
 
 function complain(text) {
   byId("error").textContent = text;
@@ -55,8 +55,9 @@ function present(found) {
   byId("path").hidden = byId("play").disabled;
   drawTracks(state.setup, found);
   describe(found);
-  byId("slider").value = 0;
-  show(0, null);
+  byId("slider").value = state.first;
+  state.first = 0;
+  show(Number(byId("slider").value), null);
   byId("explorer").setAttribute("aria-busy", "false");
 }
 
@@ -71,19 +72,19 @@ function describe(found) {
     byId("radius-note").textContent = `Nothing is proved: ${refusal}`;
   } else if (isValue) {
     byId("radius").textContent = low === null || high === null ? "none" : `${number(low)} to ${number(high)}`;
-    byId("radius-note").textContent = `for every input within ${number(eps)}${unit()}`;
+    byId("radius-note").textContent = `for every input within ${measure(eps)}${unit()}`;
   } else {
-    byId("radius").textContent = everywhere ? "infinite" : number(radius);
+    byId("radius").textContent = everywhere ? "infinite" : measure(radius);
     byId("radius-note").textContent = radius || everywhere ? `no smaller change gives another answer${state.setup.unit ? `, in${unit()}` : ""}` : "nothing is proved here";
   }
   tile.classList.toggle("found", flip !== null);
   byId("flip-name").textContent = isValue ? "at the end of the path" : "first other answer";
   if (isValue) {
     byId("flip").textContent = number(found.answer.at(-1), 4);
-    byId("flip-note").textContent = `at distance ${number(found.distance.at(-1))}${unit()}`;
+    byId("flip-note").textContent = `at distance ${measure(found.distance.at(-1))}${unit()}`;
   } else {
-    byId("flip").textContent = flip === null ? "none" : number(found.distance[flip]);
-    byId("flip-note").textContent = flip === null ? `up to ${number(found.distance.at(-1))}${unit()}` : `the answer becomes ${nameOf(state.setup, found.answer[flip])}`;
+    byId("flip").textContent = flip === null ? "none" : measure(found.distance[flip]);
+    byId("flip-note").textContent = flip === null ? `up to ${measure(found.distance.at(-1))}${unit()}` : `the answer becomes ${nameOf(state.setup, found.answer[flip])}`;
   }
 }
 
@@ -102,11 +103,11 @@ function show(step, before) {
     node.parentElement.classList.toggle("changed", Boolean(setup.classes) && answer !== answers[0]);
     byId(sure).textContent = answer === null ? "too far from the training points" : place >= 0 ? `probability ${percent(shares[step][place])}` : "";
   }
-  byId("far").textContent = number(found.from_bank[step]);
+  byId("far").textContent = measure(found.from_bank[step]);
   byId("account").textContent = `${found.account[step].replace(/^./, (first) => first.toUpperCase())}.`;
   const count = found.weighted[step], listed = found.neighbors[step].length;
   byId("points-note").textContent = count === null ? "The answer has no weights: a network estimates it." : `${count} training points have weight${count > listed ? `; the ${listed} heaviest are shown` : ""}. Contributions sum to the ${setup.classes ? "margin over the runner-up" : "value"}.`;
-  const proved = step < provedSteps(found), far = `${number(found.distance[step])}${unit()}`;
+  const proved = step < provedSteps(found), far = `${measure(found.distance[step])}${unit()}`;
   const place = step === 0 ? "This is the input itself." : `The input has moved by ${far}.`;
   const verdict = proved ? " Here the answer is proved." : flip !== null && step >= flip && found.answer[step] !== found.answer[0] ? " The attack has changed the answer." : " Here the answer still holds, but without proof.";
   byId("story").textContent = setup.classes ? place + verdict : place;
@@ -148,7 +149,10 @@ function begin(setup) {
   byId("map-note").textContent = `${points.length} of ${setup.bank} training points, in the two directions of ${dim} that show ${percent(share)} of their variance. The dashed line is the path of the attack${setup.classes ? ", green where the answer is proved. The ring is the certified radius" : ""}.`;
   byId("footer").textContent = stored ? "Written by otad. Nothing on this page is loaded from elsewhere." : "Served by otad. Inputs are sent to this server only.";
   drawMap(setup, null, 0);
-  if (setup.examples.length) choose(0);
+  // The address may name an example and a step of its path, such as #2,40.
+  const [example, step] = location.hash.slice(1).split(",").map(Number);
+  state.first = step || 0;
+  if (setup.examples.length) choose(setup.examples[example] ? example : 0);
   else explore();
 }
 
@@ -158,7 +162,7 @@ async function open() {
     byId("login").hidden = true;
   } catch (error) {
     if (error.status === 401) byId("login").hidden = false;
-    else complain(error.status ? error.message : "The server cannot be reached. Is it still running?");
+    if (error.status !== 401 || state.token) complain(error.status ? error.message : "The server cannot be reached. Is it still running?");
   }
 }
 
