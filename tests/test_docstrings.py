@@ -35,6 +35,7 @@ PACKAGES = [
     "otad.explain",
     "otad.model.prototypes",
     "otad.nets",
+    "otad.serve",
     "otad.training",
 ]
 REGISTRIES: list[dict[str, Any]] = [
