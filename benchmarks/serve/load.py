@@ -160,8 +160,8 @@ def measured(latencies: list[float], seconds: float, batch: int) -> Record:
         "requests": len(latencies),
         "requests_per_second": len(latencies) / seconds,
         "rows_per_second": batch * len(latencies) / seconds,
-        "p50": float(np.quantile(latencies, 0.5)),
-        "p99": float(np.quantile(latencies, 0.99)),
+        "p50_ms": 1000 * float(np.quantile(latencies, 0.5)),
+        "p99_ms": 1000 * float(np.quantile(latencies, 0.99)),
     }
 
 
@@ -185,16 +185,17 @@ def watch_memory(service: Service, x: torch.Tensor, seconds: float, clients: int
     with ThreadPoolExecutor(2) as pool:
         loads = [pool.submit(load, service, x, batch, clients, over) for batch in (1, 40)]
         while not samples or not over():
-            samples.append({"seconds": time.perf_counter() - begin, "bytes": service.resident()})
+            passed = time.perf_counter() - begin
+            samples.append({"seconds": passed, "megabytes": service.resident() / 1e6})
             time.sleep(seconds / SAMPLES)
         found = [one.result() for one in loads]
-    settled = [one["bytes"] for one in samples[int(SETTLED * len(samples)) :]]
+    settled = [one["megabytes"] for one in samples[int(SETTLED * len(samples)) :]]
     half = (len(settled) + 1) // 2
     growth = statistics.mean(settled[-half:]) - statistics.mean(settled[:half])
     requests = sum(len(latencies) for latencies, _ in found)
     return {
-        "seconds": seconds, "requests": requests, "largest": max(one["bytes"] for one in samples),
-        "growth": growth, "samples": samples,
+        "minutes": seconds / 60, "requests": requests, "growth": growth,
+        "largest": max(one["megabytes"] for one in samples), "samples": samples,
     }  # fmt: skip
 
 
@@ -302,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
     shown = Table("rows", "clients", "requests/s", "rows/s", "p50, ms", "p99, ms")
     for row in [{"clients": "direct"} | row for row in record["direct"]] + record["rows"]:
         rates = f"{row['requests_per_second']:.0f}", f"{row['rows_per_second']:.0f}"
-        times = f"{1000 * row['p50']:.1f}", f"{1000 * row['p99']:.1f}"
+        times = f"{row['p50_ms']:.1f}", f"{row['p99_ms']:.1f}"
         shown.add_row(str(row["batch"]), str(row["clients"]), *rates, *times)
     Console().print(shown)
     memory = {name: value for name, value in record["memory"].items() if name != "samples"}

@@ -28,7 +28,7 @@ def test_no_request_is_lost_when_a_worker_dies(tmp_path: Path, capsys) -> None:
     assert [(row["batch"], row["clients"]) for row in record["rows"]] == [(1, 2), (3, 2)]
     for row in record["rows"] + record["direct"]:
         assert row["rows_per_second"] == pytest.approx(row["batch"] * row["requests_per_second"])
-        assert 0 < row["p50"] <= row["p99"]
-    assert record["memory"]["largest"] > 2**20
+        assert 0 < row["p50_ms"] <= row["p99_ms"]
+    assert record["memory"]["largest"] > 10  # megabytes
     assert record["memory"]["requests"] > 0
     assert "direct" in capsys.readouterr().out
