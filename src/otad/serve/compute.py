@@ -135,22 +135,24 @@ class ComputeQueue:
         return batch
 
     def _compute(self, batch: list[_Job]) -> None:
-        first = batch[0]
         try:
-            if first.rows is None:
-                first.future.set_result(first.function(*first.arguments))
-                return
-            joined = torch.cat([job.rows for job in batch if job.rows is not None])
-            found = first.function(joined, *first.arguments)
-            self._metrics.batch.observe(len(joined))
-            parts = {
-                name: values.split([job.count for job in batch]) for name, values in found.items()
-            }
-            for number, job in enumerate(batch):
-                job.future.set_result({name: split[number] for name, split in parts.items()})
+            results = self._results_of(batch)
         except Exception as error:
             if len(batch) == 1:
-                first.future.set_exception(error)
+                batch[0].future.set_exception(error)
                 return
             for job in batch:  # an error of one row must not fail the others
                 self._compute([job])
+            return
+        for job, result in zip(batch, results, strict=True):
+            job.future.set_result(result)
+
+    def _results_of(self, batch: list[_Job]) -> list[Any]:
+        first, rows = batch[0], [job.rows for job in batch if job.rows is not None]
+        if not rows:
+            return [first.function(*first.arguments)]
+        found = first.function(torch.cat(rows), *first.arguments)
+        counts = [job.count for job in batch]
+        self._metrics.batch.observe(sum(counts))
+        parts = {name: values.split(counts) for name, values in found.items()}
+        return [{name: split[k] for name, split in parts.items()} for k in range(len(batch))]

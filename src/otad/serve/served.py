@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from otad.certify import certify
 from otad.checks import require
 from otad.data.encoding import TableEncoding
-from otad.errors import InputError
+from otad.errors import InputError, SolverError
 from otad.explain import explain
 from otad.explain.contributions import contributions_of
 from otad.model.conversion import Estimator
@@ -63,10 +64,11 @@ class ServedModel:
         typical = net.mean.detach().expand(net.input_shape)
         if net.bounds is not None:
             typical = typical.clamp(*net.bounds)
-        with torch.no_grad():
+        with suppress(SolverError), torch.no_grad():  # of a model that refuses rows
             self.model.trace(typical[None])
         try:
-            certify(self.model, typical[None], progress=False)
+            with suppress(SolverError):
+                certify(self.model, typical[None], progress=False)
         except InputError as error:
             return str(error)
         return None
@@ -133,7 +135,7 @@ class ServedModel:
         found: Answers = {"outputs": trace.outputs, "distance": trace.distance}
         if any(name in POINTS for name in wanted):
             found["neighbors"] = trace.neighbors.indices
-            found["weights"] = trace.solution.multipliers
+            found["weights"] = trace.solution.multipliers.to(trace.outputs.dtype)
         if "contributions" in wanted:
             found["contributions"] = contributions_of(self.model, x, trace)
         if RADIUS in wanted:

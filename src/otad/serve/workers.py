@@ -56,7 +56,7 @@ def run(
     Parameters
     ----------
     folder : path
-        The folder that `OTAD.save` wrote. Workers read its bank from the same mapped file.
+        The folder that `OTAD.save` wrote. On a CPU, workers read its bank from one mapped file.
     host, port : str, int
         Where to listen. Port 0 is one that the system chooses.
     workers : int
@@ -130,7 +130,8 @@ class _Serve:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         try:
-            model = load(self.folder, device=self.device, resident=False)
+            on_disk = self.device == "cpu"  # one mapped file for all workers
+            model = load(self.folder, device=self.device, resident=not on_disk)
             app = create_app(model, **self.options)
         except (OtadError, OSError) as error:
             sys.stderr.write(f"otad: {error}\n")
