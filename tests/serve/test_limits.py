@@ -55,7 +55,8 @@ def test_foreign_hosts_large_bodies_and_codings(model: otad.OTAD) -> None:
     for name in ("evil.example", "evil.example:8000", "localhost.evil.example"):
         refused(client.get("/v2", headers={"Host": name}), 400, "expected one of localhost, [::1]")
     client.headers["Host"] = "localhost"
-    refused(client.post(PATH, content=b"x" * 1001), 413, "expected at most 1000 bytes, got 1001")
+    refused(client.post(PATH, content=b"x" * 1001), 413, "expected at most 1000 bytes, got more")
+    refused(client.post(PATH, content=b"x" * 9999), 413, "expected at most 1000 bytes, got more")
     chunks = (b"x" * 400 for _ in range(3))  # without a length
     refused(client.post(PATH, content=chunks), 413, "expected at most 1000 bytes, got more")
     refused(client.post(PATH, headers={"Content-Encoding": "gzip"}), 415, "expected none")
@@ -97,7 +98,8 @@ def test_a_full_queue_says_when_to_come_again(model: otad.OTAD, pool: ThreadPool
     app = create_app(model, max_queue=3)
     held, x = Held(app), factories.queries(model, 3)
     with running(app) as address:
-        taken = [pool.submit(post, address, body_of(x[k : k + 1], id=str(k))) for k in range(3)]
+        bodies = [body_of(x[k : k + 1], "neighbors", "weights", id=str(k)) for k in range(3)]
+        taken = [pool.submit(post, address, body) for body in bodies]
         until(lambda: _gate(app).taken == 3)
         status, headers, answer = post(address, body_of(x))
         assert (status, headers["retry-after"]) == (429, "1")
@@ -106,6 +108,9 @@ def test_a_full_queue_says_when_to_come_again(model: otad.OTAD, pool: ThreadPool
         for k, future in enumerate(taken):
             status, _, answer = future.result(PATIENCE)
             assert (status, answer["id"]) == (200, str(k))
+            trace = model.trace(x[k : k + 1])  # computed alone, with the same bits
+            assert outputs_of(answer)["neighbors"] == trace.neighbors.indices[0].tolist()
+            assert outputs_of(answer)["weights"] == trace.solution.multipliers[0].tolist()
         assert post(address, body_of(x))[0] == 200
         counted = TestClient(app).get("/metrics").text
     assert f'otad_requests_total{{path="{PATH}",status="200"}} 4.0' in counted

@@ -16,6 +16,7 @@ from otad.serve.metrics import Metrics
 
 # Probes have no token. The page at / holds no data and asks for the token itself.
 OPEN = ("/", "/v2/health/live", "/v2/health/ready")
+MOST_DROPPED = 4  # how many times the largest body is read of one that is too large
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -107,52 +108,50 @@ class Gate:
         coding = headers.get("content-encoding", "identity")
         if coding != "identity":
             return refusal(415, f"content-encoding: expected none, got {coding!r}")
-        if (length := headers.get("content-length", "0")).isdigit() and int(
-            length
-        ) > self.max_bytes:
-            return self._too_large(f"{length} bytes")
         return None
-
-    def _too_large(self, got: str) -> JSONResponse:
-        return refusal(413, f"body: expected at most {self.max_bytes} bytes, got {got}")
 
     async def _pass_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, if there is a place for it, and pass the request on."""
         full = self.taken >= self.max_queue
         self.taken += not full
         try:
-            # The body of a refused request is read too, and dropped, so that its client is not cut
-            # off while it sends and sees the answer.
-            body = await asyncio.wait_for(self._read(receive, keep=not full), self.timeout)
-        except TimeoutError:
-            message = f"body: expected within {self.timeout:g} seconds, got a part of it"
-            await refusal(408, message, Connection="close")(scope, receive, send)
-            return
-        else:
+            try:
+                reading = self._read(receive, keep=not full)
+                body, size = await asyncio.wait_for(reading, self.timeout)
+            except TimeoutError:
+                message = f"body: expected within {self.timeout:g} seconds, got a part of it"
+                await refusal(408, message, Connection="close")(scope, receive, send)
+                return
             if full:
                 message = f"queue: expected at most {self.max_queue} requests at once, got more"
                 again = str(self.queue.retry_after)
                 await refusal(429, message, Retry_After=again)(scope, receive, send)
-            elif body is None:
-                await self._too_large("more")(scope, receive, send)
+            elif size > self.max_bytes:
+                message = f"body: expected at most {self.max_bytes} bytes, got more"
+                await refusal(413, message)(scope, receive, send)
             else:
                 await self.app(scope, _once(body, receive), send)
         finally:
             self.taken -= not full
 
-    async def _read(self, receive: Receive, keep: bool) -> bytes | None:
-        """Return the body, or None if it is too large."""
+    async def _read(self, receive: Receive, keep: bool) -> tuple[bytes, int]:
+        """Return the body and its size.
+
+        The body of a refused request is read too, and dropped, so that its client is not cut off
+        while it sends and sees the answer. Of a body that is much too large only a part is read.
+        """
         chunks, size = [], 0
         while True:
             message = await receive()
             chunk = message.get("body", b"")
             size += len(chunk)
-            if size > self.max_bytes:
-                return None
-            if keep:
+            if keep and size <= self.max_bytes:
                 chunks.append(chunk)
-            if not message.get("more_body", False):  # a client that is gone sends no more either
-                return b"".join(chunks)
+            else:
+                chunks.clear()
+            over = size > MOST_DROPPED * self.max_bytes
+            if over or not message.get("more_body", False):  # a client that is gone sends no more
+                return b"".join(chunks), size
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
