@@ -74,7 +74,10 @@ PANELS = (
             },
             BASELINE: {},
         },
-        ("cifar10_at", "cifar10_lipschitz", "cifar10_purification"),
+        (
+            "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit",
+            "cifar10_lipschitz", "cifar10_purification",
+        ),
     ),
 )  # fmt: skip
 

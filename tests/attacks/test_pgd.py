@@ -158,6 +158,15 @@ def test_bpda_is_the_networks_jacobian_at_the_defended_answer(regression, genera
         torch.testing.assert_close(gradient, torch.tensordot(pull[0], jacobian, pull[0].dim()))
 
 
+def test_raw_steps_are_as_long_as_the_gradient() -> None:
+    """Of the margin of two classes along the first axis, whose gradient has the length 2."""
+    x = torch.tensor([[3.0, 0.0]])
+    for normalize, length in ((True, 1.0), (False, 2.0)):
+        attack = Pgd(steps=1, step_size=0.2, random_start=False, normalize=normalize)
+        found = attack(linear(SIDES), x, torch.tensor([0]), L2(5.0), generator=torch.Generator())
+        assert found.distance.item() == pytest.approx(length)
+
+
 def test_last_only_forgets_what_it_met_on_the_way() -> None:
     """The paper's protocol misses it, ours does not."""
     # Wrong only where the first feature is between 0.45 and 0.55.

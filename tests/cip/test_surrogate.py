@@ -62,6 +62,25 @@ def test_in_the_hull_the_image_is_made_of_the_multipliers(generator: torch.Gener
     assert_close(solution.image, (weights[:, None] @ problem.images)[:, 0])
 
 
+def test_a_plain_encoder_reads_the_query_token(generator: torch.Generator) -> None:
+    """Without symmetries, and whatever the curvature."""
+    problem, net = random_problem(generator, B, K, DIM), random_net("plain", blocks=1)
+    query, pairs = problem.query[:, None], (problem.anchors, problem.images)
+    parts = [net.from_input(query), net.from_input(pairs[0]), net.from_feature(pairs[1])]
+    tokens = torch.cat([part + kind for part, kind in zip(parts, net.kinds, strict=True)], dim=1)
+    expected = net.correction(net.norm(net.blocks[0](tokens)[0])[:, 0])
+    found = net(problem)
+    assert_close(found.image, expected)
+    assert found.multipliers.isnan().all()
+    same = CipNet.from_config(net.config()).double()
+    same.load_state_dict(net.state_dict())
+    assert torch.equal(same(problem).image, found.image)
+    steeper = changed(problem, smoothness=9 * problem.smoothness)
+    assert torch.equal(net(steeper).image, found.image)
+    moved = changed(problem, query=problem.query + 1, anchors=problem.anchors + 1)
+    assert not torch.allclose(net(moved).image, found.image, atol=1e-3)
+
+
 @READOUTS
 def test_a_fresh_net_answers_with_the_mean_feature(generator, readout) -> None:
     problem = random_problem(generator, B, K, DIM)

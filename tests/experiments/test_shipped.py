@@ -40,8 +40,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The work of another one, longer or on other data.
 VARIANTS = (
+    "cifar10_at_linf",
+    "cifar10_at_vit",
+    "cifar10_cost_single",
     "cifar10_robust_longer",
     "cifar10_robust_moved",
+    "cifar10_triplets_conv",
     "global_suite_all",
     "mnist_purification",
     "synthetic_100",

@@ -85,6 +85,7 @@ class ProjectedAscent(Ascent):
 
     step_size: float | None = option(None, check_positive)
     last_only: bool = False
+    normalize: bool = True
 
     def climb(self, survivors: Survivors, climbed: Objective, start: Tensor, rows: Tensor) -> None:
         moved, ball = start, survivors.ball
@@ -96,7 +97,8 @@ class ProjectedAscent(Ascent):
                 rows, moved, gradient = rows[alive], moved[alive], gradient[alive]
                 if not len(rows):
                     return
-            moved = survivors.project(moved + length * ball.steepest(gradient), rows)
+            step = ball.steepest(gradient) if self.normalize else gradient
+            moved = survivors.project(moved + length * step, rows)
         survivors.ask(moved, rows)
 
 
@@ -121,6 +123,9 @@ class Pgd(ModelAscent, ProjectedAscent):
         The length of a step in units of eps, by default 2.5 / steps.
     last_only : bool
         If True, only the last iterate is answered, as in many papers. This makes the attack weaker.
+    normalize : bool
+        If False, a step is `step_size * eps` times the gradient itself, so it is short where the
+        gradient is small. This makes the attack weaker too.
     loss : str
         "margin", "cross_entropy" or "dlr". In regression it is always the squared error.
     substitute : nn.Module or None
@@ -271,7 +276,7 @@ class Bpda(ProjectedAscent):
         The network to differentiate, usually the undefended one.
     loss : str
         "cross_entropy", "margin" or "dlr"; in regression always the squared error.
-    steps, restarts, random_start, step_size, last_only
+    steps, restarts, random_start, step_size, last_only, normalize
         As in `Pgd`.
 
     Examples
@@ -313,7 +318,7 @@ class MetricAttack(ProjectedAscent):
     ----------
     metric : callable
         The map psi from inputs (B, *input_shape) to keys (B, m), such as `model.query_keys`.
-    steps, restarts, step_size, last_only
+    steps, restarts, step_size, last_only, normalize
         As in `Pgd`. The start is always random, because the gradient is 0 at the example itself.
 
     Examples

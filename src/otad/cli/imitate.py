@@ -44,7 +44,7 @@ def imitate(
     blocks: Annotated[int, _training("Blocks of the transformer.")] = 6,
     heads: Annotated[int, _training("Heads of each attention.")] = 16,
     readout: Annotated[
-        str, _training("free, or hull for means of the features of the neighbors.")
+        str, _training("free, hull for means of the features of the neighbors, or plain.")
     ] = "free",
     alpha: Annotated[
         float,

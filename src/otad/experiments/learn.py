@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,6 +17,7 @@ from otad.data import Dataset, Standardizer, split
 from otad.experiments.records import DataRecord, LearnedRecord
 from otad.experiments.spec import BLOCKLESS, MetricSpec, NetSpec, Options, PurifierSpec
 from otad.io.codec import digest_of
+from otad.io.environment import resident_peak
 from otad.model.prototypes import prototype_net
 from otad.nets.pretrained import efficientnet_lite0
 from otad.training import make_backbone
@@ -119,6 +121,19 @@ def config_of(kind: type[C], settings: Options, **place: Any) -> C:
         if "adversary" in settings:
             settings = settings | {"adversary": Adversary(**settings["adversary"])}
         return kind(**settings, **place)
+
+
+@contextmanager
+def peak_memory(device: str) -> Iterator[dict[str, int | None]]:
+    """Measure the largest memory in use on a GPU within the block, and that of the whole process so
+    far, in bytes. The dictionary is filled at the end."""
+    found: dict[str, int | None] = {}
+    on_cuda = torch.device(device).type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    found["device_memory"] = torch.cuda.max_memory_allocated(device) if on_cuda else None
+    found["resident"] = resident_peak()
 
 
 def _units(x: Tensor, normalize: str) -> Standardizer | None:

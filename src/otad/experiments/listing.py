@@ -63,8 +63,8 @@ def list_experiments(results: str | Path = "results") -> list[ExperimentInfo]:
     Examples
     --------
     >>> from otad.experiments import list_experiments
-    >>> [one.name for one in list_experiments("results") if "tab:KNN" in one.labels]
-    ['cifar10', 'mnist']
+    >>> [one.name for one in list_experiments("results") if "tab:residual" in one.labels]
+    ['plain']
     """
     labels: dict[str, list[str]] = {}
     for table in (table for table in layout().tables if table.label):

@@ -59,7 +59,8 @@ class LearnedRecord:
     trained here. `results`: "train_score" (of a metric, the share of training inputs, as its
     adversary perturbs them, whose nearest key is of their class), "key_dim" and a proved
     "lipschitz" constant or None of a metric, "error" and "held_out_error" of a CIP-net, the last
-    "loss" of a purifier."""
+    "loss" of a purifier; "device_memory" on a GPU and "resident" memory, the peaks in bytes of a
+    training and of its process."""
 
     train: dict[str, Any] | None
     results: dict[str, Any]

@@ -199,6 +199,9 @@ class RowSpec:
     strong_convexity: float = 0.0
     mode: str = "consistent"
     climb: tuple[float, float] | None = None
+    max_smoothness: float | None = None
+    spares: int = 0
+    potential: str = "canonical"
     lipschitz: LipschitzSpec | None = None
     certify: CertifySpec | None = None
     attacks: dict[str, AttackSpec] = field(default_factory=dict)

@@ -34,6 +34,7 @@ from otad.experiments.learn import (
     fresh_metric,
     fresh_net,
     fresh_purifier,
+    peak_memory,
 )
 from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
 from otad.io.codec import digest_of
@@ -56,7 +57,8 @@ Part = TypeVar(
 )
 KNN = {"mean_feature_knn": MeanFeatureKnn, "majority_knn": MajorityKnn}
 # The settings of a row that decide its answers, beside its net, metric and CIP-net:
-MODEL = "method n_neighbors scope smoothness strong_convexity mode climb per_class central"
+SOLVER = "mode climb max_smoothness spares potential"
+MODEL = f"method n_neighbors scope smoothness strong_convexity {SOLVER} per_class central"
 # What the last epoch of a training is recorded by; of others "train_score":
 MEASURED = {"surrogates": ("error", "held_out_error"), "purifiers": ("loss",)}
 T = TypeVar("T")
@@ -208,9 +210,10 @@ class Study:
         name = {"net": net.config(), "settings": settings, "identity": identity}
 
         def run(**saving: Any) -> tuple[int, Options]:
-            history = learn(**saving).history
+            with peak_memory(self.device) as memory:
+                history = learn(**saving).history
             measured = MEASURED.get(kind, ("train_score",))
-            return len(history), {key: getattr(history[-1], key) for key in measured}
+            return len(history), {key: getattr(history[-1], key) for key in measured} | memory
 
         results = self.work.trained(kind, name, net, config.epochs, run, report)
         return self._learned(label, net, settings, results, results.pop("seconds"))
@@ -297,7 +300,8 @@ class Study:
             smoothness=row.smoothness,
             strong_convexity=row.strong_convexity,
             potential=None if found is None else found[0],
-            solver=surrogate or solver_for(row.scope, mode=row.mode, climb=row.climb),
+            solver=surrogate
+            or solver_for(row.scope, **{name: getattr(row, name) for name in SOLVER.split()}),
         )
 
     def potential(self, key: str) -> tuple[BankPotential, records.PotentialRecord] | None:

@@ -17,7 +17,7 @@ from otad.errors import InputError
 from otad.nets.inputs import draw_linear, standard_normal
 from otad.nets.vit import Block
 
-READOUTS = ("free", "hull")
+READOUTS = ("free", "hull", "plain")
 PRECISIONS = ("float32", "bfloat16")
 _BLOCK_BYTES = 2**29  # the size of the neighbors that are in working memory at a time
 
@@ -52,7 +52,8 @@ class CipNet(nn.Module):
         The width of the MLP in each block, by default `width`.
     readout : str
         "free", or "hull" to leave out the term `s W t`, so that z' is a convex combination of
-        features like the solver's.
+        features like the solver's. With "plain" the network is a plain encoder as in the paper,
+        without these symmetries: `z' = W t`, from points and features as they are.
     precision : str
         The precision of matrix products: "float32", or "bfloat16", which is many times faster on a
         GPU.
@@ -105,17 +106,25 @@ class CipNet(nn.Module):
 
         self.from_input = linear(dim, width, 1.0)
         self.from_feature = linear(dim, width, 1.0)
-        self.feature_to_input = linear(width, width, 1.0)
-        self.input_to_feature = linear(width, width, 1.0)
+        plain = readout == "plain"
+        if not plain:
+            self.feature_to_input = linear(width, width, 1.0)
+            self.input_to_feature = linear(width, width, 1.0)
         self.kinds = nn.Parameter(0.02 * standard_normal(3, width, generator=drawn_by))
-        self.curvature = nn.Parameter(0.02 * standard_normal(width, generator=drawn_by))
+        if not plain:
+            self.curvature = nn.Parameter(0.02 * standard_normal(width, generator=drawn_by))
         self.blocks = nn.ModuleList(
             Block(width, heads, self.hidden, 1e-6, drawn_by)
             for _ in range(check_count(blocks, "blocks", most=MOST_BLOCKS))
         )
         self.norm = nn.LayerNorm(width)
+        self.correction: nn.Linear | None = None
+        if plain:
+            self.correction = linear(width, dim, 1.0)
+            return
         self.score = _zero(nn.Linear(width, 1, bias=False, device="meta"))
-        self.correction = _zero(nn.Linear(width, dim, device="meta")) if readout == "free" else None
+        if readout == "free":
+            self.correction = _zero(nn.Linear(width, dim, device="meta"))
 
     def forward(self, problem: RowProblem) -> CipSolution:
         """Return the estimate for each row, differentiable in the query and in the weights."""
@@ -174,6 +183,12 @@ class CipNet(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return z' (b,d) and the weights (b,K); the curvature is (b,1,1)."""
         query, anchors, images = query[:, None], anchors.to(query.dtype), images.to(query.dtype)
+        if self.readout == "plain":
+            assert self.correction is not None
+            parts = self.from_input(query), self.from_input(anchors), self.from_feature(images)
+            image = self.correction(self._encode(*parts)[:, 0]).to(query.dtype)
+            overflow = ~image.isfinite().all(1, keepdim=True)
+            return image.masked_fill(overflow, torch.nan), query.new_zeros(images.shape[:2])
         modulus = high - low
         if has_convexity:
             images = images - low * (anchors - query)
@@ -187,12 +202,8 @@ class CipNet(nn.Module):
         values = _in_units(self.from_feature, features, spread)
         mixed = self.feature_to_input(values), self.input_to_feature(places)
         places, values = places + mixed[0], values + mixed[1]
-        kinds = zip((asking, places, values), self.kinds, strict=True)
-        tokens = torch.cat([part + kind for part, kind in kinds], dim=1)  # (b,2K+1,width)
-        tokens = tokens + modulus * reach / (modulus * reach + spread) * self.curvature
-        for block in self.blocks:
-            tokens, _ = block(tokens)
-        tokens = self.norm(tokens)
+        bend = modulus * reach / (modulus * reach + spread) * self.curvature
+        tokens = self._encode(asking, places, values, bend)
         weights = self.score(tokens[:, -images.shape[1] :]).softmax(1).to(query.dtype)
         kind = query.device.type
         rounds = torch.is_autocast_enabled(kind)  # autocast would round the features too
@@ -202,6 +213,18 @@ class CipNet(nn.Module):
             image = image + spread[:, 0] * self.correction(tokens[:, 0])
         overflow = ~(reach + spread).isfinite()
         return image.masked_fill(overflow[:, 0], torch.nan), weights[..., 0]
+
+    def _encode(self, *parts: Tensor) -> Tensor:
+        """Return the tokens (b,2K+1,width) of query, anchors and images after the last block.
+
+        A fourth part (b,1,width) is added to all of them."""
+        kinds = zip(parts[:3], self.kinds, strict=True)
+        tokens = torch.cat([part + kind for part, kind in kinds], dim=1)
+        for part in parts[3:]:
+            tokens = tokens + part
+        for block in self.blocks:
+            tokens, _ = block(tokens)
+        return self.norm(tokens)  # type: ignore[no-any-return]
 
     def config(self) -> dict[str, Any]:
         """Return what is needed, beside the state dict, to make this network again: plain JSON."""
