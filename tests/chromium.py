@@ -56,7 +56,7 @@ class Chromium:
         while not holds():
             assert time.monotonic() < end, "nothing happened"
             assert self.process.poll() is None, "the browser has ended"
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         number = next(self.numbers)

@@ -26,7 +26,7 @@ from otad.report.plots import pixels_uri
 N_CLASSES = 10  # most classes with a bar
 N_POINTS = 10  # training points of one answer
 N_COLUMNS = 8  # columns of a training point's row
-N_EXAMPLES = 10
+N_EXAMPLES, MOST_NUMBERS = 10, 200_000  # which all examples have together, at most
 N_MAP, N_FIT = 500, 1000  # bank points that are shown, and those that the projection is fitted to
 
 
@@ -74,7 +74,8 @@ class Explorer:
         self.encoding = None if encoding is None or encoding.is_plain else encoding
         self.is_held_out = examples is not None
         if examples is None and only_normalizes(backbone):
-            rows = example_rows(model.bank_labels, N_EXAMPLES)
+            most = max(1, MOST_NUMBERS // math.prod(self.shape))
+            rows = example_rows(model.bank_labels, min(N_EXAMPLES, most))
             examples, truths = self._raw(rows), model.bank_labels[rows.to(model.bank_labels.device)]
         if examples is not None:
             check_shape(examples, "examples", (len(examples), *self.shape), "like the inputs")
@@ -89,7 +90,9 @@ class Explorer:
         backbone = self.model.backbone
         embedded = gathered(self.model.bank_inputs, rows).to(backbone.mean)
         flat = embedded[:, : backbone.dim - backbone.lift]
-        return flat.view(len(rows), *self.shape) * backbone.std + backbone.mean
+        inputs = flat.view(len(rows), *self.shape) * backbone.std + backbone.mean
+        # By rounding, an input may be just outside the bounds, where the model refuses it.
+        return inputs if backbone.bounds is None else inputs.clamp(*backbone.bounds)
 
     def _projection(self) -> tuple[Tensor, Tensor, float]:
         """Principal components of the bank where neighbors are searched: the mean (m,), two axes
@@ -230,6 +233,7 @@ class Explorer:
             "times": _plain(times),
             "distance": _plain(distance),
             "from_bank": _plain(from_bank),
+            "space": answers[0].space.partition(",")[0],
             "places": self._places(keys),
             "neighbors": [[_neighbor(it) for it in one.heaviest(N_POINTS)] for one in answers],
             "weighted": [one.n_weighted for one in answers],

@@ -77,6 +77,7 @@ function describe(found) {
     byId("radius").textContent = everywhere ? "infinite" : measure(radius);
     byId("radius-note").textContent = radius || everywhere ? `no smaller change gives another answer${state.setup.unit ? `, in${unit()}` : ""}` : "nothing is proved here";
   }
+  byId("far-note").textContent = `here to the nearest training point, between ${found.space}`;
   tile.classList.toggle("found", flip !== null);
   byId("flip-name").textContent = isValue ? "at the end of the path" : "first other answer";
   if (isValue) {
