@@ -66,7 +66,7 @@ def _normalized(layer: _BatchNorm, processes: Processes, x: Tensor) -> Tensor:
     if running is not None and spread is not None and steps is not None:
         with torch.no_grad():
             steps += 1
-            share = 1 / steps if layer.momentum is None else layer.momentum
+            share = (1 / steps).to(running) if layer.momentum is None else layer.momentum
             unbiased = variance * (values / (values - 1))
             running.lerp_(mean.to(running.dtype), share)
             spread.lerp_(unbiased.to(spread.dtype), share)
