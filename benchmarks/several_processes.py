@@ -75,6 +75,7 @@ def work(folder: Path, size: int, dim: int) -> None:
 
 def run(size: int, dim: int, seed: int, counts: tuple[int, ...] = COUNTS) -> Record:
     """Find the potential of one bank with each number of processes."""
+    where = output.environment(torch.device("cpu"), threads=1)
     start, runs = time.perf_counter(), []
     with TemporaryDirectory() as place:
         folder = Path(place)
@@ -94,7 +95,7 @@ def run(size: int, dim: int, seed: int, counts: tuple[int, ...] = COUNTS) -> Rec
         "size": size,
         "dim": dim,
         "seed": seed,
-        "environment": output.environment(torch.device("cpu"), 1),
+        "environment": where,
         "seconds": time.perf_counter() - start,
         "bank_bytes": 2 * 4 * size * dim,
         "equal": all(one[name] == first[name] for some in runs for one in some for name in same),

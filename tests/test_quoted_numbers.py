@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from otad.cip.whole_bank import pairs, pricing
 from otad.evaluate import ATTACKS, PRESETS, Evaluation
 from otad.evaluate.flags import HIDDEN
 from otad.report import evaluation_report as report_module
@@ -54,6 +56,20 @@ def test_audits() -> None:
     )
     assert f"{suite} of {100 * len(runs)} digits" in PROTOCOL
     assert f"leaves {own}, and both together {both}" in PROTOCOL
+
+
+def test_memory_of_several_processes() -> None:
+    measured = record("benchmarks/several-processes")
+    assert measured["equal"]
+    own = {
+        count: [f"{it / 2**20:.0f}" for it in each] for count, each in measured["memory"].items()
+    }
+    page = (ROOT / "docs/how_to/several_processes.md").read_text(encoding="utf-8")
+    assert f"For {measured['size']:,} points of dimension {measured['dim']}, one" in page
+    assert f"one process took {own['1'][0]} MiB of its own" in page
+    assert f"and two took {' and '.join(own['2'])} MiB" in page
+    assert f"blocks of up to {math.isqrt(pairs.BLOCK_BYTES // 8):,}" in page
+    assert f"at most {pricing.CACHE_BYTES // 2**30} GiB" in page
 
 
 def test_every_flag_and_attack_is_explained() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from otad.checks import require
+from otad.checks import check_device, require
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 Item = TypeVar("Item")
@@ -161,12 +161,12 @@ def group_of(device: str) -> Iterator[str]:
     """Join the processes that `torchrun` started, if it did, and yield the device of this one.
 
     For "cuda" this is the GPU of its number on the machine."""
-    if not dist.is_torchelastic_launched():
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield device
         return
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(check_device(device))
     dist.init_process_group()
     try:
         yield device

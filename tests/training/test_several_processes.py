@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -44,9 +45,11 @@ def pictures() -> tuple[Tensor, ...]:
     return x[:17], y[:17], x[17:], y[17:]
 
 
-def trained(data: tuple[Tensor, ...], make: Callable[[], Any], learn: Any, config: Any) -> Any:
+def trained(
+    data: tuple[Tensor, ...], make: Callable[[], Any], learn: Any, config: Any, **options: Any
+) -> Any:
     net = make().double()
-    result = learn(net, data, config)
+    result = learn(net, data, config, **options)
     return list(result.history), [weight.detach() for weight in net.parameters()]
 
 
@@ -64,6 +67,7 @@ def every_kind() -> Runs:
     keyed = dict(data=pictures(), learn=train_metric, make=lambda: CNNMetric((1, 8, 8), **small))
     kinds = {
         "energy": fair | {"config": TrainConfig(**brief, energy_weight=0.1, ema=0.5)},
+        "weighted": fair | {"config": TrainConfig(**brief), "weights": torch.arange(1.0, 22.0)},
         "trades": fair | {"config": TrainConfig(**brief, adversary=ascent, loss="trades")},
         "margin and pairs": fair
         | {"make": lambda: lifted_net((3,), 3, blocks=1)}
@@ -78,6 +82,9 @@ def every_kind() -> Runs:
         "metric, bank": keyed | {"config": MetricConfig(**brief, references="bank")},
         "metric, means": keyed | {"config": MetricConfig(**brief, loss="means")},
     }
+    if find_spec("pytorch_metric_learning"):
+        loss = MetricConfig(**brief, loss="contrastive")
+        kinds["metric, contrastive"] = keyed | {"config": loss}
     return {name: trained(**kind) for name, kind in kinds.items()}
 
 
