@@ -17,20 +17,23 @@ import numpy as np
 import processes
 import pytest
 import torch
-from evaluate.small import QUICK_CHECKS, Deadly, Plane, timeless, two_sides
+from evaluate.small import Deadly, Plane, Walk, Wander, timeless, two_sides
 from typer.testing import CliRunner
 
 import otad
 from otad.cli.main import main
 from otad.cluster import RayExecutor
 from otad.errors import InputError, OtadError
-from otad.evaluate import runner, undefended
+from otad.evaluate import Evaluation, flags, runner, undefended
+from otad.evaluate.certificate_check import certificate_holds
 from otad.io.mapped_rows import JoinedRows, in_file
 from otad.io.sharing import Sharing, pack, unpack
 from otad.model.bank import FeatureBank
 from otad.nets import fc_resnet
+from otad.search.neighbors import TorchSearch
 from otad.workers import Workers, working
 
+CHECKS = [flags.gradient_share, flags.batch_independence, certificate_holds]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -64,19 +67,30 @@ def executor(request: pytest.FixtureRequest) -> Executor:
     return made
 
 
-def test_records_do_not_depend_on_the_workers(
-    executor: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "CHECKS", QUICK_CHECKS)
-    monkeypatch.setattr(undefended, "APGD", {"steps": 2})
+def assess_defense(**options: Any) -> Evaluation:
+    """Attacks, certificates and flags of a model with a bank, and its network alone."""
+    model, x, y = two_sides()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "CHECKS", CHECKS)
+        patch.setattr(undefended, "APGD", {"steps": 2})
+        attacks = [Walk(direction=(1.0, 0.0)), Wander()]
+        how = {"attacks": attacks, "skip_proved": ["wander"], "batch_size": 8} | options
+        return otad.evaluate(model, x, y, otad.L2(0.3), **how)
+
+
+@pytest.fixture(scope="module")
+def record() -> Evaluation:
+    """Of one process."""
+    return assess_defense()
+
+
+def test_records_do_not_depend_on_the_workers(executor: Executor, record: Evaluation) -> None:
     lines: list[tuple[int, int]] = []
     watch = lambda label, done, total, worst: lines.append((done, total))  # noqa: E731
-    how = {"skip_proved": ["wander"], "batch_size": 8} | dict.fromkeys(processes.FURTHER, True)
-    one = processes.assess(**how)
-    many = processes.assess(**how, executor=executor, progress=watch)
-    assert timeless(many) == timeless(one)
-    assert many.undefended is not None
-    assert many.certificate is not None
+    many = assess_defense(executor=executor, progress=watch)
+    assert timeless(many) == timeless(record)
+    assert None not in (many.undefended, many.certificate)
+    assert len(many.flags) == len(CHECKS)
     assert [done for done, _ in lines] == sorted(done for done, _ in lines)
     assert lines[-1][0] == lines[-1][1]
 
@@ -191,6 +205,17 @@ def test_a_mapped_bank_is_named_and_not_copied(tmp_path: Path) -> None:
         unpack(shared.structure, shared.openers)
 
 
+def test_copies_that_would_search_otherwise_are_refused() -> None:
+    model = factories.model()
+
+    class Partial(TorchSearch):
+        exact = False
+
+    model.use_search(Partial(model.bank_points))
+    with pytest.raises(OtadError, match=r"an exact search.*stops its search early"):
+        pack(model)
+
+
 def test_a_slice_is_sent_without_the_rest() -> None:
     whole = torch.rand(10_000)
     content = pack(whole[5:8])
@@ -220,6 +245,8 @@ def test_warnings_and_errors_of_workers_reach_the_caller(pool: Executor) -> None
 def test_refusals(pool: Executor) -> None:
     plane, x = Plane().eval(), torch.rand(4, 3)
     plane.note = lambda: None
+    with pytest.raises(InputError, match=r"num_gpus: .*-1"):
+        RayExecutor(num_gpus=-1)
     for given, reason in (
         (ThreadPoolExecutor(1), "expected processes, got threads"),
         (0, "executor: .*0"),

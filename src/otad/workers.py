@@ -41,6 +41,10 @@ from otad.progress import Counter
 Result = TypeVar("Result")
 Task = tuple[Any, ...]
 
+# A GPU's driver does not survive a fork, so processes are forked from a server that only imports
+# modules, where there can be one.
+_METHODS = multiprocessing.get_all_start_methods()
+START_METHOD = "forkserver" if "forkserver" in _METHODS else "spawn"
 MOST_PROCESSES = 1024
 MOST_KILLS = 3  # in a row without a finished batch; more are no accident
 
@@ -199,10 +203,7 @@ class LocalProcesses(Executor):
         self._pool = self._started()
 
     def _started(self) -> ProcessPoolExecutor:
-        # A GPU's driver does not survive a fork, so processes are forked from one that only imports
-        # modules, where there can be such a server.
-        methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        context = multiprocessing.get_context(START_METHOD)
         context.set_forkserver_preload(["otad.evaluate"])
         threads = max(1, torch.get_num_threads() // self.workers)
         return ProcessPoolExecutor(self.workers, context, _begin, (threads, self._files.folder))
