@@ -22,13 +22,14 @@ from typer.testing import CliRunner
 
 import otad
 from otad.cli.main import main
-from otad.cluster import RayExecutor
+from otad.cluster import RayExecutor, cluster_search
 from otad.errors import InputError, OtadError
 from otad.evaluate import Evaluation, flags, runner, undefended
 from otad.evaluate.certificate_check import certificate_holds
 from otad.io.mapped_rows import JoinedRows, in_file
 from otad.io.sharing import Sharing, pack, unpack
 from otad.model.bank import FeatureBank
+from otad.model.bank_shards import shard_name
 from otad.nets import fc_resnet
 from otad.search.neighbors import TorchSearch
 from otad.workers import Workers, working
@@ -278,3 +279,27 @@ def test_commands_give_the_same_files(tmp_path: Path, cluster: Executor) -> None
     model_dir, x_file = str(tmp_path / "model"), str(tmp_path / "x.npz")
     given = ["predict", model_dir, x_file, "--out", str(tmp_path / "o.csv"), "--cluster", "auto"]
     assert "--jobs: expected" in CliRunner().invoke(main, [*given, "--jobs", "2"]).output
+
+
+def test_shards_on_a_cluster(cluster: Executor, tmp_path: Path) -> None:
+    """The same bits as the whole bank, also after a worker was killed; a lost file is an error."""
+    model, (x, _) = factories.exact("fc"), factories.images(6, seed=5)
+    model.save(tmp_path, shards=2)
+    (folder,) = tmp_path.glob("bank-*")
+    queries, expected, proved = model.query_keys(x), model.trace(x), otad.certify(model, x)
+    search, whole = cluster_search(folder), TorchSearch(model.bank_points)
+    for kill in (True, False):
+        for count in (1, 7, len(whole) - 1):  # the last is more than a shard has
+            found, one = search(queries, count), whole(queries, count)
+            assert torch.equal(found.indices, one.indices)
+            assert torch.equal(found.distances, one.distances)
+            assert bool(found.proved.all())
+        if kill:
+            pytest.importorskip("ray").kill(search.shards[1].worker, no_restart=False)
+    model.use_search(search)
+    assert torch.equal(model.trace(x).outputs, expected.outputs)
+    assert torch.equal(otad.certify(model, x).radius, proved.radius)
+    del search, model  # which ends their workers
+    (folder / shard_name(2, 2)).unlink()
+    with pytest.raises(OtadError, match="cannot search a shard"):
+        cluster_search(folder)(queries, 1)

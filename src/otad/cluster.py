@@ -1,18 +1,27 @@
-"""A Ray cluster as an executor. This is the only module that imports Ray (extra `cluster`)."""
+"""A Ray cluster as an executor, and as the home of a bank's shards.
+
+This is the only module that imports Ray (extra `cluster`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from otad.arguments import guard
 from otad.checks import check_count
 from otad.errors import OtadError, import_extra
 from otad.io.sharing import Bytes
+from otad.model.bank import FeatureBank
+from otad.model.bank_shards import read_index
+from otad.search.neighbors import Candidates, Search, TorchSearch
+from otad.search.sharded import ShardedSearch
 
-__all__ = ["RayExecutor"]
+__all__ = ["RayExecutor", "cluster_search"]
 EXTRA = "cluster"
 RETRIES = 3  # of a task whose worker or node is lost
 
@@ -109,6 +118,74 @@ class _Object:
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return function(*args, **options)
+
+
+def cluster_search(folder: str | Path, *, resident: bool = True) -> ShardedSearch:
+    """Search the inputs of a bank of shards, each on a worker of the Ray cluster.
+
+    The neighbors, their distances and their proof are those of the whole bank on one machine. Ray
+    starts a worker again that is lost, which then reads its shard again. Connect to the cluster
+    first, by `RayExecutor` or by `ray.init`.
+
+    Parameters
+    ----------
+    folder : path
+        The folder of the shards, which all machines can read, such as `bank-...` in the folder of a
+        model that was saved with `shards`.
+    resident : bool
+        Whether workers read their shard into memory. If False, they map it from its file.
+
+    Returns
+    -------
+    ShardedSearch
+        The search. `model.use_search` lets a model use it.
+
+    Examples
+    --------
+    >>> from otad.cluster import RayExecutor, cluster_search
+    >>> with RayExecutor("auto"):  # doctest: +SKIP
+    ...     search = cluster_search("large-model/bank-3f1b8c0d9a2e4f56")
+    ...     search(queries, 10).indices.shape
+    torch.Size([100, 10])
+    """
+    ray, folder = import_extra("ray", EXTRA), Path(folder).absolute()
+    lasting = ray.remote(_Shard).options(max_restarts=-1, max_task_retries=-1)
+    index = read_index(folder)
+    shards = [
+        RemoteShard(
+            lasting.remote(str(folder / name), resident), entry["points"], index["metadata"]["dim"]
+        )
+        for name, entry in index["shards"].items()
+    ]
+    return ShardedSearch(shards, ThreadPoolExecutor(len(shards)))
+
+
+class _Shard:
+    """What a worker holds: the search of one shard."""
+
+    def __init__(self, path: str, resident: bool) -> None:
+        self._search = TorchSearch(FeatureBank.load(path, mmap=not resident).inputs)
+
+    def candidates(self, *asked: Any) -> Candidates:
+        return self._search.candidates(*asked)
+
+
+class RemoteShard(Search):
+    """The search of a shard with so many points of dimension `dim`, by a worker."""
+
+    def __init__(self, worker: Any, points: int, dim: int) -> None:
+        self.worker, self._points, self.dim = worker, points, dim
+
+    def __len__(self) -> int:
+        return self._points
+
+    def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
+        asked = self.worker.candidates.remote(queries.cpu(), k, size, exclude.cpu())
+        try:
+            found = import_extra("ray", EXTRA).get(asked)
+        except Exception as error:  # of Ray, which has no class for all of them
+            raise OtadError(f"the cluster cannot search a shard: {error}") from error
+        return Candidates(*(one.to(queries.device) for one in found))
 
 
 guard(globals(), __all__)

@@ -24,7 +24,7 @@ from otad.errors import InputError
 from otad.io.codec import parse_json, to_plain
 from otad.io.mapped_rows import gathered
 from otad.io.tensor_files import fingerprint
-from otad.model.bank import BankModule
+from otad.model.bank_module import BankModule
 from otad.model.folder import Block
 from otad.nets.inputs import restored
 from otad.search.neighbors import Neighbors

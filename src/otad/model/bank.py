@@ -1,4 +1,4 @@
-"""The feature bank: training points with features and labels, and a module that holds it."""
+"""The feature bank: training points with features and labels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from otad.arguments import guard
 from otad.checks import (
     WORKING_DTYPES,
     check_alike,
-    check_choice,
     check_count,
     check_finite,
     check_shape,
@@ -29,13 +28,11 @@ from otad.io import tensor_files
 from otad.io.mapped_rows import JoinedRows, block_of, gathered, remember
 from otad.model.bank_shards import checked_index, join_shards, shard_name, shard_rows
 from otad.progress import Counter, progress_bar
-from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, Search, TorchSearch
 from otad.short_repr import short_repr
 
 BANK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FORMAT = "otad-feature-bank"
 VERSION = "1"
-SEARCHES: dict[str, type[NeighborSearch]] = {"torch": TorchSearch, "faiss": FaissSearch}
 
 Kind = tuple[torch.dtype, tuple[int, int]]  # the dtype and the shape of inputs and features
 Blocks = Iterator[tuple[Tensor, Tensor]]
@@ -299,101 +296,6 @@ def _check_labels(labels: Tensor, count: int) -> None:
     if labels.dtype == torch.int64:
         least = int(labels.min())
         require(least >= 0, "labels", "class numbers from 0", least)
-
-
-class BankModule(nn.Module):
-    """A bank with an exact neighbor search, "torch" or "faiss".
-
-    Inputs, features and labels are buffers, so they move with the module (`to`, `state_dict`). If
-    the bank is not `resident`, it stays where it is, such as in a file. `keys` (N,m) are the bank
-    in the space of a metric, if neighbors are searched there.
-    """
-
-    bank_inputs: Tensor
-    bank_features: Tensor
-    bank_labels: Tensor
-    bank_keys: Tensor | None
-
-    def __init__(
-        self, bank: FeatureBank, n_neighbors: int, search: str, resident: bool, keys: Tensor | None
-    ) -> None:
-        super().__init__()
-        if keys is not None:
-            check_tensor(keys, "keys", "N,m")
-            check_shape(keys, "keys", (len(bank), keys.shape[1]), "with one key per bank point")
-        self.n_neighbors = self.n_searched = n_neighbors
-        self.search = check_choice(search, "search", tuple(SEARCHES))
-        self.resident = resident
-        self.bank_fingerprint = bank.fingerprint
-        for name in ("inputs", "features", "labels"):
-            if resident:
-                self.register_buffer(f"bank_{name}", getattr(bank, name))
-            else:
-                setattr(self, f"bank_{name}", getattr(bank, name))
-        self.register_buffer("bank_keys", keys)
-        self._searched: tuple[Tensor, Search] | None = None
-
-    @property
-    def bank(self) -> FeatureBank:
-        """The bank on its current device, in float32 if the module is in float64."""
-        inputs, features = (
-            tensor.float() if tensor.dtype == torch.float64 else tensor
-            for tensor in (self.bank_inputs, self.bank_features)
-        )
-        labels, name = self.bank_labels, self.bank_fingerprint
-        return FeatureBank(inputs, features, labels, name, verify=False)
-
-    @property
-    def bank_points(self) -> Tensor:
-        """The bank (N, m) in the space in which neighbors are searched."""
-        return self.bank_inputs if self.bank_keys is None else self.bank_keys
-
-    def neighbors(
-        self, keys: Tensor, count: int | None = None, *, exclude: Tensor | None = None
-    ) -> Neighbors:
-        """Return the `count` bank points nearest to query keys (B, m), nearest first.
-
-        If `count` is None, there are K of them and the spares of the solver. `exclude` (B,) is a
-        bank row for each query that must not be its neighbor, or -1."""
-        points = self.bank_points
-        if self._searched is None or self._searched[0] is not points:
-            self._searched = points, SEARCHES[self.search](points)
-        return self._searched[1](keys, count or self.n_searched, exclude=exclude)
-
-    @property
-    def searches_exactly(self) -> bool:
-        """Whether all neighbors are proved: see `Neighbors.proved`."""
-        return self._searched is None or self._searched[1].exact
-
-    def use_search(self, search: Search) -> None:
-        """Find neighbors by another search over the same points from now on.
-
-        It may be an `IvfSearch`, or a `ShardedSearch` over several machines. It is not saved, and
-        copies of the model search by themselves."""
-        points = self.bank_points
-        check_shape(points, "search", (len(search), search.dim), "of its points, like the bank")
-        rows = torch.linspace(0, len(points) - 1, min(len(points), 16), dtype=torch.float64).long()
-        apart = float(search(gathered(points, rows), 1).distances.max())
-        require(apart == 0, "search", "the points of the bank", f"others, at a distance of {apart}")
-        self._searched = points, search
-
-    def get_extra_state(self) -> Tensor:
-        """Return the bank's fingerprint, so that a state dict names the bank it belongs to."""
-        return torch.tensor(list(self.bank_fingerprint.encode()), dtype=torch.uint8)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        fingerprint = bytes(state.tolist()).decode()
-        same = fingerprint == self.bank_fingerprint
-        expected = f"a model with the bank {self.bank_fingerprint}, which is not resident"
-        require(self.resident or same, "state_dict", expected, f"one with {fingerprint}")
-        self.bank_fingerprint = fingerprint
-
-    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
-        super()._load_from_state_dict(*args, **options)
-        self._searched = None  # the points may have changed in place
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_searched": None}  # a copy makes its own search
 
 
 guard(globals(), ["FeatureBank"])

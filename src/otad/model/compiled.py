@@ -16,7 +16,8 @@ from torch import Tensor
 
 from otad.errors import InputError
 from otad.model.answerers import CURVATURE, Answer, Answerer, NeighborAnswerer, WholeBankAnswerer
-from otad.model.bank import BankModule, FeatureBank
+from otad.model.bank import FeatureBank
+from otad.model.bank_module import BankModule
 
 _MOST = 8  # rebuilt banks that are cached with their neighbor search
 

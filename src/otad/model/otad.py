@@ -18,7 +18,8 @@ from otad.errors import InputError
 from otad.io.codec import to_plain
 from otad.model.answerer_options import make_answerer
 from otad.model.answerers import Answer
-from otad.model.bank import BankModule, FeatureBank
+from otad.model.bank import FeatureBank
+from otad.model.bank_module import BankModule
 from otad.model.compiled import answer_compiled
 from otad.model.folder import Block, write_model
 from otad.model.model_card import EvaluationLike, add_evaluation
