@@ -212,6 +212,8 @@ def kill_under_load(
         nonlocal again
         link = service.connect()
         while (number := next(numbers)) < requests:
+            if number == requests // 3:
+                os.kill(victim, signal.SIGKILL)
             row = number % len(x)
             message = message_of(x[row : row + 1], str(number))
             for _ in range(ATTEMPTS):
@@ -229,8 +231,6 @@ def kill_under_load(
                     answers[head["id"]] = code == expected[row]
                     break
                 time.sleep(PAUSE)
-            if number == requests // 3:
-                os.kill(victim, signal.SIGKILL)
         link.close()
 
     with ThreadPoolExecutor(clients) as pool:

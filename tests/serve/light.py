@@ -12,6 +12,7 @@ REFUSED = 3
 
 def answer(listening: socket.socket, parent: Connection) -> None:
     """Say the own process number to everyone who connects, until the parent ends."""
+    parent.send(None)
     listening.setblocking(False)
     while parent not in wait([listening, parent]):
         try:

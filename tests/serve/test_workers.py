@@ -37,8 +37,10 @@ def test_a_killed_worker_is_replaced_and_all_end_together(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as listening:
         user = threading.Thread(target=kill_and_stop, args=(listening.getsockname(),))
         user.start()
-        workers.keep_running(light.answer, listening, 1)  # returns after the signal
+        told = list[str]()
+        workers.keep_running(light.answer, listening, 1, lambda: told.append("ready"))
         user.join()
+    assert told == ["ready"]
     assert len(set(seen)) == 2
     assert not any(map(is_alive, seen))
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -56,7 +58,9 @@ def test_a_worker_that_cannot_start_ends_the_service(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(workers, "PRELOADED", [])
     assert light.REFUSED == workers.REFUSED
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        refuses(workers.keep_running, light.refuse, listening, 2, match="worker: expected one that")
+        refuses(
+            workers.keep_running, light.refuse, listening, 2, pytest.fail, match="one that starts"
+        )
 
 
 def test_only_the_loopback_has_names() -> None:

@@ -87,12 +87,12 @@ class ComputeQueue:
         return max(1, math.ceil(self._seconds * len(self._jobs)))
 
     def close(self) -> None:
-        """Compute what waits, then end the thread."""
+        """Compute what waits, within the time that callers wait for it, and end the thread."""
         with self._ready:
             self._closed = True
             self._ready.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self.timeout)
 
     async def _results(self, jobs: list[_Job]) -> list[Any]:
         with self._ready:

@@ -2,8 +2,8 @@
 
 All workers accept connections from one socket of the parent. A connection that waits there when a
 worker dies is accepted by another one. A pipe leads from the parent to each worker. When the parent
-closes it, or dies, the worker answers what it took and ends. A worker that ends otherwise is
-started again.
+closes it, or dies, the worker answers what it took and ends. A worker says through it when it is
+ready. A worker that ends otherwise is started again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def run(
     device : str
         Where to compute.
     announce : callable or None
-        A function that is called with the URL of the service when it listens.
+        A function that is called with the URL of the service when the first worker is ready.
     **options
         Arguments of `create_app`.
 
@@ -94,12 +95,11 @@ def run(
     with listening, tempfile.TemporaryDirectory() as shared:
         os.environ[SHARED_FOLDER] = shared
         try:
-            if announce is not None:
-                address = f"[{host}]" if ":" in host else host
-                announce(f"http://{address}:{listening.getsockname()[1]}")
             threads = max(1, (os.cpu_count() or 1) // workers)
             served = _Serve(Path(folder), device, threads if workers > 1 else None, options)
-            keep_running(served, listening, workers)
+            address = f"[{host}]" if ":" in host else host
+            url = f"http://{address}:{listening.getsockname()[1]}"
+            keep_running(served, listening, workers, partial(announce, url) if announce else None)
         finally:
             del os.environ[SHARED_FOLDER]
 
@@ -110,7 +110,8 @@ def loopback_names(host: str) -> tuple[str, ...] | None:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
-    return ("localhost", "127.0.0.1", "[::1]", host) if is_loopback else None
+    names = "localhost", "127.0.0.1", "[::1]", host
+    return tuple(dict.fromkeys(names)) if is_loopback else None
 
 
 class _Serve:
@@ -148,6 +149,8 @@ class _Serve:
             )
         )
 
+        parent.send(None)  # ready: connections are accepted in a moment
+
         def stop() -> None:
             wait([parent])  # until the parent closes its end
             server.should_exit = True
@@ -156,8 +159,12 @@ class _Serve:
         server.run([listening])
 
 
-def keep_running(work: Worker, listening: socket.socket, count: int) -> None:
+def keep_running(
+    work: Worker, listening: socket.socket, count: int, ready: Callable[[], None] | None = None
+) -> None:
     """Run `work` in `count` processes until a signal comes, and start those again that die.
+
+    `ready` is called once, when the first worker has sent something.
 
     Raises
     ------
@@ -174,7 +181,7 @@ def keep_running(work: Worker, listening: socket.socket, count: int) -> None:
     running: dict[int, tuple[Any, Connection, float]] = {}
 
     def start() -> None:
-        given, held = Pipe(duplex=False)
+        given, held = Pipe()
         process = context.Process(target=work, args=(listening, given))
         process.start()
         given.close()
@@ -184,11 +191,15 @@ def keep_running(work: Worker, listening: socket.socket, count: int) -> None:
         for _ in range(count):
             start()
         while True:
-            ended = wait([waking, *running])
-            if waking in ended:
+            watched = [held for _, held, _ in running.values()] if ready is not None else []
+            events = wait([waking, *watched, *running])
+            if waking in events:
                 return
-            for sentinel in ended:
-                process, held, since = running.pop(sentinel)  # type: ignore[arg-type]
+            if ready is not None and any(held in events and _spoke(held) for held in watched):
+                ready()
+                ready = None
+            for sentinel in [event for event in events if isinstance(event, int)]:
+                process, held, since = running.pop(sentinel)
                 held.close()
                 process.join()
                 forget_process(process.pid)
@@ -204,3 +215,12 @@ def keep_running(work: Worker, listening: socket.socket, count: int) -> None:
             process.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _spoke(worker: Connection) -> bool:
+    """Whether the worker said that it is ready; one that died said nothing."""
+    try:
+        worker.recv()
+    except EOFError:
+        return False
+    return True
