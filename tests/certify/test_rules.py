@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from otad.certify import Certificate, bisectors, certify, certify_values, hull
 from otad.certify.bisectors import BankBisectors
 from otad.certify.cell import cell_radius, steady_map
-from otad.certify.hull import Entrance, joint_distance
+from otad.certify.half_spaces import HalfSpaces
+from otad.certify.hull import Entrance
 from otad.certify.input_reach import input_reach
 from otad.certify.rules import Batch
 from otad.cip import CipProblem, ExactCip, Status
@@ -64,8 +65,8 @@ def test_pruned_search_finds_the_least(
     settings = {"points": 35, "copies": 4, "std": (0.5, 1.5)}
     model = plane_model(3, n_neighbors=neighbors, strong_convexity=low, **settings)
     x = queries(model, 10, 3)
-    monkeypatch.setattr(hull, "GROUP", 1)  # the K-th largest, no groups
-    monkeypatch.setattr(hull, "SPARE", 100)
+    monkeypatch.setattr(hull.Entrance, "group", 1)  # the K-th largest, no groups
+    monkeypatch.setattr(hull.Entrance, "spare", 100)
     found, expected = certify(model, x), slow_radius(model, x)
     radius = found.radius.numpy()
     hulls = np.isfinite(expected) & [rule == "hull" for rule in found.rules]
@@ -78,7 +79,7 @@ def test_groups_only_help(monkeypatch: pytest.MonkeyPatch) -> None:
     model = plane_model(4, points=80, n_neighbors=2, noise=0.2)
     x = queries(model, 30, 4)
     grouped = certify(model, x).radius
-    monkeypatch.setattr(hull, "GROUP", 1)
+    monkeypatch.setattr(hull.Entrance, "group", 1)
     single = certify(model, x).radius
     assert (grouped >= single - 1e-9).all()
     assert (grouped > 1.02 * single).sum() >= 4
@@ -128,13 +129,18 @@ def test_joint_distance_is_a_tight_bound(count: int) -> None:
         heights = drawn.uniform(-0.3, 1.0, size=count)
         exact = distance_to(normals, heights)
         gram = torch.tensor(normals @ normals.T)
-        found = float(joint_distance(gram, torch.tensor(heights), gram.diagonal().clone(), 1e-12))
+        found = joint_distance(gram, torch.tensor(heights), gram.diagonal().clone(), 1e-12)
         assert found <= exact * (1 + 1e-9)
         if exact > 0.05:
             ratios.append(found / exact)
     assert np.mean(ratios) > 0.97
     zero = torch.zeros(2, 2, dtype=torch.float64)
-    assert float(joint_distance(zero, zero[0], zero[0], 1e-9)) == 0
+    assert joint_distance(zero, zero[0], zero[0], 1e-9) == 0
+
+
+def joint_distance(*given: Any) -> float:
+    spaces = HalfSpaces.of(*given)
+    return float(spaces.distance(spaces.weights()))
 
 
 def test_a_far_bank_point_does_not_change_the_radii() -> None:

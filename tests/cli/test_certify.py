@@ -150,3 +150,21 @@ def test_an_infinite_radius_is_reported_everywhere(nearest: Path) -> None:
     assert record["radius"] == dict.fromkeys(record["radius"], "inf")
     assert set(column("rows.csv", "radius", float)) == {math.inf}
     assert "median infinite" in terminal.text("certify", "constant", "test")
+
+
+def test_both_threats_are_in_columns_of_their_own(nearest: Path, digits: Dataset) -> None:
+    options = ("--eps", "0.5", "--rows", 8, "--within-bounds")
+    record = terminal.json("certify", nearest, "test", *options, *TO_FILE)
+    inside = record["within_bounds"]
+    assert inside["certified"]["0.5"]["value"] >= record["certified"]["0.5"]["value"]
+    whole = column("rows.csv", "radius", float)
+    within = column("rows.csv", "radius_within_bounds", float)
+    assert all(one <= other for one, other in zip(whole, within, strict=True))
+    assert whole != within
+    assert inside["radius"]["most"] == max(within)
+    assert "certified at 0.5 within bounds" in terminal.text("certify", nearest, "test", *options)
+
+
+def test_a_regressor_has_no_certificate_within_bounds(workshop: Path) -> None:
+    message = terminal.refuse("certify", workshop / "body-model", "test", "--within-bounds")
+    assert "--within-bounds: expected a classifier" in message

@@ -9,7 +9,8 @@ from otad.certify.attention import (
     mlp_lipschitz,
     vit_block_lipschitz,
 )
-from otad.certify.certification import Certificate, Interval, certify, certify_values
+from otad.certify.certificate import Certificate, Interval
+from otad.certify.certification import certify, certify_values
 
 __all__ = [
     "Certificate", "Interval", "activation_lipschitz", "attention_lipschitz", "certify",

@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otad.certify.half_spaces import ROUNDING, TINY
 from otad.cip.whole_bank.pairs import middle_of
 from otad.io.mapped_rows import block_of, gathered
 
-ROUNDING = 1e-9  # relative error allowed for float64 sums; a million terms stay below it
 BYTES = 2**29  # of working memory
-TINY = 1e-300  # makes 0 / 0 a 0
 FIRST_BLOCK, LARGEST_BLOCK = 32, 1024  # bank points of a query measured at once
 
 Measure = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -100,14 +99,15 @@ class BankBisectors:
         distances = (leads / (2 * gaps).clamp_min_(TINY)).masked_fill_(same, -torch.inf)
         return Bisectors(distances, leads, products, squares)
 
-    def least(self, floor: Tensor, start: Tensor, measure: Measure) -> Tensor:
+    def least(
+        self, floor: Tensor, start: Tensor, measure: Measure, block: int = FIRST_BLOCK
+    ) -> Tensor:
         """min(start, min over i of measure_i) (B,), for quantities that are at least floor_i (B,N).
 
         Bank points are measured in the order of their floor, in growing blocks, until no floor is
-        below the least found. `floor` is overwritten."""
+        below the least found. `block` is the size of the first one. `floor` is overwritten."""
         best = start.clone()
         rows = torch.arange(len(floor), device=floor.device)
-        block = FIRST_BLOCK
         while len(rows):
             width = min(block, floor.shape[1])
             lowest, indices = floor[rows].topk(width, largest=False)
@@ -120,6 +120,10 @@ class BankBisectors:
             floor[rows[:, None], indices] = torch.inf
             block = min(2 * block, LARGEST_BLOCK)
         return best
+
+    def offsets(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """stretch (x_i - e) (r,T,m) for the queries `rows` (r,) and bank points `indices` (r,T)."""
+        return self._offsets(rows, indices).mul_(self.stretch)
 
     def _offsets(self, rows: Tensor | slice, indices: Tensor) -> Tensor:
         """x_i - e (r,T,m)."""

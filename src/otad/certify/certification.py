@@ -7,24 +7,23 @@ import math
 import pkgutil
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from otad.certify.input_reach import input_reach
+from otad.certify.certificate import Certificate, Interval
+from otad.certify.input_reach import check_bounds, input_reach
 from otad.certify.network import BATCH, NAME, NetworkBound
 from otad.certify.rules import RULES, Batch, Rule
-from otad.checks import check_count, check_shape, require
+from otad.checks import check_count, require
 from otad.errors import InputError
 from otad.model.conversion import ArrayLike, Converted, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.nets import Backbone, LinearHead
 from otad.nets.vit import TokenHead
 from otad.progress import Counter, progress_bar
-from otad.short_repr import counts_text, median_text
 from otad.workers import Workers, in_batches
 
 LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix` times z
@@ -38,118 +37,6 @@ for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules regi
     importlib.import_module(f"{__package__}.{_module.name}")
 
 
-@dataclass(frozen=True, eq=False)
-class Certificate:
-    """Certified radii: no input closer than the radius changes the prediction of its example.
-
-    Within the radius the model also answers: where it abstains at the example itself, the
-    prediction is -1 and the radius is 0.
-
-    Attributes
-    ----------
-    radius : Tensor (n,)
-        Radii in float64, in the unit that was asked for (see `certify`). A radius of 0 means that
-        nothing is proved.
-    prediction : Tensor (n,)
-        The predicted class of each example, int64.
-    rules : tuple of str
-        The certificate rule that gave the radius of each row, or "none". It is "unproved
-        neighbors", with radius 0, where the search of neighbors stopped before they were proved.
-    assumptions : tuple of str
-        What the proof assumes, in whole sentences.
-    kind : str
-        Always "proved", in contrast to a statistical certificate.
-    norm : str
-        The norm of the radii: "l2", or "linf" for a network that is Lipschitz in l-infinity.
-
-    Examples
-    --------
-    >>> import otad, torch
-    >>> _ = torch.manual_seed(0)
-    >>> digits = otad.data.load("digits")
-    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16)
-    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
-    >>> found = otad.certify(model, digits.test_x[:4])
-    >>> len(found), found.radius.shape, found.radius.dtype
-    (4, torch.Size([4]), torch.float64)
-    >>> bool((found.linf_radius(64) == found.radius / 8).all())
-    True
-    >>> 0 <= found.accuracy(digits.test_y[:4], eps=0.1) <= 1
-    True
-    """
-
-    radius: Tensor
-    prediction: Tensor
-    rules: tuple[str, ...]
-    assumptions: tuple[str, ...]
-    kind: str = "proved"
-    norm: str = "l2"
-
-    def __len__(self) -> int:
-        return len(self.radius)
-
-    def __repr__(self) -> str:
-        radii = f"radius {median_text(self.radius)}" + " in linf" * (self.norm == "linf")
-        return f"Certificate({len(self)} inputs, {radii}; by rule {counts_text(self.rules)})"
-
-    def holds(self, y: Tensor, eps: float) -> Tensor:
-        """Return the rows (n,) whose prediction is `y` and cannot change within distance `eps`."""
-        check_shape(y, "y", tuple(self.prediction.shape), "like the predictions")
-        require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
-        return (self.prediction == y.to(self.prediction.device)) & (self.radius > eps)
-
-    def accuracy(self, y: Tensor, eps: float) -> float:
-        """Return the certified accuracy: the fraction of rows for which `holds` is true."""
-        return float(self.holds(y, eps).double().mean())
-
-    def linf_radius(self, n_mutable: int) -> Tensor:
-        """Return radii (n,) in l-infinity against attackers who can change `n_mutable` features.
-
-        A change of that many features is at most `sqrt(n_mutable)` times as long in l2 as in
-        l-infinity. Both are measured in the same unit. Radii in l-infinity are returned as they
-        are.
-        """
-        longest = math.sqrt(check_count(n_mutable, "n_mutable"))
-        return self.radius if self.norm == "linf" else self.radius / longest
-
-
-@dataclass(frozen=True, eq=False)
-class Interval:
-    """Bounds that hold for the answer to every input within l2 distance `eps` of its example.
-
-    Attributes
-    ----------
-    low, high : Tensor (n,)
-        The bounds, in units of the target. They are infinite where nothing is proved.
-    eps : float
-        The distance, in the unit that was asked for (see `certify`).
-    assumptions : tuple of str
-        What the proof assumes, in whole sentences.
-    kind : str
-        Always "proved".
-
-    Examples
-    --------
-    >>> import otad
-    >>> diabetes = otad.data.load("diabetes")
-    >>> net = otad.nets.fc_resnet((10,), 1, task="regression", blocks=1, hidden=16)
-    >>> model = otad.defend(net, diabetes.train_x[:100], diabetes.train_y[:100])
-    >>> found = otad.certify_values(model, diabetes.test_x[:3], eps=0.1)
-    >>> bool((found.low <= model(diabetes.test_x[:3])).all())
-    True
-    """
-
-    low: Tensor
-    high: Tensor
-    eps: float
-    assumptions: tuple[str, ...]
-    kind: str = "proved"
-
-    def __repr__(self) -> str:
-        width = f"width {median_text(self.high - self.low)}"
-        return f"Interval({len(self.low)} inputs, eps {self.eps:g}, {width})"
-
-
 @torch.no_grad()
 def certify(
     model: OTAD | Backbone | Estimator,
@@ -158,6 +45,7 @@ def certify(
     unit: ArrayLike | None = None,
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
+    within_bounds: bool = False,
     batch_size: int | None = None,
     executor: Executor | Workers | int | None = None,
     progress: Counter | bool | None = None,
@@ -181,6 +69,10 @@ def certify(
         delta) - e(x)| <= Q |delta / unit|`.
     metric_lipschitz : float, optional
         The same for the keys of a metric that has no `lipschitz` of its own.
+    within_bounds : bool
+        Whether only inputs within the bounds of the model count, such as pixels from 0 to 1. This
+        is a weaker claim against a weaker attacker. Its radii are never smaller, and larger where
+        the rules "hull" and "pieces" apply to inputs that are only normalized.
     batch_size : int, optional
         Rows at once. If None, as many as fit into the working memory.
     executor : Executor, int or None
@@ -198,15 +90,17 @@ def certify(
     Raises
     ------
     InputError
-        For a regression model, a head that is not linear, a solver whose answers have no proof, and
-        an embedding or metric whose Lipschitz constant is not known.
+        For a regression model, a head that is not linear, a solver whose answers have no proof, an
+        embedding or metric whose Lipschitz constant is not known, and `within_bounds` for a model
+        without bounds.
 
     Notes
     -----
-    Models of local scope have the rules "hull" and "cell", and models of global scope have the rule
-    "lipschitz". With a metric, "hull" needs the constant of the metric. "cell" also needs the
-    constant of the embedding, and is left out if it is not known. A network alone has the rule
-    "network".
+    Models of local scope have the rules "hull" and "cell". The nearest of several prototypes also
+    has the rule "pieces", and so has within bounds every model of one neighbor. Models of global
+    scope have the rule "lipschitz". With a metric, "hull" needs the constant of the metric. "cell"
+    also needs the constant of the embedding, and is left out if it is not known. A network alone
+    has the rule "network".
 
     Examples
     --------
@@ -225,16 +119,18 @@ def certify(
         stated = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
         for name, value in stated.items():
             require(value is None, name, "None for a network without a defense", value)
-        return _certify_network(given, unit, batch_size, executor, progress)
+        return _certify_network(given, unit, within_bounds, batch_size, executor, progress)
     model, x, unit = _converted(given, unit)
-    rules = _rules(model, "classification", unit, embedding_lipschitz, metric_lipschitz)
+    constants = embedding_lipschitz, metric_lipschitz
+    rules = _rules(model, "classification", unit, *constants, within_bounds)
     names = (NONE, *(rule.name for rule in rules), UNPROVED)
     inputs, rows = model.backbone.check_inputs(x), _rows_at_once(rules, batch_size)
     with progress_bar("certifying", progress) as report:
         found = in_batches(_radii, rules, inputs, rows, executor, report)
     radii, predictions, chosen = (torch.cat(column) for column in zip(*found, strict=True))
     used = tuple(names[number] for number in chosen.tolist())
-    return Certificate(radii, predictions, used, _assumptions(rules, {*used}))
+    assumed = _assumptions(rules, {*used})
+    return Certificate(radii, predictions, used, assumed, within_bounds=within_bounds)
 
 
 @torch.no_grad()
@@ -335,19 +231,21 @@ def _bounds(asked: tuple[Sequence[Rule], float], x: Tensor) -> tuple[Tensor, Ten
 def _certify_network(
     given: Converted,
     unit: ArrayLike | None,
+    within_bounds: bool,
     batch_size: int | None,
     executor: Executor | Workers | int | None,
     progress: Counter | bool | None,
 ) -> Certificate:
     net, x, unit = _parts(given, unit)
     _check_head(net)
-    bound = NetworkBound(net, unit)
+    bound, limits = NetworkBound(net, unit), check_bounds(net, within_bounds)
     rows = BATCH if batch_size is None else check_count(batch_size, "batch_size")
     with progress_bar("certifying", progress) as report:
         found = in_batches(NetworkBound.radius, bound, net.check_inputs(x), rows, executor, report)
     radius, prediction = (torch.cat(column) for column in zip(*found, strict=True))
     used = tuple(NAME if value > 0 else NONE for value in radius.tolist())
-    return Certificate(radius, prediction, used, bound.assumptions, norm=bound.norm)
+    threat: dict[str, Any] = {"norm": bound.norm, "within_bounds": within_bounds}
+    return Certificate(radius, prediction, used, (*bound.assumptions, *limits), **threat)
 
 
 def _converted(given: Converted, unit: ArrayLike | None) -> tuple[OTAD, Tensor, Tensor | None]:

@@ -51,13 +51,28 @@ class Reach:
 @dataclass(frozen=True, eq=False)
 class InputReach:
     """The reach of the keys and of the embedding (None if it is not known), and what is assumed
-    about both."""
+    about both. `within_bounds`: only inputs within the bounds of the model count."""
 
     model: OTAD
     keys: Reach
     embedded: Reach | None
     assumptions: tuple[str, ...]
     longest_unit: float = 1.0
+    within_bounds: bool = False
+
+    @cached_property
+    def corners(self) -> tuple[Tensor, Tensor] | None:
+        """The embedded inputs (d,), as the model computes them, of both bounds in all features.
+
+        None where the bounds do not count, or do not bound the keys. Rounding is monotone, so
+        every legal input has an embedded input between these two, also as the model computes it."""
+        backbone = self.model.backbone
+        if not self.within_bounds or self.model.metric is not None or not only_normalizes(backbone):
+            return None
+        assert backbone.bounds is not None
+        each = (backbone.mean.new_full((1, *backbone.input_shape), b) for b in backbone.bounds)
+        low, high = (backbone.embed(bound)[0] for bound in each)
+        return low, high
 
     @cached_property
     def votes(self) -> Votes:
@@ -69,10 +84,12 @@ def input_reach(
     unit: Tensor | None,
     embedding_lipschitz: float | None,
     metric_lipschitz: float | None,
+    within_bounds: bool = False,
 ) -> InputReach:
     """Return the reach for changes measured as |delta / unit|. Constants that the model does not
     know must be given."""
     backbone, metric = model.backbone, model.metric
+    limits = check_bounds(backbone, within_bounds)
     measured = measured_unit(backbone, unit)
     given: tuple[str, ...] = ()
     if embedding_lipschitz is not None:
@@ -81,7 +98,8 @@ def input_reach(
         why = "None, as neighbors are searched among embedded inputs"
         require(metric_lipschitz is None, "metric_lipschitz", why, metric_lipschitz)
         reach = _embedding_reach(backbone, measured, embedding_lipschitz)
-        return InputReach(model, reach, reach, given)
+        whole = (*limits, *given)
+        return InputReach(model, reach, reach, whole, within_bounds=within_bounds)
     embedded = None
     if only_normalizes(backbone) or given or model.strong_convexity != 0:
         embedded = _embedding_reach(backbone, measured, embedding_lipschitz)
@@ -91,7 +109,16 @@ def input_reach(
     longest = float(measured.max())
     constant, slip, searched = _metric_constant(metric, metric_lipschitz, longest)
     keys = Reach(measured.new_full((model.bank_points.shape[1],), constant), slip)
-    return InputReach(model, keys, embedded, (*searched, *given), longest)
+    assumed = (*limits, *searched, *given)
+    return InputReach(model, keys, embedded, assumed, longest, within_bounds)
+
+
+def check_bounds(net: Backbone, within_bounds: bool) -> tuple[str, ...]:
+    """Return what a certificate within the bounds of a network assumes; refuse one without."""
+    if not within_bounds:
+        return ()
+    require(net.bounds is not None, "within_bounds", "a model with declared bounds", net.bounds)
+    return (f"a changed input stays within the bounds {net.bounds}, feature by feature",)
 
 
 def measured_unit(backbone: Backbone, unit: Tensor | None) -> Tensor:

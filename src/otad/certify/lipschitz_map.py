@@ -43,7 +43,7 @@ import math
 import torch
 from torch import Tensor
 
-from otad.certify.bisectors import ROUNDING, TINY
+from otad.certify.half_spaces import ROUNDING, TINY
 from otad.certify.input_reach import InputReach
 from otad.certify.rules import PRECISION, Batch, Rule
 from otad.certify.votes import Head

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from otad.certify.bisectors import BankBisectors
+from otad.certify.half_spaces import ROUNDING, Box
 from otad.certify.input_reach import InputReach
 from otad.checks import require
 from otad.cip import Status
@@ -34,6 +35,7 @@ class Batch:
         self.stretch, self.points = reach.keys.stretch, model.bank_points
         self.embedded = model.backbone.embed(x)
         self.keys = self.embedded if model.metric is None else model.query_keys(x)
+        self.box = None if reach.corners is None else self._box(*reach.corners)
         self.sides = []  # the slip in both spaces, and the sizes (B,) of the inputs in them
         if reach.embedded is not None:
             self.sides.append((reach.embedded.slip, reach.embedded.size_of(self.embedded)))
@@ -57,6 +59,13 @@ class Batch:
         require(not bool(bad.any()), "model", "finite outputs", outputs[bad][:1].tolist())
         self.solved = self.trace.solution.status == int(Status.SOLVED)
         self.proved = trace.neighbors.proved  # (B,): else other points may be the neighbors
+
+    def _box(self, low: Tensor, high: Tensor) -> Box:
+        """Return the bounds of u, for the embedded inputs `low` and `high` (d,) of both bounds."""
+        reached = torch.where(self.stretch > 0, self.stretch, torch.inf)  # others do not move
+        here = self.embedded.double()
+        least, most = ((bound.double() - here) / reached for bound in (low, high))
+        return Box((1 + ROUNDING) * least.clamp_max_(0.0), (1 + ROUNDING) * most.clamp_min_(0.0))
 
     @property
     def prediction(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from otad.certify import certify as certify_inputs
 from otad.certify import certify_values
+from otad.checks import require
 from otad.cli import console
 from otad.cli import options as opt
 from otad.cli.inputs import Examples, class_names_of, open_examples
@@ -32,6 +34,13 @@ def certify(
     eps: Annotated[str, opt.option("Radii, separated by commas.")] = "0.25,0.5,1",
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
+    within_bounds: Annotated[
+        bool,
+        opt.option(
+            "Also prove what holds while inputs stay within the bounds of the model, in "
+            "columns of its own."
+        ),
+    ] = False,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
     out: Annotated[
@@ -69,7 +78,11 @@ def certify(
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     ball = opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale)
     options["unit"] = ball.scale
-    prove = _prove_values if model.backbone.task == "regression" else _prove_classes
+    if model.backbone.task == "regression":
+        require(not within_bounds, "--within-bounds", "a classifier", "a regressor")
+        prove = _prove_values
+    else:
+        prove = partial(_prove_classes, threats=(False, True)[: 1 + within_bounds])
     with opt.executor_of(jobs, cluster, device) as executor:
         record, facts, lines = prove(model, examples, radii, options | {"executor": executor})
     metric = None if model.metric is None else type(model.metric).__name__
@@ -87,29 +100,41 @@ def certify(
 
 
 def _prove_classes(
-    model: OTAD, examples: Examples, radii: list[float], options: dict[str, Any]
+    model: OTAD,
+    examples: Examples,
+    radii: list[float],
+    options: dict[str, Any],
+    threats: tuple[bool, ...],
 ) -> Proved:
-    found = certify_inputs(model, examples.x, **options)
-    certified = {}
-    if examples.y is not None:
-        for eps in radii:
-            right = int(found.holds(examples.y, eps).sum())
-            certified[opt.radius_text(eps)] = share_score(right, len(examples))
-    quantiles, rules = _quantiles(found.radius), dict(Counter(found.rules))
-    record = {"certified": certified, "radius": quantiles, "rules": rules}
-    facts = {
-        f"certified at {eps}": console.describe_score(score) for eps, score in certified.items()
-    }
-    facts |= {
-        "radius": console.describe_quantiles(quantiles),
-        "rules": console.describe_counts(rules),
-    }
-    names, radius = class_names_of(model), map(str, found.radius.tolist())
-    # as in `otad predict`, empty where the model abstains
-    predictions = (names[label] if label >= 0 else "" for label in found.prediction.tolist())
-    lines = zip(examples.names, predictions, radius, found.rules, strict=True)
-    record["assumptions"] = list(found.assumptions)
-    return record, facts, [("row", "prediction", "radius", "rule"), *lines]
+    record: dict[str, Any] = {}
+    facts: dict[str, str] = {}
+    names, columns = class_names_of(model), [("row", *examples.names)]
+    assumptions: dict[str, None] = {}  # of both threats, in order
+    for within in threats:
+        found = certify_inputs(model, examples.x, within_bounds=within, **options)
+        where = " within bounds" if within else ""
+        certified = {}
+        if examples.y is not None:
+            for eps in radii:
+                right = int(found.holds(examples.y, eps).sum())
+                certified[opt.radius_text(eps)] = share_score(right, len(examples))
+        quantiles, rules = _quantiles(found.radius), dict(Counter(found.rules))
+        proved = {"certified": certified, "radius": quantiles, "rules": rules}
+        record |= {"within_bounds": proved} if within else proved
+        for text, score in certified.items():
+            facts[f"certified at {text}{where}"] = console.describe_score(score)
+        facts[f"radius{where}"] = console.describe_quantiles(quantiles)
+        facts[f"rules{where}"] = console.describe_counts(rules)
+        assumptions |= dict.fromkeys(found.assumptions)
+        if not within:
+            # as in `otad predict`, empty where the model abstains
+            labels = (names[label] if label >= 0 else "" for label in found.prediction.tolist())
+            columns.append(("prediction", *labels))
+        mark = where.replace(" ", "_")
+        columns.append((f"radius{mark}", *map(str, found.radius.tolist())))
+        columns.append((f"rule{mark}", *found.rules))
+    record["assumptions"] = list(assumptions)
+    return record, facts, list(zip(*columns, strict=True))
 
 
 def _prove_values(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from otad.attacks import LpBall
 from otad.certify import certify, certify_values
 from otad.certify.input_reach import input_reach
+from otad.checks import require
 from otad.errors import InputError
 from otad.evaluate.flags import FlagContext, NotRunError, check
 from otad.evaluate.records import CERTIFICATE_CHECK, CertificateRecord
@@ -23,7 +24,7 @@ SAFETY = 1 + 1e-12  # more than the rounding of a conversion
 ROUNDING = 1e-5  # a float32 answer may exceed its certified interval by so much
 
 
-def check_constants(model: nn.Module, constants: dict[str, float | None]) -> None:
+def check_constants(model: nn.Module, constants: dict[str, Any]) -> None:
     """Refuse Lipschitz constants that no certificate of the model would use."""
     for name, value in constants.items():
         if value is not None and isinstance(model, OTAD):
@@ -31,6 +32,18 @@ def check_constants(model: nn.Module, constants: dict[str, float | None]) -> Non
         elif value is not None:
             got = f"{value} for {type(model).__name__}"
             raise InputError(f"{name}: expected None, as only OTAD models need it, got {got}")
+
+
+def check_within_bounds(
+    model: nn.Module, task: str, within_bounds: bool, certificate: bool
+) -> None:
+    """Refuse certificates within the bounds where there are none."""
+    if within_bounds:
+        require(certificate, "within_bounds", "False without a certificate", within_bounds)
+        require(task == "classification", "within_bounds", "False in regression", within_bounds)
+        backbone = model.backbone if isinstance(model, OTAD) else model
+        bounds = getattr(backbone, "bounds", None)
+        require(bounds is not None, "within_bounds", "a model with declared bounds", bounds)
 
 
 def prove(
@@ -74,9 +87,11 @@ def certificate_holds(context: FlagContext) -> tuple[bool, str]:
     if proof is None:
         raise NotRunError("there is no certificate")
     count, contradictions = 0, []
+    inside = context.certificate_within_bounds or proof
     for record in context.records:
         if not context.is_regression:
-            found, limits = zip(record.broken, record.distances, strict=True), proof.radius
+            found = zip(record.broken, record.distances, strict=True)
+            limits = tuple(map(max, proof.radius, inside.radius))  # attacks stay within the bounds
         elif record.eps <= context.threat.eps:  # errors are certified at the eps of the threat
             found, limits = zip(record.attacked, record.errors, strict=True), proof.worst_errors
         else:

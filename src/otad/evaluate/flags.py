@@ -60,6 +60,7 @@ class FlagContext:
     certificate: CertificateRecord | None = None
     seed: int = 0
     train_x: Tensor | None = None
+    certificate_within_bounds: CertificateRecord | None = None
 
     @property
     def is_regression(self) -> bool:

@@ -197,6 +197,8 @@ class Evaluation:
         The same for the network inside the model, alone.
     undefended_reason : str
         Why there is no undefended network, if there is none.
+    certificate_within_bounds : CertificateRecord or None
+        Radii that hold for inputs within the bounds, if they were asked for.
 
     Examples
     --------
@@ -236,6 +238,7 @@ class Evaluation:
     skipped_proved: tuple[str, ...] = ()
     undefended: Evaluation | None = None
     undefended_reason: str = ""
+    certificate_within_bounds: CertificateRecord | None = None
     format: str = FORMAT
 
     def __repr__(self) -> str:
@@ -318,11 +321,12 @@ class Evaluation:
                     found[row] = max(found[row], error)
         return found
 
-    def certified_accuracy(self, eps: float) -> Score | None:
-        """Return the accuracy that is proved within eps; None without a certificate."""
-        if self.certificate is None or self.task != "classification":
+    def certified_accuracy(self, eps: float, *, within_bounds: bool = False) -> Score | None:
+        """Return the accuracy that is proved within eps; None without such a certificate."""
+        proof = self.certificate_within_bounds if within_bounds else self.certificate
+        if proof is None or self.task != "classification":
             return None
-        radius = self.certificate.radius
+        radius = proof.radius
         return share_score(sum(radius[row] > eps for row in self.clean_right), self.n)
 
     def figures(self, model: str) -> Figures:

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,12 @@ from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
-from otad.evaluate.certificate_check import certificate_holds, check_constants, prove
+from otad.evaluate.certificate_check import (
+    certificate_holds,
+    check_constants,
+    check_within_bounds,
+    prove,
+)
 from otad.evaluate.flags import CHECKS, ONLY_FOR, Check, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, generator_for, kind_of
 from otad.evaluate.protocol import Attacked, Progress, run_attacks
@@ -57,6 +63,7 @@ def evaluate(
     survivors_only: bool = True,
     skip_proved: Sequence[str] = (),
     certificate: bool = True,
+    within_bounds: bool = False,
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
     train_x: Tensor | None = None,
@@ -98,6 +105,9 @@ def evaluate(
     certificate, flags : bool
         Whether to certify the answers, and to check whether the attacks were too weak. An attack
         that contradicts a certificate is reported in any case.
+    within_bounds : bool
+        Whether to prove also what holds for inputs within the bounds of the model, which attacks
+        never leave. Such radii are recorded beside the others: see `certify`.
     embedding_lipschitz, metric_lipschitz : float, optional
         Lipschitz constants that the model does not know; see `certify`.
     train_x : Tensor (N, *input_shape), optional
@@ -162,6 +172,7 @@ def evaluate(
         check_choice(name, "skip_proved", [attack.name for attack in chosen])
         require(certificate, "skip_proved", "none with certificate=False", name)
         require(task != "regression", "skip_proved", "none with a regression", name)
+    check_within_bounds(model, task, within_bounds, certificate)
     place = None if folder is None else Path(folder)
     fitting = [one for one in CHECKS if one not in ONLY_FOR or ONLY_FOR[one](model)]
     checks = fitting if flags else [certificate_holds]
@@ -190,11 +201,14 @@ def evaluate(
             )  # fmt: skip
             alone = replace(alone, missing=misfits)
             started = time.perf_counter() - alone.seconds
-        proof = None
+        proof, inside = None, None
         if certificate:
             report("certificates", first, 0.0 if task == "regression" else 1.0)
             try:
-                proof = prove(model, x, y, threat, executor=workers, **constants)
+                how: dict[str, Any] = {"executor": workers, **constants}
+                proof = prove(model, x, y, threat, **how)
+                if within_bounds:
+                    inside = prove(model, x, y, threat, within_bounds=True, **how)
             except InputError as error:
                 missing["certificate"] = str(error)
         skipped = {} if proof is None else dict.fromkeys(skip_proved, torch.tensor(proof.radius))
@@ -205,7 +219,7 @@ def evaluate(
         )  # fmt: skip
         scores, solver = _clean(model, x, y, batch_size, seed)
         worst, records = run.worst(threat.eps), tuple(run.records)
-        ran = run.right, tuple(chosen), records, proof, seed, train_x
+        ran = run.right, tuple(chosen), records, proof, seed, train_x, inside
         context = FlagContext(model, x, y, threat, *ran)
 
         def watch(done: int) -> None:
@@ -229,7 +243,7 @@ def evaluate(
         clean_right=tuple(run.right.nonzero()[:, 0].tolist()),
         attacks=records, certificate=proof, flags=tuple(raised), missing=missing,
         seconds=run.saved_seconds + time.perf_counter() - started, skipped_proved=tuple(skipped),
-        undefended=alone, undefended_reason=reason,
+        undefended=alone, undefended_reason=reason, certificate_within_bounds=inside,
     )  # fmt: skip
     if place is not None:
         rows = run.found.nonzero()[:, 0]

@@ -167,7 +167,7 @@ class NeighborAnswerer(Answerer):
                 f"convexity, got {solver.climb!r}"
             )
         else:
-            self.rules = ("hull", "cell")
+            self.rules = ("hull", "pieces", "cell")
 
     def check_sizes(self, n_neighbors: int, dim: int | None) -> None:
         """Refuse a solver that was made for other sizes."""

@@ -104,6 +104,10 @@ class PrototypeNet(LiftedNet):
             found = lifted_map(inputs.to(self.points.dtype), self.points, answers)
         return torch.cat([inputs, found.to(e.dtype)], dim=1), squared_lengths(found)
 
+    @property
+    def prototypes(self) -> tuple[Tensor, Tensor] | None:
+        return (self.points, self.labels) if self.task == "classification" else None
+
     def bank(self, dtype: torch.dtype = torch.float32) -> FeatureBank:
         """Return the bank of inputs (x_i, 0) and features (x_i, g_i), each (n, p + C)."""
         points, heights = self.points.detach().to(dtype, copy=True), None

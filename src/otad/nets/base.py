@@ -175,6 +175,13 @@ class Backbone(InputNet, ABC):
         """What is proved about the features in evaluation mode, or None."""
         return None
 
+    @property
+    def prototypes(self) -> tuple[Tensor, Tensor] | None:
+        """The labeled points (n, p) and labels (n,) that are the weights of the network, or None.
+
+        Points are in the units of the first p coordinates of embedded inputs."""
+        return None
+
     def begin_step(self, share: float) -> None:
         """Adapt the network to the share of its training that is done, from 0 to 1.
 

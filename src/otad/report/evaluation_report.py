@@ -103,12 +103,17 @@ def _accuracy_section(evaluation: Evaluation, caption: str) -> Section:
         lead += " and at least the certified share (green)"
         caption += " The true value is in the shaded gap."
     columns = ["eps", "worst case", "95% interval", "proved", "95% interval"]
+    inside = evaluation.certificate_within_bounds is not None
+    if inside:
+        columns += ["proved within bounds", "95% interval"]
+        caption += " Proved within bounds: only for inputs that stay within the legal values."
     if (alone := evaluation.undefended) is not None:
         columns += ["undefended", "95% interval"]
         caption += " Dotted: the undefended network on the same examples, under its own attacks."
     rows = []
     for eps in evaluation.eps:
         scores = [evaluation.worst_case(eps), evaluation.certified_accuracy(eps)]
+        scores += [evaluation.certified_accuracy(eps, within_bounds=True)] if inside else []
         scores += [] if alone is None else [alone.worst_case(eps)]
         rows.append((f"{eps:g}", *(cell for it in scores for cell in (it, interval(it)))))
     alt = "accuracy against eps: the worst case, each attack, and certified accuracy below"
