@@ -46,6 +46,7 @@ VARIANTS = (
     "cifar10_robust_longer",
     "cifar10_robust_moved",
     "cifar10_triplets_conv",
+    "fashion_prototypes",
     "global_suite_all",
     "mnist_purification",
     "synthetic_100",
@@ -130,6 +131,11 @@ def check_row(record: RunRecord, row: RowRecord, spec: RowSpec) -> None:
             assert found.distance.most <= asked.eps
         assert found.forwards > 0 or RANDOM_STEP in asked.runs or found.clean.value == 0
     assert list(row.certified) == ([f"{eps:g}" for eps in spec.certify.eps] if spec.certify else [])
+    inside = row.certified_within_bounds
+    assert list(inside) == (
+        list(row.certified) if spec.certify and spec.certify.within_bounds else []
+    )
+    assert all(score.value >= row.certified[eps].value for eps, score in inside.items())
     proved = [-score.rank for score in row.certified.values()]
     assert sorted(proved) == proved, "less is certified at a larger radius"
     assert all(value >= -row.score.rank for value in proved)

@@ -16,6 +16,7 @@ from otad.training.augmentation import (
     IMAGE_OPS,
     Compose,
     Cutout,
+    RandomAffine,
     RandomCrop,
     RandomFlip,
     TrivialAugment,
@@ -117,6 +118,27 @@ def test_crops_are_windows_of_the_padded_image_at_all_places() -> None:
     found = (windows == changed[:, :, None]).flatten(3).all(3).squeeze(1)
     assert bool((found.sum(1) == 1).all())
     assert bool(found.any(0).all())
+
+
+def test_affine_changes_are_small_and_black_outside() -> None:
+    """A turn, a factor and a shift in pixels, against interpolation by SciPy."""
+    x, generator = _images(6, height=11, width=11), torch.Generator()
+    affine = RandomAffine(degrees=10, scale=0.2, shift=2.0)
+    found = affine(x, generator.manual_seed(5))
+    drawn = 2 * torch.rand(4, 6, generator=generator.manual_seed(5), dtype=x.dtype) - 1
+    for row, (turn, grow, across, down) in enumerate(drawn.T.tolist()):
+        angle, size = math.radians(10) * turn, 1 + 0.2 * grow
+        py, px = np.mgrid[:11, :11] - 5.0
+        at_x = (math.cos(angle) * px - math.sin(angle) * py) / size - 2 * across
+        at_y = (math.sin(angle) * px + math.cos(angle) * py) / size - 2 * down
+        for channel, image in enumerate(x[row].numpy()):
+            padded, places = np.pad(image, 4), [at_y + 9, at_x + 9]
+            expected = map_coordinates(padded, places, order=1, mode="constant")
+            assert np.allclose(found[row, channel].numpy(), expected, atol=1e-4)
+    still = RandomAffine(degrees=0, scale=0, shift=0)(x, generator)
+    assert torch.allclose(still, x, atol=1e-5)
+    for name in ("degrees", "scale", "shift"):
+        refuses(RandomAffine, **{name: -1}, match=f"{name}.*-1")
 
 
 def test_flips_mirror_some_images_whole() -> None:

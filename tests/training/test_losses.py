@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 from training.small_vision import KEYS, LABELS, moons
 
+from otad.certify import certify
 from otad.cip.whole_bank.lifted_bank import least_lipschitz
+from otad.errors import InputError
+from otad.model.otad import OTAD
+from otad.model.prototypes import prototype_net
 from otad.nets import fc_resnet, lifted_net
 from otad.training import TrainConfig, train
 from otad.training.backbone_config import margin_loss
-from otad.training.margins import pair_excess, scaled_margins
+from otad.training.margins import bisector_margins, pair_excess, scaled_margins
 from otad.training.metric_losses import make_loss, means_loss, neighborhood_loss, squared_distances
 
 MARGIN = TrainConfig(
@@ -179,3 +183,74 @@ def test_distances_keep_their_digits_far_from_the_origin_and_in_mixed_precision(
         with torch.autocast("cpu", torch.bfloat16):
             found = squared_distances(keys + offset, keys + offset)
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-3)
+
+
+def test_bisector_margins_are_radii_of_the_nearest_point() -> None:
+    """At a low temperature and with all points, they are the largest radius that one point proves.
+    One class has fewer points than rivals count."""
+    drawn = torch.Generator().manual_seed(4)
+    x, points = (torch.rand(n, 3, generator=drawn, dtype=torch.float64) for n in (7, 12))
+    labels, y = torch.tensor([0] * 2 + [1] * 5 + [2] * 5), torch.arange(7) % 3
+    margins, right = bisector_margins(x, y, points, labels, 10, 1e-6)
+    apart = torch.cdist(x, points)
+    assert right.tolist() == (labels[apart.argmin(1)] == y).double().tolist()
+    assert 0 < int(right.sum()) < 7
+    for row, label in enumerate(y.tolist()):
+        own, others = (labels == label).nonzero()[:, 0], (labels != label).nonzero()[:, 0]
+        each = [
+            min(
+                float(
+                    (apart[row, j] ** 2 - apart[row, i] ** 2) / (points[i] - points[j]).norm() / 2
+                )
+                for j in others.tolist()
+            )
+            for i in own.tolist()
+        ]
+        assert float(margins[row]) == pytest.approx(max(each), abs=1e-4)
+        assert (max(each) > 0) == bool(right[row])
+
+
+def test_the_bisector_loss_trains_prototypes_for_certified_radii() -> None:
+    (x, y), frame = moons(300), lifted_net((2,), 2, blocks=0)
+    net = prototype_net(frame, x, y, per_class=6, neighbors=10)
+    before = OTAD(net, net.bank(), n_neighbors=1).eval()
+    proved = certify(before, x[:80]).accuracy(y[:80], 0.1)
+    config = TrainConfig(
+        epochs=15, batch_size=100, optimizer="adamw", learning_rate=0.02, loss="bisector",
+        target_margin=0.3, margin_temperature=0.05, weight_decay=0.0,
+    )  # fmt: skip
+    result = train(net, (x, y), config, weights=torch.ones(300))
+    after = OTAD(net, net.bank(), n_neighbors=1).eval()
+    assert certify(after, x[:80]).accuracy(y[:80], 0.1) > proved + 0.02
+    assert result.final.loss < result.history[0].loss
+    assert result.final.energy == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"energy_weight": 0.1}, "energy_weight.*bisector"),
+        ({"pair_weight": 0.1}, "pair_weight.*bisector"),
+        ({"compiled": True}, "compiled.*bisector"),
+        ({"label_smoothing": 0.1}, "label_smoothing.*bisector"),
+        ({"margin_rivals": 0}, "margin_rivals.*0"),
+        ({"margin_temperature": 0.0}, "margin_temperature.*0"),
+    ],
+)
+def test_the_bisector_loss_refuses_what_it_cannot_use(
+    changes: dict[str, float], message: str
+) -> None:
+    (x, y), frame = moons(40), lifted_net((2,), 2, blocks=0)
+    net = prototype_net(frame, x, y, per_class=3, neighbors=1)
+    with pytest.raises(InputError, match=message):
+        train(net, (x, y), replace(TrainConfig(epochs=1, loss="bisector"), **changes))
+
+
+def test_the_bisector_loss_needs_prototypes_of_each_label() -> None:
+    (x, y), frame = moons(40), lifted_net((2,), 3, blocks=0)
+    config = TrainConfig(epochs=1, loss="bisector")
+    with pytest.raises(InputError, match=r"loss.*prototypes.*LiftedNet"):
+        train(frame, (x, y), config)
+    net = prototype_net(frame, x, y, per_class=3, neighbors=1)
+    with pytest.raises(InputError, match=r"train_y.*2"):
+        train(net, (x, torch.arange(40) % 3), config)

@@ -102,7 +102,8 @@ class AttackedScore:
 
 @dataclass(frozen=True)
 class RowRecord:
-    """One row of the table; `attacks` are by name, `certified` scores by radius."""
+    """One row of the table; `attacks` are by name, `certified` scores by radius. Those of
+    `certified_within_bounds` hold for inputs within the bounds alone, if they were asked for."""
 
     score: Score
     account: SolverAccount | None
@@ -111,6 +112,7 @@ class RowRecord:
     attacks: dict[str, AttackedScore] = field(default_factory=dict)
     certified: dict[str, Score] = field(default_factory=dict)
     potential: PotentialRecord | None = None
+    certified_within_bounds: dict[str, Score] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from otad.attacks import Attack, LpBall
 from otad.attacks.target import answers, seeded
 from otad.certify import certify, certify_values
+from otad.checks import require
 from otad.data import Dataset
 from otad.errors import InputError
 from otad.evaluate.protocol import run_attacks
@@ -68,7 +69,7 @@ def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) ->
     """The score of a row's model on the test part, without attacks."""
     started = time.perf_counter()
     model, backbone, data = of.model, of.backbone, of.data
-    account, certified, lipschitz = None, {}, None
+    account, certified, inside, lipschitz = None, {}, {}, None
     if isinstance(model, OTAD):
         builder = AccountBuilder(model, potentials=True, relative_error=True)
         batches = of.batches(data.test_x)
@@ -78,7 +79,10 @@ def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) ->
         outputs = of.predict(data.test_x)
     if row.certify is not None:
         assert isinstance(model, OTAD | Backbone)
-        certified = certified_scores(model, data.test_x, data.test_y, row.certify, of.report)
+        given = data.test_x, data.test_y, row.certify, of.report
+        certified = certified_scores(model, *given)
+        if row.certify.within_bounds:
+            inside = certified_scores(model, *given, within_bounds=True)
     if row.lipschitz is not None:
         spec, generator = row.lipschitz, torch.Generator().manual_seed(of.seed)
         chosen = torch.randperm(len(data.test_x), generator=generator)[: spec.points]
@@ -93,17 +97,24 @@ def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) ->
         found = diagnostics.local_lipschitz(function, points, generator=generator, **settings)
         lipschitz = Distribution.of(found)
     score, seconds = score_of(outputs, data.test_y), time.perf_counter() - started
-    return RowRecord(score, account, lipschitz, seconds, {}, certified, potential)
+    return RowRecord(score, account, lipschitz, seconds, {}, certified, potential, inside)
 
 
 def certified_scores(
-    model: OTAD | Backbone, x: Tensor, y: Tensor, spec: CertifySpec, report: Report
+    model: OTAD | Backbone,
+    x: Tensor,
+    y: Tensor,
+    spec: CertifySpec,
+    report: Report,
+    *,
+    within_bounds: bool = False,
 ) -> dict[str, Score]:
     """Certified accuracy by radius; in regression, the largest mean squared error in the ball."""
     backbone = model.backbone if isinstance(model, OTAD) else model
     device = backbone.mean.device
     unit = backbone.std.expand(backbone.input_shape) if spec.unit == "std" else None
     if y.is_floating_point() and isinstance(model, OTAD):
+        require(not within_bounds, "certify.within_bounds", "False in regression", within_bounds)
         found, x, y = {}, x.to(device), y.to(device)
         for done, radius in enumerate(spec.eps, start=1):
             bound = certify_values(model, x, radius, unit=unit)
@@ -113,7 +124,7 @@ def certified_scores(
         return found
     counts = dict.fromkeys(spec.eps, 0)
     for inputs, targets in zip(batches_of(x, device, report), y.split(BATCH), strict=True):
-        certificate = certify(model, inputs, unit=unit)
+        certificate = certify(model, inputs, unit=unit, within_bounds=within_bounds)
         for radius in spec.eps:
             counts[radius] += int(certificate.holds(targets.to(device), radius).sum())
     return {name_of(radius): share_score(count, len(x)) for radius, count in counts.items()}

@@ -175,6 +175,7 @@ class CertifySpec:
 
     eps: tuple[float, ...]
     unit: Unit = "input"
+    within_bounds: bool = False  # also for inputs within the bounds alone, in a column of its own
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from otad.checks import check_choice, check_count, require
 from otad.nets.inputs import InputNet
-from otad.training.config import check_share
+from otad.training.config import check_range, check_share
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 _LEVELS = 256
@@ -70,12 +70,16 @@ def rotate(x: Tensor, amount: Tensor) -> Tensor:
 
 
 def _resample(
-    x: Tensor, *matrix: Tensor | int, across: Tensor | int = 0, down: Tensor | int = 0
+    x: Tensor,
+    *matrix: Tensor | int,
+    across: Tensor | int = 0,
+    down: Tensor | int = 0,
+    outside: float = 0.5,
 ) -> Tensor:
     """Return the image with pixel p taken from ((xx, xy), (yx, yy)) p - (across, down).
 
     Positions are relative to the center. Interpolation is bilinear, and the image is gray outside
-    its border."""
+    its border, or has the value `outside` there."""
     height, width = x.shape[2:]
     places = (torch.arange(n, dtype=x.dtype, device=x.device) - (n - 1) / 2 for n in x.shape[2:])
     py, px = torch.meshgrid(*places, indexing="ij")
@@ -86,7 +90,7 @@ def _resample(
     at_x, at_y = xx * px + xy * py - across, yx * px + yy * py - down
     shape = (len(x), height, width)
     grid = torch.stack([(at_x / (width / 2)).expand(shape), (at_y / (height / 2)).expand(shape)], 3)
-    sampled = functional.grid_sample(x - 0.5, grid, align_corners=False) + 0.5
+    sampled = functional.grid_sample(x - outside, grid, align_corners=False) + outside
     return sampled.clamp(0.0, 1.0)
 
 
@@ -173,6 +177,30 @@ class RandomFlip:
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         chosen = _uniform((len(x), 1, 1, 1), x, generator) < self.probability
         return torch.where(chosen, x.flip(3), x)
+
+
+@dataclass(frozen=True)
+class RandomAffine:
+    """Turns, scales and shifts images by small random amounts. They are black outside.
+
+    The amounts are uniform: up to `degrees` both ways, a factor of up to 1 +- `scale`, and up to
+    `shift` pixels along each axis."""
+
+    degrees: float = 4.0
+    scale: float = 0.05
+    shift: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_range(self.degrees, "degrees", 0.0, 180.0)
+        check_range(self.scale, "scale", 0.0, 1.0)
+        check_range(self.shift, "shift", 0.0, math.inf)
+
+    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        turn, grow, across, down = 2 * _uniform((4, len(x)), x, generator) - 1
+        angle, size = math.radians(self.degrees) * turn, 1 + self.scale * grow
+        cos, sin = angle.cos() / size, angle.sin() / size
+        moved = {"across": self.shift * across, "down": self.shift * down}
+        return _resample(x, cos, -sin, sin, cos, **moved, outside=0.0)
 
 
 @dataclass(frozen=True)
@@ -287,10 +315,12 @@ def _integers(bound: int, shape: tuple[int, ...], x: Tensor, generator: torch.Ge
 
 AUGMENTATIONS: dict[str, Augmentation | None] = {
     "none": None,
+    "affine": RandomAffine(),
     "light": Compose((RandomCrop(4), RandomFlip())),
     "strong": Compose((RandomCrop(4), RandomFlip(), TrivialAugment(0.5), Cutout(8))),
 }
-"""Augmentations by name, for images of about 32 x 32 pixels; "strong" is for transformers."""
+"""Augmentations by name, for images of about 32 x 32 pixels; "affine" is for digits and other
+drawings on black, "strong" is for transformers."""
 
 
 def choose_augmentation(name: str, own: Augmentation | None, net: InputNet) -> Augmentation | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import require
+from otad.errors import InputError
 from otad.nets.base import Backbone
 from otad.nets.inputs import evaluating
 from otad.threat import LpBall
@@ -20,9 +21,9 @@ from otad.training.acceleration import compiled, precision
 from otad.training.adversarial_losses import divergence
 from otad.training.adversary import perturbed_weights
 from otad.training.augmentation import mix_some
-from otad.training.backbone_config import COMPARING, LOSSES, TrainConfig, fit_loss
+from otad.training.backbone_config import BISECTOR, COMPARING, LOSSES, TrainConfig, fit_loss
 from otad.training.loop import Batches
-from otad.training.margins import pair_excess
+from otad.training.margins import bisector_margins, pair_excess
 from otad.training.supervised import (
     Data,
     Progress,
@@ -120,6 +121,12 @@ class BackboneTraining(SupervisedTraining[Backbone]):
             scaled = scaled_weights(weights, len(parts_of(data)["train_x"]))
             options["more"] = {"weights": scaled.to(net.mean.dtype)}
         self.loss = LOSSES[config.loss](net.task, config)
+        if config.loss == BISECTOR:
+            named, got = net.prototypes, f"{BISECTOR!r} for a {type(net).__name__}"
+            if named is None:
+                raise InputError(f"loss: expected one for nets without prototypes, got {got}")
+            missing = {*parts_of(data)["train_y"].tolist()} - {*named[1].tolist()}
+            require(not missing, "train_y", "labels that prototypes have", sorted(missing)[:5])
         # What the adversary raises, unless it raises the divergence of TRADES.
         self.raised = fit_loss(net.task, config) if config.loss in COMPARING else self.loss
         super().__init__(net, data, config, **options)
@@ -173,19 +180,20 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         with perturbed_weights(
             self.weight_perturbation(lambda: self._objective(inputs, y, *weights)[0])
         ):
-            objective, loss, energy, outputs = self._objective(inputs, y, *weights)
+            objective, loss, energy, scores = self._objective(inputs, y, *weights)
             self.backward(objective)
         self.update(first=first)
-        score = _scores(outputs[: len(y)].detach(), y).mean()
-        return torch.stack([loss.detach(), energy.detach(), score])
+        return torch.stack([loss.detach(), energy.detach(), scores.mean()])
 
     def _objective(
         self, inputs: Tensor, y: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the objective of a step, its loss and energy, and the outputs (B,...).
+        """Return the objective of a step, its loss and energy, and the scores (B,).
 
         The inputs are the share of this process, and all else is that of the whole batch."""
         net, config = self.weights.net, self.config
+        if config.loss == BISECTOR:
+            return self._bisector_objective(inputs, y, weights)
 
         def whole(own: Tensor) -> Tensor:
             return self.processes.gather_rows(own, len(y))
@@ -204,7 +212,23 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         if config.pair_weight > 0:
             excess = pair_excess(whole(embedded), whole(features), config.pair_smoothness)
             objective = objective + config.pair_weight * excess
-        return objective, loss, energy, outputs
+        return objective, loss, energy, _scores(outputs[: len(y)].detach(), y)
+
+    def _bisector_objective(
+        self, inputs: Tensor, y: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the same for prototypes that answer by the nearest one."""
+        net, config = self.weights.net, self.config
+        assert net.prototypes is not None
+        points, labels = net.prototypes
+        embedded = net.embed(inputs)[:, : points.shape[1]]
+        soft = config.margin_rivals, config.margin_temperature
+        own_y = self.processes.share_rows(y)
+        found = bisector_margins(embedded, own_y, points, labels, *soft)
+        margins, scores = (self.processes.gather_rows(own, len(y)) for own in found)
+        losses = self.loss(margins, reduction="none")
+        loss = losses.mean() if weights is None else (weights * losses).mean()
+        return loss, loss, torch.zeros_like(loss), scores.detach()
 
     def _attack(self, net: Backbone, ball: LpBall, x: Tensor, y: Tensor, start: Tensor) -> Tensor:
         """Return the inputs that the adversary makes of x (B,*input_shape)."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from otad.checks import check_choice, require
+from otad.checks import check_choice, check_count, require
 from otad.nets.base import LinearHead
 from otad.training.adversarial_losses import mart_losses, trades_losses
 from otad.training.config import check_share
@@ -23,6 +23,7 @@ Loss = Callable[..., Tensor]
 the mean loss, or with `reduction="none"` to the losses (B,). The losses of `COMPARING` take the
 outputs at perturbed inputs followed by the outputs at clean inputs, 2 B rows."""
 COMPARING = ("trades", "mart")
+BISECTOR = "bisector"  # of margins (B,) instead of outputs
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class TrainConfig(InputConfig):
     log_every : int
         The number of epochs between two lines to the `otad` logger.
     augment : str
-        Random changes of images: "none", "light" or "strong".
+        Random changes of images: "none", "affine", "light" or "strong".
     adversary : Adversary or None
         Perturbs the inputs of each training step, and the weights, to raise the loss.
     channels_last : bool
@@ -71,15 +72,21 @@ class TrainConfig(InputConfig):
     loss : str
         "fit" for the cross-entropy or the squared error; "margin" for margins
         `(o_y - o_j) / |w_y - w_j|` of at least `target_margin`, where w are the rows of the head;
-        "fit_margin" for the cross-entropy less `beta` times the margin where that is positive.
-        With an adversary, all three are taken at perturbed inputs. "trades" and "mart" need an
-        adversary and compare the outputs at perturbed and at clean inputs.
+        "fit_margin" for the cross-entropy less `beta` times the margin where that is positive;
+        "bisector" for soft certified radii of at least `target_margin`, for prototypes of which
+        the nearest answers. With an adversary, the first three are taken at perturbed inputs.
+        "trades" and "mart" need an adversary and compare the outputs at perturbed and at clean
+        inputs.
     energy_weight : float
         The weight of the transport energy, alpha in the paper.
     label_smoothing : float
         The label smoothing of the cross-entropy.
     target_margin : float
-        The margin that the loss "margin" asks for.
+        The margin that the losses "margin" and "bisector" ask for. Radii are in the units of
+        embedded inputs.
+    margin_rivals, margin_temperature : int, float
+        For "bisector", how many of the nearest points of the label, and of all others, count for
+        each example, and the temperature of the soft maximum and minimum over them.
     beta : float
         The weight of the comparison in the losses "trades" and "mart", and of the margin in
         "fit_margin".
@@ -104,6 +111,8 @@ class TrainConfig(InputConfig):
     energy_weight: float = 0.0
     label_smoothing: float = 0.0
     target_margin: float = 1.0
+    margin_rivals: int = 8
+    margin_temperature: float = 0.2
     beta: float = 6.0
     pair_weight: float = 0.0
     pair_smoothness: float = 2.0
@@ -115,6 +124,8 @@ class TrainConfig(InputConfig):
         check_choice(self.loss, "loss", tuple(LOSSES))
         self.check_ranges(0.0, math.inf, "energy_weight", "pair_weight", "beta")
         self.check_ranges(1e-12, math.inf, "target_margin", "pair_smoothness")
+        self.check_ranges(1e-6, math.inf, "margin_temperature")
+        check_count(self.margin_rivals, "margin_rivals")
         self.check_ranges(0.0, 1.0, "label_smoothing")
         check_share(self.mixing, "mixing")
         fits = self.loss not in COMPARING or self.adversary is not None
@@ -143,6 +154,16 @@ def margin_loss(task: str, config: TrainConfig) -> Loss:
     return _averaging(
         lambda *scored: (config.target_margin - scaled_margins(*scored)).clamp_min(0.0)
     )
+
+
+def bisector_loss(task: str, config: TrainConfig) -> Loss:
+    """Return the mean amount by which margins (B,) fall short of `target_margin`."""
+    _check_labels(task, config, BISECTOR)
+    unused = {"adversary": None, "energy_weight": 0, "pair_weight": 0, "compiled": False}
+    for name, value in unused.items():
+        got = getattr(config, name)
+        require(got == value, name, f"{value} for the loss {BISECTOR!r}", got)
+    return _averaging(lambda margins: (config.target_margin - margins).clamp_min(0.0))
 
 
 def fit_margin_loss(task: str, config: TrainConfig) -> Loss:
@@ -196,5 +217,5 @@ def _averaging(losses: Callable[..., Tensor]) -> Loss:
 
 LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {
     "fit": fit_loss, "margin": margin_loss, "fit_margin": fit_margin_loss, "trades": trades_loss,
-    "mart": mart_loss,
+    "mart": mart_loss, BISECTOR: bisector_loss,
 }  # fmt: skip

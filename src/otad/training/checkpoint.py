@@ -32,6 +32,8 @@ _ABSENT = {
     "config.beta": 6.0,
     "config.channels_last": False,
     "config.loss": "fit",
+    "config.margin_rivals": 8,
+    "config.margin_temperature": 0.2,
     "config.nesterov": False,
     "config.pair_smoothness": 2.0,
     "config.pair_weight": 0.0,

@@ -1,9 +1,10 @@
-"""Margins of outputs, and pairs of features that contradict a smooth convex potential."""
+"""Margins of outputs and of labeled points, and pairs that contradict a smooth convex potential."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from otad.nets.base import LinearHead
 
@@ -18,6 +19,41 @@ def scaled_margins(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
     tiny = torch.finfo(outputs.dtype).tiny
     margins = (own - outputs) / apart.to(outputs.dtype).clamp_min(tiny)
     return margins.scatter(1, labels[:, None], torch.inf).amin(1)
+
+
+def bisector_margins(
+    inputs: Tensor,
+    labels: Tensor,
+    points: Tensor,
+    point_labels: Tensor,
+    rivals: int,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Return soft margins (B,) of inputs (B,p) whose answer is the label of the nearest point, and
+    scores (B,): 1 where this answer is right.
+
+    While an input moves by less than b_ij = (|x - x_j|^2 - |x - x_i|^2) / (2 |x_i - x_j|), the
+    point i stays nearer than the point j. So a label y cannot change within the radius max over i
+    of class y of min over all other j of b_ij. Here the nearest `rivals` points of both kinds
+    count, with a soft maximum and minimum of this temperature."""
+    with torch.no_grad():
+        apart = points.square().sum(1) - 2 * inputs @ points.mT
+        own = point_labels == labels[:, None]
+        sides = [apart.masked_fill(hidden, torch.inf) for hidden in (~own, own)]
+        nearest = [side.topk(min(rivals, len(points)), largest=False) for side in sides]
+        right = nearest[0].values[:, 0] < nearest[1].values[:, 0]
+    # An embedding, because its gradient is summed faster than that of an indexed tensor.
+    own_steps, other_steps = (
+        functional.embedding(side.indices, points) - inputs[:, None] for side in nearest
+    )
+    own_squares, other_squares = (steps.square().sum(2) for steps in (own_steps, other_steps))
+    sizes = own_squares[:, :, None] + other_squares[:, None]
+    gaps = (sizes - 2 * own_steps @ other_steps.mT).clamp_min(1e-12).sqrt()
+    bisectors = (other_squares[:, None] - own_squares[:, :, None]) / (2 * gaps)
+    lacking = [side.values.isinf() for side in nearest]  # where a class has fewer points
+    against = (-bisectors / temperature).masked_fill(lacking[1][:, None], -torch.inf)
+    each = -against.logsumexp(2).masked_fill(lacking[0], torch.inf)
+    return temperature * each.logsumexp(1), right.to(inputs.dtype)
 
 
 def pair_excess(embedded: Tensor, features: Tensor, smoothness: float) -> Tensor:
