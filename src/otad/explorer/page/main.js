@@ -85,7 +85,7 @@ function describe(found) {
     byId("flip-note").textContent = `at distance ${measure(found.distance.at(-1))}${unit()}`;
   } else {
     byId("flip").textContent = flip === null ? "none" : measure(found.distance[flip]);
-    byId("flip-note").textContent = flip === null ? `up to ${measure(found.distance.at(-1))}${unit()}` : `the answer becomes ${nameOf(state.setup, found.answer[flip])}`;
+    byId("flip-note").textContent = found.distance.length < 2 ? "there is no answer to attack" : flip === null ? `up to ${measure(found.distance.at(-1))}${unit()}` : `the answer becomes ${nameOf(state.setup, found.answer[flip])}`;
   }
 }
 
@@ -107,10 +107,10 @@ function show(step, before) {
   byId("far").textContent = measure(found.from_bank[step]);
   byId("account").textContent = `${found.account[step].replace(/^./, (first) => first.toUpperCase())}.`;
   const count = found.weighted[step], listed = found.neighbors[step].length;
-  byId("points-note").textContent = count === null ? "The answer has no weights: a network estimates it." : `${count} training points have weight${count > listed ? `; the ${listed} heaviest are shown` : ""}. Contributions sum to the ${setup.classes ? "margin over the runner-up" : "value"}.`;
+  byId("points-note").textContent = count === null ? "The answer has no weights: a network estimates it." : `${count} training points have weight${count > listed ? `; the ${listed} heaviest are shown` : ""}.${found.answer[step] === null ? "" : ` Contributions sum to the ${setup.classes ? "margin over the runner-up" : "value"}.`}`;
   const proved = step < provedSteps(found), far = `${measure(found.distance[step])}${unit()}`;
   const place = step === 0 ? "This is the input itself." : `The input has moved by ${far}.`;
-  const verdict = proved ? " Here the answer is proved." : flip !== null && step >= flip && found.answer[step] !== found.answer[0] ? " The attack has changed the answer." : " Here the answer still holds, but without proof.";
+  const verdict = found.answer[step] === null ? " Here the model gives no answer." : proved ? " Here the answer is proved." : flip !== null && step >= flip && found.answer[step] !== found.answer[0] ? " The attack has changed the answer." : " Here the answer still holds, but without proof.";
   byId("story").textContent = setup.classes ? place + verdict : place;
   byId("slider").setAttribute("aria-valuetext", `distance ${far}, answer ${nameOf(setup, found.answer[step])}${proved ? ", proved" : ""}`);
   clearTimeout(state.saying);
@@ -147,7 +147,7 @@ function begin(setup) {
   const [low, high] = valueRange(setup);
   const marks = setup.classes ? setup.classes.map((name, label) => [name, label]).slice(0, 20) : [[`low: ${number(low)}`, low], [`high: ${number(high)}`, high]];
   byId("legend").replaceChildren(...marks.map(([name, label]) => make("li", {}, swatch(colorOf(setup, label)), name)));
-  byId("map-note").textContent = `${points.length} of ${setup.bank} training points, in the two directions of ${dim} that show ${percent(share)} of their variance. The dashed line is the path of the attack${setup.classes ? ", green where the answer is proved. The ring is the certified radius" : ""}.`;
+  byId("map-note").textContent = `${points.length} of ${setup.bank} training points, in the two directions of ${dim} that show ${percent(share)} of their variance. The dashed line is the path of the attack${setup.classes ? ", green where the answer is proved. A ring around the input is its certified radius" : ""}.`;
   byId("footer").textContent = stored ? "Written by otad. Nothing on this page is loaded from elsewhere." : "Served by otad. Inputs are sent to this server only.";
   drawMap(setup, null, 0);
   // The address may name an example and a step of its path, such as #2,40.
