@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
-from otad.attacks.target import answers, seeded
+from otad.attacks.target import answers, is_randomized, seeded
 from otad.certify import certify, certify_values
 from otad.checks import require
 from otad.data import Dataset
@@ -193,6 +193,8 @@ def attack_row(spec: AttackSpec, of: Subject, train_x: Tensor | None) -> Attacke
         wrong = ~is_right(outputs, y)
         if victim is of.model:
             wrong |= broken  # close to a boundary, rounding may differ between batches
+        if is_randomized(of.model):
+            wrong |= ~is_right(clean, y)  # luck in new draws is no robustness
         score = share_score(int((~wrong).sum()), len(x))
         wrong &= is_right(clean, y)
     return AttackedScore(
