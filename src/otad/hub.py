@@ -80,24 +80,11 @@ def push_to_hub(
     repo_id: expected a name such as user/model, got 'model'
     """
     require(_NAME.fullmatch(repo_id), "repo_id", "a name such as user/model", repr(repo_id))
-    with TemporaryDirectory() as place, _hub_errors(repo_id, "to upload to") as hub:
+    with TemporaryDirectory() as place:
         folder = Path(place) / repo_id.partition("/")[2]  # which names the model in its card
         model.save(folder, evaluation=evaluation)
-        api = hub.HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        is_public = private and not api.model_info(repo_id).private
-        require(not is_public, "private", f"False for {repo_id}, which everyone can read", private)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            commit_message="Save a model with otad",
-            allow_patterns=[*FILES, README],
-            delete_patterns=FILES,  # of the model that was there before
-        )
-        return str(commit.oid)
+        with _hub_errors(repo_id, "to upload to") as hub:
+            return _upload(hub.HfApi(token=token), folder, repo_id, private, revision)
 
 
 def from_pretrained(
@@ -171,12 +158,29 @@ def from_pretrained(
     return load_estimator(kind, folder, device)  # type: ignore[arg-type]
 
 
+def _upload(api: Any, folder: Path, repo_id: str, private: bool, revision: str | None) -> str:
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    is_public = private and not api.model_info(repo_id).private
+    require(not is_public, "private", f"False for {repo_id}, which everyone can read", private)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        revision=revision,
+        commit_message="Save a model with otad",
+        allow_patterns=[*FILES, README],
+        delete_patterns=FILES,  # of the model that was there before
+    )
+    return str(commit.oid)
+
+
 @contextmanager
 def _hub_errors(repo_id: str, use: str) -> Iterator[Any]:
     """Yield the library of the Hub, and report its errors as ours."""
     hub = import_extra("huggingface_hub", "hub")
     try:
         yield hub
-    except (hub.errors.HfHubHTTPError, OSError) as error:  # also without a connection
+    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{repo_id}: expected a repository {use}, got: {reason}") from error

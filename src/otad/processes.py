@@ -6,6 +6,7 @@ depend on results are the same everywhere."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,9 +114,15 @@ class Processes:
         own = torch.tensor([int(answer)], device=self.device)
         return bool(self.gather(own, [1] * self.count)[0])
 
-    def require_same(self, digest: bytes, name: str) -> None:
-        """Refuse arguments whose digest is not the same in all processes."""
-        own = torch.tensor([list(digest)], dtype=torch.uint8, device=self.device)
+    def require_same(self, content: Iterable[Tensor | str], name: str) -> None:
+        """Refuse arguments whose content is not the same in all processes."""
+        if self.count == 1:
+            return
+        digest = hashlib.sha256()
+        for part in content:
+            text = part if isinstance(part, str) else part.cpu().numpy().tobytes()
+            digest.update(text.encode() if isinstance(text, str) else text)
+        own = torch.tensor([list(digest.digest())], dtype=torch.uint8, device=self.device)
         others = (self.gather(own, [1] * self.count) != own).any(1).nonzero()[:, 0].tolist()
         got = f"others in process {others} than in process {self.rank}"
         require(not others, name, "the same in all processes", got)

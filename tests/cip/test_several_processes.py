@@ -9,6 +9,7 @@ import pytest
 import torch
 from together import needs_fork, together
 from torch import Tensor
+from torch import distributed as dist
 
 from otad.cip.whole_bank import contradictions, pairs
 from otad.cip.whole_bank.contradictions import PairRatios
@@ -21,7 +22,7 @@ from otad.cip.whole_bank.potential import (
     least_bank_smoothness,
 )  # fmt: skip
 from otad.cip.whole_bank.pricing import Prices
-from otad.errors import SolverError
+from otad.errors import InputError, SolverError
 
 pytestmark = needs_fork
 N, D, LIFT = 90, 5, 2
@@ -57,6 +58,21 @@ def potentials() -> dict[str, Any]:
     with pytest.raises(SolverError) as error:
         integrate_most(*bank(), 1e-3)
     return {name: _plain(one) for name, one in found.items()} | {"error": str(error.value)}
+
+
+def test_different_banks_are_refused(tmp_path) -> None:
+    def work() -> list[str]:
+        said = []
+        for found, given in ((integrate_most, bank()), (lifted_potential, lifted_bank())):
+            given[1][-1, -1] += dist.get_rank()
+            with pytest.raises(InputError, match="expected the same in all processes") as error:
+                found(*given, 2)
+            said.append(str(error.value))
+        return said
+
+    for said in together(tmp_path / "two", work):
+        assert said[0].startswith("inputs, features and smoothness")
+        assert said[1].startswith("points and answers")
 
 
 def _plain(found: BankPotential | Contradiction) -> list[Any]:

@@ -157,8 +157,8 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
 
     def _check_together(self) -> None:
         """Refuse different arguments, and what several processes compute otherwise than one."""
-        run = digest_of({"run": self.identity, "saved": self.path is not None}, length=64)
-        self.processes.require_same(bytes.fromhex(run), "net, data, config and checkpoint_dir")
+        run = digest_of(self.identity), str(self.path is None)
+        self.processes.require_same(run, "net, data, config and checkpoint_dir")
         check_layers(self.weights.net, self.config, self.processes, self.n_rows)
         captures = self.config.captures_steps
         require(not captures, "cuda_graph", "False on several processes", captures)

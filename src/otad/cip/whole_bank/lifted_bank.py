@@ -30,6 +30,7 @@ from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.pairs import check_bank, half_squares
 from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import SolverError
+from otad.processes import Processes
 from otad.search.confirmed_product import squared_distances
 
 ROUNDING = 1e-14  # the relative rounding error of a ratio in float64
@@ -104,6 +105,7 @@ class PairSlopes(PairRatios):
         super().__init__(len(points), points.shape[1] + answers.shape[1], points.device)
         self.parts = points, answers
         self.centers = tuple(part.mean(0, dtype=torch.float64) for part in self.parts)
+        Processes.joined(points.device).require_same(self.centers, "points and answers")
 
     def read(self, rows: slice) -> tuple[Tensor, ...]:
         centered = zip(self.parts, self.centers, strict=True)

@@ -160,7 +160,11 @@ def _prices(inputs: Tensor, features: Tensor, smoothness: float, strong_convexit
     expected = f"a finite value above strong_convexity ({strong_convexity})"
     is_above = -math.inf < strong_convexity < smoothness < math.inf
     require(is_above, "smoothness", expected, smoothness)
-    return Prices(Pairs(inputs, features, strong_convexity))
+    pairs = Pairs(inputs, features, strong_convexity)
+    # Also the same bits: otherwise processes would end after different numbers of sweeps.
+    given = pairs.squares, pairs.image_squares, pairs.products, str((smoothness, strong_convexity))
+    Processes.joined(pairs.device).require_same(given, "inputs, features and smoothness")
+    return Prices(pairs)
 
 
 def _sweep(
