@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import audit
+import bank_size
 import foreign_inputs
+import ivf
 import numpy as np
 import peers
 import pytest
@@ -307,3 +309,27 @@ def test_the_distance_was_chosen_by_scrambled_inputs() -> None:
     record = json.loads((ROOT / "results/benchmarks/foreign_inputs.json").read_text())
     # what the choice of the nearest point rests on
     assert all(row["scrambled"] > row["scrambled_kth"] for row in record["rows"])
+
+
+def test_bank_sizes_and_cells_are_recorded(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Tiny ones. What is proved is right, and more points never take fewer bytes."""
+    pytest.importorskip("faiss", reason="needs the extra 'index' (faiss-cpu)")
+    monkeypatch.setattr(bank_size, "MEANS", (2,))
+    monkeypatch.setattr(bank_size, "MARGINS", (0.5, 1.0))
+    out = ["--out", str(tmp_path)]
+    bank_size.main(["--sizes", "1", "--epochs", "1", "--points", "64", *out])
+    record = json.loads((tmp_path / "bank_size.json").read_text())
+    assert [row["kind"] for row in record["rows"]] == [*bank_size.KINDS, "random"]
+    assert all(0 <= row["certified"] <= row["accuracy"] <= 1 for row in record["rows"])
+    assert len(record["trials"]) == 3
+    assert all(rate > 0 for rate in record["bytes_per_second"].values())
+    stored = [row["stored_bytes"] for row in record["estimates"]]
+    assert stored[:2] == [10**8 * (2 * 784 * 4 + 8), 10**9 * (2 * 784 * 4 + 8)]
+    monkeypatch.delenv("OTAD_DATA", raising=False)
+    monkeypatch.setattr(ivf, "PROBES", (1, None))
+    monkeypatch.setattr(ivf, "KEY_DIMS", (2,))
+    ivf.main(["--data-dir", str(tmp_path), "--points", "120", "--queries", "8", *out])
+    record = json.loads((tmp_path / "ivf.json").read_text())
+    assert (record["data"], record["points"]) == ("digits", 120)
+    assert [row["proved"] for row in record["rows"] if row["n_probe"] == "all"] == [1.0, 1.0]
+    assert not any(row["wrong_but_proved"] for row in record["rows"])

@@ -35,6 +35,8 @@ PACKAGES = [
     "otad.explain",
     "otad.model.prototypes",
     "otad.nets",
+    "otad.search.ivf",
+    "otad.search.sharded",
     "otad.serve",
     "otad.training",
 ]

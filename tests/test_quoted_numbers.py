@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import bank_size
 from PIL import Image
 
 from otad.cip.whole_bank import pairs, pricing
@@ -19,6 +20,7 @@ from otad.report.evaluation_report import evaluation_report
 ROOT = Path(__file__).parents[1]
 PROTOCOL = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 REPORT = (ROOT / "docs/how_to/read_a_report.md").read_text(encoding="utf-8")
+BANK_SIZE = (ROOT / "docs/how_to/bank_size.md").read_text(encoding="utf-8")
 CERTIFY = (ROOT / "docs/how_to/certify.md").read_text(encoding="utf-8")
 DEMO = Evaluation.read(ROOT / "results/demo/evaluation.json")
 
@@ -97,3 +99,75 @@ def test_the_report_is_the_one_that_is_shown(monkeypatch) -> None:
         "task", "n", "attacker_knows", "clean_errors", "skipped_proved", "undefended_reason",
         "format",
     }  # fmt: skip
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def test_sizes_of_banks() -> None:
+    found = record("benchmarks/bank_size")
+    by_size: dict[int, dict[str, Any]] = {}
+    for row in found["rows"]:
+        by_size.setdefault(row["points"], {})[row["kind"]] = row
+    for size, kinds in by_size.items():
+        cells = [
+            f"{percent(row['accuracy'])} / {percent(row['certified'])}" if row else "-"
+            for row in map(kinds.get, ("random", "means", "learned"))
+        ]
+        assert f"| {size:,} | {' | '.join(cells)} |" in BANK_SIZE
+    whole, few = by_size[max(by_size)]["random"], by_size[200]["learned"]
+    assert whole["per_class"] is None
+    assert few["certified"] > whole["certified"]
+    said = f"200 learned [prototypes](../glossary.md#prototype) prove {percent(few['certified'])} %"
+    assert said in BANK_SIZE
+    said = f"all {whole['points']:,} training points as they are, which prove "
+    assert f"{said}{percent(whole['certified'])} %" in BANK_SIZE
+    assert f"{percent(few['accuracy'])} % beside {percent(whole['accuracy'])} %" in BANK_SIZE
+    drawn, means = by_size[1000]["random"], by_size[100]["means"]
+    said = (
+        f"1,000 points drawn at random prove {percent(drawn['certified'])} %, and 100 means prove "
+    )
+    assert f"{said}{percent(means['certified'])} %." in BANK_SIZE
+    trained = [trial for trial in found["trials"] if trial["margin"] is not None]
+    best = max(trained, key=lambda trial: trial["certified"])["margin"]
+    assert {row["margin"] for row in found["rows"]} == {None, best}, "chosen on held-out data"
+
+
+def test_estimates_of_large_banks() -> None:
+    found = record("benchmarks/bank_size")
+    assert found["estimates"] == bank_size.estimates(found["bytes_per_second"])
+    for row in found["estimates"]:
+        cells = [
+            row["layout"], f"{row['points']:.0e}".replace("+0", ""),
+            f"{row['stored_bytes'] / 1e12:.2f} TB", f"{row['searched_bytes'] / 1e9:,.0f} GB",
+            str(row["nodes"]), f"{row['batch_seconds']:.0f}", f"{row['verify_seconds']:.0f}",
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in BANK_SIZE
+    rates = {name: f"{rate / 1e9:.2f}" for name, rate in found["bytes_per_second"].items()}
+    assert f"in memory {rates['search_float32']}," in BANK_SIZE
+    assert f"mapped from shards {rates['search_mapped_float16']}," in BANK_SIZE
+    assert f"keys {found['bytes_per_second']['search_keys'] / 1e9:.3f}," in BANK_SIZE
+    assert f"checksums {rates['verify']}. The disk gave {rates['disk']}." in BANK_SIZE
+    assert f"a bank of {found['timed_points']:,} points" in BANK_SIZE
+    nodes = (
+        f"nodes with {found['node_bytes'] / 1e9:.0f} GB of memory and {found['node_cores']} cores"
+    )
+    assert nodes in BANK_SIZE
+    assert found["environment"]["device_name"] in BANK_SIZE
+    assert f"seconds for {found['queries']} queries" in BANK_SIZE
+
+
+def test_proofs_of_neighbors() -> None:
+    found = record("benchmarks/ivf")
+    assert not any(row["wrong_but_proved"] for row in found["rows"])
+    for row in found["rows"]:
+        cells = "as many as a proof needs" if row["n_probe"] == "all" else row["n_probe"]
+        shares = " | ".join(percent(row[name]) for name in ("read", "proved", "right"))
+        if row["n_probe"] not in (1, 4):
+            assert f"| {row['space']} | {cells} | {shares} |" in BANK_SIZE
+        if (row["space"], row["n_probe"]) == ("8-dimensional keys", "all"):
+            assert f"takes {row['scan_milliseconds']:.1f} ms a query on one core" in BANK_SIZE
+            assert f"search of cells takes {row['milliseconds']:.0f} ms" in BANK_SIZE
+    about = f"{found['queries']} test images and {found['points']:,} training images of MNIST"
+    assert f"{about} in {found['rows'][0]['cells']} cells, with K = 10" in BANK_SIZE

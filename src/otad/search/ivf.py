@@ -21,6 +21,8 @@ from otad.io.mapped_rows import block_of, gathered, remember
 from otad.search.confirmed_product import product_error, row_norms
 from otad.search.neighbors import WORKING_BYTES, Candidates, Neighbors, Search, TorchSearch
 
+__all__ = ["IvfSearch", "build_lists"]
+
 FORMAT = "otad-ivf-lists"
 VERSION = "1"
 PER_CELL = 64  # points that k-means learns from, for each centroid
@@ -32,10 +34,34 @@ _NAMES = {"centroids", "ids", "points", "radii", "starts"}
 def build_lists(
     points: Tensor, path: str | Path, *, cells: int | None = None, seed: int = 0
 ) -> Path:
-    """Sort points (N,d) into cells, and write them to a safetensors file for `IvfSearch`.
+    """Sort points into cells, and write them to a safetensors file for `IvfSearch`.
 
-    The points may be mapped from files; they are read twice, in blocks. FAISS finds the centroids
-    by k-means on a sample. By default there are 4 sqrt(N) cells."""
+    FAISS finds the centroids by k-means on a sample, and sorts the points. The lists of FAISS
+    itself are not used: reading its files is not safe if they come from others.
+
+    Parameters
+    ----------
+    points : Tensor (N, d)
+        The points, which may be mapped from one or more files. They are read twice, in blocks.
+    path : path
+        The file to write. It holds a copy of the points.
+    cells : int or None
+        The number of cells, by default about 4 sqrt(N).
+    seed : int
+        The seed of k-means.
+
+    Returns
+    -------
+    Path
+        The path of the file.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.search.ivf import build_lists
+    >>> build_lists(torch.rand(100, 4), "lists.safetensors", cells=5).name
+    'lists.safetensors'
+    """
     check_tensor(points, "points", "N,d", dtypes=STORAGE_DTYPES, finite=False)
     count, dim = points.shape
     cells = min(math.ceil(4 * math.sqrt(count)), max(1, count // 8)) if cells is None else cells
@@ -98,6 +124,16 @@ class IvfSearch(Search):
         neighbors are proved.
     verify : bool
         Whether the whole file is read to detect a changed byte.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.search.ivf import IvfSearch, build_lists
+    >>> points = torch.arange(100.0)[:, None]
+    >>> path = build_lists(points, "lists.safetensors", cells=10)
+    >>> found, read = IvfSearch(path).counted(torch.tensor([[3.2]]), 2)
+    >>> found.indices.tolist(), found.proved.tolist(), int(read) < 100
+    ([[3, 4]], [True], True)
     """
 
     def __init__(

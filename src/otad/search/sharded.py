@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from otad.checks import require
 from otad.search.neighbors import Candidates, Search
+
+__all__ = ["ShardedSearch"]
 
 
 class ShardedSearch(Search):
@@ -27,6 +30,17 @@ class ShardedSearch(Search):
         machines.
     executor : concurrent.futures.Executor or None
         Where the shards are searched at the same time. If None, one after the other.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from otad.search.neighbors import TorchSearch
+    >>> from otad.search.sharded import ShardedSearch
+    >>> points = torch.arange(10.0)[:, None]
+    >>> search = ShardedSearch([TorchSearch(points[:3]), TorchSearch(points[3:])])
+    >>> found = search(torch.tensor([[3.2]]), 4)
+    >>> found.indices.tolist(), found.proved.tolist()
+    ([[3, 4, 2, 5]], [True])
     """
 
     def __init__(self, shards: Sequence[Search], executor: Executor | None = None) -> None:
@@ -40,6 +54,9 @@ class ShardedSearch(Search):
 
     def __len__(self) -> int:
         return self._count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_map": map}  # a copy in another process has no executor
 
     def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         def ask(start: int, shard: Search) -> Candidates:
