@@ -91,8 +91,12 @@ class Explorer:
         embedded = gathered(self.model.bank_inputs, rows).to(backbone.mean)
         flat = embedded[:, : backbone.dim - backbone.lift]
         inputs = flat.view(len(rows), *self.shape) * backbone.std + backbone.mean
-        # By rounding, an input may be just outside the bounds, where the model refuses it.
-        return inputs if backbone.bounds is None else inputs.clamp(*backbone.bounds)
+        return self._within_bounds(inputs)
+
+    def _within_bounds(self, inputs: Tensor) -> Tensor:
+        """By rounding, inputs may be just outside the bounds, where the model refuses them."""
+        bounds = self.model.backbone.bounds
+        return inputs if bounds is None else inputs.clamp(*bounds)
 
     def _projection(self) -> tuple[Tensor, Tensor, float]:
         """Principal components of the bank where neighbors are searched: the mean (m,), two axes
@@ -134,14 +138,12 @@ class Explorer:
             "kind": "image" if self.is_image else "row",
             "levels": list(levels),
             "bounds": None if backbone.bounds is None else list(backbone.bounds),
-            "task": backbone.task,
             "classes": self._classes(),
             "fields": None if self.is_image else self._fields(),
             "unit": "" if self.is_image else "standard deviations",
             "units": None if self.is_image else _plain(self.unit.flatten()),
-            "scope": model.scope,
             "bank": len(model.bank_labels),
-            "start": _plain((backbone.mean.expand(self.shape)).flatten()),
+            "start": _plain(self._within_bounds(backbone.mean.expand(self.shape)).flatten()),
             "map": {
                 "points": [[*xy, one] for xy, one in zip(places, labels, strict=True)],
                 "share": _rounded(self.share),
@@ -238,17 +240,13 @@ class Explorer:
             "neighbors": [[_neighbor(it) for it in one.heaviest(N_POINTS)] for one in answers],
             "weighted": [one.n_weighted for one in answers],
             "account": [one.account for one in answers],
-            "reasons": answers[0].reasons,
             "columns": columns,
             "points": self._points(answers, columns),
             "certificate": self._certificate(x, float(distance[-1])),
             **self._answers(answers, alone),
         }
-        # A flip of the network alone is on the path of an attack that was not made for it.
-        for name in ("answer", "undefended"):
-            changed = [step for step, one in enumerate(found[name]) if one != found[name][0]]
-            found[f"{name}_flip"] = None if self.is_value or not changed else changed[0]
-        return found
+        others = [step for step, one in enumerate(found["answer"]) if one != found["answer"][0]]
+        return found | {"answer_flip": None if self.is_value or not others else others[0]}
 
     def _answers(self, answers: list[Explanation], alone: Tensor) -> dict[str, Any]:
         """The answers of the model and of the network alone, classes as numbers; probabilities of
