@@ -48,6 +48,7 @@ VARIANTS = (
     "cifar10_triplets_conv",
     "fashion_prototypes",
     "global_suite_all",
+    "mnist_prototypes_10000",
     "mnist_purification",
     "synthetic_100",
     "whole_bank_small",

@@ -4,7 +4,7 @@ standard deviations that the net divides its inputs by."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from otad.attacks import ATTACKS
@@ -228,6 +228,12 @@ class RowSpec:
     @property
     def uses_neighbors(self) -> bool:
         return self.method != "net" and self.scope != "global"
+
+    @property
+    def in_trial(self) -> RowSpec:
+        """The row with only what a `Choice` compares."""
+        certify = self.certify and replace(self.certify, within_bounds=False)
+        return replace(self, certify=certify, lipschitz=None, attacks={})
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Study:
         spec, label = self.experiment.nets[key], f"{key} with {choice.setting} = {value:g}"
         train = spec.train | {choice.setting: value}
         train |= {} if choice.epochs is None else {"epochs": choice.epochs}
-        row = replace(self.experiment.rows[choice.row], lipschitz=None, attacks={})
+        row = self.experiment.rows[choice.row].in_trial
         nets = {key: replace(spec, train=train, choose=None)}
         none: dict[str, Any] = {"surrogates": {}, "cost": None, "speed": None, "evaluate": None}
         trial = replace(self.experiment, nets=nets, rows={choice.row: row}, **none)

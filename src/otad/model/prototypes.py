@@ -216,12 +216,14 @@ def prototype_net(
     points = embedded[:, : -net.lift]
     if neighbors != 1:
         with progress_bar("placing prototypes", progress) as report:
-            points = class_means(points, labels.to(points.device), neighbors, report)
+            points = class_means(points, labels.to(points.device), neighbors, report, rows)
+    else:
+        points = points[rows.to(points.device)]
     frame: dict[str, Any] = {"bounds": net.bounds, "mean": net.mean.cpu(), "std": net.std.cpu()}
     frame["task"] = net.task
     made = PrototypeNet(net.input_shape, net.n_outputs, n_points=len(rows), **frame).to(net.mean)
     with torch.no_grad():
-        made.points.copy_(points[rows.to(points.device)])
+        made.points.copy_(points)
         made.labels.copy_(labels[rows])
         if net.task == "regression":  # equal points share the mean of their values
             _, place = points.unique(dim=0, return_inverse=True)
@@ -234,20 +236,27 @@ def prototype_net(
 
 @torch.no_grad()
 def class_means(
-    points: Tensor, labels: Tensor, neighbors: int, report: Counter | None = None
+    points: Tensor,
+    labels: Tensor,
+    neighbors: int,
+    report: Counter | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Return for each point the mean (N,p) of the `neighbors` nearest points of its class.
+    """Return for each point the mean (N,p) of the `neighbors` nearest points of its class, or only
+    for the points `rows` (n,).
 
     The point itself is included. If a class has fewer points, the mean is over all of them."""
     _check(points, labels)
+    rows = torch.arange(len(points)) if rows is None else rows
+    rows = rows.to(points.device)
+    means, classes = points[rows], labels.unique()
     if check_count(neighbors, "neighbors") == 1:
-        return points
-    means, classes = torch.empty_like(points), labels.unique()
+        return means
     for done, label in enumerate(classes, 1):
-        own = points[labels == label]
-        nearest = TorchSearch(own)(own, min(neighbors, len(own))).indices
+        own, asked = points[labels == label], labels[rows] == label
+        nearest = TorchSearch(own)(means[asked], min(neighbors, len(own))).indices
         shares = [own[column] / nearest.shape[1] for column in nearest.unbind(1)]
-        means[labels == label] = torch.stack(shares).sum(0)
+        means[asked] = torch.stack(shares).sum(0)
         if report is not None:
             report(done, len(classes))
     return means
