@@ -268,3 +268,19 @@ def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
     stored, _ = bank_part(digits, per_class=6, seed=1)
     for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
         assert torch.equal(torch.tensor(neighbor["inputs"]), stored[neighbor["index"]])
+
+
+def test_what_holds_within_bounds_is_reported_apart(nearest: Path) -> None:
+    options = ("--eps", 0.5, "--attack", "noise", "--rows", 8, "--no-flags", "--within-bounds")
+    record = terminal.json("evaluate", nearest, "test", *options, "--out", "both")
+    found = Evaluation.read(Path("both/evaluation.json"))
+    assert found.certificate is not None
+    assert found.certificate_within_bounds is not None
+    pairs = zip(found.certificate.radius, found.certificate_within_bounds.radius, strict=True)
+    assert all(whole <= inside for whole, inside in pairs)
+    assert found.certificate.radius != found.certificate_within_bounds.radius
+    for name, within in (("certified", False), ("certified_within_bounds", True)):
+        score = found.certified_accuracy(0.5, within_bounds=within)
+        assert score is not None
+        assert record[name]["0.5"]["value"] == score.value
+    assert "proved within bounds" in Path("both/report.md").read_text(encoding="utf-8")

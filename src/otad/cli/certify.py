@@ -34,13 +34,7 @@ def certify(
     eps: Annotated[str, opt.option("Radii, separated by commas.")] = "0.25,0.5,1",
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
-    within_bounds: Annotated[
-        bool,
-        opt.option(
-            "Also prove what holds while inputs stay within the bounds of the model, in "
-            "columns of its own."
-        ),
-    ] = False,
+    within_bounds: opt.WithinBounds = False,
     unit: opt.Unit = None,
     scale: opt.Scale = None,
     out: Annotated[

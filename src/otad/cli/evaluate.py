@@ -26,7 +26,9 @@ from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial
 from otad.report.page import Report
 
-HOW = ("skip_proved", "embedding_lipschitz", "metric_lipschitz", "seed", "batch_size")
+HOW = (
+    "skip_proved", "embedding_lipschitz", "metric_lipschitz", "within_bounds", "seed", "batch_size",
+)  # fmt: skip
 
 
 def evaluate(
@@ -63,6 +65,7 @@ def evaluate(
     ] = False,
     embedding_lipschitz: opt.EmbeddingLipschitz = None,
     metric_lipschitz: opt.MetricLipschitz = None,
+    within_bounds: opt.WithinBounds = False,
     targets: opt.Targets = None,
     rows: opt.Rows = None,
     seed: opt.Seed = 0,
@@ -163,6 +166,11 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
     if evaluation.task == "classification":
         found["worst_case"] = {text: evaluation.worst_case(eps) for text, eps in radii.items()}
         proved = {text: evaluation.certified_accuracy(eps) for text, eps in radii.items()}
+        if evaluation.certificate_within_bounds is not None:
+            found["certified_within_bounds"] = {
+                text: evaluation.certified_accuracy(eps, within_bounds=True)
+                for text, eps in radii.items()
+            }
         return found | {"certified": proved, "per_attack": evaluation.per_attack}
     errors = {text: fmean(evaluation.worst_errors(eps)) for text, eps in radii.items()}
     found["mean_worst_error"] = errors
@@ -195,6 +203,8 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
             facts[f"undefended network at {radius}"] = describe_score(alone.worst_case(eps))
         if (proved := evaluation.certified_accuracy(eps)) is not None:
             facts[f"certified at {radius}"] = describe_score(proved)
+        if (proved := evaluation.certified_accuracy(eps, within_bounds=True)) is not None:
+            facts[f"certified at {radius} within bounds"] = describe_score(proved)
     facts["attacks"] = ", ".join(dict.fromkeys(record.attack for record in evaluation.attacks))
     facts |= {f"not run: {name}": reason for name, reason in evaluation.missing.items()}
     checks = evaluation.checks

@@ -95,6 +95,14 @@ EmbeddingLipschitz = Annotated[
 MetricLipschitz = Annotated[
     float | None, option("Lipschitz constant of a metric that has no proved one.")
 ]
+WithinBounds = Annotated[
+    bool,
+    option(
+        "Also prove what holds while inputs stay within the bounds of the model, apart from the "
+        "rest.",
+        "--within-bounds",
+    ),
+]
 Norm = Annotated[str, option("Norm of a change: l2 or linf.", panel=THREAT, **among(NORMS))]
 Immutable = Annotated[
     Names,
