@@ -70,12 +70,12 @@ def executor(request: pytest.FixtureRequest) -> Executor:
 
 def assess_defense(**options: Any) -> Evaluation:
     """Attacks, certificates and flags of a model with a bank, and its network alone."""
-    model, x, y = two_sides()
+    model, x, y = two_sides(examples=16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "CHECKS", CHECKS)
         patch.setattr(undefended, "APGD", {"steps": 2})
         attacks = [Walk(direction=(1.0, 0.0)), Wander()]
-        how = {"attacks": attacks, "skip_proved": ["wander"], "batch_size": 8} | options
+        how = {"attacks": attacks, "skip_proved": ["wander"], "batch_size": 5} | options
         return otad.evaluate(model, x, y, otad.L2(0.3), **how)
 
 
@@ -229,8 +229,8 @@ def test_a_slice_is_sent_without_the_rest() -> None:
         assert isinstance(other, torch.nn.Parameter) is one.requires_grad
 
 
-def test_warnings_and_errors_of_workers_reach_the_caller(pool: Executor) -> None:
-    workers = Workers(pool)
+def test_warnings_and_errors_of_workers_reach_the_caller(executor: Executor) -> None:
+    workers = Workers(executor)
     with pytest.warns(UserWarning, match="seven is odd"):
         assert [*workers.run(processes.complain, ("seven",), [("",)])] == [(0, None)]
     for what, kind, reason in (
@@ -238,7 +238,7 @@ def test_warnings_and_errors_of_workers_reach_the_caller(pool: Executor) -> None
         ("strange error", OtadError, "1 and 2"),
     ):
         with pytest.warns(UserWarning, match="odd"), pytest.raises(kind, match=reason) as caught:
-            [*workers.run(processes.complain, ("seven",), [(what,)])]
+            [*workers.run(processes.complain, ("seven",), [(what,)] * 9)]
         assert "in complain" in caught.value.__notes__[0]
     workers.close()
 
