@@ -84,6 +84,8 @@ class RayExecutor(Executor):
         found: Future[Any] = Future()
 
         def deliver(done: Future[Any]) -> None:
+            # A cancelled task runs to its end, unheard: `ray.cancel` can crash the caller when a
+            # task finishes at the same moment.
             if not found.set_running_or_notify_cancel():
                 return
             if (error := done.exception()) is None:
@@ -94,7 +96,6 @@ class RayExecutor(Executor):
                 what = f"the cluster lost a task {RETRIES + 1} times or cannot be reached"
                 found.set_exception(OtadError(f"{what}: {error}"))
 
-        found.add_done_callback(lambda one: one.cancelled() and self._ray.cancel(reference))
         reference.future().add_done_callback(deliver)
         return found
 
