@@ -157,6 +157,19 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Diffusion(SHAPE, widths=(8,))
 
 
+def test_mixed_precision_rounds(generator: torch.Generator) -> None:
+    x, net = images(8, generator), classifier().eval()
+    options: dict[str, Any] = {"net": net, "threat": otad.Linf(0.1)}
+    exact, rounded = (
+        train_purifier(
+            ApeGan(SHAPE, width=2), x, settings={"epochs": 1, "mixed_precision": mixed}, **options
+        )[0]
+        for mixed in (False, True)
+    )
+    assert exact != rounded
+    assert rounded == pytest.approx(exact, rel=0.1)
+
+
 class StoppedError(Exception):
     pass
 

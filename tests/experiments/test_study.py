@@ -252,3 +252,13 @@ def test_unknown_settings(tmp_path: Path, old: str, new: str, kind: str, message
     study = study_of(written(tmp_path, VISION, (old, new)), tmp_path / "work")
     with pytest.raises(InputError, match=message):
         getattr(study, kind)(KINDS[kind])
+
+
+def test_a_row_sets_its_solver(tmp_path: Path) -> None:
+    asked = 'few = { max_smoothness = 1e9, spares = 2, potential = "lowest", net = "vit",'
+    study = study_of(written(tmp_path, VISION, ('few = { net = "vit",', asked)), tmp_path / "work")
+    solver = study.defended("few").solver
+    assert (solver.max_smoothness, solver.spares, solver.potential) == (1e9, 2, "lowest")
+    memory = study.net("vit").record.results
+    assert memory["device_memory"] is None
+    assert memory["resident"] > 2**20
