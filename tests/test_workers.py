@@ -206,17 +206,6 @@ def test_a_mapped_bank_is_named_and_not_copied(tmp_path: Path) -> None:
         unpack(shared.structure, shared.openers)
 
 
-def test_copies_that_would_search_otherwise_are_refused() -> None:
-    model = factories.model()
-
-    class Partial(TorchSearch):
-        exact = False
-
-    model.use_search(Partial(model.bank_points))
-    with pytest.raises(OtadError, match=r"an exact search.*stops its search early"):
-        pack(model)
-
-
 def test_a_slice_is_sent_without_the_rest() -> None:
     whole = torch.rand(10_000)
     content = pack(whole[5:8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -19,6 +20,7 @@ import otad
 from otad.certify.certification import UNPROVED
 from otad.errors import InputError
 from otad.io.mapped_rows import JoinedRows
+from otad.io.sharing import Sharing
 from otad.search import neighbors
 from otad.search.ivf import IvfSearch, build_lists
 from otad.search.neighbors import Neighbors, Search, TorchSearch
@@ -189,6 +191,10 @@ def test_certify_refuses_rows_whose_neighbors_are_not_proved(tmp_path: Path) -> 
     assert [name == UNPROVED for name in found.rules] == (~proved).tolist()
     assert torch.equal(found.radius[proved], expected.radius[proved])
     assert any("stops early" in words for words in found.assumptions)
+    sent = Sharing(lambda arrays: lambda: arrays)(model).open()  # as other processes get it
+    for copied in (copy.deepcopy(model), sent):
+        assert torch.equal(copied.trace(x).neighbors.proved, proved)
+    assert bool(model.replace(n_neighbors=model.n_neighbors).trace(x).neighbors.proved.all())
 
 
 def test_a_search_of_other_points_is_refused(tmp_path: Path, generator) -> None:

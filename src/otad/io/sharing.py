@@ -103,10 +103,6 @@ def pack(
     Plain pickling would send the whole storage of a tensor that is a slice of another one."""
 
     def persistent_id(_: Any, one: Any) -> tuple[Any, ...] | None:
-        if isinstance(one, nn.Module) and not getattr(one, "searches_exactly", True):
-            got = "one that stops its search early"
-            expected = "a model with an exact search, as its copies search by themselves"
-            raise OtadError(f"executor: expected {expected}, got {got}")
         if type(one) is JoinedRows and name_of is not None:
             return None, "joined", one.tensors  # each of which has a name
         if type(one) not in (Tensor, nn.Parameter) or not _is_plain(one):
