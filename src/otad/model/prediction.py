@@ -48,7 +48,7 @@ def predict(
     >>> import otad
     >>> model = otad.defend(None, torch.eye(3), torch.arange(3), inputs="pixels", n_neighbors=2)
     >>> x = torch.rand(5, 3)
-    >>> bool((otad.predict(model, x, batch_size=2) == model(x)).all())
+    >>> torch.allclose(otad.predict(model, x, batch_size=2), model(x))
     True
     """
     module, inputs, _ = converted(model, x)
