@@ -93,9 +93,9 @@ def nearest_change(model: OTAD, x: Tensor, steps: Tensor, *, bounded: bool) -> f
 
 
 def test_in_the_plane_a_grid_finds_changes_at_the_radius_and_not_before() -> None:
-    angle = torch.linspace(0, 2 * math.pi, 361)[:-1]
+    angle = torch.linspace(0, 2 * math.pi, 241)[:-1]
     circle = torch.stack([angle.cos(), angle.sin()], 1)
-    steps = (torch.linspace(0.0, 1.5, 401)[1:][:, None, None] * circle).flatten(0, 1)
+    steps = (torch.linspace(0.0, 1.5, 201)[1:][:, None, None] * circle).flatten(0, 1)
     wider = 0
     for seed in (0, 7):
         model, x = labeled(seed, 12, 2), queries(8, 2, seed)
@@ -106,7 +106,7 @@ def test_in_the_plane_a_grid_finds_changes_at_the_radius_and_not_before() -> Non
             for row, radius in enumerate(found.radius.tolist()):
                 seen = nearest_change(model, x[row], steps, bounded=found.within_bounds)
                 assert seen >= radius
-                assert math.isinf(seen) or radius >= seen - 0.02
+                assert math.isinf(seen) or radius >= seen - 0.03
     assert wider > 0, "the bounds matter for some of these inputs"
 
 
