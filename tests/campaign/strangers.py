@@ -30,7 +30,7 @@ WORDS = (
 ODD = (None, True, -1, 0, 3, 10**9, 2**62, 1.5, -1e308, "", "local", "../x", "\0", [], {}, [[]],
        [1] * 9, {"a": {}})
 # fmt: on
-GOOD = {
+GOOD = {  # every command but `serve`, which runs until it is stopped
     "demo": "--out rows.npz",  # which is a file
     "train": "rows.npz --out net-2 --force --epochs 1 --blocks 1",
     "defend": "net --out model-2 --force --neighbors 3",
@@ -43,6 +43,7 @@ GOOD = {
     "report": "evaluation --out report.html --force",
     "reproduce": "wine.toml --out results --force",
 }
+assert {*GOOD, "serve"} == {*COMMANDS}
 
 
 def run(words: list[str]) -> None:
@@ -70,7 +71,7 @@ class Commands:
         run(["evaluate", *GOOD["evaluate"].split()])
 
     def draw(self, rng: random.Random, number: int) -> tuple[str, str, Callable[[], Any]]:
-        name = list(COMMANDS)[number % len(COMMANDS)]
+        name = list(GOOD)[number % len(GOOD)]
         words, options = [name, *GOOD[name].split()], load_command(name).params
         for _ in range(rng.choice((1, 1, 2))):
             option = rng.choice([one for one in options if (name, one.name) != ("demo", "out")])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_choice, require
+from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
 from otad.nets.features import Features, Head, find_head, unwrapped
@@ -193,7 +193,8 @@ def adapt(
                 got = f"None for {type(first).__name__} as first layer"
                 raise InputError(f"input_shape: expected a shape, got {got}")
             input_shape = (first.in_features,)
-        sample = torch.rand(8, *input_shape, generator=torch.Generator().manual_seed(0))
+        shape = [check_count(size, "input_shape") for size in input_shape]
+        sample = torch.rand(8, *shape, generator=torch.Generator().manual_seed(0))
     return adapted(net, sample, inputs=inputs, **options).backbone
 
 
