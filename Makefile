@@ -1,6 +1,9 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer: each creates or reuses .venv.
 # Another interpreter: make clean, then make test PYTHON=python3.13
 
+# Modules are compiled when they are first imported, which is faster than compiling all when they are installed.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -76,5 +79,5 @@ define install
 @rm -f $(VENV)/.core-* $(VENV)/.test-*
 @echo "Installing otad$(EXTRAS) into $(VENV): a few minutes the first time"
 @$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip # resolves three times as fast
-@$(RUN) pip install --quiet -c constraints.txt -e '.$(EXTRAS)'
+@$(RUN) pip install --quiet --no-compile -c constraints.txt -e '.$(EXTRAS)'
 endef
