@@ -3,8 +3,11 @@ arXiv:2102.05363)."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ FIRST_ORDER, LAST_ORDER = 8.0, 1000.0
 GROWS_FROM, GROWS_TO = 0.125, 0.875  # shares of the training in which the order grows
 MOMENTUM = 0.1  # of running means
 BLOCK = 2**24  # differences that are held at a time
+
+Function = Callable[..., Tensor]
 
 
 @register("linf_dist")
@@ -140,38 +145,69 @@ class DistanceLayer(nn.Module):
 class LpDistance(torch.autograd.Function):
     """The distances |x - w_j|_p (B,m) of x (B,n) from w (m,n), for any finite order p.
 
-    Differences are divided by the largest one, as their p-th powers would be 0 or infinite. Some
-    rows of w are taken at a time, because all differences do not fit into memory."""
+    Differences are divided by the largest one, as their p-th powers would be 0 or infinite. All
+    differences do not fit into memory. On a GPU with Triton each is therefore computed where it is
+    summed, by compiled code; elsewhere some rows of w are taken at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, order: float) -> Tensor:
-        tiny, found = torch.finfo(x.dtype).tiny, []
-        for part in _parts(weight, x):
-            apart = (x[:, None] - part).abs_()
-            largest = apart.amax(2, keepdim=True).clamp_min_(tiny)
-            sums = apart.div_(largest).pow_(order).sum(2)
-            found.append(sums.pow_(1 / order).mul_(largest[..., 0]))
-        distances = torch.cat(found, dim=1)
+        parts, run = _parts(weight, x)
+        ctx.order = x.new_tensor(order)
+        distances = torch.cat([run(_distances)(x, part, ctx.order) for part in parts], dim=1)
         ctx.save_for_backward(x, weight, distances)
-        ctx.order = order
         return distances
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, distances = ctx.saved_tensors
-        tiny, to_x, to_weight = torch.finfo(x.dtype).tiny, torch.zeros_like(x), []
-        parts = _parts(weight, x)
-        columns = [len(part) for part in parts]
+        parts, run = _parts(weight, x)
+        to_x, to_weight, columns = torch.zeros_like(x), [], [len(part) for part in parts]
         pieces = zip(parts, distances.split(columns, 1), gradient.split(columns, 1), strict=True)
-        for part, distance, received in pieces:
-            apart = x[:, None] - part
-            shares = apart.abs().div_(distance[..., None].clamp_min(tiny)).pow_(ctx.order - 1)
-            shares.mul_(apart.sign_()).mul_(received[..., None])
-            to_x += shares.sum(1)
-            to_weight.append(-shares.sum(0))
+        for piece in pieces:
+            to_x += run(_gradient_of_x)(x, *piece, ctx.order)
+            to_weight.append(run(_gradient_of_weight)(x, *piece, ctx.order))
         return to_x, torch.cat(to_weight), None
 
 
-def _parts(weight: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    return weight.split(max(1, BLOCK // x.numel()))  # type: ignore[no-any-return]
+def _parts(weight: Tensor, x: Tensor) -> tuple[tuple[Tensor, ...], Callable[[Function], Function]]:
+    """The parts of the rows of `weight` to take at a time, and how to run a function of them."""
+    if x.is_cuda and find_spec("triton"):
+        return (weight,), _compiled
+    return weight.split(max(1, BLOCK // x.numel())), lambda function: function
+
+
+@functools.cache
+def _compiled(function: Function) -> Function:
+    return torch.compile(function, dynamic=False)
+
+
+def _distances(x: Tensor, weight: Tensor, order: Tensor) -> Tensor:
+    apart = (x[:, None] - weight).abs()
+    largest = apart.amax(2).clamp_min(torch.finfo(x.dtype).tiny)
+    return _power(apart / largest[..., None], order).sum(2).pow(1 / order) * largest
+
+
+def _gradient_of_x(
+    x: Tensor, weight: Tensor, distances: Tensor, received: Tensor, order: Tensor
+) -> Tensor:
+    return _shares(x, weight, distances, received, order).sum(1)
+
+
+def _gradient_of_weight(
+    x: Tensor, weight: Tensor, distances: Tensor, received: Tensor, order: Tensor
+) -> Tensor:
+    return -_shares(x, weight, distances, received, order).sum(0)
+
+
+def _shares(
+    x: Tensor, weight: Tensor, distances: Tensor, received: Tensor, order: Tensor
+) -> Tensor:
+    apart = x[:, None] - weight
+    ratios = apart.abs() / distances.clamp_min(torch.finfo(x.dtype).tiny)[..., None]
+    return _power(ratios, order - 1) * apart.sign() * received[..., None]
+
+
+def _power(ratios: Tensor, order: Tensor) -> Tensor:
+    """The powers of numbers from 0 to 1; a GPU has instructions for log2 and exp2 alone."""
+    return torch.exp2(order * torch.log2(ratios))
