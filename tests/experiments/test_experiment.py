@@ -158,6 +158,31 @@ rows.otad.smoothness = 3.0
     assert fast.source["train"] == {"epochs": 1}
 
 
+def test_an_entry_takes_the_settings_of_the_one_that_it_is_like(tmp_path: Path) -> None:
+    more = """
+[nets.three]
+like = "two"
+blocks = 3
+[nets.two]
+like = "one"
+train = { learning_rate = 0.1, loss = "trades" }
+[quick]
+nets.one = { blocks = 1, train = { learning_rate = 0.2, epochs = 1 } }
+"""
+    path = written(tmp_path, SMALL + more)
+    slow, fast = read_experiment(path), read_experiment(path, quick=True)
+    learned = {"epochs": 7, "learning_rate": 0.1, "loss": "trades"}
+    assert slow.nets["three"] == replace(slow.nets["one"], blocks=3, train=learned)
+    assert [slow.nets[key].blocks for key in ("one", "two")] == [2, 2]
+    assert [fast.nets[key].blocks for key in ("one", "two", "three")] == [1, 1, 3]
+    assert fast.nets["two"].train == learned | {"epochs": 1}, "its own settings win"
+    assert "like" not in slow.source["nets"]["two"], "a record has all settings"
+    for other in ("three", "four"):
+        circle = written(tmp_path, SMALL + more, ('like = "one"', f'like = "{other}"'))
+        with pytest.raises(InputError, match=rf"two.like: expected one of one.*, got '{other}'"):
+            read_experiment(circle)
+
+
 PURIFIER = "[purifiers.soap]\nnet = 'one'\n"
 CHOOSE = "choose = { setting = 'energy_weight', values = [0], row = 'otad' }"
 EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"

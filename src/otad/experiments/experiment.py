@@ -17,8 +17,9 @@ from otad.io.codec import from_plain, read_toml
 _hints = cache(get_type_hints)  # which compiles every annotation
 _FOLDER = Path(__file__).parent / "configs"
 _TABLE = dict[str, Any]
+_WITH_LIKE = ("nets", "metrics", "surrogates", "purifiers", "attacks", "rows")
 _SHAPES = dict.fromkeys(("train", "otad", "quick"), _TABLE) | dict.fromkeys(
-    ("data", "nets", "metrics", "surrogates", "purifiers", "attacks", "rows"), dict[str, _TABLE]
+    ("data", *_WITH_LIKE), dict[str, _TABLE]
 )
 
 
@@ -151,7 +152,10 @@ def read_experiment(name: str | Path, *, quick: bool = False) -> Experiment:
         require(inside, f"{path.name}.include", "a file in its own folder", shared)
         content = _merged(_read(path.parent / shared), content)
     changes = content.pop("quick", {})
-    content = _merged(content, changes) if quick else content
+    content = _checked(_merged(content, changes), path.name) if quick else content
+    for table in content.keys() & {*_WITH_LIKE}:
+        where, entries = f"{path.name}.{table}", content[table]
+        content[table] = {key: _completed(entries, key, where) for key in entries}
     if included:
         _drop_unused(content)
     return parse_experiment(content, path.stem, quick)
@@ -193,6 +197,18 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             merged[key] = {**old, **new} if key == "data" else _merged(old, new)
     return merged
+
+
+def _completed(
+    entries: Mapping[str, Any], key: str, where: str, heirs: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The settings of an entry, over those of the entry that it is `like`."""
+    own, heirs = dict(entries[key]), (key, *heirs)
+    if "like" not in own:
+        return own
+    others = tuple(name for name in entries if name not in heirs)
+    base = check_choice(own.pop("like"), f"{where}.{key}.like", others)
+    return _merged(_completed(entries, base, where, heirs), own)
 
 
 def _drop_unused(content: dict[str, Any]) -> None:
