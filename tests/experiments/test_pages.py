@@ -40,9 +40,8 @@ def test_every_table_stands_on_a_page_once() -> None:
     labels = [table.label for table in layout().tables if table.label]
     assert len(labels) == len({*labels}) == 23
     assert {table.page for table in layout().tables} | {"paper"} == {*layout().pages}
-    for table in layout().tables:
-        for name in table.experiments:
-            assert name in names()
+    assert all(table.experiments for table in layout().tables if table.label)
+    assert {name for table in layout().tables for name in table.experiments} == {*names()}
 
 
 def rendered(monkeypatch: pytest.MonkeyPatch, *rows: Row, **more: object) -> list[str]:
@@ -63,8 +62,10 @@ def test_cells_are_ours_and_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
         Row("ours alone", ours=("sample/rows/otad",)),
         Row("addresses", "- 9.0", (suite, speed)),
         Row("in part", "95.0 40.0", ("sample/rows/bad",), why="too slow"),
-        Row("planned", "95.0 40.0", ("later/rows/bad",)),
-        Row("not planned", "95.0 40.0"),
+        Row("planned", "95.0 40.0", ("later/rows/bad",), why="too slow"),
+        Row("not planned", "95.0 40.0", why="part of another row"),
+        Row("one column", ours=("sample/rows/otad/score", "")),
+        Row("one column", ours=("sample/rows/otad/score", ""), why="no gradient"),
         Row("large", ours=("sample/rows/otad",), times=1000, digits=3),
         text="Left: {sample/rows/otad/attacks/push:.0f} %, later {later/seconds}.",
     )
@@ -75,7 +76,9 @@ def test_cells_are_ours_and_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
         "| addresses | 86.5 | 2.0 / 9.0 |",
         "| in part | 94.0 / 95.0 | - (too slow) / 40.0 |",
         "| planned (not run) | - / 95.0 | - / 40.0 |",
-        "| not planned (not run) | - / 95.0 | - / 40.0 |",
+        "| not planned (part of another row) | - / 95.0 | - / 40.0 |",
+        "| one column | 96.0 |  |",
+        "| one column | 96.0 | - (no gradient) |",
         "| large | 96,000 | 60,000 |",
         "",
         "Left: 60 %, later -. Record: [sample](results/sample.json) of 2024-01-01.",
@@ -87,6 +90,17 @@ def test_an_evaluation_is_asked_for_a_radius() -> None:
     worst = figures.look("sample/evaluation/worst_case/2")
     assert worst == Evaluation.read(SAMPLE / "sample" / "evaluation.json").worst_case(2.0).value
     assert figures.look("sample/evaluation/worst", optional=True) is None
+
+
+def test_settings_are_those_of_the_record_or_else_of_the_experiment(tmp_path: Path) -> None:
+    figures, epochs = Figures(tmp_path), "mnist_fgsm/experiment/nets/fgsm/train/epochs"
+    assert figures.fill(f"{{{epochs}:d}} epochs") == "30 epochs"
+    assert figures.look(epochs) is None, "not a figure of a table"
+    record = RunRecord.read(SAMPLE / "sample.json")
+    config = {"title": "Sample", "data": {"digits": {"name": "digits"}}}
+    config |= {"nets": {"fgsm": {"data": "digits", "train": {"epochs": 7}}}}
+    replace(record, name="mnist_fgsm", config=config).write(tmp_path / "mnist_fgsm.json")
+    assert Figures(tmp_path).fill(f"{{{epochs}:d}}") == "7"
 
 
 def test_wrong_layouts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,15 +126,18 @@ def test_experiments_are_listed_with_what_is_recorded(record: RunRecord, tmp_pat
     assert ours == [one.name for one in listed][-len(ours) :]
     assert "suite" in ours
     assert {(one.device, one.minutes, one.recorded) for one in listed} == {(None, None, 0)}
-    rows = {"OTAD, K = 1": record.rows["good"]}
-    replace(record, name="suite", rows=rows).write(tmp_path / "suite.json")
-    (suite,) = (one for one in list_experiments(tmp_path) if one.name == "suite")
-    assert (suite.recorded, suite.rows, suite.data) == (1, 2, ("mnist",))
-    assert suite.minutes == pytest.approx(sum(record.seconds.values()) / 60)
+    rows = dict.fromkeys(("ResNet on MNIST", "OTAD of the ResNet on MNIST"), record.rows["good"])
+    replace(record, name="plain", rows=rows).write(tmp_path / "plain.json")
+    (plain,) = (one for one in list_experiments(tmp_path) if one.name == "plain")
+    assert (plain.recorded, plain.cells, plain.labels) == (2, 12, ("tab:residual",))
+    assert plain.data == ("mnist", "fashion_mnist")
+    assert plain.minutes == pytest.approx(sum(record.seconds.values()) / 60)
+    contents = render("paper", Figures(tmp_path), "results")
+    assert re.search(r"`tab:residual` \|.*\| 2 of 12 \|", contents), "the pages count the same"
 
 
 def test_labels_name_experiments() -> None:
-    listed = ["mnist", "cifar10", "cifar10_potentials", "own.toml"]
+    listed = ["mnist", "cifar10", "cifar10_potentials", "cifar10_pixels", "own.toml"]
     assert experiments_for(["tab:KNN", "mnist", "own.toml"]) == listed
     assert "mnist_attacks" in experiments_for(["tab:cw"])
     assert experiments_for(["tab:cw", "tab:square"]) == experiments_for(["tab:cw"])
@@ -128,8 +145,6 @@ def test_labels_name_experiments() -> None:
         experiments_for(["tab:cv"])
     with pytest.raises(InputError, match=r"got 'mnist_attack' \(did you mean mnist_attacks"):
         experiments_for(["mnist_attack"])
-    with pytest.raises(InputError, match=r"tab:otad-t-nn-imagenet: .*none so far"):
-        experiments_for(["tab:otad-t-nn-imagenet"])
 
 
 def texts(path: Path) -> set[str]:

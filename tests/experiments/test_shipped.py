@@ -164,5 +164,6 @@ def check_speeds(record: RunRecord, experiment: Experiment) -> None:
     assert [(one.row, one.place) for one in record.speeds] == expected
     for one in record.speeds:
         assert 0 < (one.milliseconds or 0) < math.inf
+        assert 0 < (one.deviation or 0) < math.inf
         assert (one.bank > 0) == bool(one.steps) == (one.place is not None)
         assert accuracy.setdefault(one.row, one.accuracy) == one.accuracy, "wherever the bank is"

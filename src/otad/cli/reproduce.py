@@ -121,7 +121,7 @@ def show_experiments(listed: Sequence[ExperimentInfo], as_json: bool) -> None:
         typer.echo(title)
         for one in (one for one in listed if is_ours == (not one.labels)):
             minutes = "-" if one.minutes is None else f"{max(1, round(one.minutes))} min"
-            recorded = f"{one.recorded}/{one.rows} rows recorded"
-            known = f"{recorded:20} {minutes:>6}  {one.device or '-':12} {', '.join(one.data)}"
+            recorded = f"{one.recorded}/{one.cells} cells recorded"
+            known = f"{recorded:22} {minutes:>6}  {one.device or '-':12} {', '.join(one.data)}"
             labels = f" ({', '.join(one.labels)})" if one.labels else ""
-            typer.echo(f"  {one.name:22} {known:68} {one.title}{labels}")
+            typer.echo(f"  {one.name:22} {known:70} {one.title}{labels}")

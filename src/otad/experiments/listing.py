@@ -9,8 +9,7 @@ from pathlib import Path
 
 from otad.errors import InputError
 from otad.experiments.experiment import names, read_experiment
-from otad.experiments.pages import layout
-from otad.experiments.records import RunRecord
+from otad.experiments.pages import Figures, experiment_of, layout
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,16 @@ class ExperimentInfo:
     minutes : float or None
         How long the recorded run took.
     recorded : int
-        How many of its rows the record has, with all their attacks.
-    rows : int
-        How many rows it has; an experiment on cost alone counts as one.
+        How many of its cells the record fills.
+    cells : int
+        How many cells of the tables in the documentation show one of its figures.
 
     Examples
     --------
     >>> from otad.experiments import ExperimentInfo
-    >>> info = ExperimentInfo("mnist", "MNIST", ("tab:KNN",), ("mnist",), None, None, 0, 12)
-    >>> f"{info.recorded} of {info.rows} rows are recorded"
-    '0 of 12 rows are recorded'
+    >>> info = ExperimentInfo("mnist", "MNIST", ("tab:KNN",), ("mnist",), None, None, 0, 6)
+    >>> f"{info.recorded} of {info.cells} cells are recorded"
+    '0 of 6 cells are recorded'
     """
 
     name: str
@@ -49,7 +48,7 @@ class ExperimentInfo:
     device: str | None
     minutes: float | None
     recorded: int
-    rows: int
+    cells: int
 
 
 def list_experiments(results: str | Path = "results") -> list[ExperimentInfo]:
@@ -67,24 +66,29 @@ def list_experiments(results: str | Path = "results") -> list[ExperimentInfo]:
     ['plain']
     """
     labels: dict[str, list[str]] = {}
-    for table in (table for table in layout().tables if table.label):
-        for name in table.experiments:
+    cells: dict[str, set[str]] = {}
+    for table in layout().tables:
+        for name in table.experiments if table.label else ():
             labels.setdefault(name, []).append(table.label)
+        for address in table.wanted:
+            cells.setdefault(experiment_of(address), set()).add(address)
     order = [*labels, *(name for name in names() if name not in labels)]
-    return [_listed(name, tuple(labels.get(name, ())), Path(results)) for name in order]
+    figures = Figures(Path(results))
+    return [_listed(name, labels.get(name, ()), cells.get(name, set()), figures) for name in order]
 
 
-def _listed(name: str, labels: tuple[str, ...], results: Path) -> ExperimentInfo:
-    spec, path = read_experiment(name), results / f"{name}.json"
-    data = tuple(dict.fromkeys(one.name for one in spec.data.values()))
-    about, asked = (name, spec.title, labels, data), max(1, len(spec.rows))
-    if not path.is_file():
-        return ExperimentInfo(*about, device=None, minutes=None, recorded=0, rows=asked)
-    record = RunRecord.read(path)
-    found = {key: {*row.attacks} for key, row in record.rows.items()}
-    made = [k for k, row in spec.rows.items() if k in found and {*row.attacks} <= found[k]]
-    minutes, recorded = sum(record.seconds.values()) / 60, len(made) or int(bool(record.costs))
-    return ExperimentInfo(*about, record.environment.device_name, minutes, recorded, asked)
+def _listed(name: str, labels: Iterable[str], cells: set[str], figures: Figures) -> ExperimentInfo:
+    spec, seconds = read_experiment(name), figures.look(f"{name}/seconds")
+    return ExperimentInfo(
+        name=name,
+        title=spec.title,
+        labels=tuple(labels),
+        data=tuple(dict.fromkeys(one.name for one in spec.data.values())),
+        device=figures.look(f"{name}/environment/device_name"),
+        minutes=None if seconds is None else sum(seconds.values()) / 60,
+        recorded=figures.count(cells),
+        cells=len(cells),
+    )
 
 
 def experiments_for(asked: Iterable[str | Path]) -> list[str | Path]:
@@ -95,11 +99,8 @@ def experiments_for(asked: Iterable[str | Path]) -> list[str | Path]:
         if str(one) not in tables:
             _check_name(str(one), [*names(), *tables])
             found.append(one)
-            continue
-        needed = tables[str(one)].experiments
-        if not needed:
-            raise InputError(f"{one}: expected a table that an experiment fills, got none so far")
-        found += needed
+        else:
+            found += tables[str(one)].experiments
     return list(dict.fromkeys(found))
 
 

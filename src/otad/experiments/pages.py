@@ -2,12 +2,14 @@
 
 An address leads to a figure: the name of a record and then keys or attributes, as in
 "mnist/rows/OTAD consistent/score". "NAME/evaluation" is the evaluation in the folder NAME, whose
-methods take a radius: "suite/evaluation/worst_case/2". In a list, "key=value;key=value" selects."""
+methods take a radius: "suite/evaluation/worst_case/2". In a list, "key=value;key=value" selects.
+"NAME/experiment" has the settings of the record; a text has planned ones where there is none."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 from otad.checks import require
 from otad.evaluate.records import FORMAT as EVALUATION_FORMAT
 from otad.evaluate.records import Evaluation
-from otad.experiments.experiment import names
+from otad.experiments.experiment import names, read_experiment
 from otad.experiments.records import FORMAT as RUN_FORMAT
 from otad.experiments.records import RunRecord
 from otad.io.codec import from_plain, read_json, read_toml
@@ -32,8 +34,9 @@ _KINDS: dict[Any, Any] = {RUN_FORMAT: RunRecord, EVALUATION_FORMAT: Evaluation}
 @dataclass(frozen=True)
 class Row:
     """`paper`: published figures, separated by spaces. `ours`: addresses, one for each column, or
-    one that is followed by the path of each column. `why`: the reason where a record has no such
-    figure, which is an error without one. A row with a name alone is a heading."""
+    one that is followed by the path of each column; an empty one asks for nothing. `why`: the
+    reason where a record has no such figure, which is an error without one; it is not given while
+    there is no record at all. A row with a name alone is a heading."""
 
     name: str
     paper: str = ""
@@ -66,17 +69,29 @@ class Table:
             return list(row.ours)
         return [f"{row.ours[0]}/{path}".rstrip("/") for path in self.columns.values()]
 
+    def cells(self, row: Row) -> list[tuple[str, str]]:
+        """The address of our figure and the published figure, for each column."""
+        addresses, published = self.addresses(row), row.paper.split()
+        count = max(len(addresses), len(published))
+        nothing = [""] * count, [NONE] * count
+        return list(zip(addresses or nothing[0], published or nothing[1], strict=True))
+
+    @property
+    def wanted(self) -> list[str]:
+        """The addresses of all cells for which a figure is planned or published."""
+        cells = [cell for row in self.rows for cell in self.cells(row)]
+        return [address for address, paper in cells if address or paper != NONE]
+
     @property
     def records(self) -> list[str]:
         """The records that its cells are read from, without their ending."""
-        found = [_document(one) for row in self.rows for one in self.addresses(row) if one]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(_document(one) for one in self.wanted if one))
 
     @property
     def experiments(self) -> list[str]:
         """The experiments that make these records."""
-        made = [re.sub(r"-\d+$", "", name.partition("/")[0]) for name in self.records]
-        return [name for name in dict.fromkeys(made) if name in names()]
+        made = dict.fromkeys(experiment_of(name) for name in self.records)
+        return [name for name in made if name in names()]
 
     @property
     def heading(self) -> str:
@@ -119,6 +134,11 @@ def _document(address: str) -> str:
     return f"{first}/{second}" if first == "benchmarks" or second == "evaluation" else first
 
 
+def experiment_of(address: str) -> str:
+    """The experiment whose record has the figure at an address."""
+    return re.sub(r"-\d+$", "", address.partition("/")[0])
+
+
 class Figures:
     """The figures of the records in a folder."""
 
@@ -133,11 +153,17 @@ class Figures:
         kind = _KINDS.get(content.get("format")) if isinstance(content, dict) else None
         return content if kind is None else kind.read(path)
 
-    def look(self, address: str, *, optional: bool = False) -> Any:
-        """What is at an address, or None where there is no such record; where the record has no
-        such part, None if that is `optional`."""
+    def has(self, address: str) -> bool:
+        """Whether there is the record that an address leads to."""
+        return self._read(_document(address)) is not None
+
+    def look(self, address: str, *, optional: bool = False, planned: bool = False) -> Any:
+        """What is at an address, or None where there is no such record, unless it is a `planned`
+        setting; where the record has no such part, None if that is `optional`."""
         name = _document(address)
         value = self._read(name)
+        if value is None and planned and address.startswith(f"{name}/experiment/"):
+            value = {"experiment": read_experiment(name)}
         if value is None:
             return None
         try:
@@ -151,12 +177,16 @@ class Figures:
         require(optional or value is not None, "layout", "the address of a figure", address)
         return getattr(value, "value", value)  # of a score
 
+    def count(self, addresses: Iterable[str]) -> int:
+        """The number of addresses at which there is a figure."""
+        return sum(self.look(one, optional=True) is not None for one in addresses)
+
     def fill(self, text: str) -> str:
         """The text with what is at each "{address}", or as "{address:format}" has it."""
         return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", self._figure, text)
 
     def _figure(self, match: re.Match[str]) -> str:
-        value = self.look(match[1])
+        value = self.look(match[1], planned=True)
         if value is None or isinstance(value, str):
             return value or NONE
         return format(value, match[2] or ".1f")
@@ -232,10 +262,7 @@ def render(name: str, figures: Figures, link: str) -> str:
 def _contents(name: str, figures: Figures) -> str:
     rows = []
     for table in (one for one in layout().tables if one.page.startswith(f"{name}/")):
-        cells = [cell for row in table.rows for cell in row.paper.split()]
-        addresses = [one for row in table.rows for one in table.addresses(row)]
-        found = [figures.look(one, optional=True) for one in addresses]
-        filled = f"{len(found) - found.count(None)} of {max(len(cells), len(found))}"
+        filled = f"{figures.count(table.wanted)} of {len(table.wanted)}"
         rows.append(
             [f"`{table.label}`", f"[{table.title}]({table.page}.md#{table.anchor})", filled]
         )
@@ -246,19 +273,21 @@ def _contents(name: str, figures: Figures) -> str:
 
 def _cells(table: Table, row: Row, figures: Figures) -> list[str]:
     """The name of a row, then ours / paper; ours alone where nothing is published."""
-    addresses, published = table.addresses(row), row.paper.split()
-    if not addresses and not published:
+    asked = table.cells(row)
+    if not asked:
         return [f"*{row.name}*", *("" for _ in table.columns)]
-    addresses = addresses or ["" for _ in published]
-    found = [figures.look(one, optional=bool(row.why)) for one in addresses]
-    why = f" ({row.why or 'not run'})"
+    found = [figures.look(address, optional=bool(row.why)) for address, _ in asked]
+    is_run = not any(row.ours) or any(figures.has(address) for address, _ in asked if address)
+    why = f" ({row.why if row.why and is_run else 'not run'})"
     nothing = found.count(None) == len(found)
     space = " " if len(found) > UNBROKEN else "\u00a0"
     cells = []
-    for value, paper in zip(found, published or [NONE for _ in found], strict=True):
+    for value, (address, paper) in zip(found, asked, strict=True):
         ours = NONE if nothing else NONE + why
         if value is not None:
             ours = _number(value * (row.times or table.times), row.digits or table.digits, paper)
+        elif not address and paper == NONE and not row.why:
+            ours = ""
         cells.append(ours if paper == NONE else f"{ours}{space}/{space}{paper}")
     return [row.name + why if nothing else row.name, *cells]
 

@@ -146,21 +146,23 @@ def measure(
     found: dict[str, Any] = {"seconds": time.perf_counter() - begun}
     found["load_seconds"] = loaded - started
     if "warm" in flags:
-        found["milliseconds"] = _medians(batches, time_batch)["all"]
+        times = _times(batches, time_batch)["all"]
+        found["milliseconds"] = statistics.median(times)
+        found["deviation"] = statistics.pstdev(times)
     found["resident"] = resident_peak() - before
     found["device_memory"] = torch.cuda.max_memory_allocated() if "cuda" in device else None
     found["accuracy"] = 100 * float((outputs.argmax(1) == data["y"]).double().mean())
     if "steps" in flags:
-        found["steps"] = _medians(batches, lambda batch: time_steps(model, batch.to(device)))
+        steps = _times(batches, lambda batch: time_steps(model, batch.to(device)))
+        found["steps"] = {name: statistics.median(times) for name, times in steps.items()}
     return found
 
 
-def _medians(batches: Iterable[Tensor], work: Callable[[Tensor], Times]) -> Times:
-    """The median milliseconds a query, by what was timed."""
+def _times(batches: Iterable[Tensor], work: Callable[[Tensor], Times]) -> dict[str, list[float]]:
+    """The milliseconds a query of each batch, by what was timed."""
     times = [(len(batch), work(batch)) for batch in batches]
     return {
-        name: 1000 * statistics.median(seconds[name] / count for count, seconds in times)
-        for name in times[0][1]
+        name: [1000 * seconds[name] / count for count, seconds in times] for name in times[0][1]
     }
 
 

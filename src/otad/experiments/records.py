@@ -127,9 +127,10 @@ class SuiteRecord:
 @dataclass(frozen=True)
 class CostRecord:
     """Predictions in a fresh process: the `seconds` of all `queries`, for [speed] also the median
-    `milliseconds` of a query over the batches, after every batch has been answered once, and of its
-    `steps`. `resident`: the peak of resident memory in bytes beyond that after the imports (with
-    matrix library and GPU driver started); `device_memory`: the peak allocated on a GPU."""
+    `milliseconds` of a query over the batches, after every batch has been answered once, their
+    standard `deviation`, and the medians of its `steps`. `resident`: the peak of resident memory in
+    bytes beyond that after the imports (with matrix library and GPU driver started);
+    `device_memory`: the peak allocated on a GPU."""
 
     device: str
     bank: int
@@ -143,6 +144,17 @@ class CostRecord:
     row: str | None = None
     place: str | None = None
     steps: dict[str, float] = field(default_factory=dict)
+    deviation: float | None = None  # absent in earlier records
+
+    @property
+    def gigabytes(self) -> float:
+        """The `resident` memory in units of 10^9 bytes."""
+        return self.resident / 1e9
+
+    @property
+    def device_gigabytes(self) -> float | None:
+        """The `device_memory` in units of 10^9 bytes."""
+        return None if self.device_memory is None else self.device_memory / 1e9
 
 
 @dataclass(frozen=True)
