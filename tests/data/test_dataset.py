@@ -258,6 +258,12 @@ def test_the_most_central_rows_are_those_nearest_to_the_mean_of_their_class() ->
     labels = torch.tensor([0, 5, 0, 0, 5, 5])
     assert most_central(points, labels, 1).tolist() == [2, 5]
     assert most_central(points, labels, 2).tolist() == [0, 1, 2, 5]  # of 0 and 3, the first
+    among = torch.tensor([True, True, False, True, True, False])
+    assert most_central(points, labels, 1, among=among).tolist() == [0, 1]
+    with pytest.raises(InputError, match="at most 2, the rows of class 0, got 3"):
+        most_central(points, labels, 3, among=among)
+    with pytest.raises(InputError, match=r"among: .*each class, got none of \[5\]"):
+        most_central(points, labels, 1, among=labels == 0)
     with pytest.raises(InputError, match="at most 3, the rows of class 0, got 4"):
         most_central(points, labels, 4)
     with pytest.raises(InputError, match="labels: expected shape"):

@@ -137,7 +137,9 @@ def subset_per_class(labels: Tensor, per_class: int, generator: torch.Generator)
     return torch.cat([_draw(rows, per_class, generator) for rows in by_class]).sort().values
 
 
-def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
+def most_central(
+    points: Tensor, labels: Tensor, per_class: int, *, among: Tensor | None = None
+) -> Tensor:
     """Return the ascending indices of the `per_class` points of each class nearest to its mean.
 
     Parameters
@@ -148,6 +150,9 @@ def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
         The class of each point, int64.
     per_class : int
         How many points to choose of each class.
+    among : Tensor (N,) of bool or None
+        The points to choose from and to take means of, such as those that a classifier gets right
+        under attack. If None, all of them.
 
     Examples
     --------
@@ -160,6 +165,13 @@ def most_central(points: Tensor, labels: Tensor, per_class: int) -> Tensor:
     check_tensor(points, "points", "N,m")
     check_tensor(labels, "labels", "N", dtypes=(torch.int64,))
     check_shape(labels, "labels", (len(points),), "with one label per point")
+    if among is not None:
+        check_tensor(among, "among", "N", dtypes=(torch.bool,))
+        check_shape(among, "among", (len(points),), "with one truth value per point")
+        rows = among.nonzero().flatten()
+        missing = {*labels.tolist()} - {*labels[rows].tolist()}
+        require(not missing, "among", "points of each class", f"none of {sorted(missing)[:5]}")
+        return rows[most_central(points[rows], labels[rows], per_class)]
     chosen = []
     for rows in _rows_by_class(labels, check_count(per_class, "per_class")):
         own = points[rows].double()
