@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from otad.model.otad import OTAD
     from otad.model.prediction import predict
     from otad.model.trace import Trace
+    from otad.nets import metric_of
     from otad.threat import L2, Linf, LpBall
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "explain",
     "from_pretrained",
     "load",
+    "metric_of",
     "nets",
     "predict",
     "prototypes",
@@ -76,6 +78,7 @@ _SOURCES = {
     "otad.model.otad": ("OTAD",),
     "otad.model.prediction": ("predict",),
     "otad.model.trace": ("Trace",),
+    "otad.nets": ("metric_of",),
     "otad.threat": ("L2", "Linf", "LpBall"),
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}

@@ -14,9 +14,12 @@ from factories import refuses
 from torch import Tensor, nn
 from training.small_vision import KEYS, LABELS, images, small_cnn, weights_print
 
+import otad
+from otad.attacks.adaptive import SoftKnn
+from otad.data import most_central
 from otad.errors import MissingExtraError
 from otad.nets import CNNMetric, LipschitzMetric, Metric, PretrainedMetric
-from otad.training import MetricConfig, train_metric
+from otad.training import MetricConfig, TrainConfig, train, train_metric
 from otad.training.adversary import Adversary, perturbed_weights, steepest_perturbation
 from otad.training.metric import encode, neighbor_accuracy
 from otad.training.metric_losses import neighborhood_loss
@@ -314,3 +317,61 @@ def test_every_row_counts_alike_and_none_is_its_own_neighbor() -> None:
     known = result.final.train_score * 6
     assert known == pytest.approx(round(known))
     assert known <= 5
+
+
+def test_the_loss_over_the_rows_of_a_bank_is_the_vote_by_hand() -> None:
+    (x, y), rows = images(24), torch.tensor([20, 1, 3, 4, 8, 12])
+    metric = small_cnn()
+    with torch.no_grad():
+        bank = encode(metric, x)[rows].numpy()
+        keys = copy.deepcopy(metric).train()(x).numpy()  # as in a step, in training mode
+    losses, right = [], []
+    for row, (key, label) in enumerate(zip(keys, y.tolist(), strict=True)):
+        others = [place for place, taken in enumerate(rows.tolist()) if taken != row]
+        lengths = np.square(bank[others] - key).sum(1)
+        same = y[rows[others]].numpy() == label
+        votes = np.exp(-lengths / 0.1)
+        losses.append(-math.log(votes[same].sum() / votes.sum()))
+        right.append(same[lengths.argmin()])
+    config = replace(ONE_STEP, references="bank")
+    record = train_metric(metric, (x, y), config, bank_rows=rows).final
+    assert record.loss == pytest.approx(np.mean(losses), rel=1e-4)
+    assert record.train_score == pytest.approx(np.mean(right))
+
+
+def test_training_on_the_vote_of_a_bank_makes_it_robust() -> None:
+    """Without an attack the faint direction decides, and an attacker moves it: see `_points`."""
+    x, y = _points(400, 0)
+    net = otad.nets.fc_resnet((10,), 2, blocks=2, hidden=16)
+    train(net, (x, y), TrainConfig(epochs=30, batch_size=100, learning_rate=0.1))
+    metric, state = otad.metric_of(net, keys="features"), weights_print(net)
+    rows = most_central(metric(x).detach(), y, 20)
+    test_x, test_y = _points(100, 1)
+    scores = []
+    config = MetricConfig(epochs=10, batch_size=50, references="bank", learning_rate=0.03)
+    config = replace(config, adversary=Adversary(0.3, steps=4))
+    attack = SoftKnn(steps=10, temperatures=(0.3,), targets=1, polish=5)
+    for tuned in (False, True):
+        if tuned:
+            result = train_metric(metric, (x, y, test_x, test_y), config, bank_rows=rows)
+            known = encode(metric, x[rows]), y[rows]
+            clean = neighbor_accuracy(encode(metric, test_x), test_y, *known, n_neighbors=10)
+            assert result.final.val_score == clean > 0.85
+        model = otad.defend(net, x[rows], y[rows], metric=metric)
+        scores.append(otad.attack(model, test_x, test_y, otad.L2(0.3), attack=attack).accuracy)
+    assert weights_print(net) == state  # the metric has a copy of the classifier
+    assert scores[0] < 0.4
+    assert scores[1] > 0.7  # at most 0.9, the share of points whose strong direction is right
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([0, 1], "two points of each class, got 0"), ([0, 0, 1, 2], "different rows from 0 to 23")],
+)
+def test_bad_rows_of_a_bank_are_refused(rows: list[int], message: str) -> None:
+    given, bank = (small_cnn(), images(24)), replace(ONE_STEP, references="bank")
+    refuses(train_metric, *given, bank, bank_rows=torch.tensor(rows), match=message)
+    refuses(train_metric, *given, bank, bank_rows=torch.tensor([0, 24]), match="to 23")
+    six = torch.arange(6)
+    refuses(train_metric, *given, ONE_STEP, bank_rows=six, match="references: expected 'bank'")
+    refuses(train_metric, *given, bank, bank_rows=six.double(), match="bank_rows.*int64")

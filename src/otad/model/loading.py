@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,19 @@ def _read_model(
         if "metric" in card:
             nets = card["metric"]
             state = read_block(folder, card, nets["metric"])
-            metric = restored(build_metric, nets["config"], state)
+            own = None if net is None else copy.deepcopy(net)  # its weights are others
+            metric = restored(build_metric, with_module(nets["config"], own), state)
+            _check_probe(metric, nets["config"].get("probe"))
             keys = read_block(folder, card, nets["keys"])["keys"]
+        users = [part for one in (backbone, metric) if one for part in parts_of_user(one)]
+        expected = f"None, as the {type(backbone).__name__} of this folder is complete"
+        require(net is None or users, "net", expected, type(net).__name__)
         kind = next((kind for kind in ANSWERERS if kind.card_entry in card), NeighborAnswerer)
         entry = card[kind.card_entry] if kind.card_entry else {}
         tensors = read_block(folder, card, entry) if entry else {}
         options = kind.restore(card["settings"], entry, tensors)
-        own: dict[str, Any] = {"resident": resident, "metric": metric, "keys": keys}
-        model = OTAD(backbone, bank, **own, **options)
+        given: dict[str, Any] = {"resident": resident, "metric": metric, "keys": keys}
+        model = OTAD(backbone, bank, **given, **options)
         model.notes = dict(card["notes"])
         return model
 
@@ -115,13 +121,15 @@ def _read_backbone(
     """Return the backbone that the card describes, with the user's own module if it needs one."""
     net = None if net is None else unwrapped(net)
     backbone = restored(build, with_module(card["backbone"]["config"], net), state)
-    parts = list(parts_of_user(backbone))
-    expected = f"None, as the {type(backbone).__name__} of this folder is complete"
-    require(net is None or parts, "net", expected, type(net).__name__)
-    for part in parts:
-        noted, found = torch.tensor(card["probe"]), torch.tensor(part.probe())
+    _check_probe(backbone, card.get("probe"))
+    return backbone
+
+
+def _check_probe(net: nn.Module, probe: list[float] | None) -> None:
+    """Refuse a module of the user that gives other outputs than those noted in the folder."""
+    for part in parts_of_user(net):
+        noted, found = torch.tensor(probe), torch.tensor(part.probe())
         same = noted.shape == found.shape
         same = same and bool((found - noted).abs().max() <= SAME * noted.abs().max())
         got = f"{type(part.net).__name__}, which gives others with the same weights"
         require(same, "net", "a module that gives the outputs noted in the folder", got)
-    return backbone

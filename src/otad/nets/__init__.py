@@ -12,6 +12,7 @@ from otad.nets.base import (
     register,
     register_metric,
 )  # fmt: skip
+from otad.nets.classifier_metric import metric_of
 from otad.nets.files import load_net, save_net
 from otad.nets.fully_connected import FCResNet, LiftedNet, fc_resnet, lifted_net, plain_net
 from otad.nets.lift import Lift
@@ -27,7 +28,8 @@ __all__ = [
     "AttentionMetric", "Backbone", "CNNMetric", "FCResNet", "Lift", "LiftedNet", "LinearHead",
     "LinfDistNet", "LipschitzBound", "LipschitzMetric", "Metric", "PretrainedMetric", "ResNet",
     "ResNetMetric", "SOCNet", "SequentialBackbone", "ViTMetric", "VisionTransformer", "adapt",
-    "build", "build_metric", "fc_resnet", "lifted_net", "load_net", "only_normalizes", "plain_net",
+    "build", "build_metric", "fc_resnet", "lifted_net", "load_net", "metric_of",
+    "only_normalizes", "plain_net",
     "register", "register_features", "register_metric", "save_net", "vision_transformer",
 ]  # fmt: skip
 

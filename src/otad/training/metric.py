@@ -20,7 +20,14 @@ from otad.training.acceleration import precision
 from otad.training.adversary import Adversary, perturbed_weights
 from otad.training.config import check_range
 from otad.training.loop import Batches
-from otad.training.supervised import Data, InputConfig, Progress, SupervisedTraining, TrainResult
+from otad.training.supervised import (
+    Data,
+    InputConfig,
+    Progress,
+    SupervisedTraining,
+    TrainResult,
+    parts_of,
+)
 
 _ENCODED_ROWS = 1024  # rows that are encoded at a time
 
@@ -41,6 +48,7 @@ class MetricConfig(InputConfig):
     references : str
         Among which keys neighbors are searched: those of the "batch", or a "bank" of the keys of
         all training inputs. The bank is computed before every epoch and updated in every step.
+        With `bank_rows` the bank has those rows only and is fixed during an epoch.
     n_neighbors : int
         The number of votes for the score on validation data.
     adversary : Adversary or None
@@ -106,6 +114,10 @@ def train_metric(
         As in `train`. Targets are class labels.
     config : MetricConfig
         The settings.
+    bank_rows : Tensor (R,) or None
+        The training rows, int64, that are the bank of the model that uses the metric. It needs
+        `references="bank"`. Then the metric is trained on the soft vote of these points alone,
+        which is the vote that answers.
 
     Returns
     -------
@@ -150,14 +162,49 @@ def neighbor_accuracy(
     return float((torch.cat(votes) == labels).double().mean())
 
 
+def places_of(bank_rows: Tensor, labels: Tensor) -> Tensor:
+    """Return the place (N,) of each training row in the bank of these rows (R,), or -1.
+
+    The bank must have at least two points of each class, so that a point of the bank itself has a
+    neighbor of its class."""
+    check_tensor(bank_rows, "bank_rows", "R", dtypes=(torch.int64,))
+    check_tensor(labels, "train_y", "B", dtypes=(torch.int64,))
+    rows, size = bank_rows.cpu(), len(labels)
+    fits = int(rows.min()) >= 0 and int(rows.max()) < size and len(rows.unique()) == len(rows)
+    require(fits, "bank_rows", f"different rows from 0 to {size - 1}", rows)
+    own = labels.cpu()[rows]
+    least = min(int((own == label).sum()) for label in labels.unique().tolist())
+    require(least > 1, "bank_rows", "at least two points of each class", least)
+    places = torch.full((size,), -1)
+    places[rows] = torch.arange(len(rows))
+    return places
+
+
 class MetricTraining(SupervisedTraining[Metric]):
     config: MetricConfig
     shares_batches = True
 
-    def __init__(self, net: Metric, data: Data, config: MetricConfig, **options: Any) -> None:
+    def __init__(
+        self,
+        net: Metric,
+        data: Data,
+        config: MetricConfig,
+        *,
+        bank_rows: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         self.loss = metric_losses.make_loss(config.loss, config.margin_used, config.temperature)
         self.bank: Tensor | None = None
+        if bank_rows is not None:
+            is_bank = config.references == "bank"
+            require(is_bank, "references", "'bank' for bank_rows", repr(config.references))
+            labels = parts_of(data)["train_y"]
+            options["more"] = {"places": places_of(bank_rows, labels)}
         super().__init__(net, data, config, **options)
+        self.places = self.data.get("places")
+        self.members = torch.arange(self.n_rows, device=self.device)
+        if self.places is not None:  # in the order of their places
+            self.members = self.places.argsort()[-int(self.places.max() + 1) :]
 
     def check_targets(self, net: Metric, y: Tensor, rows: int, name: str) -> None:
         least = int(check_tensor(y, name, "B", dtypes=(torch.int64,)).min())
@@ -168,7 +215,7 @@ class MetricTraining(SupervisedTraining[Metric]):
         """Yield inputs, labels, rows, and the inputs from which the adversary starts."""
         data = self.data
         if self.config.references == "bank":
-            self.bank = self._encode(self.weights.net, "train_x").float()  # as in a step
+            self.bank = self._encode_bank(self.weights.net).float()  # as in a step
         for number, rows in enumerate(row_batches):
             x, y = self.weights.net.from_bytes(data["train_x"][rows]), data["train_y"][rows]
             if self.augment is not None:
@@ -192,10 +239,11 @@ class MetricTraining(SupervisedTraining[Metric]):
         with torch.no_grad():
             references, labels, own = self._references(clean, y, rows)
             lengths = metric_losses.squared_distances(keys, references)
-            lengths.scatter_(1, own[:, None], math.inf)
+            places = torch.arange(len(references), device=own.device)
+            lengths.masked_fill_(own[:, None] == places, math.inf)
             nearest = lengths.min(1)
             right = (labels[nearest.indices] == y) & nearest.values.isfinite()
-            if self.bank is not None:
+            if self.bank is not None and self.places is None:
                 self.bank[rows] = clean
         score = right.float().mean()
         return torch.stack([value.detach(), torch.zeros_like(score), score])
@@ -205,13 +253,15 @@ class MetricTraining(SupervisedTraining[Metric]):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the loss of perturbed inputs among clean ones, and the keys (B,m) of both.
 
-        The inputs are the share of this process, and all else is that of the whole batch."""
+        The inputs are the share of this process, and all else is that of the whole batch. A bank of
+        given rows needs no keys of clean inputs."""
         metric = self.weights.net
+        only_one = perturbed is x or self.places is not None
         with precision(self.device, mixed=self.config.mixed_precision):
             # In one pass, so that the statistics of a batch include both.
-            inputs = x if perturbed is x else torch.cat([perturbed, x])
+            inputs = perturbed if only_one else torch.cat([perturbed, x])
             found = self.processes.gather_rows(metric(inputs).float(), len(y))
-            keys, clean = (found, found) if perturbed is x else found.chunk(2)
+            keys, clean = (found, found) if only_one else found.chunk(2)
         return self.loss(keys, y, *self._references(clean, y, rows)), (keys, clean)
 
     def _attack(
@@ -220,9 +270,11 @@ class MetricTraining(SupervisedTraining[Metric]):
         """Return inputs that are perturbed to get wrong neighbors by the current metric."""
         metric, temperature = self.weights.net, self.config.temperature
         with precision(self.device, mixed=self.config.mixed_precision):
-            with evaluating(metric):
-                clean = metric(x).float().detach()  # with `no_grad` autocast would cache its casts
-            clean = self.processes.gather_rows(clean, len(y))
+            clean = x
+            if self.places is None:
+                with evaluating(metric):  # with `no_grad` autocast would cache its casts
+                    clean = metric(x).float().detach()
+                clean = self.processes.gather_rows(clean, len(y))
             references, labels, own = self._references(clean, y, rows)
             share = self.processes.share_rows
             among = share(y), references, labels, share(own)
@@ -237,18 +289,25 @@ class MetricTraining(SupervisedTraining[Metric]):
         """Return the keys to search neighbors in, their labels, and the place of each row."""
         if self.bank is None:
             return clean, y, torch.arange(len(y), device=y.device)
+        labels = self.data["train_y"]
+        if self.places is not None:
+            return self.bank, labels[self.members], self.places[rows]
         # The keys of the batch replace their copies in the bank, which have no gradients.
-        return self.bank.index_copy(0, rows, clean), self.data["train_y"], rows
+        return self.bank.index_copy(0, rows, clean), labels, rows
 
-    def _encode(self, metric: Metric, part: str) -> Tensor:
-        """Return the keys (N,m) of a part of the data."""
-        keys = encode(metric, self.processes.share_rows(self.data[part]))
-        return self.processes.gather_rows(keys, len(self.data[part]))
+    def _encode(self, metric: Metric, x: Tensor) -> Tensor:
+        """Return the keys (N,m) of inputs."""
+        return self.processes.gather_rows(encode(metric, self.processes.share_rows(x)), len(x))
+
+    def _encode_bank(self, metric: Metric) -> Tensor:
+        """Return the keys of the training inputs among which neighbors are searched."""
+        x = self.data["train_x"]
+        return self._encode(metric, x if self.places is None else x[self.members])
 
     def validate(self) -> float | None:
         data, metric = self.data, self.weights.best
         if "val_x" not in data:
             return None
-        held_out = self._encode(metric, "val_x"), data["val_y"]
-        known = self._encode(metric, "train_x"), data["train_y"]
+        held_out = self._encode(metric, data["val_x"]), data["val_y"]
+        known = self._encode_bank(metric), data["train_y"][self.members]
         return neighbor_accuracy(*held_out, *known, n_neighbors=self.config.n_neighbors)
