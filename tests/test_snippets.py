@@ -40,6 +40,7 @@ SHORTER = {
     "cuda_graph=True": "cuda_graph=False",
     "(64, 128, 256, 512)": "(4,)",
     "most_central(keys, train_y, 100)": "most_central(keys, train_y, 2)",
+    "most_central(keys, train_y, 100, among=~attacked.broken)": "most_central(keys, train_y, 2)",
     "held_out=1000": "held_out=4",
     "test_x[:30], digits.test_y[:30]": "test_x[:6], digits.test_y[:6]",
     "X_test, target_test, threat": "X_test[:4], target_test[:4], threat",
