@@ -14,9 +14,10 @@ from otad.errors import InputError
 from otad.evaluate import Evaluation
 from otad.experiments import RunRecord, list_experiments, names, write_pages
 from otad.experiments import pages as pages_module
+from otad.experiments.experiment import read_experiment
 from otad.experiments.figures import draw_costs, draw_curve
 from otad.experiments.listing import experiments_for
-from otad.experiments.pages import Figures, Layout, Page, Row, Table, layout, render
+from otad.experiments.pages import Figures, Layout, Page, Row, Table, experiment_of, layout, render
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLE = Path(__file__).parent / "sample"
@@ -42,6 +43,31 @@ def test_every_table_stands_on_a_page_once() -> None:
     assert {table.page for table in layout().tables} | {"paper"} == {*layout().pages}
     assert all(table.experiments for table in layout().tables if table.label)
     assert {name for table in layout().tables for name in table.experiments} == {*names()}
+
+
+def test_planned_figures_are_those_of_experiments() -> None:
+    """A wrong address would be found only after the experiment had run."""
+    specs = {name: read_experiment(name) for name in names()}
+    cells = {
+        address: row.why
+        for table in layout().tables
+        for row in table.rows
+        for address in table.addresses(row)
+    }
+    for address, why in cells.items():
+        spec = specs.get(experiment_of(address))
+        if spec is None or why not in ("", "not run"):
+            continue
+        kind, key, *path = address.split("/")[1:]
+        if kind == "rows":
+            assert key in spec.rows, address
+            assert path[0] != "attacks" or path[1] in spec.rows[key].attacks, address
+        elif kind == "speeds" and spec.speed is not None:
+            asked = dict(one.split("=") for one in key.split(";"))
+            assert asked["row"] in spec.speed.rows, address
+            assert asked.get("place", spec.speed.places[0]) in spec.speed.places, address
+        elif kind in ("nets", "metrics", "surrogates", "speeds"):
+            assert key in (getattr(spec, kind, None) or ()), address
 
 
 def rendered(monkeypatch: pytest.MonkeyPatch, *rows: Row, **more: object) -> list[str]:
