@@ -45,6 +45,7 @@ SHORTER = {
     "test_x[:30], digits.test_y[:30]": "test_x[:6], digits.test_y[:6]",
     "X_test, target_test, threat": "X_test[:4], target_test[:4], threat",
     "range(60)": "range(3)",
+    "pairs = digits.train_x, digits.train_y": "pairs = digits.train_x[:99], digits.train_y[:99]",
     "executor=4": "executor=1",
     "from otad.cluster import": "from contextlib import nullcontext as",
     'RayExecutor("auto")': "RayExecutor(1)",

@@ -26,6 +26,7 @@ NETS: dict[str, tuple[type[InputNet], dict[str, Any]]] = {
     "vit": (nets.VisionTransformer, VIT),
     "resnet": (nets.ResNet, {"widths": (4, 6), "depth": 1, "activation": "silu"}),
     "linf_dist": (nets.LinfDistNet, {"widths": (6, 5)}),
+    "orthogonal": (nets.OrthogonalNet, {"width": 16, "blocks": 2}),
     "soc": (nets.SOCNet, {"widths": (4, 6), "depth": 2}),
     "metric_resnet": (nets.ResNetMetric, {"widths": (4, 6), "depth": 1}),
     "metric_cnn": (nets.CNNMetric, {"widths": (4, 6)}),

@@ -21,7 +21,7 @@ from training.small_vision import FILE, images, small_cnn, small_vit, weights_pr
 
 from otad.errors import InputError
 from otad.io.tensor_files import read_tensors, write_tensors
-from otad.nets import LinfDistNet, SequentialBackbone, SOCNet, fc_resnet
+from otad.nets import LinfDistNet, OrthogonalNet, SequentialBackbone, SOCNet, fc_resnet
 from otad.training import MetricConfig, TrainConfig, TrainResult, loop, recipe, train, train_metric
 from otad.training.adversary import Adversary
 from otad.training.augmentation import Compose, RandomFlip
@@ -30,6 +30,7 @@ from otad.training.augmentation import Compose, RandomFlip
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 
 CONFIG = TrainConfig(epochs=3, batch_size=16, learning_rate=0.05, energy_weight=0.01, warmup=1)
+SOFT = replace(CONFIG, energy_weight=0.0, loss="soft_margin", optimizer="orthogonal_adam")
 VIT = recipe("vit_cifar10", epochs=3, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
 METRIC = MetricConfig(epochs=3, batch_size=16, learning_rate=0.01)
 ATTACKED = replace(METRIC, adversary=Adversary(0.3, steps=2))
@@ -49,6 +50,10 @@ def linf_dist() -> LinfDistNet:
     return LinfDistNet((3, 8, 8), 3, widths=(8,), bounds=(0, 1))
 
 
+def orthogonal() -> OrthogonalNet:
+    return OrthogonalNet((3, 8, 8), 3, width=16, blocks=2, bounds=(0, 1))
+
+
 def soc() -> SOCNet:
     return SOCNet((3, 8, 8), 3, widths=(4,), bounds=(0, 1))
 
@@ -64,6 +69,7 @@ CASES: dict[str, Case] = {
     "vit": (small_vit, VIT),
     "vit, sgd": (small_vit, replace(VIT, optimizer="sgd", mixed_precision=False)),
     "linf_dist": (linf_dist, replace(CONFIG, energy_weight=0.0, loss="margin", ema=0.5)),
+    "orthogonal": (orthogonal, replace(SOFT, ema=0.5, mixed_precision=True)),
     "soc": (soc, replace(CONFIG, energy_weight=0.0, loss="fit_margin")),
     "metric": (small_cnn, replace(METRIC, optimizer="sgd", ema=0.5, augment="light")),
     "metric, bank": (small_cnn, replace(ATTACKED, references="bank")),

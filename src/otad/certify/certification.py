@@ -59,14 +59,14 @@ def certify(
     ----------
     model : OTAD, Backbone or estimator
         A defended classifier, a fitted `OTADClassifier`, or a network with a proved Lipschitz
-        bound, such as `otad.nets.SOCNet` or `otad.nets.LinfDistNet`.
+        bound, such as `otad.nets.OrthogonalNet` or `otad.nets.LinfDistNet`.
     x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
         Inputs.
     unit : array (*input_shape), optional
         Distances are `|delta / unit|`. If None, plain input units.
     embedding_lipschitz : float, optional
-        For a network whose embedding does more than normalize: a proved constant Q with `|e(x +
-        delta) - e(x)| <= Q |delta / unit|`.
+        For a network whose embedding does more than normalize and that does not prove a constant
+        itself: a proved Q with `|e(x + delta) - e(x)| <= Q |delta / unit|`.
     metric_lipschitz : float, optional
         The same for the keys of a metric that has no `lipschitz` of its own.
     within_bounds : bool

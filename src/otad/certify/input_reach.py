@@ -19,7 +19,7 @@ from otad.certify.votes import Votes
 from otad.checks import check_evaluation, check_finite, check_shape, require
 from otad.errors import InputError
 from otad.model.otad import OTAD
-from otad.nets import Backbone, only_normalizes
+from otad.nets import Backbone, LipschitzBound, only_normalizes
 
 # Relative error allowed for computed keys, in units of the dtype's eps: that of 16 orthogonal
 # layers of up to 2,048 terms is about 1.
@@ -41,11 +41,26 @@ class Reach:
     stretch: Tensor
     slip: float
 
-    def size_of(self, points: Tensor) -> Tensor:
-        """|e(x) / stretch| (B,)."""
+    def size_of(self, points: Tensor, x: Tensor) -> Tensor:
+        """|e(x) / stretch| (B,) for inputs x (B,*), of which `points` (B,d) are computed."""
         reached = self.stretch > 0
         size: Tensor = (points.double()[:, reached] / self.stretch[reached]).norm(dim=1)
         return size
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkReach(Reach):
+    """The reach of an embedding that a network computes, with what is proved about it.
+
+    Embedded inputs may be short while the terms they are made of are not, so these bound their
+    rounding errors."""
+
+    net: Backbone
+    bound: LipschitzBound
+
+    def size_of(self, points: Tensor, x: Tensor) -> Tensor:
+        length: Tensor = self.net.normalize(x.double()).flatten(1).norm(dim=1)
+        return (self.bound.constant * length + self.bound.offset) / self.stretch.max()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +112,13 @@ def input_reach(
     if metric is None:
         why = "None, as neighbors are searched among embedded inputs"
         require(metric_lipschitz is None, "metric_lipschitz", why, metric_lipschitz)
-        reach = _embedding_reach(backbone, measured, embedding_lipschitz)
-        whole = (*limits, *given)
+        reach, proved = _embedding_reach(backbone, measured, embedding_lipschitz)
+        whole = (*limits, *given, *proved)
         return InputReach(model, reach, reach, whole, within_bounds=within_bounds)
-    embedded = None
-    if only_normalizes(backbone) or given or model.strong_convexity != 0:
-        embedded = _embedding_reach(backbone, measured, embedding_lipschitz)
+    embedded, is_known = None, only_normalizes(backbone) or given or _embedding_bound(backbone)
+    if is_known or model.strong_convexity != 0:
+        embedded, proved = _embedding_reach(backbone, measured, embedding_lipschitz)
+        given = (*given, *proved)
     else:
         unknown = f"the Lipschitz constant of the embedding of {type(backbone).__name__}"
         given = (f"rule 'cell' is left out, as {unknown} is not known",)
@@ -133,24 +149,47 @@ def measured_unit(backbone: Backbone, unit: Tensor | None) -> Tensor:
     return measured
 
 
-def _embedding_reach(backbone: Backbone, measured: Tensor, constant: float | None) -> Reach:
-    """`constant`: Q of an embedding that does more than normalize and flatten (see `certify`)."""
-    name = "embedding_lipschitz"
+def _embedding_bound(backbone: Backbone) -> LipschitzBound | None:
+    """What is proved about the embedding of a network in l2."""
+    bound = backbone.embedding_lipschitz
+    return bound if bound is not None and bound.norm == "l2" else None
+
+
+def _embedding_reach(
+    backbone: Backbone, measured: Tensor, constant: float | None
+) -> tuple[Reach, tuple[str, ...]]:
+    """The reach, and what it assumes. `constant`: Q of an embedding that does more than normalize
+    and flatten (see `certify`)."""
+    name, kind = "embedding_lipschitz", type(backbone).__name__
     if only_normalizes(backbone):
         why = "None, as this embedding only normalizes and is known exactly"
         require(constant is None, name, why, constant)
         stretch = functional.pad((measured / backbone.std.double()).flatten(), (0, backbone.lift))
-        return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps)
-    if constant is None:
+        return Reach(stretch, 2 * torch.finfo(backbone.std.dtype).eps), ()
+    bound = _embedding_bound(backbone)
+    if constant is None and bound is None:
         raise InputError(
-            f"{name}: expected a proved constant, as {type(backbone).__name__} has its own "
-            "embedding, got None; without one, certify a network that transports its inputs "
-            "(OTADClassifier, `otad train`), search neighbors by a metric of known constant "
-            "(otad.nets.LipschitzMetric), or defend the inputs themselves (inputs='pixels')"
+            f"{name}: expected a proved constant, as {kind} has its own embedding, got None; "
+            "without one, certify a network that transports its inputs (OTADClassifier, `otad "
+            "train`) or whose constant is proved (otad.nets.OrthogonalNet), search neighbors by a "
+            "metric of known constant (otad.nets.LipschitzMetric), or defend the inputs themselves "
+            "(inputs='pixels')"
         )
-    _check_constant(constant, name)
     check_evaluation(backbone, "model.backbone")
-    return Reach(measured.new_full((backbone.dim,), constant), 0.0)
+    reached = measured.new_ones(backbone.dim)
+    if constant is not None:
+        _check_constant(constant, name)
+        return Reach(constant * reached, 0.0), ()
+    assert bound is not None
+    reached[backbone.dim - backbone.lift :] = 0.0
+    stretch = bound.constant * float((measured / backbone.std.double()).max()) * reached
+    slip = KEY_ROUNDOFFS * torch.finfo(backbone.std.dtype).eps
+    proved = (
+        f"the embedding of {kind} moves by at most {bound.constant:g} times the change of its "
+        "normalized input",
+        f"rounding moves embedded inputs by {slip:.1g} of their terms at most",
+    )
+    return NetworkReach(stretch, slip, backbone, bound), proved
 
 
 def _metric_constant(

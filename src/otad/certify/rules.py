@@ -38,13 +38,14 @@ class Batch:
         self.box = None if reach.corners is None else self._box(*reach.corners)
         self.sides = []  # the slip in both spaces, and the sizes (B,) of the inputs in them
         if reach.embedded is not None:
-            self.sides.append((reach.embedded.slip, reach.embedded.size_of(self.embedded)))
+            self.sides.append((reach.embedded.slip, reach.embedded.size_of(self.embedded, x)))
         if model.metric is not None:
             # Keys may be short while the terms they are made of are not, so |x - mean| is added.
             # Where x moves by r, each of both grows by no more.
             center = getattr(model.metric, "mean", model.backbone.mean)
             own = (x.double() - center.double()).flatten(1) / reach.longest_unit
-            self.sides.append((reach.keys.slip, reach.keys.size_of(self.keys) + own.norm(dim=1)))
+            size = reach.keys.size_of(self.keys, x) + own.norm(dim=1)
+            self.sides.append((reach.keys.slip, size))
         trace = model.trace(x)
         self.answered = torch.full_like(trace.distance, torch.inf)  # |u| (B,) without abstentions
         self.silent = torch.zeros_like(trace.distance, dtype=torch.bool)  # x itself gets no answer

@@ -18,6 +18,7 @@ from otad.nets.fully_connected import LiftedNet
 from otad.nets.inputs import Sizes, evaluating, output_of
 from otad.nets.layer_json import check_activations, describe, restore
 from otad.nets.lift import Lift, feature_lift
+from otad.nets.lipschitz import LipschitzNet
 
 FOLLOWS = 0.9  # the share of pairs of points whose features differ in a similar direction
 _REMEDY = (
@@ -225,12 +226,15 @@ def adapted(
         backbone: Backbone = SequentialBackbone(None, block, head, input_shape=shape, **options)
         size = f"the {backbone.dim} features that enter {title} are the transported inputs"
         return Adapted(backbone, "transport", f"OTAD as in the paper: {size}{says}")
-    features = Features(net, found.name, shape)
-    lift = feature_lift(SequentialBackbone(features, [], head, input_shape=shape, **options))
+    inner: Backbone | None = net if isinstance(net, LipschitzNet) else None
+    if inner is None:
+        features = Features(net, found.name, shape)
+        inner = SequentialBackbone(features, [], head, input_shape=shape, **options)
+    lift = feature_lift(inner)
     what = f"the defense works on the {lift.inner.dim} features that enter {title}: each answer is "
     what += "a mixture of the network's own outputs for training points with similar features, "
     what += f"without a transport step{says}"
-    return Adapted(lift, "features", what, _REMEDY)
+    return Adapted(lift, "features", what, "" if isinstance(net, LipschitzNet) else _REMEDY)
 
 
 def _plain_head(layer: nn.Linear, task: str) -> nn.Linear:

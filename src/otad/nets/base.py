@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ class LinearHead(nn.Linear):
 
     order: float = 2.0
     """The order of the norm of differences of rows by which the loss "margin" scales margins."""
+    uses_autocast: bool = True
+    """If not, outputs keep full precision, because margins may be small beside them."""
 
     def __init__(self, dim: int, n_outputs: int, task: str, *, bias: bool = True) -> None:
         sizes = check_count(dim, "dim"), check_count(n_outputs, "n_outputs")
@@ -58,7 +61,9 @@ class LinearHead(nn.Linear):
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        outputs = functional.linear(input, self.weight, self.bias)
+        full = torch.autocast(input.device.type, enabled=False)
+        with nullcontext() if self.uses_autocast else full:
+            outputs = functional.linear(input, self.weight, self.bias)
         return outputs.squeeze(-1) if self.is_value else outputs
 
     @torch.no_grad()
@@ -173,6 +178,11 @@ class Backbone(InputNet, ABC):
     @property
     def lipschitz(self) -> LipschitzBound | None:
         """What is proved about the features in evaluation mode, or None."""
+        return None
+
+    @property
+    def embedding_lipschitz(self) -> LipschitzBound | None:
+        """What is proved about embedded inputs in evaluation mode, or None."""
         return None
 
     @property

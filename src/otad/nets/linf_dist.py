@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice
-from otad.nets.base import Backbone, LinearHead, LipschitzBound, register
+from otad.nets.base import LinearHead, LipschitzBound, register
 from otad.nets.inputs import Sizes, draw
+from otad.nets.lipschitz import LipschitzNet
 from otad.nets.resnet import check_widths
 
 FIRST_ORDER, LAST_ORDER = 8.0, 1000.0
@@ -27,7 +28,7 @@ Function = Callable[..., Tensor]
 
 
 @register("linf_dist")
-class LinfDistNet(Backbone):
+class LinfDistNet(LipschitzNet):
     """An l-infinity distance net, a classifier with a certified radius in l-infinity.
 
     A neuron is the distance `max_i |x_i - w_i|` of its input from a vector of weights. Such a
@@ -96,9 +97,6 @@ class LinfDistNet(Backbone):
 
     def embed(self, x: Tensor) -> Tensor:
         return self.layers(self.normalize(x).flatten(1))  # type: ignore[no-any-return]
-
-    def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
-        return e, e.new_zeros(len(e))
 
     def begin_step(self, share: float) -> None:
         grown = (share - GROWS_FROM) / (GROWS_TO - GROWS_FROM)

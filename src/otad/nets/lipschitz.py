@@ -1,19 +1,52 @@
-"""A metric with a proved Lipschitz constant: keys are no farther apart than inputs / std."""
+"""What networks with a proved Lipschitz constant share, and a metric of that kind: its keys are no
+farther apart than inputs / std."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal
 
 from otad.checks import MOST_BLOCKS, check_count, require
-from otad.nets.base import Metric, register_metric
+from otad.nets.base import Backbone, LipschitzBound, Metric, register_metric
 from otad.nets.inputs import Sizes, check_image_shape, draw
+
+SHIFTED = 5  # one of so many channels is shifted in each direction
+
+
+class LipschitzNet(Backbone):
+    """The base class of backbones whose features have a proved Lipschitz constant.
+
+    All layers but the head are the embedding: nothing is transported, and the energy is 0."""
+
+    def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        return e, e.new_zeros(len(e))
+
+    @property
+    def embedding_lipschitz(self) -> LipschitzBound | None:
+        return self.lipschitz
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute products and convolutions in float32, which a GPU may otherwise round to ten bits."""
+    allowed, precision = cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        cudnn.allow_tf32 = allowed
+        torch.set_float32_matmul_precision(precision)
 
 
 @register_metric("lipschitz")
@@ -150,7 +183,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = max_min(self.first(fold(x)))
         for mixer in self.rest:
-            x = max_min(mixer(shift(x)))
+            x = max_min(mixer(shift(x, SHIFTED)))
         return x
 
 
@@ -160,9 +193,11 @@ def fold(x: Tensor) -> Tensor:
     return tiled.movedim(3, 2).flatten(3)
 
 
-def shift(x: Tensor) -> Tensor:
-    """Move four fifths of the channels by one pixel up, down, left and right, cyclically."""
-    part = x.shape[3] // 5
+def shift(x: Tensor, share: int) -> Tensor:
+    """Move one of `share` channels of (B,H,W,c) by one pixel in each of four directions.
+
+    It is cyclic, so that it preserves lengths."""
+    part = x.shape[3] // share
     *groups, rest = x.split([part] * 4 + [x.shape[3] - 4 * part], dim=3)
     steps = ((1, 1), (-1, 1), (1, 2), (-1, 2))
     moved = [group.roll(*step) for group, step in zip(groups, steps, strict=True)]

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.backends import cudnn
 from torch.nn import functional
 from torch.nn.utils.parametrize import register_parametrization
 
 from otad.checks import MOST_BLOCKS, check_choice, check_count, require
-from otad.nets.base import Backbone, LinearHead, LipschitzBound, register
+from otad.nets.base import LinearHead, LipschitzBound, register
 from otad.nets.inputs import Sizes, draw, draw_linear
-from otad.nets.lipschitz import max_min
+from otad.nets.lipschitz import LipschitzNet, full_precision, max_min
 
 LARGEST_NORM = 3.0  # of the skew-symmetric maps, by their bound
 SQUARINGS = 5
@@ -26,7 +23,7 @@ ROUNDING = 1 + 1e-9  # of norms computed in float64
 
 
 @register("soc")
-class SOCNet(Backbone):
+class SOCNet(LipschitzNet):
     """A network of skew orthogonal convolutions, a classifier with a certified radius in l2.
 
     A layer is the exponential `exp(A)` of a convolution A with `A^T = -A`, which preserves lengths.
@@ -125,26 +122,12 @@ class SOCNet(Backbone):
         with full_precision(x.device):
             return self.layers(padded).flatten(1)  # type: ignore[no-any-return]
 
-    def transport(self, e: Tensor) -> tuple[Tensor, Tensor]:
-        return e, e.new_zeros(len(e))
-
     @property
     def lipschitz(self) -> LipschitzBound:
         layers = [layer for layer in self.layers if isinstance(layer, SkewConv)]
         constant = ROUNDING * math.prod(1 + layer.error_bound() for layer in layers)
         added = sum(float(layer.bias.detach().norm()) * layer.pixels**0.5 for layer in layers)
         return LipschitzBound("l2", constant, ROUNDING * constant * added)
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute convolutions in float32, which a GPU would otherwise round to ten bits."""
-    allowed, cudnn.allow_tf32 = cudnn.allow_tf32, False
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        cudnn.allow_tf32 = allowed
 
 
 class SkewConv(nn.Module):

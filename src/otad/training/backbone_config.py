@@ -15,7 +15,7 @@ from otad.checks import check_choice, check_count, require
 from otad.nets.base import LinearHead
 from otad.training.adversarial_losses import mart_losses, trades_losses
 from otad.training.config import check_share
-from otad.training.margins import scaled_margins
+from otad.training.margins import margins_to_classes, scaled_margins
 from otad.training.supervised import InputConfig
 
 Loss = Callable[..., Tensor]
@@ -37,9 +37,10 @@ class TrainConfig(InputConfig):
     epochs, batch_size : int
         How often all examples are used, and how many are used at a time.
     learning_rate, optimizer : float, str
-        The largest learning rate, and "sgd" or "adamw".
+        The largest learning rate, and "sgd" or "adamw". Networks of orthogonal matrices need
+        "orthogonal_adam", which is AdamW with steps that keep these matrices orthogonal.
     momentum, nesterov : float, bool
-        The momentum of SGD, which may be Nesterov's, or the first beta of AdamW.
+        The momentum of SGD, which may be Nesterov's, or the first beta of Adam.
     weight_decay, decay_on : float, str
         The weight decay, and what it acts on: "all" parameters, or the "matrices" of layers.
     schedule : str
@@ -72,21 +73,21 @@ class TrainConfig(InputConfig):
     loss : str
         "fit" for the cross-entropy or the squared error; "margin" for margins
         `(o_y - o_j) / |w_y - w_j|` of at least `target_margin`, where w are the rows of the head;
-        "fit_margin" for the cross-entropy less `beta` times the margin where that is positive;
-        "bisector" for soft certified radii of at least `target_margin`, for prototypes of which
-        the nearest answers. With an adversary, the first three are taken at perturbed inputs.
-        "trades" and "mart" need an adversary and compare the outputs at perturbed and at clean
-        inputs.
+        "soft_margin" for the same with a soft maximum over j; "fit_margin" for the cross-entropy
+        less `beta` times the margin where that is positive; "bisector" for soft certified radii of
+        at least `target_margin`, for prototypes of which the nearest answers. With an adversary,
+        the first four are taken at perturbed inputs. "trades" and "mart" need an adversary and
+        compare the outputs at perturbed and at clean inputs.
     energy_weight : float
         The weight of the transport energy, alpha in the paper.
     label_smoothing : float
         The label smoothing of the cross-entropy.
     target_margin : float
-        The margin that the losses "margin" and "bisector" ask for. Radii are in the units of
-        embedded inputs.
+        The margin that the losses "margin", "soft_margin" and "bisector" ask for. Radii are in the
+        units of embedded inputs.
     margin_rivals, margin_temperature : int, float
         For "bisector", how many of the nearest points of the label, and of all others, count for
-        each example, and the temperature of the soft maximum and minimum over them.
+        each example; for "bisector" and "soft_margin", the temperature of a soft maximum.
     beta : float
         The weight of the comparison in the losses "trades" and "mart", and of the margin in
         "fit_margin".
@@ -156,6 +157,22 @@ def margin_loss(task: str, config: TrainConfig) -> Loss:
     )
 
 
+def soft_margin_loss(task: str, config: TrainConfig) -> Loss:
+    """Return the soft version T log(1 + sum over j of exp((t - m_j) / T)) of the loss "margin".
+
+    Here m_j are the scaled margins, t is `target_margin`, and T is `margin_temperature`. If the
+    rows of the head are orthonormal, this is up to units the cross-entropy of outputs of which the
+    own one is lowered."""
+    _check_labels(task, config, "soft_margin")
+    target, temperature = config.target_margin, config.margin_temperature
+
+    def losses(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
+        margins = margins_to_classes(outputs, labels, head, target)
+        return temperature * ((target - margins) / temperature).logsumexp(1)
+
+    return _averaging(losses)
+
+
 def bisector_loss(task: str, config: TrainConfig) -> Loss:
     """Return the mean amount by which margins (B,) fall short of `target_margin`."""
     _check_labels(task, config, BISECTOR)
@@ -217,5 +234,5 @@ def _averaging(losses: Callable[..., Tensor]) -> Loss:
 
 LOSSES: dict[str, Callable[[str, TrainConfig], Loss]] = {
     "fit": fit_loss, "margin": margin_loss, "fit_margin": fit_margin_loss, "trades": trades_loss,
-    "mart": mart_loss, BISECTOR: bisector_loss,
+    "mart": mart_loss, "soft_margin": soft_margin_loss, BISECTOR: bisector_loss,
 }  # fmt: skip

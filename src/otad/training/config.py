@@ -11,7 +11,10 @@ from torch import nn
 
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
+from otad.nets.orthogonal import orthogonal_weights
+from otad.training.orthogonal_adam import OrthogonalAdam
 
+ORTHOGONAL = "orthogonal_adam"
 MAX_SEED = 2**64 - 1  # the largest seed of a torch.Generator
 _STEP_AT = (0.5, 0.75)  # shares of the training after which "step" divides the rate by ten
 _UNDECAYED = ("pos_embed", "cls_token")  # parameters without weight decay
@@ -45,7 +48,7 @@ class LoopConfig:
         for name in ("epochs", "batch_size", "log_every"):
             check_count(getattr(self, name), name)
         check_seed(self.seed)
-        check_choice(self.optimizer, "optimizer", ("sgd", "adamw"))
+        check_choice(self.optimizer, "optimizer", ("sgd", "adamw", ORTHOGONAL))
         check_choice(self.decay_on, "decay_on", ("all", "matrices"))
         check_choice(self.schedule, "schedule", ("cosine", "constant", "step"))
         self.check_ranges(0.0, math.inf, "weight_decay", "gradient_clip")
@@ -84,6 +87,10 @@ class LoopConfig:
 
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of all parameters of a network, trained or not."""
+        matrices = orthogonal_weights(net)
+        needed = [ORTHOGONAL] if matrices else ["sgd", "adamw"]
+        expected = f"{' or '.join(map(repr, needed))} for a {type(net).__name__}"
+        require(self.optimizer in needed, "optimizer", expected, repr(self.optimizer))
         # A fused kernel runs over contiguous memory. For a parameter that is a view, such as some
         # columns of a matrix, it would change the numbers in between.
         dense = all(
@@ -100,7 +107,12 @@ class LoopConfig:
             common |= {"momentum": self.momentum, "nesterov": self.nesterov}
             return torch.optim.SGD(groups, **common)
         common |= {"betas": (self.momentum, 0.999), "capturable": self.captures_steps}
-        return torch.optim.AdamW(groups, **common)
+        if not matrices:
+            return torch.optim.AdamW(groups, **common)
+        apart = {*map(id, matrices)}
+        for group in groups:
+            group["params"] = [one for one in group["params"] if id(one) not in apart]
+        return OrthogonalAdam(groups, matrices, **common)
 
     def parameter_groups(self, net: nn.Module) -> list[dict[str, Any]]:
         """Return one group of parameters, or two if `decay_on` is "matrices".

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from otad.checks import refusing, require
 from otad.io.codec import digest_of
+from otad.nets.orthogonal import retract
 from otad.processes import ALONE, Processes
 from otad.progress import part_bars
 from otad.training.acceleration import CapturedStep, precision
@@ -222,6 +223,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                     else:
                         group["lr"] = rate
                 means.append(self._step(*batch, first=epoch == 1 and number == 0))
+        retract(self.weights)
         sizes = torch.tensor([len(rows) for rows in row_batches], dtype=torch.float64)
         values = (sizes @ torch.stack(means).cpu().double() / sizes.sum()).tolist()
         weights = self.weights.net.parameters()

@@ -13,12 +13,17 @@ def scaled_margins(outputs: Tensor, labels: Tensor, head: LinearHead) -> Tensor:
     """Return min over j of (o_y - o_j) / |w_y - w_j| (B,) for outputs (B,C).
 
     The norm is that of the head. A margin is below 0 where the label is wrong."""
+    return margins_to_classes(outputs, labels, head, torch.inf).amin(1)
+
+
+def margins_to_classes(outputs: Tensor, labels: Tensor, head: LinearHead, own: float) -> Tensor:
+    """Return (o_y - o_j) / |w_y - w_j| (B,C) for outputs (B,C), and the number `own` for j = y."""
     rows, mode = head.matrix, "donot_use_mm_for_euclid_dist"
     apart = torch.cdist(rows, rows, p=head.order, compute_mode=mode)[labels]
-    own = outputs.gather(1, labels[:, None])
     tiny = torch.finfo(outputs.dtype).tiny
-    margins = (own - outputs) / apart.to(outputs.dtype).clamp_min(tiny)
-    return margins.scatter(1, labels[:, None], torch.inf).amin(1)
+    rises = outputs.gather(1, labels[:, None]) - outputs
+    margins = rises / apart.to(outputs.dtype).clamp_min(tiny)
+    return margins.scatter(1, labels[:, None], own)
 
 
 def bisector_margins(

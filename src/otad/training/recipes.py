@@ -18,6 +18,7 @@ from otad.errors import InputError
 from otad.nets import Backbone, ResNet, fc_resnet, lifted_net, vision_transformer
 from otad.nets.inputs import Sizes
 from otad.nets.linf_dist import LinfDistNet
+from otad.nets.orthogonal import OrthogonalNet
 from otad.nets.soc import SOCNet
 from otad.training.backbone import train
 from otad.training.backbone_config import TrainConfig
@@ -28,6 +29,7 @@ BACKBONES: dict[str, Callable[..., Backbone]] = {
     "fc_resnet": fc_resnet,
     "lifted": lifted_net,
     "linf_dist": LinfDistNet,
+    "orthogonal": OrthogonalNet,
     "resnet": ResNet,
     "soc": SOCNet,
     "vit": vision_transformer,
@@ -101,7 +103,7 @@ def make_backbone(
     Parameters
     ----------
     kind : str
-        "fc_resnet", "lifted", "linf_dist", "resnet", "soc" or "vit".
+        "fc_resnet", "lifted", "linf_dist", "orthogonal", "resnet", "soc" or "vit".
     shape : sequence of int
         The shape of one input.
     n_outputs : int

@@ -1,0 +1,165 @@
+"""A network of orthogonal matrices and shifts, whose features have the Lipschitz constant 1 in l2.
+
+Its blocks are those of LipNeXt. Its matrices are trained by steps that keep them orthogonal, see
+`otad.training.orthogonal_adam`, so no matrix is solved for and no norm is estimated in training."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from otad.checks import MOST_BLOCKS, check_choice, check_count, require
+from otad.nets.base import LinearHead, LipschitzBound, register
+from otad.nets.inputs import Sizes, check_image_shape, standard_normal
+from otad.nets.lipschitz import LipschitzNet, fold, full_precision, max_min, shift
+
+SHIFTED = 16  # one of so many channels is shifted in each direction
+ROUNDING = 1 + 1e-9  # of norms computed in float64
+POLAR_STEPS = 6  # which are enough for singular values from 0.6 to 1.3
+
+
+@register("orthogonal")
+class OrthogonalNet(LipschitzNet):
+    """A network of orthogonal matrices and shifts, a classifier with a certified radius in l2.
+
+    Each square of 2 x 2 pixels becomes one pixel with `width` channels, of which all but the first
+    ones are 0. A block maps all pixels x to `MaxMin(M R^T shift(R (x + p)) + b)`. Here M and R are
+    orthogonal matrices that act on channels, p depends on the place, a sixteenth of the channels is
+    shifted by one pixel in each of four directions, and MaxMin sorts pairs of channels. A feature
+    is the l2 norm of a channel over all pixels. No step stretches, and all but the last preserve
+    lengths. The head has orthonormal rows.
+
+    All layers but the head are the embedding: nothing is transported, and the energy is 0. Train
+    with the optimizer "orthogonal_adam", which keeps M, R and the rows of the head orthonormal.
+
+    Parameters
+    ----------
+    input_shape : sequence of int
+        The shape (C, H, W) of an image with even sides.
+    n_outputs : int
+        The number of classes, at most `width`.
+    width : int
+        The even number of channels, at least 16 and 4 C.
+    blocks : int
+        The number of blocks.
+    seed : int
+        The seed of the weights.
+    task : str
+        "classification".
+    bounds, mean, std
+        As in `Backbone`. One std for all channels gives the largest radii.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> net = otad.nets.OrthogonalNet((1, 8, 8), 10, width=16, blocks=2).eval()
+    >>> x = torch.rand(3, 1, 8, 8)
+    >>> net(x).shape, round(net.lipschitz.constant, 3)
+    (torch.Size([3, 10]), 1.0)
+    >>> bool((otad.certify(net, x).radius >= 0).all())
+    True
+    """
+
+    settings = ("width", "blocks")
+    orthogonal: ClassVar[Sequence[str]] = ("matrices", "head.weight")
+
+    def __init__(
+        self,
+        input_shape: Sizes,
+        n_outputs: int,
+        *,
+        width: int = 512,
+        blocks: int = 12,
+        seed: int = 0,
+        task: str = "classification",
+        **options: Any,
+    ) -> None:
+        check_choice(task, "task", ("classification",))
+        channels, height, across = check_image_shape(input_shape, 2)
+        least = max(SHIFTED, 4 * channels, n_outputs)
+        fits = check_count(width, "width") % 2 == 0 and width >= least
+        require(fits, "width", f"an even number of at least {least} channels", width)
+        super().__init__(input_shape, n_outputs, task=task, dim=width, **options)
+        self.width, self.blocks = width, check_count(blocks, "blocks", most=MOST_BLOCKS)
+        # Of all blocks together, so that an optimizer has few tensors to change.
+        self.matrices = nn.Parameter(torch.empty(blocks, 2, width, width))  # M and R
+        self.positions = nn.Parameter(torch.empty(blocks, height // 2, across // 2, width))
+        self.biases = nn.Parameter(torch.empty(blocks, width))
+        self.head = LinearHead(width, n_outputs, task).to_empty(device="cpu")
+        self.head.uses_autocast = False
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in orthogonal_weights(self):
+                *others, rows, _ = weight.shape
+                drawn = standard_normal(*others, width, width, generator=generator)
+                weight.copy_(torch.linalg.qr(drawn)[0][..., :rows, :])
+            for weight in (self.positions, self.biases, self.head.bias):
+                weight.zero_()
+
+    def embed(self, x: Tensor) -> Tensor:
+        folded = fold(self.normalize(x).movedim(1, 3))
+        tokens = functional.pad(folded, (0, self.width - folded.shape[3]))
+        if self.training:
+            return self._hidden(tokens)[-1]
+        with full_precision(x.device):
+            return self._hidden(tokens)[-1]
+
+    def _hidden(self, x: Tensor) -> list[Tensor]:
+        """Return what is computed from tokens (B,H,W,c): in each block, and at last pooled."""
+        found = []
+        each = (part.unbind() for part in (self.matrices, self.positions, self.biases))
+        for (turn, basis), position, bias in zip(*each, strict=True):
+            found.append(x + position.to(x.dtype))
+            moved = shift(functional.linear(found[-1], basis), SHIFTED)
+            found.append(max_min(functional.linear(moved, turn @ basis.mT, bias)))
+            x = found[-1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return [*found, torch.linalg.vector_norm(wide, dim=(1, 2))]
+
+    @property
+    def lipschitz(self) -> LipschitzBound:
+        norms = norm_bounds(self.matrices)
+        constant = ROUNDING * math.prod((norms[:, 0] * norms[:, 1].square()).tolist())
+        # Hidden values move by no more than the input does from 0, where they are computed here.
+        exact = copy.deepcopy(self).double()
+        with torch.no_grad():
+            still = exact._hidden(exact.positions.new_zeros(1, 1, 1, 1))
+        largest = max(float(torch.linalg.vector_norm(each)) for each in still)
+        return LipschitzBound("l2", constant, ROUNDING * constant * largest)
+
+
+def orthogonal_weights(net: nn.Module) -> list[nn.Parameter]:
+    """Return the weights (...,r,n) of a network whose rows have to stay orthonormal."""
+    parts = net.modules()
+    return [part.get_parameter(name) for part in parts for name in getattr(part, "orthogonal", ())]
+
+
+@torch.no_grad()
+def retract(net: nn.Module) -> None:
+    """Replace each weight whose rows have to stay orthonormal by the nearest one that has them.
+
+    It is the polar factor, by the iteration of Newton and Schulz in float64, which only multiplies.
+    """
+    for weight in orthogonal_weights(net):
+        factor = weight.double()
+        for _ in range(POLAR_STEPS):
+            factor = 1.5 * factor - 0.5 * factor @ factor.mT @ factor
+        weight.copy_(factor)
+
+
+@torch.no_grad()
+def norm_bounds(weight: Tensor) -> Tensor:
+    """Return upper bounds (...) on the norms of matrices (...,r,n) with nearly orthonormal rows.
+
+    They are near 1: |W|^2 = |W W^T| <= 1 + |W W^T - I|_F, in float64."""
+    wide = weight.double()
+    off = wide @ wide.mT - torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
+    bounds: Tensor = (1 + torch.linalg.matrix_norm(off) + 1e-12).sqrt()
+    return bounds
