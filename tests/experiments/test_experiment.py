@@ -90,6 +90,15 @@ def test_experiments_on_cifar10_share_what_they_learn() -> None:
     assert all(other == first for other in others), "one CIP-net learns from the same answers"
 
 
+def test_fgsm_without_warm_up_differs_in_it_alone() -> None:
+    nets = [read_experiment(name).nets["fgsm"] for name in ("mnist_at", "mnist_fgsm")]
+    with_it, without = (config_of(TrainConfig, net.settings) for net in nets)
+    assert with_it.adversary is not None
+    assert with_it.adversary.warmup > 0
+    assert without == replace(with_it, adversary=replace(with_it.adversary, warmup=0.0))
+    assert nets[0] == replace(nets[1], train=nets[0].train)
+
+
 def test_an_included_file_gives_what_rows_use(tmp_path: Path) -> None:
     tables = ["[data.digits]", 'name = "digits"', "[data.other]", 'name = "wine"']
     for key, data in (("used", "digits"), ("unused", "other")):
