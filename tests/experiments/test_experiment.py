@@ -212,6 +212,12 @@ EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
         ('method = "otad"', 'method = "otad"\nscope = "wide"', "scope: .*'wide'"),
         ('method = "otad"', 'method = "otad"\nper_class = 0', "per_class: .*0"),
         ('method = "otad"', 'method = "otad"\ncentral = true', "central: "),
+        ('method = "otad"', 'method = "otad"\nunread = 0.5', "unread: "),
+        (
+            'method = "otad"',
+            'method = "otad"\nunread = 0.5\nscope = "global"',
+            "unread: kind: .*soc",
+        ),
         ('data = "digits"', 'data = "digit"', "nets.one.data: .*digits, got 'digit'"),
         ('net = "one"', 'net = "two"', "rows.plain.net: .*one, got 'two'"),
         ('method = "net"', 'method = "net"\nattacks = ["sharp"]', "attacks: .*blunt, got 'sharp'"),

@@ -24,6 +24,7 @@ from otad.experiments.records import Candidate
 from otad.experiments.study import Study
 from otad.io.codec import read_json
 from otad.model.defend import defend
+from otad.nets import feature_lift
 from otad.scores import share_score
 
 
@@ -48,6 +49,30 @@ def test_a_row_is_the_model_a_user_would_make(study: Study) -> None:
     assert not torch.equal(estimated(data.test_x), own(data.test_x))
     whole = defend(*pairs, scope="global", smoothness=9, bank_dtype=half)
     assert_close(study.defended("whole")(data.test_x), whole(data.test_x))
+
+
+def test_a_row_with_unread_directions_lifts_the_outputs_of_its_net(tmp_path: Path) -> None:
+    added = """
+[nets.orthogonal]
+data = "digits"
+kind = "orthogonal"
+blocks = 1
+options = { width = 16 }
+train = { epochs = 1, optimizer = "orthogonal_adam", loss = "soft_margin" }
+[rows]
+head = { net = "orthogonal", method = "net", certify = { eps = [0.1] } }
+whole = { net = "orthogonal", method = "otad", scope = "global", smoothness = 2.0, unread = 1.0 }
+less = { net = "orthogonal", method = "otad", scope = "global", smoothness = 2.0, unread = 0.2 }
+"""
+    start = VISION[: VISION.index("[otad]")]
+    own = study_of(written(tmp_path, start + added), tmp_path / "work")
+    data, net = own.source("digits").data, own.net("orthogonal").net
+    for key, unread in (("whole", 1.0), ("less", 0.2)):
+        lift = feature_lift(net, unread)
+        known = defend(lift, data.train_x, data.train_y, scope="global", smoothness=2.0)
+        assert_close(own.defended(key)(data.test_x[:30]), known(data.test_x[:30]))
+    assert own.identity("whole") != own.identity("less")
+    assert 0 <= own.row("head").certified["0.1"].value <= own.row("head").score.value
 
 
 def test_some_points_a_class(study: Study) -> None:

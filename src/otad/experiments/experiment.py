@@ -74,6 +74,9 @@ class Experiment:
         for key, row in self.rows.items():
             if row.method == "net" and row.certify:
                 check_choice(self.nets[row.net].kind, f"rows.{key}.certify: kind", spec.LIPSCHITZ)
+            if row.unread is not None:
+                kind = self.nets[row.net].kind
+                check_choice(kind, f"rows.{key}.unread: kind", ("orthogonal", "soc"))
             if row.metric is not None:
                 data = (self.data_of(key),)
                 check_choice(self.metrics[row.metric].data, f"data of rows.{key}.metric", data)

@@ -13,8 +13,8 @@ from otad.training import RECIPES
 
 RANDOM_STEP = "random_step"
 UNLEARNED = ("pretrained", "pixels")
-LIPSCHITZ = ("linf_dist", "soc")
-BLOCKLESS = ("resnet", *LIPSCHITZ)
+LIPSCHITZ = ("linf_dist", "orthogonal", "soc")
+BLOCKLESS = ("resnet", "linf_dist", "soc")
 Normalization = Literal["none", "feature", "channel", "all"]
 Unit = Literal["input", "std"]
 Options = dict[str, Any]
@@ -56,11 +56,13 @@ class NetSpec:
     """A net and how it is trained: fully connected ("fc"), the same but writing into coordinates of
     its own ("lifted"), labeled points drawn from the train part, which are the weights of their own
     map ("prototypes"), a vision transformer ("vit"), a ResNet ("resnet"), or a net with a proved
-    Lipschitz constant ("linf_dist", "soc"). The last three have no `blocks`. A table `adversary`
-    among the training settings asks for adversarial training."""
+    Lipschitz constant ("orthogonal", "linf_dist", "soc"). The last two and ResNets have no
+    `blocks`. A table `adversary` among the training settings asks for adversarial training."""
 
     data: DataName
-    kind: Literal["fc", "lifted", "prototypes", "vit", "resnet", "linf_dist", "soc"] = "fc"
+    kind: Literal[
+        "fc", "lifted", "prototypes", "vit", "resnet", "orthogonal", "linf_dist", "soc"
+    ] = "fc"  # fmt: skip
     blocks: int = 5
     residual: bool = True
     normalize: Normalization = "none"
@@ -211,6 +213,7 @@ class RowSpec:
     purifier: PurifierName | None = None  # cleans the inputs of the net
     per_class: Count | None = None  # points of each class in the bank; random ones
     central: bool = False  # or those whose keys are nearest to the mean key of their class
+    unread: float | None = None  # lifts the outputs of a Lipschitz net, see `feature_lift`
 
     def __post_init__(self) -> None:
         has_effect = {
@@ -219,6 +222,7 @@ class RowSpec:
             "central": self.metric is not None and self.per_class is not None,
             "surrogate": self.uses_neighbors and self.method == "otad",
             "purifier": self.method == "net",
+            "unread": self.method == "otad" and self.scope == "global",
             "certify": self.method in ("otad", "net") and self.purifier is None,
             "lipschitz": self.method in ("otad", "net") and self.purifier is None,
         }

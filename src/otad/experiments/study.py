@@ -46,7 +46,7 @@ from otad.model.folder import Block
 from otad.model.imitation import imitate
 from otad.model.otad import OTAD
 from otad.model.prototypes import PrototypeNet
-from otad.nets import Backbone, Metric, only_normalizes
+from otad.nets import Backbone, Metric, feature_lift, only_normalizes
 from otad.progress import PartReport
 from otad.threat import NORMS
 from otad.training import MetricConfig, TrainConfig, train, train_metric
@@ -91,7 +91,7 @@ class Study:
     made: dict[tuple[str, str], Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     candidates: dict[str, tuple[records.Candidate, ...]] = field(default_factory=dict)
-    _bank: tuple[str, OTAD] | None = None
+    _bank: tuple[tuple[str, float | None], OTAD] | None = None
 
     @once
     def source(self, key: str) -> Source:
@@ -236,11 +236,12 @@ class Study:
         yield partial(self.report, label)
         self.seconds[label] = time.perf_counter() - started
 
-    def bank(self, net: str) -> OTAD:
+    def bank(self, net: str, unread: float | None = None) -> OTAD:
         """OTAD over the whole bank of a net. Only the last one is held: banks are large."""
-        if self._bank is None or self._bank[0] != net:
+        if self._bank is None or self._bank[0] != (net, unread):
             self._bank = None
             spec, backbone = self.experiment.nets[net], self.net(net).net
+            backbone = backbone if unread is None else feature_lift(backbone, unread).eval()
             source, dtype = self.source(spec.data), getattr(torch, spec.bank)
             with self.timed(f"bank of {net}") as report:
                 if isinstance(backbone, PrototypeNet):
@@ -248,7 +249,7 @@ class Study:
                 else:
                     options: Options = {"n_neighbors": 1, "bank_dtype": dtype, "progress": report}
                     model = defend(backbone, *source.train, **options)
-            self._bank = net, model
+            self._bank = (net, unread), model
         return self._bank[1]
 
     @once
@@ -273,7 +274,7 @@ class Study:
 
     def base(self, row: RowSpec) -> OTAD:
         """OTAD over the bank of a row, with its metric and otherwise default settings."""
-        base, rows, changes = self.bank(row.net), self.bank_rows(row), Options()
+        base, rows, changes = self.bank(row.net, row.unread), self.bank_rows(row), Options()
         if rows is not None:
             changes["bank"] = base.bank.select(rows.to(base.bank.labels.device))
         if row.metric is not None:
@@ -339,7 +340,7 @@ class Study:
         return cleaned | {
             "net": self.net(row.net).identity,
             "data": self.source(self.experiment.data_of(key)).fingerprint,
-            "bank": self.experiment.nets[row.net].bank,
+            "bank": self.experiment.nets[row.net].bank + f" {row.unread}" * bool(row.unread),
             "model": {name: getattr(row, name) for name in MODEL.split()},
             "metric": row.metric and self.metric(row.metric).identity,
             "surrogate": row.surrogate and self.surrogate(row.surrogate).identity,
