@@ -20,6 +20,7 @@ _TAKEN: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike, tuple: 
 _ARRAYS: dict[Any, str] = {Any: "biufOUST", int: "iu", float: "iuf", str: "OUST"}
 _WORDS: dict[Any, str] = {NoneType: "None", float: "a number", str: "text", Path: "a path"}
 _WORDS |= {int: "an integer of at most 64 bits", Callable: "a function"}
+_PATHS = (Path, Path | None)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 _NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed")
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -61,22 +62,33 @@ def checked(function: AnyFunction) -> AnyFunction:
         return function
     signature = inspect.signature(function)
     several = [name for name, one in signature.parameters.items() if one.kind in _SEVERAL]
-    hints: dict[str, Any] = {}
+    names, hints, must_bind = tuple(signature.parameters), dict[str, Any](), bool(several)
+    uniform: set[tuple[str, type]] = set()  # parameters, and types of which every value fits
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        nonlocal must_bind
         if not hints:
-            hints.update(dict.fromkeys(signature.parameters, Any) | hints_of(function))
-        try:
-            bound = signature.bind(*args, **options)
-        except TypeError:
-            return function(*args, **options)  # Python says what is missing or unknown
-        given = bound.arguments
+            hints.update(dict.fromkeys(names, Any) | hints_of(function))
+            must_bind |= any(hint in _PATHS for hint in hints.values())
+        given = dict(zip(names, args, strict=False)) | options
+        known = len(given) == len(args) + len(options) and given.keys() <= hints.keys()
+        if must_bind or not known:  # binding takes longer than the rest
+            try:
+                bound = signature.bind(*args, **options)
+            except TypeError:
+                return function(*args, **options)  # Python says what is missing or unknown
+            given = bound.arguments
+            for name, value in given.items():
+                if isinstance(value, str) and hints[name] in _PATHS:
+                    given[name] = Path(value)
+                    args, options = bound.args, bound.kwargs
+            given = {name: value for name, value in given.items() if name not in several}
         for name, value in given.items():
-            if isinstance(value, str) and hints[name] in (Path, Path | None):
-                given[name] = Path(value)
-                args, options = bound.args, bound.kwargs
-        check_options(hints, {k: v for k, v in given.items() if k not in several})
+            if (name, type(value)) not in uniform:
+                _check(name, value, hints[name])
+                if _is_uniform(type(value)):
+                    uniform.add((name, type(value)))
         try:
             return function(*args, **options)
         except (MemoryError, RuntimeError) as error:
@@ -91,11 +103,22 @@ def checked(function: AnyFunction) -> AnyFunction:
     return cast(AnyFunction, call)
 
 
+def _is_uniform(kind: type) -> bool:
+    """Return whether all values of a type fit if one does: plain types, and those of the library
+    that have no other bases."""
+    own = (base is object or base.__module__.startswith("otad.") for base in kind.__mro__)
+    return kind in (float, bool, slice, NoneType) or all(own)
+
+
 def check_options(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuse a value that does not fit its type."""
     for name, value in given.items():
-        if not _fits(value, hints[name]):
-            raise InputError(f"{name}: expected {_words(hints[name])}, got {_shown(value)}")
+        _check(name, value, hints[name])
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        raise InputError(f"{name}: expected {_words(hint)}, got {_shown(value)}")
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -108,6 +131,8 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    if hint is type(value) and hint.__name__ == "Tensor":
+        return _is_dense(value)
     kind: Any = get_origin(hint) or hint
     parts: Any = get_args(hint)
     if kind in (Union, UnionType):
@@ -143,7 +168,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if getattr(getattr(value, "forward", None), "__name__", "") == "_forward_unimplemented":
         return False  # torch's own: nothing can be asked of such a module
     if kind.__name__ == "Tensor":
-        return str(value.layout) == "torch.strided" and not (value.is_meta or value.is_complex())
+        return _is_dense(value)
     if kind is tuple and parts and parts[-1] is not Ellipsis:
         return len(value) == len(parts) and all(map(_fits, value, parts))
     if len(parts) == 2 and isinstance(value, Mapping):
@@ -151,6 +176,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if parts and isinstance(value, (list, tuple)):
         return all(_fits(item, parts[0]) for item in value)
     return True
+
+
+def _is_dense(tensor: Any) -> bool:
+    return str(tensor.layout) == "torch.strided" and not (tensor.is_meta or tensor.is_complex())
 
 
 def _words(hint: Any) -> str:

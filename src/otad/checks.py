@@ -50,14 +50,16 @@ def check_tensor(
     others."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: expected a torch.Tensor ({axes}), got {type(value).__name__}")
-    names, shape = axes.split(","), f"shape {tuple(value.shape)}"
+    names, sizes = axes.split(","), value.shape
     require(not value.is_meta, name, "numbers, on a device such as cpu", "a meta tensor")
     require(value.layout == torch.strided, name, "a dense tensor", value.layout)
-    require(value.dim() == len(names), name, f"{len(names)} axes ({axes})", shape)
-    for axis, size in zip(names, value.shape, strict=True):
-        require(size > 0, name, f"at least one entry along {axis}", shape)
-    allowed = " or ".join(_dtype_name(dtype) for dtype in dtypes)
-    require(value.dtype in dtypes, name, f"dtype {allowed}", _dtype_name(value.dtype))
+    if len(sizes) != len(names) or 0 in sizes:
+        empty = f"at least one entry along {dict(zip(sizes, names, strict=False)).get(0)}"
+        expected = empty if len(sizes) == len(names) else f"{len(names)} axes ({axes})"
+        raise InputError(f"{name}: expected {expected}, got shape {tuple(sizes)}")
+    if value.dtype not in dtypes:
+        allowed, got = " or ".join(map(_dtype_name, dtypes)), _dtype_name(value.dtype)
+        raise InputError(f"{name}: expected dtype {allowed}, got {got}")
     if finite:
         check_finite(value, name)
     return value
@@ -75,16 +77,18 @@ def check_finite(value: Tensor, name: str) -> None:
 
 
 def check_shape(value: Tensor, name: str, expected: tuple[int, ...], reason: str) -> None:
-    shape = tuple(value.shape)
-    require(shape == expected, name, f"shape {expected} {reason}", shape)
+    if value.shape != expected:
+        raise InputError(f"{name}: expected shape {expected} {reason}, got {tuple(value.shape)}")
 
 
 def check_alike(value: Tensor, name: str, other: Tensor, other_name: str) -> None:
     """Refuse a tensor that has not the device and dtype of another one."""
-    like = f"like {other_name}"
-    require(value.device == other.device, name, f"device {other.device} {like}", value.device)
-    dtypes = _dtype_name(other.dtype), _dtype_name(value.dtype)
-    require(value.dtype == other.dtype, name, f"dtype {dtypes[0]} {like}", dtypes[1])
+    if value.device != other.device:
+        expected = f"device {other.device} like {other_name}"
+        raise InputError(f"{name}: expected {expected}, got {value.device}")
+    if value.dtype != other.dtype:
+        expected, got = f"dtype {_dtype_name(other.dtype)} like {other_name}", value.dtype
+        raise InputError(f"{name}: expected {expected}, got {_dtype_name(got)}")
 
 
 def check_evaluation(net: object, name: str) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import TypeVar
 
+import numpy as np
 import torch
+from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
+from torch import Tensor
 
 from otad.cip.protocols import RowProblem
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
-_BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # the fastest in measurements
+_BLOCK_BYTES = {"cpu": 2**21, "cuda": 2**29}  # the fastest in measurements
 
 
 def blocks(count: int, size: int) -> list[slice]:
@@ -32,21 +36,39 @@ def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:
 def run_parts(
     parts: Sequence[Part], work: Callable[[Part], Result], device: torch.device
 ) -> list[Result]:
-    """Return the results of `work` on every part, without gradients and in full precision.
+    """Return the results of `work` on every part, without gradients and on a GPU without TF32.
 
-    On the CPU the parts run on as many threads as torch may use, because torch runs batched
-    products of small matrices on one thread."""
+    On the CPU the parts run on as many threads as torch may use, because batched products of small
+    matrices run on one thread."""
     allowed = torch.get_num_threads()
     threads = min(allowed, len(parts)) if device.type == "cpu" else 1
+    if threads == 1:
+        with torch.no_grad(), nullcontext() if device.type == "cpu" else full_precision(device):
+            return [work(part) for part in parts]
     without_gradients = torch.no_grad()(work)  # every thread has its own setting
-    with full_precision(device):
-        if threads == 1:
-            return [without_gradients(part) for part in parts]
-        try:
-            with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
-                return list(pool.map(without_gradients, parts))
-        finally:
-            torch.set_num_threads(allowed)  # a thread's setting is the default of new threads
+    try:
+        with (
+            _numpy_blas().limit(limits=1),
+            ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool,
+        ):
+            return list(pool.map(without_gradients, parts))
+    finally:
+        torch.set_num_threads(allowed)  # a thread's setting is the default of new threads
+
+
+@cache
+def _numpy_blas() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="blas")
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return the products of two batches of small matrices, without gradients.
+
+    On the CPU, those of NumPy have full precision, and those of torch take several times longer."""
+    if left.device.type == "cpu":
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(np.matmul(left.numpy(), right.numpy()))
+    return left @ right
 
 
 @contextmanager
@@ -62,7 +84,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Turn off autocast, TF32 and oneDNN.
+    """Turn off autocast, TF32 and oneDNN for the products of torch.
 
     The kernels of oneDNN for small batched products have reduced precision on some processors, and
     are many times slower than BLAS on others."""

@@ -19,7 +19,14 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor, require
+from otad.checks import (
+    STORAGE_DTYPES,
+    check_alike,
+    check_finite,
+    check_shape,
+    check_tensor,
+    require,
+)
 from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
@@ -139,7 +146,7 @@ class CipProblem(_Problem):
             check_shape(tensor, name, shape, "(B,K,d) to match query and anchors")
             check_alike(tensor, name, query, "query")
             _refuse_gradient(tensor, name)
-            check_tensor(tensor, name, "B,K,d")  # finite, now that the device is the query's
+            check_finite(tensor, name)  # now that the device is the query's
         self._set(smoothness, strong_convexity, query=query, **parts)
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.cip.execution import problem_blocks, run_parts
+from otad.cip.execution import matmul, problem_blocks, run_parts
 from otad.cip.local.stream_triton import can_stream, streamed_combination, streamed_dots
 from otad.cip.protocols import RowProblem
 
@@ -40,13 +40,18 @@ def _combination(
         points = problem.inputs if anchors else problem.features
         return streamed_combination(points, problem.indices, weights)
     points_of = problem.anchors_of if anchors else problem.images_of
-    total = torch.empty_like(problem.query)
-    for rows in problem_blocks(problem, chunk):
-        points, weight, part = points_of(rows), weights[rows], total[rows]
-        torch.mul(points[:, 0], weight[:, :1], out=part)
+
+    def work(rows: slice) -> Tensor:
+        points, weight = points_of(rows).to(weights.dtype), weights[rows]
+        if points.device.type == "cpu":
+            return matmul(weight[:, None], points)[:, 0]
+        part = points[:, 0] * weight[:, :1]
         for k in range(1, weight.shape[1]):  # faster than batched products of a single row
-            part.addcmul_(points[:, k].to(part.dtype), weight[:, k, None])
-    return total
+            part.addcmul_(points[:, k], weight[:, k, None])
+        return part
+
+    parts = run_parts(problem_blocks(problem, chunk), work, weights.device)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def feature(
@@ -91,13 +96,15 @@ class DifferentiableMap(torch.autograd.Function):
         if shift is not None:
             grad += shift * image_grad
 
+        columns = image_grad.contiguous()[..., None]  # an expanded gradient slows down BLAS
+
         def work(rows: slice) -> None:
             lines = problem.images_of(rows).to(dtype)
             if shift is not None:  # without l x', which all neighbors share and has no effect
                 lines = lines - shift[rows, :, None] * problem.anchors_of(rows).to(dtype)
-            pull = (lines @ image_grad[rows, :, None])[..., 0] + multiplier_grad[rows]
-            push = (sensitivity[rows] @ pull.double()[..., None])[..., 0].to(dtype)
-            grad[rows] += (push[:, None] @ lines)[:, 0]
+            pull = matmul(lines, columns[rows])[..., 0] + multiplier_grad[rows]
+            push = (sensitivity[rows] @ pull.double()[..., None]).to(dtype)
+            grad[rows] += matmul(push.mT, lines)[:, 0]
 
         if not can_stream(problem):
             run_parts(problem_blocks(problem, ctx.chunk), work, grad.device)

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from otad.cip.execution import problem_blocks, run_parts
 from otad.cip.local.stream_triton import can_stream, streamed_products
 from otad.cip.protocols import RowProblem
+
+NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}  # the relative rounding error of a product
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Products:
 
     @property
     def noise(self) -> float:
-        return 2e-7 if self.values.dtype == torch.float32 else 1e-13
+        return NOISE[self.values.dtype]
 
     def rows(self, rows: Tensor) -> Products:
         return Products(self.values[:, rows], self.squares[:, rows], self.with_offsets)
@@ -115,24 +118,53 @@ def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
     batch, count, dim = problem.shape
-    first = 0 if with_offsets else count
-    values = problem.query.new_empty((batch, 2 * count - first, 2 * count))
-    squares = problem.query.new_empty((batch, count))
-    free: list[Tensor] = []  # stacks to use again, because new memory costs as much as filling it
+    queries, height = problem.query.detach(), 2 * count if with_offsets else count
+    values = queries.new_empty((1, batch, height, 2 * count))
+    squares = queries.new_empty((1, batch, count))
+    whole = as_array(queries), as_array(values)[0], as_array(squares)[0]
+    free: list[Any] = []  # stacks to use again, because new memory costs as much as filling it
 
     def work(rows: slice) -> None:
-        query, images = problem.query.detach()[rows], problem.images_of(rows)
-        whole = free.pop() if free else query.new_empty((len(query), 2 * count, dim))
-        stack = whole[: len(query)]
-        center = stack[:, count].copy_(images[:, 0])
-        torch.sub(problem.anchors_of(rows), query[:, None], out=stack[:, :count])
-        torch.sub(images[:, 1:], center[:, None], out=stack[:, count + 1 :])
-        torch.bmm(stack[:, first:], stack.mT, out=values[rows])
-        squares[rows] = torch.linalg.vector_norm(stack[:, :count], dim=2).square()
-        free.append(whole)
+        pairs = problem.anchors_of(rows), problem.images_of(rows)
+        anchors, images = (as_array(part.to(queries.dtype)) for part in pairs)
+        query, *out = (part[rows] for part in whole)
+        size = len(query), 2 * count, dim
+        stack = free.pop() if free else as_array(queries.new_empty(size))
+        fill_products(query, anchors, images, stack[: len(query)], out[0], out[1])
+        free.append(stack)
 
-    run_parts(problem_blocks(problem, chunk), work, problem.query.device)
-    return Products(values[None], squares[None], with_offsets)
+    run_parts(problem_blocks(problem, chunk), work, queries.device)
+    return Products(values, squares, with_offsets)
+
+
+def as_array(tensor: Tensor) -> Any:
+    """Return a tensor on the CPU as an array of NumPy, and other tensors as they are.
+
+    Small operations and batches of small products take much less time in NumPy than in torch, and
+    its products have full precision."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+@np.errstate(all="ignore")  # rows that overflow are found later
+def fill_products(
+    query: Any, anchors: Any, images: Any, stack: Any, values: Any, squares: Any
+) -> None:
+    """Compute `values` and `squares` of `Products` for arrays (B,d) and (B,K,d) in one dtype.
+
+    The `stack` (B,2K,d) is working memory."""
+    library: Any = torch if isinstance(query, Tensor) else np
+    count, first = anchors.shape[1], stack.shape[1] - values.shape[1]
+    library.subtract(anchors, query[:, None], out=stack[:, :count])
+    stack[:, count] = images[:, 0]
+    library.subtract(images[:, 1:], images[:, :1], out=stack[:, count + 1 :])
+    for start in range(first, 2 * count, count):  # BLAS is slower if the result is square
+        part, out = stack[:, start:][:, :count], values[:, start - first :][:, :count]
+        library.matmul(part, stack.swapaxes(1, 2), out=out)
+    offsets = stack[:, :count]
+    if library is torch:
+        squares.copy_(torch.linalg.vector_norm(offsets, dim=2).square())
+    else:
+        np.einsum("bkd,bkd->bk", offsets, offsets, out=squares)
 
 
 def _sum_in_double(parts: Tensor) -> Tensor:

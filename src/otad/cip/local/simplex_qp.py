@@ -34,8 +34,8 @@ from torch import Tensor
 
 from otad.cip.execution import blocks, one_thread, run_parts
 
-_REFINEMENTS = 3  # after the first
-_GUESSES = 8  # rounds of exchange before a row is left to pivoting
+REFINEMENTS = 3  # after the first
+GUESSES = 8  # rounds of exchange before a row is left to pivoting
 _MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row that needs more counts as unsolved
 _FEWEST_ROWS = 512  # fewer rows do not get a thread of their own
 
@@ -102,7 +102,7 @@ def _by_exchange(
     target, allowed = linear.mT.contiguous(), active.mT.to(linear.dtype)
     floor = tolerance * (1 + torch.linalg.vector_norm(target * allowed, math.inf, dim=1))
     support, given_up = guess.mT.to(linear.dtype), []
-    for number in range(1, _GUESSES + 1):
+    for number in range(1, GUESSES + 1):
         factors, regular = factor(matrix, support, tolerance)
         solved = solve(factors, torch.stack((target * support, support), dim=2))
         (p, r), (mass, rate) = solved.unbind(2), solved.sum(1).unbind(1)
@@ -113,7 +113,7 @@ def _by_exchange(
         value = torch.addcmul(weight, allowed - support, gain[..., 0])
         done = regular & (torch.sub(value, weight, alpha=2).amax(1) <= floor)
         left = (regular & ~done).nonzero()[:, 0]
-        if 2 * len(left) <= len(place) or number == _GUESSES:  # store finished rows
+        if 2 * len(left) <= len(place) or number == GUESSES:  # store finished rows
             best = done.nonzero()[:, 0]
             rows = place[best]
             weights[:, rows] = weight[best].mT
@@ -135,7 +135,7 @@ def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor
 
     Rows of nearly dependent images need a second step."""
     better = _refined_once(quadratic, linear, weights, inverse)
-    for _ in range(_REFINEMENTS):
+    for _ in range(REFINEMENTS):
         rows = ((better - weights).abs().amax(0) > 1e-12).nonzero()[:, 0]
         if len(rows) == 0:
             break

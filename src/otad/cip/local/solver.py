@@ -17,6 +17,7 @@ from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
 from otad.cip.local.relax import Relaxation
+from otad.cip.local.solve_numpy import solve_numpy
 from otad.cip.local.solve_torch import DualSolution, solve_torch
 from otad.cip.local.stream_triton import has_triton, launch, padded_count
 from otad.cip.problem import BankProblem
@@ -26,6 +27,7 @@ from otad.cip.solution import CipSolution, Status
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
 _MOST_NEIGHBORS = 32  # registers hold several padded K x K tiles of float64
+_FEW_ROWS = 16  # more are faster at once in torch
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,18 @@ class ExactCip:
             require(most <= self.max_smoothness, "max_smoothness", least, self.max_smoothness)
         if isinstance(problem, BankProblem):
             problem = problem.fetched()
+        if self._is_small(problem):
+            solution = solve_numpy(problem, self.mode)
+            if solution is not None:
+                return solution
         return self.solution(problem, self.solve(problem, self.products(problem)))
+
+    def _is_small(self, problem: RowProblem) -> bool:
+        """Return whether to try to solve the rows one by one in NumPy, which is faster."""
+        plain = self.spares == 0 and self.potential == "canonical" and self.chunk is None
+        query, few = problem.query, problem.shape[0] <= _FEW_ROWS
+        constant = not (query.requires_grad and torch.is_grad_enabled())
+        return few and plain and constant and query.device.type == "cpu"
 
     @property
     def relaxation(self) -> Relaxation:

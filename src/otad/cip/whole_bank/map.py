@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from otad.checks import check_choice, check_shape, check_tensor, require
-from otad.cip.execution import run_parts
+from otad.cip.execution import full_precision, run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.simplex_qp import maximize_on_simplex
 from otad.cip.problem import BankProblem
@@ -175,7 +175,9 @@ class ColumnGeneration:
         kind = "cuda" if self.points.is_cuda else "cpu"
         at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
         parts = list(zip(rows.split(at_once), entrants.split(at_once), strict=True))
-        found = run_parts(parts, partial(self._solve, alone=alone), self.points.device)
+        device = self.points.device
+        with full_precision(device):
+            found = run_parts(parts, partial(self._solve, alone=alone), device)
         improved = []
         for (part, _), (gap, mean, better) in zip(parts, found, strict=True):
             self.gap[part], self.mean[part] = gap, mean
