@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from otad.errors import MissingExtraError
 from otad.nets.base import Metric, build_metric
-from otad.nets.lipschitz import LipschitzMetric, OrthogonalLinear, fold, max_min, shift
+from otad.nets.lipschitz import SHIFTED, LipschitzMetric, OrthogonalLinear, fold, max_min, shift
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
 from otad.nets.pretrained import _BUILDERS, PretrainedMetric, efficientnet_lite0, register_features
 
@@ -169,7 +169,7 @@ def test_steps_of_the_lipschitz_net_only_reorder_numbers() -> None:
     assert folded.shape == (2, 2, 3, 40)
     expected = torch.stack([x[1, 2 + i, 4 + j] for i in (0, 1) for j in (0, 1)]).flatten()
     assert torch.equal(folded[1, 1, 2], expected)
-    moved = shift(x)
+    moved = shift(x, SHIFTED)
     assert torch.equal(moved[:, 1:, :, :2], x[:, :-1, :, :2])  # down
     assert torch.equal(moved[:, :-1, :, 2:4], x[:, 1:, :, 2:4])  # up
     assert torch.equal(moved[:, :, 1:, 4:6], x[:, :, :-1, 4:6])  # right
@@ -179,7 +179,7 @@ def test_steps_of_the_lipschitz_net_only_reorder_numbers() -> None:
     assert bool((pairs[..., :5] >= pairs[..., 5:]).all())
     for changed in (folded, moved, pairs):
         assert torch.equal(changed.flatten(1).sort(1).values, x.flatten(1).sort(1).values)
-    assert torch.equal(shift(x[..., :4]), x[..., :4])  # too few channels to move any
+    assert torch.equal(shift(x[..., :4], SHIFTED), x[..., :4])  # too few channels to move any
 
 
 def _lipschitz(seed: int, **options) -> LipschitzMetric:

@@ -9,7 +9,8 @@ from torch import Tensor
 from otad.certify.input_reach import KEY_ROUNDOFFS
 from otad.nets import OrthogonalNet, fc_resnet
 from otad.nets.lift import Lift, feature_lift
-from otad.nets.orthogonal import norm_bounds, orthogonal_weights, retract
+from otad.nets.lipschitz import norm_bounds
+from otad.nets.orthogonal import orthogonal_weights, retract
 
 SHAPE = (2, 4, 6)
 

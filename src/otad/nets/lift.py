@@ -27,8 +27,7 @@ from torch.nn import functional
 
 from otad.checks import check_positive, require
 from otad.nets.base import Backbone, LinearHead, LipschitzBound, build, register, squared_lengths
-from otad.nets.lipschitz import LipschitzNet, full_precision
-from otad.nets.orthogonal import norm_bounds
+from otad.nets.lipschitz import LipschitzNet, full_precision, norm_bounds
 
 MARGIN = 1e-3  # added to the spectral norm as a share of it, for rounding
 MOST_STRETCH = 1e30  # so that float32 has room for the outputs

@@ -165,11 +165,20 @@ class OrthogonalLinear(nn.Linear):
 
     @torch.no_grad()
     def norm_bound(self) -> float:
-        """Return an upper bound on |W|, near 1: |W|^2 = |W W^T| <= 1 + |W W^T - I|_F in float64."""
-        wide = self.weight.double()
-        wide = wide if wide.shape[0] <= wide.shape[1] else wide.mT
-        off = wide @ wide.mT - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-        return math.sqrt(1 + float(torch.linalg.matrix_norm(off)) + 1e-12)
+        """Return an upper bound on |W|."""
+        weight = self.weight
+        return float(norm_bounds(weight if weight.shape[0] <= weight.shape[1] else weight.mT))
+
+
+@torch.no_grad()
+def norm_bounds(weight: Tensor) -> Tensor:
+    """Return upper bounds (...) on the norms of matrices (...,r,n) with nearly orthonormal rows.
+
+    They are near 1: |W|^2 = |W W^T| <= 1 + |W W^T - I|_F, in float64."""
+    wide = weight.double()
+    off = wide @ wide.mT - torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
+    bounds: Tensor = (1 + torch.linalg.matrix_norm(off) + 1e-12).sqrt()
+    return bounds
 
 
 class Stage(nn.Module):

@@ -17,7 +17,14 @@ from torch.nn import functional
 from otad.checks import MOST_BLOCKS, check_choice, check_count, require
 from otad.nets.base import LinearHead, LipschitzBound, register
 from otad.nets.inputs import Sizes, check_image_shape, standard_normal
-from otad.nets.lipschitz import LipschitzNet, fold, full_precision, max_min, shift
+from otad.nets.lipschitz import (
+    LipschitzNet,
+    fold,
+    full_precision,
+    max_min,
+    norm_bounds,
+    shift,
+)  # fmt: skip
 
 SHIFTED = 16  # one of so many channels is shifted in each direction
 ROUNDING = 1 + 1e-9  # of norms computed in float64
@@ -99,7 +106,7 @@ class OrthogonalNet(LipschitzNet):
             for weight in orthogonal_weights(self):
                 *others, rows, _ = weight.shape
                 drawn = standard_normal(*others, width, width, generator=generator)
-                weight.copy_(torch.linalg.qr(drawn)[0][..., :rows, :])
+                weight.copy_(torch.linalg.qr(drawn.double())[0][..., :rows, :])
             for weight in (self.positions, self.biases, self.head.bias):
                 weight.zero_()
 
@@ -152,14 +159,3 @@ def retract(net: nn.Module) -> None:
         for _ in range(POLAR_STEPS):
             factor = 1.5 * factor - 0.5 * factor @ factor.mT @ factor
         weight.copy_(factor)
-
-
-@torch.no_grad()
-def norm_bounds(weight: Tensor) -> Tensor:
-    """Return upper bounds (...) on the norms of matrices (...,r,n) with nearly orthonormal rows.
-
-    They are near 1: |W|^2 = |W W^T| <= 1 + |W W^T - I|_F, in float64."""
-    wide = weight.double()
-    off = wide @ wide.mT - torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
-    bounds: Tensor = (1 + torch.linalg.matrix_norm(off) + 1e-12).sqrt()
-    return bounds
