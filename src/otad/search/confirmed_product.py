@@ -24,13 +24,23 @@ SECTION = 1024  # columns that are summed in one product; short sums keep the er
 class Shortlist:
     """The rows with the largest upper bounds of their scores.
 
-    `indices` (b,T) are the rows of the largest `bounds` (b,T), largest first. The first row scores
-    at least `floor` (b,), and no row outside the shortlist scores more than `ceiling` (b,)."""
+    `indices` (b,T) are the rows of the largest `bounds` (b,T), largest first. They score at least
+    `floors` (b,T), and no row outside the shortlist scores more than `ceiling` (b,)."""
 
     indices: Tensor
     bounds: Tensor
-    floor: Tensor
+    floors: Tensor
     ceiling: Tensor
+
+    @property
+    def close(self) -> Tensor:
+        """Which rows (b,T) of the shortlist may have the largest score of these."""
+        return self.bounds >= self.floors[:, :1]
+
+    @property
+    def is_complete(self) -> Tensor:
+        """Whether no row outside the shortlist can have the largest score (b,)."""
+        return self.ceiling < self.floors[:, 0]
 
 
 def shortlist(
@@ -48,22 +58,20 @@ def shortlist(
     leaves the order open. `norms` (N,) are at least |row|, and `offsets` (N,) may be -inf; both are
     in float64.
     """
-    count, device = len(norms), queries.device
-    size = min(size, count)
-    dim = queries.shape[1]
-    error = product_error(min(SECTION, dim) + dim // SECTION + 2, dtype, device)
-    lengths = row_norms(queries)
-    left, reach = queries.to(dtype), (lengths * error).to(dtype)[:, None]
-    offset_errors = error * offsets.abs().nan_to_num(posinf=0.0)
-    sizes, base = (part.to(device, dtype) for part in (norms, offsets + offset_errors))
+    count, size = len(norms), min(size, len(norms))
+    sums = Sums(queries, norms, offsets, dtype)
+    left, base, sizes = sums.left, sums.base, sums.sizes
     best = left.new_full((len(queries), size), -math.inf)
-    names = torch.zeros(len(queries), size, dtype=torch.int64, device=device)
+    names = torch.zeros(len(queries), size, dtype=torch.int64, device=left.device)
+    space = left.new_empty(0)  # used again, because the CPU takes long to get new memory
     for start, block in blocks:
-        right, rows = block.to(device), slice(start, start + len(block))
+        right, rows = block.to(left.device), slice(start, start + len(block))
         at_once = max(1, products_at_once // len(block))
         for first in range(0, len(queries), at_once):
             some = slice(first, first + at_once)
-            bounds = torch.addcmul(base[rows], reach[some], sizes[rows])
+            reach = sums.reach[some]
+            space.resize_(len(reach), len(right))
+            bounds = torch.addcmul(base[rows], reach, sizes[rows], out=space)
             found = add_product(bounds, left[some], right).topk(min(size, len(right)), dim=1)
             values, places = found.values, found.indices
             if start == 0 and len(right) >= size:
@@ -72,10 +80,32 @@ def shortlist(
             merged = torch.cat([best[some], values], dim=1).topk(size, dim=1)
             listed = torch.cat([names[some], places + start], dim=1)
             best[some], names[some] = merged.values, listed.gather(1, merged.indices)
-    best, top = best.double(), names[:, 0].to(norms.device)
-    errors = error * lengths * norms[top].to(device) + offset_errors[top].to(device)
-    ceiling = best[:, -1] if size < count else torch.full_like(lengths, -math.inf)
-    return Shortlist(names, best, best[:, 0] - 2 * errors, ceiling)
+    ceiling = best[:, -1] if size < count else torch.full_like(best[:, 0], -math.inf)
+    return sums.listed(names, best, ceiling)
+
+
+class Sums:
+    """What is added to products <query, row> in `dtype` to get upper bounds of scores.
+
+    For queries (b,d) these are `base` (N,) + `reach` (b,1) * `sizes` (N,)."""
+
+    def __init__(self, queries: Tensor, norms: Tensor, offsets: Tensor, dtype: torch.dtype) -> None:
+        dim, device = queries.shape[1], queries.device
+        self.error = product_error(min(SECTION, dim) + dim // SECTION + 2, dtype, device)
+        self.lengths, self.norms = row_norms(queries), norms
+        self.left, self.reach = queries.to(dtype), (self.lengths * self.error).to(dtype)[:, None]
+        self.offset_errors = self.error * offsets.abs().nan_to_num(posinf=0.0)
+        self.sizes, self.base = (
+            part.to(device, dtype) for part in (norms, offsets + self.offset_errors)
+        )
+
+    def listed(self, names: Tensor, bounds: Tensor, ceiling: Tensor) -> Shortlist:
+        """Return the shortlist of rows (b,T) with their bounds, largest first."""
+        rows, device = names.to(self.norms.device), bounds.device
+        errors = self.error * self.lengths[:, None] * self.norms[rows].to(device)
+        errors += self.offset_errors[rows].to(device)
+        best = bounds.double()
+        return Shortlist(names, best, best - 2 * errors, ceiling.double())
 
 
 def product_error(terms: int, dtype: torch.dtype, device: torch.device) -> float:

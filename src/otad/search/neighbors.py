@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +28,15 @@ from otad.checks import (
 from otad.errors import import_extra
 from otad.io.mapped_rows import block_of, gathered, in_file
 from otad.search.confirmed_product import product_error, row_norms, shortlist
+from otad.search.projection import Projection
 from otad.short_repr import short_repr
 
 WORKING_BYTES = 256 * 2**20
+NUMBERS_AT_ONCE = 2**18  # of gathered points on the CPU, so that they stay in the cache
 SPARE = 8  # how many more than K points the first shortlist has
 GROWTH = 4  # how many times longer the shortlist of an unproved row becomes
 OFF_ORIGIN = 0.95  # |mean| / median |point| above which centering makes the bounds much tighter
+MOST_PROJECTED = 2**9  # longer shortlists are made by full products
 MODERATE = 2.0**16  # lengths up to this, and down to its inverse, can be squared in float32
 
 
@@ -169,10 +171,11 @@ class NeighborSearch(Search):
         return self.points.shape[0]
 
     @abstractmethod
-    def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def _shortlist(self, x: Tensor, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Return indices (b,size) of likely neighbors of x (b,d) float64, and a floor (b,).
 
-        s^2 |query - point|^2 of every other point is proved to be at least the floor; size < N."""
+        s^2 |query - point|^2 of every other point is proved to be at least the floor; size < N. An
+        index may be N instead of that of a point which is farther than k others."""
 
     def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         size = min(size, len(self))
@@ -186,7 +189,7 @@ class NeighborSearch(Search):
         queries = queries.double()
         x = (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
         if size < len(self):
-            candidates, floor = self._shortlist(x, size)
+            candidates, floor = self._shortlist(x, size, k + 1)  # one more, as one may be excluded
             candidates = candidates.sort(dim=1).values  # so that a stable sort keeps index order
         else:
             candidates = torch.arange(size, device=x.device).expand(len(x), size)
@@ -195,22 +198,34 @@ class NeighborSearch(Search):
         lengths = lengths.masked_fill(candidates == exclude[:, None], math.inf)
         lengths, order = lengths.sort(dim=1, stable=True)
         lengths, order = lengths[:, :k].contiguous(), order[:, :k]
-        norms = row_norms(x)
-        # Room for rounding in float64, and for numbers that float32 flushes to zero.
-        flushed = x.shape[1] * 2.0**-120 * (1 + self._radius + norms)
-        least = (floor - 1e-12 * norms.square() - flushed).clamp_min(0) * (1 - 2e-12)
+        least = (floor - self._room(x)).clamp_min(0) * (1 - 2e-12)
         beyond = least.sqrt() * 2.0**self._exponent
         return Candidates(candidates.gather(1, order), lengths, beyond)
 
+    def _room(self, x: Tensor) -> Tensor:
+        """Return room (b,) for rounding in float64, and for numbers that float32 flushes to 0."""
+        norms = row_norms(x)
+        flushed = x.shape[1] * 2.0**-120 * (1 + self._radius + norms)
+        return 1e-12 * norms.square() + flushed
+
     def _distances(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """Return |query - candidate| (b,T) for queries (b,d) in float64 and candidates (b,T)."""
-        fit, (count, width) = self._fit(32), candidates.shape
-        rows, columns = max(1, fit // width), min(fit, width)
-        squares = queries.new_empty(count, width)
-        for row, column in product(range(0, count, rows), range(0, width, columns)):
-            part = slice(row, row + rows), slice(column, column + columns)
-            gap = gathered(self.points, candidates[part], queries.device) - queries[part[0], None]
-            squares[part] = _ordered_sum(gap.square_().flatten(0, 1)).view(gap.shape[:2])
+        """Return |query - candidate| (b,T) for queries (b,d) in float64 and candidates (b,T).
+
+        It is infinite where a candidate is N. These are the last ones of a row."""
+        none, (count, width) = candidates == len(self), candidates.shape
+        fit = self._fit(32) if queries.is_cuda else max(1, NUMBERS_AT_ONCE // self.dim)
+        rows = max(1, fit // width)
+        squares = queries.new_full((count, width), math.inf)
+        for row in range(0, count, rows):
+            asked = queries[row : row + rows, None]
+            # On a GPU, counting the candidates would make the host wait.
+            last = width if queries.is_cuda else int((~none[row : row + rows]).sum(1).max())
+            for column in range(0, last, fit):
+                part = slice(row, row + rows), slice(column, min(column + fit, last))
+                indices = candidates[part].clamp_max(len(self) - 1)
+                gap = gathered(self.points, indices, queries.device) - asked
+                squares[part] = _ordered_sum(gap.square_().flatten(0, 1)).view(gap.shape[:2])
+        squares.masked_fill_(none, math.inf)
         # NumPy rounds roots correctly, so their order is that of the squares. On some CPUs torch
         # does not.
         return squares.sqrt() if squares.is_cuda else torch.from_numpy(np.sqrt(squares.numpy()))
@@ -252,12 +267,19 @@ class TorchSearch(NeighborSearch):
         if not as_stored and 8 * points.numel() <= WORKING_BYTES:
             with torch.no_grad():
                 self._ready = torch.cat([right for _, right in self._right_blocks()])
+        self._projection = Projection(self.points if as_stored else self._ready)
 
-    def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def _shortlist(self, x: Tensor, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Return the points with the largest 2 <x, y> - |y|^2."""
-        blocks, offsets = self._right_blocks(), -self._radii.square()
-        listed = shortlist(2 * x, blocks, self._radii, offsets, size, WORKING_BYTES // 16)
-        return listed.indices, row_norms(x).square() - listed.ceiling
+        asked, offsets = 2 * x, -self._radii.square()
+        if size < MOST_PROJECTED and self._projection.prepare(x):
+            listed = self._projection.shortlist(asked, self._radii, offsets, size, k)
+        else:
+            blocks, at_once = self._right_blocks(), WORKING_BYTES // 16
+            listed = shortlist(asked, blocks, self._radii, offsets, size, at_once)
+        least = listed.floors.topk(k, dim=1).values[:, -1] - self._room(x)
+        indices = listed.indices.masked_fill(listed.bounds < least[:, None], len(self))
+        return indices, row_norms(x).square() - listed.ceiling
 
     def _right_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (start, y (n,d)) in float32, over all points."""
@@ -277,7 +299,7 @@ class FaissSearch(NeighborSearch):
         for _, block in self._scaled_blocks():
             self._index.add(block.to("cpu", torch.float32).numpy())
 
-    def _shortlist(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def _shortlist(self, x: Tensor, size: int, k: int) -> tuple[Tensor, Tensor]:
         squares, found = self._index.search(x.to("cpu", torch.float32).numpy(), size)
         indices = torch.from_numpy(found).to(x.device)
         furthest = torch.from_numpy(squares).to(x.device, torch.float64).amax(1)
