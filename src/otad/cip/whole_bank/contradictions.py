@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from otad.cip.execution import blocks, full_precision
 from otad.cip.whole_bank.pairs import Pairs
+from otad.cip.whole_bank.projected_pairs import ProjectedPairs
 from otad.errors import SolverError
 from otad.processes import ALONE, Processes
 
@@ -43,6 +44,7 @@ class PairRatios(ABC):
     def __init__(self, count: int, width: int, device: torch.device) -> None:
         self.count, self.device = count, device
         self._at_once = max(1, CONFIRMED_NUMBERS // width)
+        self._own: tuple[slice, tuple[Tensor, ...]] | None = None  # the block that was last read
 
     @abstractmethod
     def read(self, rows: slice) -> tuple[Tensor, ...]:
@@ -55,6 +57,12 @@ class PairRatios(ABC):
     @abstractmethod
     def exact(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the ratios of some pairs (k,) in float64."""
+
+    def few_above(self, one: slice, other: slice, limit: float) -> Tensor | None:
+        """Return pairs i < j (k,2) of two blocks, at least all with a ratio above a positive limit.
+
+        None means that this is not known or that there are too many."""
+        return None
 
     def largest(self) -> float:
         """Return the largest ratio of all pairs, or 0 if there are none."""
@@ -74,7 +82,13 @@ class PairRatios(ABC):
     def _largest(self, processes: Processes) -> tuple[float, bool]:
         """Return the largest ratio of this share of the pairs, and whether a finalist has it."""
         largest, is_finalist = 0.0, True
-        for corner, bounds in self._blocks(processes):
+        for one, other in self._tiles(processes):
+            few = self.few_above(one, other, largest) if largest > 0 else None
+            if few is not None:
+                if (found := self._largest_of(few, largest)) > largest:
+                    largest, is_finalist = found, True
+                continue
+            corner, bounds = self._bounds(one, other)
             best = bounds.flatten().topk(min(FINALISTS, bounds.numel())).indices
             places = torch.stack([best // bounds.shape[1], best % bounds.shape[1]], dim=1)
             listed = self._largest_of(places + corner, largest)
@@ -89,8 +103,12 @@ class PairRatios(ABC):
         If there are too many, the `value` of the argument `name` is refused."""
         found, count = [torch.zeros(0, 2, dtype=torch.int64, device=self.device)], 0
         processes = Processes.joined(self.device)
-        for corner, bounds in self._blocks(processes):
-            for some in ((bounds > limit).nonzero() + corner).split(self._at_once):
+        for one, other in self._tiles(processes):
+            few = self.few_above(one, other, limit)
+            if few is None:
+                corner, bounds = self._bounds(one, other)
+                few = (bounds > limit).nonzero() + corner
+            for some in few.split(self._at_once):
                 found.append(some[self.exact(*some.unbind(1)) > limit])
                 count += len(found[-1])
             if count > MOST_PAIRS:
@@ -107,18 +125,21 @@ class PairRatios(ABC):
                 largest = max(largest, float(self.exact(*some.unbind(1)).max()))
         return largest
 
-    def _blocks(self, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the first points (2,) of each block of pairs, and bounds, -1 where i >= j."""
+    def _tiles(self, processes: Processes) -> Sequence[tuple[slice, slice]]:
+        """Return this share of the blocks of pairs."""
         parts = blocks(self.count, BLOCK.get(self.device.type, BLOCK["cpu"]))
-        tiles = list(itertools.combinations_with_replacement(parts, 2))
-        for one, others in itertools.groupby(processes.share(tiles), key=lambda tile: tile[0]):
-            own = self.read(one)
-            for _, other in others:
-                with full_precision(self.device):
-                    bounds = self.bounds(own, own if other is one else self.read(other))
-                if other is one:
-                    bounds = torch.where(torch.ones_like(bounds).triu(1) > 0, bounds, -1.0)
-                yield torch.tensor([one.start, other.start], device=self.device), bounds
+        return processes.share(list(itertools.combinations_with_replacement(parts, 2)))
+
+    def _bounds(self, one: slice, other: slice) -> tuple[Tensor, Tensor]:
+        """Return the first points (2,) of a block of pairs, and bounds (n,m), -1 where i >= j."""
+        if self._own is None or self._own[0] != one:
+            self._own = one, self.read(one)
+        own = self._own[1]
+        with full_precision(self.device):
+            bounds = self.bounds(own, own if other == one else self.read(other))
+        if other == one:
+            bounds = torch.where(torch.ones_like(bounds).triu(1) > 0, bounds, -1.0)
+        return torch.tensor([one.start, other.start], device=self.device), bounds
 
 
 class PairCurvatures(PairRatios):
@@ -126,9 +147,12 @@ class PairCurvatures(PairRatios):
 
     It is 0 for points that are left out, and for pairs whose images are equal in float32."""
 
-    def __init__(self, pairs: Pairs) -> None:
+    def __init__(self, pairs: Pairs, projected: ProjectedPairs | None = None) -> None:
         super().__init__(len(pairs), 4 * pairs.dim, pairs.device)
-        self.pairs = pairs
+        self.pairs, self.projected = pairs, projected
+
+    def few_above(self, one: slice, other: slice, limit: float) -> Tensor | None:
+        return None if self.projected is None else self.projected.steep(one, other, limit)
 
     def read(self, rows: slice) -> tuple[Tensor, ...]:
         squares, products = self.pairs.image_squares[rows], self.pairs.products[rows]

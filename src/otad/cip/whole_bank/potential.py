@@ -105,7 +105,9 @@ def integrate_most(
             got = f"{smoothness}, for which {gone} do so far"
             raise SolverError(f"smoothness: expected {expected}, got {got}")
 
-    steep = contradictions.PairCurvatures(pairs).above(modulus, "smoothness", smoothness)
+    steep = contradictions.PairCurvatures(pairs, prices.bounds_of_pairs()).above(
+        modulus, "smoothness", smoothness
+    )
     leave_out(contradictions.vertex_cover(steep, len(pairs)))
     found = _sweep(prices, smoothness, progress=progress, leave_out=leave_out)
     assert isinstance(found, BankPotential)  # every contradiction has been resolved
@@ -129,7 +131,7 @@ def least_bank_smoothness(
     prices = _prices(inputs, features, strong_convexity + 1.0, strong_convexity)
     pairs, reach = prices.pairs, tolerance / 2
     best: BankPotential | None = None
-    low = contradictions.PairCurvatures(pairs).largest()
+    low = contradictions.PairCurvatures(pairs, prices.bounds_of_pairs()).largest()
     # The smallest M that L = l + M can express, or any number if the features allow every M.
     flattest = FLATTEST * max(abs(strong_convexity), float(low == 0))
     while best is None or best.modulus - low > tolerance * best.modulus:
@@ -221,19 +223,16 @@ def _sweep(
 def _raised(
     prices: Prices, levels: Tensor, modulus: float, by: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest right side (N,) for every point, and the point j it comes from.
+    """Return the largest right side (N,) for every point, or its level, and the point j it is from.
 
     If `by` is given, j is one of these points."""
     pairs, processes = prices.pairs, Processes.joined(levels.device)
     lines, blocks = _lines(pairs, levels, modulus), pairs.blocks()
+    bends = pairs.image_squares / (2 * modulus)
+    floors = (levels - bends).masked_fill(~pairs.included, math.inf)
     found = [(levels[:0], levels[:0].long())]
     for rows in processes.share(blocks):
-        points, images = pairs.read(rows)
-        queries = points - images / modulus
-        if by is None or 4 * len(by) > len(pairs):
-            found.append(prices.largest(queries, lines))
-        else:
-            found.append(prices.largest_of(by, queries, lines))
+        found.append(prices.raised(rows, modulus, lines, floors[rows], by))
     best, source = (torch.cat(parts) for parts in zip(*found, strict=True))
     if processes.count > 1:
         ends = [0, *itertools.accumulate(processes.sizes(len(blocks)))]
@@ -243,7 +242,7 @@ def _raised(
         both = torch.stack([best, source.double()], dim=1)  # 16 bytes a point, in one message
         best, source = (part.contiguous() for part in processes.gather(both, sizes).unbind(1))
         source = source.long()
-    return best + pairs.image_squares / (2 * modulus), source
+    return best + bends, source
 
 
 def potential_lines(pairs: Pairs, potential: BankPotential) -> Tensor:

@@ -5,7 +5,8 @@ FAISS."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,16 @@ from torch.nn.functional import pad
 
 from otad.cip.execution import full_precision
 from otad.cip.whole_bank.pairs import Pairs
+from otad.cip.whole_bank.projected_pairs import ProjectedPairs
 from otad.errors import import_extra
-from otad.search.confirmed_product import shortlist
+from otad.search.confirmed_product import Shortlist, shortlist
+from otad.search.projection import Projection
 
 CACHE_BYTES = 2**31  # a float32 copy of the bank is cached up to this size
 PRODUCTS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}  # products of a block of points and queries
 POINTS_AT_ONCE = {"cpu": 2**14, "cuda": 2**16}
 GATHERED_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}  # numbers of bank points that are read one by one
+PRICED_AT_ONCE = {"cpu": 2**18, "cuda": 2**27}  # the same, where they are used once
 CONFIRMED = 8  # points that are priced in float64 to be sure of the largest
 
 # Settings of the index of FAISS:
@@ -37,36 +41,100 @@ class Prices:
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
         self._norms = pairs.image_squares.sqrt()
-        self._cache: list[Tensor] = []  # blocks of z~ in float32 that have been read
         self._kind = pairs.device.type if pairs.device.type in POINTS_AT_ONCE else "cpu"
         self._gathered = max(1, GATHERED_AT_ONCE[self._kind] // pairs.dim)
+        self._priced = max(1, PRICED_AT_ONCE[self._kind] // pairs.dim)
+        self._images: Tensor | None = None  # z~ (N,d) in float32
+        if 4 * len(pairs) * pairs.dim <= CACHE_BYTES:
+            self._images = torch.empty(len(pairs), pairs.dim, device=pairs.device)
+            for start, block in self._blocks(torch.float64):
+                self._images[start : start + len(block)] = block
+        self.projection = Projection(self._images)
+        self._projected: ProjectedPairs | None = None
 
     def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` points (b,count) of the largest prices for queries q (b,d), largest first.
+        """Return `count` points (b,count) of large prices for queries q (b,d), largest first.
 
         The second result (b,count) says which of them may have the largest price, by float32 alone.
         No other point may."""
-        at_once = PRODUCTS_AT_ONCE[self._kind]
+
+        def full(dtype: torch.dtype, asked: Tensor) -> Shortlist:
+            at_once, blocks = PRODUCTS_AT_ONCE[self._kind], self._blocks(dtype)
+            return shortlist(asked, blocks, self._norms, lines, count, at_once, dtype)
+
+        def projected(asked: Tensor) -> Shortlist:
+            return self.projection.shortlist(asked, self._norms, lines, count, 1)
+
+        attempts: list[Callable[[Tensor], Shortlist]] = [
+            *([projected] if self.projection.prepare(queries) else []),
+            *(partial(full, dtype) for dtype in (torch.float32, torch.float64)),
+        ]
+        doubtful = torch.arange(len(queries), device=queries.device)
+        indices = doubtful.new_zeros(len(queries), min(count, len(self.pairs)))
+        close = torch.zeros_like(indices, dtype=torch.bool)
         with full_precision(queries.device):
-            blocks = self._blocks(torch.float32)
-            found = shortlist(queries, blocks, self._norms, lines, count, at_once)
-        indices, close = found.indices, found.bounds >= found.floor[:, None]
-        doubtful = (~(found.ceiling < found.floor)).nonzero()[:, 0]
-        if len(doubtful):
-            asked, blocks = queries[doubtful], self._blocks(torch.float64)
-            again = shortlist(asked, blocks, self._norms, lines, count, at_once, torch.float64)
-            indices[doubtful] = again.indices
-            close[doubtful] = torch.arange(indices.shape[1], device=indices.device) == 0
+            for attempt in attempts:
+                found = attempt(queries[doubtful])
+                indices[doubtful], close[doubtful] = found.indices, found.close
+                doubtful = doubtful[~found.is_complete]
+                if not len(doubtful):
+                    break
         return indices, close
+
+    def bounds_of_pairs(self) -> ProjectedPairs | None:
+        """Return bounds of the prices of bank points for each other, if they may be of use.
+
+        Once made they are always used, so that the order of the blocks makes no difference."""
+        images = self._images
+        if self._projected is None and images is not None and self.projection.prepare(images):
+            self._projected = ProjectedPairs(self.pairs, self.projection)
+        return self._projected
+
+    def raised(
+        self, rows: slice, modulus: float, lines: Tensor, floors: Tensor, by: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the largest price (b,) for q_i of bank points i, and the point that has it (b,).
+
+        It is the floor (b,) if none is larger, and then the point is any. If `by` is given, only
+        the prices of these points (n,) count."""
+        if (bounds := self.bounds_of_pairs()) is None:
+            every = torch.arange(rows.start, rows.stop, device=floors.device)
+            return self._largest(every, modulus, lines, by)
+        own = bounds.queries(modulus, rows)
+        asked, points, crowded = self.projection.above(own, lines, floors, by)
+        others = points != asked + rows.start
+        asked, points = asked[others], points[others]
+        top, place = floors.clone(), torch.zeros_like(floors, dtype=torch.int64)
+        which, asked_place = asked.unique(return_inverse=True)
+        queries = self._queries(which + rows.start, modulus)
+        prices = self._price(points, queries, asked_place, lines)
+        top.scatter_reduce_(0, asked, prices, "amax")
+        is_top = prices == top[asked]
+        place[asked[is_top]] = points[is_top]
+        if len(crowded):
+            found = self._largest(crowded + rows.start, modulus, lines, by)
+            top[crowded], place[crowded] = found
+        return top, place
+
+    def _largest(
+        self, rows: Tensor, modulus: float, lines: Tensor, by: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        queries = self._queries(rows, modulus)
+        if by is None or 4 * len(by) > len(self.pairs):
+            return self.largest(queries, lines)
+        return self.largest_of(by, queries, lines)
+
+    def _queries(self, rows: Tensor, modulus: float) -> Tensor:
+        """Return q_i = x_i - z~_i / M (n,d) of bank points (n,)."""
+        points, images = self.pairs.read(rows)
+        return points - images / modulus
 
     def largest(self, queries: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest price (b,) in float64, and the point that has it (b,)."""
         indices, close = self.best(queries, lines, CONFIRMED)
         prices = queries.new_full(indices.shape, -torch.inf)
         rows, columns = close.nonzero().unbind(1)
-        some = zip(*(part.split(self._gathered) for part in (rows, columns)), strict=True)
-        parts = [(self.pairs.images(indices[i, j]) * queries[i]).sum(1) for i, j in some]
-        prices[rows, columns] = torch.cat(parts) + lines[indices[rows, columns]]
+        prices[rows, columns] = self._price(indices[rows, columns], queries, rows, lines)
         top, column = prices.max(1)
         return top, indices.gather(1, column[:, None])[:, 0]
 
@@ -81,16 +149,19 @@ class Prices:
             top, place = torch.where(better, value, top), torch.where(better, part[where], place)
         return top, place
 
+    def _price(self, points: Tensor, queries: Tensor, rows: Tensor, lines: Tensor) -> Tensor:
+        """Return the prices (n,) of points (n,) for the queries `rows` (n,), in float64."""
+        some = zip(points.split(self._priced), rows.split(self._priced), strict=True)
+        parts = [(self.pairs.images(i) * queries[row]).sum(1) for i, row in some]
+        return torch.cat([lines[:0], *parts]) + lines[points]
+
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Yield (start, z~ (n,d)) over all points."""
-        is_cached = dtype == torch.float32 and 4 * len(self.pairs) * self.pairs.dim <= CACHE_BYTES
-        for number, rows in enumerate(self.pairs.blocks(POINTS_AT_ONCE[self._kind])):
-            if not is_cached:
+        for rows in self.pairs.blocks(POINTS_AT_ONCE[self._kind]):
+            if dtype == torch.float32 and self._images is not None:
+                yield rows.start, self._images[rows]
+            else:
                 yield rows.start, self.pairs.images(rows).to(dtype)
-                continue
-            if number == len(self._cache):
-                self._cache.append(self.pairs.images(rows).to(dtype))
-            yield rows.start, self._cache[number]
 
 
 class IndexPrices:

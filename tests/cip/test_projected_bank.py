@@ -1,0 +1,105 @@
+"""Global maps of banks whose products are bounded by few coordinates, with and without these."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from otad.cip.whole_bank import contradictions, projected_pairs
+from otad.cip.whole_bank.contradictions import PairCurvatures
+from otad.cip.whole_bank.map import WholeBank
+from otad.cip.whole_bank.pairs import Pairs
+from otad.cip.whole_bank.potential import integrate_most, least_bank_smoothness
+from otad.cip.whole_bank.pricing import Prices
+from otad.search import projection
+from otad.search.projection import Projection
+
+COUNT, DIM, RANK = 330, 24, 5
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch) -> None:
+    limits = {"FEWEST_ROWS": 300, "FEWEST_COLUMNS": 20, "FEWEST_QUERIES": 10}
+    for name, value in (limits | {"PRODUCTS_AT_ONCE": 9000}).items():
+        monkeypatch.setattr(projection, name, value)
+    monkeypatch.setattr(Projection.__init__, "__defaults__", (RANK + 2,))
+    monkeypatch.setitem(contradictions.BLOCK, "cpu", 100)
+
+
+def bank(generator: torch.Generator, noise: float = 0.05) -> tuple[Tensor, Tensor]:
+    """Points near a subspace, and features close to the gradient of a convex function there."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    basis, corners = normal(RANK, DIM), normal(4, DIM) / 3
+    points = normal(COUNT, RANK) @ basis + 0.1 * normal(COUNT, DIM)
+    features = points + torch.softmax(points @ corners.T, 1) @ corners
+    return points, features + noise * normal(COUNT, DIM)
+
+
+def without_coordinates(monkeypatch) -> None:
+    monkeypatch.setattr(projection, "FEWEST_ROWS", math.inf)
+
+
+@pytest.mark.parametrize("low", [0.0, 0.4])
+def test_potential_and_map_are_the_same(low, generator, monkeypatch) -> None:
+    points, features = bank(generator)
+    queries = points[:60] + torch.randn(60, DIM, generator=generator) / 10
+    asked = []
+    above = Projection.above
+    monkeypatch.setattr(Projection, "above", lambda *given: asked.append(1) or above(*given))
+    found = least_bank_smoothness(points, features, low)
+    made = WholeBank(points, features, found)(queries)
+    assert asked
+    without_coordinates(monkeypatch)
+    expected = least_bank_smoothness(points, features, low)
+    assert (found.smoothness, found.sweeps) == (expected.smoothness, expected.sweeps)
+    assert_close(found.levels, expected.levels, rtol=1e-11, atol=1e-11)
+    again = WholeBank(points, features, expected)(queries)
+    assert_close(made.solution.image, again.solution.image, rtol=1e-5, atol=1e-5)
+    assert bool((made.gap <= 1e-9).all() & (made.solution.status == 0).all())
+
+
+def test_the_same_points_are_left_out(generator, monkeypatch) -> None:
+    points, features = bank(generator, noise=0.15)
+    found = integrate_most(points, features, 1.6)
+    without_coordinates(monkeypatch)
+    expected = integrate_most(points, features, 1.6)
+    assert 0 < len(found.left_out) < 100
+    assert torch.equal(found.left_out, expected.left_out)
+    assert_close(found.levels, expected.levels, rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
+@pytest.mark.parametrize("most", [0, 2**14])
+def test_no_steep_pair_is_missed(most, generator, monkeypatch) -> None:
+    """If there are too many of them, all ratios of the block are bounded instead."""
+    monkeypatch.setattr(projected_pairs, "MOST_STEEP", most)
+    points, features = bank(generator)
+    points[7], features[7] = points[200], features[200]  # equal points
+    pairs = Pairs(points, features, 0.0)
+    bounds = Prices(pairs).bounds_of_pairs()
+    steps, changes = (part.double()[:, None] - part.double()[None] for part in (points, features))
+    ratios = changes.square().sum(2) / (changes * steps).sum(2)
+    ratios = torch.where(ratios < 0, torch.inf, ratios).triu(1).nan_to_num(nan=0.0, posinf=math.inf)
+    curvatures = PairCurvatures(pairs, bounds)
+    assert curvatures.largest() == pytest.approx(float(ratios.max()), rel=1e-12)
+    limit = float(ratios.flatten().topk(50).values[-1]) * (1 - 1e-9)
+    steep = curvatures.above(limit, "smoothness", limit)
+    steep = steep[(steep[:, 0] * COUNT + steep[:, 1]).argsort()]
+    assert torch.equal(steep, (ratios > limit).nonzero())
+    confirmed = bounds.steep(slice(0, 100), slice(100, 200), limit)
+    assert (confirmed is None) == (most == 0)
+
+
+def test_points_with_too_many_bounds_above_are_priced_in_full(generator, monkeypatch) -> None:
+    points, features = bank(generator)
+    expected = least_bank_smoothness(points, features)
+    monkeypatch.setattr(projection, "MOST_GROUPS", 1)
+    found = least_bank_smoothness(points, features)
+    assert found.smoothness == expected.smoothness
+    assert_close(found.levels, expected.levels, rtol=1e-11, atol=1e-11)
