@@ -262,7 +262,8 @@ def test_a_resnet_is_trained_saved_loaded_and_evaluated(tmp_path: Path) -> None:
     x, y = images(60)
     net = ResNet((3, 8, 8), 3, widths=(4, 8), depth=1, activation="silu", bounds=(0, 1))
     settings = {"epochs": 3, "batch_size": 20, "learning_rate": 0.1, "nesterov": True}
-    settings |= {"channels_last": True, "augment": "light", "ema": 0.5, "mixing": 0.5}
+    settings |= {"channels_last": True, "augment": "light", "ema": 0.5, "mixing": 1.0}
+    settings |= {"mixing_by": "cutmix"}
     adversarial_training(
         net, (x, y), otad.Linf(0.02), steps=2, weight_share=0.01, settings=settings
     )

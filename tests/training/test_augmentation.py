@@ -240,3 +240,8 @@ def test_some_batches_are_mixed_one_way_or_the_other(generator: torch.Generator)
     assert 60 < kinds["mixup"] < 140
     assert kinds["cutmix"] > 40
     assert torch.equal(mix_some(x, y, 6, generator, probability=0.0)[0], x)
+    for by in ("mixup", "cutmix"):
+        values = {
+            len(mix_some(x, y, 6, generator, probability=1.0, by=by)[0].unique()) for _ in range(9)
+        }
+        assert values == {2 if by == "cutmix" else 3}  # 0 and 1, or 0 and both shares

@@ -266,8 +266,8 @@ BAD: dict[type, dict[str, list]] = {
         "learning_rate": [0.0, math.nan], "momentum": [1.0], "weight_decay": [-0.1],
         "warmup": [30], "gradient_clip": [-1], "ema": [1.0], "augment": ["wild"],
         "loss": ["neighborhood"], "energy_weight": ["much"], "label_smoothing": [1.0],
-        "mixing": [1.5, np.float32(0.5)], "target_margin": [0.0], "pair_smoothness": [0.0],
-        "pair_weight": [-1.0],
+        "mixing": [1.5, np.float32(0.5)], "mixing_by": ["cut"], "target_margin": [0.0],
+        "pair_smoothness": [0.0], "pair_weight": [-1.0],
     },
     MetricConfig: {
         "loss": ["angular"], "references": ["queue"], "temperature": [0.0, np.float32(0.1)],

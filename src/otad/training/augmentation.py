@@ -280,14 +280,23 @@ def cutmix(x: Tensor, y: Tensor, classes: int, generator: torch.Generator) -> tu
     return mixed, _label_shares(y, classes, 1 - area / math.prod(x.shape[2:]), x)
 
 
+MIXINGS = {"both": (mixup, cutmix), "mixup": (mixup,), "cutmix": (cutmix,)}
+
+
 def mix_some(
-    x: Tensor, y: Tensor, classes: int, generator: torch.Generator, *, probability: float
+    x: Tensor,
+    y: Tensor,
+    classes: int,
+    generator: torch.Generator,
+    *,
+    probability: float,
+    by: str = "both",
 ) -> tuple[Tensor, Tensor]:
     """Apply mixup or CutMix with this probability; labels become shares in any case."""
     rng = host_rng(generator)
     if rng.random() >= probability:
         return x, _label_shares(y, classes, 1.0, x)
-    return rng.choice((mixup, cutmix))(x, y, classes, generator)
+    return rng.choice(MIXINGS[by])(x, y, classes, generator)
 
 
 def host_rng(generator: torch.Generator) -> random.Random:

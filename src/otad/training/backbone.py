@@ -145,7 +145,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
     def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         x, y, net = self.data["train_x"], self.data["train_y"], self.weights.net
         weights = self.data.get("weights")
-        mixing = self.config.mixing
+        mixing: dict[str, Any] = {"probability": self.config.mixing, "by": self.config.mixing_by}
         # Many images are augmented at once, because every operation on a GPU has to be launched.
         at_once = max(1, _AUGMENTED_ROWS // self.config.batch_size)
         number = 0
@@ -159,8 +159,8 @@ class BackboneTraining(SupervisedTraining[Backbone]):
             pairs = zip(inputs.split(sizes), targets.split(sizes), *of_rows, strict=True)
             for x_part, y_part, *more in pairs:
                 batch = x_part, y_part
-                if mixing > 0:
-                    batch = mix_some(*batch, net.n_outputs, generator, probability=mixing)
+                if self.config.mixing > 0:
+                    batch = mix_some(*batch, net.n_outputs, generator, **mixing)
                 x_part, y_part = self.laid_out(batch[0]), batch[1]
                 share, number = number / len(row_batches), number + 1
                 net.begin_step((len(self.history) + share) / self.config.epochs)

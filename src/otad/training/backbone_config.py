@@ -14,6 +14,7 @@ from torch.nn import functional
 from otad.checks import check_choice, check_count, require
 from otad.nets.base import LinearHead
 from otad.training.adversarial_losses import mart_losses, trades_losses
+from otad.training.augmentation import MIXINGS
 from otad.training.config import check_share
 from otad.training.margins import margins_to_classes, scaled_margins
 from otad.training.supervised import InputConfig
@@ -94,8 +95,9 @@ class TrainConfig(InputConfig):
     pair_weight, pair_smoothness : float
         The weight of a penalty for pairs of a batch that contradict a convex potential, and the
         smoothness of that potential.
-    mixing : float
-        The share of batches in which images and labels are mixed in pairs, by mixup or CutMix.
+    mixing, mixing_by : float, str
+        The share of batches in which images and labels are mixed in pairs, and how: by "mixup", by
+        "cutmix", or by one of "both" at random. An adversary perturbs the mixed images.
     compiled : bool
         Whether the network runs under torch.compile, which takes a minute and needs a compiler.
         The steps of an adversary are not compiled.
@@ -118,6 +120,7 @@ class TrainConfig(InputConfig):
     pair_weight: float = 0.0
     pair_smoothness: float = 2.0
     mixing: float = 0.0
+    mixing_by: str = "both"
     compiled: bool = False
 
     def __post_init__(self) -> None:
@@ -129,6 +132,7 @@ class TrainConfig(InputConfig):
         check_count(self.margin_rivals, "margin_rivals")
         self.check_ranges(0.0, 1.0, "label_smoothing")
         check_share(self.mixing, "mixing")
+        check_choice(self.mixing_by, "mixing_by", tuple(MIXINGS))
         fits = self.loss not in COMPARING or self.adversary is not None
         require(fits, "adversary", f"one for the loss {self.loss!r}", None)
         still = self.loss == "trades" and not (self.adversary and self.adversary.random_start)

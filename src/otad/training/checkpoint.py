@@ -34,6 +34,7 @@ _ABSENT = {
     "config.loss": "fit",
     "config.margin_rivals": 8,
     "config.margin_temperature": 0.2,
+    "config.mixing_by": "both",
     "config.nesterov": False,
     "config.pair_smoothness": 2.0,
     "config.pair_weight": 0.0,
