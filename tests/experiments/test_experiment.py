@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from experiments.toml_files import written
+from experiments.toml_files import KEYS, written
 
 from otad.cip.surrogate import CipNetConfig
 from otad.data import describe
@@ -292,6 +292,25 @@ def test_refusals_of_what_is_learned(tmp_path: Path, old: str, new: str, message
     assert old in LEARNED
     with pytest.raises(InputError, match=message):
         read_experiment(written(tmp_path, SMALL + LEARNED.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('net = "robust"\n[metrics.tuned]', "[metrics.tuned]", "net: expected one for classifier"),
+        ('row = "softmax"\n', "", "row: expected one for tuned"),
+        ('row = "softmax"', 'row = "classifier"', "metrics.tuned.row: .*central"),
+        ('row = "softmax"', 'row = "tuned"', "metrics.tuned.row: .*not tuned"),
+        ('metric = "tuned"', 'metric = "tuned", per_class = 4', "rows.tuned: .*5.*4"),
+        (", adversary = { eps = 0.3, steps = 2 }", "", "rows.softmax.robust: .*adversary"),
+        ("central = true, ", "", "robust: "),
+        ('kind = "tuned"', 'kind = "tuned"\noptions = { key_dim = 2 }', "options: .*tuned"),
+    ],
+)
+def test_refusals_of_keys_of_a_classifier(tmp_path: Path, old: str, new: str, message: str) -> None:
+    read_experiment(written(tmp_path, KEYS))
+    with pytest.raises(InputError, match=message):
+        read_experiment(written(tmp_path, KEYS, (old, new)))
 
 
 @pytest.mark.parametrize("kind", ["metric", "surrogate"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.toml_files import VISION, WINE, study_of, written
+from experiments.toml_files import KEYS, VISION, WINE, study_of, written
 from torch import nn
 from torch.testing import assert_close
 
@@ -26,6 +26,7 @@ from otad.io.codec import read_json
 from otad.model.defend import defend
 from otad.nets import feature_lift
 from otad.scores import share_score
+from otad.training import Adversary
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,34 @@ def test_the_most_central_points_of_a_class(study: Study) -> None:
         central = chosen[data.train_y[chosen] == label]
         assert set(own[off.argsort()[:2]].tolist()) == set(central.tolist())
     assert torch.equal(study.base(row).bank_labels, data.train_y[chosen])
+
+
+def test_a_bank_of_points_that_the_classifier_gets_right_under_attack(tmp_path: Path) -> None:
+    study = study_of(written(tmp_path, KEYS), tmp_path / "work")
+    net, data = study.net("robust").net, study.source("digits").data
+    first, tuned = (study.defended(name) for name in ("softmax", "tuned"))
+    assert_close(first.query_keys(data.test_x), net(data.test_x).softmax(1))
+    rows, right = study.bank_rows(study.experiment.rows["softmax"]), study.right("robust")
+    ball = Adversary(0.3).ball(net)
+    start, goal = data.train_x, data.train_y
+    gradient = torch.autograd.functional.jacobian(
+        lambda x: nn.functional.cross_entropy(net(x), goal, reduction="sum"), start
+    )
+    one_step = net(ball.clip(start + 0.1 * ball.steepest(gradient), start)).argmax(1) == goal
+    assert rows is not None
+    assert bool(right[rows].all())
+    assert 0.5 < right.double().mean() < (net(start).argmax(1) == goal).double().mean()
+    assert (one_step == right).double().mean() > 0.9  # an attack by hand breaks the same points
+    plain = study.bank_rows(replace(study.experiment.rows["softmax"], robust=False))
+    assert study.identity("softmax") != study.identity("tuned")
+    assert plain is not None
+    assert not torch.equal(plain, rows)
+    # The tuned metric has another network, and the same bank points with its own keys.
+    assert torch.equal(tuned.bank_inputs, first.bank_inputs)
+    assert tuned.metric is not None
+    inputs = data.train_x[rows]
+    assert torch.allclose(tuned.metric(inputs), tuned.bank_keys, atol=1e-6)
+    assert not torch.allclose(tuned.bank_keys, first.bank_keys, atol=1e-4)
 
 
 def test_pixels_are_the_inputs(study: Study) -> None:

@@ -46,6 +46,35 @@ pixels = { net = "vit", method = "majority_knn", metric = "pixels" }
 whole = { net = "vit", method = "otad", scope = "global", smoothness = 9 }
 """
 
+KEYS = """
+title = "keys of a classifier"
+[data.digits]
+name = "digits"
+options = { test_fraction = 0.7 }
+[otad]
+n_neighbors = 3
+net = "robust"
+[nets.robust]
+data = "digits"
+kind = "lifted"
+blocks = 1
+options = { hidden = [64] }
+train = { epochs = 12, batch_size = 64, learning_rate = 0.1, adversary = { eps = 0.3, steps = 2 } }
+[metrics.softmax]
+data = "digits"
+kind = "classifier"
+net = "robust"
+[metrics.tuned]
+data = "digits"
+kind = "tuned"
+row = "softmax"
+train = { epochs = 1, batch_size = 64, references = "bank", adversary = { eps = 0.3, steps = 1 } }
+[rows]
+classifier = { method = "net" }
+softmax = { method = "otad", metric = "softmax", per_class = 5, central = true, robust = true }
+tuned = { like = "softmax", metric = "tuned" }
+"""
+
 WINE = """
 title = "small"
 [data.wine]

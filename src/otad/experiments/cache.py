@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from filelock import FileLock
 from torch import nn
@@ -27,6 +28,19 @@ Report = Callable[[int, int], None]  # of the steps done and all steps
 Train = Callable[..., tuple[int, dict[str, Any]]]
 SAVE_SECONDS = 60.0  # between two checkpoints
 RESUMES = "the same command resumes"
+
+
+def once(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
+    """A method of `Study` whose result for each key is remembered."""
+
+    @wraps(method)
+    def remembering(study: Any, key: str) -> T:
+        name = (method.__name__, key)
+        if name not in study.made:
+            study.made[name] = method(study, key)
+        return cast(T, study.made[name])
+
+    return remembering
 
 
 class UnfinishedError(OtadError):

@@ -53,6 +53,13 @@ class Experiment:
         """The rows that are evaluated with the whole suite of attacks."""
         return () if self.evaluate is None else (self.evaluate.row, *self.evaluate.beside)
 
+    def first_metric(self, row: spec.RowSpec) -> str:
+        """The name of a row's metric before it was tuned, whose keys decide which bank points are
+        central."""
+        name = row.metric or ""
+        taught = self.metrics[name].row
+        return name if taught is None else self.rows[taught].metric or ""
+
     def data_of(self, row: str) -> str:
         return self.nets[self.rows[row].net].data
 
@@ -71,6 +78,7 @@ class Experiment:
                 check_choice(spec.name_of(choice.certified), f"{where}.certified", radii)
         curved = any(row.method == "otad" and row.smoothness for row in self.rows.values())
         require(curved or not self.curve, "curve", "a row of otad with a smoothness", "none")
+        self._check_metrics()
         for key, row in self.rows.items():
             if row.method == "net" and row.certify:
                 check_choice(self.nets[row.net].kind, f"rows.{key}.certify: kind", spec.LIPSCHITZ)
@@ -90,12 +98,35 @@ class Experiment:
             if row.purifier is not None:
                 cleaned = (self.purifiers[row.purifier].net,)
                 check_choice(row.net, f"rows.{key}.net: that of its purifier", cleaned)
+            if row.robust:
+                name = self.metrics[self.first_metric(row)].net
+                trained = name is not None and "adversary" in self.nets[name].settings
+                needed = "a metric of a classifier that is trained against an adversary"
+                require(trained, f"rows.{key}.robust", needed, row.metric)
         for key in self.speed.rows if self.speed else ():
             check_choice(self.rows[key].method, f"speed: method of {key}", ("net", "otad"))
         for key in (*self.suites, *(self.evaluate.certify if self.evaluate else ())):
             check_choice(self.rows[key].method, f"rows.{key}.method", ("otad",))
             expected = (self.data_of(self.suites[0]),)
             check_choice(self.data_of(key), f"evaluate: data of {key}", expected)
+
+    def _check_metrics(self) -> None:
+        for key, metric in self.metrics.items():
+            where = f"metrics.{key}"
+            if metric.net is not None:
+                check_choice(metric.data, f"{where}.data", (self.nets[metric.net].data,))
+            if metric.row is None:
+                continue
+            taught = self.rows[metric.row]
+            fits = taught.central and self.metrics[taught.metric or ""].row is None
+            require(fits, f"{where}.row", "central points by a metric that is not tuned", taught)
+            users = {name: row for name, row in self.rows.items() if row.metric == key}
+            for name, row in ({metric.row: taught} | users).items():
+                bank, own = (
+                    (one.net, one.per_class, one.central, one.robust) for one in (taught, row)
+                )
+                require(bank == own, f"rows.{name}", f"the bank of {metric.row}, {bank}", own)
+                check_choice(metric.data, f"{where}.data", (self.data_of(name),))
 
     def check_data(self, key: str, data: Dataset) -> None:
         """Refuse, before anything is trained, what the loaded data set cannot give."""
@@ -216,8 +247,8 @@ def _completed(
 
 def _drop_unused(content: dict[str, Any]) -> None:
     """Remove the nets, metrics, surrogates, purifiers and data sets that no row needs."""
-    for table in ("surrogates", "purifiers", "nets", "metrics", "data"):
-        users = ("nets", "metrics") if table == "data" else ("rows",)
+    for table in ("surrogates", "purifiers", "metrics", "nets", "data"):
+        users = {"nets": ("rows", "metrics"), "data": ("nets", "metrics")}.get(table, ("rows",))
         entries = [entry for user in users for entry in content.get(user, {}).values()]
         used = [entry.get(table.removesuffix("s")) for entry in entries]
         content[table] = {key: one for key, one in content.get(table, {}).items() if key in used}

@@ -93,9 +93,13 @@ def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> n
         return make_backbone(spec.kind, *sizes, **common)
 
 
-def fresh_metric(spec: MetricSpec, data: Dataset, seed: int) -> nets.Metric:
+def fresh_metric(
+    spec: MetricSpec, data: Dataset, seed: int, classifier: nets.Backbone | None
+) -> nets.Metric:
     shape, options = data.input_shape, Options(bounds=data.bounds) | spec.options
     with refusing(f"options: expected those of {spec.kind!r}"):
+        if classifier is not None:
+            return nets.metric_of(classifier, **spec.options)
         if spec.kind == "pixels":
             options = Options(key_norm="free") | options
             return nets.PretrainedMetric(nn.Flatten(), input_shape=shape, **options)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.target import answers, is_randomized, seeded
@@ -28,6 +30,7 @@ from otad.model.otad import OTAD
 from otad.nets import Backbone
 from otad.scores import Score, is_right, regression_metrics, score_of, share_score
 from otad.threat import NORMS
+from otad.training import Adversary
 
 VERSION = 1  # raise it when the same model on the same data would be measured differently
 BATCH = 1000
@@ -63,6 +66,19 @@ def batches_of(x: Tensor, device: torch.device, report: Report) -> Iterator[Tens
     for start in range(0, len(x), BATCH):
         yield x[start : start + BATCH].to(device)
         report(min(start + BATCH, len(x)), len(x))
+
+
+def right_under_attack(of: Subject, adversary: Adversary) -> Tensor:
+    """Which train points (N,) a net gets right before and after an adversary perturbs them."""
+    net, ball, right = of.backbone, adversary.ball(of.backbone), []
+    generator = torch.Generator().manual_seed(of.seed)
+    for x, y in zip(of.batches(of.data.train_x), of.data.train_y.split(BATCH), strict=True):
+        labels = y.to(x.device)
+        loss = partial(functional.cross_entropy, target=labels, reduction="none")
+        perturbed = adversary.attack(ball, net, x, loss, adversary.start(ball, x, generator))
+        with torch.no_grad():
+            right.append(is_right(net(perturbed), labels) & is_right(net(x), labels))
+    return torch.cat(right)
 
 
 def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) -> RowRecord:

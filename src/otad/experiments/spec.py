@@ -12,13 +12,15 @@ from otad.checks import check_choice, require
 from otad.training import RECIPES
 
 RANDOM_STEP = "random_step"
-UNLEARNED = ("pretrained", "pixels")
+UNLEARNED = ("pretrained", "pixels", "classifier")
 LIPSCHITZ = ("linf_dist", "orthogonal", "soc")
 BLOCKLESS = ("resnet", "linf_dist", "soc")
 Normalization = Literal["none", "feature", "channel", "all"]
 Unit = Literal["input", "std"]
 Options = dict[str, Any]
-MetricKind = Literal["resnet", "cnn", "vit", "attention", "lipschitz", "pretrained", "pixels"]
+MetricKind = Literal[
+    "resnet", "cnn", "vit", "attention", "lipschitz", "pretrained", "pixels", "classifier", "tuned"
+]
 Count = Annotated[int, "count"]
 DataName = Annotated[str, "data"]
 NetName = Annotated[str, "nets"]
@@ -90,10 +92,14 @@ class NetSpec:
 @dataclass(frozen=True)
 class MetricSpec:
     """A net whose keys are compared to find neighbors; without training: the inputs themselves
-    ("pixels") or the `features` of a public network ("pretrained")."""
+    ("pixels"), the `features` of a public network ("pretrained") or what `net` computes
+    ("classifier"). A metric of the kind "tuned" is that of `row`, trained further on the vote of
+    the points in the bank of that row."""
 
     data: DataName
     kind: MetricKind = "resnet"
+    net: NetName | None = None
+    row: RowName | None = None
     normalize: Normalization = "none"
     features: Literal["", "efficientnet_lite0"] = ""
     options: Options = field(default_factory=dict)  # of the constructor
@@ -102,6 +108,11 @@ class MetricSpec:
     def __post_init__(self) -> None:
         is_named = bool(self.features) == (self.kind == "pretrained")
         require(is_named, "features", "them for pretrained alone", self)
+        for name, kind in (("net", "classifier"), ("row", "tuned")):
+            is_given = getattr(self, name) is not None
+            require(is_given == (self.kind == kind), name, f"one for {kind} alone", self)
+        is_own = self.kind != "tuned" or not (self.options or self.normalize != "none")
+        require(is_own, "options", "those of the metric that is tuned", self)
         fits = self.kind not in UNLEARNED or (not self.train and self.normalize == "none")
         require(fits, "train", "no training and no normalization", self)
 
@@ -213,6 +224,7 @@ class RowSpec:
     purifier: PurifierName | None = None  # cleans the inputs of the net
     per_class: Count | None = None  # points of each class in the bank; random ones
     central: bool = False  # or those whose keys are nearest to the mean key of their class
+    robust: bool = False  # of those that the classifier gets right under its training's adversary
     unread: float | None = None  # lifts the outputs of a Lipschitz net, see `feature_lift`
 
     def __post_init__(self) -> None:
@@ -220,6 +232,7 @@ class RowSpec:
             "metric": self.uses_neighbors,
             "per_class": self.uses_neighbors,
             "central": self.metric is not None and self.per_class is not None,
+            "robust": self.central,
             "surrogate": self.uses_neighbors and self.method == "otad",
             "purifier": self.method == "net",
             "unread": self.method == "otad" and self.scope == "global",

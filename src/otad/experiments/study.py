@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -22,20 +23,12 @@ from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.cip.whole_bank.potential import BankPotential
 from otad.data import Dataset, load, most_central, subset_per_class
 from otad.evaluate.protocol import VERSION as PROTOCOL_VERSION
+from otad.experiments import learn as making
 from otad.experiments import records
 from otad.experiments import rows as measuring
-from otad.experiments.cache import Report, WorkFolder
+from otad.experiments.cache import Report, WorkFolder, once
 from otad.experiments.experiment import Experiment
-from otad.experiments.learn import (
-    Learned,
-    N,
-    Source,
-    config_of,
-    fresh_metric,
-    fresh_net,
-    fresh_purifier,
-    peak_memory,
-)
+from otad.experiments.learn import Learned, N, Source, config_of, peak_memory
 from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
 from otad.io.codec import digest_of
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
@@ -49,7 +42,7 @@ from otad.model.prototypes import PrototypeNet
 from otad.nets import Backbone, Metric, feature_lift, only_normalizes
 from otad.progress import PartReport
 from otad.threat import NORMS
-from otad.training import MetricConfig, TrainConfig, train, train_metric
+from otad.training import Adversary, MetricConfig, TrainConfig, train, train_metric
 from otad.training.config import LoopConfig
 
 Part = TypeVar(
@@ -61,21 +54,7 @@ SOLVER = "mode climb max_smoothness spares potential"
 MODEL = f"method n_neighbors scope smoothness strong_convexity {SOLVER} per_class central"
 # What the last epoch of a training is recorded by; of others "train_score":
 MEASURED = {"surrogates": ("error", "held_out_error"), "purifiers": ("loss",)}
-T = TypeVar("T")
 Learn = Callable[..., Any]
-
-
-def once(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
-    """A method of `Study` whose result for each key is remembered."""
-
-    @wraps(method)
-    def remembering(study: Study, key: str) -> T:
-        name = (method.__name__, key)
-        if name not in study.made:
-            study.made[name] = method(study, key)
-        return cast(T, study.made[name])
-
-    return remembering
 
 
 @dataclass(eq=False)
@@ -117,7 +96,7 @@ class Study:
             self.candidates[key] = found
             settings = settings | {spec.choose.setting: best.value}
         config = config_of(TrainConfig, settings, seed=self.seed, device=self.device)
-        net = fresh_net(spec, source.data, self.seed, self.device)
+        net = making.fresh_net(spec, source.data, self.seed, self.device)
         if spec.untrained:
             return self._learned(key, net, asdict(config), {"train_score": None})
         # Options decide how prototypes are drawn, which their configuration does not show.
@@ -132,7 +111,8 @@ class Study:
         train |= {} if choice.epochs is None else {"epochs": choice.epochs}
         row = self.experiment.rows[choice.row].in_trial
         nets = {key: replace(spec, train=train, choose=None)}
-        none: dict[str, Any] = {"surrogates": {}, "cost": None, "speed": None, "evaluate": None}
+        none: Options = dict.fromkeys(("cost", "speed", "evaluate"))
+        none |= {"surrogates": {}, "metrics": {}}
         trial = replace(self.experiment, nets=nets, rows={choice.row: row}, **none)
 
         def report(name: str, done: int, total: int) -> None:
@@ -150,15 +130,21 @@ class Study:
     @once
     def metric(self, key: str) -> Learned[Metric]:
         spec, label = self.experiment.metrics[key], f"metric {key}"
-        source = self.source(spec.data)
-        net = fresh_metric(spec, source.data, self.seed)
+        source, more = self.source(spec.data), Options()
+        identity: list[Any] = [source.fingerprint, spec.normalize]
+        if spec.row is not None:
+            row = self.experiment.rows[spec.row]
+            first, more["bank_rows"] = self.metric(row.metric or ""), self.bank_rows(row)
+            net, identity = copy.deepcopy(first.net), [*identity, first.identity, fingerprint(more)]
+        else:
+            classifier = None if spec.net is None else self.net(spec.net).net
+            net = making.fresh_metric(spec, source.data, self.seed, classifier)
         about = {"key_dim": net.key_dim, "lipschitz": net.lipschitz}
         if spec.kind in UNLEARNED:
             self.report(f"train {label}", 1, 1)
             return self._learned(label, net, None, about)
         config = config_of(MetricConfig, spec.train, seed=self.seed, device=self.device)
-        identity = [source.fingerprint, spec.normalize]
-        learn = partial(train_metric, net, source.train, config)
+        learn = partial(train_metric, net, source.train, config, **more)
         found = self._train("metrics", label, net, config, identity, learn)
         return replace(found, record=replace(found.record, results=about | found.record.results))
 
@@ -182,7 +168,7 @@ class Study:
     def purifier(self, key: str) -> Learned[Purifier]:
         spec, label = self.experiment.purifiers[key], f"purifier {key}"
         net, source = self.net(spec.net), self.source(self.experiment.nets[spec.net].data)
-        purifier = fresh_purifier(spec, net.net, self.seed)
+        purifier = making.fresh_purifier(spec, net.net, self.seed)
         if spec.kind == "median_filter":
             self.report(f"train {label}", 1, 1)
             return self._learned(label, purifier, None, {})
@@ -258,18 +244,30 @@ class Study:
         net = self.metric(metric).net
         x = self.source(self.experiment.metrics[metric].data).data.train_x
         with self.timed(f"keys by {metric}") as report, torch.no_grad():
-            return torch.cat(
-                [net(part) for part in measuring.batches_of(x, net.mean.device, report)]
+            batches = measuring.batches_of(x, net.mean.device, report)
+            return torch.cat([net(part) for part in batches])
+
+    @once
+    def right(self, net: str) -> Tensor:
+        """Which train points (N,) a net gets right under the adversary that it was trained with."""
+        spec, source = self.experiment.nets[net], self.source(self.experiment.nets[net].data)
+        adversary = cast(Adversary, config_of(TrainConfig, spec.settings).adversary)
+        with self.timed(f"train points that {net} gets right") as report:
+            of = measuring.Subject(
+                model := self.net(net).net, model, source.data, self.seed, report
             )
+            return measuring.right_under_attack(of, adversary)
 
     def bank_rows(self, row: RowSpec) -> Tensor | None:
         """The points of the train part that are in the bank of a row, None for all."""
         if row.per_class is None:
             return None
         labels = self.data(row).train_y
-        if row.central and row.metric is not None:
-            keys = self.keys(row.metric)
-            return most_central(keys, labels.to(keys.device), row.per_class).cpu()
+        if row.central:
+            first = self.experiment.first_metric(row)
+            keys, classifier = self.keys(first), self.experiment.metrics[first].net
+            among = self.right(classifier) if row.robust and classifier else None
+            return most_central(keys, labels.to(keys.device), row.per_class, among=among).cpu()
         return subset_per_class(labels, row.per_class, torch.Generator().manual_seed(self.seed))
 
     def base(self, row: RowSpec) -> OTAD:
@@ -336,8 +334,9 @@ class Study:
     def identity(self, key: str) -> dict[str, Any]:
         """Return everything that decides the answers of a row's model on its device."""
         row = self.experiment.rows[key]
-        cleaned = {"purifier": self.purifier(row.purifier).identity} if row.purifier else {}
-        return cleaned | {
+        more = {"purifier": self.purifier(row.purifier).identity} if row.purifier else Options()
+        more |= {"robust": True} if row.robust else {}
+        return more | {
             "net": self.net(row.net).identity,
             "data": self.source(self.experiment.data_of(key)).fingerprint,
             "bank": self.experiment.nets[row.net].bank + f" {row.unread}" * bool(row.unread),
