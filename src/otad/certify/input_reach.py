@@ -21,8 +21,8 @@ from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import Backbone, LipschitzBound, only_normalizes
 
-# Relative error allowed for computed keys, in units of the dtype's eps: that of 16 orthogonal
-# layers of up to 2,048 terms is about 1.
+# Relative error allowed for computed keys and embedded inputs, in units of the dtype's eps: that of
+# 16 orthogonal layers of up to 2,048 terms, and of an `OrthogonalNet` of default size, is about 1.
 KEY_ROUNDOFFS = 64.0
 
 

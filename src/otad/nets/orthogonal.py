@@ -125,10 +125,13 @@ class OrthogonalNet(LipschitzNet):
         for (turn, basis), position, bias in zip(*each, strict=True):
             found.append(x + position.to(x.dtype))
             moved = shift(functional.linear(found[-1], basis), SHIFTED)
-            found.append(max_min(functional.linear(moved, turn @ basis.mT, bias)))
+            # Rounding errors of this product are the same for all tokens, so they would add up.
+            wide = turn.dtype if self.training else torch.float64
+            back = (turn.to(wide) @ basis.to(wide).mT).to(turn.dtype)
+            found.append(max_min(functional.linear(moved, back, bias)))
             x = found[-1]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return [*found, torch.linalg.vector_norm(wide, dim=(1, 2))]
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has too few digits
+        return [*found, torch.linalg.vector_norm(x, dim=(1, 2))]
 
     @property
     def lipschitz(self) -> LipschitzBound:
