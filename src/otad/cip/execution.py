@@ -15,14 +15,21 @@ from torch import Tensor
 
 from otad.cip.protocols import RowProblem
 
+_FEWEST_ROWS = 256  # fewer rows do not get a thread of their own
 Part = TypeVar("Part")
 Result = TypeVar("Result")
-_BLOCK_BYTES = {"cpu": 2**21, "cuda": 2**29}  # the fastest in measurements
+_BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # the fastest in measurements
 
 
 def blocks(count: int, size: int) -> list[slice]:
     """Return consecutive blocks of at most `size` rows."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def row_blocks(rows: Tensor) -> list[slice]:
+    """Return one block of the rows (B,...) for each thread that is worth it."""
+    threads = torch.get_num_threads() if rows.device.type == "cpu" else 1
+    return blocks(len(rows), max(_FEWEST_ROWS, -(-len(rows) // threads)))
 
 
 def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:
@@ -61,14 +68,15 @@ def _numpy_blas() -> ThreadpoolController:
     return ThreadpoolController().select(user_api="blas")
 
 
-def matmul(left: Tensor, right: Tensor) -> Tensor:
+def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the products of two batches of small matrices, without gradients.
 
     On the CPU, those of NumPy have full precision, and those of torch take several times longer."""
-    if left.device.type == "cpu":
-        with np.errstate(all="ignore"):
-            return torch.from_numpy(np.matmul(left.numpy(), right.numpy()))
-    return left @ right
+    if left.device.type != "cpu":
+        return torch.matmul(left, right, out=out)
+    with np.errstate(all="ignore"):
+        to = None if out is None else out.numpy()
+        return torch.from_numpy(np.matmul(left.numpy(), right.numpy(), out=to))
 
 
 @contextmanager

@@ -40,18 +40,19 @@ def _combination(
         points = problem.inputs if anchors else problem.features
         return streamed_combination(points, problem.indices, weights)
     points_of = problem.anchors_of if anchors else problem.images_of
+    total = torch.empty_like(problem.query)
 
-    def work(rows: slice) -> Tensor:
-        points, weight = points_of(rows).to(weights.dtype), weights[rows]
-        if points.device.type == "cpu":
-            return matmul(weight[:, None], points)[:, 0]
-        part = points[:, 0] * weight[:, :1]
+    def work(rows: slice) -> None:
+        points, weight, part = points_of(rows).to(total.dtype), weights[rows], total[rows]
+        if part.device.type == "cpu":
+            matmul(weight[:, None], points, part[:, None])
+            return
+        torch.mul(points[:, 0], weight[:, :1], out=part)
         for k in range(1, weight.shape[1]):  # faster than batched products of a single row
             part.addcmul_(points[:, k], weight[:, k, None])
-        return part
 
-    parts = run_parts(problem_blocks(problem, chunk), work, weights.device)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    run_parts(problem_blocks(problem, chunk), work, total.device)
+    return total
 
 
 def feature(

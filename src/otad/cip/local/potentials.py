@@ -37,14 +37,14 @@ class Constraints:
     def of(gram: Gram, strong_convexity: Tensor, active: Tensor) -> Constraints:
         cross, images = gram.shifted(strong_convexity)
         rise, square = cross.transpose(0, 1) - diagonal(cross)[None], diagonal(images)
-        bend = ((square[:, None] + square[None]) / 2 - images).clamp_min(0.0)
+        bend = (square[:, None] + square[None]).div_(2).sub_(images).clamp_min_(0.0)
         offset, image = gram.sizes(strong_convexity, active)
         noise = 2 * gram.noise  # two products make a difference
         return Constraints(rise, bend, active, noise * image * offset, noise * image.square())
 
     def weights(self, flatness: Tensor, *, exact: bool = False) -> Tensor:
         """Return w (K,K,B) with a diagonal of 0; if `exact`, without allowance for rounding."""
-        weights = self.rise + self.bend * flatness
+        weights = (self.bend * flatness).add_(self.rise)
         if not exact:
             weights -= self.rise_error + self.bend_error * flatness.abs()
         weights = _between_active(weights, self.active, -torch.inf)
@@ -69,9 +69,9 @@ def _between_active(values: Tensor, active: Tensor, fill: float) -> Tensor:
 
 def closure(weights: Tensor) -> Tensor:
     """Return the longest paths D (K,K,B), D_ij = max over paths from j to i, in O(K^3) per row."""
-    longest = weights.clone()
+    longest, path = weights.clone(), torch.empty_like(weights)  # new memory would cost the most
     for reach, onward in zip(longest.split(1, dim=1), longest.split(1), strict=True):
-        torch.maximum(longest, reach + onward, out=longest)
+        torch.maximum(longest, torch.add(reach, onward, out=path), out=longest)
     return longest
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.cip.execution import problem_blocks, run_parts
+from otad.cip.execution import blocks, problem_blocks, run_parts
 from otad.cip.local.stream_triton import can_stream, streamed_products
 from otad.cip.protocols import RowProblem
 
+_CACHE_BYTES = 2**20  # of one core: products of cached memory are the fastest
 NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}  # the relative rounding error of a product
 
 
@@ -51,7 +52,7 @@ class Gram:
     @property
     def is_finite(self) -> Tensor:
         """Whether no product overflowed (B,)."""
-        sums = self.cross.sum((0, 1)) + self.images.sum((0, 1)) + self.tilt.sum(0) + self.center
+        sums = self.cross.sum(0).sum(0) + self.images.sum(0).sum(0) + self.tilt.sum(0) + self.center
         return (sums + self.squared_distance.sum(0)).isfinite()
 
     def sizes(self, strong_convexity: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,8 +100,8 @@ class Products:
 
     def gram(self) -> Gram:
         count = self.count
-        products = _sum_in_double(self.values).permute(1, 2, 0).contiguous()
-        squares = _sum_in_double(self.squares).mT.contiguous()
+        products = _sum_in_double(self.values.permute(0, 2, 3, 1))
+        squares = _sum_in_double(self.squares.mT)
         # The last K rows belong to z_1, c_2..c_K: z_1 is in the place of c_1, which is 0.
         lower = products[-count:]
         tilt, center = lower[0, :count].clone(), lower[0, count].sqrt()
@@ -125,12 +126,16 @@ def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -
     free: list[Any] = []  # stacks to use again, because new memory costs as much as filling it
 
     def work(rows: slice) -> None:
+        query, *out = (part[rows] for part in whole)
         pairs = problem.anchors_of(rows), problem.images_of(rows)
         anchors, images = (as_array(part.to(queries.dtype)) for part in pairs)
-        query, *out = (part[rows] for part in whole)
-        size = len(query), 2 * count, dim
+        fitting = _CACHE_BYTES // (2 * count * dim * queries.element_size())
+        most = max(1, fitting) if queries.device.type == "cpu" else len(query)
+        size = min(most, len(query)), 2 * count, dim
         stack = free.pop() if free else as_array(queries.new_empty(size))
-        fill_products(query, anchors, images, stack[: len(query)], out[0], out[1])
+        for at in blocks(len(query), len(stack)):
+            arrays = query[at], anchors[at], images[at], stack[: at.stop - at.start]
+            fill_products(*arrays, out[0][at], out[1][at])
         free.append(stack)
 
     run_parts(problem_blocks(problem, chunk), work, queries.device)
@@ -164,11 +169,13 @@ def fill_products(
     if library is torch:
         squares.copy_(torch.linalg.vector_norm(offsets, dim=2).square())
     else:
-        np.einsum("bkd,bkd->bk", offsets, offsets, out=squares)
+        np.matmul(offsets[:, :, None], offsets[..., None], out=squares[..., None, None])
 
 
 def _sum_in_double(parts: Tensor) -> Tensor:
-    return parts[0].double() if len(parts) == 1 else parts.sum(0, dtype=torch.float64)
+    """Return the sum over the first axis, contiguous and in new memory."""
+    total = torch.empty(parts.shape[1:], dtype=torch.float64, device=parts.device)
+    return total.copy_(parts[0]) if len(parts) == 1 else torch.sum(parts, 0, out=total)
 
 
 def diagonal(matrix: Tensor) -> Tensor:

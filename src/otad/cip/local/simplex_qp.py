@@ -26,22 +26,25 @@ The objective rises with every step, so no basis occurs twice and the method alw
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otad.cip.execution import blocks, one_thread, run_parts
+from otad.cip.execution import one_thread, row_blocks, run_parts
 
 REFINEMENTS = 3  # after the first
 GUESSES = 8  # rounds of exchange before a row is left to pivoting
 _MOST_ROUNDS = 200  # a few pivots per neighbor suffice; a row that needs more counts as unsolved
-_FEWEST_ROWS = 512  # fewer rows do not get a thread of their own
 
 
 class SimplexOptimum(NamedTuple):
-    """The optimal `weights` (K,B), `sensitivity` (K,K,B) = d weights / d linear, `solved` (B,)."""
+    """The optimal `weights` (K,B), `sensitivity` (K,K,B) = d weights / d linear, `solved` (B,).
+
+    The sensitivity has shape (0,0,B) unless it is needed."""
 
     weights: Tensor
     sensitivity: Tensor
@@ -49,7 +52,13 @@ class SimplexOptimum(NamedTuple):
 
 
 def maximize_on_simplex(
-    gram: Tensor, linear: Tensor, active: Tensor, tolerance: float, guess: Tensor | None = None
+    gram: Tensor,
+    linear: Tensor,
+    active: Tensor,
+    tolerance: float,
+    guess: Tensor | None = None,
+    *,
+    sensitive: bool = True,
 ) -> SimplexOptimum:
     """Maximize linear . w - w^T gram w / 2 over the simplex of active neighbors, for each column.
 
@@ -57,23 +66,21 @@ def maximize_on_simplex(
     and `active` (K,B) has at least one True in each column. `guess` (K,B) says which active
     neighbors are expected to get weight, at least one of them; by default all."""
     first = active if guess is None else guess
-    batch = linear.shape[1]
-    threads = torch.get_num_threads() if linear.device.type == "cpu" else 1
-    width = max(_FEWEST_ROWS, -(-batch // threads))
-    if batch <= width:
+    parts = row_blocks(linear[0])
+    if len(parts) == 1:
         with one_thread():
-            return _maximize(gram, linear, active, first, tolerance)
+            return _maximize(gram, linear, active, first, tolerance, sensitive)
 
     def work(rows: slice) -> SimplexOptimum:
-        parts = (gram[..., rows], linear[:, rows], active[:, rows], first[:, rows])
-        return _maximize(*parts, tolerance)
+        some = (gram[..., rows], linear[:, rows], active[:, rows], first[:, rows])
+        return _maximize(*some, tolerance, sensitive)
 
-    found = run_parts(blocks(batch, width), work, linear.device)
+    found = run_parts(parts, work, linear.device)
     return SimplexOptimum(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
 
 
 def _maximize(
-    gram: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float
+    gram: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float, sensitive: bool
 ) -> SimplexOptimum:
     scale = gram.diagonal(dim1=0, dim2=1).amax(1)
     scale = torch.where(scale > 0, scale, 1.0)
@@ -81,24 +88,39 @@ def _maximize(
     # Only differences of the linear term matter; centered, they keep their digits.
     linear = linear - (linear * active).sum(0) / active.sum(0)
     solved = torch.ones_like(scale, dtype=torch.bool)
-    weights, inverse, todo = _by_exchange(quadratic, linear, active, guess, tolerance)
+    weights, inverse, todo = _by_exchange(quadratic, linear, active, guess, tolerance, sensitive)
     if len(todo):
         matrix, slope, allowed = (part[..., todo] for part in (quadratic, linear, active))
-        found = pivot_to_optimum(matrix, slope, allowed, tolerance)
-        weights[:, todo], inverse[..., todo], solved[todo] = found
-    weights = _refined(quadratic, linear, weights, inverse)
+        weight, reduced, solved[todo] = pivot_to_optimum(matrix, slope, allowed, tolerance)
+        first = reduced.permute(2, 0, 1)
+
+        def apply_inverse(gap: Tensor, rows: Tensor | slice) -> Tensor:
+            return (first[rows] @ gap[..., None])[..., 0]
+
+        parts = matrix.permute(2, 0, 1), slope.mT, weight.mT
+        weights[:, todo] = _refined(*parts, apply_inverse).mT
+        if sensitive:
+            inverse[..., todo] = reduced
     return SimplexOptimum(weights, inverse / scale, solved & (weights.amax(0) <= 1))  # false if NaN
 
 
 def _by_exchange(
-    quadratic: Tensor, linear: Tensor, active: Tensor, guess: Tensor, tolerance: float
+    quadratic: Tensor,
+    linear: Tensor,
+    active: Tensor,
+    guess: Tensor,
+    tolerance: float,
+    sensitive: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights and inverse of the rows that exchange solves, and the rows left over (n,).
 
     The results of rows left over are zero."""
-    weights, inverse = torch.zeros_like(linear), torch.zeros_like(quadratic)
+    sizes = quadratic.shape if sensitive else (0, 0, linear.shape[1])
+    weights, inverse = torch.zeros_like(linear), quadratic.new_zeros(sizes)
     place = torch.arange(linear.shape[1], device=linear.device)
-    matrix = (quadratic + 1).permute(2, 0, 1).contiguous()  # here the batch comes first
+    # Here the batch comes first.
+    matrix = torch.empty_like(quadratic.permute(2, 0, 1), memory_format=torch.contiguous_format)
+    torch.add(quadratic.permute(2, 0, 1), 1, out=matrix)
     target, allowed = linear.mT.contiguous(), active.mT.to(linear.dtype)
     floor = tolerance * (1 + torch.linalg.vector_norm(target * allowed, math.inf, dim=1))
     support, given_up = guess.mT.to(linear.dtype), []
@@ -116,40 +138,54 @@ def _by_exchange(
         if 2 * len(left) <= len(place) or number == GUESSES:  # store finished rows
             best = done.nonzero()[:, 0]
             rows = place[best]
-            weights[:, rows] = weight[best].mT
-            found = reduced_inverse(factors[best], support[best], r[best], rate[best])
-            inverse[..., rows] = found.permute(1, 2, 0)
+            parts = factors[best], support[best], r[best], rate[best]
+            start = matrix[best], target[best], weight[best]
+            weights[:, rows] = _refined(*start, partial(_apply_inverse, *parts)).mT
+            if sensitive:
+                inverse[..., rows] = reduced_inverse(*parts).permute(1, 2, 0)
             if len(best) + len(left) < len(place):
                 given_up.append(place[~regular])
             place = place[left]
             if len(left) == 0:
                 break
-            parts = (support, matrix, target, allowed, floor, value, done)
-            support, matrix, target, allowed, floor, value, done = (x[left] for x in parts)
+            kept = (support, matrix, target, allowed, floor, value, done)
+            support, matrix, target, allowed, floor, value, done = (x[left] for x in kept)
         support = torch.where(done[:, None], support, (value > 0).to(support.dtype))
     return weights, inverse, torch.cat([place, *given_up])
 
 
-def _refined(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """Remove the rounding errors of the factors by iterative refinement.
+def _refined(
+    matrix: Tensor,
+    target: Tensor,
+    weights: Tensor,
+    apply_inverse: Callable[[Tensor, Tensor | slice], Tensor],
+) -> Tensor:
+    """Remove the rounding errors of weights (B,K) by iterative refinement.
 
-    Rows of nearly dependent images need a second step."""
-    better = _refined_once(quadratic, linear, weights, inverse)
-    for _ in range(REFINEMENTS):
-        rows = ((better - weights).abs().amax(0) > 1e-12).nonzero()[:, 0]
-        if len(rows) == 0:
+    The `matrix` is (B,K,K) and the `target` (B,K). `apply_inverse` returns N g (n,K) for gaps g of
+    some rows (n,). Rows of nearly dependent images need a second step."""
+    rows: Tensor | slice = slice(None)
+    weights = weights.clone()
+    for _ in range(1 + REFINEMENTS):
+        old = weights[rows]
+        gap = target[rows] - (matrix[rows] @ old[..., None])[..., 0]
+        gap = gap - (old * gap).sum(1, keepdim=True)  # N ignores constants, but they cause rounding
+        new = (old + apply_inverse(gap, rows)).clamp_min(0.0)
+        new = new / new.sum(1, keepdim=True)
+        weights[rows] = new
+        moved = ((new - old).abs().amax(1) > 1e-12).nonzero()[:, 0]
+        if len(moved) == 0:
             break
-        weights = better.clone()
-        parts = (part[..., rows] for part in (quadratic, linear, weights, inverse))
-        better[:, rows] = _refined_once(*parts)
-    return better
+        rows = moved if isinstance(rows, slice) else rows[moved]
+    return weights
 
 
-def _refined_once(quadratic: Tensor, linear: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    gap = linear - (quadratic * weights[None]).sum(1)
-    gap = gap - (weights * gap).sum(0)  # the inverse ignores constants, but they cause rounding
-    better = (weights + (inverse * gap[None]).sum(1)).clamp_min(0.0)
-    return better / better.sum(0)
+def _apply_inverse(
+    factors: Tensor, support: Tensor, edge: Tensor, rate: Tensor, gap: Tensor, rows: Tensor | slice
+) -> Tensor:
+    """Return N (n,K) applied to the gaps (n,K) of some rows; see `reduced_inverse`."""
+    step = solve(factors[rows], (gap * support[rows])[..., None])[..., 0]
+    return step - edge[rows] * (step.sum(1) / rate[rows])[:, None]
 
 
 def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
@@ -157,8 +193,10 @@ def factor(matrix: Tensor, support: Tensor, tolerance: float) -> tuple[Tensor, T
 
     The support holds ones and zeros, and the factor is the identity elsewhere. The second result
     says whether the images on the support are affinely independent (B,)."""
-    part = matrix * (support[:, :, None] * support[:, None])
-    part.diagonal(dim1=1, dim2=2).add_(1 - support)
+    part = matrix
+    if not bool(support.all()):
+        part = matrix * (support[:, :, None] * support[:, None])
+        part.diagonal(dim1=1, dim2=2).add_(1 - support)
     found, failed = torch.linalg.cholesky_ex(part)
     return found, (failed == 0) & (found.diagonal(dim1=1, dim2=2).amin(1) > tolerance**0.5)
 

@@ -23,9 +23,9 @@ class DualSolution:
     """The solution of a batch before its features are assembled, so that everything has size K.
 
     `multipliers` and `potentials` (B,K) and `value` (B,) are in float64 or in the dtype of the
-    query. `sensitivity` (B,K,K) is the derivative of the multipliers, or None if no gradient is
-    needed. `smoothness` and `strong_convexity` (B,) belong to the potentials, `map_convexity` (B,)
-    to the map. `active` is (B,K), `residual` and `status` are (B,)."""
+    query. `sensitivity` (B,K,K) is the derivative of the multipliers; it is empty or None if no
+    gradient is needed. `smoothness` and `strong_convexity` (B,) belong to the potentials,
+    `map_convexity` (B,) to the map. `active` is (B,K), `residual` and `status` are (B,)."""
 
     multipliers: Tensor
     sensitivity: Tensor | None
@@ -76,12 +76,19 @@ class DualSolution:
 
 
 def solve_torch(
-    gram: Gram, smoothness: Tensor, convexity: Tensor, relax: Relaxation, rule: str, mode: str
+    gram: Gram,
+    smoothness: Tensor,
+    convexity: Tensor,
+    relax: Relaxation,
+    rule: str,
+    mode: str,
+    *,
+    sensitive: bool = True,
 ) -> DualSolution:
     """Return the solution for the requested curvature (B,).
 
     Failures are marked by `status` alone. `rule` and `mode` are the options `potential` and `mode`
-    of `ExactCip`."""
+    of `ExactCip`. Without `sensitive` the sensitivity has shape (B,0,0)."""
     with torch.inference_mode():  # in which hundreds of small operations cost the least
         finite = gram.is_finite
         if not bool(finite.all()):  # products overflowed, so these rows get harmless numbers
@@ -90,7 +97,7 @@ def solve_torch(
         relaxed, longest, status = relax(gram, smoothness, convexity)
         active = relaxed.active
         levels = potentials_from_paths(longest, active, rule)
-        violation = (longest + levels[None] - levels[:, None]).amax((0, 1))  # edges are paths
+        violation = (longest + levels[None]).sub_(levels[:, None]).amax((0, 1))  # edges are paths
         levels = levels + gram.potential_shift(relaxed.strong_convexity)
         levels = levels - (levels * active).sum(0) / active.sum(0)
 
@@ -100,7 +107,8 @@ def solve_torch(
         modulus = used.smoothness - used.strong_convexity
         line = levels - gram.potential_shift(used.strong_convexity)
         line = line - diagonal(cross) + diagonal(images) / (2 * modulus)
-        best = maximize_on_simplex(images, modulus * line, active, gram.noise)
+        slope = modulus * line
+        best = maximize_on_simplex(images, slope, active, gram.noise, sensitive=sensitive)
         weight = best.weights
         pull = (images * weight[None]).sum(1)
         bound = line + ((weight * pull).sum(0) / 2 - pull) / modulus  # q_i(z')

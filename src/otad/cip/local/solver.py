@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count, require
+from otad.cip.execution import row_blocks, run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
@@ -145,15 +146,17 @@ class ExactCip:
                 left = (outcome == 0).nonzero()[:, 0].to(high.device)
                 if len(left):
                     part = products.rows(left).gram()
-                    found.overwrite(left, self._solve(part, high[left], low[left]))
+                    found.overwrite(left, self._solve(part, high[left], low[left], sensitive))
             else:
                 gram = products.gram()
-                found = self._solve(gram, high, low)
-                self._retry_in_double(problem, gram, found)
+                found = self._solve(gram, high, low, sensitive)
+                self._retry_in_double(problem, gram, found, sensitive)
             squares = products.squares.sum(0)
             return found.with_failures_marked(self.on_failure, squares, low)
 
-    def _retry_in_double(self, problem: RowProblem, gram: Gram, found: DualSolution) -> None:
+    def _retry_in_double(
+        self, problem: RowProblem, gram: Gram, found: DualSolution, sensitive: bool
+    ) -> None:
         """Solve rows again in float64 if only rounding may have ruled out their curvature."""
         rows = (found.status != int(Status.SOLVED)).nonzero()[:, 0]
         if len(rows) == 0 or problem.query.dtype == torch.float64:
@@ -165,12 +168,21 @@ class ExactCip:
         rows = rows[self.relaxation.start(rough, *requested).feasible(rough)]
         if len(rows):
             again = problem.select(rows).in_double()
-            fine = self.products(again).gram()
-            found.overwrite(rows, self._solve(fine, again.smoothness, again.strong_convexity))
+            fine, curvature = (
+                self.products(again).gram(),
+                (again.smoothness, again.strong_convexity),
+            )
+            found.overwrite(rows, self._solve(fine, *curvature, sensitive))
 
-    def _solve(self, gram: Gram, smoothness: Tensor, strong_convexity: Tensor) -> DualSolution:
-        how = self.relaxation, self.potential, self.mode
-        return solve_torch(gram, smoothness, strong_convexity, *how)
+    def _solve(self, gram: Gram, high: Tensor, low: Tensor, sensitive: bool) -> DualSolution:
+        def work(rows: slice) -> DualSolution:
+            part = gram.changed(lambda values: values[..., rows])
+            how = self.relaxation, self.potential, self.mode
+            return solve_torch(part, high[rows], low[rows], *how, sensitive=sensitive)
+
+        parts = [vars(part) for part in run_parts(row_blocks(high), work, high.device)]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return DualSolution(**joined)
 
     def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
         """Return the features in the problem's dtype, the last step of a solution.
