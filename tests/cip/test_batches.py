@@ -101,6 +101,24 @@ def test_batch_and_chunk_change_nothing(low, mode, generator) -> None:
         assert_same(alone, together.rows(at), rows_of(problem, at), 1e-12)
 
 
+def test_threads_change_nothing(generator) -> None:
+    """Of 600 rows, each thread solves a part. Some rows are raised."""
+    problem = random_problem(generator, 600, 5, 6, smoothness=1.9, strong_convexity=0.1)
+    allowed, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            solver = ExactCip()
+            found.append((solver(problem), gradient(problem, solver)))
+            problem.query.requires_grad_(False)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(allowed)
+    assert set(found[0][0].status.tolist()) == {Status.SOLVED, Status.RAISED}
+    assert_same(found[1][0], found[0][0], problem, 1e-12)
+    assert_close(found[1][1], found[0][1], rtol=0, atol=1e-12)
+
+
 @BOTH_MODES
 @pytest.mark.parametrize(
     ("storage", "dtype"),

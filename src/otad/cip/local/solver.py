@@ -180,9 +180,11 @@ class ExactCip:
             how = self.relaxation, self.potential, self.mode
             return solve_torch(part, high[rows], low[rows], *how, sensitive=sensitive)
 
-        parts = [vars(part) for part in run_parts(row_blocks(high), work, high.device)]
-        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return DualSolution(**joined)
+        parts = run_parts(row_blocks(high), work, high.device)
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return DualSolution(*(torch.cat(column) for column in columns))
 
     def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
         """Return the features in the problem's dtype, the last step of a solution.
