@@ -138,6 +138,9 @@ def _measure(bank: Sequence[Tensor], device: torch.device, pricing: str) -> Reco
     )
     with torch.no_grad():
         found, query_seconds = timed(lambda: made(queries), device)
+        _, product_seconds = timed(
+            lambda: [some @ inputs.mT for some in queries.split(256)], device
+        )
     support = (found.solution.multipliers > 0).sum(1).double()
     return {
         "size": len(inputs),
@@ -148,6 +151,7 @@ def _measure(bank: Sequence[Tensor], device: torch.device, pricing: str) -> Reco
         "potential_seconds": potential_seconds,
         "making_seconds": making_seconds,
         "query_seconds": query_seconds,
+        "product_seconds": product_seconds,
         "rounds": float(found.rounds.double().mean()),
         "most_rounds": int(found.rounds.max()),
         "support": float(support.mean()),
@@ -180,6 +184,7 @@ class _Memory:
 NOTES = """\
 potential  The time to find the potential of least L, by `sweeps` over all pairs.
 total      The time for all queries; `rounds` is how often every point was priced.
+product    The time of the bare products of all queries and points, for comparison.
 gap        The largest gap, over all points in float64: |z' - exact|^2 <= M gap.
 memory     The peak beyond the bank on a GPU, or the growth of the process on a CPU."""
 
@@ -193,6 +198,7 @@ def cells(row: Record) -> dict[str, str]:
         "sweeps": str(row["sweeps"]),
         "queries": f"{row['queries']:,}",
         "total": output.format_seconds(row["query_seconds"]),
+        "product": output.format_seconds(row.get("product_seconds", math.nan)),
         "rounds": f"{row['rounds']:.2f}",
         "support": f"{row['support']:.1f}",
         "gap": f"{row['gap']:.0e}" + (f" ({row['unsolved']} open)" if row["unsolved"] else ""),

@@ -103,3 +103,24 @@ def test_points_with_too_many_bounds_above_are_priced_in_full(generator, monkeyp
     found = least_bank_smoothness(points, features)
     assert found.smoothness == expected.smoothness
     assert_close(found.levels, expected.levels, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("most", [2, 256])
+@pytest.mark.parametrize("count", [1, 6])
+def test_entrants_include_the_largest_price(most, count, generator, monkeypatch) -> None:
+    """Also if it is shared by more points than are asked for, or by too many."""
+    monkeypatch.setattr(projection, "MOST_GROUPS", most)
+    points, features = bank(generator)
+    features[10:18] = features[3]
+    prices = Prices(Pairs(points, features, 0.0))
+    lines = torch.randn(COUNT, generator=generator, dtype=torch.float64)
+    lines[10:18] = lines[3] + 1e-11 * torch.arange(8)  # float32 cannot order these
+    queries = torch.randn(40, DIM, generator=generator, dtype=torch.float64)
+    queries[:20] = 30 * prices.pairs.images(torch.tensor([3]))
+    every = lines + queries @ prices.pairs.images(slice(None)).T
+    largest, place = every.max(1)
+    floors = largest - torch.rand(40, generator=generator, dtype=torch.float64)
+    found = prices.entrants(queries, lines, count, floors)
+    assert len(prices.projection.coordinates) == COUNT
+    assert found.shape == (40, count)
+    assert bool((found == place[:, None]).any(1).all())

@@ -97,3 +97,16 @@ def test_queries_with_too_many_rows_are_named(generator, monkeypatch) -> None:
     asked, _, crowded = made.above(made.coordinates_of(queries), offsets, floors)
     assert len(asked) == 0
     assert crowded.tolist() == [i for i in range(20) if i != 3]
+
+
+def test_less_precise_products_use_no_coordinates_made_for_others(generator) -> None:
+    points, queries = cloud(400, 0.1, generator), cloud(20, 0.1, generator)
+    search, before = TorchSearch(points), torch.get_float32_matmul_precision()
+    assert search._projection.prepare(queries)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not search._projection.prepare(queries)
+        assert_exact(search(queries, 5), points, queries)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert search._projection.prepare(queries)

@@ -267,11 +267,12 @@ class TorchSearch(NeighborSearch):
         if not as_stored and 8 * points.numel() <= WORKING_BYTES:
             with torch.no_grad():
                 self._ready = torch.cat([right for _, right in self._right_blocks()])
+        self._offsets = -self._radii.square()
         self._projection = Projection(self.points if as_stored else self._ready)
 
     def _shortlist(self, x: Tensor, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Return the points with the largest 2 <x, y> - |y|^2."""
-        asked, offsets = 2 * x, -self._radii.square()
+        asked, offsets = 2 * x, self._offsets
         if size < MOST_PROJECTED and self._projection.prepare(x):
             listed = self._projection.shortlist(asked, self._radii, offsets, size, k)
         else:

@@ -47,12 +47,14 @@ class Projection:
             and len(rows) >= FEWEST_ROWS
             and rows.shape[1] >= FEWEST_COLUMNS
         )
-        self.error = product_error(2 * width, torch.float32, torch.device("cpu")) + 1e-12
+        self.error = self._product_error()
         self.basis = self.coordinates = torch.empty(0)
+        self._joined = self.basis, self.basis  # the last offsets, and what they were joined to
 
     def prepare(self, queries: Tensor) -> bool:
         """Return whether the coordinates are of use for queries (b,d)."""
-        if not self.pays or queries.is_cuda:
+        # The coordinates have room for the errors of products by the settings of their time.
+        if not self.pays or queries.is_cuda or self._product_error() > self.error:
             return False
         if not len(self.coordinates) and len(queries) >= FEWEST_QUERIES:
             assert self.rows is not None
@@ -63,6 +65,9 @@ class Projection:
             parts = self.rows.split(max(1, NUMBERS_AT_ONCE // self.rows.shape[1]))
             self.coordinates = torch.cat([self.coordinates_of(part.double()) for part in parts])
         return len(self.coordinates) > 0
+
+    def _product_error(self) -> float:
+        return product_error(2 * self.width, torch.float32, torch.device("cpu")) + 1e-12
 
     def coordinates_of(self, rows: Tensor) -> Tensor:
         """Return the coordinates (n,m+1) of rows or queries (n,d), which are in float64."""
@@ -83,7 +88,7 @@ class Projection:
         sums = Sums(queries, norms, offsets, torch.float32)
         longer = min(LONGER * size, len(self.coordinates))
         names, ceilings = [], []
-        for _, groups in self._groups(self.coordinates_of(queries), sums.base):
+        for _, groups in self._groups(self.coordinates_of(queries), offsets):
             width = min(longer, groups.shape[2])  # the best rows are in as many of the best groups
             first = groups.amax(1).topk(width, dim=1).indices
             values = groups.gather(2, first[:, None].expand(-1, GROUP, -1)).flatten(1)
@@ -92,7 +97,9 @@ class Projection:
             names.append(found.indices // width * groups.shape[2] + column)
             ceilings.append(found.values[:, -1])
         listed, ceiling = torch.cat(names), torch.cat(ceilings)
-        best, order = self._full_bounds(sums, listed).topk(size, dim=1)
+        asked = torch.arange(len(queries)).repeat_interleave(longer)
+        bounds = self.full_bounds(sums, asked, listed.flatten()).view_as(listed)
+        best, order = bounds.topk(size, dim=1)
         if len(queries) >= FEWEST_QUERIES:
             self.pays = bool((ceiling < best[:, sure - 1]).double().mean() > 0.5)
         return sums.listed(listed.gather(1, order), best, torch.maximum(ceiling, best[:, -1]))
@@ -104,10 +111,9 @@ class Projection:
 
         Queries are given by their coordinates (b,m+1), and rows are those of `by` (n,), or all. The
         third result are the queries with too many such rows, which are not listed."""
-        base = (offsets + self.error * offsets.abs().nan_to_num(posinf=0.0)).float()
         least = (floors - 1e-6 * floors.abs()).float()[:, None]
         asked, names, crowded = [], [], []
-        for start, groups in self._groups(queries, base, by):
+        for start, groups in self._groups(queries, offsets, by):
             floor = least[start : start + len(groups)]
             reached = groups.amax(1) >= floor
             many = reached.sum(1) > MOST_GROUPS
@@ -119,17 +125,13 @@ class Projection:
         return torch.cat(asked), rows if by is None else by[rows], torch.cat(crowded)
 
     def _groups(
-        self, queries: Tensor, base: Tensor, by: Tensor | None = None
+        self, queries: Tensor, offsets: Tensor, by: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (start, bounds (n,g,G)) of blocks of queries; row i is in group i modulo G.
 
         The bounds are overwritten when the next ones are asked for. Beyond the last row they are
         lower than any other."""
-        rows, offsets = self.coordinates, base.clamp_min(LOWEST)[:, None]
-        if by is not None:
-            rows, offsets = rows[by], offsets[by]
-        right = pad(torch.cat([rows, offsets], dim=1), (0, 0, 0, -len(rows) % GROUP))
-        right[len(rows) :, -1] = 2 * LOWEST
+        right = self._with_offsets(offsets, by)
         left, space = pad(queries, (0, 1), value=1.0), queries.new_empty(0)
         at_once = max(1, PRODUCTS_AT_ONCE // len(right))
         for start in range(0, len(left), at_once):
@@ -137,17 +139,32 @@ class Projection:
             bounds = torch.mm(some, right.mT, out=space.resize_(len(some), len(right)))
             yield start, bounds.view(len(some), GROUP, -1)
 
-    def _full_bounds(self, sums: Sums, names: Tensor) -> Tensor:
-        """Return upper bounds (b,T) by full products with some rows (b,T) in float32."""
+    def _with_offsets(self, offsets: Tensor, by: Tensor | None) -> Tensor:
+        """Return the coordinates and offsets (n,m+2) of rows, filled up to whole groups."""
+        if by is None and self._joined[0] is offsets:
+            return self._joined[1]
+        last = offsets + self.error * offsets.abs().nan_to_num(posinf=0.0)
+        last, rows = last.float().clamp_min(LOWEST)[:, None], self.coordinates
+        if by is not None:
+            last, rows = last[by], rows[by]
+        right = pad(torch.cat([rows, last], dim=1), (0, 0, 0, -len(rows) % GROUP))
+        right[len(rows) :, -1] = 2 * LOWEST
+        if by is None:
+            self._joined = offsets, right
+        return right
+
+    def full_bounds(self, sums: Sums, asked: Tensor, rows: Tensor) -> Tensor:
+        """Return upper bounds (P,) of the scores of queries and rows (P,) by full products."""
         assert self.rows is not None
-        bounds = torch.addcmul(sums.base[names], sums.reach, sums.sizes[names])
-        at_once = max(1, NUMBERS_AT_ONCE // (names.shape[1] * self.rows.shape[1]))
-        parts = (part.split(at_once) for part in (names, sums.left, bounds))
-        space = sums.left.new_empty(0)
-        for some, left, bound in zip(*parts, strict=True):
-            space.resize_(some.numel(), self.rows.shape[1])
-            rows = torch.index_select(self.rows, 0, some.flatten(), out=space)
-            bound += rows.view(*some.shape, -1).mul_(left[:, None]).sum(2)
+        bounds = torch.addcmul(sums.base[rows], sums.reach[asked, 0], sums.sizes[rows])
+        at_once = max(1, NUMBERS_AT_ONCE // self.rows.shape[1])
+        pairs = (part.split(at_once) for part in (asked, rows, bounds))
+        left, right = sums.left.new_empty(0), sums.left.new_empty(0)
+        for query, row, bound in zip(*pairs, strict=True):
+            for space, part, chosen in ((left, sums.left, query), (right, self.rows, row)):
+                space.resize_(len(chosen), part.shape[1])
+                torch.index_select(part, 0, chosen, out=space)
+            bound += right.mul_(left).sum(1)
         return bounds
 
 

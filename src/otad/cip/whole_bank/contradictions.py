@@ -152,7 +152,10 @@ class PairCurvatures(PairRatios):
         self.pairs, self.projected = pairs, projected
 
     def few_above(self, one: slice, other: slice, limit: float) -> Tensor | None:
-        return None if self.projected is None else self.projected.steep(one, other, limit)
+        if self.projected is None:
+            return None
+        with full_precision(self.device):
+            return self.projected.steep(one, other, limit)
 
     def read(self, rows: slice) -> tuple[Tensor, ...]:
         squares, products = self.pairs.image_squares[rows], self.pairs.products[rows]

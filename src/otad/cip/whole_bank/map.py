@@ -18,6 +18,7 @@ gain."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -39,6 +40,8 @@ from otad.short_repr import short_repr
 
 PRICING = ("exact", "faiss")
 Pricing = Prices | IndexPrices
+PRICING_WIDTH = 256  # coordinates of a bank point that bound its price, see `search.projection`
+CACHED_NUMBERS = 2**18  # of images that are used at a time on the CPU
 ENTRANTS = 16  # points that are added at a time
 MAX_ROUNDS = 200
 GAP = 1e-12  # the largest gap at the end, relative to the size of its terms
@@ -114,7 +117,7 @@ class WholeBank:
         pairs.included[potential.left_out.to(device)] = False
         self._lines = lines = potential_lines(pairs, potential)
         require(not lines.isnan().any(), "levels", "a number for every point not left out", "NaN")
-        self._prices: list[Pricing] = [Prices(pairs)]
+        self._prices: list[Pricing] = [Prices(pairs, PRICING_WIDTH)]
         if self.pricing == "faiss":
             self._prices.insert(0, IndexPrices(pairs, lines))
 
@@ -157,7 +160,7 @@ class ColumnGeneration:
         todo = torch.arange(len(self.points), device=self.points.device)
         for _ in range(MAX_ROUNDS):
             at = self.points[todo] - self.images[todo] / self.modulus
-            entrants, _ = pricing.best(at, self.lines, ENTRANTS)
+            entrants = pricing.entrants(at, self.lines, ENTRANTS, self.mean[todo])
             self.rounds[todo] += isinstance(pricing, Prices)
             improved = self._add(todo, entrants)
             stuck = (~improved & ~self.closed[todo]).nonzero()[:, 0]
@@ -199,9 +202,7 @@ class ColumnGeneration:
         again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
         fresh = self.pairs.included[entrants] & ~inside & ~again
         active = torch.cat([self.active[rows], fresh], dim=1)
-        images = self.pairs.images(indices.flatten()).view(*indices.shape, -1)
-        at = self.points[rows] - self.images[rows] / self.modulus
-        slopes = self.lines[indices] + (images @ at[:, :, None])[:, :, 0]
+        slopes, grams = self._products(rows, indices)
         mean = (self.weights[rows] * slopes[:, : current.shape[1]]).sum(1)
         gains = slopes - mean[:, None]
         gap = gains.masked_fill(~active, -torch.inf).amax(1)
@@ -212,24 +213,52 @@ class ColumnGeneration:
         if len(left) == 0:
             return gap, mean, None
         if len(left) < len(rows):
-            indices, active, images, gains = (x[left] for x in (indices, active, images, gains))
+            indices, active, gains, grams = (x[left] for x in (indices, active, gains, grams))
         guess = active & (gains > 0)  # together with the points that have weight
         guess[:, : current.shape[1]] |= self.active[rows[left]]
-        offsets = images.sub_(self.images[rows[left], None])
-        gram = (offsets @ offsets.mT).permute(1, 2, 0).contiguous()
+        gram = grams.permute(1, 2, 0).contiguous()
         slope, included, first = (x.mT.contiguous() for x in (self.modulus * gains, active, guess))
         best = maximize_on_simplex(gram, slope, included, NOISE, first)
         weights = best.weights.mT
-        step = (weights[:, None] @ offsets)[:, 0]
-        rise = (weights * gains).sum(1) - step.square().sum(1) / (2 * self.modulus)
+        pulls = (grams @ weights[:, :, None])[:, :, 0]  # the products of all offsets with the step
+        rise = (weights * gains).sum(1) - (weights * pulls).sum(1) / (2 * self.modulus)
         # The last gaps are below the rounding error of the value. So the gap among these points
         # decides whether the weights are better.
-        gains = gains - (offsets @ step[:, :, None])[:, :, 0] / self.modulus
+        gains = gains - pulls / self.modulus
         rest = gains.masked_fill(~active, -torch.inf).amax(1) - (weights * gains).sum(1)
         keep = ((rest < gap[left] / 2) & best.solved).nonzero()[:, 0]
-        sensitivity = (best.sensitivity * self.modulus).permute(2, 0, 1)
-        found = (left, indices, weights, sensitivity, step, rise)
-        return gap, mean, _Better(*(each[keep] for each in found))
+        left, indices, weights, rise = (x[keep] for x in (left, indices, weights, rise))
+        step = self._step(rows[left], indices, weights)
+        sensitivity = (best.sensitivity * self.modulus).permute(2, 0, 1)[keep]
+        return gap, mean, _Better(left, indices, weights, sensitivity, step, rise)
+
+    def _products(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slopes (b,W) of bank points (b,W), and the products (b,W,W) of z~_i - z~'."""
+        found = []
+        for part, some in self._cached(rows, indices):
+            images = self.pairs.images(some.flatten()).view(*some.shape, -1)
+            at = self.points[part] - self.images[part] / self.modulus
+            slopes = self.lines[some] + (images @ at[:, :, None])[:, :, 0]
+            offsets = images.sub_(self.images[part, None])
+            found.append((slopes, offsets @ offsets.mT))
+        slopes, grams = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return slopes, grams
+
+    def _step(self, rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Return the change (b,d) of z~' by new weights (b,W)."""
+        width = int((weights > 0).sum(1).max()) if len(weights) else 0
+        weights, order = weights.topk(width, dim=1)
+        steps = [self.points[:0]]
+        for part, some, weight in self._cached(rows, indices.gather(1, order), weights):
+            images = self.pairs.images(some.flatten()).view(*some.shape, -1)
+            steps.append((weight[:, None] @ images.sub_(self.images[part, None]))[:, 0])
+        return torch.cat(steps)
+
+    def _cached(self, rows: Tensor, indices: Tensor, *others: Tensor) -> Iterator[Sequence[Tensor]]:
+        """Split rows, so that on the CPU the images of their bank points (b,W) fit in its cache."""
+        numbers = max(1, indices.shape[1]) * self.pairs.dim
+        at_once = max(1, len(rows) if rows.is_cuda else CACHED_NUMBERS // numbers)
+        return zip(*(part.split(at_once) for part in (rows, indices, *others)), strict=True)
 
     def _store(self, rows: Tensor, better: _Better) -> None:
         """Make the points with weight the current ones, most weight first."""

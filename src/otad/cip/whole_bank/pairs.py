@@ -82,7 +82,7 @@ class Pairs:
 
     def _stored(self, part: Tensor, rows: Tensor | slice) -> Tensor:
         if isinstance(rows, Tensor):
-            rows = rows.to(part.device)
+            return part.index_select(0, rows.to(part.device)).to(self.device).double()
         return part[rows].to(self.device).double()
 
 

@@ -18,14 +18,16 @@ from otad.cip.execution import full_precision
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.projected_pairs import ProjectedPairs
 from otad.errors import import_extra
-from otad.search.confirmed_product import Shortlist, shortlist
-from otad.search.projection import Projection
+from otad.search.confirmed_product import Shortlist, Sums, shortlist
+from otad.search.projection import WIDTH, Projection
 
 CACHE_BYTES = 2**31  # a float32 copy of the bank is cached up to this size
 PRODUCTS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}  # products of a block of points and queries
 POINTS_AT_ONCE = {"cpu": 2**14, "cuda": 2**16}
 GATHERED_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}  # numbers of bank points that are read one by one
 PRICED_AT_ONCE = {"cpu": 2**18, "cuda": 2**27}  # the same, where they are used once
+LONGER = 8  # how many times more points are compared if float32 leaves open which are the best
+QUERIES_AT_ONCE = 2**12  # which all take the memory of the one with most points above its floor
 CONFIRMED = 8  # points that are priced in float64 to be sure of the largest
 
 # Settings of the index of FAISS:
@@ -38,7 +40,7 @@ TRAINING_ROWS = 64  # per cell
 class Prices:
     """Exact prices of the points of `pairs`."""
 
-    def __init__(self, pairs: Pairs) -> None:
+    def __init__(self, pairs: Pairs, width: int = WIDTH) -> None:
         self.pairs = pairs
         self._norms = pairs.image_squares.sqrt()
         self._kind = pairs.device.type if pairs.device.type in POINTS_AT_ONCE else "cpu"
@@ -49,7 +51,7 @@ class Prices:
             self._images = torch.empty(len(pairs), pairs.dim, device=pairs.device)
             for start, block in self._blocks(torch.float64):
                 self._images[start : start + len(block)] = block
-        self.projection = Projection(self._images)
+        self.projection = Projection(self._images, width)
         self._projected: ProjectedPairs | None = None
 
     def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -58,16 +60,18 @@ class Prices:
         The second result (b,count) says which of them may have the largest price, by float32 alone.
         No other point may."""
 
-        def full(dtype: torch.dtype, asked: Tensor) -> Shortlist:
+        def full(dtype: torch.dtype, size: int, asked: Tensor) -> Shortlist:
             at_once, blocks = PRODUCTS_AT_ONCE[self._kind], self._blocks(dtype)
-            return shortlist(asked, blocks, self._norms, lines, count, at_once, dtype)
+            return shortlist(asked, blocks, self._norms, lines, size, at_once, dtype)
 
         def projected(asked: Tensor) -> Shortlist:
             return self.projection.shortlist(asked, self._norms, lines, count, 1)
 
         attempts: list[Callable[[Tensor], Shortlist]] = [
             *([projected] if self.projection.prepare(queries) else []),
-            *(partial(full, dtype) for dtype in (torch.float32, torch.float64)),
+            partial(full, torch.float32, count),
+            partial(full, torch.float32, LONGER * count),
+            partial(full, torch.float64, count),
         ]
         doubtful = torch.arange(len(queries), device=queries.device)
         indices = doubtful.new_zeros(len(queries), min(count, len(self.pairs)))
@@ -75,11 +79,56 @@ class Prices:
         with full_precision(queries.device):
             for attempt in attempts:
                 found = attempt(queries[doubtful])
-                indices[doubtful], close[doubtful] = found.indices, found.close
+                names, nearly = found.indices, found.close
+                if names.shape[1] > indices.shape[1]:
+                    prices = self._prices(names, nearly, queries[doubtful], lines)
+                    names = names.gather(1, prices.topk(indices.shape[1], dim=1).indices)
+                    nearly = torch.arange(indices.shape[1], device=names.device) == 0
+                indices[doubtful], close[doubtful] = names, nearly
                 doubtful = doubtful[~found.is_complete]
                 if not len(doubtful):
                     break
         return indices, close
+
+    def entrants(self, queries: Tensor, lines: Tensor, count: int, floors: Tensor) -> Tensor:
+        """Return `count` points (b,count) of large prices, the largest of all among them.
+
+        The largest price of each query is known to be at least a floor (b,), up to rounding. Points
+        that cannot reach it may be replaced by the first one."""
+        if not self.projection.prepare(queries):
+            return self.best(queries, lines, count)[0]
+        found = [
+            self._entrants(some, lines, count, floor)
+            for some, floor in zip(
+                *(x.split(QUERIES_AT_ONCE) for x in (queries, floors)), strict=True
+            )
+        ]
+        return torch.cat(found)
+
+    def _entrants(self, queries: Tensor, lines: Tensor, count: int, floors: Tensor) -> Tensor:
+        projection, sums = self.projection, Sums(queries, self._norms, lines, torch.float32)
+        coordinates = projection.coordinates_of(queries)
+        asked, points, crowded = projection.above(coordinates, lines, floors)
+        bounds = projection.full_bounds(sums, asked, points)
+        reached = bounds >= (floors - 1e-6 * floors.abs())[asked]
+        asked, points = asked[reached], points[reached]
+        counts = asked.bincount(minlength=len(queries))
+        place = torch.arange(len(asked)) - (counts.cumsum(0) - counts)[asked]
+        table = floors.new_full((len(queries), 1 + max(count, int(counts.max()))), -torch.inf)
+        table[asked, place] = bounds[reached].double()
+        names = asked.new_zeros(table.shape)
+        names[asked, place] = points
+        best, order = table.topk(count + 1, dim=1)
+        listed = sums.listed(names.gather(1, order), best, best[:, -1])
+        exact = (~listed.is_complete)[asked]  # float32 leaves open which points are listed
+        table[asked[exact], place[exact]] = self._price(points[exact], queries, asked[exact], lines)
+        best, order = table.topk(count, dim=1)
+        names = names.gather(1, order)
+        names = torch.where(best > -torch.inf, names, names[:, :1])
+        others = torch.cat([crowded, (counts == 0).nonzero()[:, 0]]).unique()
+        if len(others):
+            names[others] = self.best(queries[others], lines, count)[0]
+        return names
 
     def bounds_of_pairs(self) -> ProjectedPairs | None:
         """Return bounds of the prices of bank points for each other, if they may be of use.
@@ -101,7 +150,8 @@ class Prices:
             every = torch.arange(rows.start, rows.stop, device=floors.device)
             return self._largest(every, modulus, lines, by)
         own = bounds.queries(modulus, rows)
-        asked, points, crowded = self.projection.above(own, lines, floors, by)
+        with full_precision(floors.device):
+            asked, points, crowded = self.projection.above(own, lines, floors, by)
         others = points != asked + rows.start
         asked, points = asked[others], points[others]
         top, place = floors.clone(), torch.zeros_like(floors, dtype=torch.int64)
@@ -132,10 +182,7 @@ class Prices:
     def largest(self, queries: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest price (b,) in float64, and the point that has it (b,)."""
         indices, close = self.best(queries, lines, CONFIRMED)
-        prices = queries.new_full(indices.shape, -torch.inf)
-        rows, columns = close.nonzero().unbind(1)
-        prices[rows, columns] = self._price(indices[rows, columns], queries, rows, lines)
-        top, column = prices.max(1)
+        top, column = self._prices(indices, close, queries, lines).max(1)
         return top, indices.gather(1, column[:, None])[:, 0]
 
     def largest_of(self, points: Tensor, queries: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,6 +195,13 @@ class Prices:
             better = value > top
             top, place = torch.where(better, value, top), torch.where(better, part[where], place)
         return top, place
+
+    def _prices(self, indices: Tensor, which: Tensor, queries: Tensor, lines: Tensor) -> Tensor:
+        """Return the prices (b,T) of some of the points (b,T) in float64, and -inf for others."""
+        prices = queries.new_full(indices.shape, -torch.inf)
+        rows, columns = which.nonzero().unbind(1)
+        prices[rows, columns] = self._price(indices[rows, columns], queries, rows, lines)
+        return prices
 
     def _price(self, points: Tensor, queries: Tensor, rows: Tensor, lines: Tensor) -> Tensor:
         """Return the prices (n,) of points (n,) for the queries `rows` (n,), in float64."""
@@ -195,6 +249,11 @@ class IndexPrices:
         places = torch.where(places < 0, places[:, :1], places)  # if the probed cells have fewer
         places = self.places[places.clamp_min(0)]
         return places, torch.ones_like(places, dtype=torch.bool)
+
+    def entrants(self, queries: Tensor, lines: Tensor, count: int, floors: Tensor) -> Tensor:
+        """Return `count` points (b,count) of large price, of any size."""
+        del floors
+        return self.best(queries, lines, count)[0]
 
     def _rows(self, pairs: Pairs, lines: Tensor, places: Tensor) -> np.ndarray[Any, Any]:
         heights = lines[places] / self.unit

@@ -42,15 +42,14 @@ class ProjectedPairs:
 
         None means that there are too many."""
         if self._sides is None or self._sides[0] != modulus:
-            images, queries = self.projection.coordinates, self.queries(modulus, slice(None))
             own = self.pairs.image_squares / modulus - self.pairs.products  # -<z~_i, q_i>
             own = (own + self.projection.error * own.abs()).float()[:, None]
-            last = torch.ones_like(own)
-            left = torch.cat([images, queries, own, last], dim=1)
-            self._sides = modulus, left, torch.cat([queries, images, last, own], dim=1)
-        _, left, right = self._sides
-        missing = -(other.stop - other.start) % GROUP
-        sums = left[one] @ pad(right[other], (0, 0, 0, missing)).mT
+            self._sides = modulus, self.queries(modulus, slice(None)), own
+        _, queries, own = self._sides
+        images, last = self.projection.coordinates, torch.ones_like(own)
+        left = torch.cat([part[one] for part in (images, queries, own, last)], dim=1)
+        right = torch.cat([part[other] for part in (queries, images, last, own)], dim=1)
+        sums = left @ pad(right, (0, 0, 0, -len(right) % GROUP)).mT
         if one == other:
             sums = sums.triu_(1)
         groups = sums.view(len(sums), GROUP, -1)
