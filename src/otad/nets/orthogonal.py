@@ -75,7 +75,8 @@ class OrthogonalNet(LipschitzNet):
     """
 
     settings = ("width", "blocks")
-    orthogonal: ClassVar[Sequence[str]] = ("matrices", "head.weight")
+    orthonormal_rows: ClassVar[Sequence[str]] = ("matrices", "head.weight")
+    """The names of the weights whose rows a training has to keep orthonormal."""
 
     def __init__(
         self,
@@ -147,8 +148,8 @@ class OrthogonalNet(LipschitzNet):
 
 def orthogonal_weights(net: nn.Module) -> list[nn.Parameter]:
     """Return the weights (...,r,n) of a network whose rows have to stay orthonormal."""
-    parts = net.modules()
-    return [part.get_parameter(name) for part in parts for name in getattr(part, "orthogonal", ())]
+    named = [(part, getattr(part, "orthonormal_rows", ())) for part in net.modules()]
+    return [part.get_parameter(name) for part, names in named for name in names]
 
 
 @torch.no_grad()
