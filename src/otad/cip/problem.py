@@ -142,7 +142,7 @@ class CipProblem(_Problem):
         parts = {"anchors": anchors, "images": images}
         for name, tensor in parts.items():
             check_tensor(tensor, name, "B,K,d", finite=False)
-            shape = len(query), anchors.shape[1], query.shape[1]
+            shape = query.shape[0], anchors.shape[1], query.shape[1]
             check_shape(tensor, name, shape, "(B,K,d) to match query and anchors")
             check_alike(tensor, name, query, "query")
             _refuse_gradient(tensor, name)

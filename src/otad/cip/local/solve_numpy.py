@@ -50,7 +50,7 @@ def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
         image -= np.array(low, dtype)[:, None] * shift
     made = {"image": image, "value": value, "multipliers": weights, "potentials": potentials}
     made |= {"smoothness": np.array(high), "strong_convexity": np.array(low), "residual": residual}
-    made["status"] = np.full(batch, int(Status.SOLVED))
+    made["status"] = np.array([int(Status.SOLVED)] * batch)
     made["active"] = np.ones((batch, count), dtype=bool)
     return CipSolution(**{name: torch.from_numpy(part) for name, part in made.items()}, mode=mode)
 
@@ -112,9 +112,9 @@ def _maximize(gram: Array, linear: Array, scale: float, tolerance: float) -> Arr
     floor = tolerance * (1 + _max(abs(linear)) / scale)
     if not floor < math.inf:
         return None
-    matrix, sides = gram + scale, np.ones((2, len(linear)))
-    sides[0] = linear
-    support, rows, block, side = np.arange(len(linear)), matrix, matrix, sides
+    matrix, support = gram + scale, np.arange(len(linear))
+    sides = np.array((linear, [1.0] * len(linear)))
+    rows, block, side = matrix, matrix, sides
     for _ in range(GUESSES):
         factors, solved, failed = posv(block, side.T)
         if failed or _min(factors.diagonal()) <= math.sqrt(tolerance * scale):
@@ -139,7 +139,7 @@ def _maximize(gram: Array, linear: Array, scale: float, tolerance: float) -> Arr
         if change <= 1e-12:
             break
         gain = linear - level - weight @ rows
-    weights = np.zeros_like(linear)
+    weights = np.zeros(len(linear))
     weights[support] = weight
     return weights
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count, require
-from otad.cip.execution import row_blocks, run_parts
+from otad.cip.execution import problem_blocks, row_blocks, run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
@@ -113,6 +113,7 @@ class ExactCip:
         """Return whether to try to solve the rows one by one in NumPy, which is faster."""
         plain = self.spares == 0 and self.potential == "canonical" and self.chunk is None
         query, few = problem.query, problem.shape[0] <= _FEW_ROWS
+        few = few and len(problem_blocks(problem, None)) == 1
         constant = not (query.requires_grad and torch.is_grad_enabled())
         return few and plain and constant and query.device.type == "cpu"
 
