@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -87,7 +87,7 @@ def checked(function: AnyFunction) -> AnyFunction:
         for name, value in given.items():
             if (name, type(value)) not in uniform:
                 _check(name, value, hints[name])
-                if _is_uniform(type(value)):
+                if _is_uniform(type(value)):  # type: ignore[arg-type]
                     uniform.add((name, type(value)))
         try:
             return function(*args, **options)
@@ -103,6 +103,7 @@ def checked(function: AnyFunction) -> AnyFunction:
     return cast(AnyFunction, call)
 
 
+@cache
 def _is_uniform(kind: type) -> bool:
     """Return whether all values of a type fit if one does: plain types, and those of the library
     that have no other bases."""
