@@ -25,7 +25,7 @@ FEWEST_COLUMNS = 4 * WIDTH
 FEWEST_QUERIES = 128  # coordinates take as long as the full products of about so many queries
 SAMPLE = 1024  # rows from which the basis is estimated
 ITERATIONS = 3  # of the power method for the basis
-LONGER = 4  # how many times more rows are multiplied in full than are returned
+LONGER = 8  # how many times more rows may be multiplied in full than are returned
 GROUP = 16  # products of which only the largest is compared with others at first
 MOST_GROUPS = 256  # with a product above the floor of a query
 PRODUCTS_AT_ONCE = 7 * 2**20  # less than 32 MiB, so that the C library uses the memory again
@@ -87,7 +87,7 @@ class Projection:
         queries is above their bound of place `sure`, the projection does not pay for these rows."""
         sums = Sums(queries, norms, offsets, torch.float32)
         longer = min(LONGER * size, len(self.coordinates))
-        names, ceilings = [], []
+        names, parts = [], []
         for _, groups in self._groups(self.coordinates_of(queries), offsets):
             width = min(longer, groups.shape[2])  # the best rows are in as many of the best groups
             first = groups.amax(1).topk(width, dim=1).indices
@@ -95,11 +95,20 @@ class Projection:
             found = values.topk(longer, dim=1)
             column = first.gather(1, found.indices % width)
             names.append(found.indices // width * groups.shape[2] + column)
-            ceilings.append(found.values[:, -1])
-        listed, ceiling = torch.cat(names), torch.cat(ceilings)
-        asked = torch.arange(len(queries)).repeat_interleave(longer)
-        bounds = self.full_bounds(sums, asked, listed.flatten()).view_as(listed)
+            parts.append(found.values)
+        listed, rough = torch.cat(names), torch.cat(parts)
+        asked = torch.arange(len(queries)).repeat_interleave(size)
+        bounds = torch.full_like(rough, -torch.inf)
+        full = self.full_bounds(sums, asked, listed[:, :size].flatten())
+        bounds[:, :size] = full.view(-1, size)
+        floors = sums.listed(listed[:, :size], bounds[:, :size], rough[:, -1]).floors
+        more = rough >= floors.topk(sure, dim=1).values[:, -1:]
+        more[:, :size] = False
+        bounds[more] = self.full_bounds(sums, more.nonzero()[:, 0], listed[more])
         best, order = bounds.topk(size, dim=1)
+        # Rows that were not multiplied in full are below their rough bounds.
+        ceiling = rough.masked_fill(bounds > -torch.inf, -torch.inf).amax(1)
+        ceiling = torch.maximum(ceiling, rough[:, -1])
         if len(queries) >= FEWEST_QUERIES:
             self.pays = bool((ceiling < best[:, sure - 1]).double().mean() > 0.5)
         return sums.listed(listed.gather(1, order), best, torch.maximum(ceiling, best[:, -1]))
