@@ -16,6 +16,7 @@ from otad.evaluate import ATTACKS, PRESETS, Evaluation
 from otad.evaluate.flags import HIDDEN
 from otad.report import evaluation_report as report_module
 from otad.report.evaluation_report import evaluation_report
+from otad.search import projection
 
 ROOT = Path(__file__).parents[1]
 PROTOCOL = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
@@ -72,6 +73,7 @@ def test_memory_of_several_processes() -> None:
     assert f"and two took {' and '.join(own['2'])} MiB" in page
     assert f"blocks of up to {math.isqrt(pairs.BLOCK_BYTES // 8):,}" in page
     assert f"at most {pricing.CACHE_BYTES // 2**30} GiB" in page
+    assert f"{projection.FEWEST_ROWS:,} points of dimension {projection.FEWEST_COLUMNS}" in page
 
 
 def test_every_flag_and_attack_is_explained() -> None:
