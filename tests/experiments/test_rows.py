@@ -252,7 +252,7 @@ def test_attacks_of_shipped_experiments_can_be_made(model: OTAD, name: str) -> N
     assert vars(straight)["shares"] == (1.0,), "lists of a file become tuples"
 
 
-QUERIES = factories.points(9, seed=5)
+QUERIES = factories.points(20, seed=5)  # so many that they are solved in steps
 STEPS = ["search", "products", "potentials and QP", "image"]
 
 

@@ -120,7 +120,7 @@ def test_shards_of_another_bank_are_replaced(tmp_path: Path, bank: FeatureBank) 
     bank.save_shard(tmp_path, 1, 4)
     with pytest.raises(InputError, match="expected the shards of one bank, got shards of 2, 4"):
         join_shards(tmp_path)
-    for shards in (0, N + 1):
+    for shards in (0, N + 1, 2**40):
         with pytest.raises(InputError, match="shards: expected"):
             bank.save(tmp_path, shards=shards)
 

@@ -190,7 +190,8 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     embedding, key, neighbors), "rows" (the pairs of the neighbors fetched from a bank in a file or
     on another device), "products" (of the neighbors), "potentials and QP" (L and longest paths,
     eq. (2), then eq. (3)), "image" (assembled and read by the head). A network in place of the
-    solver is one step after the search, "network"; a global map one step in all, "global map"."""
+    solver is one step after the search, "network"; a global map one step in all, "global map". A
+    CPU solves a few inputs in a single step; here they are timed by the steps of larger batches."""
     clock, solver, head = Clock(model.backbone.mean.device), model.solver, model.backbone.head
     if not model.answerer.rests_on_neighbors or solver is None:
         clock("global map", lambda: model(x))
