@@ -196,9 +196,10 @@ def _repeated(work: Callable[[], object], repeats: int, device: torch.device) ->
 
 NOTES = """\
 time     The median time per query. Our solver finds the potentials (eq. 2) as
-         well and checks its input; other solvers use our potentials. POT solves
-         two conic problems per query, for a lower and an upper bound. Ours takes
-         the B queries at once, others one by one: rows with B = 1 compare alike.
+         well and checks its input; other solvers use our potentials. POT
+         solves two conic problems per query, for a lower and an upper bound.
+         Ours takes B queries at once, others one by one: only with B = 1 do
+         all of them do the same.
 own      The time that the solver reports, without the modeling around it.
 timed    The number of different queries that were timed.
 vs f32   How many times faster our solver is in float32; vs f64: in float64.

@@ -191,6 +191,7 @@ memory     The peak beyond the bank on a GPU, or the growth of the process on a 
 
 def cells(row: Record) -> dict[str, str]:
     memory = max(row["potential_memory"], row["query_memory"]) / 2**30
+    product = row.get("product_seconds")  # older records lack it
     return {
         "N": f"{row['size']:,}",
         "least L": f"{row['smoothness']:.4g}",
@@ -198,7 +199,7 @@ def cells(row: Record) -> dict[str, str]:
         "sweeps": str(row["sweeps"]),
         "queries": f"{row['queries']:,}",
         "total": output.format_seconds(row["query_seconds"]),
-        "product": output.format_seconds(row.get("product_seconds", math.nan)),
+        "product": "-" if product is None else output.format_seconds(product),
         "rounds": f"{row['rounds']:.2f}",
         "support": f"{row['support']:.1f}",
         "gap": f"{row['gap']:.0e}" + (f" ({row['unsolved']} open)" if row["unsolved"] else ""),
