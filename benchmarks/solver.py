@@ -14,32 +14,30 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import output
 import torch
-from instances import random_bank, random_instance
+from instances import SMOOTHNESS, random_bank, random_instance
 from matplotlib.figure import Figure
 from output import Record
 from peers import MAP, MISSING, OURS_32, OURS_64, PEERS, QUESTIONS, STRONG_MAP, peers_beside
 from rich.table import Table
 from timing import limited_threads, measure, timed
 
-from otad.cip import ExactCip
+from otad.cip import BankProblem, CipSolution, ExactCip
 
 
 @dataclass(frozen=True)
 class BankCase:
-    """A bank of N pairs, B queries with K neighbors in R^d, and the chunks to try."""
+    """A bank of N pairs in one precision, and B queries with K neighbors in R^d."""
 
     size: int
     batch: int
     neighbors: int
     dim: int
-    dtypes: tuple[str, ...] = ("float16", "bfloat16")
-    chunks: tuple[int | None, ...] = (None, 64, 256, 1024)
+    dtype: str = "float16"
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Grid:
     """Sizes (B,K,d) around one base size, of which B, K and d vary one at a time.
 
     `largest` bounds the number of values in the anchors, B K d. If d would exceed it, B is reduced.
-    `bank` runs on CUDA devices only.
+    The `banks` run on CUDA devices only.
     """
 
     batches: tuple[int, ...]
@@ -57,7 +55,7 @@ class Grid:
     largest: int
     budget: float
     repeats: int
-    bank: BankCase
+    banks: tuple[BankCase, ...]
 
     def sizes(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
         """Return every (B,K,d) once, the base first, with the axes ("B", "K", "d") it is on."""
@@ -82,7 +80,7 @@ PRESETS = {
         largest=10**7,
         budget=0.1,
         repeats=3,
-        bank=BankCase(2_000, 1_000, 10, 1_024, chunks=(None, 64)),
+        banks=(BankCase(2_000, 1_000, 10, 1_024),),
     ),
     "full": Grid(
         batches=(1, 10, 100, 1_000),
@@ -92,7 +90,15 @@ PRESETS = {
         largest=200 * 10 * 24_576,
         budget=10.0,
         repeats=5,
-        bank=BankCase(50_000, 10_000, 10, 24_576),
+        banks=(
+            BankCase(50_000, 10_000, 10, 24_576),
+            BankCase(50_000, 10_000, 10, 24_576, "bfloat16"),
+            BankCase(50_000, 100, 10, 24_576),
+            BankCase(50_000, 1, 10, 24_576),
+            BankCase(50_000, 10_000, 10, 784, "float32"),
+            BankCase(50_000, 10_000, 20, 784, "float32"),
+            BankCase(50_000, 10_000, 50, 784, "float32"),
+        ),
     ),
 }
 
@@ -106,7 +112,7 @@ def run(
     seed: int = 0,
     beside: Path | None = None,
 ) -> Record:
-    """Measure all installed solvers on every size and, on a GPU, the bank case.
+    """Measure all installed solvers on every size and, on a GPU, queries to banks.
 
     `budget` is the time in seconds for each solver on each size, by default the grid's. The solvers
     of other projects always run on the CPU.
@@ -135,7 +141,8 @@ def run(
                 row |= timing.to_dict()
                 row["raised"] = int((instance.solution.status != 0).sum())
                 measurements.append(row)
-    bank = list(_bank_case(grid.bank, target, seed, grid.repeats)) if device == "cuda" else []
+    banks = grid.banks if device == "cuda" else ()
+    bank = list(_bank_cases(banks, target, seed, grid.repeats))
     return {
         "benchmark": "solver",
         "config": config,
@@ -148,44 +155,51 @@ def run(
     }
 
 
-def _bank_case(
-    case: BankCase, device: torch.device, seed: int, repeats: int, copy_bytes: int = 2**32
+def _bank_cases(
+    cases: tuple[BankCase, ...],
+    device: torch.device,
+    seed: int,
+    repeats: int,
+    copy_bytes: int = 2**32,
 ) -> Iterator[Record]:
-    """Measure the time from bank indices to z', checks included, for every precision and chunk.
+    """Measure the time and memory from bank indices to z', checks of the input included.
 
     No solver can be faster than reading the neighbors once. So the time is compared with this
     floor, the bytes of the gathered pairs divided by the bandwidth of a copy on the same device.
     """
+    if not cases:
+        return
     block = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
     bandwidth = 2 * copy_bytes / statistics.median(_repeated(block.clone, repeats, device))
     del block
-    for dtype in case.dtypes:
+    for case in cases:
         source = torch.Generator(device).manual_seed(seed)
         shape = (case.size, case.batch, case.neighbors, case.dim)
-        bank = random_bank(*shape, getattr(torch, dtype), source)
+        bank = random_bank(*shape, getattr(torch, case.dtype), source)
+
+        def answer(bank: BankProblem = bank) -> CipSolution:
+            parts = bank.query, bank.inputs, bank.features, bank.indices
+            return ExactCip()(BankProblem(*parts, SMOOTHNESS))
+
+        seconds, extra = _repeated(answer, repeats, device), None
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        solution = answer()
+        if device.type == "cuda":
+            extra = torch.cuda.max_memory_allocated(device) - before
         gathered = bank.indices.numel() * 2 * case.dim * bank.inputs.element_size()
-        for chunk in case.chunks:
-            solver, extra = ExactCip(chunk=chunk), None
-            if device.type == "cuda":
-                before = torch.cuda.memory_allocated(device)
-                torch.cuda.reset_peak_memory_stats(device)
-                solver(bank)
-                extra = torch.cuda.max_memory_allocated(device) - before
-            seconds = _repeated(partial(solver, bank), repeats, device)
-            solution = solver(bank)
-            yield {
-                "dtype": dtype,
-                "chunk": chunk,
-                "seconds": statistics.median(seconds),
-                "repeat_seconds": seconds,
-                "bandwidth": bandwidth,
-                "gathered_bytes": gathered,
-                "floor_seconds": gathered / bandwidth,
-                "extra_bytes": extra,
-                "answer_bytes": solution.image.numel() * solution.image.element_size(),
-                "residual": float(bank.residual(solution).max()),
-                "raised": int((solution.status != 0).sum()),
-            }
+        yield asdict(case) | {
+            "seconds": statistics.median(seconds),
+            "repeat_seconds": seconds,
+            "bandwidth": bandwidth,
+            "gathered_bytes": gathered,
+            "floor_seconds": gathered / bandwidth,
+            "extra_bytes": extra,
+            "answer_bytes": solution.image.numel() * solution.image.element_size(),
+            "residual": float(bank.residual(solution).max()),
+            "raised": int((solution.status != 0).sum()),
+        }
 
 
 def _repeated(work: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
@@ -207,14 +221,14 @@ differs  The largest deviation from our float64, relative to our largest entry."
 
 
 def tables(record: Record) -> Iterator[Table | str]:
-    """Yield a table for each question, the bank case, and the solvers that are missing."""
+    """Yield a table for each question, the banks, and the solvers that are missing."""
     for question in (MAP, STRONG_MAP):
         rows = [row for row in record["measurements"] if row["question"] == question]
         yield output.table(f"z' by eq. (3): {question}", [_cells(row, rows) for row in rows])
     if record["bank"]:
-        case = record["config"]["bank"]
-        title = "{batch:,} queries, K = {neighbors}, d = {dim:,}, from a bank of {size:,}"
-        yield output.table(title.format(**case), map(_bank_cells, record["bank"]))
+        one = record["config"].get("bank", {})  # the sizes of all rows in older records
+        cells = [_bank_cells(one | row) for row in record["bank"]]
+        yield output.table("Queries with neighbors from a bank of N", cells)
     yield from (f"{name}: {reason}" for name, reason in record["missing"].items())
     yield NOTES
 
@@ -242,8 +256,9 @@ def _cells(row: Record, rows: list[Record]) -> dict[str, str]:
 def _bank_cells(row: Record) -> dict[str, str]:
     extra = row["extra_bytes"]
     return {
+        **{name: f"{size:,}" for name, size in zip("BKd", _shape(row), strict=True)},
+        "N": f"{row['size']:,}",
         "bank": row["dtype"],
-        "chunk": "auto" if row["chunk"] is None else str(row["chunk"]),
         "total": output.format_seconds(row["seconds"]),
         "floor": output.format_seconds(row["floor_seconds"]),
         "ratio": f"{row['seconds'] / row['floor_seconds']:.2f}",

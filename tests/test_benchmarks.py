@@ -34,8 +34,8 @@ from otad.data import Dataset
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-BANK = solver.BankCase(20, 6, 3, 8, dtypes=("float16",), chunks=(None, 4))
-TINY = solver.Grid((1, 3), (2,), (4,), (3, 2, 4), largest=100, budget=0.001, repeats=2, bank=BANK)
+BANKS = solver.BankCase(20, 6, 3, 8), solver.BankCase(20, 6, 2, 8, "float32")
+TINY = solver.Grid((1, 3), (2,), (4,), (3, 2, 4), largest=100, budget=0.001, repeats=2, banks=BANKS)
 EXACT = {"ours, float32": 1e-5, "ours, float64": 1e-12, "ProxQP": 1e-6}
 CONIC = 1e-3  # the square root of the tolerance on the objective
 
@@ -156,14 +156,15 @@ def test_missing_solvers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {f"{name}: {MISSING}" for name in named} <= set(map(str, solver.tables(record)))
 
 
-def test_the_bank_case_is_compared_with_its_floor() -> None:
-    rows = list(solver._bank_case(BANK, CPU, seed=0, repeats=2, copy_bytes=2**20))
-    assert [row["chunk"] for row in rows] == [None, 4]
+def test_banks_are_compared_with_their_floor() -> None:
+    rows = list(solver._bank_cases(BANKS, CPU, seed=0, repeats=2, copy_bytes=2**20))
+    pairs = [6 * 3 * 2 * 8 * 2, 6 * 2 * 2 * 8 * 4]  # the bytes of B K pairs of d numbers
+    assert [row["gathered_bytes"] for row in rows] == pairs
     for row in rows:
-        assert row["gathered_bytes"] == 6 * 3 * 2 * 8 * 2  # B K pairs of d float16 numbers
         assert row["floor_seconds"] * row["bandwidth"] == pytest.approx(row["gathered_bytes"])
         assert row["answer_bytes"] == 6 * 8 * 4
         assert row["residual"] < 1e-5
+        assert solver._bank_cells(row)["d"] == "8"
 
 
 def test_the_batch_shrinks_where_the_dimension_is_large() -> None:
