@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -21,60 +23,52 @@ from otad.model.prototypes import prototype_net
 from otad.nets import lifted_net
 from otad.training import TrainConfig, train
 
-WORK = """
-import sys, time
-from otad import progress
-progress.SHOW_AFTER = 0.05
-with progress.progress_bar("some work", {progress}) as report:
-    report(1, 4)
-    time.sleep({seconds})
-    print("result")
-"""
 
-
-def on_terminal(code: str, **environment: str) -> tuple[str, str]:
-    """What a script writes to a pipe as stdout and to a terminal as stderr."""
+@contextmanager
+def on_terminal(**environment: str) -> Iterator[list[str]]:
+    """Stderr is a terminal; at the end the list has what it showed."""
     outer, inner = pty.openpty()
-    path = os.pathsep.join(filter(None, sys.path))
-    known = os.environ | {"PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "80"} | environment
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=inner, env=known, text=True
-    ) as run:
-        os.close(inner)
-        shown = b""
-        while True:
-            try:
-                shown += (part := os.read(outer, 1000))
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
-        assert run.stdout is not None
-        written = run.stdout.read()
-    os.close(outer)
-    assert run.returncode == 0, shown
-    return written, shown.decode()
+    shown: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(inner, "w") as stderr:
+        for name, value in ({"TERM": "xterm", "COLUMNS": "80"} | environment).items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "stderr", stderr)
+        patch.setattr(progress, "SHOW_AFTER", 0.05)
+        yield shown
+    with (
+        os.fdopen(outer, "rb", buffering=0) as screen,
+        suppress(OSError),
+    ):  # the other end is closed
+        while part := screen.read(1000):
+            shown.append(part.decode())
 
 
 @pytest.mark.parametrize(
     ("asked", "seconds", "environment", "drawn"),
     [
-        ("None", 0.4, {}, True),
-        ("None", 0.0, {}, False),
-        ("None", 0.4, {"OTAD_PROGRESS": "0"}, False),
-        ("False", 0.4, {}, False),
-        ("True", 0.0, {}, True),
-        ("True", 0.0, {"OTAD_PROGRESS": "0"}, False),
-        ("lambda *_: None", 0.4, {}, False),
+        (None, 0.4, {}, True),
+        (None, 0.0, {}, False),
+        (None, 0.4, {"OTAD_PROGRESS": "0"}, False),
+        (False, 0.4, {}, False),
+        (True, 0.0, {}, True),
+        (True, 0.0, {"OTAD_PROGRESS": "0"}, False),
+        (lambda *_: None, 0.4, {}, False),
     ],
 )
 def test_bars_on_a_terminal(
-    asked: str, seconds: float, environment: dict[str, str], drawn: bool
+    asked: Any,
+    seconds: float,
+    environment: dict[str, str],
+    drawn: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    written, shown = on_terminal(WORK.format(progress=asked, seconds=seconds), **environment)
-    assert ("some work" in shown) == drawn
+    with on_terminal(**environment) as shown, progress.progress_bar("some work", asked) as report:
+        report(1, 4)
+        time.sleep(seconds)
+        print("result")  # noqa: T201
+    assert ("some work" in "".join(shown)) == drawn
     assert bool(shown) == drawn
-    assert written == "result\n"  # what is printed to a file is not drawn
+    assert capsys.readouterr() == ("result\n", "")  # what is printed to a file is not drawn
 
 
 def test_nothing_is_drawn_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
