@@ -17,12 +17,39 @@ def run(program: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_functions_that_share_their_name_with_a_package() -> None:
-    """Whatever was imported before, `otad.evaluate`, `otad.certify` and `otad.explain` are
-    functions."""
+def test_import_loads_nothing_else() -> None:
     run(
         """
         import sys
+        import otad
+        from otad.cli.main import main
+        heavy = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "pandas", "PIL")
+        assert not [name for name in heavy if name in sys.modules]
+        assert "OTADClassifier" in dir(otad)
+        """
+    )
+
+
+def test_imports_leave_torch_as_it_was_and_names_are_functions_in_any_order() -> None:
+    """No extra is loaded. Whatever was imported before, `otad.evaluate`, `otad.certify` and
+    `otad.explain`, which share their names with packages, are functions."""
+    run(
+        """
+        import sys, torch
+
+        def state():
+            numbers = torch.get_num_threads(), torch.initial_seed(), torch.get_rng_state().tolist()
+            flags = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+            return numbers, flags, torch.get_default_dtype(), torch.get_float32_matmul_precision()
+
+        torch.manual_seed(7)
+        before, loaded = state(), set(sys.modules)
+        import otad
+        otad.defend, otad.certify, otad.evaluate, otad.cip
+        assert state() == before
+        heavy = {"anndata", "art", "cvxpy", "faiss", "foolbox", "matplotlib", "nevergrad", "ot",
+                 "pandas", "proxsuite", "pyautoattack", "sklearn"}
+        assert not heavy & (set(sys.modules) - loaded)
 
         for first in (
             "import otad; otad.certify, otad.evaluate, otad.explain",
@@ -42,41 +69,6 @@ def test_functions_that_share_their_name_with_a_package() -> None:
             assert otad.certify is certify, (first, otad.certify)
             assert otad.explain is explain, (first, otad.explain)
             assert otad.Certificate is Certificate
-        """
-    )
-
-
-def test_import_loads_nothing_else() -> None:
-    run(
-        """
-        import sys
-        import otad
-        from otad.cli.main import main
-        heavy = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "pandas", "PIL")
-        assert not [name for name in heavy if name in sys.modules]
-        assert "OTADClassifier" in dir(otad)
-        """
-    )
-
-
-def test_use_leaves_torch_as_it_was_and_loads_no_extra() -> None:
-    run(
-        """
-        import sys, torch
-
-        def state():
-            numbers = torch.get_num_threads(), torch.initial_seed(), torch.get_rng_state().tolist()
-            flags = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-            return numbers, flags, torch.get_default_dtype(), torch.get_float32_matmul_precision()
-
-        torch.manual_seed(7)
-        before, loaded = state(), set(sys.modules)
-        import otad
-        otad.defend, otad.certify, otad.evaluate, otad.cip
-        assert state() == before
-        heavy = {"anndata", "art", "cvxpy", "faiss", "foolbox", "matplotlib", "nevergrad", "ot",
-                 "pandas", "proxsuite", "pyautoattack", "sklearn"}
-        assert not heavy & (set(sys.modules) - loaded)
         """
     )
 

@@ -1,8 +1,9 @@
-"""Runs a function in several processes that exchange tensors by gloo, as `torchrun` starts them."""
+"""Runs a function in other processes, which may exchange tensors by gloo as those of `torchrun`."""
 
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,21 +14,19 @@ import torch
 from torch import distributed as dist
 
 TIMEOUT = timedelta(seconds=300)
-needs_fork = [
-    pytest.mark.skipif(
-        "fork" not in multiprocessing.get_all_start_methods() or not dist.is_gloo_available(),
-        reason="needs fork, so that no process imports torch again, and gloo",
-    ),
-    pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning"),
-]
+needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
 
 def forked(work: Callable[[int], object], count: int) -> list[int | None]:
-    """Run `work(rank)` in new processes, and return how they ended."""
+    """Run `work(rank)` in new processes, and return how they ended. Forks need not import torch."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("needs fork")
     context = multiprocessing.get_context("fork")
     running = [context.Process(target=work, args=(rank,)) for rank in range(count)]
-    for process in running:
-        process.start()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process.*is multi-threaded", DeprecationWarning)
+        for process in running:
+            process.start()
     for process in running:
         process.join(TIMEOUT.total_seconds())
         process.kill()  # if it hangs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from together import needs_fork, together
+from together import needs_gloo, together
 from torch import Tensor
 from torch import distributed as dist
 
@@ -24,7 +24,7 @@ from otad.cip.whole_bank.potential import (
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError, SolverError
 
-pytestmark = needs_fork
+pytestmark = needs_gloo
 N, D, LIFT = 90, 5, 2
 
 

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from together import TIMEOUT, forked, needs_fork
+from together import TIMEOUT, forked, needs_gloo
 from torch.distributed import TCPStore
 from typer.testing import CliRunner
 
 from otad.cli.main import main
 from otad.model.loading import load
 
-pytestmark = needs_fork
+pytestmark = needs_gloo
 
 
 def run(folder: Path, *commands: list[str], processes: int) -> list[list[str]]:

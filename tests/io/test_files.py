@@ -5,17 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from factories import run_script
 from safetensors.torch import save_file
+from together import forked
+from torch import Tensor
 
 from otad.errors import InputError, OtadError
 from otad.io.files import replacing
 from otad.io.tensor_files import read_tensors, write_sealed, write_tensors
+from otad.model.bank import FeatureBank
+from otad.model.defend import defend
+from otad.model.loading import load
+from otad.model.otad import OTAD
+from otad.nets import fc_resnet
 
 TENSORS = {
     "flags": torch.tensor([True, False, True]),
@@ -93,123 +102,88 @@ def test_failed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
-KILLS = """
-    import json, os, random, signal, sys
-    from pathlib import Path
-    import torch
-    import otad
-    from otad.io import files
-    from otad.model.bank import FeatureBank
-    from otad.nets import fc_resnet
+def kill_at(number: int) -> Callable[..., None]:
+    """Return a function whose call of that number kills the process."""
+    left = number
 
-    torch.set_num_threads(1)
-    x = torch.rand(300, 8, generator=torch.Generator().manual_seed(0))
-    labels = (x[:, 0] > 0.5).long()
-    models = [otad.defend(fc_resnet((8,), 2, seed=seed), x, labels) for seed in range(2)]
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(version):
+    return count
+
+
+def two_models(rows: int) -> tuple[Tensor, Tensor, list[OTAD]]:
+    x = torch.rand(rows, 8, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0.5).long()
+    return x, y, [defend(fc_resnet((8,), 2, seed=seed), x, y) for seed in range(2)]
+
+
+@pytest.mark.parametrize(("kind", "renames", "count"), [("bank", 1, 1), ("model", 3, 4)])
+def test_killed_writers_leave_the_old_files_or_the_new(
+    kind: str, renames: int, count: int, tmp_path: Path
+) -> None:
+    """SIGKILL before each rename, then at a random function call, of a bank (1 file) and a model
+    (3, and README.md after them)."""
+    x, y, models = two_models(300)
+
+    def write(version: int) -> None:
         if kind == "model":
-            return models[version % 2].save(folder, version=version)
-        transport, about = lambda rows: (rows, rows + version), {"fingerprint": str(version)}
-        FeatureBank.build(transport, x, labels, **about, batch_size=5, path=folder / "bank")
+            models[version % 2].save(tmp_path, version=version)
+            return
+        transport = lambda rows: (rows, rows + version)  # noqa: E731
+        options = {"fingerprint": str(version), "batch_size": 5, "path": tmp_path / "bank"}
+        FeatureBank.build(transport, x, y, **options)
 
-    def read():
+    def read() -> tuple[int, bool]:
         if kind == "bank":
-            bank = FeatureBank.load(folder / "bank")
+            bank = FeatureBank.load(tmp_path / "bank")
             version = int(bank.fingerprint)
             return version, torch.equal(bank.inputs, x) and torch.equal(bank.features, x + version)
-        model = otad.load(folder)
+        model = load(tmp_path)
         version = model.notes["version"]
         expected = models[version % 2].state_dict()
         return version, all(torch.equal(expected[k], v) for k, v in model.state_dict().items())
 
-    def kill_at(number):
-        left = number
+    def attempt(version: int, rename: int = 0, call: int = 0) -> tuple[int | None, int, bool, int]:
+        """Write until killed. Return how it ended, what is there, and the number of files."""
 
-        def count(*event):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return count
+        def work(_: int) -> None:
+            replace, last = os.replace, kill_at(rename)
+            os.replace = lambda *names: (last(), replace(*names))
+            sys.setprofile(kill_at(call) if call else None)
+            write(version)
 
-    def attempt(version, die_at_rename=0, die_at_call=0):
-        if not (pid := os.fork()):
-            rename, last = os.replace, kill_at(die_at_rename)
-            files.os.replace = lambda *names: (last(), rename(*names))
-            sys.setprofile(kill_at(die_at_call) if die_at_call else None)
-            status = 1
-            try:
-                write(version)
-                status = 0
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(pid, 0)
-        assert status in (0, signal.SIGKILL), status
-        names = {entry.name for entry in folder.iterdir()} - {".lock"}
-        return [status == signal.SIGKILL, *read(), len(names)]
+        (ended,) = forked(work, 1)
+        return ended, *read(), len({entry.name for entry in tmp_path.iterdir()} - {".lock"})
 
-    def count(*event):
-        global calls
-        calls += 1
-
-    for kind, renames in (("bank", 1), ("model", 3)):
-        folder, dice, calls = Path(sys.argv[1]) / kind, random.Random(0), 0
-        write(0)  # imports what it needs
-        sys.setprofile(count)
-        write(0)
-        sys.setprofile(None)
-        rows = [attempt(0)]
-        for rename in range(1, 1 + renames):
-            rows.append(attempt(2 * rename - 1, die_at_rename=rename))
-        for version in range(6, 14):
-            rows.append(attempt(version, die_at_call=dice.randrange(1, calls - calls // 10)))
-        print(json.dumps([*rows, attempt(99)]))
-    """
-
-
-def test_killed_writers_leave_the_old_files_or_the_new(tmp_path: Path) -> None:
-    """SIGKILL before each rename, then at a random function call, of a bank (1 file) and a model
-    (3, and README.md after them). Forks of one process pay the imports once."""
-    for (renames, files), line in zip(((1, 1), (3, 4)), run_script(KILLS, tmp_path), strict=True):
-        first, *at_renames = json.loads(line)[:-9]
-        *at_random, last = json.loads(line)[-9:]
-        assert first == [False, 0, True, files]
-        assert last == [False, 99, True, files]  # and what the killed ones left is gone
-        # one more whole or partial file each
-        assert at_renames == [[True, 0, True, files + 1 + number] for number in range(renames)]
-        previous = 0
-        for version, (killed, found, whole, _) in enumerate(at_random, start=6):
-            assert killed
-            assert whole
-            assert found in (previous, version)
-            previous = found
-
-
-TWO_SAVERS = """
-    import os, sys
-    import torch
-    import otad
-    from otad.nets import fc_resnet
-
-    torch.set_num_threads(1)
-    x = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
-    models = [otad.defend(fc_resnet((4,), 2, seed=seed), x, (x[:, 0] > 0.5).long(), n_neighbors=3)
-              for seed in range(2)]
-    for _ in range(3):
-        child = os.fork()
-        models[child == 0].save(sys.argv[1])
-        if child == 0:
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        found = otad.load(sys.argv[1])
-        assert any(torch.equal(found(x), model(x)) for model in models)
-    print("whole")
-    """
+    write(0)  # imports what it needs
+    calls: list[object] = []
+    sys.setprofile(lambda *call: calls.append(call[1]))
+    write(0)
+    sys.setprofile(None)
+    killed, dice = -signal.SIGKILL, random.Random(0)
+    assert attempt(0) == (0, 0, True, count)
+    for rename in range(1, 1 + renames):  # one more whole or partial file each
+        assert attempt(2 * rename - 1, rename=rename) == (killed, 0, True, count + rename)
+    previous = 0
+    for version in range(6, 14):
+        call = dice.randrange(1, len(calls) - len(calls) // 10)
+        ended, found, whole, _ = attempt(version, call=call)
+        assert (ended, whole) == (killed, True)
+        assert found in (previous, version)
+        previous = found
+    assert attempt(99) == (0, 99, True, count)  # and what the killed ones left is gone
 
 
 def test_of_two_processes_that_save_into_one_folder_the_last_one_wins(tmp_path: Path) -> None:
-    assert run_script(TWO_SAVERS, tmp_path) == ["whole"]
+    x, _, models = two_models(40)
+    for _ in range(3):
+        assert forked(lambda rank: models[rank].save(tmp_path), 2) == [0, 0]
+        found = load(tmp_path)
+        assert any(torch.equal(found(x), model(x)) for model in models)
 
 
 def test_two_writers_of_one_file_both_succeed(tmp_path: Path) -> None:

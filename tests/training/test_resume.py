@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pickle
+import random
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from factories import refuses, run_script
+from factories import refuses
+from together import forked
 from torch import Tensor, nn
 from training.small_vision import FILE, images, small_cnn, small_vit, weights_print
 
@@ -173,64 +175,49 @@ def test_checkpoints_may_be_rarer_than_epochs_but_the_last_is_there(
     assert (tmp_path / "rare" / FILE).read_bytes() == (tmp_path / "each" / FILE).read_bytes()
 
 
-KILLS = """
-    import json, os, random, signal, sys
-    from pathlib import Path
-    import torch
-    from otad.io.tensor_files import read_tensors
-    from otad.nets import fc_resnet
-    from otad.training import Adversary, TrainConfig, train
-
-    base, file = Path(sys.argv[1]), sys.argv[2]
+def test_a_run_killed_six_times_ends_with_the_same_file(tmp_path: Path) -> None:
+    """SIGKILL before a rename, then at random function calls."""
     x = torch.rand(32, 3, generator=torch.Generator().manual_seed(0))
     data = x, (x.sum(1) > 1.5).long()
     adversary = Adversary(0.1, steps=1, weight_share=0.01, warmup=10)
     settings = {"energy_weight": 0.01, "ema": 0.9, "adversary": adversary}
-    config = TrainConfig(epochs=20, batch_size=16, **settings)
-    config.make_optimizer(torch.nn.Linear(1, 1))  # torch's lazy imports
+    config = TrainConfig(epochs=14, batch_size=16, **settings)
+    config.make_optimizer(nn.Linear(1, 1))  # torch's lazy imports
 
-    def attempt(name, last_rename=None, last_call=None):
-        # Killed at a rename, or at a function call after the first one.
-        folder, renames, calls = base / name, 0, 0
+    def attempt(
+        name: str, last_rename: int | None = None, last_call: int | None = None
+    ) -> tuple[int | None, int, int]:
+        """Killed at a rename, or at a function call after the first one. Return how it ended, the
+        epochs it reached and the number of files."""
+        folder = tmp_path / name
 
-        def count(frame, event, function):
-            nonlocal renames, calls
-            calls += renames > 0
-            renames += event == "c_call" and function is os.replace
-            if renames == last_rename or calls == last_call:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def work(_: int) -> None:
+            renames = calls = 0
 
-        if not (pid := os.fork()):
+            def count(frame: object, event: str, function: object) -> None:
+                nonlocal renames, calls
+                calls += renames > 0
+                renames += event == "c_call" and function is os.replace
+                if renames == last_rename or calls == last_call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
             sys.setprofile(count)
-            try:
-                train(fc_resnet((3,), 2, blocks=1), data, config, checkpoint_dir=folder)
-                sys.setprofile(None)
-                (base / "calls").write_text(str(calls))
-                os._exit(0)
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(pid, 0)
-        epochs = len(read_tensors(folder / file).header["history"])
-        print(json.dumps([status, epochs, len(os.listdir(folder))]), flush=True)
+            train(fc_resnet((3,), 2, blocks=1), data, config, checkpoint_dir=folder)
+            sys.setprofile(None)
+            (tmp_path / "calls").write_text(str(calls))
 
-    attempt("whole")
-    per_epoch = int((base / "calls").read_text()) // 19
-    attempt("cut", last_rename=3)
-    dice = random.Random(0)
-    for _ in range(5):
-        attempt("cut", last_call=dice.randrange(1, per_epoch * 3 // 2))
-    attempt("cut")
-    """
+        (ended,) = forked(work, 1)
+        epochs = len(read_tensors(folder / FILE).header["history"])
+        return ended, epochs, len([*folder.iterdir()])
 
-
-def test_a_run_killed_six_times_ends_with_the_same_file(tmp_path: Path) -> None:
-    """SIGKILL before a rename, then at random function calls. Forks of one process pay the imports
-    once."""
-    rows = [json.loads(line) for line in run_script(KILLS, tmp_path, FILE)]
-    whole, unrenamed, *at_random, final = rows
-    assert whole == final == [0, 20, 2]  # the checkpoint and the lock
-    assert unrenamed == [signal.SIGKILL, 2, 3]  # the new file is written, not yet in its place
-    assert [status for status, _, _ in at_random] == 5 * [signal.SIGKILL]
+    whole = attempt("whole")
+    per_epoch = int((tmp_path / "calls").read_text()) // (config.epochs - 1)
+    unrenamed, dice = attempt("cut", last_rename=3), random.Random(0)
+    reaches = [dice.randrange(1, per_epoch * 3 // 2) for _ in range(5)]
+    at_random = [attempt("cut", last_call=reach) for reach in reaches]
+    assert whole == attempt("cut") == (0, config.epochs, 2)  # the checkpoint and the lock
+    assert unrenamed == (-signal.SIGKILL, 2, 3)  # the new file is written, not yet in its place
+    assert [ended for ended, _, _ in at_random] == 5 * [-signal.SIGKILL]
     reached = [epochs for _, epochs, _ in at_random]
     assert reached == sorted(set(reached))  # every run resumed where the last one was killed
     assert (tmp_path / "whole" / FILE).read_bytes() == (tmp_path / "cut" / FILE).read_bytes()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from together import needs_fork, together
+from together import needs_gloo, together
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -28,7 +28,7 @@ from otad.training import (
     train_metric,
 )  # fmt: skip
 
-pytestmark = needs_fork
+pytestmark = needs_gloo
 Runs = dict[str, tuple[list[EpochRecord], list[Tensor]]]
 
 
