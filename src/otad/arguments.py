@@ -175,6 +175,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if len(parts) == 2 and isinstance(value, Mapping):
         return all(_fits(key, parts[0]) and _fits(item, parts[1]) for key, item in value.items())
     if parts and isinstance(value, (list, tuple)):
+        if parts[0] in (int, float) and {*map(type, value)} == {parts[0]}:  # records have long ones
+            return parts[0] is float or (min(value) >= -(2**63) and max(value) < 2**64)
         return all(_fits(item, parts[0]) for item in value)
     return True
 

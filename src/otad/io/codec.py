@@ -55,6 +55,8 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin is dict and isinstance(value, Mapping):
         return {name: from_plain(parts[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is tuple and isinstance(value, (list, tuple)):
+        if parts[0] in (int, float) and parts[-1] is Ellipsis and {*map(type, value)} <= {parts[0]}:
+            return tuple(value)  # records have long ones
         kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
         if len(kinds) == len(value):
             pairs = enumerate(zip(kinds, value, strict=True))
