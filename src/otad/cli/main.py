@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from importlib import import_module, metadata
 from typing import Annotated, Any
 
@@ -83,6 +84,7 @@ class _Commands(TyperGroup):
         raise typer.Exit(status)
 
 
+@cache
 def load_command(name: str) -> Any:
     module = import_module(f"otad.cli.{'predict' if name == 'explain' else name}")
     alone = typer.Typer(add_completion=False)

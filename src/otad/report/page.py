@@ -7,7 +7,7 @@ import base64
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,9 +159,8 @@ class Report:
 
     def markdown(self, folder: Path | None = None) -> str:
         """Markdown; pictures become files in `folder`, or their text alternatives without one."""
-        environment = page_templates(finalize=_escaped, lstrip_blocks=True)
-        environment.globals["image"] = partial(_write_image, folder, count(1))
-        text = environment.get_template("page.md").render(report=self)
+        page = page_templates(finalize=_escaped, lstrip_blocks=True).get_template("page.md")
+        text = page.render(report=self, image=partial(_write_image, folder, count(1)))
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
     def write(self, path: Path) -> Path:
@@ -173,6 +172,7 @@ class Report:
         return path
 
 
+@cache
 def page_templates(*packages: str, **options: Any) -> Environment:
     """The templates in the folder `page` of some packages and of this one, which has the look that
     all pages share."""
