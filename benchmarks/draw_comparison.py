@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def methods(panel: Panel, results: Path = RESULTS) -> list[Method]:
     named = [(group, *one) for group, rows in panel.methods.items() for one in rows.items()]
     for record in panel.baselines:
         path = results / f"{record}.json"
-        specs = RunRecord.read(path).experiment.rows if path.is_file() else {}
+        specs = _read_run(path).experiment.rows if path.is_file() else {}
         for key, spec in specs.items():
             short = spec.label.replace("adversarial training", "training")
             named.append((BASELINE, short, (f"{record}/{key}",)))
@@ -111,6 +112,9 @@ def methods(panel: Panel, results: Path = RESULTS) -> list[Method]:
     ]
     groups = list(panel.methods)
     return sorted(found, key=lambda one: (groups.index(one.group), _rank(one)))
+
+
+_read_run, _read_evaluation = cache(RunRecord.read), cache(Evaluation.read)
 
 
 def _rank(method: Method) -> float:
@@ -126,7 +130,7 @@ def _method(
         path = results / f"{record}.json"
         if not path.is_file():
             continue
-        run = RunRecord.read(path)
+        run = _read_run(path)
         row, spec = run.rows[key], run.experiment.rows[key]
         clean.append(row.score.value)
         for attack, asked in spec.attacks.items():
@@ -143,7 +147,7 @@ def _method(
             found = suite.certified.get(key, {}).get(f"{eps:g}")
             proved += [] if found is None else [found.value]
             if suite.row == key:
-                evaluation = Evaluation.read(results / suite.folder / "evaluation.json")
+                evaluation = _read_evaluation(results / suite.folder / "evaluation.json")
                 suites.append(evaluation.worst_case(eps).value)
     if not attacked + suites + proved:
         return None
