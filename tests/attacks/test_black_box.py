@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import sys
 from dataclasses import replace
 
@@ -206,7 +207,11 @@ def test_the_candidates_are_those_of_ngopt_itself(dimension, chosen) -> None:
         ours.tell({0: loss})
 
 
-def test_several_processes_find_what_one_finds() -> None:
+def test_several_processes_find_what_one_finds(monkeypatch) -> None:
+    """Their server imports the libraries once for both."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["nevergrad", "otad.evaluate"])
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": server}.__getitem__)
     model, x = Linear((64,)), inner_points(3, (64,))
     one, two = (run(NgOpt(6, processes=count), model, x, L2(0.15)) for count in (1, 2))
     assert torch.equal(one.inputs, two.inputs)

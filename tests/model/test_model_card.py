@@ -12,6 +12,7 @@ import yaml
 from factories import exact
 
 import otad
+from otad.attacks import Pgd, RandomNoise
 from otad.errors import InputError
 from otad.evaluate.records import Evaluation
 from otad.model.folder import note_evaluation
@@ -29,7 +30,8 @@ def evaluation(model: OTAD) -> Evaluation:
     x = torch.rand(6, *model.backbone.input_shape, generator=torch.Generator().manual_seed(0))
     y = model(x).argmax(1)
     y[0] = (y[0] + 1) % model.backbone.n_outputs
-    options = {"attacks": ["pgd", "noise"], "flags": False, "undefended": False, "eps": [0.1, 0.5]}
+    attacks = [Pgd(steps=5), RandomNoise(draws=5)]
+    options = {"attacks": attacks, "flags": False, "undefended": False, "eps": [0.1, 0.5]}
     return otad.evaluate(model, x, y, otad.L2(0.5), **options)
 
 
