@@ -67,7 +67,8 @@ $(TEST):
 # Old marks go before pip starts: once it has, and should it be interrupted, none of them is true.
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # Parts of packages that are rarely imported.
-UNUSED := /tests?/|/testing/|/ray/(data|rllib|serve|train|tune)/|/diffusers/pipelines/
+UNUSED := /tests?/|/testing/|/(mypyc?|setuptools)/|/ray/(data|llm|rllib|serve|train|tune)/
+UNUSED := $(UNUSED)|/diffusers/(modular_)?pipelines/|/fontTools/(feaLib|ttLib|ufoLib|varLib)/|/sympy/(physics|stats)/
 define install
 @$(VENV)/bin/python -c 'import pip; $(NEW_ENOUGH)' 2>/dev/null || { \
 	$(PYTHON) -c '$(NEW_ENOUGH)' || { \
