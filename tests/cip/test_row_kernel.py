@@ -73,6 +73,7 @@ FEASIBLE = [
     (1, 10, 128, 2.6, 0.0, 0.0, SINGLE, {}, Status.SOLVED),
     (1, 16, 40, 2.6, 0.0, 0.0, DOUBLE, {}, Status.SOLVED),
     (1, 17, 30, 2.6, 0.0, 0.0, SINGLE, {}, Status.SOLVED),
+    (1, 40, 60, 2.6, 0.2, 0.0, DOUBLE, {}, Status.SOLVED),
     (1, 5, 7, 2.6, 0.3, 0.0, DOUBLE, {}, Status.SOLVED),
     (1, 5, 7, 2.6, 0.3, 0.0, DOUBLE, {"potential": "lowest"}, Status.SOLVED),
     (1, 5, 7, 2.6, 0.3, 0.0, DOUBLE, {"potential": "highest"}, Status.SOLVED),
@@ -145,22 +146,25 @@ def test_rows_beyond_the_cap_are_left_to_torch(generator) -> None:
     assert_equal(answer, expected, [1])
 
 
+@pytest.mark.parametrize("count", [3, 12])  # few neighbors without matrix units, more with them
 @pytest.mark.parametrize("low", [0.0, 0.3])
-def test_streamed_products_equal_gathered_ones(low, generator, monkeypatch) -> None:
+def test_streamed_products_equal_gathered_ones(low, count, generator, monkeypatch) -> None:
     """In several segments, the last of them not full."""
-    monkeypatch.setattr("otad.cip.local.stream_triton._SEGMENT", 128)
+    monkeypatch.setattr("otad.cip.local.stream_triton._SEGMENT", 512)
     inputs, features = torch.randn(2, 20, 300, generator=generator).to(DEVICE)
     query = torch.randn(2, 300, generator=generator).to(DEVICE)
-    indices = torch.tensor([[3, 1, 7], [0, 19, 2]], device=DEVICE)
+    indices = torch.rand(2, 20, generator=generator).argsort(1)[:, :count].to(DEVICE)
     problem = BankProblem(query, inputs.half(), features.half(), indices, 2.0, low)
     anchors, images = (part(slice(0, 2)) for part in (problem.anchors_of, problem.images_of))
     dense = CipProblem(query, anchors.float(), images.float(), 2.0, low)
-    expected = products_of(dense, None, with_offsets=low != 0)
+    expected = products_of(dense, None, with_offsets=low != 0).gram()
     values, squares = streamed_products(problem, with_offsets=low != 0)
-    assert len(values) == 3
-    assert_close(values.sum(0), expected.values[0], rtol=1e-5, atol=1e-3)
-    assert_close(squares.sum(0), expected.squares[0], rtol=1e-5, atol=1e-3)
-    weights = torch.tensor([[0.5, 0.0, 0.5], [0.2, 0.3, 0.5]], device=DEVICE)
+    assert len(values) > 1
+    found = Products(values, squares, with_offsets=low != 0).gram()
+    for name, part in vars(expected).items():
+        assert_close(getattr(found, name), part, rtol=1e-5, atol=1e-3, msg=name)
+    weights = torch.rand(2, count, generator=generator).to(DEVICE)
+    weights[0, 1] = 0
     mean = (weights[:, None] @ images.float())[:, 0]
     assert_close(streamed_combination(problem.features, indices, weights), mean)
     dots = (anchors.double() @ query.double()[..., None])[..., 0]

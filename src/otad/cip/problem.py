@@ -256,9 +256,10 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
     One synchronization with the device is almost always enough."""
     ends = torch.aminmax(indices)
     if query.device == indices.device:
-        total = query.detach().sum(dtype=torch.float64)
-        found = torch.stack((total, *(end.double() for end in ends))).tolist()
-        if math.isfinite(found[0]) and found[1] >= 0 and found[2] < points:
+        # The extremes of a query are NaN if one of its entries is. They take no memory.
+        found = (*torch.aminmax(query.detach()), *ends)
+        *values, low, high = torch.stack([part.double() for part in found]).tolist()
+        if all(map(math.isfinite, values)) and low >= 0 and high < points:
             return
     check_tensor(query, "query", "B,d")
     low, high = (int(end) for end in ends)

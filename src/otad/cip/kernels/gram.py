@@ -2,6 +2,7 @@
 
 # Kernels are compiled from their source, not called: their arguments carry no Python types.
 # mypy: ignore-errors
+# ruff: noqa: RUF005 (Triton does not compile starred tuples)
 from __future__ import annotations
 
 import triton
@@ -9,44 +10,115 @@ import triton.language as tl
 from triton.language import constexpr
 
 
+@triton.jit
+def columns_of(block, vector: constexpr):
+    """Return the columns of a block with 1, 2 or 4 columns as a tuple, in a fixed order."""
+    lanes: constexpr = block.shape[0]
+    if vector == 1:
+        return (tl.reshape(block, (lanes,)),)
+    elif vector == 2:
+        return tl.split(block)
+    else:
+        even, odd = tl.split(tl.reshape(block, (lanes, 2, 2)))
+        return tl.split(even) + tl.split(odd)
+
+
+@triton.jit(do_not_specialize=["batches"])
+def pairs_kernel(
+    query, inputs, features, indices, products, squares, batches, dim, length,
+    count: constexpr, shifts: constexpr, vector: constexpr, stages: constexpr,
+):  # fmt: skip
+    """Compute all inner products of the stack, for few neighbors: one warp per query and segment.
+
+    A segment has `length` features. Each thread adds up every product for its own features, in
+    registers and without matrix units, so that nothing is padded and rows are read once."""
+    lanes: constexpr = 32
+    batch = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * length
+    lane = tl.arange(0, lanes)[:, None] * vector + tl.arange(0, vector)[None, :]
+    anchors, images, sums = (), (), ()
+    for k in tl.static_range(count):
+        row = tl.load(indices + batch * count + k) * dim
+        anchors, images = anchors + (inputs + row,), images + (features + row,)
+    for _ in tl.static_range(count * (2 * count + 1)):
+        sums = sums + (tl.zeros((lanes,), dtype=tl.float32),)
+    for start in tl.range(0, length, lanes * vector, num_stages=stages):
+        j = first + start + lane
+        inside = j < dim
+        x = columns_of(tl.load(query + batch * dim + j, mask=inside, other=0.0), vector)
+        a, z = (), ()
+        for k in tl.static_range(count):
+            point = tl.load(anchors[k] + j, mask=inside, other=0.0)
+            image = tl.load(images[k] + j, mask=inside, other=0.0)
+            a, z = a + (columns_of(point, vector),), z + (columns_of(image, vector),)
+        for v in tl.static_range(vector):
+            center = z[0][v].to(tl.float32)
+            offsets, centered, found = (), (center,), ()
+            for k in tl.static_range(count):
+                offsets = offsets + (a[k][v].to(tl.float32) - x[v],)
+                if k > 0:
+                    centered = centered + (z[k][v].to(tl.float32) - center,)
+            stack = offsets + centered
+            for i in tl.static_range(2 * count):
+                for k in tl.static_range(i + 1):
+                    total = sums[i * (i + 1) // 2 + k]
+                    # Nobody needs <c_i, z_1>.
+                    if i == k or ((shifts or i >= count) and k != count):
+                        total += stack[i] * stack[k]
+                    found = found + (total,)
+            sums = found
+
+    part = tl.program_id(1) * batches + batch
+    top: constexpr = 0 if shifts else count
+    values = products + part * (2 * count - top) * 2 * count - top * 2 * count
+    for i in tl.static_range(2 * count):
+        for k in tl.static_range(i + 1):
+            if shifts or i >= count or i == k:
+                total = tl.sum(sums[i * (i + 1) // 2 + k], axis=0)
+                if i >= top:
+                    tl.store(values + i * 2 * count + k, total)
+                if k >= top:
+                    tl.store(values + k * 2 * count + i, total)
+                if i < count and i == k:
+                    tl.store(squares + part * count + i, total)
+
+
 @triton.jit(do_not_specialize=["batches"])
 def gram_kernel(
-    query, inputs, features, indices, products, squares, batches, dim,
-    count: constexpr, padded: constexpr, shifts: constexpr, length: constexpr, width: constexpr,
+    query, inputs, features, indices, products, squares, batches, dim, length,
+    count: constexpr, padded: constexpr, shifts: constexpr, width: constexpr, stages: constexpr,
 ):  # fmt: skip
-    """Compute all inner products of the stack, with one program per query and segment.
+    """Compute all inner products of the stack on matrix units, one program per query and segment.
 
     A segment has `length` features, and a program makes one pass over the neighbors."""
     batch = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * length
     k = tl.arange(0, padded)
     real = k < count
-    rows = tl.load(indices + batch * count + k, mask=real, other=0)
-    nearest = tl.load(indices + batch * count)
+    # Beyond the last neighbor come copies of the first, whose products are not stored.
+    rows = tl.load(indices + batch * count + tl.where(real, k, 0)) * dim
+    nearest = tl.load(indices + batch * count) * dim
     cross = tl.zeros((padded, padded), dtype=tl.float32)
     image = tl.zeros((padded, padded), dtype=tl.float32)
     offset = tl.zeros((padded, padded), dtype=tl.float32)
-    square = tl.zeros((padded,), dtype=tl.float32)
-    for start in range(0, length, width):
+    square = tl.zeros((padded, width), dtype=tl.float32)
+    for start in tl.range(0, length, width, num_stages=stages):
         j = first + start + tl.arange(0, width)
-        inside = j < dim
-        mask = real[:, None] & inside[None, :]
-        place = rows[:, None] * dim + j[None, :]
+        inside = j < dim  # what is outside is 0 in all rows, and so in all differences
+        place = rows[:, None] + j[None, :]
         x = tl.load(query + batch * dim + j, mask=inside, other=0.0)
-        a = tl.load(inputs + place, mask=mask, other=0.0).to(tl.float32) - x[None, :]
-        a = tl.where(mask, a, 0.0)
-        center = tl.load(features + nearest * dim + j, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(features + place, mask=mask, other=0.0).to(tl.float32)
-        c = tl.where(k[:, None] == 0, center[None, :], z - center[None, :])
-        c = tl.where(mask, c, 0.0)
+        center = tl.load(features + nearest + j, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(inputs + place, mask=inside[None, :], other=0.0).to(tl.float32) - x[None, :]
+        z = tl.load(features + place, mask=inside[None, :], other=0.0).to(tl.float32)
+        c = tl.where(k[:, None] == 0, z, z - center[None, :])
         # Three TF32 products make one of nearly float32 precision.
-        cross += tl.dot(c, tl.trans(a), input_precision="tf32x3")
-        image += tl.dot(c, tl.trans(c), input_precision="tf32x3")
+        cross = tl.dot(c, tl.trans(a), cross, input_precision="tf32x3")
+        image = tl.dot(c, tl.trans(c), image, input_precision="tf32x3")
         if shifts:
-            offset += tl.dot(a, tl.trans(a), input_precision="tf32x3")
-        square += tl.sum(a * a, axis=1)
+            offset = tl.dot(a, tl.trans(a), offset, input_precision="tf32x3")
+        square += a * a
 
-    lines = 2 * count if shifts else count
+    lines: constexpr = 2 * count if shifts else count
     part = tl.program_id(1) * batches + batch
     upper = products + part * lines * 2 * count
     lower = upper + (lines - count) * 2 * count
@@ -57,25 +129,24 @@ def gram_kernel(
     if shifts:
         tl.store(upper + place, offset, mask=mask)
         tl.store(upper + count + place, tl.trans(cross), mask=mask)
-    tl.store(squares + part * count + k, square, mask=real)
+    tl.store(squares + part * count + k, tl.sum(square, axis=1), mask=real)
 
 
 @triton.jit
 def combine_kernel(points, indices, weights, total, dim, count: constexpr, width: constexpr):
     """Compute weighted sums of points, with one program per query and `width` features.
 
-    Points of weight zero are not read."""
+    Points of weight zero are not read. No load waits for another one."""
     batch = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    inside = j < dim
     answer = tl.zeros((width,), dtype=tl.float32)
-    for k in range(count):
+    for k in tl.static_range(count):
         weight = tl.load(weights + batch * count + k)
-        if weight != 0:
-            row = tl.load(indices + batch * count + k)
-            point = tl.load(points + row * dim + j, mask=inside, other=0.0)
-            answer += weight * point.to(tl.float32)
-    tl.store(total + batch * dim + j, answer, mask=inside)
+        row = tl.load(indices + batch * count + k)
+        limit = tl.where(weight != 0, dim, 0)
+        point = tl.load(points + row * dim + j, mask=j < limit, other=0.0)
+        answer += weight * point.to(tl.float32)
+    tl.store(total + batch * dim + j, answer, mask=j < dim)
 
 
 @triton.jit(do_not_specialize=["batches"])

@@ -35,11 +35,58 @@ def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
     return chosen, relax.largest(longest + chosen[None, :] - chosen[:, None])
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit
+def read_tiles(
+    products, squares, row, batch, segments,
+    total: constexpr, padded: constexpr, shifts: constexpr, again: constexpr,
+):  # fmt: skip
+    """Return the tiles, <z_1, a_i>, |a_i|^2 and |z_1|^2 of a row, summed over segments.
+
+    `again` makes sure that the compiler really reads them a second time."""
+    i = tl.arange(0, padded)
+    real = i < total
+    both = real[:, None] & real[None, :]
+    empty, zeros = tl.zeros((padded, padded), tl.float64), tl.zeros((padded,), tl.float64)
+    slope, mixed, images, offsets = empty, empty, empty, empty
+    tilt, square = zeros, zeros
+    center = tl.full((), 0.0, tl.float64)
+    lines = 2 * total if shifts else total
+    straight = i[:, None] * 2 * total + i[None, :]
+    turned = i[None, :] * 2 * total + i[:, None]
+    # z_1 is in the place of c_1, which is 0.
+    upward, leftward = both & (i[:, None] > 0), both & (i[None, :] > 0)
+    for segment in range(segments):
+        part = segment * batch + row
+        upper = products + part * lines * 2 * total
+        lower = upper + (lines - total) * 2 * total
+        cross = tl.load(lower + turned, mask=leftward, other=0.0, volatile=again).to(tl.float64)
+        slope += cross
+        image = tl.load(lower + total + straight, upward & leftward, other=0.0, volatile=again)
+        images += image.to(tl.float64)
+        if shifts:
+            other = tl.load(lower + straight, mask=upward, other=0.0, volatile=again)
+            mixed += cross + other.to(tl.float64)
+            offset = tl.load(upper + straight, mask=both, other=0.0, volatile=again)
+            offsets += offset.to(tl.float64)
+        tilt += tl.load(lower + i, mask=real, other=0.0).to(tl.float64)
+        square += tl.load(squares + part * total + i, mask=real, other=0.0).to(tl.float64)
+        center += tl.load(lower + total).to(tl.float64)
+    return (slope, mixed, images, offsets), tilt, square, center
+
+
+@triton.jit
+def harmless(tiles, finite):
+    """Return the tiles, or zeros if products overflowed."""
+    slope, mixed, images, offsets = tiles
+    slope, mixed = tl.where(finite, slope, 0.0), tl.where(finite, mixed, 0.0)
+    return slope, mixed, tl.where(finite, images, 0.0), tl.where(finite, offsets, 0.0)
+
+
+@triton.jit(do_not_specialize=["batch", "segments"])
 def row_kernel(
     products, squares, smoothness, convexity, steps, shares, value_at, numbers, status, takes_part,
-    outcome, sensitivity, batch,
-    segments: constexpr, total: constexpr, count: constexpr, padded: constexpr, shifts: constexpr,
+    outcome, sensitivity, batch, segments,
+    total: constexpr, count: constexpr, padded: constexpr, shifts: constexpr,
     climbs: constexpr, consistent: constexpr, sensitive: constexpr, rule: constexpr,
 ):  # fmt: skip
     """Solve one row per program. A row has `total` neighbors, of which the first `count` are used.
@@ -55,45 +102,23 @@ def row_kernel(
     cap = tl.load(steps + 3)
     requested_high, requested_low = tl.load(smoothness + row), tl.load(convexity + row)
 
-    # The tiles of products: z_1 is in the place of c_1, which is 0.
     real = i < total
-    both = real[:, None] & real[None, :]
-    centered = both & (i[:, None] > 0) & (i[None, :] > 0)
-    empty, zeros = tl.zeros((padded, padded), tl.float64), tl.zeros((padded,), tl.float64)
-    slope, mixed, images, offsets = empty, empty, empty, empty
-    tilt, square = zeros, zeros
-    center = tl.full((), 0.0, tl.float64)
-    lines = 2 * total if shifts else total
-    straight = i[:, None] * 2 * total + i[None, :]
-    turned = i[None, :] * 2 * total + i[:, None]
-    for segment in range(segments):
-        part = segment * batch + row
-        upper = products + part * lines * 2 * total
-        lower = upper + (lines - total) * 2 * total
-        cross = tl.load(lower + turned, mask=both & (i[None, :] > 0), other=0.0).to(tl.float64)
-        slope += cross
-        images += tl.load(lower + total + straight, mask=centered, other=0.0).to(tl.float64)
-        if shifts:
-            other = tl.load(lower + straight, mask=both & (i[:, None] > 0), other=0.0)
-            mixed += cross + other.to(tl.float64)
-            offsets += tl.load(upper + straight, mask=both, other=0.0).to(tl.float64)
-        tilt += tl.load(lower + i, mask=real, other=0.0).to(tl.float64)
-        square += tl.load(squares + part * total + i, mask=real, other=0.0).to(tl.float64)
-        center += tl.load(lower + total).to(tl.float64)
+    tiles, tilt, square, center = read_tiles(
+        products, squares, row, batch, segments, total, padded, shifts, False
+    )
+    slope, images = tiles[0], tiles[2]
     size = tl.sum(tl.sum(tl.abs(slope) + tl.abs(images), axis=1), axis=0) + tl.abs(center)
     finite = size + tl.sum(tl.abs(tilt) + square, axis=0) < float("inf")
     # If products overflowed, the row gets harmless numbers.
-    slope, mixed = tl.where(finite, slope, 0.0), tl.where(finite, mixed, 0.0)
-    images, offsets = tl.where(finite, images, 0.0), tl.where(finite, offsets, 0.0)
+    tiles = harmless(tiles, finite)
     tilt, square = tl.where(finite, tilt, 0.0), tl.where(finite, square, 0.0)
     # The largest |a_i| and |c_i|.
     a_max = tl.sqrt(tl.max(tl.where(active, square, 0.0), axis=0))
-    own = diagonal_of(images, padded)
+    own = diagonal_of(tiles[2], padded)
     c_max = tl.sqrt(tl.max(tl.where(active, own, 0.0), axis=0))
 
     # Potentials, for the requested curvature or the nearest that works.
     high, low = requested_high, requested_low
-    tiles = slope, mixed, images, offsets
     sizes = a_max, c_max
     bounds = relax.constraints(tiles, sizes, low, noise, shifts, padded)
     longest, cycle = relax.longest_paths(bounds, 1 / (high - low), count, padded)
@@ -110,7 +135,7 @@ def row_kernel(
             high = tl.maximum(low + least * (1 + 16 * noise), high)
         longest, _ = relax.longest_paths(bounds, 1 / (high - low), count, padded)
     exists = high < float("inf")
-    found = finite & exists & (high <= cap)
+    within = finite & exists & (high <= cap)
     fails = finite & (exists == 0) & (cap == float("inf"))
     high = tl.where(exists, high, requested_high)  # not used, but must not be NaN
     chosen, level_gap = levels_of(longest, rule, count, padded)
@@ -120,6 +145,9 @@ def row_kernel(
     # Multipliers, for the curvature of the map.
     map_high, map_low = (high, low) if consistent else (requested_high, requested_low)
     modulus = map_high - map_low
+    if padded > 32:  # registers do not hold these tiles beside those of the steps before
+        found = read_tiles(products, squares, row, batch, segments, total, padded, shifts, True)
+        tiles = harmless(found[0], finite)
     slope, images = relax.shifted(tiles, map_low, shifts)
     line = level - (map_low / 2 * square + tilt)
     line = line - diagonal_of(slope, padded) + diagonal_of(images, padded) / (2 * modulus)
@@ -148,7 +176,7 @@ def row_kernel(
     tl.store(numbers + 2 * batch + row, map_low)
     tl.store(numbers + 3 * batch + row, tl.maximum(residual, 0.0))
     tl.store(status + row, tl.where(fails, _INFEASIBLE, raised.to(tl.int64)))
-    answered = found & solved & (residual < float("inf"))
+    answered = within & solved & (residual < float("inf"))
     tl.store(outcome + row, tl.where(fails, _FAILED, answered.to(tl.int32)))
     if sensitive:
         place = sensitivity + row * total * total + i[:, None] * total + i[None, :]

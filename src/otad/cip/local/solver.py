@@ -20,14 +20,13 @@ from otad.cip.local.products import Gram, Products, products_of
 from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_numpy import solve_numpy
 from otad.cip.local.solve_torch import DualSolution, solve_torch
-from otad.cip.local.stream_triton import has_triton, launch, padded_count
+from otad.cip.local.stream_triton import MOST_NEIGHBORS, has_triton, launch, padded_count
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
-_MOST_NEIGHBORS = 32  # registers hold several padded K x K tiles of float64
 _FEW_ROWS = 16  # more are faster at once in torch
 
 
@@ -207,7 +206,7 @@ def _is_step(step: object) -> bool:
 
 
 def can_solve(products: Products) -> bool:
-    return products.values.is_cuda and products.count <= _MOST_NEIGHBORS and has_triton()
+    return products.values.is_cuda and products.count <= MOST_NEIGHBORS and has_triton()
 
 
 def solve_triton(
@@ -241,11 +240,11 @@ def solve_triton(
     sensitivity = values.new_empty((batch, total, total) if sensitive else 0, dtype=torch.float64)
     inputs = products.squares, smoothness.contiguous(), strong_convexity.contiguous(), steps
     outputs = shares, value, numbers, status, active, outcome, sensitivity
-    constants = {"segments": segments, "total": total, "count": total - relaxation.spares}
-    constants |= {"padded": padded, "num_warps": 1 if padded == 16 else 4, "sensitive": sensitive}
+    constants = {"total": total, "count": total - relaxation.spares, "sensitive": sensitive}
+    constants |= {"padded": padded, "num_warps": 1 if padded == 16 else 4}
     constants |= {"shifts": products.with_offsets, "climbs": relaxation.climb is not None}
     constants["consistent"] = mode == "consistent"
-    launch(row_kernel, (batch,), values, *inputs, *outputs, batch, rule=rule, **constants)
+    launch(row_kernel, (batch,), values, *inputs, *outputs, batch, segments, rule=rule, **constants)
     multipliers, potentials = shares
     *curvature, residual = numbers
     slopes, included = sensitivity if sensitive else None, active.view(torch.bool)

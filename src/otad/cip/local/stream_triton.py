@@ -16,9 +16,11 @@ from torch import Tensor
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 
-_MOST_NEIGHBORS = 64  # registers hold a padded K x K block of products
-# The features that one program sums over, a multiple of 128, so that small batches fill the device.
-_SEGMENT = 2048
+MOST_NEIGHBORS = 64  # registers hold a padded K x K block of products
+_MOST_SUMS = 165  # that the registers of one thread hold
+# The features that one program sums over. More would take less time, but lose accuracy.
+_SEGMENT = 4096
+_FEW_ROWS = 100  # fewer are cut into more segments, so that they fill the device
 
 
 @cache
@@ -33,29 +35,38 @@ def can_stream(problem: RowProblem) -> TypeGuard[BankProblem]:
         and problem.query.dtype == torch.float32
         and problem.inputs.device == problem.query.device
         and problem.inputs.dtype != torch.float64
-        and problem.shape[1] <= _MOST_NEIGHBORS
+        and problem.shape[1] <= MOST_NEIGHBORS
         and has_triton()
     )
 
 
 def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tensor, Tensor]:
     """Return `values` and `squares` of `Products`, in S parts of one segment of features each."""
-    from otad.cip.kernels.gram import gram_kernel
+    from otad.cip.kernels.gram import gram_kernel, pairs_kernel
 
     batch, count, dim = problem.shape
-    first = 0 if with_offsets else count
-    padded, width = padded_count(count), 32
-    segment = _SEGMENT * padded // 16
-    segments = -(-dim // segment)
+    height, half = 2 * count if with_offsets else count, problem.inputs.element_size() == 2
+    segment = _SEGMENT if batch >= _FEW_ROWS else _SEGMENT // 4
+    sums = count * (2 * count + 1) - (0 if with_offsets else count * (count - 1) // 2)
+    if sums <= _MOST_SUMS:
+        kernel, vector = pairs_kernel, 4 if half else 2
+        step, constants = 32 * vector, {"vector": vector, "stages": 2 if half else 3}
+        constants["num_warps"] = 1
+    else:
+        kernel, step, padded = gram_kernel, 32, padded_count(count)
+        segment = segment * padded // 32  # so that the products of segments take little memory
+        constants = {"padded": padded, "width": step, "stages": 3}
+        constants["num_warps"] = 4 if padded == 64 else 2
+    length = min(segment, -(-dim // step) * step)
+    segments = -(-dim // length)
     query = problem.query.detach().contiguous()
-    products = query.new_empty((segments, batch, 2 * count - first, 2 * count))
+    products = query.new_empty((segments, batch, height, 2 * count))
     squares = query.new_empty((segments, batch, count))
     bank = (part.contiguous() for part in (problem.inputs, problem.features, problem.indices))
-    sizes = {"count": count, "padded": padded, "shifts": with_offsets, "width": width}
-    sizes["length"] = min(segment, -(-dim // width) * width)
-    found = products, squares
-    launch(gram_kernel, (batch, segments), query, *bank, *found, batch, dim, num_warps=2, **sizes)
-    return found
+    arrays = query, *bank, products, squares
+    constants |= {"count": count, "shifts": with_offsets}
+    launch(kernel, (batch, segments), *arrays, batch, dim, length, **constants)
+    return products, squares
 
 
 def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -63,10 +74,11 @@ def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Te
     from otad.cip.kernels.gram import combine_kernel
 
     batch, count = indices.shape
-    dim, width = points.shape[1], 1024
+    dim, width = points.shape[1], 512
     total = weights.new_empty((batch, dim))
     arrays = (points.contiguous(), indices.contiguous(), weights.contiguous(), total)
-    launch(combine_kernel, (batch, -(-dim // width)), *arrays, dim, count=count, width=width)
+    sizes = {"count": count, "width": width, "num_warps": 2}
+    launch(combine_kernel, (batch, -(-dim // width)), *arrays, dim, **sizes)
     return total
 
 
