@@ -55,6 +55,7 @@ PANELS = (
                 "OTAD, one neighbor": ("suite/OTAD, K = 1",),
                 "OTAD, global map": ("global_suite_all/global map",),
                 "OTAD, 2,000 prototypes": ("global_suite/global map",),
+                "OTAD, 4,000 prototypes": ("mnist_prototypes/nearest prototype",),
             },
             BASELINE: {"majority k-NN": ("mnist_attacks/majority k-NN",)},
         },
@@ -72,12 +73,13 @@ PANELS = (
                 "OTAD-T-NN": ("cifar10_nn/OTAD-T-NN",),
                 "OTAD-T, robust metric": ("cifar10_robust_moved/robust",),
                 "OTAD-T, certified metric": ("cifar10_robust/1-Lipschitz, one point",),
+                "OTAD, orthogonal network": ("cifar10_orthogonal/global map, unread 0.1",),
             },
             BASELINE: {},
         },
         (
             "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit",
-            "cifar10_lipschitz", "cifar10_purification",
+            "cifar10_lipschitz", "cifar10_purification", "cifar10_diffpure",
         ),
     ),
 )  # fmt: skip
