@@ -18,7 +18,8 @@ from factories import exact
 import otad
 from otad import data, nets, training
 from otad.data import Dataset
-from otad.evaluate import suite
+from otad.evaluate import suite, undefended
+from otad.evaluate.suite import Choice
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,11 +47,18 @@ SHORTER = {
     "X_test, target_test, threat": "X_test[:4], target_test[:4], threat",
     "range(60)": "range(3)",
     "pairs = digits.train_x, digits.train_y": "pairs = digits.train_x[:99], digits.train_y[:99]",
+    'attacks=["categories", "pgd"]': 'attacks=["categories", otad.attacks.Pgd(steps=3)]',
     "executor=4": "executor=1",
     "from otad.cluster import": "from contextlib import nullcontext as",
     'RayExecutor("auto")': "RayExecutor(1)",
     'scope="global", random_state=0': 'scope="global", random_state=0, epochs=2',
 }
+
+BRIEF = [
+    Choice("straight", {"points": 3}),
+    Choice("pgd", {"steps": 3}),
+    Choice("noise", {"draws": 3}),
+]
 
 
 def save_and_ask(path: str, *, python_model: Any, artifacts: dict[str, str]) -> None:
@@ -102,8 +110,9 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "```python" not in page.read_text()
         return
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(suite.PRESETS, "standard", suite.PRESETS["quick"][1:2])
-    monkeypatch.setitem(suite.PRESETS, "quick", suite.PRESETS["quick"][:3])
+    monkeypatch.setitem(suite.PRESETS, "standard", BRIEF[:1])
+    monkeypatch.setitem(suite.PRESETS, "quick", BRIEF)
+    monkeypatch.setattr(undefended, "APGD", {"steps": 3})
     if page != PAGES[0]:  # the README shows what is gained
         brief = partial(otad.evaluate, flags=False, undefended=False)
         monkeypatch.setattr(otad, "evaluate", brief)
