@@ -10,6 +10,7 @@ from factories import refuses
 from torch import Tensor
 
 import otad
+from otad.attacks import Pgd
 from otad.certify import certify, certify_values
 from otad.certify.input_reach import KEY_ROUNDOFFS
 from otad.nets import Backbone, LinfDistNet, LipschitzBound, SOCNet, fc_resnet, load_net, save_net
@@ -136,15 +137,15 @@ def test_evaluations_convert_radii_and_refute_false_bounds() -> None:
     x = torch.tensor([[-0.4], [0.7]])
     y = net(x).argmax(1)
     for threat in (otad.Linf(0.5), otad.L2(0.5)):
-        found = otad.evaluate(net, x, y, threat, attacks=["pgd"], flags=False)
+        found = otad.evaluate(net, x, y, threat, attacks=[Pgd(steps=20)], flags=False)
         assert found.certificate.radius == pytest.approx([0.4, 0.7], abs=5e-4)
         assert found.worst_case_accuracy == found.certified_accuracy(0.5).value / 100 == 0.5
         assert [flag.verdict for flag in found.flags] == ["PASS"]
     in_l2 = otad.evaluate(kept_net(), torch.full((1, 2, 1, 1), 0.9), torch.tensor([0]),
-                          otad.Linf(0.1), attacks=["pgd"], flags=False)  # fmt: skip
+                          otad.Linf(0.1), attacks=[Pgd(steps=20)], flags=False)  # fmt: skip
     assert in_l2.certificate.radius == pytest.approx([0.4 / math.sqrt(2)], abs=1e-4)
     net.__class__ = Boastful
-    found = otad.evaluate(net, x, y, otad.Linf(0.5), attacks=["pgd"], flags=False)
+    found = otad.evaluate(net, x, y, otad.Linf(0.5), attacks=[Pgd(steps=20)], flags=False)
     assert [flag.verdict for flag in found.flags] == ["FAIL"]
 
 

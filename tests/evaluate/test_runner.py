@@ -271,7 +271,9 @@ def test_the_record_has_certificates_below_attacks_above_and_flags_beside(
 ) -> None:
     monkeypatch.setattr(runner, "CHECKS", QUICK_CHECKS)
     model, train_x = proved
-    attacks = [QUICK, "straight", replace(make_attack("soft_knn", model), steps=10, polish=5)]
+    straight = make_attack("straight", model, train_x=train_x, points=4)
+    soft = make_attack("soft_knn", model, temperatures=(0.1,), steps=10, polish=5)
+    attacks = [QUICK, straight, soft]
     arguments = (model, *tiles(9, 3), L2(0.5, (0.0, 1.0)))
     options = {"eps": [0.02, 0.5], "attacks": attacks, "train_x": train_x, "folder": tmp_path}
     options["undefended"] = False

@@ -54,7 +54,8 @@ def test_the_network_alone_loses_what_the_closed_form_says(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("brief_reports")
 def test_a_preset_attacks_both_and_progress_counts_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [Choice("straight", {"points": 3}), Choice("pgd", {"steps": 5}), Choice("noise")]
+    few = [Choice("straight", {"points": 3}), Choice("pgd", {"steps": 5})]
+    few.append(Choice("noise", {"draws": 3}))
     monkeypatch.setitem(PRESETS, "quick", few)
     model, x, y = two_sides(points=60, examples=8)
     reported: list[tuple[str, int, int, float]] = []
@@ -71,6 +72,7 @@ def test_a_preset_attacks_both_and_progress_counts_both(monkeypatch: pytest.Monk
     assert reported[labels.index("certificates")][1] == 3  # one batch of each attack on the network
 
 
+@pytest.mark.usefixtures("brief_reports")
 @pytest.mark.parametrize("batches", [1, 4])
 def test_a_run_killed_on_the_network_or_after_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
@@ -112,8 +114,8 @@ def test_models_without_a_network_say_so() -> None:
     frame = lifted_net((3,), 2, blocks=0)
     points = prototype_net(frame, x, y, neighbors=1)
     model = OTAD(points, points.bank(), scope="global", n_neighbors=5).eval()
-    found = evaluate(model, x, y, L2(0.1), attacks=["noise"], flags=False)
+    found = evaluate(model, x, y, L2(0.1), attacks=[RandomNoise(draws=3)], flags=False)
     assert found.undefended is None
     assert "no network" in found.undefended_reason
-    bare = evaluate(frame.eval(), x, y, L2(0.1), attacks=["noise"], flags=False)
+    bare = evaluate(frame.eval(), x, y, L2(0.1), attacks=[RandomNoise(draws=3)], flags=False)
     assert (bare.undefended, bare.undefended_reason) == (None, "")

@@ -9,15 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from otad.attacks import ATTACKS, AutoAttackSuite, Pgd
+from otad.attacks import ATTACKS, AutoAttackSuite, NgOpt, Pgd, RandomNoise
 from otad.data import Dataset, load
 from otad.evaluate import Evaluation
-from otad.experiments import RunRecord, names, probe, reproduce
+from otad.experiments import RunRecord, figures, names, probe, reproduce
 from otad.experiments import study as study_module
 from otad.experiments.experiment import Experiment, read_experiment
 from otad.experiments.records import RowRecord
@@ -89,7 +88,10 @@ def test_shipped_experiment_in_small(
         monkeypatch.setattr(study_module, "load", load_few)
     if experiment.speed is not None:
         monkeypatch.setattr(probe, "subprocess", Here)
+    # These attacks and figures have tests of their own.
     monkeypatch.setattr(AutoAttackSuite, "run", lambda self, *given: Pgd(steps=3).run(*given))
+    monkeypatch.setattr(NgOpt, "run", lambda self, *given: RandomNoise(draws=3).run(*given))
+    monkeypatch.setattr(figures, "_save", lambda _, title, path: path.write_text(f"<svg>{title}"))
     options: Any = {"progress": lambda part, done, total: lines.update({part: (done, total)})}
     record = reproduce(name, out=tmp_path, work=work, quick=True, **options)
     assert RunRecord.read(tmp_path / f"{name}-quick.json") == record
@@ -106,7 +108,7 @@ def test_shipped_experiment_in_small(
         assert [cost.bank for cost in on_cpu] == list(experiment.cost.banks)
         assert {cost.device for cost in record.costs} | set(record.missing) == {"cpu", "cuda"}
         assert all(2**20 < cost.resident < 2**30 and cost.accuracy > 10 for cost in on_cpu)
-        assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
+        assert drawn.read_text(encoding="utf-8").endswith(" predictions")
     if experiment.curve is not None:
         assert experiment.curve.title in drawn.read_text(encoding="utf-8")
     check_suites(record, experiment, tmp_path)

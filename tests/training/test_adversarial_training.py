@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from training.small_vision import images, weights_print
 
 import otad
+from otad.attacks import Pgd
 from otad.baselines import adversarial_training
 from otad.nets import Backbone, ResNet, SequentialBackbone, fc_resnet
 from otad.training import Adversary, TrainConfig, train
@@ -272,7 +273,7 @@ def test_a_resnet_is_trained_saved_loaded_and_evaluated(tmp_path: Path) -> None:
     assert torch.equal(twin(x), net(x))
     assert not twin.training
     threat = otad.Linf(0.02)
-    found = otad.evaluate(twin, x[:20], y[:20], threat, attacks=["pgd"], flags=False)
+    found = otad.evaluate(twin, x[:20], y[:20], threat, attacks=[Pgd(steps=3)], flags=False)
     assert found.model["net"]["kind"] == "resnet"
     (tmp_path / "net.safetensors").write_bytes(b"{}")
     refuses(otad.nets.load_net, tmp_path / "net.safetensors", match="net.safetensors: expected")
