@@ -222,9 +222,10 @@ def test_the_loss_is_that_of_carlini_and_wagner() -> None:
     """By hand: margins 1 and 3 either way, steps of squared length 5 and 0.25."""
     outputs = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 4.0]])
     step = torch.tensor([[1.0, 2.0], [0.0, 0.5]])
-    assert _losses(outputs, torch.tensor([0, 1]), step) == [5.0, 0.25]
-    assert _losses(outputs, torch.tensor([1, 2]), step) == [10 * 1 + 5, 10 * 3 + 0.25]
-    assert _losses(torch.tensor([3.0]), torch.tensor([5.5]), step[:1]) == [-2.5]
+    assert _losses(outputs, torch.tensor([0, 1]), step, 10.0) == [5.0, 0.25]
+    assert _losses(outputs, torch.tensor([1, 2]), step, 10.0) == [10 * 1 + 5, 10 * 3 + 0.25]
+    assert _losses(outputs, torch.tensor([1, 2]), step, 0.5) == [0.5 * 1 + 5, 0.5 * 3 + 0.25]
+    assert _losses(torch.tensor([3.0]), torch.tensor([5.5]), step[:1], 10.0) == [-2.5]
 
 
 @pytest.mark.parametrize("draws", [1, 5])

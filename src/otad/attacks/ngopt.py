@@ -22,7 +22,6 @@ from otad.checks import check_count, check_positive
 from otad.errors import import_extra
 from otad.threat import LpBall
 
-MARGIN_WEIGHT = 10.0  # the weight of the margin against the squared length of the step
 HISTORY = 16  # candidates that nevergrad archives; by default it archives all of them
 
 
@@ -31,7 +30,7 @@ HISTORY = 16  # candidates that nevergrad archives; by default it archives all o
 class NgOpt(Attack):
     """NGOpt of nevergrad: black-box optimization without gradients.
 
-    It minimizes `10 max(0, logit_y - max_{c != y} logit_c) + |delta|_2^2`, with every candidate
+    It minimizes `w max(0, logit_y - max_{c != y} logit_c) + |delta|_2^2`, with every candidate
     projected into the ball; in regression it maximizes the error. NGOpt chooses an optimizer by
     dimension and budget. Each example has its own optimizer, and all of them advance together. The
     attack needs the extra `attacks`.
@@ -45,6 +44,8 @@ class NgOpt(Attack):
     processes : int
         How many processes share the work of the optimizers, which is most of the work for images.
         With more than one, your script needs the usual `if __name__ == "__main__":`.
+    margin_weight : float
+        The weight w of the margin. With a small one, the search prefers short steps that fail.
 
     Examples
     --------
@@ -57,6 +58,7 @@ class NgOpt(Attack):
     budget: int = option(850, check_count)
     sigma: float = option(0.1, check_positive)
     processes: int = option(1, check_count)
+    margin_weight: float = option(10.0, check_positive)
     name = "ngopt"
     family = "black-box"
     needs = Needs(package="nevergrad")
@@ -81,7 +83,8 @@ class NgOpt(Attack):
                 moved.flatten(1)[:, free] += values.to(x) * scale.flatten()[free]
                 moved = survivors.project(moved, rows)
                 outputs = target(moved, rows)
-                losses = _losses(outputs, target.targets(rows), (moved - x[rows]) / scale)
+                step = (moved - x[rows]) / scale
+                losses = _losses(outputs, target.targets(rows), step, self.margin_weight)
                 optimizers.tell(dict(zip(rows.tolist(), losses, strict=True)))
                 rows = rows[survivors.judge(moved, outputs, rows)]
                 if not len(rows):
@@ -89,10 +92,10 @@ class NgOpt(Attack):
         return survivors.inputs
 
 
-def _losses(outputs: Tensor, y: Tensor, step: Tensor) -> list[float]:
+def _losses(outputs: Tensor, y: Tensor, step: Tensor, weight: float) -> list[float]:
     found = -gain_of(outputs, y).double().clamp_max(1e30)
     if not y.is_floating_point():
-        found = MARGIN_WEIGHT * found.clamp_min(0.0) + step.double().flatten(1).square().sum(1)
+        found = weight * found.clamp_min(0.0) + step.double().flatten(1).square().sum(1)
     return [float(loss) for loss in found]
 
 
