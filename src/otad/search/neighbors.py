@@ -28,6 +28,7 @@ from otad.checks import (
 from otad.errors import import_extra
 from otad.io.mapped_rows import block_of, gathered, in_file
 from otad.search.confirmed_product import product_error, row_norms, shortlist
+from otad.search.grouped_product import GroupedProduct
 from otad.search.projection import Projection
 from otad.short_repr import short_repr
 
@@ -179,15 +180,25 @@ class NeighborSearch(Search):
 
     def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         size = min(size, len(self))
-        square = math.isqrt(WORKING_BYTES // 16)  # so that a block of products is square
-        width = max(1, min(self._fit(48), WORKING_BYTES // (128 * size), square))
+        width = self._width(size)
         blocks = zip(queries.split(width), exclude.split(width), strict=True)
         parts = [self._attempt(some, k, size, excluded) for some, excluded in blocks]
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
+    def _width(self, size: int) -> int:
+        """Return how many queries with shortlists of this size are answered at once."""
+        square = math.isqrt(WORKING_BYTES // 16)  # so that a block of products is square
+        return max(1, min(self._fit(48), WORKING_BYTES // (128 * size), square))
+
+    def _scaled(self, queries: Tensor) -> Tensor:
+        """Return x (b,d) for queries (b,d) in float64."""
+        if self._plain:
+            return queries
+        return (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
+
     def _attempt(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         queries = queries.double()
-        x = (queries - self._center.to(queries.device)).mul_(2.0**-self._exponent)
+        x = self._scaled(queries)
         if size < len(self):
             candidates, floor = self._shortlist(x, size, k + 1)  # one more, as one may be excluded
             candidates = candidates.sort(dim=1).values  # so that a stable sort keeps index order
@@ -268,7 +279,26 @@ class TorchSearch(NeighborSearch):
             with torch.no_grad():
                 self._ready = torch.cat([right for _, right in self._right_blocks()])
         self._offsets = -self._radii.square()
-        self._projection = Projection(self.points if as_stored else self._ready)
+        ready = self.points if as_stored else self._ready
+        self._projection = Projection(ready)
+        self._grouped: GroupedProduct | None = None
+        scaled = self.points if self._plain else ready
+        if scaled is not None and GroupedProduct.covers(self.points):
+            self._grouped = GroupedProduct(self.points, scaled, self._radii, self._exponent)
+
+    def _width(self, size: int) -> int:
+        width = super()._width(size)
+        if self._grouped is None or not self._grouped.holds(size):
+            return width
+        return max(1, min(width, WORKING_BYTES // (8 * len(self))))  # all products are in memory
+
+    def _attempt(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
+        grouped = self._grouped
+        here = queries.device == self.points.device
+        if grouped is None or not here or not grouped.holds(size):
+            return super()._attempt(queries, k, size, exclude)
+        x = self._scaled(queries.double())
+        return Candidates(*grouped.candidates(queries, x, k, size, exclude))
 
     def _shortlist(self, x: Tensor, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Return the points with the largest 2 <x, y> - |y|^2."""

@@ -1,0 +1,125 @@
+"""Finds candidates on a GPU by one matrix product, and confirms them by one kernel.
+
+The points are in G groups. The T largest products of a query are among the products of the T groups
+with the largest maxima, so two selections from short lists find them. A Triton kernel then computes
+the distances of these T candidates in float64, sorts them, and says how far all other points are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from otad.search.confirmed_product import product_error, row_norms
+
+GROUP = 64  # points of a group
+MOST_CANDIDATES = 128  # the kernel compares all pairs of them
+MOST_COLUMNS = 2**12  # of a point; a program has a whole one in its registers
+STORED_BYTES = 2**30  # the most that a converted copy of the points may take
+NUMBERS_OF_PROGRAM = 2**12  # in registers at the same time
+# Compute capabilities of GPUs whose float64 is half as fast as their float32, or faster.
+FAST_IN_DOUBLE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+
+
+def is_fast_in_double(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_IN_DOUBLE
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed, which comes with torch for CUDA."""
+    return importlib.util.find_spec("triton") is not None
+
+
+class GroupedProduct:
+    """The points (N,d) of a search and their scaled copies y (N,d), with |y| (N,) in float64.
+
+    If y are the points themselves, products are in float64 where a GPU multiplies such numbers
+    fast: their bounds are so tight that hardly a row needs a second search."""
+
+    def __init__(self, points: Tensor, scaled: Tensor, radii: Tensor, exponent: int) -> None:
+        in_double = scaled is points and is_fast_in_double(points.device)
+        in_double = in_double and 8 * points.numel() <= STORED_BYTES
+        self.dtype = torch.float64 if in_double else torch.float32
+        self.points, self.scaled = points, scaled.to(self.dtype)
+        self.offsets = (-radii.square()).to(self.dtype)
+        self.groups = -(-len(points) // GROUP)
+        self.order = tree_order(points.shape[1]).to(points.device)
+        self._radius, self._exponent = float(radii.max()), exponent
+        self._settings = math.nan, radii  # the error of a product, and the numbers made of it
+
+    @staticmethod
+    def covers(points: Tensor) -> bool:
+        """Return whether the kernel can be used for points (N,d), and memory suffices."""
+        fits = points.dtype == torch.float32 or 4 * points.numel() <= STORED_BYTES
+        return points.is_cuda and points.shape[1] <= MOST_COLUMNS and fits and has_triton()
+
+    def holds(self, size: int) -> bool:
+        """Return whether there are enough groups for a shortlist of this size."""
+        return padded(size) <= min(MOST_CANDIDATES, self.groups)
+
+    def candidates(
+        self, queries: Tensor, x: Tensor, k: int, size: int, exclude: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `Candidates` of queries (b,d), which are x (b,d) in float64 when scaled."""
+        from otad.search.kernels import confirm_kernel
+
+        (batch, dim), count, size = queries.shape, len(self.points), padded(size)
+        bounds = x.new_empty((batch, GROUP * self.groups), dtype=self.dtype)
+        bounds[:, count:] = -math.inf
+        left = x.to(self.dtype)
+        torch.addmm(self.offsets, left, self.scaled.T, alpha=2, out=bounds[:, :count])
+        grouped = bounds.view(batch, GROUP, self.groups)  # point i is in group i modulo G
+        chosen = grouped.amax(1).topk(size, dim=1, sorted=False).indices
+        inside = grouped.gather(2, chosen[:, None].expand(-1, GROUP, -1)).flatten(1)
+        values, places = inside.topk(size, dim=1, sorted=False)
+        indices = places.new_empty((batch, k))
+        distances = x.new_empty((batch, k))
+        beyond = x.new_empty(batch)
+        width = len(self.order)
+        sizes = {"k": k, "size": size, "width": width, "halvings": width.bit_length() - 1}
+        sizes["at_once"] = max(1, min(size, NUMBERS_OF_PROGRAM // width))
+        found = values, places, chosen, queries.contiguous(), row_norms(x), exclude
+        constant = self.points, self.order, self._numbers(dim, x.device)
+        with torch.cuda.device_of(x):
+            confirm_kernel[(batch,)](
+                *found, *constant, indices, distances, beyond, dim, count, self.groups,
+                **sizes, enable_fp_fusion=False,  # a fused sum would have other bits
+            )  # fmt: skip
+        return indices, distances, beyond
+
+    def _numbers(self, dim: int, device: torch.device) -> Tensor:
+        """Return what bounds the error of a product beside |x| and 1, and the scale (5,)."""
+        error = product_error(dim + 2, self.dtype, device)
+        if error != self._settings[0]:
+            radius, flushed = self._radius, dim * 2.0**-120  # of numbers that float32 flushes to 0
+            by_length = 2 * error * radius + flushed, error * radius**2 + flushed * (1 + radius)
+            numbers = *by_length, 1e-12, 1 - 2e-12, 2.0**self._exponent
+            self._settings = error, torch.tensor(numbers, dtype=torch.float64, device=device)
+        return self._settings[1]
+
+
+def padded(size: int) -> int:
+    """Return the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def tree_order(dim: int) -> Tensor:
+    """Return where the columns of a row go, so that its sum by halves has the same additions.
+
+    Halves of a row of `dim` numbers, the first one longer if `dim` is odd, are added until one
+    number is left. Entry i of the result (2^n,) is a column, or -1 for a zero, such that adding
+    halves of equal length n times makes the same additions."""
+    widths = [dim]
+    while widths[-1] > 1:
+        widths.append((widths[-1] + 1) // 2)
+    lanes = torch.arange(2 ** (len(widths) - 1))
+    columns, exists = torch.zeros_like(lanes), torch.ones_like(lanes, dtype=torch.bool)
+    for bit, (whole, half) in enumerate(zip(widths[-2::-1], widths[:0:-1], strict=True)):
+        columns += (lanes >> bit & 1) * half
+        exists &= columns < whole
+    return torch.where(exists, columns, -1).int()
