@@ -238,7 +238,7 @@ class OTAD(BankModule):
         """Return the answer for inputs, and their query keys (B,m)."""
         check_evaluation(self, "model")
         embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        keys = embedded if self.metric is None else self.query_keys(x)
+        keys = embedded if self.metric is None else keys_of(x, self.metric)
         return self.solve(embedded, keys, exclude=exclude), keys
 
     def _outputs(self, image: Tensor, distance: Tensor | None) -> Tensor:
