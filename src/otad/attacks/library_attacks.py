@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ class Square(Attack):
         # The library passes labels to this function only, one for each input it asks about. Row
         # numbers in place of labels say which example a query belongs to.
         engine.margin_and_loss = judge
+        _keep_windows(engine)
         engine.init_hyperparam(x)
         for _ in range(self.restarts):
             rows = survivors.rows
@@ -124,6 +126,11 @@ class Square(Attack):
                 with own_randomness(generator):
                     engine.attack_single_run(box.to_unit(x[rows]), rows)
         return survivors.inputs
+
+
+def _keep_windows(square: Any) -> None:
+    """Make each window of Square once, because it takes the library many small operations."""
+    square.eta_rectangles = cache(square.eta_rectangles)
 
 
 @register_attack
@@ -190,6 +197,7 @@ class AutoAttackSuite(Attack):
                 seed=seed,
                 device=x.device,
             )
+            _keep_windows(suite.square)
             with _contained(target, suite, checks, self.remarks):
                 self._fit_to_classes(suite, int(model(box.to_unit(x[:1])).shape[1]))
                 found, _ = suite.run_standard_evaluation(units, target.y, batch_size=len(x))

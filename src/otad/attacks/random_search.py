@@ -120,8 +120,9 @@ def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:
     values = torch.randn(count, len(free), generator=generator)
     chosen = torch.rand(count, len(free), generator=generator) < share
     chosen[torch.arange(count), torch.randint(len(free), (count,), generator=generator)] = True
-    drawn = torch.zeros(count, x[0].numel())
-    drawn[:, free] = values * chosen
+    drawn = values * chosen
+    if len(free) < x[0].numel():
+        drawn = torch.zeros(count, x[0].numel()).index_copy_(1, free, drawn)
     return drawn.view(x.shape).to(x)
 
 
