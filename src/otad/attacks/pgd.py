@@ -93,10 +93,11 @@ class ProjectedAscent(Ascent):
         for _ in range(self.steps):
             outputs, _, gradient = climbed(moved, rows)
             if not self.last_only:
-                alive = survivors.judge(moved, outputs, rows)
-                rows, moved, gradient = rows[alive], moved[alive], gradient[alive]
-                if not len(rows):
+                alive = survivors.judge(moved, outputs, rows).nonzero()[:, 0]
+                if not len(alive):
                     return
+                if len(alive) < len(rows):
+                    rows, moved, gradient = rows[alive], moved[alive], gradient[alive]
             step = ball.steepest(gradient) if self.normalize else gradient
             moved = survivors.project(moved + length * step, rows)
         survivors.ask(moved, rows)
@@ -227,9 +228,10 @@ class _Path:
 
     def select(self, alive: Tensor) -> None:
         """Keep only the examples that are `alive` (bool)."""
-        if not bool(alive.all()):
+        kept = alive.nonzero()[:, 0]
+        if len(kept) < len(alive):
             for name, tensor in vars(self).items():
-                setattr(self, name, tensor[alive])
+                setattr(self, name, tensor[kept])
 
     def next_point(self, ball: LpBall, momentum: float) -> Tensor:
         step = per_row(self.step, self.point) * ball.steepest(self.gradient)

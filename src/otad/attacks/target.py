@@ -205,7 +205,7 @@ class Survivors:
         return ~broken
 
     def _keep(self, moved: Tensor, gain: Tensor, rows: Tensor) -> None:
-        better = gain > self.gain[rows]
+        better = (gain > self.gain[rows]).nonzero()[:, 0]  # a GPU makes the host wait for it once
         self.inputs[rows[better]] = moved[better]
         self.gain[rows[better]] = gain[better].to(self.gain.dtype)
 
