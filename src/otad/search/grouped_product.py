@@ -1,8 +1,8 @@
-"""Finds candidates on a GPU by one matrix product, and confirms them by one kernel.
+"""Finds candidates on a GPU by one matrix product, and confirms them by two kernels.
 
 The points are in G groups. The T largest products of a query are among the products of the T groups
-with the largest maxima, so two selections from short lists find them. A Triton kernel then computes
-the distances of these T candidates in float64, sorts them, and says how far all other points are.
+with the largest maxima, so two selections from short lists find them. Triton kernels then compute
+the distances of these T candidates in float64, sort them, and say how far all other points are.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from otad.search.confirmed_product import product_error, row_norms
 
 GROUP = 64  # points of a group
-MOST_CANDIDATES = 128  # the kernel compares all pairs of them
+MOST_CANDIDATES = 64  # a kernel compares all pairs of them
 MOST_COLUMNS = 2**12  # of a point; a program has a whole one in its registers
 STORED_BYTES = 2**30  # the most that a converted copy of the points may take
-NUMBERS_OF_PROGRAM = 2**12  # in registers at the same time
+NUMBERS_OF_PROGRAM = 2**10  # that it has in registers, if a point is no longer
 # Compute capabilities of GPUs whose float64 is half as fast as their float32, or faster.
 FAST_IN_DOUBLE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
@@ -45,7 +45,7 @@ class GroupedProduct:
         in_double = scaled is points and is_fast_in_double(points.device)
         in_double = in_double and 8 * points.numel() <= STORED_BYTES
         self.dtype = torch.float64 if in_double else torch.float32
-        self.points, self.scaled = points, scaled.to(self.dtype)
+        self.points, self.scaled = points.contiguous(), scaled.to(self.dtype)
         self.offsets = (-radii.square()).to(self.dtype)
         self.groups = -(-len(points) // GROUP)
         self.order = tree_order(points.shape[1]).to(points.device)
@@ -54,7 +54,7 @@ class GroupedProduct:
 
     @staticmethod
     def covers(points: Tensor) -> bool:
-        """Return whether the kernel can be used for points (N,d), and memory suffices."""
+        """Return whether the kernels can be used for points (N,d), and memory suffices."""
         fits = points.dtype == torch.float32 or 4 * points.numel() <= STORED_BYTES
         return points.is_cuda and points.shape[1] <= MOST_COLUMNS and fits and has_triton()
 
@@ -66,7 +66,7 @@ class GroupedProduct:
         self, queries: Tensor, x: Tensor, k: int, size: int, exclude: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `Candidates` of queries (b,d), which are x (b,d) in float64 when scaled."""
-        from otad.search.kernels import confirm_kernel
+        from otad.search.kernels import rank_kernel, square_kernel
 
         (batch, dim), count, size = queries.shape, len(self.points), padded(size)
         bounds = x.new_empty((batch, GROUP * self.groups), dtype=self.dtype)
@@ -77,18 +77,22 @@ class GroupedProduct:
         chosen = grouped.amax(1).topk(size, dim=1, sorted=False).indices
         inside = grouped.gather(2, chosen[:, None].expand(-1, GROUP, -1)).flatten(1)
         values, places = inside.topk(size, dim=1, sorted=False)
-        indices = places.new_empty((batch, k))
-        distances = x.new_empty((batch, k))
-        beyond = x.new_empty(batch)
+        squares, indices = x.new_empty((batch, size)), places.new_empty((batch, k))
+        distances, beyond = x.new_empty((batch, k)), x.new_empty(batch)
         width = len(self.order)
-        sizes = {"k": k, "size": size, "width": width, "halvings": width.bit_length() - 1}
-        sizes["at_once"] = max(1, min(size, NUMBERS_OF_PROGRAM // width))
-        found = values, places, chosen, queries.contiguous(), row_norms(x), exclude
-        constant = self.points, self.order, self._numbers(dim, x.device)
+        at_once = min(size, max(1, NUMBERS_OF_PROGRAM // width))
+        sizes = {"size": size, "width": width, "halvings": width.bit_length() - 1}
+        rows = places, chosen, queries.contiguous(), self.points, self.order
+        bound = row_norms(x), exclude, self._numbers(dim, x.device)
+        # A fused multiplication and addition would round once, so that a sum would have other bits.
+        plain = {"enable_fp_fusion": False}
         with torch.cuda.device_of(x):
-            confirm_kernel[(batch,)](
-                *found, *constant, indices, distances, beyond, dim, count, self.groups,
-                **sizes, enable_fp_fusion=False,  # a fused sum would have other bits
+            square_kernel[(batch, size // at_once)](
+                *rows, squares, dim, count, self.groups, at_once=at_once, **sizes, **plain
+            )
+            rank_kernel[(batch,)](
+                values, places, chosen, squares, *bound, indices, distances, beyond,
+                count, self.groups, k=k, size=size, **plain,
             )  # fmt: skip
         return indices, distances, beyond
 
