@@ -7,10 +7,6 @@ without a net. `KINDS` makes one of each kind that can be saved from a seed.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -117,15 +113,3 @@ def refuses(call: Callable[..., object], *given: Any, match: str, **options: Any
     """The call raises an InputError whose message matches."""
     with pytest.raises(InputError, match=match):
         call(*given, **options)
-
-
-def run_script(code: str, *arguments: object) -> list[str]:
-    """The lines a script prints, in a process of its own with one thread; it must not fail."""
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.splitlines()

@@ -22,7 +22,7 @@ from otad.evaluate import PRESETS, undefended
 from otad.evaluate.records import Evaluation
 from otad.evaluate.suite import Choice
 from otad.experiments import names
-from otad.report import map_pictures
+from otad.report import evaluation_report, map_pictures, model_report
 from otad.report.verdict import verdict
 
 
@@ -220,9 +220,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     attacks = [Choice("straight", {"points": 5}), Choice("noise", {"draws": 5})]
     monkeypatch.setitem(PRESETS, "quick", attacks)
     monkeypatch.setattr(map_pictures, "LINES", 5)
+    monkeypatch.setattr(model_report, "plot_uri", evaluation_report.plot_uri)
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("brief_reports", "short")
 def test_the_demo_leaves_report_model_and_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     facts: dict[str, str] = {}
     monkeypatch.setattr(

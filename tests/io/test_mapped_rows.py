@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from factories import run_script
 from safetensors import safe_open
 from safetensors.torch import save_file
+from together import forked
 from torch import Tensor
 
+from otad.cip import BankProblem, ExactCip
 from otad.errors import InputError
 from otad.io.mapped_rows import FileRows, block_of, gathered, in_file, remember
 from otad.model.bank import FeatureBank
@@ -146,33 +148,10 @@ def test_a_bank_reads_rows_of_its_file(tmp_path: Path) -> None:
             FeatureBank.load(path, verify=False)
 
 
-RESIDENT = """
-    import re, sys
-    from pathlib import Path
-    import torch
-    from otad.cip import BankProblem, ExactCip
-    from otad.model.bank import FeatureBank
-
-    def mapped():
-        text = Path("/proc/self/status").read_text()
-        return int(re.search(r"RssFile:\\s+(\\d+)", text)[1]) * 1024
-
-    torch.set_num_threads(1)
-    bank = FeatureBank.load(sys.argv[1])
-    few = bank.gather(torch.arange(3))[0]
-    ExactCip(on_failure="abstain")(BankProblem(few, *bank.gather(torch.arange(4)),
-        torch.tensor([[0, 1], [1, 2], [2, 3]]), 2.0))  # loads the libraries
-    before = mapped()
-    bank = FeatureBank.load(sys.argv[1])
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        indices = torch.randint(len(bank), (3, 2), generator=generator)
-        solution = ExactCip(on_failure="abstain")(
-            BankProblem(few, bank.inputs, bank.features, indices, 2.0))
-    print(mapped() - before)
-    bank.features.sum()
-    print(mapped() - before)
-    """
+def mapped_bytes() -> int:
+    """Of files, as far as this process has them in memory."""
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssFile:\s+(\d+)", text)[1]) * 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs RssFile of the system")
@@ -180,6 +159,24 @@ def test_a_file_does_not_become_resident(tmp_path: Path) -> None:
     """Neither by checking it nor by solving; the sum of a map shows that it could."""
     x = torch.rand(1500, 4096, generator=torch.Generator().manual_seed(0)).half()
     FeatureBank(x, x, torch.zeros(len(x), dtype=torch.int64), "net").save(tmp_path / "bank")
-    asked, whole = (int(line) for line in run_script(RESIDENT, tmp_path / "bank"))
+    solve = ExactCip(on_failure="abstain")
+
+    def work(_: int) -> None:
+        bank = FeatureBank.load(tmp_path / "bank")
+        few = bank.gather(torch.arange(3))[0]
+        pairs = torch.tensor([[0, 1], [1, 2], [2, 3]])
+        solve(BankProblem(few, *bank.gather(torch.arange(4)), pairs, 2.0))  # loads the libraries
+        before = mapped_bytes()
+        bank = FeatureBank.load(tmp_path / "bank")
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(20):
+            indices = torch.randint(len(bank), (3, 2), generator=generator)
+            solve(BankProblem(few, bank.inputs, bank.features, indices, 2.0))
+        asked = mapped_bytes() - before
+        bank.features.sum()
+        (tmp_path / "found").write_text(f"{asked} {mapped_bytes() - before}")
+
+    assert forked(work, 1) == [0]
+    asked, whole = map(int, (tmp_path / "found").read_text().split())
     assert asked < x.nbytes / 2  # both halves of the bank are that large
     assert whole > x.nbytes
