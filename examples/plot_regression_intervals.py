@@ -37,9 +37,7 @@ print(proved)
 # Attacks look for the largest error within the same distance. The network has smaller errors than
 # the defended regressor, with and without attack, but nothing is proved about its answers.
 ball = otad.L2(eps, scale=torch.tensor(unit).float())
-found = otad.evaluate(
-    reg, X_test, y_test, ball, attacks=[otad.attacks.Pgd(steps=20), "noise"], flags=False
-)
+found = otad.evaluate(reg, X_test, y_test, ball, attacks=[otad.attacks.Pgd(steps=20)], flags=False)
 for name, one in (("undefended", found.undefended), ("defended", found)):
     errors = np.mean(one.clean_errors), np.mean(one.worst_errors())
     print(f"{name:11} mean error {errors[0]:.2f} clean, {errors[1]:.2f} attacked", end=", ")
