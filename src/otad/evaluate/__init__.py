@@ -1,4 +1,4 @@
-"""Evaluations by the protocol: worst case over many attacks, certificates and red flags."""
+"""Evaluations by the protocol: worst case over many attacks, certificates and flags."""
 
 from otad.arguments import guard
 from otad.evaluate.attack import attack

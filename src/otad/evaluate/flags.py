@@ -1,4 +1,4 @@
-"""Red flags: checks whether the figures of an evaluation can be trusted.
+"""Flags: checks whether the figures of an evaluation can be trusted.
 
 A check is a function of a `FlagContext` that returns whether it passes and what it found. It raises
 `NotRunError` where it does not apply. The decorator `check` gives it a name, a meaning and advice.

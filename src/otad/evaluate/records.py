@@ -120,7 +120,7 @@ class CertificateRecord:
 
 @dataclass(frozen=True)
 class Flag:
-    """A red-flag check of an evaluation.
+    """A check of an evaluation, and what it found.
 
     Attributes
     ----------
@@ -184,7 +184,7 @@ class Evaluation:
     certificate : CertificateRecord or None
         The certified radii.
     flags : tuple of Flag
-        The red-flag checks.
+        Checks of the attacks, and what they found.
     solver : SolverRecord or None
         How the solver found its answers.
     seconds : float
@@ -263,7 +263,7 @@ class Evaluation:
 
     @property
     def checks(self) -> list[Flag]:
-        """The red flags of the model, and of the attacks on its undefended network."""
+        """The flags of the model, and of the attacks on its undefended network."""
         return [*self.flags, *(() if self.undefended is None else self.undefended.flags)]
 
     @property

@@ -1,4 +1,4 @@
-"""`evaluate`: clean scores, certificates, attacks and red flags of a model in one record."""
+"""`evaluate`: clean scores, certificates, attacks and flags of a model in one record."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def evaluate(
 
         def watch(done: int) -> None:
             if done < len(checks):
-                label = f"red flag {done + 1} of {len(checks)}"
+                label = f"flag {done + 1} of {len(checks)}"
                 report(label, total - len(checks) + done, worst)
 
         watch(0)

@@ -87,7 +87,7 @@ def headline(evaluation: Evaluation) -> list[KeyNumber]:
     count = Counter(flag.verdict for flag in evaluation.checks)
     value = f"{count[FAIL]} of {count.total()}" if count else "none run"
     remark = f"{count[PASS]} pass, {count[NOT_RUN]} not run"
-    return [*numbers, KeyNumber(value, "red flags fail", remark, alarm=count[FAIL] > 0)]
+    return [*numbers, KeyNumber(value, "flags fail", remark, alarm=count[FAIL] > 0)]
 
 
 def _accuracies(evaluation: Evaluation) -> list[KeyNumber]:
