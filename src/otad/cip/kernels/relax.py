@@ -129,14 +129,45 @@ def weights_at(bounds, flatness, exact: constexpr, count: constexpr, padded: con
 
 
 @triton.jit
+def worst_cycle(longest, padded: constexpr):
+    return tl.max(diagonal_of(longest, padded), axis=0)
+
+
+@triton.jit
 def longest_paths(bounds, flatness, count: constexpr, padded: constexpr):
     """Return the closure and its worst cycle, with allowance for rounding if it is positive."""
     longest = closure(weights_at(bounds, flatness, True, count, padded), count, padded)
-    cycle = tl.max(diagonal_of(longest, padded), axis=0)
+    cycle = worst_cycle(longest, padded)
     if cycle > 0:
         longest = closure(weights_at(bounds, flatness, False, count, padded), count, padded)
-        cycle = tl.max(diagonal_of(longest, padded), axis=0)
+        cycle = worst_cycle(longest, padded)
     return longest, cycle
+
+
+@triton.jit
+def relaxed(
+    tiles, sizes, high, low, steps,
+    climbs: constexpr, shifts: constexpr, count: constexpr, padded: constexpr,
+):  # fmt: skip
+    """Return the longest paths with allowance for rounding, L, l, and whether they were relaxed.
+
+    L is infinite if no curvature works."""
+    noise = tl.load(steps)
+    bounds = constraints(tiles, sizes, low, noise, shifts, padded)
+    longest, cycle = longest_paths(bounds, 1 / (high - low), count, padded)
+    raised = cycle > 0
+    if raised:
+        if climbs:
+            high, low = climbed(tiles, sizes, high, low, steps, shifts, count, padded)
+            bounds = constraints(tiles, sizes, low, noise, shifts, padded)
+        else:
+            flatness = greatest_flatness(bounds, count, padded)
+            exists = flatness > 0
+            least = tl.where(exists, 1 / tl.where(exists, flatness, 1.0), float("inf"))
+            # Slightly above the least, so that rounding does not leave a cycle positive.
+            high = tl.maximum(low + least * (1 + 16 * noise), high)
+        longest, cycle = longest_paths(bounds, 1 / (high - low), count, padded)
+    return longest, high, low, raised
 
 
 @triton.jit

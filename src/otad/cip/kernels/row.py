@@ -36,50 +36,55 @@ def levels_of(longest, rule: constexpr, count: constexpr, padded: constexpr):
 
 
 @triton.jit
-def read_tiles(
-    products, squares, row, batch, segments,
-    total: constexpr, padded: constexpr, shifts: constexpr, again: constexpr,
-):  # fmt: skip
-    """Return the tiles, <z_1, a_i>, |a_i|^2 and |z_1|^2 of a row, summed over segments.
-
-    `again` makes sure that the compiler really reads them a second time."""
+def read_vectors(
+    products, squares, row, batch, segments, total: constexpr, padded: constexpr, shifts: constexpr
+):
+    """Return <z_1, a_i>, |a_i|^2 and |z_1|^2 of a row, summed over segments."""
     i = tl.arange(0, padded)
     real = i < total
-    both = real[:, None] & real[None, :]
-    empty, zeros = tl.zeros((padded, padded), tl.float64), tl.zeros((padded,), tl.float64)
-    slope, mixed, images, offsets = empty, empty, empty, empty
-    tilt, square = zeros, zeros
+    tilt, square = tl.zeros((padded,), tl.float64), tl.zeros((padded,), tl.float64)
     center = tl.full((), 0.0, tl.float64)
+    lines = 2 * total if shifts else total
+    for segment in range(segments):
+        part = segment * batch + row
+        lower = products + (part * lines + lines - total) * 2 * total
+        tilt += tl.load(lower + i, mask=real, other=0.0).to(tl.float64)
+        square += tl.load(squares + part * total + i, mask=real, other=0.0).to(tl.float64)
+        center += tl.load(lower + total).to(tl.float64)
+    return tilt, square, center
+
+
+@triton.jit
+def read_tiles(
+    products, row, batch, segments, known,
+    total: constexpr, padded: constexpr, shifts: constexpr,
+):  # fmt: skip
+    """Return the tiles of a row, summed over segments, with zeros beyond the first `known`.
+
+    Registers would not hold them from one step to the next, so every step reads them again. A
+    volatile load keeps the compiler from sharing what was read before."""
+    i = tl.arange(0, padded)
+    both = (i[:, None] < known) & (i[None, :] < known)
+    empty = tl.zeros((padded, padded), tl.float64)
+    slope, mixed, images, offsets = empty, empty, empty, empty
     lines = 2 * total if shifts else total
     straight = i[:, None] * 2 * total + i[None, :]
     turned = i[None, :] * 2 * total + i[:, None]
     # z_1 is in the place of c_1, which is 0.
     upward, leftward = both & (i[:, None] > 0), both & (i[None, :] > 0)
     for segment in range(segments):
-        part = segment * batch + row
-        upper = products + part * lines * 2 * total
+        upper = products + (segment * batch + row) * lines * 2 * total
         lower = upper + (lines - total) * 2 * total
-        cross = tl.load(lower + turned, mask=leftward, other=0.0, volatile=again).to(tl.float64)
+        cross = tl.load(lower + turned, mask=leftward, other=0.0, volatile=True).to(tl.float64)
         slope += cross
-        image = tl.load(lower + total + straight, upward & leftward, other=0.0, volatile=again)
+        image = tl.load(lower + total + straight, upward & leftward, other=0.0, volatile=True)
         images += image.to(tl.float64)
         if shifts:
-            other = tl.load(lower + straight, mask=upward, other=0.0, volatile=again)
+            other = tl.load(lower + straight, mask=upward, other=0.0, volatile=True)
             mixed += cross + other.to(tl.float64)
-            offset = tl.load(upper + straight, mask=both, other=0.0, volatile=again)
+            offset = tl.load(upper + straight, mask=both, other=0.0, volatile=True)
             offsets += offset.to(tl.float64)
-        tilt += tl.load(lower + i, mask=real, other=0.0).to(tl.float64)
-        square += tl.load(squares + part * total + i, mask=real, other=0.0).to(tl.float64)
-        center += tl.load(lower + total).to(tl.float64)
-    return (slope, mixed, images, offsets), tilt, square, center
-
-
-@triton.jit
-def harmless(tiles, finite):
-    """Return the tiles, or zeros if products overflowed."""
-    slope, mixed, images, offsets = tiles
-    slope, mixed = tl.where(finite, slope, 0.0), tl.where(finite, mixed, 0.0)
-    return slope, mixed, tl.where(finite, images, 0.0), tl.where(finite, offsets, 0.0)
+    return slope, mixed, images, offsets
 
 
 @triton.jit(do_not_specialize=["batch", "segments"])
@@ -103,37 +108,32 @@ def row_kernel(
     requested_high, requested_low = tl.load(smoothness + row), tl.load(convexity + row)
 
     real = i < total
-    tiles, tilt, square, center = read_tiles(
-        products, squares, row, batch, segments, total, padded, shifts, False
+    tilt, square, center = read_vectors(
+        products, squares, row, batch, segments, total, padded, shifts
     )
-    slope, images = tiles[0], tiles[2]
-    size = tl.sum(tl.sum(tl.abs(slope) + tl.abs(images), axis=1), axis=0) + tl.abs(center)
+    tiles = read_tiles(products, row, batch, segments, total, total, padded, shifts)
+    size = tl.sum(tl.sum(tl.abs(tiles[0]) + tl.abs(tiles[2]), axis=1), axis=0) + tl.abs(center)
     finite = size + tl.sum(tl.abs(tilt) + square, axis=0) < float("inf")
     # If products overflowed, the row gets harmless numbers.
-    tiles = harmless(tiles, finite)
+    known = tl.where(finite, total, 0)
     tilt, square = tl.where(finite, tilt, 0.0), tl.where(finite, square, 0.0)
     # The largest |a_i| and |c_i|.
     a_max = tl.sqrt(tl.max(tl.where(active, square, 0.0), axis=0))
-    own = diagonal_of(tiles[2], padded)
-    c_max = tl.sqrt(tl.max(tl.where(active, own, 0.0), axis=0))
+    own = tl.where(i < tl.minimum(known, count), diagonal_of(tiles[2], padded), 0.0)
+    c_max = tl.sqrt(tl.max(own, axis=0))
+    sizes = a_max, c_max
 
     # Potentials, for the requested curvature or the nearest that works.
     high, low = requested_high, requested_low
-    sizes = a_max, c_max
     bounds = relax.constraints(tiles, sizes, low, noise, shifts, padded)
-    longest, cycle = relax.longest_paths(bounds, 1 / (high - low), count, padded)
-    raised = cycle > 0
+    weights = relax.weights_at(bounds, 1 / (high - low), True, count, padded)
+    longest = relax.closure(tl.where(finite, weights, 0.0), count, padded)
+    raised = relax.worst_cycle(longest, padded) > 0
     if raised:
-        if climbs:
-            high, low = relax.climbed(tiles, sizes, high, low, steps, shifts, count, padded)
-            bounds = relax.constraints(tiles, sizes, low, noise, shifts, padded)
-        else:
-            flatness = relax.greatest_flatness(bounds, count, padded)
-            exists = flatness > 0
-            least = tl.where(exists, 1 / tl.where(exists, flatness, 1.0), float("inf"))
-            # Slightly above the least, so that rounding does not leave a cycle positive.
-            high = tl.maximum(low + least * (1 + 16 * noise), high)
-        longest, _ = relax.longest_paths(bounds, 1 / (high - low), count, padded)
+        same = read_tiles(products, row, batch, segments, known, total, padded, shifts)
+        longest, high, low, raised = relax.relaxed(
+            same, sizes, high, low, steps, climbs, shifts, count, padded
+        )
     exists = high < float("inf")
     within = finite & exists & (high <= cap)
     fails = finite & (exists == 0) & (cap == float("inf"))
@@ -145,13 +145,20 @@ def row_kernel(
     # Multipliers, for the curvature of the map.
     map_high, map_low = (high, low) if consistent else (requested_high, requested_low)
     modulus = map_high - map_low
-    if padded > 32:  # registers do not hold these tiles beside those of the steps before
-        found = read_tiles(products, squares, row, batch, segments, total, padded, shifts, True)
-        tiles = harmless(found[0], finite)
+    tiles = read_tiles(products, row, batch, segments, known, total, padded, shifts)
     slope, images = relax.shifted(tiles, map_low, shifts)
     line = level - (map_low / 2 * square + tilt)
     line = line - diagonal_of(slope, padded) + diagonal_of(images, padded) / (2 * modulus)
-    weights, inverse, solved = maximize_on_simplex(images, modulus * line, noise, count, padded)
+    largest = tl.max(diagonal_of(images, padded), axis=0)
+    scale = 1 / tl.where(largest > 0, largest, 1.0)
+    # Only differences of the linear term matter; centered, they keep their digits.
+    linear = scale * modulus * line
+    linear = linear - tl.sum(tl.where(active, linear, 0.0), axis=0) / count
+    weights, inverse, solved = pivot_to_optimum(images * scale, linear, noise, count, padded)
+    tiles = read_tiles(products, row, batch, segments, known, total, padded, shifts)
+    slope, images = relax.shifted(tiles, map_low, shifts)
+    weights = refined(images * scale, linear, weights, inverse)
+    solved = solved & (tl.max(tl.where(tl.abs(weights) < float("inf"), 0, 1), axis=0) == 0)
     pull = tl.sum(images * weights[None, :], axis=1)
     bound = line + (tl.sum(weights * pull, axis=0) / 2 - pull) / modulus  # q_i(z')
     value = tl.sum(weights * tl.where(active, bound, 0.0), axis=0)
@@ -180,23 +187,7 @@ def row_kernel(
     tl.store(outcome + row, tl.where(fails, _FAILED, answered.to(tl.int32)))
     if sensitive:
         place = sensitivity + row * total * total + i[:, None] * total + i[None, :]
-        tl.store(place, inverse * modulus, mask=real[:, None] & real[None, :])
-
-
-@triton.jit
-def maximize_on_simplex(gram, linear, tolerance, count: constexpr, padded: constexpr):
-    """Return weights, d weights / d linear (a tile), and whether the optimum was reached."""
-    active = tl.arange(0, padded) < count
-    scale = tl.max(diagonal_of(gram, padded), axis=0)
-    scale = tl.where(scale > 0, scale, 1.0)
-    quadratic = gram / scale
-    linear = linear / scale
-    # Only differences of the linear term matter; centered, they keep their digits.
-    linear = linear - tl.sum(tl.where(active, linear, 0.0), axis=0) / count
-    weights, inverse, solved = pivot_to_optimum(quadratic, linear, tolerance, count, padded)
-    weights = refined(quadratic, linear, weights, inverse)
-    finite = tl.max(tl.where(tl.abs(weights) < float("inf"), 0, 1), axis=0) == 0
-    return weights, inverse / scale, solved & finite
+        tl.store(place, inverse * (scale * modulus), mask=real[:, None] & real[None, :])
 
 
 @triton.jit
@@ -205,12 +196,13 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: con
 
     `target` is the affine optimum in the basis and the gain of entering outside it. `barrier` is
     -inf for neighbors that may not enter. `entering` is the neighbor that enters in the next round,
-    or -1.
+    or -1. `curvature` is the diagonal of the tableau.
     """
     i = tl.arange(0, padded)
     active = i < count
     # The basis of the single best neighbor.
-    worth = tl.where(active, linear - diagonal_of(quadratic, padded) / 2, -float("inf"))
+    own = diagonal_of(quadratic, padded)
+    worth = tl.where(active, linear - own / 2, -float("inf"))
     start = first_at(worth, tl.max(worth, axis=0), padded)
     basis = tl.where(i == start, 1.0, linear * 0)
     row = row_of(quadratic, start, padded)
@@ -218,6 +210,7 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: con
     gain = linear - row - entry_of(linear, start, padded) + corner
     tableau = quadratic - row[:, None] - row[None, :] + corner
     tableau = with_cross(tableau, start, 1 - basis, padded)
+    curvature = (own - row - row + corner) * (1 - basis)
     target = gain * (1 - basis) + basis
     weights = basis
     barrier = tl.where(active & (i != start), 0.0, -float("inf"))
@@ -232,28 +225,24 @@ def pivot_to_optimum(quadratic, linear, tolerance, count: constexpr, padded: con
             # If weights would turn negative, go towards the target until one reaches zero.
             fall = tl.minimum(point + tolerance, 0.0)
             ratio = (weights + tolerance) / (weights + tolerance - fall)
-            step = tl.min(ratio, axis=0)
-            leaving = first_at(ratio, step, padded)
+            step, leaving = tl.min(ratio, axis=0, return_indices=True)
             blocked = (step < 1) & (due == 0)
             # Otherwise the target is the new point, and the largest gain may enter.
-            reward = target + barrier
-            most = tl.max(reward, axis=0)
-            best = first_at(reward, most, padded)
+            most, best = tl.max(target + barrier, axis=0, return_indices=True)
             free = (blocked == 0) & (due == 0)
             done = free & (most <= floor)
-            # Without curvature along the entering direction, move until a weight vanishes.
-            column = row_of(tableau, best, padded)
-            flat = free & (done == 0) & (entry_of(column, best, padded) <= tolerance)
-
             fraction = tl.where(due, 0.0, tl.where(blocked, step, 1.0))
             weights = tl.maximum(weights + fraction * (point - weights), 0.0)
-            moved, ended = moved_along(column, weights, basis, best, tolerance, padded)
-            weights = tl.where(flat, moved, weights)
             pivot = tl.where(due, entering, tl.where(blocked, leaving, best))
-            pivot = tl.where(flat, ended, pivot)
-            entering = tl.where(flat, best, -1)
-            tableau, target, basis, barrier = pivoted(
-                tableau, target, basis, barrier, pivot, blocked | flat, done, padded
+            entering = start * 0 - 1
+            # Without curvature along the entering direction, move until a weight vanishes.
+            flat = free & (done == 0) & (entry_of(curvature, best, padded) <= tolerance)
+            if flat:
+                column = row_of(tableau, best, padded)
+                weights, pivot = moved_along(column, weights, basis, best, tolerance, padded)
+                entering = best
+            tableau, curvature, target, basis, barrier = pivoted(
+                tableau, curvature, target, basis, barrier, pivot, blocked | flat, done, padded
             )
     return weights, -tableau * basis[:, None] * basis[None, :], done
 
@@ -263,14 +252,13 @@ def moved_along(column, weights, basis, best, tolerance, padded: constexpr):
     """Return weights after `best` entered as far as it can, and the neighbor that reached zero."""
     closed = (column > tolerance) & (basis > 0)
     reach = tl.where(closed, weights / tl.where(closed, column, 1.0), float("inf"))
-    length = tl.min(reach, axis=0)
+    length, ended = tl.min(reach, axis=0, return_indices=True)
     moved = tl.maximum(weights - length * column * basis, 0.0)
-    moved = tl.where(tl.arange(0, padded) == best, length, moved)
-    return moved, first_at(reach, length, padded)
+    return tl.where(tl.arange(0, padded) == best, length, moved), ended
 
 
 @triton.jit
-def pivoted(tableau, target, basis, barrier, pivot, outward, done, padded: constexpr):
+def pivoted(tableau, curvature, target, basis, barrier, pivot, outward, done, padded: constexpr):
     """Do a symmetric pivot: a neighbor leaves (outward) or joins the basis, unless done."""
     pivot = tl.where(done, -1, pivot)
     chosen = tl.arange(0, padded) == pivot
@@ -278,13 +266,14 @@ def pivoted(tableau, target, basis, barrier, pivot, outward, done, padded: const
     aim = entry_of(target, pivot, padded)
     change = 1 / tl.where(done, 1.0, entry_of(column, pivot, padded))
     factor = tl.where(outward, -change, change)
-    target = tl.where(chosen, aim * factor, target - column * change * aim)
-    tableau = tableau - (column * change)[:, None] * column[None, :]
-    cross = tl.where(chosen, -change, column * factor)
-    tableau = with_cross(tableau, pivot, cross, padded)
+    scaled = column * change
+    target = tl.where(chosen, aim * factor, target - scaled * aim)
+    curvature = tl.where(chosen, -change, curvature - scaled * column)
+    tableau = tableau - scaled[:, None] * column[None, :]
+    tableau = with_cross(tableau, pivot, tl.where(chosen, -change, column * factor), padded)
     basis = tl.where(chosen, tl.where(outward, 0.0, 1.0), basis)
     barrier = tl.where(chosen, tl.where(outward, 0.0, -float("inf")), barrier)
-    return tableau, target, basis, barrier
+    return tableau, curvature, target, basis, barrier
 
 
 @triton.jit

@@ -242,6 +242,9 @@ def solve_triton(
     outputs = shares, value, numbers, status, active, outcome, sensitivity
     constants = {"total": total, "count": total - relaxation.spares, "sensitive": sensitive}
     constants |= {"padded": padded, "num_warps": 1 if padded == 16 else 4}
+    # With fewer registers a thread has to store some, but only in steps that few rows need. Then
+    # more rows are solved side by side.
+    constants["maxnreg"] = 168 if padded == 64 else 96
     constants |= {"shifts": products.with_offsets, "climbs": relaxation.climb is not None}
     constants["consistent"] = mode == "consistent"
     launch(row_kernel, (batch,), values, *inputs, *outputs, batch, segments, rule=rule, **constants)

@@ -1,0 +1,50 @@
+"""The kernels compile for a GPU, which their interpretation does not show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+TYPES = {"indices": "*i64", "status": "*i64", "takes_part": "*i8", "outcome": "*i32"}
+TYPES |= dict.fromkeys(("smoothness", "convexity", "steps", "numbers", "sensitivity"), "*fp64")
+TYPES |= dict.fromkeys(("inputs", "features", "points"), "*fp16")
+TYPES |= dict.fromkeys(("batches", "batch", "segments", "dim", "length"), "i32")
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["pairs_kernel", "gram_kernel", "combine_kernel", "row_kernel"]
+
+
+def compile_for_a_gpu(kernel: Any, warps: int, **constants: Any) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    names = kernel.arg_names
+    types = {name: TYPES.get(name, "*fp32") for name in names} | dict.fromkeys(
+        constants, "constexpr"
+    )
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = triton.compiler.ASTSource(kernel, types, values)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert len(made.asm["cubin"]) > 1000
+    sys.stdout.write(kernel.__name__ + "\n")
+
+
+if __name__ == "__main__":
+    from otad.cip.kernels import gram, row
+
+    sizes = {"count": 3, "shifts": True}
+    compile_for_a_gpu(gram.pairs_kernel, 1, **sizes, vector=4, stages=2)
+    compile_for_a_gpu(gram.gram_kernel, 2, **sizes, padded=16, width=32, stages=3)
+    compile_for_a_gpu(gram.combine_kernel, 2, count=3, width=512)
+    rules = {"climbs": False, "consistent": True, "sensitive": False, "rule": "canonical"}
+    compile_for_a_gpu(row.row_kernel, 4, count=3, total=3, padded=16, shifts=False, **rules)
