@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from rich.table import Table
 from timing import limited_threads, measure, timed
 
 from otad.cip import BankProblem, CipSolution, ExactCip
+from otad.cip.local.solve_torch import DualSolution, solve_torch
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ def _bank_cases(
         yield asdict(case) | {
             "seconds": statistics.median(seconds),
             "repeat_seconds": seconds,
+            **_multiplier_seconds(bank, repeats, device),
             "bandwidth": bandwidth,
             "gathered_bytes": gathered,
             "floor_seconds": gathered / bandwidth,
@@ -200,6 +203,21 @@ def _bank_cases(
             "residual": float(bank.residual(solution).max()),
             "raised": int((solution.status != 0).sum()),
         }
+
+
+def _multiplier_seconds(bank: BankProblem, repeats: int, device: torch.device) -> Record:
+    """Return the time from inner products to multipliers, as the solver does it and in torch.
+
+    On a GPU the solver has a kernel for it, so this shows whether that kernel pays."""
+    solver, curvature = ExactCip(), (bank.smoothness, bank.strong_convexity)
+    products, how = solver.products(bank), (solver.relaxation, solver.potential, solver.mode)
+
+    def in_torch() -> DualSolution:
+        return solve_torch(products.gram(), *curvature, *how, sensitive=False)
+
+    ways = {"multipliers": partial(solver.solve, bank, products), "multipliers_in_torch": in_torch}
+    times = {name: _repeated(way, repeats, device) for name, way in ways.items()}
+    return {f"{name}_seconds": statistics.median(found) for name, found in times.items()}
 
 
 def _repeated(work: Callable[[], object], repeats: int, device: torch.device) -> list[float]:

@@ -164,6 +164,7 @@ def test_banks_are_compared_with_their_floor() -> None:
         assert row["floor_seconds"] * row["bandwidth"] == pytest.approx(row["gathered_bytes"])
         assert row["answer_bytes"] == 6 * 8 * 4
         assert row["residual"] < 1e-5
+        assert min(row["multipliers_seconds"], row["multipliers_in_torch_seconds"]) > 0
         assert solver._bank_cells(row)["d"] == "8"
 
 
