@@ -106,8 +106,10 @@ class Target:
         return self.y if rows is None else self.y[rows]
 
     def _count(self, counter: Tensor, rows: Tensor | None) -> None:
-        rows = torch.arange(len(self.y), device=self.y.device) if rows is None else rows
-        counter.index_add_(0, rows, torch.full_like(rows, self.draws))
+        if rows is None:
+            counter += self.draws
+        else:
+            counter.index_add_(0, rows, torch.full_like(rows, self.draws))
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the outputs for inputs x (n,*), one for each of `rows`, without a gradient."""

@@ -43,12 +43,13 @@ class L2(LpBall):
         # Nearest is min(share * |step|, room) for the largest share <= 1 that fits. It is met from
         # below: features at their bound use less than their part, so the others may use more.
         size, at_bound = step.abs(), torch.zeros_like(step, dtype=torch.bool)
+        size_squares, room_squares = size.square(), room.square()
         for _ in range(FILLINGS):
             before, at_bound = at_bound, size * share >= room
             if torch.equal(before, at_bound):
                 break
-            left = self.eps**2 - (room * at_bound).square().sum(1, keepdim=True)
-            free = (size * ~at_bound).square().sum(1, keepdim=True)
+            left = self.eps**2 - (room_squares * at_bound).sum(1, keepdim=True)
+            free = size_squares.masked_fill(at_bound, 0.0).sum(1, keepdim=True)
             filled = (left.clamp_min(0.0) / free.clamp_min(1e-30)).sqrt().clamp_max(1.0)
             share = torch.maximum(share, filled)
         return torch.minimum(size * share, room).copysign(step)
