@@ -70,7 +70,7 @@ class GroupedProduct:
 
         (batch, dim), count, size = queries.shape, len(self.points), padded(size)
         bounds = x.new_empty((batch, GROUP * self.groups), dtype=self.dtype)
-        bounds[:, count:] = -math.inf
+        bounds[:, count:].fill_(-math.inf)
         left = x.to(self.dtype)
         torch.addmm(self.offsets, left, self.scaled.T, alpha=2, out=bounds[:, :count])
         grouped = bounds.view(batch, GROUP, self.groups)  # point i is in group i modulo G

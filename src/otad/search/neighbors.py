@@ -183,6 +183,8 @@ class NeighborSearch(Search):
         width = self._width(size)
         blocks = zip(queries.split(width), exclude.split(width), strict=True)
         parts = [self._attempt(some, k, size, excluded) for some, excluded in blocks]
+        if len(parts) == 1:
+            return parts[0]
         return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def _width(self, size: int) -> int:
