@@ -26,14 +26,16 @@ _NOT_FINITE = ("inf", "-inf", "nan")  # as text: JSON does not have them
 
 def to_plain(value: Any) -> Any:
     """Return dicts, lists, text and finite numbers; infinity and NaN become text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (str, int, NoneType)):
+        return value
     if is_dataclass(value):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
     return value
 
 

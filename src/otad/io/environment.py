@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def _commit() -> str | None:
     return given or None
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
