@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -107,3 +108,9 @@ def _memory(name: str) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed, which comes with torch for CUDA."""
+    return importlib.util.find_spec("triton") is not None

@@ -7,13 +7,12 @@ the distances of these T candidates in float64, sort them, and say how far all o
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from otad.io.environment import has_triton
 from otad.search.confirmed_product import product_error, row_norms
 
 GROUP = 64  # points of a group
@@ -27,12 +26,6 @@ FAST_IN_DOUBLE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 def is_fast_in_double(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_IN_DOUBLE
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether Triton is installed, which comes with torch for CUDA."""
-    return importlib.util.find_spec("triton") is not None
 
 
 class GroupedProduct:

@@ -20,10 +20,11 @@ from otad.cip.local.products import Gram, Products, products_of
 from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_numpy import solve_numpy
 from otad.cip.local.solve_torch import DualSolution, solve_torch
-from otad.cip.local.stream_triton import MOST_NEIGHBORS, has_triton, launch, padded_count
+from otad.cip.local.stream_triton import MOST_NEIGHBORS, launch, padded_count
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
+from otad.io.environment import has_triton
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")

@@ -6,8 +6,6 @@ bank is on the same CUDA device."""
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -15,17 +13,13 @@ from torch import Tensor
 
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
+from otad.io.environment import has_triton
 
 MOST_NEIGHBORS = 64  # registers hold a padded K x K block of products
 _MOST_SUMS = 165  # that the registers of one thread hold
 # The features that one program sums over. More would take less time, but lose accuracy.
 _SEGMENT = 4096
 _FEW_ROWS = 100  # fewer are cut into more segments, so that they fill the device
-
-
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def can_stream(problem: RowProblem) -> TypeGuard[BankProblem]:
