@@ -12,7 +12,7 @@ import pytest
 TYPES = {"indices": "*i64", "status": "*i64", "takes_part": "*i8", "outcome": "*i32"}
 TYPES |= dict.fromkeys(("smoothness", "convexity", "steps", "numbers", "sensitivity"), "*fp64")
 TYPES |= dict.fromkeys(("inputs", "features", "points"), "*fp16")
-TYPES |= dict.fromkeys(("batches", "batch", "segments", "dim", "length"), "i32")
+TYPES |= dict.fromkeys(("batches", "batch", "segments", "size", "dim", "length"), "i32")
 
 
 def test_kernels_compile_for_a_gpu() -> None:

@@ -26,7 +26,7 @@ from otad.cip.local.stream_triton import (  # noqa: E402
     streamed_dots,
     streamed_products,
 )
-from otad.errors import SolverError  # noqa: E402
+from otad.errors import InputError, SolverError  # noqa: E402
 
 # NumPy, which interprets kernels here, warns of numbers that the kernel masks out afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -213,3 +213,28 @@ def test_the_solver_puts_all_rows_together(on_failure, generator, monkeypatch) -
     assert_close(attempt(problem, on_failure, DEVICE), expected, equal_nan=True)
     with pytest.raises(SolverError, match=r"2 of 3 .*0 \(INFEASIBLE\), 2 \(UNSOLVED\)"):
         attempt(problem, "raise", DEVICE)
+
+
+@pytest.mark.parametrize(("wrong", "count"), [(math.nan, 3), (-1, 3), (math.inf, 12), (20, 12)])
+def test_wrong_values_are_found_by_the_kernels(wrong, count, generator, monkeypatch) -> None:
+    """Nothing outside the bank is read, and the error is that of the constructor on a CPU."""
+    for module in ("products", "feature"):
+        monkeypatch.setattr(f"otad.cip.local.{module}.can_stream", lambda problem: True)
+    monkeypatch.setattr("otad.cip.local.solver.can_solve", lambda products: True)
+    monkeypatch.setattr(ExactCip, "_is_small", lambda self, problem: False)
+    inputs = torch.randn(20, 40, generator=generator).to(DEVICE)
+    indices = torch.rand(2, 20, generator=generator).argsort(1)[:, :count].to(DEVICE)
+    query = inputs[indices].mean(1)
+    problem = BankProblem(query, inputs, inputs, indices, 2.0)
+    problem.__dict__["_is_checked"] = False  # as on a GPU
+    assert ExactCip()(problem).status.tolist() == [0, 0]
+    if isinstance(wrong, int):
+        indices[1, 2] = wrong
+        message = rf"indices: expected bank rows 0 to 19, got .*{wrong}"
+    else:
+        query[1, 7] = wrong
+        message = rf"query: .*{wrong} at \(1, 7"
+    with pytest.raises(InputError, match=message):
+        ExactCip()(problem)
+    with pytest.raises(InputError, match=message):
+        problem.anchors_of(slice(0, 1))

@@ -170,7 +170,8 @@ class BankProblem(_Problem):
 
     Neighbors are gathered block by block, so a batch never needs all its B * K * d numbers in
     memory at once. The bank may be in half precision, on another device or mapped from a file. Its
-    values are assumed to be finite.
+    values are assumed to be finite. On a GPU, queries and indices are checked when they are first
+    used, because a check makes the host wait.
 
     Parameters
     ----------
@@ -218,21 +219,32 @@ class BankProblem(_Problem):
             _refuse_gradient(tensor, name)
         check_tensor(indices, "indices", "B,K", dtypes=(torch.int64,), finite=False)
         check_shape(indices, "indices", (len(query), indices.shape[1]), "(B,K) to match query")
-        _check_values(query, indices, len(inputs))
+        on_gpu = query.is_cuda and query.device == indices.device == inputs.device
+        if not on_gpu:
+            _check_values(query, indices, len(inputs))
         parts |= {"query": query, "indices": indices.to(inputs.device)}
         self._set(smoothness, strong_convexity, **parts)
+        self.__dict__["_is_checked"] = not on_gpu
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The sizes (B, K, d)."""
         return *self.indices.shape, self.query.shape[1]
 
+    def check_values(self) -> None:
+        """Refuse queries that are not finite and indices outside the bank, unless this was done."""
+        if not self.__dict__["_is_checked"]:
+            _check_values(self.query, self.indices, len(self.inputs))
+            self.__dict__["_is_checked"] = True
+
     def anchors_of(self, rows: slice) -> Tensor:
         """Return the anchors (b, K, d) of some rows, on the query's device."""
+        self.check_values()
         return gathered(self.inputs, self.indices[rows], self.query.device)
 
     def images_of(self, rows: slice) -> Tensor:
         """Return the images (b, K, d) of some rows, on the query's device."""
+        self.check_values()
         return gathered(self.features, self.indices[rows], self.query.device)
 
     def fetched(self) -> Self:

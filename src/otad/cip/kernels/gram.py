@@ -23,22 +23,24 @@ def columns_of(block, vector: constexpr):
         return tl.split(even) + tl.split(odd)
 
 
-@triton.jit(do_not_specialize=["batches"])
+@triton.jit(do_not_specialize=["batches", "size"])
 def pairs_kernel(
-    query, inputs, features, indices, products, squares, batches, dim, length,
+    query, inputs, features, indices, products, squares, batches, size, dim, length,
     count: constexpr, shifts: constexpr, vector: constexpr, stages: constexpr,
 ):  # fmt: skip
     """Compute all inner products of the stack, for few neighbors: one warp per query and segment.
 
     A segment has `length` features. Each thread adds up every product for its own features, in
-    registers and without matrix units, so that nothing is padded and rows are read once."""
+    registers and without matrix units, so that nothing is padded and rows are read once. If an
+    index is not below `size`, the squares are NaN."""
     lanes: constexpr = 32
     batch = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * length
     lane = tl.arange(0, lanes)[:, None] * vector + tl.arange(0, vector)[None, :]
     anchors, images, sums = (), (), ()
     for k in tl.static_range(count):
-        row = tl.load(indices + batch * count + k) * dim
+        row = tl.load(indices + batch * count + k)
+        row = tl.minimum(tl.maximum(row, 0), size - 1) * dim
         anchors, images = anchors + (inputs + row,), images + (features + row,)
     for _ in tl.static_range(count * (2 * count + 1)):
         sums = sums + (tl.zeros((lanes,), dtype=tl.float32),)
@@ -68,6 +70,10 @@ def pairs_kernel(
                     found = found + (total,)
             sums = found
 
+    # Here instead of above, where every register is needed. So the load must not be shared either.
+    place = tl.arange(0, lanes)
+    rows = tl.load(indices + batch * count + place, mask=place < count, other=0, volatile=True)
+    wrong = tl.max(tl.where(rows == tl.minimum(tl.maximum(rows, 0), size - 1), 0, 1), axis=0)
     part = tl.program_id(1) * batches + batch
     top: constexpr = 0 if shifts else count
     values = products + part * (2 * count - top) * 2 * count - top * 2 * count
@@ -80,24 +86,29 @@ def pairs_kernel(
                 if k >= top:
                     tl.store(values + k * 2 * count + i, total)
                 if i < count and i == k:
+                    total = tl.where(wrong > 0, float("nan"), total)
                     tl.store(squares + part * count + i, total)
 
 
-@triton.jit(do_not_specialize=["batches"])
+@triton.jit(do_not_specialize=["batches", "size"])
 def gram_kernel(
-    query, inputs, features, indices, products, squares, batches, dim, length,
+    query, inputs, features, indices, products, squares, batches, size, dim, length,
     count: constexpr, padded: constexpr, shifts: constexpr, width: constexpr, stages: constexpr,
 ):  # fmt: skip
     """Compute all inner products of the stack on matrix units, one program per query and segment.
 
-    A segment has `length` features, and a program makes one pass over the neighbors."""
+    A segment has `length` features, and a program makes one pass over the neighbors. If an index
+    is not below `size`, the squares are NaN."""
     batch = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * length
     k = tl.arange(0, padded)
     real = k < count
     # Beyond the last neighbor come copies of the first, whose products are not stored.
-    rows = tl.load(indices + batch * count + tl.where(real, k, 0)) * dim
-    nearest = tl.load(indices + batch * count) * dim
+    given = tl.load(indices + batch * count + tl.where(real, k, 0))
+    rows = tl.minimum(tl.maximum(given, 0), size - 1)
+    wrong = tl.max(tl.where(rows == given, 0, 1), axis=0)
+    rows *= dim
+    nearest = tl.sum(tl.where(k == 0, rows, 0), axis=0)
     cross = tl.zeros((padded, padded), dtype=tl.float32)
     image = tl.zeros((padded, padded), dtype=tl.float32)
     offset = tl.zeros((padded, padded), dtype=tl.float32)
@@ -129,7 +140,8 @@ def gram_kernel(
     if shifts:
         tl.store(upper + place, offset, mask=mask)
         tl.store(upper + count + place, tl.trans(cross), mask=mask)
-    tl.store(squares + part * count + k, tl.sum(square, axis=1), mask=real)
+    total = tl.where(wrong > 0, float("nan"), tl.sum(square, axis=1))
+    tl.store(squares + part * count + k, total, mask=real)
 
 
 @triton.jit

@@ -146,6 +146,8 @@ class ExactCip:
                     return found
                 left = (outcome == 0).nonzero()[:, 0].to(high.device)
                 if len(left):
+                    if isinstance(problem, BankProblem):
+                        problem.check_values()  # if they are wrong, the kernel leaves the row over
                     part = products.rows(left).gram()
                     found.overwrite(left, self._solve(part, high[left], low[left], sensitive))
             else:

@@ -35,7 +35,9 @@ def can_stream(problem: RowProblem) -> TypeGuard[BankProblem]:
 
 
 def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tensor, Tensor]:
-    """Return `values` and `squares` of `Products`, in S parts of one segment of features each."""
+    """Return `values` and `squares` of `Products`, in S parts of one segment of features each.
+
+    The squares of a row are NaN if one of its indices is outside the bank."""
     from otad.cip.kernels.gram import gram_kernel, pairs_kernel
 
     batch, count, dim = problem.shape
@@ -59,7 +61,8 @@ def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tens
     bank = (part.contiguous() for part in (problem.inputs, problem.features, problem.indices))
     arrays = query, *bank, products, squares
     constants |= {"count": count, "shifts": with_offsets}
-    launch(kernel, (batch, segments), *arrays, batch, dim, length, **constants)
+    sizes = batch, len(problem.inputs), dim, length
+    launch(kernel, (batch, segments), *arrays, *sizes, **constants)
     return products, squares
 
 
