@@ -58,6 +58,17 @@ def test_region_finds_the_distance_of_a_fine_grid(make, rows, seed, slack, gener
             assert bool(found.broken) == breaks
 
 
+def test_a_step_computes_the_ranks_of_the_bank_once(monkeypatch, generator) -> None:
+    model, (x, y), calls = local_model(), blobs(8, 2), []
+    ranks = Neighborhood.ranks
+    monkeypatch.setattr(
+        Neighborhood, "ranks", lambda self, e: calls.append(len(e)) or ranks(self, e)
+    )
+    attack = Pull(classes=1, sizes=(1,), steps=4, polish=0)
+    attack(model, x, y, L2(1e-6, BOX), generator=generator)
+    assert len(calls) == 4
+
+
 @pytest.mark.parametrize("name", ["stairs", "lifted", "local"])
 def test_where_the_gradient_is_zero_bank_attacks_and_bpda_succeed(name, generator) -> None:
     """In flat places PGD from the example does not move; attacks on neighbors and tangents do, and

@@ -17,6 +17,7 @@ from otad.attacks.adaptive.neighborhood import (
     Block,
     Neighborhood,
     head_outputs,
+    lowest,
 )
 from otad.attacks.target import Survivors, Target, margin
 from otad.baselines import MajorityKnn
@@ -123,7 +124,7 @@ def test_lines_to_given_inputs_with_the_nearest_keys() -> None:
     assert run(Straight(points=6, train_x=train_x), model, x, ball, y).accuracy < 0.5
     bank = Neighborhood.of(model, x, train_x)
     wrong = bank.is_wrong(y)
-    near = bank.nearest(x, wrong, 1)[:, 0]
+    near = lowest(bank.ranks_at(x), 1, wrong)[:, 0]
     keys = torch.cdist(model.query_keys(x), model.bank_keys).masked_fill(~wrong, torch.inf)
     assert torch.equal(near, keys.argmin(1))
     assert torch.equal(bank.training_inputs(near, x), train_x[near])

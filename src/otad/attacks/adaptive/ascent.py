@@ -110,7 +110,7 @@ class SoftKnn(KeyAscent):
     def _climb(self, block: Block, temperature: float, place: int) -> None:
         bank, ball, moved = block.bank, block.survivors.ball, block.x
         with torch.no_grad():
-            ranks = bank.ranks(bank.embed(moved))
+            ranks = bank.ranks_at(moved)
             width, wrong = bank.width(ranks, temperature), bank.is_wrong(block.y)
             if not block.is_regression:
                 aims = bank.nearest_classes(ranks, block.y)
@@ -213,9 +213,7 @@ class Keys(KeyAscent):
                 for temperature in self.temperatures:
                     yield _by_vote(block, temperature, jointly=is_joint), is_joint
             elif not block.is_regression:
-                with torch.no_grad():
-                    ranks = block.bank.ranks(block.bank.embed(block.x))
-                aims = block.bank.nearest_classes(ranks, block.y)
+                aims = block.bank.nearest_classes(block.bank.ranks_at(block.x), block.y)
                 for place in range(min(self.targets, aims.shape[1] - 1)):
                     yield _by_rank(block, aims[:, place]), False
 

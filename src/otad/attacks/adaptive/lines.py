@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from otad.attacks.adaptive.neighborhood import BankAttack, Block, blocks_of
+from otad.attacks.adaptive.neighborhood import BankAttack, Block, blocks_of, lowest
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.pgd import Apgd
@@ -84,19 +84,20 @@ class Straight(Attack):
     def _aims(self, block: Block) -> list[Tensor]:
         """Return inputs (n,*) to move towards."""
         bank, x, y = block.bank, block.x, block.y
+        ranks = bank.ranks_at(x)
         if block.is_regression:
-            near = bank.nearest(x, None, REACH)
+            near = lowest(ranks, REACH)
             order = (bank.votes[near] - y[:, None]).argsort(1)
             count = max(1, min(self.points, near.shape[1]) // 2)
             ends = torch.cat([order[:, :count], order[:, -count:]], dim=1)
             return [bank.training_inputs(i, x) for i in near.gather(1, ends).unbind(1)]
         wrong = bank.is_wrong(y)
-        near = bank.nearest(x, wrong, self.points)
+        near = lowest(ranks, self.points, wrong)
         first = bank.votes[near[:, 0]][:, None]
         others = wrong & (bank.votes[None] != first)
-        second = bank.votes[bank.nearest(x, others, 1)[:, 0]][:, None]
+        second = bank.votes[lowest(ranks, 1, others)[:, 0]][:, None]
         of_class = [wrong & (bank.votes[None] == aim) for aim in (first, second)]
-        groups = [near, *(bank.nearest(x, allowed, self.points) for allowed in of_class)]
+        groups = [near, *(lowest(ranks, self.points, allowed) for allowed in of_class)]
         sizes = [3 * 2**k for k in range(self.points.bit_length()) if 3 * 2**k <= self.points]
         aims = [bank.training_inputs(i, x) for i in near.unbind(1)]
         for group, size in itertools.product(groups, sizes):
@@ -323,8 +324,9 @@ def _opponents(
     and nearest to y. With `place` 0 they are the highest and the lowest values, with `place` 1 the
     lowest and the highest."""
     bank, y = block.bank, block.y
+    ranks = bank.ranks_at(x)
     if block.is_regression:
-        near = bank.nearest(x, None, 10 * (wrong_count + right_count))
+        near = lowest(ranks, 10 * (wrong_count + right_count))
         beyond = bank.votes[near] - y[:, None]
         beyond = beyond.abs() if place is None else (-1) ** place * beyond
         ranked = near.gather(1, beyond.argsort(1, descending=True))
@@ -333,8 +335,8 @@ def _opponents(
     allowed = wrong
     if place is not None:
         for _ in range(place + 1):
-            first = bank.votes[bank.nearest(x, allowed, 1)[:, 0]]
+            first = bank.votes[lowest(ranks, 1, allowed)[:, 0]]
             of_class = bank.votes[None] == first[:, None]
             chosen, allowed = allowed & of_class, allowed & ~of_class
         allowed = torch.where(chosen.any(1, keepdim=True), chosen, wrong)
-    return bank.nearest(x, allowed, wrong_count), bank.nearest(x, ~wrong, right_count)
+    return lowest(ranks, wrong_count, allowed), lowest(ranks, right_count, ~wrong)

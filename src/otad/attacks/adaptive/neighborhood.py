@@ -230,12 +230,16 @@ class Neighborhood:
         return first.scatter_(1, y[:, None], torch.inf).argsort(1)
 
     @torch.no_grad()
-    def nearest(self, x: Tensor, allowed: Tensor | None, count: int) -> Tensor:
-        """Return the `count` allowed (B,N) bank points (B,count) of least rank for inputs x."""
-        scores = self.ranks(self.embed(x))
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, torch.inf)
-        return scores.topk(min(count, scores.shape[1]), largest=False).indices
+    def ranks_at(self, x: Tensor) -> Tensor:
+        """Return the ranks (B,N) of all bank points for inputs x (B,*), without a gradient."""
+        return self.ranks(self.embed(x))
+
+
+def lowest(ranks: Tensor, count: int, allowed: Tensor | None = None) -> Tensor:
+    """Return the bank points (B,count) of least rank (B,N) among those allowed (B,N), or all."""
+    if allowed is not None:
+        ranks = ranks.masked_fill(~allowed, torch.inf)
+    return ranks.topk(min(count, ranks.shape[1]), largest=False).indices
 
 
 class Block:
