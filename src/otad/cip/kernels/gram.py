@@ -12,14 +12,11 @@ from triton.language import constexpr
 
 @triton.jit
 def columns_of(block, vector: constexpr):
-    """Return the columns of a block with 1, 2 or 4 columns as a tuple, in a fixed order."""
-    lanes: constexpr = block.shape[0]
-    if vector == 1:
-        return (tl.reshape(block, (lanes,)),)
-    elif vector == 2:
+    """Return the 2 or 4 columns of a block as a tuple, in a fixed order."""
+    if vector == 2:
         return tl.split(block)
     else:
-        even, odd = tl.split(tl.reshape(block, (lanes, 2, 2)))
+        even, odd = tl.split(tl.reshape(block, (block.shape[0], 2, 2)))
         return tl.split(even) + tl.split(odd)
 
 
