@@ -271,7 +271,7 @@ class TorchSearch(NeighborSearch):
     """A search by matrix products in blocks.
 
     Points that have to be converted are stored in float32 if they take up to half of
-    `WORKING_BYTES`."""
+    `WORKING_BYTES`. On a GPU that has many points, see `otad.search.grouped_product`."""
 
     def __init__(self, points: Tensor) -> None:
         super().__init__(points)
