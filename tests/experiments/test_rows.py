@@ -276,7 +276,7 @@ def test_names(tmp_path: Path) -> None:
 
 
 WATCHED: dict[str, list[tuple[type, str]]] = {
-    "search": [(OTAD, "query_keys"), (OTAD, "neighbors")],
+    "search": [(FirstFeatures, "forward"), (OTAD, "neighbors")],
     "rows": [(BankProblem, "fetched")],
     "products": [(ExactCip, "products")],
     "potentials and QP": [(ExactCip, "solve")],
@@ -315,6 +315,7 @@ def test_the_steps_are_the_calls_of_a_prediction(
 ) -> None:
     solver = ExactCip(climb=climb, on_failure="fallback")
     ours = on_disk(tmp_path, metric=FirstFeatures(), solver=solver)
+    calls.clear()
     ours(QUERIES)
     predicted = [step for step, _ in calls]
     assert set(predicted) == set(WATCHED)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from otad.checks import require
+from otad.checks import check_evaluation, require
 from otad.data import Dataset
 from otad.errors import OtadError
 from otad.experiments.cache import Report
@@ -30,7 +30,7 @@ from otad.experiments.study import Study
 from otad.io.environment import resident_now, resident_peak
 from otad.model.defend import defend
 from otad.model.loading import load
-from otad.model.otad import OTAD
+from otad.model.otad import OTAD, keys_of
 
 T = TypeVar("T")
 Times = dict[str, float]
@@ -198,9 +198,9 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
         return clock.seconds
 
     def search() -> Any:
-        inputs = model.backbone.check_inputs(x)
-        embedded = model.backbone.embed(inputs)
-        keys = embedded if model.metric is None else model.query_keys(inputs)
+        check_evaluation(model, "model")
+        embedded = model.backbone.embed(model.backbone.check_inputs(x))
+        keys = embedded if model.metric is None else keys_of(x, model.metric)
         return model.problem(embedded, model.neighbors(keys).indices)
 
     problem = clock("search", search)
