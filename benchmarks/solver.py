@@ -311,8 +311,12 @@ def draw(record: Record) -> Figure:
                 )
         output.log_axes(panel, sorted({row[field] for row in rows}), f"{field}, {axis}")
         fixed = {name: sorted({row[key] for row in rows}) for name, key in AXES.items()}
-        spans = (f"{k} = {v[0]:,} to {v[-1]:,}" for k, v in fixed.items() if k != axis)
-        panel.set_title(", ".join(spans), fontsize=10)
+        others = (
+            f"{name} = {' or '.join(f'{size:,}' for size in sizes)}"
+            for name, sizes in fixed.items()
+            if name != axis
+        )
+        panel.set_title(", ".join(others), fontsize=10)
     panels[0].set_ylabel("time per query (log scale)")
     handles = panels[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=5, frameon=False)
