@@ -171,11 +171,8 @@ class ExactCip:
         rows = rows[self.relaxation.start(rough, *requested).feasible(rough)]
         if len(rows):
             again = problem.select(rows).in_double()
-            fine, curvature = (
-                self.products(again).gram(),
-                (again.smoothness, again.strong_convexity),
-            )
-            found.overwrite(rows, self._solve(fine, *curvature, sensitive))
+            fine, high, low = self.products(again).gram(), again.smoothness, again.strong_convexity
+            found.overwrite(rows, self._solve(fine, high, low, sensitive))
 
     def _solve(self, gram: Gram, high: Tensor, low: Tensor, sensitive: bool) -> DualSolution:
         def work(rows: slice) -> DualSolution:

@@ -13,6 +13,10 @@ TYPES = {"indices": "*i64", "status": "*i64", "takes_part": "*i8", "outcome": "*
 TYPES |= dict.fromkeys(("smoothness", "convexity", "steps", "numbers", "sensitivity"), "*fp64")
 TYPES |= dict.fromkeys(("inputs", "features", "points"), "*fp16")
 TYPES |= dict.fromkeys(("batches", "batch", "segments", "size", "dim", "length"), "i32")
+SEARCH = TYPES | dict.fromkeys(("places", "chosen", "exclude"), "*i64") | {"order": "*i32"}
+SEARCH |= dict.fromkeys(("squares", "values", "lengths", "distances", "beyond"), "*fp64")
+SEARCH |= dict.fromkeys(("count", "groups"), "i32")
+KERNELS = "pairs_kernel gram_kernel combine_kernel row_kernel square_kernel rank_kernel"
 
 
 def test_kernels_compile_for_a_gpu() -> None:
@@ -21,15 +25,17 @@ def test_kernels_compile_for_a_gpu() -> None:
     command = [sys.executable, __file__]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == ["pairs_kernel", "gram_kernel", "combine_kernel", "row_kernel"]
+    assert found.stdout.split() == KERNELS.split()
 
 
-def compile_for_a_gpu(kernel: Any, warps: int, **constants: Any) -> None:
+def compile_for_a_gpu(
+    kernel: Any, warps: int, known: dict[str, str] = TYPES, **constants: Any
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
     names = kernel.arg_names
-    types = {name: TYPES.get(name, "*fp32") for name in names} | dict.fromkeys(
+    types = {name: known.get(name, "*fp32") for name in names} | dict.fromkeys(
         constants, "constexpr"
     )
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -41,6 +47,7 @@ def compile_for_a_gpu(kernel: Any, warps: int, **constants: Any) -> None:
 
 if __name__ == "__main__":
     from otad.cip.kernels import gram, row
+    from otad.search import kernels
 
     sizes = {"count": 3, "shifts": True}
     compile_for_a_gpu(gram.pairs_kernel, 1, **sizes, vector=4, stages=2)
@@ -48,3 +55,6 @@ if __name__ == "__main__":
     compile_for_a_gpu(gram.combine_kernel, 2, count=3, width=512)
     rules = {"climbs": False, "consistent": True, "sensitive": False, "rule": "canonical"}
     compile_for_a_gpu(row.row_kernel, 4, count=3, total=3, padded=16, shifts=False, **rules)
+    sizes = {"size": 16, "width": 32, "halvings": 5, "at_once": 16}
+    compile_for_a_gpu(kernels.square_kernel, 4, SEARCH, **sizes)
+    compile_for_a_gpu(kernels.rank_kernel, 4, SEARCH, k=3, size=16)
