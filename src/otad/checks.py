@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,36 @@ from otad.errors import InputError, OtadError
 WORKING_DTYPES = (torch.float32, torch.float64)
 MOST_BLOCKS = 10_000  # of a network: more is a typing error, which would take hours to build
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, *WORKING_DTYPES)
+_assumed: ContextVar[list[Tensor] | None] = ContextVar("assumed", default=None)
 
 
 def require(ok: object, name: str, expected: str, got: object) -> None:
     """Raise an `InputError` "name: expected ..., got ..." unless `ok` is true."""
     if not ok:
         raise InputError(f"{name}: expected {expected}, got {got}")
+
+
+def holds(condition: Tensor) -> bool:
+    """Return whether a condition is true in all its entries, or `assuming` so."""
+    assumed = _assumed.get()
+    if assumed is None:
+        return bool(condition.all())
+    assumed.append(condition.all())
+    return True
+
+
+@contextmanager
+def assuming() -> Iterator[list[Tensor]]:
+    """Take every condition that `holds` is asked about as true, and collect them.
+
+    While a CUDA graph is captured, nothing can be read from the device. The conditions are read
+    when the graph has run."""
+    conditions: list[Tensor] = []
+    token = _assumed.set(conditions)
+    try:
+        yield conditions
+    finally:
+        _assumed.reset(token)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from otad.checks import (
     check_finite,
     check_shape,
     check_tensor,
+    holds,
     require,
 )
 from otad.errors import import_extra
@@ -102,7 +103,7 @@ class Search(ABC):
         exclude = exclude.to(queries.device)
         indices, distances, beyond = self.candidates(queries, k, size, exclude)
         proved = distances[:, -1] < beyond
-        if bool(proved.all()):
+        if holds(proved):
             return Neighbors(indices, distances, proved)
         check_finite(queries, "queries")  # queries that are not finite are never proved
         if not self.exact:
@@ -288,9 +289,13 @@ class TorchSearch(NeighborSearch):
         if scaled is not None and GroupedProduct.covers(self.points):
             self._grouped = GroupedProduct(self.points, scaled, self._radii, self._exponent)
 
+    def is_grouped(self, size: int) -> bool:
+        """Return whether shortlists of this size are made by `otad.search.grouped_product`."""
+        return self._grouped is not None and self._grouped.holds(size)
+
     def _width(self, size: int) -> int:
         width = super()._width(size)
-        if self._grouped is None or not self._grouped.holds(size):
+        if not self.is_grouped(size):
             return width
         return max(1, min(width, WORKING_BYTES // (8 * len(self))))  # all products are in memory
 

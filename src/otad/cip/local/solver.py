@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from otad.checks import check_choice, check_count, require
+from otad.checks import check_choice, check_count, holds, require
 from otad.cip.execution import problem_blocks, row_blocks, run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
@@ -142,9 +142,9 @@ class ExactCip:
         with torch.no_grad():
             if can_solve(products):
                 found, outcome = solve_triton(products, high, low, *how, sensitive=sensitive)
-                if bool((outcome > 0).all()):
+                if holds(outcome > 0):
                     return found
-                left = (outcome == 0).nonzero()[:, 0].to(high.device)
+                left = (outcome == 0).nonzero()[:, 0]
                 if len(left):
                     if isinstance(problem, BankProblem):
                         problem.check_values()  # if they are wrong, the kernel leaves the row over
@@ -220,7 +220,7 @@ def solve_triton(
     *,
     sensitive: bool,
 ) -> tuple[DualSolution, Tensor]:
-    """Return the solution of a batch by one kernel, and the outcome (B,) on the CPU.
+    """Return the solution of a batch by one kernel, and the outcome (B,).
 
     Multipliers, potentials and value are in `dtype`. The outcome is 1 for a solved row, 0 for a row
     left to `solve_torch`, and -1 for a row without a solution."""
@@ -252,7 +252,7 @@ def solve_triton(
     *curvature, residual = numbers
     slopes, included = sensitivity if sensitive else None, active.view(torch.bool)
     found = multipliers, slopes, value, potentials, *curvature, included, residual, status
-    return DualSolution(*found), outcome.cpu()  # the only synchronization
+    return DualSolution(*found), outcome
 
 
 @lru_cache(maxsize=64)
