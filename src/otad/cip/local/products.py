@@ -125,6 +125,7 @@ def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -
     whole = as_array(queries), as_array(values)[0], as_array(squares)[0]
     free: list[Any] = []  # stacks to use again, because new memory costs as much as filling it
 
+    @np.errstate(all="ignore")  # rows that overflow are found later
     def work(rows: slice) -> None:
         query, *out = (part[rows] for part in whole)
         pairs = problem.anchors_of(rows), problem.images_of(rows)
@@ -150,7 +151,6 @@ def as_array(tensor: Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-@np.errstate(all="ignore")  # rows that overflow are found later
 def fill_products(
     query: Any, anchors: Any, images: Any, stack: Any, values: Any, squares: Any
 ) -> None:
@@ -169,7 +169,7 @@ def fill_products(
     if library is torch:
         squares.copy_(torch.linalg.vector_norm(offsets, dim=2).square())
     else:
-        np.matmul(offsets[:, :, None], offsets[..., None], out=squares[..., None, None])
+        np.vecdot(offsets, offsets, out=squares)
 
 
 def _sum_in_double(parts: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from operator import mul, sub
 from typing import Any
 
 import numpy as np
@@ -15,133 +16,163 @@ from numpy.typing import NDArray
 
 from otad.cip.local.products import NOISE, fill_products
 from otad.cip.local.simplex_qp import GUESSES, REFINEMENTS
+from otad.cip.problem import CipProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 
 Array = NDArray[np.float64]
 _TINY = float(np.finfo(float).tiny)
-_sum, _min, _max = np.add.reduce, np.minimum.reduce, np.maximum.reduce  # faster than methods
+_REGULAR = 1e-3  # images so far from dependent that weights need no refinement
+MOST_NEIGHBORS = 50  # more are faster in torch
 
 
 def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     """Return the solution without gradients, or None if a row is left over.
 
     All neighbors are used, and potentials are canonical."""
-    (batch, count, dim), query = problem.shape, problem.query.detach()
-    parts = query, problem.anchors_of(slice(batch)), problem.images_of(slice(batch))
-    point, anchors, images = (part.to(query.dtype).numpy() for part in parts)
+    (batch, count, dim), query, whole = problem.shape, problem.query, slice(None)
+    if isinstance(problem, CipProblem):
+        pairs = problem.anchors, problem.images
+    else:
+        found = problem.anchors_of(whole), problem.images_of(whole)
+        pairs = found[0].to(query.dtype), found[1].to(query.dtype)
+    point, anchors, images = (part.numpy(force=True) for part in (query, *pairs))
     curved, dtype = problem.has_strong_convexity, point.dtype
     sizes = (batch, 2 * count, dim), (batch, (1 + curved) * count, 2 * count), (batch, count)
     stack, values, squares = (np.empty(size, dtype) for size in sizes)
-    fill_products(point, anchors, images, stack, values, squares)
     high, low = problem.smoothness.tolist(), problem.strong_convexity.tolist()
-    rows = []
+    weights, potentials = np.empty_like(squares), np.empty_like(squares)
+    value, residual = np.empty(batch, dtype), np.empty(batch)
     with np.errstate(all="ignore"):  # a row that overflows is left over
-        for row in zip(values.astype(float), squares.astype(float), high, low, strict=True):
+        fill_products(point, anchors, images, stack, values, squares)
+        rows = zip(values.astype(float), squares.tolist(), high, low, strict=True)
+        for at, row in enumerate(rows):
             found = _solve_row(*row, NOISE[query.dtype])
             if found is None:
                 return None
-            rows.append(found)
-    weights, value, potentials, residual = (np.array(part) for part in zip(*rows, strict=True))
-    weights, value, potentials = (part.astype(dtype) for part in (weights, value, potentials))
+            weights[at], value[at], potentials[at], residual[at] = found
     image = np.matmul(weights[:, None], images)[:, 0]
     if curved:
         shift = np.matmul(weights[:, None], stack[:, :count])[:, 0]
         image -= np.array(low, dtype)[:, None] * shift
-    made = {"image": image, "value": value, "multipliers": weights, "potentials": potentials}
-    made |= {"smoothness": np.array(high), "strong_convexity": np.array(low), "residual": residual}
-    made["status"] = np.array([int(Status.SOLVED)] * batch)
-    made["active"] = np.ones((batch, count), dtype=bool)
-    return CipSolution(**{name: torch.from_numpy(part) for name, part in made.items()}, mode=mode)
+    status, active = np.zeros(batch, np.int64), np.ones((batch, count), bool)  # all are SOLVED
+    parts = image, value, weights, potentials, np.array(high), np.array(low), residual, status, active
+    solution = object.__new__(CipSolution)  # without checks, which would take longer than the rest
+    names = CipSolution.__dataclass_fields__
+    solution.__dict__.update(zip(names, (*map(torch.from_numpy, parts), mode), strict=True))
+    return solution
 
 
 def _solve_row(
-    values: Array, squares: Array, high: float, low: float, noise: float
-) -> tuple[Array, float, Array, float] | None:
+    values: Array, squares: list[float], high: float, low: float, noise: float
+) -> tuple[list[float], float, list[float], float] | None:
     """Return multipliers (K,), value, potentials (K,) and residual, or None if it is left over.
 
-    `values` and `squares` are those of `Products`, and change. The other names are those of `Gram`,
-    `Constraints` and `solve_torch`."""
+    `values`, which change, and `squares` are those of `Products`. The other names are those of
+    `Gram`, `Constraints` and `solve_torch`. Numbers of size K are in lists: one by one they take
+    less time than the call of a function of NumPy."""
     count, modulus = len(squares), high - low
     lower = values[-count:]
-    tilt, center = lower[0, :count].copy(), math.sqrt(lower[0, count])
+    tilt, center = lower[0, :count].tolist(), math.sqrt(lower[0, count])
     lower[0] = 0.0
     lower[:, count] = 0.0
     cross, images = lower[:, :count], lower[:, count:]
-    offset, spread = math.sqrt(_max(squares)), math.sqrt(_max(images.diagonal()))
+    offset, spread = math.sqrt(max(squares)), math.sqrt(max(images.diagonal().tolist()))
     if low:
         offsets = values[:count, :count]
         images = images - low * (cross + cross.T) + low * low * offsets
         cross = cross - low * offsets
-        tilt += low / 2 * squares
-    # Eq. (2): the longest paths and the potentials.
-    slope, half = cross.diagonal(), images.diagonal() / 2
-    longest = cross.T - slope + np.maximum(half[:, None] + half - images, 0.0) / modulus
-    longest.flat[:: count + 1] = 0.0
-    for reach, onward in zip(longest.T[:, :, None], longest, strict=True):
-        np.maximum(longest, reach + onward, out=longest)
+        tilt = [one + low / 2 * square for one, square in zip(tilt, squares, strict=True)]
     size = center + spread + abs(low) * offset
     size *= offset + size / (2 * modulus)
-    if _max(longest.diagonal()) > 0 or not size < math.inf:
+    if not size < math.inf:
         return None
-    levels = (_sum(longest, 1) - _sum(longest, 0)) / (2 * count)
-    violation = _max(longest + levels - levels[:, None], None)
-    potentials = levels + tilt
-    mean = _sum(potentials) / count
+    # Eq. (2) for u~_i - |z~_i|^2 / (2M): the longest paths, with twice as many edges in each round.
+    gram = images / modulus
+    edges = cross.T - gram
+    own, half = edges.diagonal(), [one / 2 for one in gram.diagonal().tolist()]
+    longest = edges - own
+    for _ in range(count.bit_length()):
+        shorter = longest
+        longest = np.maximum.reduce(shorter.T[:, :, None] + shorter[:, None], 0)
+        if shorter.tobytes() == longest.tobytes():
+            break
+    if max(longest.diagonal().tolist()) > 0:
+        return None
+    # No path is longer, so these potentials obey (2) up to rounding.
+    levels = np.add.reduce(longest - longest.T, 1) / (2 * count)
+    terms = zip(levels.tolist(), half, tilt, strict=True)
+    potentials = [level + one + other for level, one, other in terms]
+    mean = sum(potentials) / count
     # Eq. (3): the multipliers.
-    line = levels - mean - slope + half / modulus
-    weights = _maximize(images, modulus * line, 2 * _max(half), noise)
-    if weights is None:
+    line = (levels - own).tolist()
+    found = _maximize(gram, line, noise)
+    if found is None:
         return None
-    pull = images @ weights
-    bound = line + (weights @ pull / 2 - pull) / modulus
-    value = weights @ bound
-    gap = bound - value
-    gaps = _max(gap), violation, weights @ abs(gap)
-    residual = max(max(gaps) / max(size, _TINY), abs(_sum(weights) - 1))
-    return weights, value, potentials - mean, residual
+    weights, gains, peak = found
+    gain = sum(map(mul, weights, gains))
+    value = (sum(map(mul, weights, line)) + gain + peak) / 2 - mean
+    gaps = [one - gain for one in gains]
+    gap = max(max(gaps), sum(map(mul, weights, map(abs, gaps))))
+    residual = max(gap / max(size, _TINY), abs(sum(weights) - 1))
+    return weights, value, [one - mean for one in potentials], residual
 
 
-def _maximize(gram: Array, linear: Array, scale: float, tolerance: float) -> Array | None:
+def _maximize(
+    gram: Array, linear: list[float], tolerance: float
+) -> tuple[list[float], list[float], float] | None:
     """Maximize linear . w - w^T gram w / 2 over the simplex by the exchange of `simplex_qp`.
 
-    The largest diagonal entry of `gram` is `scale`, and here H is `gram` + `scale`."""
+    Return the weights, the gains (K,), and the gradient where the gain is zero. Here H is `gram` +
+    `scale`, where `scale` is the largest diagonal entry of `gram`."""
     posv, potrs = _lapack()
-    linear = linear - _sum(linear) / len(linear)
-    scale = scale if scale > 0 else 1.0
-    floor = tolerance * (1 + _max(abs(linear)) / scale)
+    count, scale = len(linear), max(gram.diagonal().tolist())
+    scale, middle = scale if scale > 0 else 1.0, sum(linear) / count
+    linear = [one - middle for one in linear]
+    floor = tolerance * (1 + max(map(abs, linear)) / scale)
     if not floor < math.inf:
         return None
-    matrix, support = gram + scale, np.arange(len(linear))
-    sides = np.array((linear, [1.0] * len(linear)))
-    rows, block, side = matrix, matrix, sides
+    matrix, sides = gram + scale, np.array((linear, [1.0] * count))
+    support, rows, block, side = range(count), matrix, matrix, sides
+
+    def gains_of(weight: list[float]) -> list[float]:
+        pull = np.array(weight).dot(rows).tolist()
+        return [one - level - other for one, other in zip(linear, pull, strict=True)]
+
     for _ in range(GUESSES):
         factors, solved, failed = posv(block, side.T)
-        if failed or _min(factors.diagonal()) <= math.sqrt(tolerance * scale):
+        if failed or (least := min(factors.diagonal().tolist())) <= math.sqrt(tolerance * scale):
             return None
-        (value, edge), (mass, rate) = solved.T, _sum(solved)
-        level = (mass - 1) / rate
-        weight = value - level * edge
-        gain = linear - level - weight @ rows
-        if _min(weight) >= -floor and _max(gain) <= floor * scale:
+        value, edge = solved.T.tolist()
+        rate = sum(edge)
+        level = (sum(value) - 1) / rate
+        weight = [one - level * other for one, other in zip(value, edge, strict=True)]
+        low = min(weight) < -floor
+        gains = weight if low and len(weight) == count else gains_of(weight)
+        if not low and max(gains) <= floor * scale:
             break
-        gain[support] = weight
-        support = (gain > 0).nonzero()[0]
-        rows, side = matrix[support], sides[:, support]
-        block = rows[:, support]
+        for at, one in zip(support, weight, strict=True):
+            gains[at] = one
+        support = [at for at, one in enumerate(gains) if one > 0]
+        rows, side = matrix.take(support, 0), sides.take(support, 1)
+        block = rows.take(support, 1)
     else:
         return None
-    for _ in range(1 + REFINEMENTS):  # the gains on the support are rounding errors
-        step = potrs(factors, gain[support])[0]
-        better = np.maximum(weight + step - _sum(step) / rate * edge, 0.0)
-        better /= _sum(better)
-        change, weight = _max(abs(better - weight)), better
-        if change <= 1e-12:
+    exact = least**2 > _REGULAR * scale and min(weight) >= 0
+    for _ in range(0 if exact else 1 + REFINEMENTS):  # the gains on the support are rounding errors
+        step = potrs(factors, [gains[at] for at in support])[0].tolist()
+        shift, before = sum(step) / rate, weight
+        terms = zip(weight, step, edge, strict=True)
+        weight = [max(one + other - shift * third, 0.0) for one, other, third in terms]
+        total = sum(weight)
+        weight = [one / total for one in weight]
+        gains = gains_of(weight)
+        if max(map(abs, map(sub, weight, before))) <= 1e-12:
             break
-        gain = linear - level - weight @ rows
-    weights = np.zeros(len(linear))
-    weights[support] = weight
-    return weights
+    weights, total = [0.0] * count, sum(weight)
+    for at, one in zip(support, weight, strict=True):
+        weights[at] = one / total
+    return weights, gains, middle + level + scale
 
 
 @cache

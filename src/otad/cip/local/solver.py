@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count, holds, require
-from otad.cip.execution import problem_blocks, row_blocks, run_parts
+from otad.cip.execution import row_blocks, run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
 from otad.cip.local.relax import Relaxation
+from otad.cip.local.solve_numpy import MOST_NEIGHBORS as MOST_IN_NUMPY
 from otad.cip.local.solve_numpy import solve_numpy
 from otad.cip.local.solve_torch import DualSolution, solve_torch
 from otad.cip.local.stream_triton import MOST_NEIGHBORS, launch, padded_count
@@ -28,7 +29,7 @@ from otad.io.environment import has_triton
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
-_FEW_ROWS = 16  # more are faster at once in torch
+_FEW_ROWS, _FEW_VALUES = 16, 2**20  # more are faster at once in torch
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,10 @@ class ExactCip:
     def _is_small(self, problem: RowProblem) -> bool:
         """Return whether to try to solve the rows one by one in NumPy, which is faster."""
         plain = self.spares == 0 and self.potential == "canonical" and self.chunk is None
-        query, few = problem.query, problem.shape[0] <= _FEW_ROWS
-        few = few and len(problem_blocks(problem, None)) == 1
+        query, (batch, count, dim) = problem.query, problem.shape
+        few = batch <= _FEW_ROWS and count <= MOST_IN_NUMPY and batch * count * dim <= _FEW_VALUES
         constant = not (query.requires_grad and torch.is_grad_enabled())
-        return few and plain and constant and query.device.type == "cpu"
+        return few and plain and constant and query.is_cpu
 
     @property
     def relaxation(self) -> Relaxation:
