@@ -15,6 +15,7 @@ from otad.errors import InputError, OtadError
 
 WORKING_DTYPES = (torch.float32, torch.float64)
 MOST_BLOCKS = 10_000  # of a network: more is a typing error, which would take hours to build
+_FEW_ENTRIES = 10_000
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, *WORKING_DTYPES)
 _assumed: ContextVar[list[Tensor] | None] = ContextVar("assumed", default=None)
 
@@ -93,7 +94,7 @@ def check_tensor(
 
 def check_finite(value: Tensor, name: str) -> None:
     """Refuse NaN and infinity, and name the first position that holds one."""
-    if math.isfinite(_size(value)):  # one cheap pass, mostly enough
+    if adds_up(value):
         return
     good = torch.isfinite(value)
     if not bool(good.all()):
@@ -101,14 +102,16 @@ def check_finite(value: Tensor, name: str) -> None:
         raise InputError(f"{name}: expected finite values, got {value[index].item()} at {index}")
 
 
-def _size(value: Tensor) -> float:
-    """Return a sum that is finite only if all entries are."""
-    if value.is_cpu and value.dtype in WORKING_DTYPES and value.is_contiguous():
-        flat = value.numpy(force=True).ravel()
+def adds_up(value: Tensor) -> bool:
+    """Return whether a sum of all entries is finite, so that they are. It is one cheap pass."""
+    if value.is_cpu and value.dtype in WORKING_DTYPES:
+        array = value.numpy(force=True)
         with np.errstate(all="ignore"):
-            return float(flat.dot(flat))  # much faster than a sum in torch for a few entries
+            # BLAS wakes threads for many entries, and so does torch. They wait in a busy loop.
+            few = array.size < _FEW_ENTRIES
+            return math.isfinite(np.vdot(array, array) if few else np.add.reduce(array, None))
     wide = torch.promote_types(value.dtype, torch.float32)  # half a million halves overflow
-    return float(value.detach().sum(dtype=wide).item())
+    return math.isfinite(value.detach().sum(dtype=wide).item())
 
 
 def check_shape(value: Tensor, name: str, expected: tuple[int, ...], reason: str) -> None:

@@ -26,10 +26,13 @@ def blocks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def row_blocks(rows: Tensor) -> list[slice]:
-    """Return one block of the rows (B,...) for each thread that is worth it."""
-    threads = torch.get_num_threads() if rows.device.type == "cpu" else 1
-    return blocks(len(rows), max(_FEWEST_ROWS, -(-len(rows) // threads)))
+def row_blocks(rows: Tensor, most: int | None = None) -> list[slice]:
+    """Return a block of the rows (B,...) for each thread that is worth it, on the CPU of at most
+    `most` rows."""
+    size = len(rows)
+    if rows.is_cpu:
+        size = max(_FEWEST_ROWS, min(-(-size // torch.get_num_threads()), most or size))
+    return blocks(len(rows), size)
 
 
 def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:

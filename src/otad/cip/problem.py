@@ -21,12 +21,14 @@ from torch import Tensor
 
 from otad.checks import (
     STORAGE_DTYPES,
+    adds_up,
     check_alike,
     check_finite,
     check_shape,
     check_tensor,
     require,
 )
+from otad.cip.execution import row_blocks, run_parts
 from otad.cip.judge import kkt_residual
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
@@ -61,10 +63,13 @@ class _Problem:
         made.__dict__.update(changes)
         return made
 
-    def select(self, rows: Tensor) -> Self:
+    def select(self, rows: Tensor | slice) -> Self:
         """Return the problem of some rows (b,)."""
         names = ("query", "smoothness", "strong_convexity", *self.per_row)
-        return self._replaced(**{name: gathered(getattr(self, name), rows) for name in names})
+        parts = {name: getattr(self, name) for name in names}
+        if isinstance(rows, slice):
+            return self._replaced(**{name: part[rows] for name, part in parts.items()})
+        return self._replaced(**{name: gathered(part, rows) for name, part in parts.items()})
 
     def _set(
         self, smoothness: float | Tensor, strong_convexity: float | Tensor, **parts: Tensor
@@ -146,7 +151,11 @@ class CipProblem(_Problem):
             check_shape(tensor, name, shape, "(B,K,d) to match query and anchors")
             check_alike(tensor, name, query, "query")
             _refuse_gradient(tensor, name)
-            check_finite(tensor, name)  # now that the device is the query's
+        # Now that the device is the query's. Threads share the rows.
+        shares = [(tensor, rows) for tensor in parts.values() for rows in row_blocks(query)]
+        if len(shares) == 2 or not all(run_parts(shares, _adds_up, query.device)):
+            for name, tensor in parts.items():
+                check_finite(tensor, name)
         self._set(smoothness, strong_convexity, query=query, **parts)
 
     @property
@@ -260,6 +269,11 @@ class BankProblem(_Problem):
             return self
         inputs, features = (gathered(part, used, device) for part in (self.inputs, self.features))
         return self._replaced(inputs=inputs, features=features, indices=places.to(device))
+
+
+def _adds_up(share: tuple[Tensor, slice]) -> bool:
+    tensor, rows = share
+    return adds_up(tensor[rows])
 
 
 def _check_values(query: Tensor, indices: Tensor, points: int) -> None:

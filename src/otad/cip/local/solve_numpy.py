@@ -23,20 +23,20 @@ from otad.cip.solution import CipSolution, Status
 Array = NDArray[np.float64]
 _TINY = float(np.finfo(float).tiny)
 _REGULAR = 1e-3  # images so far from dependent that weights need no refinement
-MOST_NEIGHBORS = 50  # more are faster in torch
+MOST_ALONE = 50  # neighbors; rows with more are faster in torch
 
 
 def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     """Return the solution without gradients, or None if a row is left over.
 
     All neighbors are used, and potentials are canonical."""
-    (batch, count, dim), query, whole = problem.shape, problem.query, slice(None)
+    (batch, count, dim), query = problem.shape, problem.query
     if isinstance(problem, CipProblem):
-        pairs = problem.anchors, problem.images
+        parts = [query, problem.anchors, problem.images]  # every call of torch would cost much
     else:
-        found = problem.anchors_of(whole), problem.images_of(whole)
-        pairs = found[0].to(query.dtype), found[1].to(query.dtype)
-    point, anchors, images = (part.numpy(force=True) for part in (query, *pairs))
+        bank = problem.anchors_of(slice(batch)), problem.images_of(slice(batch))
+        parts = [query, *(part.to(query.dtype) for part in bank)]
+    point, anchors, images = (part.numpy(force=True) for part in parts)
     curved, dtype = problem.has_strong_convexity, point.dtype
     sizes = (batch, 2 * count, dim), (batch, (1 + curved) * count, 2 * count), (batch, count)
     stack, values, squares = (np.empty(size, dtype) for size in sizes)
@@ -55,11 +55,12 @@ def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     if curved:
         shift = np.matmul(weights[:, None], stack[:, :count])[:, 0]
         image -= np.array(low, dtype)[:, None] * shift
-    status, active = np.zeros(batch, np.int64), np.ones((batch, count), bool)  # all are SOLVED
-    parts = image, value, weights, potentials, np.array(high), np.array(low), residual, status, active
-    solution = object.__new__(CipSolution)  # without checks, which would take longer than the rest
+    status, active = np.full(batch, int(Status.SOLVED)), np.ones((batch, count), bool)
+    curvature = np.array(high), np.array(low)
+    made = image, value, weights, potentials, *curvature, residual, status, active
+    solution = object.__new__(CipSolution)  # not called, because its checks cost as much as a step
     names = CipSolution.__dataclass_fields__
-    solution.__dict__.update(zip(names, (*map(torch.from_numpy, parts), mode), strict=True))
+    solution.__dict__.update(zip(names, (*map(torch.from_numpy, made), mode), strict=True))
     return solution
 
 
@@ -133,7 +134,7 @@ def _maximize(
     if not floor < math.inf:
         return None
     matrix, sides = gram + scale, np.array((linear, [1.0] * count))
-    support, rows, block, side = range(count), matrix, matrix, sides
+    support, rows, block, side = list(range(count)), matrix, matrix, sides
 
     def gains_of(weight: list[float]) -> list[float]:
         pull = np.array(weight).dot(rows).tolist()

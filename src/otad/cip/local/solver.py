@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count, holds, require
-from otad.cip.execution import row_blocks, run_parts
+from otad.cip.execution import one_thread, row_blocks, run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
 from otad.cip.local.relax import Relaxation
-from otad.cip.local.solve_numpy import MOST_NEIGHBORS as MOST_IN_NUMPY
-from otad.cip.local.solve_numpy import solve_numpy
+from otad.cip.local.solve_arrays import can_solve_arrays, solve_arrays
+from otad.cip.local.solve_numpy import MOST_ALONE, solve_numpy
 from otad.cip.local.solve_torch import DualSolution, solve_torch
 from otad.cip.local.stream_triton import MOST_NEIGHBORS, launch, padded_count
 from otad.cip.problem import BankProblem
@@ -29,7 +29,8 @@ from otad.io.environment import has_triton
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
-_FEW_ROWS, _FEW_VALUES = 16, 2**20  # more are faster at once in torch
+_FEW_ROWS, _FEW_VALUES = 16, 2**20  # more are faster side by side
+_MOST_ROWS = 1024  # at a time: more do not fit in the cache
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,18 @@ class ExactCip:
             solution = solve_numpy(problem, self.mode)
             if solution is not None:
                 return solution
-        return self.solution(problem, self.solve(problem, self.products(problem)))
+        return self.solution(problem, self._steps(problem))
 
     def _is_small(self, problem: RowProblem) -> bool:
         """Return whether to try to solve the rows one by one in NumPy, which is faster."""
-        plain = self.spares == 0 and self.potential == "canonical" and self.chunk is None
-        query, (batch, count, dim) = problem.query, problem.shape
-        few = batch <= _FEW_ROWS and count <= MOST_IN_NUMPY and batch * count * dim <= _FEW_VALUES
-        constant = not (query.requires_grad and torch.is_grad_enabled())
-        return few and plain and constant and query.is_cpu
+        (batch, count, dim), plain = problem.shape, self._is_plain and self.chunk is None
+        few = batch <= _FEW_ROWS and count <= MOST_ALONE and batch * count * dim <= _FEW_VALUES
+        return few and plain and problem.query.is_cpu and not _is_sensitive(problem)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all neighbors are used and potentials are canonical."""
+        return self.spares == 0 and self.potential == "canonical"
 
     @property
     def relaxation(self) -> Relaxation:
@@ -133,13 +137,30 @@ class ExactCip:
         with_offsets = problem.has_strong_convexity or self._lowers_convexity
         return products_of(problem, self.chunk, with_offsets=with_offsets)
 
+    def _steps(self, problem: RowProblem) -> DualSolution:
+        """Return the results of the first two steps. On the CPU, threads share the rows."""
+        sensitive, parts = _is_sensitive(problem), row_blocks(problem.query, _MOST_ROWS)
+        if len(parts) == 1:
+            return self.solve(problem, self.products(problem))
+
+        def work(rows: slice) -> tuple[DualSolution, Tensor]:
+            part = problem.select(rows)
+            products = self.products(part)
+            return self._solve_all(part, products, sensitive), products.squares[0]
+
+        found, squares = zip(*run_parts(parts, work, problem.query.device), strict=True)
+        columns = zip(*(vars(part).values() for part in found), strict=True)
+        whole = DualSolution(*(torch.cat(column) for column in columns))
+        low = problem.strong_convexity
+        return whole.with_failures_marked(self.on_failure, torch.cat(squares), low)
+
     def solve(self, problem: RowProblem, products: Products) -> DualSolution:
         """Return potentials and multipliers, the second step of a solution.
 
         On a GPU a kernel finds them, and torch solves the rows that the kernel leaves over."""
         high, low = problem.smoothness, problem.strong_convexity
         how = self.relaxation, self.potential, self.mode, problem.query.dtype
-        sensitive = problem.query.requires_grad and torch.is_grad_enabled()
+        sensitive = _is_sensitive(problem)
         with torch.no_grad():
             if can_solve(products):
                 found, outcome = solve_triton(products, high, low, *how, sensitive=sensitive)
@@ -152,11 +173,17 @@ class ExactCip:
                     part = products.rows(left).gram()
                     found.overwrite(left, self._solve(part, high[left], low[left], sensitive))
             else:
-                gram = products.gram()
-                found = self._solve(gram, high, low, sensitive)
-                self._retry_in_double(problem, gram, found, sensitive)
+                with one_thread():
+                    found = self._solve_all(problem, products, sensitive)
             squares = products.squares.sum(0)
             return found.with_failures_marked(self.on_failure, squares, low)
+
+    def _solve_all(self, problem: RowProblem, products: Products, sensitive: bool) -> DualSolution:
+        """Return the solution without a kernel; failures are marked by their status alone."""
+        gram = products.gram()
+        found = self._solve(gram, problem.smoothness, problem.strong_convexity, sensitive)
+        self._retry_in_double(problem, gram, found, sensitive)
+        return found
 
     def _retry_in_double(
         self, problem: RowProblem, gram: Gram, found: DualSolution, sensitive: bool
@@ -176,16 +203,14 @@ class ExactCip:
             found.overwrite(rows, self._solve(fine, high, low, sensitive))
 
     def _solve(self, gram: Gram, high: Tensor, low: Tensor, sensitive: bool) -> DualSolution:
-        def work(rows: slice) -> DualSolution:
-            part = gram.changed(lambda values: values[..., rows])
-            how = self.relaxation, self.potential, self.mode
-            return solve_torch(part, high[rows], low[rows], *how, sensitive=sensitive)
-
-        parts = run_parts(row_blocks(high), work, high.device)
-        if len(parts) == 1:
-            return parts[0]
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        return DualSolution(*(torch.cat(column) for column in columns))
+        how = self.relaxation, self.potential, self.mode
+        if sensitive or not self._is_plain or not can_solve_arrays(gram):
+            return solve_torch(gram, high, low, *how, sensitive=sensitive)
+        found, left = solve_arrays(gram, high, low)
+        if len(left):
+            rest = gram.columns(left), high[left], low[left]
+            found.overwrite(left, solve_torch(*rest, *how, sensitive=False))
+        return found
 
     def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
         """Return the features in the problem's dtype, the last step of a solution.
@@ -200,6 +225,11 @@ class ExactCip:
         graded = found.residual, found.status, found.active
         potentials = found.potentials.to(query.dtype)
         return CipSolution(made[0], made[1], made[2], potentials, *curvature, *graded, self.mode)
+
+
+def _is_sensitive(problem: RowProblem) -> bool:
+    """Return whether somebody may ask for a gradient."""
+    return problem.query.requires_grad and torch.is_grad_enabled()
 
 
 def _is_step(step: object) -> bool:
