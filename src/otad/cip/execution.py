@@ -29,10 +29,10 @@ def blocks(count: int, size: int) -> list[slice]:
 def row_blocks(rows: Tensor, most: int | None = None) -> list[slice]:
     """Return a block of the rows (B,...) for each thread that is worth it, on the CPU of at most
     `most` rows."""
-    size = len(rows)
-    if rows.is_cpu:
-        size = max(_FEWEST_ROWS, min(-(-size // torch.get_num_threads()), most or size))
-    return blocks(len(rows), size)
+    count = size = rows.shape[0]
+    if rows.is_cpu and count > _FEWEST_ROWS:
+        size = max(_FEWEST_ROWS, min(-(-count // torch.get_num_threads()), most or count))
+    return blocks(count, size)
 
 
 def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:

@@ -144,15 +144,15 @@ class CipProblem(_Problem):
         strong_convexity: float | Tensor = 0.0,
     ) -> None:
         check_tensor(query, "query", "B,d")
-        parts = {"anchors": anchors, "images": images}
+        (batch, dim), parts = query.shape, {"anchors": anchors, "images": images}
         for name, tensor in parts.items():
             check_tensor(tensor, name, "B,K,d", finite=False)
-            shape = query.shape[0], anchors.shape[1], query.shape[1]
+            shape = batch, anchors.shape[1], dim
             check_shape(tensor, name, shape, "(B,K,d) to match query and anchors")
             check_alike(tensor, name, query, "query")
             _refuse_gradient(tensor, name)
         # Now that the device is the query's. Threads share the rows.
-        shares = [(tensor, rows) for tensor in parts.values() for rows in row_blocks(query)]
+        shares = [(tensor, rows) for rows in row_blocks(query) for tensor in parts.values()]
         if len(shares) == 2 or not all(run_parts(shares, _adds_up, query.device)):
             for name, tensor in parts.items():
                 check_finite(tensor, name)
@@ -294,16 +294,18 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
 
 
 def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
+    batch = query.shape[0]
     if isinstance(value, Tensor):
-        value = value.expand(len(query)) if value.dim() == 0 else value
+        value = value.expand(batch) if value.dim() == 0 else value
         require(value.device == query.device, name, f"device {query.device}", value.device)
         check_tensor(value, name, "B")
-        check_shape(value, name, (len(query),), "(one value per query) or a number")
+        check_shape(value, name, (batch,), "(one value per query) or a number")
         return value.detach().double()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(is_number, name, "a number or a tensor (B,)", type(value).__name__)
-    require(math.isfinite(value), name, "finite values", f"{value} at (0,)")
-    return torch.full((len(query),), float(value), dtype=torch.float64, device=query.device)
+    if not math.isfinite(value):
+        raise InputError(f"{name}: expected finite values, got {value} at (0,)")
+    return torch.full((batch,), float(value), dtype=torch.float64, device=query.device)
 
 
 def _refuse_gradient(tensor: Tensor, name: str) -> None:
