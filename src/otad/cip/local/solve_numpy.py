@@ -18,7 +18,7 @@ from otad.cip.local.products import NOISE, fill_products
 from otad.cip.local.simplex_qp import GUESSES, REFINEMENTS
 from otad.cip.problem import CipProblem
 from otad.cip.protocols import RowProblem
-from otad.cip.solution import CipSolution, Status
+from otad.cip.solution import CipSolution
 
 Array = NDArray[np.float64]
 _TINY = float(np.finfo(float).tiny)
@@ -55,7 +55,7 @@ def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     if curved:
         shift = np.matmul(weights[:, None], stack[:, :count])[:, 0]
         image -= np.array(low, dtype)[:, None] * shift
-    status, active = np.full(batch, int(Status.SOLVED)), np.ones((batch, count), bool)
+    status, active = np.zeros(batch, np.int64), np.ones((batch, count), bool)  # SOLVED is 0
     curvature = np.array(high), np.array(low)
     made = image, value, weights, potentials, *curvature, residual, status, active
     solution = object.__new__(CipSolution)  # not called, because its checks cost as much as a step
