@@ -104,7 +104,7 @@ def check_finite(value: Tensor, name: str) -> None:
 
 def adds_up(value: Tensor) -> bool:
     """Return whether a sum of all entries is finite, so that they are. It is one cheap pass."""
-    if value.is_cpu and value.dtype in WORKING_DTYPES:
+    if type(value) is Tensor and value.is_cpu and value.dtype in WORKING_DTYPES:
         array = value.numpy(force=True)
         with np.errstate(all="ignore"):
             # BLAS wakes threads for many entries, and so does torch. They wait in a busy loop.
