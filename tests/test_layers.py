@@ -16,7 +16,17 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Bottom up. A package covers all its modules.
 TABLE = {
-    0: ("arguments", "errors", "checks", "threat", "processes", "progress", "scores", "short_repr"),
+    0: (
+        "arguments",
+        "errors",
+        "checks",
+        "threat",
+        "processes",
+        "progress",
+        "scores",
+        "short_repr",
+        "threads",
+    ),
     1: ("io", "workers"),
     2: ("data", "nets"),
     3: ("search", "training"),

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from functools import cache
-from typing import TypeVar
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 from torch import Tensor
 
 from otad.cip.protocols import RowProblem
+from otad.threads import Part, Result, run_on_threads
 
 _FEWEST_ROWS = 256  # fewer rows do not get a thread of their own
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 _BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # the fastest in measurements
 
 
@@ -50,25 +45,10 @@ def run_parts(
 
     On the CPU the parts run on as many threads as torch may use, because batched products of small
     matrices run on one thread."""
-    allowed = torch.get_num_threads()
-    threads = min(allowed, len(parts)) if device.type == "cpu" else 1
-    if threads == 1:
-        with torch.no_grad(), nullcontext() if device.type == "cpu" else full_precision(device):
-            return [work(part) for part in parts]
-    without_gradients = torch.no_grad()(work)  # every thread has its own setting
-    try:
-        with (
-            _numpy_blas().limit(limits=1),
-            ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool,
-        ):
-            return list(pool.map(without_gradients, parts))
-    finally:
-        torch.set_num_threads(allowed)  # a thread's setting is the default of new threads
-
-
-@cache
-def _numpy_blas() -> ThreadpoolController:
-    return ThreadpoolController().select(user_api="blas")
+    if device.type == "cpu":
+        return run_on_threads(parts, work)
+    with torch.no_grad(), full_precision(device):
+        return [work(part) for part in parts]
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
