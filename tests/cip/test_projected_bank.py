@@ -52,7 +52,9 @@ def test_potential_and_map_are_the_same(low, generator, monkeypatch) -> None:
     queries = points[:60] + torch.randn(60, DIM, generator=generator) / 10
     asked = []
     above = Projection.above
-    monkeypatch.setattr(Projection, "above", lambda *given: asked.append(1) or above(*given))
+    monkeypatch.setattr(
+        Projection, "above", lambda *given, **how: asked.append(1) or above(*given, **how)
+    )
     found = least_bank_smoothness(points, features, low)
     made = WholeBank(points, features, found)(queries)
     assert asked
@@ -118,9 +120,16 @@ def test_entrants_include_the_largest_price(most, count, generator, monkeypatch)
     queries = torch.randn(40, DIM, generator=generator, dtype=torch.float64)
     queries[:20] = 30 * prices.pairs.images(torch.tensor([3]))
     every = lines + queries @ prices.pairs.images(slice(None)).T
-    largest, place = every.max(1)
+    current = every.topk(3, dim=1).indices[:, 1:]  # not the first, which is shared in some rows
+    current[::2, 0] = every[::2].argmax(1)
+    others = every.scatter(1, current, -torch.inf)
+    largest, place = others.max(1)
     floors = largest - torch.rand(40, generator=generator, dtype=torch.float64)
-    found = prices.entrants(queries, lines, count, floors)
+    floors[30:] = largest[30:] + 1  # which no other point reaches
+    found = prices.entrants(queries, lines, count, floors, current)
     assert len(prices.projection.coordinates) == COUNT
     assert found.shape == (40, count)
-    assert bool((found == place[:, None]).any(1).all())
+    assert bool((found == place[:, None]).any(1)[:30].all())
+    if most > 2:
+        assert bool((found[30:] == current[30:, :1]).all())
+        assert not bool((found[:30, :1] == current[:30, 1:]).any())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from search.test_neighbors import assert_exact, assert_same
 from torch import Tensor
 
-from otad.search import projection
+from otad.search import neighbors, projection
 from otad.search.confirmed_product import row_norms
 from otad.search.neighbors import TorchSearch
 from otad.search.projection import Projection
@@ -46,6 +48,33 @@ def test_neighbors_are_exact(noise, shift, generator) -> None:
     assert_same(search(queries[:3], 5), TorchSearch(points)(queries[:3], 5))
 
 
+def test_threads_find_the_same_from_the_first_call_on(generator, monkeypatch) -> None:
+    monkeypatch.setattr(neighbors, "FEWEST_OF_THREAD", 7)
+    points, queries = cloud(600, 0.2, generator), cloud(90, 0.2, generator)
+    expected, before = TorchSearch(points)(queries, 5), torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        for _ in range(5):
+            assert_same(TorchSearch(points)(queries, 5), expected)
+        search = TorchSearch(points)
+        with ThreadPoolExecutor(4) as pool:  # whose threads all make the coordinates
+            for found in pool.map(lambda part: search(part, 5), [queries] * 4):
+                assert_same(found, expected)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_largest_scores_are_proved(generator) -> None:
+    """Also if several rows share them."""
+    rows, queries = cloud(400, 0.1, generator), cloud(30, 0.1, generator).double()
+    rows[7:10] = rows[6]
+    made, offsets = Projection(rows), -row_norms(rows).square()
+    assert made.prepare(queries)
+    found = made.shortlist(2 * queries, row_norms(rows), offsets, 9, 1)
+    assert bool(found.is_complete.all())
+
+
 def test_coordinates_that_do_not_help_are_given_up(generator) -> None:
     points, queries = torch.randn(2, 400, DIM, generator=generator)
     search = TorchSearch(points)
@@ -54,9 +83,10 @@ def test_coordinates_that_do_not_help_are_given_up(generator) -> None:
     assert_exact(search(queries[40:80], 5), points, queries[40:80])
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_bounds_hold(noise, generator) -> None:
-    """For queries and rows of any length, also if rows may never be chosen."""
+@pytest.mark.parametrize(("noise", "section"), [(0.0, 1024), (0.3, 1024), (0.3, 12)])
+def test_bounds_hold(noise, section, generator, monkeypatch) -> None:
+    """For queries and rows of any length, also in sections, and if rows may never be chosen."""
+    monkeypatch.setattr(projection, "SECTION", section)
     rows, queries = cloud(403, noise, generator), cloud(30, noise, generator).double()
     rows *= torch.logspace(-3, 3, 403)[:, None]
     queries *= torch.logspace(-2, 2, 30, dtype=torch.float64)[:, None]
@@ -65,6 +95,7 @@ def test_bounds_hold(noise, generator) -> None:
     scores = offsets + queries @ rows.double().T
     made = Projection(rows)
     assert made.prepare(queries)
+    assert made.sections == (1 if section > DIM else 4)
     found = made.shortlist(queries, row_norms(rows), offsets, 9, 1)
     listed = scores.gather(1, found.indices)
     assert bool((found.bounds >= listed).all())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +99,12 @@ class Sums:
         self.sizes, self.base = (
             part.to(device, dtype) for part in (norms, offsets + self.offset_errors)
         )
+
+    def part(self, rows: slice) -> Sums:
+        """Return what belongs to some of the queries."""
+        some = copy(self)
+        some.lengths, some.left, some.reach = self.lengths[rows], self.left[rows], self.reach[rows]
+        return some
 
     def listed(self, names: Tensor, bounds: Tensor, ceiling: Tensor) -> Shortlist:
         """Return the shortlist of rows (b,T) with their bounds, largest first."""

@@ -32,13 +32,14 @@ from otad.search.confirmed_product import product_error, row_norms, shortlist
 from otad.search.grouped_product import GroupedProduct
 from otad.search.projection import Projection
 from otad.short_repr import short_repr
+from otad.threads import run_on_threads
 
 WORKING_BYTES = 256 * 2**20
-NUMBERS_AT_ONCE = 2**18  # of gathered points on the CPU, so that they stay in the cache
+NUMBERS_AT_ONCE = 2**19  # of gathered points on the CPU, so that they stay in the cache
 SPARE = 8  # how many more than K points the first shortlist has
 GROWTH = 4  # how many times longer the shortlist of an unproved row becomes
 OFF_ORIGIN = 0.95  # |mean| / median |point| above which centering makes the bounds much tighter
-MOST_PROJECTED = 2**9  # longer shortlists are made by full products
+FEWEST_OF_THREAD = 256  # queries
 MODERATE = 2.0**16  # lengths up to this, and down to its inverse, can be squared in float32
 
 
@@ -183,10 +184,7 @@ class NeighborSearch(Search):
         size = min(size, len(self))
         width = self._width(size)
         blocks = zip(queries.split(width), exclude.split(width), strict=True)
-        parts = [self._attempt(some, k, size, excluded) for some, excluded in blocks]
-        if len(parts) == 1:
-            return parts[0]
-        return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return _joined([self._attempt(some, k, size, excluded) for some, excluded in blocks])
 
     def _width(self, size: int) -> int:
         """Return how many queries with shortlists of this size are answered at once."""
@@ -237,7 +235,7 @@ class NeighborSearch(Search):
             for column in range(0, last, fit):
                 part = slice(row, row + rows), slice(column, min(column + fit, last))
                 indices = candidates[part].clamp_max(len(self) - 1)
-                gap = gathered(self.points, indices, queries.device) - asked
+                gap = gathered(self.points, indices, queries.device).double().sub_(asked)
                 squares[part] = _ordered_sum(gap.square_().flatten(0, 1)).view(gap.shape[:2])
         squares.masked_fill_(none, math.inf)
         # NumPy rounds roots correctly, so their order is that of the squares. On some CPUs torch
@@ -293,6 +291,18 @@ class TorchSearch(NeighborSearch):
         """Return whether shortlists of this size are made by `otad.search.grouped_product`."""
         return self._grouped is not None and self._grouped.holds(size)
 
+    def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
+        search = super().candidates
+        if not self._is_projected(queries, k, size):
+            return search(queries, k, size, exclude)
+        share = max(FEWEST_OF_THREAD, -(-len(queries) // torch.get_num_threads()))
+        shares = list(zip(queries.split(share), exclude.split(share), strict=True))
+        return _joined(run_on_threads(shares, lambda part: search(part[0], k, size, part[1])))
+
+    def _is_projected(self, queries: Tensor, k: int, size: int) -> bool:
+        """Return whether few coordinates choose the shortlist, which at first is short."""
+        return size <= k + SPARE and self._projection.prepare(queries)
+
     def _width(self, size: int) -> int:
         width = super()._width(size)
         if not self.is_grouped(size):
@@ -310,7 +320,7 @@ class TorchSearch(NeighborSearch):
     def _shortlist(self, x: Tensor, size: int, k: int) -> tuple[Tensor, Tensor]:
         """Return the points with the largest 2 <x, y> - |y|^2."""
         asked, offsets = 2 * x, self._offsets
-        if size < MOST_PROJECTED and self._projection.prepare(x):
+        if self._is_projected(x, k - 1, size):
             listed = self._projection.shortlist(asked, self._radii, offsets, size, k)
         else:
             blocks, at_once = self._right_blocks(), WORKING_BYTES // 16
@@ -345,6 +355,12 @@ class FaissSearch(NeighborSearch):
         floor = furthest - error * (row_norms(x) + self._radius).square()
         missing = (indices < 0).any(1)  # FAISS marks these when distances overflow
         return indices.clamp_(min=0), floor.masked_fill(missing, -math.inf)
+
+
+def _joined(parts: list[Candidates]) -> Candidates:
+    if len(parts) == 1:
+        return parts[0]
+    return Candidates(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:

@@ -11,41 +11,55 @@ in the directions of V. These are the main directions of a sample of the rows.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from threading import Lock
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otad.search.confirmed_product import Shortlist, Sums, product_error
+from otad.search.confirmed_product import SECTION, Shortlist, Sums, product_error, row_norms
 
 WIDTH = 128  # coordinates of a row, with its offset
 FEWEST_ROWS = 2**13  # with fewer rows, full products are as fast
 FEWEST_COLUMNS = 4 * WIDTH
 FEWEST_QUERIES = 128  # coordinates take as long as the full products of about so many queries
+MOST_SECTIONS = 64  # of a long row
 SAMPLE = 1024  # rows from which the basis is estimated
 ITERATIONS = 3  # of the power method for the basis
-LONGER = 8  # how many times more rows may be multiplied in full than are returned
 GROUP = 16  # products of which only the largest is compared with others at first
 MOST_GROUPS = 256  # with a product above the floor of a query
-PRODUCTS_AT_ONCE = 7 * 2**20  # less than 32 MiB, so that the C library uses the memory again
-NUMBERS_AT_ONCE = 2**20  # of the rows that are multiplied in full, so that they stay in the cache
+CHEAPER = 32  # how many times longer one full product takes than if all rows are multiplied
+PRODUCTS_AT_ONCE = 7 * 2**20  # on a thread; less than 32 MiB, which the C library uses again
+NUMBERS_AT_ONCE = 2**20  # of the rows whose coordinates are computed
 LOWEST = -1e38  # the offset of rows that are left out
+_MAKING = Lock()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns once that sparse tensors may change
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
 
 class Projection:
     """The coordinates of rows (N,d), which must stay as they are, made when many queries come.
 
-    Rows that are None, few, short, on a GPU or not in float32 get no coordinates."""
+    Rows that are None, few, short, on a GPU, not in float32 or not contiguous get none."""
 
     def __init__(self, rows: Tensor | None, width: int = WIDTH) -> None:
         self.rows, self.width = rows, width
+        # Long rows are multiplied in equal sections, so that the errors of the sums stay small.
+        dim = 0 if rows is None else rows.shape[1]
+        numbers = range(-(-dim // SECTION), MOST_SECTIONS + 1)
+        self.sections = next((n for n in numbers if n and dim % n == 0), 0)
         self.pays = (
             rows is not None
             and rows.dtype == torch.float32
             and rows.device.type == "cpu"
             and len(rows) >= FEWEST_ROWS
-            and rows.shape[1] >= FEWEST_COLUMNS
+            and dim >= FEWEST_COLUMNS
+            and self.sections > 0
+            and rows.is_contiguous()
         )
         self.error = self._product_error()
         self.basis = self.coordinates = torch.empty(0)
@@ -57,21 +71,27 @@ class Projection:
         if not self.pays or queries.is_cuda or self._product_error() > self.error:
             return False
         if not len(self.coordinates) and len(queries) >= FEWEST_QUERIES:
-            assert self.rows is not None
-            sample = self.rows[:: -(-len(self.rows) // SAMPLE)].double()
-            self.basis = sample[: self.width - 2].mT
-            for _ in range(ITERATIONS):
-                self.basis = torch.linalg.qr(sample.mT @ (sample @ self.basis)).Q
-            parts = self.rows.split(max(1, NUMBERS_AT_ONCE // self.rows.shape[1]))
-            self.coordinates = torch.cat([self.coordinates_of(part.double()) for part in parts])
+            with _MAKING:  # several threads may ask for the same coordinates
+                if not len(self.coordinates):
+                    self._make()
         return len(self.coordinates) > 0
+
+    def _make(self) -> None:
+        assert self.rows is not None
+        sample = self.rows[:: -(-len(self.rows) // SAMPLE)].double()
+        basis = sample[: self.width - 2].mT
+        for _ in range(ITERATIONS):
+            basis = torch.linalg.qr(sample.mT @ (sample @ basis)).Q
+        self.basis = basis
+        parts = self.rows.split(max(1, NUMBERS_AT_ONCE // self.rows.shape[1]))
+        self.coordinates = torch.cat([self.coordinates_of(part.double()) for part in parts])
 
     def _product_error(self) -> float:
         return product_error(2 * self.width, torch.float32, torch.device("cpu")) + 1e-12
 
     def coordinates_of(self, rows: Tensor) -> Tensor:
         """Return the coordinates (n,m+1) of rows or queries (n,d), which are in float64."""
-        return self.with_rest(rows @ self.basis, rows.square().sum(1))
+        return self.with_rest(rows @ self.basis, row_norms(rows).square())
 
     def with_rest(self, inside: Tensor, squares: Tensor) -> Tensor:
         """Return the coordinates (n,m+1), given V^T y (n,m) and |y|^2 (n,) in float64."""
@@ -83,102 +103,151 @@ class Projection:
     ) -> Shortlist:
         """Return rows of large <query, row> + offset, see `confirmed_product.shortlist`.
 
-        Other rows may have larger bounds, but none exceeds the ceiling. If the ceiling of most
-        queries is above their bound of place `sure`, the projection does not pay for these rows."""
+        No other row exceeds the ceiling. It is below the score of place `sure`, unless too many
+        rows may reach that. If there are many of these, the projection does not pay any more."""
         sums = Sums(queries, norms, offsets, torch.float32)
-        longer = min(LONGER * size, len(self.coordinates))
-        names, parts = [], []
-        for _, groups in self._groups(self.coordinates_of(queries), offsets):
-            width = min(longer, groups.shape[2])  # the best rows are in as many of the best groups
-            first = groups.amax(1).topk(width, dim=1).indices
-            values = groups.gather(2, first[:, None].expand(-1, GROUP, -1)).flatten(1)
-            found = values.topk(longer, dim=1)
-            column = first.gather(1, found.indices % width)
-            names.append(found.indices // width * groups.shape[2] + column)
-            parts.append(found.values)
-        listed, rough = torch.cat(names), torch.cat(parts)
-        asked = torch.arange(len(queries)).repeat_interleave(size)
-        bounds = torch.full_like(rough, -torch.inf)
-        full = self.full_bounds(sums, asked, listed[:, :size].flatten())
-        bounds[:, :size] = full.view(-1, size)
-        floors = sums.listed(listed[:, :size], bounds[:, :size], rough[:, -1]).floors
-        more = rough >= floors.topk(sure, dim=1).values[:, -1:]
-        more[:, :size] = False
-        bounds[more] = self.full_bounds(sums, more.nonzero()[:, 0], listed[more])
-        best, order = bounds.topk(size, dim=1)
-        # Rows that were not multiplied in full are below their rough bounds.
-        ceiling = rough.masked_fill(bounds > -torch.inf, -torch.inf).amax(1)
-        ceiling = torch.maximum(ceiling, rough[:, -1])
+        found, products = [], 0
+        right = self._with_offsets(offsets)
+        for start, groups in self._groups(self.coordinates_of(queries), right):
+            count, own = len(groups), sums.part(slice(start, start + len(groups)))
+            maxima = groups.amax(1)
+            rows = leading(groups, maxima, size)
+            bounds = self.full_bounds(own, torch.full((count,), size), rows.flatten())
+            bounds = bounds.view(count, size)
+            floor = own.listed(rows, bounds, bounds[:, 0]).floors.topk(sure, dim=1).values[:, -1]
+            groups.flatten(1).scatter_(1, rows, 2 * LOWEST)  # they are listed already
+            query, more, many = reaching(groups, maxima, floor, maxima.shape[1] // 2)
+            further = self.full_bounds(own, query.bincount(minlength=count), more)
+            products += len(query) + int(many.sum()) * len(norms)
+            lower = floor - 5e-7 * floor.abs()  # above the bounds of all rows that are not listed
+            near = (further >= lower[query]).nonzero()[:, 0]
+            query, more, further = query[near], more[near], further[near]
+            column, longest = places(query, count)
+            rows, bounds = pad(rows, (0, longest)), pad(bounds, (0, longest), value=-torch.inf)
+            rows[query, size + column], bounds[query, size + column] = more, further
+            best, order = bounds.topk(size, dim=1)
+            ceiling = torch.where(many, maxima.amax(1).double(), lower)
+            found.append((rows.gather(1, order), best, torch.maximum(ceiling, best[:, -1])))
         if len(queries) >= FEWEST_QUERIES:
-            self.pays = bool((ceiling < best[:, sure - 1]).double().mean() > 0.5)
-        return sums.listed(listed.gather(1, order), best, torch.maximum(ceiling, best[:, -1]))
+            self.pays = CHEAPER * products < len(queries) * len(norms)
+        return sums.listed(*(torch.cat(part) for part in zip(*found, strict=True)))
 
     def above(
-        self, queries: Tensor, offsets: Tensor, floors: Tensor, by: Tensor | None = None
+        self,
+        queries: Tensor,
+        offsets: Tensor,
+        floors: Tensor,
+        by: Tensor | None = None,
+        exclude: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and rows (P,) of all <query, row> + offset that may reach a floor (b,).
 
-        Queries are given by their coordinates (b,m+1), and rows are those of `by` (n,), or all. The
-        third result are the queries with too many such rows, which are not listed."""
-        least = (floors - 1e-6 * floors.abs()).float()[:, None]
+        Queries are given by their coordinates (b,m+1), and rows are those of `by` (n,), or all but
+        those in `exclude` (b,W). The third result are the queries with too many such rows, which
+        are not listed."""
         asked, names, crowded = [], [], []
-        for start, groups in self._groups(queries, offsets, by):
-            floor = least[start : start + len(groups)]
-            reached = groups.amax(1) >= floor
-            many = reached.sum(1) > MOST_GROUPS
-            crowded.append(many.nonzero()[:, 0] + start)
-            query, row = members(groups, floor, reached & ~many[:, None])
+        for start, groups in self._groups(queries, self._with_offsets(offsets, by), exclude):
+            floor = floors[start : start + len(groups)]
+            query, row, many = reaching(groups, groups.amax(1), floor, MOST_GROUPS)
             asked.append(query + start)
             names.append(row)
+            crowded.append(many.nonzero()[:, 0] + start)
         rows = torch.cat(names)
         return torch.cat(asked), rows if by is None else by[rows], torch.cat(crowded)
 
+    def likely(self, queries: Tensor, right: Tensor, size: int, exclude: Tensor) -> Tensor:
+        """Return rows (b,size) of large <query, row> + offset by `first_coordinates` alone.
+
+        Rows in `exclude` (b,W) are not among them."""
+        inside = (queries @ self.basis[:, : len(right) - 1]).float()
+        blocks = self._groups(inside, right, exclude)
+        return torch.cat([leading(groups, groups.amax(1), size) for _, groups in blocks])
+
+    def first_coordinates(self, offsets: Tensor, width: int) -> Tensor:
+        """Return the first coordinates of all rows and their offsets (width,N)."""
+        return join(self.coordinates[:, :-1][:, : width - 1], offsets, self.error)
+
     def _groups(
-        self, queries: Tensor, offsets: Tensor, by: Tensor | None = None
+        self, queries: Tensor, right: Tensor, exclude: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (start, bounds (n,g,G)) of blocks of queries; row i is in group i modulo G.
 
-        The bounds are overwritten when the next ones are asked for. Beyond the last row they are
-        lower than any other."""
-        right = self._with_offsets(offsets, by)
+        The bounds are overwritten when the next ones are asked for. Beyond the last row, and at the
+        rows in `exclude` (b,W), they are lower than any other."""
         left, space = pad(queries, (0, 1), value=1.0), queries.new_empty(0)
-        at_once = max(1, PRODUCTS_AT_ONCE // len(right))
+        at_once = max(1, PRODUCTS_AT_ONCE // right.shape[1])
         for start in range(0, len(left), at_once):
             some = left[start : start + at_once]
-            bounds = torch.mm(some, right.mT, out=space.resize_(len(some), len(right)))
+            bounds = torch.mm(some, right, out=space.resize_(len(some), right.shape[1]))
+            if exclude is not None:
+                bounds.scatter_(1, exclude[start : start + at_once], 2 * LOWEST)
             yield start, bounds.view(len(some), GROUP, -1)
 
-    def _with_offsets(self, offsets: Tensor, by: Tensor | None) -> Tensor:
-        """Return the coordinates and offsets (n,m+2) of rows, filled up to whole groups."""
-        if by is None and self._joined[0] is offsets:
-            return self._joined[1]
-        last = offsets + self.error * offsets.abs().nan_to_num(posinf=0.0)
-        last, rows = last.float().clamp_min(LOWEST)[:, None], self.coordinates
+    def _with_offsets(self, offsets: Tensor, by: Tensor | None = None) -> Tensor:
+        """Return the coordinates and offsets (m+2,n) of rows `by` (n,) or all."""
         if by is not None:
-            last, rows = last[by], rows[by]
-        right = pad(torch.cat([rows, last], dim=1), (0, 0, 0, -len(rows) % GROUP))
-        right[len(rows) :, -1] = 2 * LOWEST
-        if by is None:
-            self._joined = offsets, right
-        return right
+            return join(self.coordinates[by], offsets[by], self.error)
+        known = self._joined  # another thread may replace it
+        if known[0] is not offsets:
+            self._joined = known = offsets, join(self.coordinates, offsets, self.error)
+        return known[1]
 
-    def full_bounds(self, sums: Sums, asked: Tensor, rows: Tensor) -> Tensor:
-        """Return upper bounds (P,) of the scores of queries and rows (P,) by full products."""
+    def full_bounds(self, sums: Sums, counts: Tensor, rows: Tensor) -> Tensor:
+        """Return upper bounds (P,) of the scores of rows (P,), `counts` (b,) of them per query."""
         assert self.rows is not None
-        bounds = torch.addcmul(sums.base[rows], sums.reach[asked, 0], sums.sizes[rows])
-        at_once = max(1, NUMBERS_AT_ONCE // self.rows.shape[1])
-        pairs = (part.split(at_once) for part in (asked, rows, bounds))
-        left, right = sums.left.new_empty(0), sums.left.new_empty(0)
-        for query, row, bound in zip(*pairs, strict=True):
-            for space, part, chosen in ((left, sums.left, query), (right, self.rows, row)):
-                space.resize_(len(chosen), part.shape[1])
-                torch.index_select(part, 0, chosen, out=space)
-            bound += right.mul_(left).sum(1)
+        reach, ends = sums.reach[:, 0].repeat_interleave(counts), pad(counts.cumsum(0), (1, 0))
+        bounds = torch.addcmul(sums.base[rows], reach, sums.sizes[rows])
+        left = sums.left.unflatten(1, (self.sections, -1))
+        right = self.rows.view(self.sections * len(self.rows), -1)
+        shape = len(left), len(right)
+        for section in range(self.sections):
+            at = rows * self.sections + section
+            chosen = torch.sparse_csr_tensor(ends, at, bounds, shape, check_invariants=False)
+            bounds = torch.sparse.sampled_addmm(chosen, left[:, section], right.mT).values()
         return bounds
 
 
-def members(groups: Tensor, floor: Tensor, reached: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and rows (P,) of the bounds (n,g,G) from a floor (n,1) on, in some groups."""
-    query, column = reached.nonzero().unbind(1)
-    one, place = (groups[query, :, column] >= floor[query]).nonzero().unbind(1)
+def join(coordinates: Tensor, offsets: Tensor, error: float) -> Tensor:
+    """Return coordinates (n,m) and offsets (n,) as (m+1,n), filled up to whole groups of rows."""
+    last = offsets + error * offsets.abs().nan_to_num(posinf=0.0)
+    last = last.float().clamp_min(LOWEST)
+    right = pad(torch.cat([coordinates.mT, last[None]]), (0, -len(coordinates) % GROUP))
+    right[-1, len(coordinates) :] = 2 * LOWEST
+    return right
+
+
+def leading(groups: Tensor, maxima: Tensor, size: int) -> Tensor:
+    """Return the rows (n,size) of the largest bounds (n,g,G), given their maxima (n,G)."""
+    first = maxima.topk(min(size, maxima.shape[1]), dim=1).indices  # they are in these groups
+    values = groups.gather(2, first[:, None].expand(-1, GROUP, -1)).flatten(1)
+    place = values.topk(size, dim=1).indices
+    column = first.gather(1, place % first.shape[1])
+    return place // first.shape[1] * maxima.shape[1] + column
+
+
+def reaching(
+    groups: Tensor, maxima: Tensor, floors: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and rows (P,) of bounds (n,g,G) that reach a floor (n,), given their maxima.
+
+    The third result (n,) says which queries have such bounds in more than `most` groups. Their rows
+    are not listed."""
+    least = (floors - 1e-6 * floors.abs()).float()[:, None]
+    query, column = (maxima >= least).nonzero().unbind(1)
+    many = query.bincount(minlength=len(floors)) > most
+    few = (~many[query]).nonzero()[:, 0]
+    return *members(groups, least, query[few], column[few]), many
+
+
+def members(groups: Tensor, least: Tensor, query: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and rows (P,) of the bounds (n,g,G) from `least` (n,1) on, in some groups."""
+    one, place = (groups[query, :, column] >= least[query]).nonzero().unbind(1)
     return query[one], place * groups.shape[2] + column[one]
+
+
+def places(query: Tensor, count: int) -> tuple[Tensor, int]:
+    """Return the place of each entry among those of its query (P,), and the most that one has.
+
+    The queries (P,) are below `count` and in ascending order."""
+    counts = query.bincount(minlength=count)
+    return torch.arange(len(query)) - (counts.cumsum(0) - counts)[query], int(counts.max())

@@ -28,22 +28,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from otad.checks import check_choice, check_shape, check_tensor, require
-from otad.cip.execution import full_precision, run_parts
+from otad.cip.execution import full_precision, matmul, run_parts
 from otad.cip.local.feature import feature
 from otad.cip.local.simplex_qp import maximize_on_simplex
 from otad.cip.problem import BankProblem
 from otad.cip.solution import CipSolution, Status
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.potential import BankPotential, potential_lines
-from otad.cip.whole_bank.pricing import GATHERED_AT_ONCE, IndexPrices, Prices
+from otad.cip.whole_bank.pricing import GATHERED_AT_ONCE, IndexPrices, LikelyPrices, Prices
 from otad.short_repr import short_repr
 
 PRICING = ("exact", "faiss")
-Pricing = Prices | IndexPrices
+Pricing = Prices | IndexPrices | LikelyPrices
 PRICING_WIDTH = 256  # coordinates of a bank point that bound its price, see `search.projection`
 CACHED_NUMBERS = 2**18  # of images that are used at a time on the CPU
-ENTRANTS = 16  # points that are added at a time
-MAX_ROUNDS = 200
 GAP = 1e-12  # the largest gap at the end, relative to the size of its terms
 NOISE = 1e-14  # the relative error of products in float64
 
@@ -88,9 +86,11 @@ class WholeBank:
             self._place(query.device)
         with torch.no_grad():
             points = query.detach().double() - self._pairs.center
-            modulus, first = self.potential.modulus, self._prices[0]
-            search = ColumnGeneration(self._pairs, self._lines, modulus, points, first)
-            for prices in self._prices:
+            modulus, stages = self.potential.modulus, self._prices
+            if self.pricing == "exact" and self._exact.projection.prepare(points):
+                stages = [LikelyPrices(self._exact), self._exact]
+            search = ColumnGeneration(self._pairs, self._lines, modulus, points, stages[0])
+            for prices in stages:
                 search.run(prices)
             value = search.mean + search.images.square().sum(1) / (2 * modulus)
             value = value + self._pairs.offsets_at(points)  # on the scale of the levels
@@ -117,7 +117,8 @@ class WholeBank:
         pairs.included[potential.left_out.to(device)] = False
         self._lines = lines = potential_lines(pairs, potential)
         require(not lines.isnan().any(), "levels", "a number for every point not left out", "NaN")
-        self._prices: list[Pricing] = [Prices(pairs, PRICING_WIDTH)]
+        self._exact = Prices(pairs, PRICING_WIDTH)
+        self._prices: list[Pricing] = [self._exact]
         if self.pricing == "faiss":
             self._prices.insert(0, IndexPrices(pairs, lines))
 
@@ -142,7 +143,7 @@ class ColumnGeneration:
         self.mean = torch.zeros_like(self.gap)
         self.rounds = torch.zeros(count, dtype=torch.int64, device=points.device)
         single = -pairs.image_squares / (2 * modulus)
-        entrants, _ = first.best(points, lines + single, ENTRANTS)
+        entrants, _ = first.best(points, lines + single, first.count)
         self.indices = entrants[:, :1].clone()
         self.active = torch.ones_like(self.indices, dtype=torch.bool)
         self.weights = points.new_ones(count, 1)
@@ -158,11 +159,17 @@ class ColumnGeneration:
     def run(self, pricing: Pricing) -> None:
         """Run rounds until no row gets better any more."""
         todo = torch.arange(len(self.points), device=self.points.device)
-        for _ in range(MAX_ROUNDS):
+        for _ in range(pricing.most_rounds):
             at = self.points[todo] - self.images[todo] / self.modulus
-            entrants = pricing.entrants(at, self.lines, ENTRANTS, self.mean[todo])
+            current = self.indices[todo]
+            entrants = pricing.entrants(at, self.lines, pricing.count, self.mean[todo], current)
             self.rounds[todo] += isinstance(pricing, Prices)
-            improved = self._add(todo, entrants)
+            improved = torch.zeros_like(todo, dtype=torch.bool)
+            known = (entrants == current[:, :1]).all(1)  # most rows of the last rounds
+            for some, width in ((known, 0), (~known, entrants.shape[1])):
+                rows = some.nonzero()[:, 0]
+                if len(rows):
+                    improved[rows] = self._add(todo[rows], entrants[rows, :width])
             stuck = (~improved & ~self.closed[todo]).nonzero()[:, 0]
             if len(stuck):  # many images may be affinely dependent although a few are not
                 improved[stuck] = self._add(todo[stuck], entrants[stuck], alone=True)
@@ -202,18 +209,15 @@ class ColumnGeneration:
         again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
         fresh = self.pairs.included[entrants] & ~inside & ~again
         active = torch.cat([self.active[rows], fresh], dim=1)
-        slopes, grams = self._products(rows, indices)
-        mean = (self.weights[rows] * slopes[:, : current.shape[1]]).sum(1)
-        gains = slopes - mean[:, None]
+        gains, mean, grams = self._products(rows, indices, active)
         gap = gains.masked_fill(~active, -torch.inf).amax(1)
-        if alone:
-            active[:, current.shape[1] :] &= gains[:, current.shape[1] :] == gap[:, None]
-        gains = gains.masked_fill(~active, 0.0)  # the gain of a point left out is -inf
         left = (gap > GAP * self.scale[rows]).nonzero()[:, 0]
         if len(left) == 0:
             return gap, mean, None
-        if len(left) < len(rows):
-            indices, active, gains, grams = (x[left] for x in (indices, active, gains, grams))
+        if alone:
+            active[:, current.shape[1] :] &= gains[:, current.shape[1] :] == gap[:, None]
+        gains = gains.masked_fill(~active, 0.0)  # the gain of a point left out is -inf
+        indices, active, gains = (x[left] for x in (indices, active, gains))
         guess = active & (gains > 0)  # together with the points that have weight
         guess[:, : current.shape[1]] |= self.active[rows[left]]
         gram = grams.permute(1, 2, 0).contiguous()
@@ -232,17 +236,29 @@ class ColumnGeneration:
         sensitivity = (best.sensitivity * self.modulus).permute(2, 0, 1)[keep]
         return gap, mean, _Better(left, indices, weights, sensitivity, step, rise)
 
-    def _products(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slopes (b,W) of bank points (b,W), and the products (b,W,W) of z~_i - z~'."""
-        found = []
-        for part, some in self._cached(rows, indices):
+    def _products(
+        self, rows: Tensor, indices: Tensor, active: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the slopes of bank points (b,W) exceed the mean slope by, and that mean (b,).
+
+        The third result are the products (n,W,W) of z~_i - z~' in the rows whose gap is open."""
+        found, grams = [], []
+        for part, some, usable in self._cached(rows, indices, active):
             images = self.pairs.images(some.flatten()).view(*some.shape, -1)
             at = self.points[part] - self.images[part] / self.modulus
-            slopes = self.lines[some] + (images @ at[:, :, None])[:, :, 0]
+            slopes = self.lines[some] + matmul(images, at[:, :, None])[:, :, 0]
+            weights = self.weights[part]
+            mean = (weights * slopes[:, : weights.shape[1]]).sum(1, keepdim=True)
+            gains = slopes - mean
+            found.append((gains, mean[:, 0]))
+            gap = gains.masked_fill(~usable, -torch.inf).amax(1)
+            left = (gap > GAP * self.scale[part]).nonzero()[:, 0]
+            if len(left) < len(part):
+                images, part = images[left], part[left]
             offsets = images.sub_(self.images[part, None])
-            found.append((slopes, offsets @ offsets.mT))
-        slopes, grams = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return slopes, grams
+            grams.append(matmul(offsets, offsets.mT))
+        gains, mean = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return gains, mean, torch.cat(grams)
 
     def _step(self, rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Return the change (b,d) of z~' by new weights (b,W)."""
@@ -251,7 +267,7 @@ class ColumnGeneration:
         steps = [self.points[:0]]
         for part, some, weight in self._cached(rows, indices.gather(1, order), weights):
             images = self.pairs.images(some.flatten()).view(*some.shape, -1)
-            steps.append((weight[:, None] @ images.sub_(self.images[part, None]))[:, 0])
+            steps.append(matmul(weight[:, None], images.sub_(self.images[part, None]))[:, 0])
         return torch.cat(steps)
 
     def _cached(self, rows: Tensor, indices: Tensor, *others: Tensor) -> Iterator[Sequence[Tensor]]:

@@ -19,7 +19,8 @@ from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.projected_pairs import ProjectedPairs
 from otad.errors import import_extra
 from otad.search.confirmed_product import Shortlist, Sums, shortlist
-from otad.search.projection import WIDTH, Projection
+from otad.search.projection import FEWEST_QUERIES, WIDTH, Projection, places
+from otad.threads import run_on_threads
 
 CACHE_BYTES = 2**31  # a float32 copy of the bank is cached up to this size
 PRODUCTS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}  # products of a block of points and queries
@@ -27,7 +28,9 @@ POINTS_AT_ONCE = {"cpu": 2**14, "cuda": 2**16}
 GATHERED_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}  # numbers of bank points that are read one by one
 PRICED_AT_ONCE = {"cpu": 2**18, "cuda": 2**27}  # the same, where they are used once
 LONGER = 8  # how many times more points are compared if float32 leaves open which are the best
-QUERIES_AT_ONCE = 2**12  # which all take the memory of the one with most points above its floor
+QUERIES_AT_ONCE = 2**12  # on a thread; all take the memory of the one with most points to compare
+ENTRANTS = 16  # points that are added at a time
+MOST_ROUNDS = 200  # in which points are added
 CONFIRMED = 8  # points that are priced in float64 to be sure of the largest
 
 # Settings of the index of FAISS:
@@ -39,6 +42,8 @@ TRAINING_ROWS = 64  # per cell
 
 class Prices:
     """Exact prices of the points of `pairs`."""
+
+    count, most_rounds = ENTRANTS, MOST_ROUNDS
 
     def __init__(self, pairs: Pairs, width: int = WIDTH) -> None:
         self.pairs = pairs
@@ -90,44 +95,42 @@ class Prices:
                     break
         return indices, close
 
-    def entrants(self, queries: Tensor, lines: Tensor, count: int, floors: Tensor) -> Tensor:
-        """Return `count` points (b,count) of large prices, the largest of all among them.
+    def entrants(
+        self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
+    ) -> Tensor:
+        """Return points (b,count) of large prices that are not current (b,W).
 
-        The largest price of each query is known to be at least a floor (b,), up to rounding. Points
-        that cannot reach it may be replaced by the first one."""
+        If a price is above the floor (b,) of its query, up to rounding, the largest of all is among
+        them. Points that cannot reach the floor may be replaced by a current one."""
         if not self.projection.prepare(queries):
             return self.best(queries, lines, count)[0]
-        found = [
-            self._entrants(some, lines, count, floor)
-            for some, floor in zip(
-                *(x.split(QUERIES_AT_ONCE) for x in (queries, floors)), strict=True
-            )
-        ]
-        return torch.cat(found)
 
-    def _entrants(self, queries: Tensor, lines: Tensor, count: int, floors: Tensor) -> Tensor:
+        def work(part: tuple[Tensor, ...]) -> Tensor:
+            return self._entrants(part[0], lines, count, *part[1:])
+
+        return on_shares(work, queries, floors, current)
+
+    def _entrants(
+        self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
+    ) -> Tensor:
         projection, sums = self.projection, Sums(queries, self._norms, lines, torch.float32)
         coordinates = projection.coordinates_of(queries)
-        asked, points, crowded = projection.above(coordinates, lines, floors)
-        bounds = projection.full_bounds(sums, asked, points)
+        asked, points, crowded = projection.above(coordinates, lines, floors, exclude=current)
+        bounds = projection.full_bounds(sums, asked.bincount(minlength=len(queries)), points)
         reached = bounds >= (floors - 1e-6 * floors.abs())[asked]
         asked, points = asked[reached], points[reached]
-        counts = asked.bincount(minlength=len(queries))
-        place = torch.arange(len(asked)) - (counts.cumsum(0) - counts)[asked]
-        table = floors.new_full((len(queries), 1 + max(count, int(counts.max()))), -torch.inf)
+        place, longest = places(asked, len(queries))
+        table = floors.new_full((len(queries), 1 + max(count, longest)), -torch.inf)
         table[asked, place] = bounds[reached].double()
-        names = asked.new_zeros(table.shape)
+        names = current[:, :1].repeat(1, table.shape[1])
         names[asked, place] = points
         best, order = table.topk(count + 1, dim=1)
         listed = sums.listed(names.gather(1, order), best, best[:, -1])
         exact = (~listed.is_complete)[asked]  # float32 leaves open which points are listed
         table[asked[exact], place[exact]] = self._price(points[exact], queries, asked[exact], lines)
-        best, order = table.topk(count, dim=1)
-        names = names.gather(1, order)
-        names = torch.where(best > -torch.inf, names, names[:, :1])
-        others = torch.cat([crowded, (counts == 0).nonzero()[:, 0]]).unique()
-        if len(others):
-            names[others] = self.best(queries[others], lines, count)[0]
+        names = names.gather(1, table.topk(count, dim=1).indices)
+        if len(crowded):
+            names[crowded] = self.best(queries[crowded], lines, count)[0]
         return names
 
     def bounds_of_pairs(self) -> ProjectedPairs | None:
@@ -218,10 +221,41 @@ class Prices:
                 yield rows.start, self.pairs.images(rows).to(dtype)
 
 
+class LikelyPrices:
+    """Points of large prices by a few coordinates, without a proof, so that an exact round follows.
+
+    It needs prepared coordinates of exact prices."""
+
+    count, most_rounds = 24, 1  # the fastest in measurements
+
+    def __init__(self, prices: Prices) -> None:
+        self._projection = prices.projection
+
+    def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return points (b,count) for queries (b,d); all may matter."""
+        none = torch.zeros(len(queries), 0, dtype=torch.int64)
+        points = self.entrants(queries, lines, count, queries[:, 0], none)
+        return points, torch.ones_like(points, dtype=torch.bool)
+
+    def entrants(
+        self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
+    ) -> Tensor:
+        """Return points (b,count) of any price that are not current (b,W)."""
+        del floors
+        right = self._projection.first_coordinates(lines, WIDTH)
+
+        def work(part: tuple[Tensor, ...]) -> Tensor:
+            return self._projection.likely(part[0], right, count, part[1])
+
+        return on_shares(work, queries, current)
+
+
 class IndexPrices:
     """An inverted-file index of the included points on the CPU, for (z~_i, s_i) and (q, 1).
 
     It searches a few cells only and may miss the best point, so an exact round follows."""
+
+    count, most_rounds = ENTRANTS, MOST_ROUNDS
 
     def __init__(self, pairs: Pairs, lines: Tensor) -> None:
         faiss = import_extra("faiss", "index")
@@ -250,14 +284,25 @@ class IndexPrices:
         places = self.places[places.clamp_min(0)]
         return places, torch.ones_like(places, dtype=torch.bool)
 
-    def entrants(self, queries: Tensor, lines: Tensor, count: int, floors: Tensor) -> Tensor:
+    def entrants(
+        self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
+    ) -> Tensor:
         """Return `count` points (b,count) of large price, of any size."""
-        del floors
+        del floors, current
         return self.best(queries, lines, count)[0]
 
     def _rows(self, pairs: Pairs, lines: Tensor, places: Tensor) -> np.ndarray[Any, Any]:
         heights = lines[places] / self.unit
         return _array(torch.cat([pairs.images(places), heights[:, None]], dim=1))
+
+
+def on_shares(work: Callable[[tuple[Tensor, ...]], Tensor], *parts: Tensor) -> Tensor:
+    """Return the results (b,...) of shares of the rows of some tensors (b,...), on threads."""
+    share = -(-len(parts[0]) // torch.get_num_threads())
+    share = min(QUERIES_AT_ONCE, max(FEWEST_QUERIES, share))
+    shares = list(zip(*(part.split(share) for part in parts), strict=True))
+    with full_precision(parts[0].device):  # here, as it is a setting of all threads
+        return torch.cat(run_on_threads(shares, work))
 
 
 def _array(rows: Tensor) -> np.ndarray[Any, Any]:

@@ -54,7 +54,8 @@ class ProjectedPairs:
             sums = sums.triu_(1)
         groups = sums.view(len(sums), GROUP, -1)
         least = sums.new_full((len(sums), 1), torch.finfo(torch.float32).tiny)
-        found = torch.stack(members(groups, least, groups.amax(1) >= least), dim=1)
+        reached = (groups.amax(1) >= least).nonzero().unbind(1)
+        found = torch.stack(members(groups, least, *reached), dim=1)
         if len(found) > MOST_STEEP:
             return None
         return found + torch.tensor([one.start, other.start])
