@@ -58,12 +58,15 @@ class Pairs:
         """Return centered x and z~ (n,d) of some points."""
         points = self._stored(self.inputs, rows)
         images = self._stored(self.features, rows) - self.strong_convexity * points
-        return points - self.center, images - self.image_center
+        return points - self.center, images.sub_(self.image_center)
 
     def images(self, rows: Tensor | slice) -> Tensor:
         """Return centered z~ (n,d) of some points."""
         if self.strong_convexity == 0:
-            return self._stored(self.features, rows) - self.image_center
+            images = self._stored(self.features, rows)
+            if isinstance(rows, Tensor):  # a copy; the CPU takes long to get new memory
+                return images.sub_(self.image_center)
+            return images - self.image_center
         return self.read(rows)[1]
 
     def blocks(self, width: int | None = None) -> list[slice]:
