@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from otad.checks import require
+from otad.cip.execution import full_precision, run_parts
 from otad.cip.whole_bank import contradictions
 from otad.cip.whole_bank.pairs import Pairs
 from otad.cip.whole_bank.pricing import Prices
@@ -230,9 +231,14 @@ def _raised(
     lines, blocks = _lines(pairs, levels, modulus), pairs.blocks()
     bends = pairs.image_squares / (2 * modulus)
     floors = (levels - bends).masked_fill(~pairs.included, math.inf)
+    prices.bounds_of_pairs()  # made once, before several threads need it
+
+    def raised(rows: slice) -> tuple[Tensor, Tensor]:
+        return prices.raised(rows, modulus, lines, floors[rows], by)
+
     found = [(levels[:0], levels[:0].long())]
-    for rows in processes.share(blocks):
-        found.append(prices.raised(rows, modulus, lines, floors[rows], by))
+    with full_precision(levels.device):  # here, as it is a setting of all threads
+        found += run_parts(processes.share(blocks), raised, levels.device)
     best, source = (torch.cat(parts) for parts in zip(*found, strict=True))
     if processes.count > 1:
         ends = [0, *itertools.accumulate(processes.sizes(len(blocks)))]
