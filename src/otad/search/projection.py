@@ -146,9 +146,10 @@ class Projection:
         those in `exclude` (b,W). The third result are the queries with too many such rows, which
         are not listed."""
         asked, names, crowded = [], [], []
+        most = MOST_GROUPS if exclude is None else 4 * MOST_GROUPS  # these come in smaller batches
         for start, groups in self._groups(queries, self._with_offsets(offsets, by), exclude):
             floor = floors[start : start + len(groups)]
-            query, row, many = reaching(groups, groups.amax(1), floor, MOST_GROUPS)
+            query, row, many = reaching(groups, groups.amax(1), floor, most)
             asked.append(query + start)
             names.append(row)
             crowded.append(many.nonzero()[:, 0] + start)

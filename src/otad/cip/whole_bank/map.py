@@ -181,6 +181,8 @@ class ColumnGeneration:
         """Maximize over current points and entrants, or with `alone` the best entrant only.
 
         Which rows have improved (b,) is returned."""
+        order = self.active[rows].sum(1).argsort()  # so that few columns of a part are empty
+        rows, entrants = rows[order], entrants[order]
         width = self.indices.shape[1] + entrants.shape[1]
         kind = "cuda" if self.points.is_cuda else "cpu"
         at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
@@ -195,31 +197,32 @@ class ColumnGeneration:
             if better is not None:
                 improved[-1][better.rows] = True
                 self._store(part[better.rows], better)
-        return torch.cat(improved)
+        return torch.cat(improved)[order.argsort()]
 
     def _solve(
         self, part: tuple[Tensor, Tensor], *, alone: bool
     ) -> tuple[Tensor, Tensor, _Better | None]:
         """Return gap and mean slope (b,) of the current weights, and better weights if any."""
         rows, entrants = part
-        current = self.indices[rows]
+        width = int(self.active[rows].sum(1).max())  # active points are the first ones
+        current = self.indices[rows, :width]
         indices = torch.cat([current, entrants], dim=1)
         # Entrants are fresh if they are included, are not current points, and are not repeated.
         inside = (entrants[:, :, None] == current[:, None]).any(2)
         again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
         fresh = self.pairs.included[entrants] & ~inside & ~again
-        active = torch.cat([self.active[rows], fresh], dim=1)
-        gains, mean, grams = self._products(rows, indices, active)
+        active = torch.cat([self.active[rows, :width], fresh], dim=1)
+        gains, mean, grams = self._products(rows, indices, active, width)
         gap = gains.masked_fill(~active, -torch.inf).amax(1)
         left = (gap > GAP * self.scale[rows]).nonzero()[:, 0]
         if len(left) == 0:
             return gap, mean, None
         if alone:
-            active[:, current.shape[1] :] &= gains[:, current.shape[1] :] == gap[:, None]
+            active[:, width:] &= gains[:, width:] == gap[:, None]
         gains = gains.masked_fill(~active, 0.0)  # the gain of a point left out is -inf
         indices, active, gains = (x[left] for x in (indices, active, gains))
         guess = active & (gains > 0)  # together with the points that have weight
-        guess[:, : current.shape[1]] |= self.active[rows[left]]
+        guess[:, :width] |= self.active[rows[left], :width]
         gram = grams.permute(1, 2, 0).contiguous()
         slope, included, first = (x.mT.contiguous() for x in (self.modulus * gains, active, guess))
         best = maximize_on_simplex(gram, slope, included, NOISE, first)
@@ -237,18 +240,18 @@ class ColumnGeneration:
         return gap, mean, _Better(left, indices, weights, sensitivity, step, rise)
 
     def _products(
-        self, rows: Tensor, indices: Tensor, active: Tensor
+        self, rows: Tensor, indices: Tensor, active: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the slopes of bank points (b,W) exceed the mean slope by, and that mean (b,).
 
-        The third result are the products (n,W,W) of z~_i - z~' in the rows whose gap is open."""
+        The first `width` points are the current ones. The third result are the products (n,W,W) of
+        z~_i - z~' in the rows whose gap is open."""
         found, grams = [], []
         for part, some, usable in self._cached(rows, indices, active):
             images = self.pairs.images(some.flatten()).view(*some.shape, -1)
             at = self.points[part] - self.images[part] / self.modulus
             slopes = self.lines[some] + matmul(images, at[:, :, None])[:, :, 0]
-            weights = self.weights[part]
-            mean = (weights * slopes[:, : weights.shape[1]]).sum(1, keepdim=True)
+            mean = (self.weights[part, :width] * slopes[:, :width]).sum(1, keepdim=True)
             gains = slopes - mean
             found.append((gains, mean[:, 0]))
             gap = gains.masked_fill(~usable, -torch.inf).amax(1)
