@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from otad.cip.whole_bank import contradictions, projected_pairs
+from otad.cip.whole_bank import contradictions, pricing, projected_pairs
 from otad.cip.whole_bank.contradictions import PairCurvatures
 from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.pairs import Pairs
@@ -28,6 +28,7 @@ def small(monkeypatch) -> None:
         monkeypatch.setattr(projection, name, value)
     monkeypatch.setattr(Projection.__init__, "__defaults__", (RANK + 2,))
     monkeypatch.setitem(contradictions.BLOCK, "cpu", 100)
+    monkeypatch.setitem(pricing.GATHERED_AT_ONCE, "cpu", 40 * DIM)  # a row or two of a map
 
 
 def bank(generator: torch.Generator, noise: float = 0.05) -> tuple[Tensor, Tensor]:
@@ -65,6 +66,21 @@ def test_potential_and_map_are_the_same(low, generator, monkeypatch) -> None:
     again = WholeBank(points, features, expected)(queries)
     assert_close(made.solution.image, again.solution.image, rtol=1e-5, atol=1e-5)
     assert bool((made.gap <= 1e-9).all() & (made.solution.status == 0).all())
+
+
+def test_rows_with_few_and_many_points_are_solved_side_by_side(generator, monkeypatch) -> None:
+    """A row or two at a time, with as many columns as they have points themselves."""
+    points, features = bank(generator)
+    made = WholeBank(points, features, least_bank_smoothness(points, features))
+    queries = torch.cat([points[:30], points[:60] + torch.randn(60, DIM, generator=generator)])
+    expected = made(queries)
+    for prices in (pricing.Prices, pricing.LikelyPrices):
+        monkeypatch.setattr(prices, "count", 1)
+    found = made(queries)
+    spread = found.solution.active.sum(1)
+    assert int(spread.max()) > int(spread.min()) + 3
+    assert bool((found.gap <= 1e-9).all() & (found.solution.status == 0).all())
+    assert_close(found.solution.image, expected.solution.image, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_points_are_left_out(generator, monkeypatch) -> None:

@@ -293,15 +293,18 @@ class ColumnGeneration:
             self.indices = torch.cat([self.indices, self.indices[:, :1].expand(-1, more)], dim=1)
             self.weights, self.active = pad(self.weights, (0, more)), pad(self.active, (0, more))
             self.sensitivity = pad(self.sensitivity, (0, more, 0, more))
-        width = self.indices.shape[1]
+        width = min(self.indices.shape[1], better.weights.shape[1])
         order = better.weights.argsort(dim=1, descending=True)[:, :width]
         weights = better.weights.gather(1, order)
         indices = better.indices.gather(1, order)
-        self.weights[rows], self.active[rows] = weights, weights > 0
-        self.indices[rows] = torch.where(weights > 0, indices, indices[:, :1])
+        self.indices[rows] = indices[:, :1]
+        self.weights[rows], self.active[rows], self.sensitivity[rows] = 0, False, 0
+        self.weights[rows, :width], self.active[rows, :width] = weights, weights > 0
+        self.indices[rows, :width] = torch.where(weights > 0, indices, indices[:, :1])
         across = order[:, :, None].expand(-1, -1, better.sensitivity.shape[2])
         along = order[:, None].expand(-1, width, -1)
-        self.sensitivity[rows] = better.sensitivity.gather(1, across).gather(2, along)
+        sensitivity = better.sensitivity.gather(1, across).gather(2, along)
+        self.sensitivity[rows, :width, :width] = sensitivity
 
 
 class _Better(NamedTuple):
