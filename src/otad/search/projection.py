@@ -38,7 +38,7 @@ _MAKING = Lock()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns once that sparse tensors may change
-    torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu")
 
 
 class Projection:
@@ -112,7 +112,7 @@ class Projection:
             count, own = len(groups), sums.part(slice(start, start + len(groups)))
             maxima = groups.amax(1)
             rows = leading(groups, maxima, size)
-            bounds = self.full_bounds(own, torch.full((count,), size), rows.flatten())
+            bounds = self.full_bounds(own, rows.new_full((count,), size), rows.flatten())
             bounds = bounds.view(count, size)
             floor = own.listed(rows, bounds, bounds[:, 0]).floors.topk(sure, dim=1).values[:, -1]
             groups.flatten(1).scatter_(1, rows, 2 * LOWEST)  # they are listed already
@@ -251,4 +251,5 @@ def places(query: Tensor, count: int) -> tuple[Tensor, int]:
 
     The queries (P,) are below `count` and in ascending order."""
     counts = query.bincount(minlength=count)
-    return torch.arange(len(query)) - (counts.cumsum(0) - counts)[query], int(counts.max())
+    numbers = torch.arange(len(query), device=query.device)
+    return numbers - (counts.cumsum(0) - counts)[query], int(counts.max())

@@ -233,7 +233,7 @@ class LikelyPrices:
 
     def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return points (b,count) for queries (b,d); all may matter."""
-        none = torch.zeros(len(queries), 0, dtype=torch.int64)
+        none = queries.new_empty(len(queries), 0, dtype=torch.int64)
         points = self.entrants(queries, lines, count, queries[:, 0], none)
         return points, torch.ones_like(points, dtype=torch.bool)
 
