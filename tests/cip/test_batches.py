@@ -119,6 +119,23 @@ def test_threads_change_nothing(generator) -> None:
     assert_close(found[1][1], found[0][1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [257, 513])
+def test_threads_change_no_bit(generator, rows: int) -> None:
+    """A row alone in its part, or the last that is left of it, is solved like all others."""
+    problem = random_problem(generator, rows, 10, 30, smoothness=2.0, strong_convexity=0.0)
+    allowed, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(ExactCip()(problem))
+    finally:
+        torch.set_num_threads(allowed)
+    assert found[0].image.dtype == torch.float64
+    for other in found[1:]:
+        assert torch.equal(other.image, found[0].image)
+        assert torch.equal(other.multipliers, found[0].multipliers)
+
+
 @BOTH_MODES
 @pytest.mark.parametrize(
     ("storage", "dtype"),

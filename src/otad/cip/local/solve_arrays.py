@@ -127,6 +127,8 @@ def _maximize(
         weights[:, rows], gains[:, rows], levels[rows] = weight[:, done], gain[:, done], level[done]
         solved[rows] = True
         left = (regular & ~done).nonzero()[0]
+        if len(left) == 1 < table.shape[2]:
+            left = left.repeat(2)  # NumPy adds the numbers of a single row in another order
         kept = (place, matrix, linear, scale, floor, better)
         place, matrix, linear, scale, floor, better = (part[..., left] for part in kept)
         support = (better > 0).astype(float)
