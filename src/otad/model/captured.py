@@ -56,17 +56,23 @@ def captured(model: nn.Module, x: Tensor) -> CapturedModel | None:
         nets = [net for net in (model.backbone, model.metric) if net is not None]
     known = all(getattr(net, "is_capturable", False) for net in nets)
     known = known and next(parts_of_user(model), None) is None
-    fits = x.is_cuda and len(x) <= MOST_ROWS
-    return CapturedModel(model, x) if fits and known and _stays_on_gpu(model) else None
+    if not (known and x.is_cuda and len(x) <= MOST_ROWS and _stays_on_gpu(model)):
+        return None
+    try:
+        return CapturedModel(model, x)
+    except RuntimeError:  # a layer reads from the GPU, or memory does not suffice for a graph
+        return None
 
 
 def _stays_on_gpu(model: nn.Module) -> bool:
     """Return whether a model reads nothing from its GPU, except what `holds` asks for."""
     if not isinstance(model, OTAD):
         return True
-    solver, search = model.answerer.exact_solver, model._search()
-    if solver is None or solver.max_smoothness is not None or not model.bank_inputs.is_cuda:
+    solver, search, points = model.answerer.exact_solver, model._search(), model.bank_inputs
+    if solver is None or solver.max_smoothness is not None:
         return False
+    if not points.is_cuda or torch.float64 in (points.dtype, model.backbone.mean.dtype):
+        return False  # then no kernel reads the neighbors
     return isinstance(search, TorchSearch) and search.is_grouped(model.n_searched + SPARE)
 
 
