@@ -59,7 +59,7 @@ $(CORE):
 	$(install)
 	@touch $(CORE)
 
-$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,metric,purification,serve,cluster,hub,docs,dev]
+$(TEST): EXTRAS := [reference,index,singlecell,attacks,clients,purification,serve,cluster,hub,docs,dev]
 $(TEST):
 	$(install)
 	@touch $(CORE) $(TEST)

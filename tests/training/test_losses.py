@@ -168,7 +168,6 @@ def _by_hand(name: str, keys: Tensor, references: Tensor, margin: float) -> floa
 
 @pytest.mark.parametrize(("name", "margin"), [("triplet", 1.4), ("contrastive", 2.5)])
 def test_triplets_and_pairs_are_the_hand_computed_ones(name: str, margin: float) -> None:
-    pytest.importorskip("pytorch_metric_learning", reason="needs the extra `metric`")
     loss = make_loss(name, margin, 0.1)
     moved = KEYS + torch.tensor([[0.1, 0.2], [-0.1, 0.0], [0.3, 0.0], [0.0, -0.2]])
     for keys in (KEYS, moved):  # a batch among itself, and a moved one among the clean

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from training.small_vision import KEYS, LABELS, images, small_cnn, weights_print
 import otad
 from otad.attacks.adaptive import SoftKnn
 from otad.data import most_central
-from otad.errors import MissingExtraError
 from otad.nets import CNNMetric, LipschitzMetric, Metric, PretrainedMetric
 from otad.training import MetricConfig, TrainConfig, train, train_metric
 from otad.training.adversary import Adversary, perturbed_weights, steepest_perturbation
@@ -195,13 +193,6 @@ def _metric(**options) -> PretrainedMetric:
         return PretrainedMetric(layers, nn.Linear(32, 8, bias=False), input_shape=(10,), **options)
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in ("losses", "distances"):
-        monkeypatch.setitem(sys.modules, f"pytorch_metric_learning.{part}", None)
-    with pytest.raises(MissingExtraError, match=r"otad\[metric\]"):
-        train_metric(_metric(), _points(20, 0), replace(SHORT, loss="triplet"))
-
-
 def _attacked_accuracy(metric: Metric, eps: float) -> float:
     """Accuracy among 5 neighbors under a longer attack than any used in training."""
     (train_x, train_y), (x, y) = _points(300, 0), _points(150, 1)
@@ -232,8 +223,6 @@ def test_adversarial_training_makes_neighbors_robust() -> None:
 
 @pytest.mark.parametrize("loss", ["neighborhood", "means", "triplet", "contrastive"])
 def test_every_loss_finds_what_separates_classes(loss: str) -> None:
-    if loss in ("triplet", "contrastive"):
-        pytest.importorskip("pytorch_metric_learning", reason="needs the extra `metric`")
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(300) % 3
     x = torch.randn(300, 10, generator=generator)  # nine loud coordinates that mean nothing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -81,10 +80,8 @@ def every_kind() -> Runs:
         "metric": keyed | {"config": MetricConfig(**brief, adversary=ascent, whole_batches=False)},
         "metric, bank": keyed | {"config": MetricConfig(**brief, references="bank")},
         "metric, means": keyed | {"config": MetricConfig(**brief, loss="means")},
+        "metric, triplets": keyed | {"config": MetricConfig(**brief, loss="triplet")},
     }
-    if find_spec("pytorch_metric_learning"):
-        loss = MetricConfig(**brief, loss="contrastive")
-        kinds["metric, contrastive"] = keyed | {"config": loss}
     return {name: trained(**kind) for name, kind in kinds.items()}
 
 

@@ -284,7 +284,7 @@ def same_when_captured(make: Callable, fit: Callable, config, tolerance: float) 
 @pytest.mark.parametrize(
     "adversary", [None, Adversary(0.3, steps=3), Adversary(0.3, steps=3, weight_share=0.01)]
 )
-@pytest.mark.parametrize("loss", ["neighborhood", "means"])
+@pytest.mark.parametrize("loss", ["neighborhood", "means", "triplet"])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_captured_training_of_a_metric_is_the_same(adversary, loss: str, mixed: bool) -> None:
     settings = {"adversary": adversary, "loss": loss, "mixed_precision": mixed}

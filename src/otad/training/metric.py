@@ -39,8 +39,7 @@ class MetricConfig(InputConfig):
     Parameters
     ----------
     loss : str
-        "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive". The last
-        two need the extra `metric`.
+        "neighborhood", "means" (of the classes), "triplet" (semi-hard) or "contrastive".
     margin : float or None
         The margin of the loss. If None, the usual one.
     temperature : float
@@ -82,10 +81,8 @@ class MetricConfig(InputConfig):
         check_count(self.n_neighbors, "n_neighbors")
         check_count(self.batch_size, "batch_size", least=2)
         in_batch, got = self.references == "batch", f"{self.loss!r} with {self.references!r}"
-        own = metric_losses.OWN_LOSSES
-        capturable = self.loss in own and in_batch  # other steps synchronize with the GPU
-        expected = f"with a loss of {', '.join(own)} within the batch"
-        require(capturable or not self.cuda_graph, "cuda_graph", expected, got)
+        # Steps with a bank synchronize with the GPU.
+        require(in_batch or not self.cuda_graph, "cuda_graph", "references 'batch'", got)
         # The other losses have too many pairs with a whole bank.
         fits = in_batch or self.loss == "neighborhood"
         require(fits, "references", "'batch' unless for the loss 'neighborhood'", got)

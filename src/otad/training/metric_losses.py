@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from otad.errors import import_extra
-
 LOSSES = {"neighborhood": 0.0, "means": 0.5, "triplet": 0.2, "contrastive": 1.0}  # usual margins
-OWN_LOSSES = ("neighborhood", "means")  # the others are in pytorch-metric-learning
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Maps keys (B,m), labels (B,), references (R,m), their labels (R,), and the place (B,) of each key
 among the references to the mean loss. Except for "neighborhood", the references are the same batch
@@ -95,30 +92,60 @@ def means_loss(
     return torch.where(others > 0, torch.logaddexp(right, wrong) - right, 0.0)
 
 
+def triplet_loss(
+    keys: Tensor,
+    labels: Tensor,
+    references: Tensor,
+    reference_labels: Tensor,
+    own: Tensor,
+    *,
+    margin: float,
+) -> Tensor:
+    """Return the mean of |k - p| - |k - n| + margin over semi-hard triplets of a key k, a reference
+    p of its class and a reference n of another class: those with 0 < |k - n| - |k - p| < margin.
+
+    No value decides about a shape, so the step can be captured in a CUDA graph."""
+    lengths, same, different = _pairs(keys, labels, references, reference_labels, own)
+    excess = lengths[:, :, None] - lengths[:, None, :] + margin
+    triplets = same[:, :, None] & different[:, None, :]
+    return _mean_where(triplets & (excess > 0) & (excess < margin), excess)
+
+
+def contrastive_loss(
+    keys: Tensor,
+    labels: Tensor,
+    references: Tensor,
+    reference_labels: Tensor,
+    own: Tensor,
+    *,
+    margin: float,
+) -> Tensor:
+    """Return the mean of |k - p| over pairs of one class, plus the mean of margin - |k - n| over
+    pairs of different classes that are nearer than `margin`."""
+    lengths, same, different = _pairs(keys, labels, references, reference_labels, own)
+    near = different & (lengths < margin)
+    return _mean_where(same, lengths) + _mean_where(near, margin - lengths)
+
+
+def _pairs(
+    keys: Tensor, labels: Tensor, references: Tensor, reference_labels: Tensor, own: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all distances (B,R), and which pairs are of one class, without a row and its own copy,
+    and which are of different classes."""
+    lengths = squared_distances(keys, references).clamp_min(1e-12).sqrt()
+    alike = labels[:, None] == reference_labels
+    others = own[:, None] != torch.arange(len(references), device=own.device)
+    return lengths, alike & others, ~alike
+
+
+def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the mean of the values in the mask, or 0 if there are none."""
+    return values.where(mask, 0.0).sum() / mask.sum().clamp_min(1)
+
+
 def make_loss(name: str, margin: float, temperature: float) -> Loss:
-    """Return the mean loss over a batch as a function.
-
-    - triplet: the mean of max(0, |a - p| - |a - n| + margin) over semi-hard triplets (a, p, n),
-      which have 0 < |a - n| - |a - p| <= margin.
-    - contrastive: the mean of |a - p| over pairs of one class, plus the mean of
-      max(0, margin - |a - n|) over all other pairs. Means are taken over nonzero terms."""
-    if name in OWN_LOSSES:
-        row_loss = neighborhood_loss if name == "neighborhood" else means_loss
-        return lambda *batch: row_loss(*batch, temperature=temperature, margin=margin).mean()
-    parts = (f"pytorch_metric_learning.{part}" for part in ("losses", "distances", "miners"))
-    losses, distances, miners = (import_extra(part, "metric") for part in parts)
-    plain = distances.LpDistance(normalize_embeddings=False)  # the metric scales its keys itself
-    options: dict[str, Any] = {"margin": margin, "distance": plain}
-    if name == "triplet":
-        miner = miners.TripletMarginMiner(type_of_triplets="semihard", **options)
-        loss = losses.TripletMarginLoss(**options)
-    else:
-        miner, loss = None, losses.ContrastiveLoss(neg_margin=margin, distance=plain)
-
-    def mean_over_pairs(keys: Tensor, labels: Tensor, references: Tensor, *_rest: Tensor) -> Tensor:
-        # The same tensor of labels: then the library leaves out pairs of a row with itself.
-        among = {"ref_emb": references, "ref_labels": labels}
-        found = None if miner is None else miner(keys, labels, **among)
-        return loss(keys, labels, found, **among)  # type: ignore[no-any-return]
-
-    return mean_over_pairs
+    """Return the mean loss over a batch as a function."""
+    if name in ("triplet", "contrastive"):
+        return partial(triplet_loss if name == "triplet" else contrastive_loss, margin=margin)
+    row_loss = neighborhood_loss if name == "neighborhood" else means_loss
+    return lambda *batch: row_loss(*batch, temperature=temperature, margin=margin).mean()
