@@ -132,7 +132,9 @@ def _pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all distances (B,R), and which pairs are of one class, without a row and its own copy,
     and which are of different classes."""
-    lengths = squared_distances(keys, references).clamp_min(1e-12).sqrt()
+    # By differences: a matrix product would round the gradient of short distances to nothing.
+    exact = "donot_use_mm_for_euclid_dist"
+    lengths = torch.cdist(keys.float(), references.float(), compute_mode=exact)
     alike = labels[:, None] == reference_labels
     others = own[:, None] != torch.arange(len(references), device=own.device)
     return lengths, alike & others, ~alike
