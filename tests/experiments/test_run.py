@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ from otad.experiments import rows as rows_module
 from otad.experiments import run as run_module
 from otad.experiments import study as study_module
 from otad.experiments.cache import UnfinishedError
-from otad.experiments.experiment import read_experiment
-from otad.experiments.run import plan
+from otad.experiments.experiment import Experiment, read_experiment
+from otad.experiments.run import Task, plan
 
 SMALL = """
 title = "small"
@@ -225,6 +226,24 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     with FileLock(locks[0], timeout=10):  # raises while someone trains
         pass
     assert not [*tmp_path.glob(".work/nets/*/weights.safetensors")], "it was too quick to tell"
+
+
+def test_a_worker_makes_each_bank_once_for_the_tasks_of_an_experiment() -> None:
+    made: list[str] = []
+
+    class Counted:
+        def __init__(self, experiment: Experiment, report: Any) -> None:
+            made.append(experiment.name)
+
+        def row(self, key: str) -> None:
+            if key == "damaged":
+                raise InputError("bank: expected a whole file")
+
+    first, second = (SimpleNamespace(name=name) for name in ("first", "second"))
+    tasks = [Task(first, "row", (key,), []) for key in ("a", "damaged", "b")]
+    found = [run_module._work(Counted, one) for one in (*tasks, Task(second, "row", ("a",), []))]
+    assert made == ["first", "second"]
+    assert [one is None for one in found] == [True, False, True, True]
 
 
 def test_what_experiments_share_is_one_task() -> None:

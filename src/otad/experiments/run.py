@@ -268,11 +268,17 @@ def _share(
     return errors
 
 
+_LAST: dict[tuple[str, Callable[..., Study]], Study] = {}  # in a worker: that of the last task
+
+
 def _work(make: Callable[..., Study], task: Task) -> OtadError | None:
     """Do a task, whose result is saved in the work folder, and return what the user can fix."""
-    study = make(experiment=task.experiment, report=lambda part, done, total: None)
+    key = task.experiment.name, make
+    if key not in _LAST:  # its bank and nets stay in memory for the next task of the experiment
+        _LAST.clear()
+        _LAST[key] = make(experiment=task.experiment, report=lambda part, done, total: None)
     try:
-        getattr(study, task.method)(*task.key)
+        getattr(_LAST[key], task.method)(*task.key)
     except UnfinishedError as error:
         return error
     except _MENDABLE as error:
