@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -92,42 +91,29 @@ def means_loss(
     return torch.where(others > 0, torch.logaddexp(right, wrong) - right, 0.0)
 
 
-def triplet_loss(
-    keys: Tensor,
-    labels: Tensor,
-    references: Tensor,
-    reference_labels: Tensor,
-    own: Tensor,
-    *,
-    margin: float,
-) -> Tensor:
+def triplet_loss(lengths: Tensor, same: Tensor, different: Tensor, margin: float) -> Tensor:
     """Return the mean of |k - p| - |k - n| + margin over semi-hard triplets of a key k, a reference
     p of its class and a reference n of another class: those with 0 < |k - n| - |k - p| < margin.
 
     No value decides about a shape, so the step can be captured in a CUDA graph."""
-    lengths, same, different = _pairs(keys, labels, references, reference_labels, own)
     excess = lengths[:, :, None] - lengths[:, None, :] + margin
     triplets = same[:, :, None] & different[:, None, :]
     return _mean_where(triplets & (excess > 0) & (excess < margin), excess)
 
 
-def contrastive_loss(
-    keys: Tensor,
-    labels: Tensor,
-    references: Tensor,
-    reference_labels: Tensor,
-    own: Tensor,
-    *,
-    margin: float,
-) -> Tensor:
+def contrastive_loss(lengths: Tensor, same: Tensor, different: Tensor, margin: float) -> Tensor:
     """Return the mean of |k - p| over pairs of one class, plus the mean of margin - |k - n| over
     pairs of different classes that are nearer than `margin`."""
-    lengths, same, different = _pairs(keys, labels, references, reference_labels, own)
     near = different & (lengths < margin)
     return _mean_where(same, lengths) + _mean_where(near, margin - lengths)
 
 
-def _pairs(
+def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the mean of the values in the mask, or 0 if there are none."""
+    return values.where(mask, 0.0).sum() / mask.sum().clamp_min(1)
+
+
+def pairs(
     keys: Tensor, labels: Tensor, references: Tensor, reference_labels: Tensor, own: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all distances (B,R), and which pairs are of one class, without a row and its own copy,
@@ -140,14 +126,10 @@ def _pairs(
     return lengths, alike & others, ~alike
 
 
-def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
-    """Return the mean of the values in the mask, or 0 if there are none."""
-    return values.where(mask, 0.0).sum() / mask.sum().clamp_min(1)
-
-
 def make_loss(name: str, margin: float, temperature: float) -> Loss:
     """Return the mean loss over a batch as a function."""
     if name in ("triplet", "contrastive"):
-        return partial(triplet_loss if name == "triplet" else contrastive_loss, margin=margin)
+        pair_loss = triplet_loss if name == "triplet" else contrastive_loss
+        return lambda *batch: pair_loss(*pairs(*batch), margin)
     row_loss = neighborhood_loss if name == "neighborhood" else means_loss
     return lambda *batch: row_loss(*batch, temperature=temperature, margin=margin).mean()
