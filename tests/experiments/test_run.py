@@ -212,6 +212,13 @@ if __name__ == "__main__":
 """
 
 
+def test_nobody_waits_for_the_rest_of_a_failed_experiment(tmp_path: Path) -> None:
+    failing = written(tmp_path, SLOW + WRONG)
+    with pytest.raises(OtadError, match=r"blocks: expected.*-1"):
+        reproduce_together([failing], executor=2, out=tmp_path)
+    assert not [*tmp_path.glob(".work/nets/*/weights.safetensors")]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a kill that cannot be caught")
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     path = written(tmp_path, SLOW)

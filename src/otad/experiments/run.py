@@ -135,12 +135,13 @@ def reproduce_together(
                 records.append(run_experiment(make(experiment=one, report=report), out, workers))
             except _MENDABLE as error:
                 errors[one.name] = error
-    if errors and len(experiments) == 1:
-        raise errors[experiments[0].name]
-    if errors:
-        unfinished = all(isinstance(error, UnfinishedError) for error in errors.values())
-        text = "\n".join(f"{name}: {error}" for name, error in errors.items())
-        raise (UnfinishedError if unfinished else OtadError)(text)
+        # Raised here, so that processes still at work for a failed experiment end.
+        if errors and len(experiments) == 1:
+            raise errors[experiments[0].name]
+        if errors:
+            unfinished = all(isinstance(error, UnfinishedError) for error in errors.values())
+            text = "\n".join(f"{name}: {error}" for name, error in errors.items())
+            raise (UnfinishedError if unfinished else OtadError)(text)
     return records
 
 
@@ -255,8 +256,10 @@ def plan(experiments: Iterable[Experiment]) -> list[list[Task]]:
 def _share(
     phases: list[list[Task]], make: Callable[..., Study], workers: Workers, report: PartReport
 ) -> dict[str, BaseException]:
-    """Do all tasks; return the first error of each experiment that has one."""
+    """Do all tasks; return the first error of each experiment that has one. When all have failed,
+    nobody waits for the rest, except for trainings that ran out of time and save what they have."""
     errors: dict[str, BaseException] = {}
+    names = {name for tasks in phases for task in tasks for name in task.owners}
     for tasks in phases:
         useful = [task for task in tasks if not set(task.owners) <= set(errors)]
         for task in useful:
@@ -265,6 +268,8 @@ def _share(
             report(str(useful[number]), 1, 1)
             if error is not None:
                 errors = dict.fromkeys(useful[number].owners, error) | errors
+                if errors.keys() == names and not isinstance(error, UnfinishedError):
+                    return errors
     return errors
 
 
