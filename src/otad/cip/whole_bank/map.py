@@ -77,6 +77,7 @@ class WholeBank:
         self.pricing = check_choice(pricing, "pricing", PRICING)
         check_tensor(potential.levels, "levels", "N", dtypes=(torch.float64,), finite=False)
         self.inputs, self.features, self.potential = inputs, features, potential
+        self._likely: LikelyPrices | None = None
         self._place(inputs.device)
 
     def __call__(self, query: Tensor) -> WholeBankSolution:
@@ -84,12 +85,12 @@ class WholeBank:
         check_shape(query, "query", (len(query), self.inputs.shape[1]), "like the bank")
         if self._pairs.device != query.device:
             self._place(query.device)
+        sensitive = query.requires_grad and torch.is_grad_enabled()
         with torch.no_grad():
-            points = query.detach().double() - self._pairs.center
-            modulus, stages = self.potential.modulus, self._prices
-            if self.pricing == "exact" and self._exact.projection.prepare(points):
-                stages = [LikelyPrices(self._exact), self._exact]
-            search = ColumnGeneration(self._pairs, self._lines, modulus, points, stages[0])
+            points, modulus = query.detach().double() - self._pairs.center, self.potential.modulus
+            stages = self._stages(points)
+            bank = self._pairs, self._lines, modulus
+            search = ColumnGeneration(*bank, points, stages[0], sensitive=sensitive)
             for prices in stages:
                 search.run(prices)
             value = search.mean + search.images.square().sum(1) / (2 * modulus)
@@ -109,6 +110,15 @@ class WholeBank:
         solution = CipSolution(image, value, weight, levels, highs, lows, *graded)
         return WholeBankSolution(solution, indices, search.gap, search.rounds)
 
+    def _stages(self, points: Tensor) -> list[Pricing]:
+        """Return how points are priced for queries (B,d), one way after the other."""
+        if self.pricing == "faiss" or not self._exact.projection.prepare(points):
+            return self._prices
+        if self._likely is None:
+            alone = self._pairs.lines_alone(self._lines, self.potential.modulus)
+            self._likely = LikelyPrices(self._exact, self._lines, alone)
+        return [self._likely, *self._prices]
+
     def _place(self, device: torch.device) -> None:
         """Prepare what queries on a device need from the bank."""
         potential = self.potential
@@ -118,6 +128,7 @@ class WholeBank:
         self._lines = lines = potential_lines(pairs, potential)
         require(not lines.isnan().any(), "levels", "a number for every point not left out", "NaN")
         self._exact = Prices(pairs, PRICING_WIDTH)
+        self._likely = None
         self._prices: list[Pricing] = [self._exact]
         if self.pricing == "faiss":
             self._prices.insert(0, IndexPrices(pairs, lines))
@@ -127,14 +138,22 @@ class ColumnGeneration:
     """The weights of centered queries (B,d) in float64, from single points to the optimum.
 
     The points `indices` (B,W) have `weights` where they are `active`. `images` (B,d) are z~',
-    `sensitivity` (B,W,W) is d weights / d lines, `gap` (B,) is the gap of the last round, and
-    `scale` (B,) is the size of its terms.
+    `sensitivity` (B,W,W) is d weights / d lines, and has shape (B,0,0) unless `sensitive`. `gap`
+    (B,) is the gap of the last round, and `scale` (B,) is the size of its terms.
     """
 
     def __init__(
-        self, pairs: Pairs, lines: Tensor, modulus: float, points: Tensor, first: Pricing
+        self,
+        pairs: Pairs,
+        lines: Tensor,
+        modulus: float,
+        points: Tensor,
+        first: Pricing,
+        *,
+        sensitive: bool = False,
     ) -> None:
         self.pairs, self.lines, self.modulus, self.points = pairs, lines, modulus, points
+        self.sensitive = sensitive
         count = len(points)
         longest = pairs.image_squares.max().sqrt()
         reach = points.norm(dim=1) + pairs.squares.max().sqrt() + longest / modulus
@@ -142,12 +161,11 @@ class ColumnGeneration:
         self.gap = points.new_full((count,), torch.inf)
         self.mean = torch.zeros_like(self.gap)
         self.rounds = torch.zeros(count, dtype=torch.int64, device=points.device)
-        single = -pairs.image_squares / (2 * modulus)
-        entrants, _ = first.best(points, lines + single, first.count)
+        entrants, _ = first.best(points, pairs.lines_alone(lines, modulus), first.count)
         self.indices = entrants[:, :1].clone()
         self.active = torch.ones_like(self.indices, dtype=torch.bool)
         self.weights = points.new_ones(count, 1)
-        self.sensitivity = points.new_zeros(count, 1, 1)
+        self.sensitivity = points.new_zeros(count, *((1, 1) if sensitive else (0, 0)))
         self.images = pairs.images(self.indices[:, 0])
         self._add(torch.arange(count, device=points.device), entrants)
 
@@ -164,12 +182,7 @@ class ColumnGeneration:
             current = self.indices[todo]
             entrants = pricing.entrants(at, self.lines, pricing.count, self.mean[todo], current)
             self.rounds[todo] += isinstance(pricing, Prices)
-            improved = torch.zeros_like(todo, dtype=torch.bool)
-            known = (entrants == current[:, :1]).all(1)  # most rows of the last rounds
-            for some, width in ((known, 0), (~known, entrants.shape[1])):
-                rows = some.nonzero()[:, 0]
-                if len(rows):
-                    improved[rows] = self._add(todo[rows], entrants[rows, :width])
+            improved = self._add(todo, entrants)
             stuck = (~improved & ~self.closed[todo]).nonzero()[:, 0]
             if len(stuck):  # many images may be affinely dependent although a few are not
                 improved[stuck] = self._add(todo[stuck], entrants[stuck], alone=True)
@@ -181,17 +194,27 @@ class ColumnGeneration:
         """Maximize over current points and entrants, or with `alone` the best entrant only.
 
         Which rows have improved (b,) is returned."""
-        order = self.active[rows].sum(1).argsort()  # so that few columns of a part are empty
-        rows, entrants = rows[order], entrants[order]
-        width = self.indices.shape[1] + entrants.shape[1]
+        current = self.indices[rows]
+        # Entrants are fresh if they are included, are not current points, and are not repeated.
+        inside = (entrants[:, :, None] == current[:, None]).any(2)
+        again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
+        fresh = self.pairs.included[entrants] & ~inside & ~again
+        indices = torch.cat([current, entrants], dim=1)
+        usable = torch.cat([self.active[rows], fresh], dim=1)
+        # The points that count come first, and rows with most of them, so that parts are narrow.
+        order = usable.sum(1).argsort(descending=True)
+        columns = usable[order].byte().argsort(dim=1, descending=True, stable=True)
+        rows, *points = (x[order] for x in (rows, indices, usable))
+        indices, usable = (x.gather(1, columns) for x in points)
         kind = "cuda" if self.points.is_cuda else "cpu"
-        at_once = max(1, GATHERED_AT_ONCE[kind] // (width * self.pairs.dim))
-        parts = list(zip(rows.split(at_once), entrants.split(at_once), strict=True))
+        widest = int(usable[0].sum())
+        at_once = max(1, GATHERED_AT_ONCE[kind] // (widest * self.pairs.dim))
+        parts = list(zip(*(x.split(at_once) for x in (rows, indices, usable)), strict=True))
         device = self.points.device
         with full_precision(device):
             found = run_parts(parts, partial(self._solve, alone=alone), device)
         improved = []
-        for (part, _), (gap, mean, better) in zip(parts, found, strict=True):
+        for (part, _, _), (gap, mean, better) in zip(parts, found, strict=True):
             self.gap[part], self.mean[part] = gap, mean
             improved.append(torch.zeros_like(gap, dtype=torch.bool))
             if better is not None:
@@ -200,32 +223,27 @@ class ColumnGeneration:
         return torch.cat(improved)[order.argsort()]
 
     def _solve(
-        self, part: tuple[Tensor, Tensor], *, alone: bool
+        self, part: tuple[Tensor, Tensor, Tensor], *, alone: bool
     ) -> tuple[Tensor, Tensor, _Better | None]:
         """Return gap and mean slope (b,) of the current weights, and better weights if any."""
-        rows, entrants = part
-        width = int(self.active[rows].sum(1).max())  # active points are the first ones
-        current = self.indices[rows, :width]
-        indices = torch.cat([current, entrants], dim=1)
-        # Entrants are fresh if they are included, are not current points, and are not repeated.
-        inside = (entrants[:, :, None] == current[:, None]).any(2)
-        again = (entrants[:, :, None] == entrants[:, None]).tril(-1).any(2)
-        fresh = self.pairs.included[entrants] & ~inside & ~again
-        active = torch.cat([self.active[rows, :width], fresh], dim=1)
-        gains, mean, grams = self._products(rows, indices, active, width)
+        rows, indices, active = part
+        widest = int(active.sum(1).max())
+        indices, active = indices[:, :widest], active[:, :widest]
+        current = pad(self.active[rows], (0, widest))[:, :widest]  # current points are the first
+        gains, mean, grams = self._products(rows, indices, active)
         gap = gains.masked_fill(~active, -torch.inf).amax(1)
         left = (gap > GAP * self.scale[rows]).nonzero()[:, 0]
         if len(left) == 0:
             return gap, mean, None
         if alone:
-            active[:, width:] &= gains[:, width:] == gap[:, None]
+            active = current | active & (gains == gap[:, None])
         gains = gains.masked_fill(~active, 0.0)  # the gain of a point left out is -inf
-        indices, active, gains = (x[left] for x in (indices, active, gains))
-        guess = active & (gains > 0)  # together with the points that have weight
-        guess[:, :width] |= self.active[rows[left], :width]
+        indices, active, gains, current = (x[left] for x in (indices, active, gains, current))
+        guess = current | active & (gains > 0)
         gram = grams.permute(1, 2, 0).contiguous()
         slope, included, first = (x.mT.contiguous() for x in (self.modulus * gains, active, guess))
-        best = maximize_on_simplex(gram, slope, included, NOISE, first)
+        parts = gram, slope, included, NOISE, first
+        best = maximize_on_simplex(*parts, sensitive=self.sensitive)
         weights = best.weights.mT
         pulls = (grams @ weights[:, :, None])[:, :, 0]  # the products of all offsets with the step
         rise = (weights * gains).sum(1) - (weights * pulls).sum(1) / (2 * self.modulus)
@@ -240,13 +258,14 @@ class ColumnGeneration:
         return gap, mean, _Better(left, indices, weights, sensitivity, step, rise)
 
     def _products(
-        self, rows: Tensor, indices: Tensor, active: Tensor, width: int
+        self, rows: Tensor, indices: Tensor, active: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the slopes of bank points (b,W) exceed the mean slope by, and that mean (b,).
 
-        The first `width` points are the current ones. The third result are the products (n,W,W) of
+        The current points are the first ones. The third result are the products (n,W,W) of
         z~_i - z~' in the rows whose gap is open."""
         found, grams = [], []
+        width = min(indices.shape[1], self.weights.shape[1])
         for part, some, usable in self._cached(rows, indices, active):
             images = self.pairs.images(some.flatten()).view(*some.shape, -1)
             at = self.points[part] - self.images[part] / self.modulus
@@ -259,7 +278,7 @@ class ColumnGeneration:
             if len(left) < len(part):
                 images, part = images[left], part[left]
             offsets = images.sub_(self.images[part, None])
-            grams.append(matmul(offsets, offsets.mT))
+            grams.append(_gram(offsets))
         gains, mean = (torch.cat(parts) for parts in zip(*found, strict=True))
         return gains, mean, torch.cat(grams)
 
@@ -292,19 +311,37 @@ class ColumnGeneration:
         if more > 0:
             self.indices = torch.cat([self.indices, self.indices[:, :1].expand(-1, more)], dim=1)
             self.weights, self.active = pad(self.weights, (0, more)), pad(self.active, (0, more))
-            self.sensitivity = pad(self.sensitivity, (0, more, 0, more))
+            if self.sensitive:
+                self.sensitivity = pad(self.sensitivity, (0, more, 0, more))
         width = min(self.indices.shape[1], better.weights.shape[1])
         order = better.weights.argsort(dim=1, descending=True)[:, :width]
         weights = better.weights.gather(1, order)
         indices = better.indices.gather(1, order)
         self.indices[rows] = indices[:, :1]
-        self.weights[rows], self.active[rows], self.sensitivity[rows] = 0, False, 0
+        self.weights[rows], self.active[rows] = 0, False
         self.weights[rows, :width], self.active[rows, :width] = weights, weights > 0
         self.indices[rows, :width] = torch.where(weights > 0, indices, indices[:, :1])
+        if not self.sensitive:
+            return
         across = order[:, :, None].expand(-1, -1, better.sensitivity.shape[2])
         along = order[:, None].expand(-1, width, -1)
         sensitivity = better.sensitivity.gather(1, across).gather(2, along)
+        self.sensitivity[rows] = 0
         self.sensitivity[rows, :width, :width] = sensitivity
+
+
+def _gram(offsets: Tensor) -> Tensor:
+    """Return the products (b,W,W) of rows (b,W,d).
+
+    NumPy computes only half of a product with its own transpose, which takes longer for few rows.
+    So on the CPU the rows are multiplied in two parts."""
+    if offsets.is_cuda:
+        return matmul(offsets, offsets.mT)
+    grams = offsets.new_empty(*offsets.shape[:2], offsets.shape[1])
+    half = (offsets.shape[1] + 1) // 2
+    for rows in (slice(half), slice(half, None)):
+        matmul(offsets[:, rows], offsets.mT, grams[:, rows])
+    return grams
 
 
 class _Better(NamedTuple):

@@ -69,6 +69,10 @@ class Pairs:
             return images - self.image_center
         return self.read(rows)[1]
 
+    def lines_alone(self, lines: Tensor, modulus: float) -> Tensor:
+        """Return s_i - |z~_i|^2 / (2M) (N,), with which a price is f of the point's full weight."""
+        return lines - self.image_squares / (2 * modulus)
+
     def blocks(self, width: int | None = None) -> list[slice]:
         """Return blocks of `width` points, by default as many as fit in memory with all pairs."""
         fitting = max(1, min(math.isqrt(BLOCK_BYTES // 8), BLOCK_BYTES // (16 * self.dim)))

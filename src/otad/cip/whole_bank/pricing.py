@@ -113,25 +113,43 @@ class Prices:
     def _entrants(
         self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
     ) -> Tensor:
-        projection, sums = self.projection, Sums(queries, self._norms, lines, torch.float32)
-        coordinates = projection.coordinates_of(queries)
-        asked, points, crowded = projection.above(coordinates, lines, floors, exclude=current)
-        bounds = projection.full_bounds(sums, asked.bincount(minlength=len(queries)), points)
+        coordinates = self.projection.coordinates_of(queries)
+        found = self.projection.above(coordinates, lines, floors, exclude=current)
+        asked, points, crowded = found
+        names = self.leading(queries, lines, count, floors, current[:, :1], asked, points)
+        if len(crowded):
+            names[crowded] = self.best(queries[crowded], lines, count)[0]
+        return names
+
+    def leading(
+        self,
+        queries: Tensor,
+        lines: Tensor,
+        count: int,
+        floors: Tensor,
+        other: Tensor,
+        asked: Tensor,
+        points: Tensor,
+    ) -> Tensor:
+        """Return the points (b,count) of the largest prices among some points (P,).
+
+        `asked` (P,) are their queries, in ascending order. Points that cannot reach the floor (b,)
+        of their query are replaced by the `other` point (b,1)."""
+        sums = Sums(queries, self._norms, lines, torch.float32)
+        counts = asked.bincount(minlength=len(queries))
+        bounds = self.projection.full_bounds(sums, counts, points)
         reached = bounds >= (floors - 1e-6 * floors.abs())[asked]
         asked, points = asked[reached], points[reached]
         place, longest = places(asked, len(queries))
         table = floors.new_full((len(queries), 1 + max(count, longest)), -torch.inf)
         table[asked, place] = bounds[reached].double()
-        names = current[:, :1].repeat(1, table.shape[1])
+        names = other.repeat(1, table.shape[1])
         names[asked, place] = points
         best, order = table.topk(count + 1, dim=1)
         listed = sums.listed(names.gather(1, order), best, best[:, -1])
         exact = (~listed.is_complete)[asked]  # float32 leaves open which points are listed
         table[asked[exact], place[exact]] = self._price(points[exact], queries, asked[exact], lines)
-        names = names.gather(1, table.topk(count, dim=1).indices)
-        if len(crowded):
-            names[crowded] = self.best(queries[crowded], lines, count)[0]
-        return names
+        return names.gather(1, table.topk(count, dim=1).indices)
 
     def bounds_of_pairs(self) -> ProjectedPairs | None:
         """Return bounds of the prices of bank points for each other, if they may be of use.
@@ -226,28 +244,51 @@ class LikelyPrices:
 
     It needs prepared coordinates of exact prices."""
 
-    count, most_rounds = 24, 1  # the fastest in measurements
+    count, most_rounds = 16, 1  # the fastest in measurements
+    listed, width = 48, 64  # points that are compared in full, and coordinates that choose them
 
-    def __init__(self, prices: Prices) -> None:
-        self._projection = prices.projection
+    def __init__(self, prices: Prices, lines: Tensor, alone: Tensor) -> None:
+        """Prepare prices with these lines (N,), which differ if a point is `alone` (N,)."""
+        self._prices, self._projection = prices, prices.projection
+        self._right, self._right_alone = (
+            self._projection.first_coordinates(part, self.width) for part in (lines, alone)
+        )
 
     def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return points (b,count) for queries (b,d); all may matter."""
+        """Return points (b,count) for queries (b,d), with the lines of single points.
+
+        All may matter."""
         none = queries.new_empty(len(queries), 0, dtype=torch.int64)
-        points = self.entrants(queries, lines, count, queries[:, 0], none)
+        floors = queries.new_full((len(queries),), -torch.inf)
+        points = self._entrants(self._right_alone, queries, lines, count, floors, none)
         return points, torch.ones_like(points, dtype=torch.bool)
 
     def entrants(
         self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
     ) -> Tensor:
-        """Return points (b,count) of any price that are not current (b,W)."""
-        del floors
-        right = self._projection.first_coordinates(lines, WIDTH)
+        """Return points (b,count) of large prices that are not current (b,W).
 
+        Points that cannot reach the floor (b,) of their query are replaced by a current one."""
+        return self._entrants(self._right, queries, lines, count, floors, current)
+
+    def _entrants(
+        self,
+        right: Tensor,
+        queries: Tensor,
+        lines: Tensor,
+        count: int,
+        floors: Tensor,
+        current: Tensor,
+    ) -> Tensor:
         def work(part: tuple[Tensor, ...]) -> Tensor:
-            return self._projection.likely(part[0], right, count, part[1])
+            asked, floor, known = part
+            points = self._projection.likely(asked, right, self.listed, known)
+            other = (known if known.shape[1] else points)[:, :1]
+            rows = torch.arange(len(points)).repeat_interleave(points.shape[1])
+            some = floor, other, rows, points.flatten()
+            return self._prices.leading(asked, lines, count, *some)
 
-        return on_shares(work, queries, current)
+        return on_shares(work, queries, floors, current)
 
 
 class IndexPrices:
