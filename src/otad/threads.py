@@ -23,14 +23,25 @@ def run_on_threads(parts: Sequence[Part], work: Callable[[Part], Result]) -> lis
     without_gradients = torch.no_grad()(work)  # every thread has its own setting
     if threads <= 1:
         return [without_gradients(part) for part in parts]
+    found, rest = dict[int, Result](), iter([*enumerate(parts)])
+
+    def take_parts() -> None:
+        torch.set_num_threads(1)
+        try:
+            for place, part in rest:
+                found[place] = without_gradients(part)
+        finally:
+            list(rest)  # after an error, nobody starts another part
+
     try:
-        with (
-            _numpy_blas().limit(limits=1),
-            ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool,
-        ):
-            return list(pool.map(without_gradients, parts))
+        with _numpy_blas().limit(limits=1), ThreadPoolExecutor(threads - 1) as pool:
+            others = [pool.submit(take_parts) for _ in range(threads - 1)]
+            take_parts()  # here too, because a thread takes long to start on a busy machine
+            for other in others:
+                other.result()
     finally:
         torch.set_num_threads(allowed)  # a thread's setting is the default of new threads
+    return [found[place] for place in range(len(parts))]
 
 
 @cache
