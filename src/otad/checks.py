@@ -106,10 +106,13 @@ def adds_up(value: Tensor) -> bool:
     """Return whether a sum of all entries is finite, so that they are. It is one cheap pass."""
     if type(value) is Tensor and value.is_cpu and value.dtype in WORKING_DTYPES:
         array = value.numpy(force=True)
+        # BLAS wakes threads for many entries, and so does torch. They wait in a busy loop.
+        if array.size < _FEW_ENTRIES:
+            return math.isfinite(np.vdot(array, array))
         with np.errstate(all="ignore"):
-            # BLAS wakes threads for many entries, and so does torch. They wait in a busy loop.
-            few = array.size < _FEW_ENTRIES
-            return math.isfinite(np.vdot(array, array) if few else np.add.reduce(array, None))
+            if _FEW_ENTRIES // 100 < array.shape[-1] < _FEW_ENTRIES:
+                array = np.vecdot(array, array)
+            return math.isfinite(np.add.reduce(array, None))
     wide = torch.promote_types(value.dtype, torch.float32)  # half a million halves overflow
     return math.isfinite(value.detach().sum(dtype=wide).item())
 
@@ -174,7 +177,8 @@ def check_weights(net: nn.Module, name: str) -> None:
 
 
 def check_choice(value: str, name: str, choices: Sequence[str]) -> str:
-    require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
+    if value not in choices:
+        raise InputError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
     return value
 
 

@@ -143,7 +143,7 @@ class CipProblem(_Problem):
         smoothness: float | Tensor,
         strong_convexity: float | Tensor = 0.0,
     ) -> None:
-        check_tensor(query, "query", "B,d")
+        check_tensor(query, "query", "B,d", finite=False)
         (batch, dim), parts = query.shape, {"anchors": anchors, "images": images}
         for name, tensor in parts.items():
             check_tensor(tensor, name, "B,K,d", finite=False)
@@ -151,12 +151,11 @@ class CipProblem(_Problem):
             check_shape(tensor, name, shape, "(B,K,d) to match query and anchors")
             check_alike(tensor, name, query, "query")
             _refuse_gradient(tensor, name)
-        # Now that the device is the query's. Threads share the rows.
-        shares = [(tensor, rows) for rows in row_blocks(query) for tensor in parts.values()]
-        if len(shares) == 2 or not all(run_parts(shares, _adds_up, query.device)):
+        parts["query"] = query
+        if not _add_up(*parts.values()):
             for name, tensor in parts.items():
                 check_finite(tensor, name)
-        self._set(smoothness, strong_convexity, query=query, **parts)
+        self._set(smoothness, strong_convexity, **parts)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -271,9 +270,13 @@ class BankProblem(_Problem):
         return self._replaced(inputs=inputs, features=features, indices=places.to(device))
 
 
-def _adds_up(share: tuple[Tensor, slice]) -> bool:
-    tensor, rows = share
-    return adds_up(tensor[rows])
+def _add_up(*tensors: Tensor) -> bool:
+    """Return whether all entries are surely finite. Threads share the rows."""
+    parts = row_blocks(tensors[0])
+    if len(parts) == 1:
+        return all(map(adds_up, tensors))
+    shares = [tensor[rows] for rows in parts for tensor in tensors]
+    return all(run_parts(shares, adds_up, tensors[0].device))
 
 
 def _check_values(query: Tensor, indices: Tensor, points: int) -> None:

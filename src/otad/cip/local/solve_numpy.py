@@ -6,6 +6,7 @@ the requested curvature, and those whose images are nearly affinely dependent.""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from operator import mul, sub
 from typing import Any
@@ -18,7 +19,7 @@ from otad.cip.local.products import NOISE, fill_products
 from otad.cip.local.simplex_qp import GUESSES, REFINEMENTS
 from otad.cip.problem import CipProblem
 from otad.cip.protocols import RowProblem
-from otad.cip.solution import CipSolution
+from otad.cip.solution import CipSolution, Status
 
 Array = NDArray[np.float64]
 _TINY = float(np.finfo(float).tiny)
@@ -36,31 +37,31 @@ def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     else:
         bank = problem.anchors_of(slice(batch)), problem.images_of(slice(batch))
         parts = [query, *(part.to(query.dtype) for part in bank)]
-    point, anchors, images = (part.numpy(force=True) for part in parts)
+    point, anchors, images = [part.numpy(force=True) for part in parts]
     curved, dtype = problem.has_strong_convexity, point.dtype
-    sizes = (batch, 2 * count, dim), (batch, (1 + curved) * count, 2 * count), (batch, count)
-    stack, values, squares = (np.empty(size, dtype) for size in sizes)
+    stack, squares = np.empty((batch, 2 * count, dim), dtype), np.empty((batch, count), dtype)
+    values = np.empty((batch, (1 + curved) * count, 2 * count), dtype)
     high, low = problem.smoothness.tolist(), problem.strong_convexity.tolist()
-    weights, potentials = np.empty_like(squares), np.empty_like(squares)
-    value, residual = np.empty(batch, dtype), np.empty(batch)
+    found = []
     with np.errstate(all="ignore"):  # a row that overflows is left over
         fill_products(point, anchors, images, stack, values, squares)
-        rows = zip(values.astype(float), squares.tolist(), high, low, strict=True)
-        for at, row in enumerate(rows):
-            found = _solve_row(*row, NOISE[query.dtype])
-            if found is None:
+        for row in zip(values.astype(float), squares.tolist(), high, low, strict=True):
+            solved = _solve_row(*row, NOISE[query.dtype])
+            if solved is None:
                 return None
-            weights[at], value[at], potentials[at], residual[at] = found
+            found.append(solved)
+    *dual, residual = zip(*found, strict=True)
+    weights, value, potentials = [np.array(part, dtype) for part in dual]
     image = np.matmul(weights[:, None], images)[:, 0]
     if curved:
         shift = np.matmul(weights[:, None], stack[:, :count])[:, 0]
         image -= np.array(low, dtype)[:, None] * shift
-    status, active = np.zeros(batch, np.int64), np.ones((batch, count), bool)  # SOLVED is 0
-    curvature = np.array(high), np.array(low)
-    made = image, value, weights, potentials, *curvature, residual, status, active
+    status, active = [int(Status.SOLVED)] * batch, [[True] * count] * batch
+    rest = [np.array(part) for part in (high, low, residual, status, active)]
+    made = *map(torch.from_numpy, (image, value, weights, potentials, *rest)), mode
     solution = object.__new__(CipSolution)  # not called, because its checks cost as much as a step
     names = CipSolution.__dataclass_fields__
-    solution.__dict__.update(zip(names, (*map(torch.from_numpy, made), mode), strict=True))
+    solution.__dict__.update(zip(names, made, strict=True))
     return solution
 
 
@@ -78,36 +79,39 @@ def _solve_row(
     lower[0] = 0.0
     lower[:, count] = 0.0
     cross, images = lower[:, :count], lower[:, count:]
-    offset, spread = math.sqrt(max(squares)), math.sqrt(max(images.diagonal().tolist()))
+    norms = images.diagonal().tolist()
+    offset, spread = math.sqrt(max(squares)), math.sqrt(max(norms))
     if low:
         offsets = values[:count, :count]
         images = images - low * (cross + cross.T) + low * low * offsets
+        norms = images.diagonal().tolist()
         cross = cross - low * offsets
         tilt = [one + low / 2 * square for one, square in zip(tilt, squares, strict=True)]
     size = center + spread + abs(low) * offset
     size *= offset + size / (2 * modulus)
     if not size < math.inf:
         return None
-    # Eq. (2) for u~_i - |z~_i|^2 / (2M): the longest paths, with twice as many edges in each round.
+    # Eq. (2) for u~_i - |z~_i|^2 / (2M): the longest paths from i to j, with twice as many edges in
+    # each round.
     gram = images / modulus
-    edges = cross.T - gram
-    own, half = edges.diagonal(), [one / 2 for one in gram.diagonal().tolist()]
-    longest = edges - own
+    edges = cross - gram
+    own = edges.diagonal()
+    longest = edges - own[:, None]
     for _ in range(count.bit_length()):
         shorter = longest
-        longest = np.maximum.reduce(shorter.T[:, :, None] + shorter[:, None], 0)
+        longest = np.maximum.reduce(shorter[:, :, None] + shorter, 1)
         if shorter.tobytes() == longest.tobytes():
             break
     if max(longest.diagonal().tolist()) > 0:
         return None
     # No path is longer, so these potentials obey (2) up to rounding.
-    levels = np.add.reduce(longest - longest.T, 1) / (2 * count)
-    terms = zip(levels.tolist(), half, tilt, strict=True)
-    potentials = [level + one + other for level, one, other in terms]
+    levels = np.add.reduce(longest - longest.T) / (2 * count)
+    half, terms = 0.5 / modulus, zip(levels.tolist(), norms, tilt, strict=True)
+    potentials = [level + half * norm + other for level, norm, other in terms]
     mean = sum(potentials) / count
     # Eq. (3): the multipliers.
     line = (levels - own).tolist()
-    found = _maximize(gram, line, noise)
+    found = _maximize(gram, line, max(norms) / modulus, noise)
     if found is None:
         return None
     weights, gains, peak = found
@@ -120,28 +124,29 @@ def _solve_row(
 
 
 def _maximize(
-    gram: Array, linear: list[float], tolerance: float
+    gram: Array, linear: list[float], scale: float, tolerance: float
 ) -> tuple[list[float], list[float], float] | None:
     """Maximize linear . w - w^T gram w / 2 over the simplex by the exchange of `simplex_qp`.
 
     Return the weights, the gains (K,), and the gradient where the gain is zero. Here H is `gram` +
-    `scale`, where `scale` is the largest diagonal entry of `gram`."""
+    `scale`, the largest diagonal entry of `gram`."""
     posv, potrs = _lapack()
-    count, scale = len(linear), max(gram.diagonal().tolist())
+    count = len(linear)
     scale, middle = scale if scale > 0 else 1.0, sum(linear) / count
     linear = [one - middle for one in linear]
     floor = tolerance * (1 + max(map(abs, linear)) / scale)
     if not floor < math.inf:
         return None
-    matrix, sides = gram + scale, np.array((linear, [1.0] * count))
-    support, rows, block, side = list(range(count)), matrix, matrix, sides
+    support: Sequence[int] = range(count)
+    matrix = rows = block = gram + scale
+    sides = side = np.array((linear, [1.0] * count))
 
     def gains_of(weight: list[float]) -> list[float]:
         pull = np.array(weight).dot(rows).tolist()
         return [one - level - other for one, other in zip(linear, pull, strict=True)]
 
     for _ in range(GUESSES):
-        factors, solved, failed = posv(block, side.T)
+        factors, solved, failed = posv(block.T, side.T)  # columns first, as LAPACK has them
         if failed or (least := min(factors.diagonal().tolist())) <= math.sqrt(tolerance * scale):
             return None
         value, edge = solved.T.tolist()

@@ -91,14 +91,14 @@ class ExactCip:
             expected = "two finite steps (delta1, delta2) of at least 0, not both 0"
             fits = isinstance(steps, tuple) and len(steps) == 2 and all(map(_is_step, steps))
             require(fits and any(steps), "climb", expected, steps)
-        positive = cap is None or 0 < cap < math.inf
-        require(positive, "max_smoothness", "a positive number or None", repr(cap))
+        if cap is not None:
+            require(0 < cap < math.inf, "max_smoothness", "a positive number or None", cap)
 
     def __call__(self, problem: RowProblem) -> CipSolution:
         """Return the solution of a `CipProblem` or `BankProblem`."""
-        _, count, _ = problem.shape
-        few = f"fewer than the {count} neighbors of a row"
-        require(self.spares < count, "spares", few, self.spares)
+        if self.spares:
+            few = f"fewer than the {problem.shape[1]} neighbors of a row"
+            require(self.spares < problem.shape[1], "spares", few, self.spares)
         if self.max_smoothness is not None:
             most = problem.smoothness.max().item()
             least = f"at least the problem's smoothness {most}"
