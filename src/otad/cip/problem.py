@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -308,6 +309,8 @@ def _per_row(value: float | Tensor, name: str, query: Tensor) -> Tensor:
     require(is_number, name, "a number or a tensor (B,)", type(value).__name__)
     if not math.isfinite(value):
         raise InputError(f"{name}: expected finite values, got {value} at (0,)")
+    if query.is_cpu:
+        return torch.from_numpy(np.array([float(value)] * batch))  # faster than torch.full
     return torch.full((batch,), float(value), dtype=torch.float64, device=query.device)
 
 

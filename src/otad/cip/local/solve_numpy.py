@@ -105,7 +105,7 @@ def _solve_row(
     if max(longest.diagonal().tolist()) > 0:
         return None
     # No path is longer, so these potentials obey (2) up to rounding.
-    levels = np.add.reduce(longest - longest.T) / (2 * count)
+    levels = (longest.T - longest).dot(_means(count))
     half, terms = 0.5 / modulus, zip(levels.tolist(), norms, tilt, strict=True)
     potentials = [level + half * norm + other for level, norm, other in terms]
     mean = sum(potentials) / count
@@ -179,6 +179,11 @@ def _maximize(
     for at, one in zip(support, weight, strict=True):
         weights[at] = one / total
     return weights, gains, middle + level + scale
+
+
+@cache
+def _means(count: int) -> Array:
+    return np.full(count, 0.5 / count)
 
 
 @cache
