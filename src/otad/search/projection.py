@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -31,7 +32,7 @@ ITERATIONS = 3  # of the power method for the basis
 GROUP = 16  # products of which only the largest is compared with others at first
 MOST_GROUPS = 256  # with a product above the floor of a query
 CHEAPER = 32  # how many times longer one full product takes than if all rows are multiplied
-PRODUCTS_AT_ONCE = 7 * 2**20  # on a thread; less than 32 MiB, which the C library uses again
+PRODUCTS_AT_ONCE = 31 * 2**18  # on a thread; less than 32 MiB, which the C library uses again
 NUMBERS_AT_ONCE = 2**20  # of the rows whose coordinates are computed
 LOWEST = -1e38  # the offset of rows that are left out
 _MAKING = Lock()
@@ -177,6 +178,7 @@ class Projection:
         rows in `exclude` (b,W), they are lower than any other."""
         left, space = pad(queries, (0, 1), value=1.0), queries.new_empty(0)
         at_once = max(1, PRODUCTS_AT_ONCE // right.shape[1])
+        at_once = -(-len(left) // max(1, -(-len(left) // at_once)))  # a small block costs as much
         for start in range(0, len(left), at_once):
             some = left[start : start + at_once]
             bounds = torch.mm(some, right, out=space.resize_(len(some), right.shape[1]))
@@ -219,7 +221,9 @@ def join(coordinates: Tensor, offsets: Tensor, error: float) -> Tensor:
 
 def leading(groups: Tensor, maxima: Tensor, size: int) -> Tensor:
     """Return the rows (n,size) of the largest bounds (n,g,G), given their maxima (n,G)."""
-    first = maxima.topk(min(size, maxima.shape[1]), dim=1).indices  # they are in these groups
+    count = min(size, maxima.shape[1])
+    order = np.argpartition(maxima.numpy(), -count, axis=1)  # in half the time of torch
+    first = torch.from_numpy(order[:, -count:].copy())  # they are in these groups
     values = groups.gather(2, first[:, None].expand(-1, GROUP, -1)).flatten(1)
     place = values.topk(size, dim=1).indices
     column = first.gather(1, place % first.shape[1])
@@ -234,7 +238,8 @@ def reaching(
     The third result (n,) says which queries have such bounds in more than `most` groups. Their rows
     are not listed."""
     least = (floors - 1e-6 * floors.abs()).float()[:, None]
-    query, column = (maxima >= least).nonzero().unbind(1)
+    place = torch.from_numpy(np.flatnonzero(maxima.numpy() >= least.numpy()))  # faster than torch
+    query, column = place // maxima.shape[1], place % maxima.shape[1]
     many = query.bincount(minlength=len(floors)) > most
     few = (~many[query]).nonzero()[:, 0]
     return *members(groups, least, query[few], column[few]), many

@@ -40,7 +40,7 @@ from otad.short_repr import short_repr
 
 PRICING = ("exact", "faiss")
 Pricing = Prices | IndexPrices | LikelyPrices
-PRICING_WIDTH = 256  # coordinates of a bank point that bound its price, see `search.projection`
+PRICING_WIDTH = 192  # coordinates of a bank point that bound its price, see `search.projection`
 CACHED_NUMBERS = 2**18  # of images that are used at a time on the CPU
 GAP = 1e-12  # the largest gap at the end, relative to the size of its terms
 NOISE = 1e-14  # the relative error of products in float64
