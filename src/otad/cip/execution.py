@@ -12,7 +12,7 @@ from torch import Tensor
 from otad.cip.protocols import RowProblem
 from otad.threads import Part, Result, run_on_threads
 
-_FEWEST_ROWS = 256  # fewer rows do not get a thread of their own
+_FEWEST_ROWS = 512  # fewer rows do not get a thread of their own: threads wait for the interpreter
 _BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # the fastest in measurements
 
 
