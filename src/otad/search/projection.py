@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from otad.search.confirmed_product import SECTION, Shortlist, Sums, product_error, row_norms
 
 WIDTH = 128  # coordinates of a row, with its offset
-FEWEST_ROWS = 2**13  # with fewer rows, full products are as fast
+FEWEST_ROWS = 2**12  # with fewer rows, full products are as fast
 FEWEST_COLUMNS = 4 * WIDTH
 FEWEST_QUERIES = 128  # coordinates take as long as the full products of about so many queries
 MOST_SECTIONS = 64  # of a long row
