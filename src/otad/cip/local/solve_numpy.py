@@ -1,4 +1,6 @@
-"""Solves a few rows one by one in NumPy, whose small operations cost much less than those of torch.
+"""Solves a few rows in NumPy, whose small operations cost much less than those of torch.
+
+Potentials are found for all rows at a time, and multipliers row by row.
 
 Rows that need more than the steps below are left to `solve_torch`: those without a potential for
 the requested curvature, and those whose images are nearly affinely dependent."""
@@ -22,6 +24,7 @@ from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 
 Array = NDArray[np.float64]
+Lists = list[list[float]]
 _TINY = float(np.finfo(float).tiny)
 _REGULAR = 1e-3  # images so far from dependent that weights need no refinement
 MOST_ALONE = 50  # neighbors; rows with more are faster in torch
@@ -42,14 +45,11 @@ def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     stack, squares = np.empty((batch, 2 * count, dim), dtype), np.empty((batch, count), dtype)
     values = np.empty((batch, (1 + curved) * count, 2 * count), dtype)
     high, low = problem.smoothness.tolist(), problem.strong_convexity.tolist()
-    found = []
     with np.errstate(all="ignore"):  # a row that overflows is left over
         fill_products(point, anchors, images, stack, values, squares)
-        for row in zip(values.astype(float), squares.tolist(), high, low, strict=True):
-            solved = _solve_row(*row, NOISE[query.dtype])
-            if solved is None:
-                return None
-            found.append(solved)
+        found = _solve(values.astype(float), squares.tolist(), high, low, NOISE[query.dtype])
+    if found is None:
+        return None
     *dual, residual = zip(*found, strict=True)
     weights, value, potentials = [np.array(part, dtype) for part in dual]
     image = np.matmul(weights[:, None], images)[:, 0]
@@ -65,62 +65,64 @@ def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     return solution
 
 
-def _solve_row(
-    values: Array, squares: list[float], high: float, low: float, noise: float
-) -> tuple[list[float], float, list[float], float] | None:
-    """Return multipliers (K,), value, potentials (K,) and residual, or None if it is left over.
+def _solve(
+    values: Array, squares: Lists, high: list[float], low: list[float], noise: float
+) -> list[tuple[list[float], float, list[float], float]] | None:
+    """Return multipliers (K,), value, potentials (K,) and residual of each row, or None if one is
+    left over.
 
     `values`, which change, and `squares` are those of `Products`. The other names are those of
     `Gram`, `Constraints` and `solve_torch`. Numbers of size K are in lists: one by one they take
     less time than the call of a function of NumPy."""
-    count, modulus = len(squares), high - low
-    lower = values[-count:]
-    tilt, center = lower[0, :count].tolist(), math.sqrt(lower[0, count])
-    lower[0] = 0.0
-    lower[:, count] = 0.0
-    cross, images = lower[:, :count], lower[:, count:]
-    norms = images.diagonal().tolist()
-    offset, spread = math.sqrt(max(squares)), math.sqrt(max(norms))
-    if low:
-        offsets = values[:count, :count]
-        images = images - low * (cross + cross.T) + low * low * offsets
-        norms = images.diagonal().tolist()
-        cross = cross - low * offsets
-        tilt = [one + low / 2 * square for one, square in zip(tilt, squares, strict=True)]
-    size = center + spread + abs(low) * offset
-    size *= offset + size / (2 * modulus)
-    if not size < math.inf:
-        return None
+    count, found = len(squares[0]), []
+    moduli = [one - other for one, other in zip(high, low, strict=True)]
+    lower = values[:, -count:]
+    tilts, centers = lower[:, 0, :count].tolist(), lower[:, 0, count].tolist()
+    lower[:, 0] = 0.0
+    lower[:, :, count] = 0.0
+    cross, images = lower[:, :, :count], lower[:, :, count:]
+    norms = spreads = images.diagonal(0, 1, 2).tolist()
+    if any(low):
+        shift, offsets = np.array(low)[:, None, None], values[:, :count, :count]
+        images = images - shift * (cross + cross.swapaxes(1, 2)) + shift * shift * offsets
+        norms = images.diagonal(0, 1, 2).tolist()
+        cross = cross - shift * offsets
     # Eq. (2) for u~_i - |z~_i|^2 / (2M): the longest paths from i to j, with twice as many edges in
     # each round.
-    gram = images / modulus
+    gram = images / np.array(moduli)[:, None, None]
     edges = cross - gram
-    own = edges.diagonal()
-    longest = edges - own[:, None]
+    own = edges.diagonal(0, 1, 2)
+    longest = edges - own[:, :, None]
     for _ in range(count.bit_length()):
         shorter = longest
-        longest = np.maximum.reduce(shorter[:, :, None] + shorter, 1)
+        longest = np.maximum.reduce(shorter[:, :, :, None] + shorter[:, None], 2)
         if shorter.tobytes() == longest.tobytes():
             break
-    if max(longest.diagonal().tolist()) > 0:
-        return None
-    # No path is longer, so these potentials obey (2) up to rounding.
-    levels = (longest.T - longest).dot(_means(count))
-    half, terms = 0.5 / modulus, zip(levels.tolist(), norms, tilt, strict=True)
-    potentials = [level + half * norm + other for level, norm, other in terms]
-    mean = sum(potentials) / count
-    # Eq. (3): the multipliers.
-    line = (levels - own).tolist()
-    found = _maximize(gram, line, max(norms) / modulus, noise)
-    if found is None:
-        return None
-    weights, gains, peak = found
-    gain = sum(map(mul, weights, gains))
-    value = (sum(map(mul, weights, line)) + gain + peak) / 2 - mean
-    gaps = [one - gain for one in gains]
-    gap = max(max(gaps), sum(map(mul, weights, map(abs, gaps))))
-    residual = max(gap / max(size, _TINY), abs(sum(weights) - 1))
-    return weights, value, [one - mean for one in potentials], residual
+    # If no path is longer, these potentials obey (2) up to rounding.
+    levels = (longest.swapaxes(1, 2) - longest).dot(_means(count))
+    lines, cycles = (levels - own).tolist(), longest.diagonal(0, 1, 2).tolist()
+    for at, line in enumerate(lines):
+        modulus, offset = moduli[at], math.sqrt(max(squares[at]))
+        size = math.sqrt(centers[at]) + math.sqrt(max(spreads[at])) + abs(low[at]) * offset
+        size *= offset + size / (2 * modulus)
+        if not size < math.inf or max(cycles[at]) > 0:
+            return None
+        # Eq. (3): the multipliers.
+        best = _maximize(gram[at], line, max(norms[at]) / modulus, noise)
+        if best is None:
+            return None
+        weights, gains, peak = best
+        half, bend = 0.5 / modulus, low[at] / 2
+        terms = zip(levels[at].tolist(), norms[at], tilts[at], squares[at], strict=True)
+        potentials = [one + half * norm + tilt + bend * square for one, norm, tilt, square in terms]
+        mean = sum(potentials) / count
+        gain = sum(map(mul, weights, gains))
+        value = (sum(map(mul, weights, line)) + gain + peak) / 2 - mean
+        gaps = [one - gain for one in gains]
+        gap = max(max(gaps), sum(map(mul, weights, map(abs, gaps))))
+        residual = max(gap / max(size, _TINY), abs(sum(weights) - 1))
+        found.append((weights, value, [one - mean for one in potentials], residual))
+    return found
 
 
 def _maximize(

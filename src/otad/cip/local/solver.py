@@ -112,9 +112,10 @@ class ExactCip:
         return self.solution(problem, self._steps(problem))
 
     def _is_small(self, problem: RowProblem) -> bool:
-        """Return whether to try to solve the rows one by one in NumPy, which is faster."""
+        """Return whether to try to solve the rows by `solve_numpy`, which is faster."""
         (batch, count, dim), plain = problem.shape, self._is_plain and self.chunk is None
-        few = batch <= _FEW_ROWS and count <= MOST_ALONE and batch * count * dim <= _FEW_VALUES
+        values = batch * count * max(dim, count * count)  # of neighbors, and of paths between them
+        few = batch <= _FEW_ROWS and count <= MOST_ALONE and values <= _FEW_VALUES
         return few and plain and problem.query.is_cpu and not _is_sensitive(problem)
 
     @property
