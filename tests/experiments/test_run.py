@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from otad.experiments import study as study_module
 from otad.experiments.cache import UnfinishedError
 from otad.experiments.experiment import Experiment, read_experiment
 from otad.experiments.run import Task, plan
+from otad.workers import LocalProcesses
 
 SMALL = """
 title = "small"
@@ -188,19 +190,22 @@ def test_processes_give_the_record_of_one_and_a_failure_stops_no_other(
     assert all(done == total for done, total in lines.values()), "every line reached its end"
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_errors_of_several_experiments(jobs: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_errors_of_several_experiments(many: bool, tmp_path: Path) -> None:
     broken, small = written(tmp_path, WINE + WRONG, name="broken"), written(tmp_path, WINE)
-    with pytest.raises(OtadError, match=r"\Abroken: blocks: expected.*-1\Z"):
-        reproduce_together([broken, small], executor=jobs, out=tmp_path)
+    late, no_folder = written(tmp_path, WINE, name="late"), tmp_path / "file"
+    no_folder.touch()
+    with LocalProcesses(2) if many else nullcontext() as executor:
+        how: dict[str, Any] = {"executor": executor, "out": tmp_path}
+        with pytest.raises(OtadError, match=r"\Abroken: blocks: expected.*-1\Z"):
+            reproduce_together([broken, small], **how)
+        with pytest.raises(OtadError if many else OSError, match="Not a directory"):
+            reproduce_together([small], **how, work=no_folder / "work")
+        how["out"] = tmp_path / "late"
+        with pytest.raises(UnfinishedError, match=r"(?s)small: out of time.*late: out of time"):
+            reproduce_together([small, late], **how, max_seconds=0.0)
     assert (tmp_path / "small.json").exists()
     assert not (tmp_path / "broken.json").exists()
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError if jobs == 1 else OtadError, match="Not a directory"):
-        reproduce_together([small], executor=jobs, out=tmp_path, work=tmp_path / "file" / "work")
-    late = written(tmp_path, WINE, name="late")
-    with pytest.raises(UnfinishedError, match=r"(?s)small: out of time.*late: out of time"):
-        reproduce_together([small, late], executor=jobs, out=tmp_path / "late", max_seconds=0.0)
 
 
 SLOW = WINE.replace("epochs = 1", "epochs = 1, batch_size = 1").replace("blocks = 1", "blocks = 99")
