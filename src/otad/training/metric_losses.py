@@ -118,7 +118,7 @@ def pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all distances (B,R), and which pairs are of one class, without a row and its own copy,
     and which are of different classes."""
-    # By differences: a matrix product would round the gradient of short distances to nothing.
+    # By differences: with a matrix product, rounding swamps the gradient of short distances.
     exact = "donot_use_mm_for_euclid_dist"
     lengths = torch.cdist(keys.float(), references.float(), compute_mode=exact)
     alike = labels[:, None] == reference_labels
