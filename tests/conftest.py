@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 
@@ -41,6 +42,17 @@ def brief_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "plot_uri", lambda figure: empty)
     for draw in ("accuracy_curves", "change_bars", "error_curves", "radii_plots", "seconds_bars"):
         monkeypatch.setattr(plots, draw, lambda *given: None)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Processes are forked from a server that has imported what any of them needs: else each would
+    take seconds to import it."""
+    from multiprocessing import forkserver
+
+    modules = ["nevergrad", "otad.experiments.run", "sklearn.datasets", "torch._dynamo"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from otad import workers
 from otad.errors import InputError
 from otad.evaluate import Evaluation
+from otad.experiments import reproduce_together
 
 ATTACKS = (Walk(), Wander())
+START_METHOD = "fork"  # in a process that itself starts others: a server takes seconds to start
 
 
 def assess(**options: Any) -> Evaluation:
@@ -29,13 +31,19 @@ def assess(**options: Any) -> Evaluation:
 def assess_until(batches: int, folder: Path, shared: Path) -> None:
     """Start `assess` with two processes, and kill this process after some batches."""
     tempfile.tempdir = str(shared)
-    workers.START_METHOD = "fork"  # a server of its own would take seconds to start
+    workers.START_METHOD = START_METHOD
 
     def progress(attack: str, done: int, total: int, worst: float) -> None:
         if len([*folder.glob("parts/*")]) >= batches:
             os.kill(os.getpid(), signal.SIGKILL)
 
     assess(folder=folder, executor=2, progress=progress)
+
+
+def reproduce_with_two(path: Path, out: Path) -> None:
+    """Reproduce an experiment with two processes."""
+    workers.START_METHOD = START_METHOD
+    reproduce_together([path], executor=2, out=out)
 
 
 class Large(nn.Module):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -18,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 from experiments.toml_files import VISION, WINE, written
 from filelock import FileLock
@@ -174,6 +173,7 @@ def test_two_runs_at_once_share_what_they_find_and_take_turns(
 WRONG = 'wrong = { net = "wrong", method = "net" }\n[nets.wrong]\ndata = "wine"\nblocks = -1\n'
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_processes_give_the_record_of_one_and_a_failure_stops_no_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +190,7 @@ def test_processes_give_the_record_of_one_and_a_failure_stops_no_other(
     assert all(done == total for done, total in lines.values()), "every line reached its end"
 
 
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("many", [False, True])
 def test_errors_of_several_experiments(many: bool, tmp_path: Path) -> None:
     broken, small = written(tmp_path, WINE + WRONG, name="broken"), written(tmp_path, WINE)
@@ -209,14 +210,9 @@ def test_errors_of_several_experiments(many: bool, tmp_path: Path) -> None:
 
 
 SLOW = WINE.replace("epochs = 1", "epochs = 1, batch_size = 1").replace("blocks = 1", "blocks = 99")
-TOGETHER = """
-import sys
-from otad.experiments import reproduce_together
-if __name__ == "__main__":
-    reproduce_together([sys.argv[1]], executor=2, out=sys.argv[2])
-"""
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_nobody_waits_for_the_rest_of_a_failed_experiment(tmp_path: Path) -> None:
     failing = written(tmp_path, SLOW + WRONG)
     with pytest.raises(OtadError, match=r"blocks: expected.*-1"):
@@ -224,17 +220,19 @@ def test_nobody_waits_for_the_rest_of_a_failed_experiment(tmp_path: Path) -> Non
     assert not [*tmp_path.glob(".work/nets/*/weights.safetensors")]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a kill that cannot be caught")
+@pytest.mark.usefixtures("fork_server")
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     path = written(tmp_path, SLOW)
-    parent = subprocess.Popen([sys.executable, "-c", TOGETHER, path, tmp_path])
+    context = multiprocessing.get_context("forkserver")
+    parent = context.Process(target=processes.reproduce_with_two, args=(path, tmp_path))
+    parent.start()
     try:
         while not (locks := [*tmp_path.glob(".work/locks/*.lock")]):
-            assert parent.poll() is None
+            assert parent.is_alive()
             time.sleep(0.1)
     finally:
         parent.kill()
-        parent.wait()
+        parent.join()
     with FileLock(locks[0], timeout=10):  # raises while someone trains
         pass
     assert not [*tmp_path.glob(".work/nets/*/weights.safetensors")], "it was too quick to tell"
@@ -285,6 +283,7 @@ def test_refusals(names: list[str], options: Any, message: str, tmp_path: Path) 
         reproduce_together(names, out=tmp_path, **options)
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_processes_end_with_an_interruption_and_are_replaced_when_killed(tmp_path: Path) -> None:
     def stop(part: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
