@@ -87,8 +87,7 @@ def test_methods_are_compared_as_recorded(tmp_path: Path) -> None:
 
     shutil.copy(ROOT / "results" / "cifar10_at.json", tmp_path)
     alone = draw_comparison.methods(panel, tmp_path)
-    baselines = [one for one in found.values() if "training" in one.name]
-    assert alone == baselines
+    assert alone == [found[f"PGD training{awp}, ResNet-18"] for awp in ("", " with AWP")]
 
 
 def test_a_record_without_a_gain_is_refused() -> None:
