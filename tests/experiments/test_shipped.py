@@ -40,7 +40,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The work of another one, longer or on other data.
 VARIANTS = (
     "cifar10_at_linf",
-    "cifar10_at_longer",
     "cifar10_at_vit",
     "cifar10_cost_single",
     "cifar10_robust_longer",
