@@ -138,8 +138,8 @@ def test_a_step_follows_the_gradient_at_clean_and_perturbed_inputs(loss: str, sh
     train(weighted, (x, y), config, weights=torch.full((40,), 3.0).double())
     seen = []
 
-    def recorded(ball: Any, model: nn.Module, near: Tensor, raised: Any, start: Tensor) -> Tensor:
-        seen.append((near, Adversary.attack(adversary, ball, model, near, raised, start)))
+    def recorded(ball: Any, model: nn.Module, near: Tensor, *more: Any) -> Tensor:
+        seen.append((near, Adversary.attack(adversary, ball, model, near, *more)))
         return seen[-1][1]
 
     # The perturbed inputs of the training itself, in its own order.

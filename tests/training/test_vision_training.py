@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -210,13 +211,16 @@ def test_rows_without_a_whole_batch_wait_for_another_epoch() -> None:
         assert [len(batch) for batch in epoch_batches(rows, config, 1)] == sizes
 
 
+@pytest.mark.parametrize(
+    "more", [{"energy_weight": 1e-3}, {"adversary": Adversary(0.1, steps=2), "loss": "trades"}]
+)
 def test_the_transformer_compiles_in_one_piece_to_the_same_net(
-    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", whole)
     plain, fused = small_vit(), small_vit()
-    config = replace(PLAIN, epochs=1, whole_batches=True, mixed_precision=True, energy_weight=1e-3)
+    config = replace(PLAIN, epochs=1, whole_batches=True, mixed_precision=True, **more)
     expected = train(plain, images(), config)
     result = train(fused, images(), replace(config, compiled=True))
     torch._dynamo.reset()

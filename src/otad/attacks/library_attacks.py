@@ -23,6 +23,7 @@ from otad.attacks.objectives import cross_entropy
 from otad.attacks.target import Survivors, Target, answers, gain_of
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError, import_extra
+from otad.nets.inputs import frozen
 from otad.threat import LpBall, per_row
 
 EXTRA = "attacks"  # the extra that installs the libraries
@@ -274,16 +275,12 @@ def _contained(target: Target, suite: Any, checks: Any, remarks: list[str]) -> I
             if (message := record.getMessage()) not in remarks:
                 remarks.append(message)
 
-    weights = [weight for weight in target.model.parameters() if weight.requires_grad]
     listener, tracer = Listener(level=logging.WARNING), sys.gettrace()
     suite.logger.addHandler(listener)
     checks.funcs.update(dict.fromkeys(checks.funcs, 0))
-    for weight in weights:
-        weight.requires_grad_(False)
     try:
-        yield
+        with frozen(target.model):
+            yield
     finally:
-        for weight in weights:
-            weight.requires_grad_(True)
         suite.logger.removeHandler(listener)
         sys.settrace(tracer)

@@ -210,6 +210,19 @@ def evaluating(net: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def frozen(net: nn.Module) -> Iterator[None]:
+    """Compute no gradients of the weights within the context."""
+    weights = [weight for weight in net.parameters() if weight.requires_grad]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)
+
+
 def output_of(
     module: nn.Module, x: Tensor, name: str, gives: str = "an output of shape (B,d)"
 ) -> Tensor:

@@ -99,18 +99,20 @@ class Adversary:
         x: Tensor,
         loss: Callable[[Tensor], Tensor],
         start: Tensor,
+        forward: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return inputs of the ball around x (B, *input_shape) whose outputs have a large loss.
 
         The ascent begins at `start` (B, *input_shape). The network is in evaluation mode, and
-        `loss` maps its outputs (B, ...) to losses (B,)."""
+        `loss` maps its outputs (B, ...) to losses (B,). `forward` is the network itself or its
+        compiled code."""
         step_size = (self.step_size or 2.5 * self.eps / self.steps) * (ball.eps / self.eps)
-        perturbed = ball.clip(start, x)
+        perturbed, forward = ball.clip(start, x), forward or net
         with evaluating(net):
             for _ in range(self.steps):
                 perturbed.requires_grad_()
                 with torch.enable_grad():
-                    total = loss(net(perturbed)).sum()
+                    total = loss(forward(perturbed)).sum()
                 (gradient,) = torch.autograd.grad(total, perturbed)
                 step = step_size * ball.steepest(gradient)
                 perturbed = ball.clip(perturbed.detach() + step, x)

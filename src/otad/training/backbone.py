@@ -6,7 +6,8 @@ The penalty brings the map x_i -> z_i close to optimal transport of the training
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from otad.checks import require
 from otad.errors import InputError
 from otad.nets.base import Backbone
-from otad.nets.inputs import evaluating
+from otad.nets.inputs import evaluating, frozen
 from otad.threat import LpBall
 from otad.training.acceleration import compiled, precision
 from otad.training.adversarial_losses import divergence
@@ -131,6 +132,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         self.raised = fit_loss(net.task, config) if config.loss in COMPARING else self.loss
         super().__init__(net, data, config, **options)
         self.forward = compiled(self._forward) if config.compiled else self._forward
+        self.attacked = compiled(self._attacked) if config.compiled else None
 
     def check_targets(self, net: Backbone, y: Tensor, rows: int, name: str) -> None:
         net.check_targets(y, rows, name)
@@ -141,6 +143,9 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         embedded = net.embed(x)
         features, energies = net.transport(embedded)
         return embedded, features, net.head(features), energies
+
+    def _attacked(self, x: Tensor) -> Tensor:
+        return self.weights.net(x)  # type: ignore[no-any-return]
 
     def batches(self, row_batches: Sequence[Tensor], generator: torch.Generator) -> Batches:
         x, y, net = self.data["train_x"], self.data["train_y"], self.weights.net
@@ -173,7 +178,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         inputs = x
         if self.config.adversary is not None:
             own_y = self.processes.share_rows(y)
-            inputs = self._attack(self.weights.net, self.ball, x, own_y, start)
+            inputs = self._attack(self.weights.net, self.ball, x, own_y, start, self.attacked)
             if self.config.loss in COMPARING:
                 # In one pass, so that the statistics of a batch include both.
                 inputs = torch.cat([inputs, x])
@@ -230,11 +235,23 @@ class BackboneTraining(SupervisedTraining[Backbone]):
         loss = losses.mean() if weights is None else (weights * losses).mean()
         return loss, loss, torch.zeros_like(loss), scores.detach()
 
-    def _attack(self, net: Backbone, ball: LpBall, x: Tensor, y: Tensor, start: Tensor) -> Tensor:
-        """Return the inputs that the adversary makes of x (B,*input_shape)."""
+    def _attack(
+        self,
+        net: Backbone,
+        ball: LpBall,
+        x: Tensor,
+        y: Tensor,
+        start: Tensor,
+        forward: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the inputs that the adversary makes of x (B,*input_shape).
+
+        Compiled code computes the gradients of all that has one, so weights then have none. Without
+        it they keep theirs, because autocast remembers the casts of such weights only."""
         adversary, dtype = self.config.adversary, net.mean.dtype
         assert adversary is not None
-        with precision(self.device, mixed=self.config.mixed_precision):
+        weights = nullcontext() if forward is None else frozen(net)
+        with precision(self.device, mixed=self.config.mixed_precision), weights:
             if self.config.loss == "trades":
                 with evaluating(net):
                     clean = net(x).to(dtype).detach()  # not `no_grad`: autocast caches its casts
@@ -244,7 +261,7 @@ class BackboneTraining(SupervisedTraining[Backbone]):
                     return divergence(clean, outputs.to(dtype))
                 return self.raised(outputs.to(dtype), y, net.head, reduction="none")
 
-            return adversary.attack(ball, net, x, loss, start)
+            return adversary.attack(ball, net, x, loss, start, forward)
 
     def validate(self) -> float | None:
         data, net, adversary = self.data, self.weights.best, self.config.adversary

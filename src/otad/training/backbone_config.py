@@ -100,7 +100,6 @@ class TrainConfig(InputConfig):
         "cutmix", or by one of "both" at random. An adversary perturbs the mixed images.
     compiled : bool
         Whether the network runs under torch.compile, which takes a minute and needs a compiler.
-        The steps of an adversary are not compiled.
 
     Examples
     --------
