@@ -19,11 +19,11 @@ from otad.nets import FCResNet, VisionTransformer, fc_resnet, lifted_net, vision
 BOX, LIFT = (0.0, 1.0), 2
 SHAPE = (1, 4, 4)  # of tiny images
 BANK_ATTACKS: list[Attack] = [
-    Straight(points=4),
-    Bisector(pairs=3, polish=5),
-    SoftKnn((0.1, 0.01), 15, 1, polish=5),
-    Region(singles=4, classes=1, sizes=(3,), rounds=2, polish=5),
-    Pull(classes=1, sizes=(1, 3), steps=10, polish=5),
+    Straight(points=3),
+    Bisector(pairs=2, polish=3),
+    SoftKnn((0.1, 0.01), 8, 1, polish=3),
+    Region(singles=3, classes=1, sizes=(3,), rounds=2, polish=3),
+    Pull(classes=1, sizes=(1, 3), steps=6, polish=3),
 ]
 
 

@@ -119,7 +119,13 @@ def test_what_the_library_finds_suspicious_is_reported(answer, attacks, expected
     attack = AutoAttackSuite("custom", attacks)
     run(attack, models.Function(partial(answer, linear)), x, ball, y)
     assert any(expected in remark for remark in attack.remarks), attack.remarks
-    # Nothing of it sticks to the next model.
+
+
+def test_remarks_do_not_stick_to_the_next_model() -> None:
+    linear, x = models.Linear(SHAPE, outputs=4), inner_points(5, SHAPE)
+    y, ball = linear(x).argmax(1), L2(3 * float(linear.radius(x, 2.0).max()), UNIT)
+    run(FAST, models.Function(partial(noisy, linear)), x, ball, y)
+    assert FAST.remarks
     run(FAST, linear, x, ball, y)
     assert FAST.remarks == []
 

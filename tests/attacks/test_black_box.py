@@ -38,7 +38,7 @@ FEW_PATCHES = Pixle(restarts=4, max_iterations=5)
     ],
 )
 def test_breaks_all_it_easily_can_and_nothing_else(attack, queries, shape, share, kind) -> None:
-    model, x = Linear(shape), inner_points(40, shape)
+    model, x = Linear(shape), inner_points(28, shape)
     radius = model.radius(x, models.DUAL[kind.norm])
     ball = models.halving_ball(kind, model, x, bounds=UNIT)
     result = run(attack, model, x, ball)
@@ -91,7 +91,7 @@ LIMITS = {"scale": SCALE, "mutable": torch.arange(6) != 1}
 )
 def test_the_error_of_a_linear_regression_grows_within_the_ball(attack, shape, ball, share) -> None:
     """By at most eps times the dual norm of scale * weight, over the features that can change."""
-    model, x = Linear(shape, outputs=1), inner_points(8, shape)
+    model, x = Linear(shape, outputs=1), inner_points(3, shape)
     slopes = model.weight.detach()[0]
     if ball.scale is not None:
         slopes = (slopes * ball.scale)[ball.mutable]
@@ -207,10 +207,9 @@ def test_the_candidates_are_those_of_ngopt_itself(dimension, chosen) -> None:
         ours.tell({0: loss})
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_several_processes_find_what_one_finds(monkeypatch) -> None:
-    """Their server imports the libraries once for both."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["nevergrad", "otad.evaluate"])
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": server}.__getitem__)
     model, x = Linear((64,)), inner_points(3, (64,))
     one, two = (run(NgOpt(6, processes=count), model, x, L2(0.15)) for count in (1, 2))
