@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
+from collections.abc import Generator
 
 # Read when the numerical libraries are first imported. The suite runs in parallel processes,
 # and small problems are faster on one thread.
@@ -19,6 +21,18 @@ import torch
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is not looked for among the tests and all that they import: these stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
