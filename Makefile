@@ -7,6 +7,9 @@ RUN := $(VENV)/bin/python -m
 # A warning fails the build: a broken link, an example that raises, markup that does not render.
 SITE := OMP_NUM_THREADS=1 $(RUN) sphinx -b html -n -W --keep-going -q docs build/site
 
+# Tests start many processes: a package that is not compiled is compiled again by each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 # An installation is named after all it depends on, so it is redone exactly when one of them changes.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
 CORE := $(VENV)/.core-$(KEY)
