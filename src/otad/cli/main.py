@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from functools import cache
@@ -87,8 +88,10 @@ class _Commands(TyperGroup):
 @cache
 def load_command(name: str) -> Any:
     module = import_module(f"otad.cli.{'predict' if name == 'explain' else name}")
-    alone = typer.Typer(add_completion=False)
-    alone.command(name)(getattr(module, name))
+    function, alone = getattr(module, name), typer.Typer(add_completion=False)
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")  # typer keeps single line breaks
+    text = "\n\n".join(one.replace("\n", " ") for one in paragraphs)
+    alone.command(name, help=text)(function)
     return typer.main.get_command(alone)
 
 

@@ -115,8 +115,10 @@ def train(
     The training minimizes loss + alpha * transport energy. The network standardizes its
     inputs itself. Every epoch is saved, and after an interruption the same command
     resumes. Use --force to replace a finished network.
+
     Text columns become one-hot columns, and missing text is a category of its own. A
     missing number becomes the median of the train part, and a further column marks it.
+
     A vision transformer needs --net vit --recipe vit_cifar10, and a GPU.
     To train on several processes, start the command by torchrun.
 
