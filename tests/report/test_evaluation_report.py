@@ -51,7 +51,7 @@ def test_the_headline_is_worst_case_proved_clean_and_flags() -> None:
     assert worst.remark.startswith("at eps = 1, n = 10")
     assert worst.remark.endswith(f"{100 * low:.1f} to {100 * high:.1f}%")
     assert (proved.value, clean.value) == ("40.0%", "90.0%")
-    assert (flags.value, flags.remark, flags.alarm) == ("1 of 3", "1 pass, 1 not run", True)
+    assert (flags.value, flags.remark, flags.alarm) == ("1 of 2", "1 pass, 1 not run", True)
     without = module.headline(replace(by_hand(), flags=by_hand().flags[:1]))[-1]
     assert (without.value, without.alarm) == ("0 of 1", False)
 
@@ -72,7 +72,7 @@ def beside(evaluation: Evaluation, **changes: Any) -> Evaluation:
             beside(by_hand()),
             "Of 10 test digits, 60% are still classified correctly under every attack we ran "
             "within l2 1; the undefended network keeps 90%.",
-            "40% are proved to stay right under any attack of this size, but 1 of 3 checks of the "
+            "40% are proved to stay right under any attack of this size, but 1 of 2 checks of the "
             "attacks fails: read it first.",
         ),
         (
@@ -81,9 +81,14 @@ def beside(evaluation: Evaluation, **changes: Any) -> Evaluation:
             "Nothing is proved, and the strength of the attacks was not checked.",
         ),
         (
-            replace(by_hand(), undefended_reason="there is none", flags=by_hand().flags[::2]),
+            replace(by_hand(), undefended_reason="there is none", flags=by_hand().flags[::2] * 2),
             "within l2 1; there is none.",
-            "and none of the 2 checks of the attacks fails.",
+            "and none of the 2 checks of the attacks fails; 2 were not run.",
+        ),
+        (
+            replace(by_hand(), certificate=None, flags=by_hand().flags[:2]),
+            "within l2 1.",
+            "Nothing is proved, and 1 of 2 checks of the attacks fails: read it first.",
         ),
         (replace(by_hand(), model={"kind": "net"}), "; this network has no defense.", ""),
         (

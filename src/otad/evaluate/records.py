@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,18 +244,23 @@ class Evaluation:
 
     def __repr__(self) -> str:
         if self.task == "classification":
-            found = f"worst case {self.worst_case_accuracy:.1%}"
+            clean = len(self.clean_right) / self.n
+            found = f"clean {clean:.1%}, worst case {self.worst_case_accuracy:.1%}"
             if self.undefended is not None:
                 found += f" (undefended {self.undefended.worst_case_accuracy:.1%})"
             if (proved := self.certified_accuracy(self.headline_eps)) is not None:
                 found += f", certified {proved.value:.1f}%"
         else:
-            found = f"mean worst error {sum(self.worst_errors()) / self.n:.4g}"
+            found = f"mean error {fmean(self.clean_errors):.4g} without attack, "
+            found += f"{fmean(self.worst_errors()):.4g} in the worst case"
         sizes = f"{self.n} examples, {self.threat['norm']} eps {self.headline_eps:g}"
-        failed = sum(one.verdict == FAIL for one in self.flags)
-        attacks, flags = len({one.attack for one in self.attacks}), len(self.flags)
-        ran = f"{attacks} attacks, {failed} of {flags} flags failed"
-        return f"Evaluation({sizes}: {found}; {ran})"
+        count, attacks = self.verdicts, len({one.attack for one in self.attacks})
+        flags = f"{count[FAIL]} of {count[PASS] + count[FAIL]} flags failed"
+        if failed := [one.name for one in self.checks if one.verdict == FAIL]:
+            flags += f" ({', '.join(failed)})"
+        if count[NOT_RUN]:
+            flags += f", {count[NOT_RUN]} not run"
+        return f"Evaluation({sizes}: {found}; {attacks} attacks, {flags})"
 
     @property
     def headline_eps(self) -> float:
@@ -265,6 +271,11 @@ class Evaluation:
     def checks(self) -> list[Flag]:
         """The flags of the model, and of the attacks on its undefended network."""
         return [*self.flags, *(() if self.undefended is None else self.undefended.flags)]
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """How many checks have each verdict: "PASS", "FAIL" or "NOT RUN"."""
+        return Counter(one.verdict for one in self.checks)
 
     @property
     def is_sound(self) -> bool:
@@ -333,7 +344,7 @@ class Evaluation:
         """Return the figures for the model card of the model with this digest."""
         alone = self.undefended
         right = self.task == "classification"
-        checks = self.checks
+        count = self.verdicts
         return Figures(
             model=model,
             measure="accuracy" if right else "mean absolute error",
@@ -346,8 +357,8 @@ class Evaluation:
             undefended=() if alone is None else alone._worst_figures(),
             proved=self._proved_figures(),
             attacks=tuple(dict.fromkeys(one.attack for one in self.attacks)),
-            checks=len(checks),
-            failed_checks=sum(one.verdict == FAIL for one in checks),
+            checks=count[PASS] + count[FAIL],
+            failed_checks=count[FAIL],
         )
 
     def _worst_figures(self) -> tuple[float, ...]:

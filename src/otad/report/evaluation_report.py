@@ -152,7 +152,8 @@ def flags_section(subject: Subject) -> Section:
     if not flags:
         lead = "No check was run, so the numbers may be too good to be true."
     elif failed := sum(flag.verdict == FAIL for flag in flags):
-        lead = f"{failed} of {len(flags)} checks fail: read them before any number."
+        fail = "check fails: read it" if failed == 1 else "checks fail: read them"
+        lead = f"{failed} {fail} before any number."
     shown = sorted(flags, key=lambda flag: (FAIL, NOT_RUN, PASS).index(flag.verdict))
     return Section("flags", "Can the numbers be trusted?", lead, [Flags(shown)] if shown else [])
 

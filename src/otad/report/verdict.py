@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 
 from otad.evaluate.identity import NET
@@ -13,6 +12,7 @@ from otad.report.page import KeyNumber
 from otad.scores import Score
 
 UNDEFENDED = "undefended network"
+NOTHING = "Nothing is proved"
 
 
 def verdict(evaluation: Evaluation, examples: str = "examples") -> list[str]:
@@ -50,20 +50,22 @@ def _trust(evaluation: Evaluation) -> str:
     """What is proved, and what the checks of the attacks say."""
     if not evaluation.is_sound:
         return "An attack contradicts a certificate, which is a bug: trust none of these numbers."
-    proved, certificate = "Nothing is proved", evaluation.certificate
+    proved, certificate = NOTHING, evaluation.certificate
     if (score := evaluation.certified_accuracy(evaluation.headline_eps)) is not None:
         proved = f"{percent(score)} are proved to stay right under any attack of this size"
     elif certificate is not None and evaluation.task == "regression":
         bound = mean(certificate.worst_errors)
         proved = f"No attack of this size can drive the mean error above {bound} (proved)"
-    checks = evaluation.checks
-    failed, count = sum(one.verdict == FAIL for one in checks), len(checks)
-    if count <= 1:  # the check of the certificate is always run
+    count = evaluation.verdicts
+    failed, run, left = count[FAIL], count[PASS] + count[FAIL], count[NOT_RUN]
+    if count.total() <= 1:  # the check of the certificate is always there
         return f"{proved}, and the strength of the attacks was not checked."
     if failed:
         fail = "fails: read it" if failed == 1 else "fail: read them"
-        return f"{proved}, but {failed} of {count} checks of the attacks {fail} first."
-    return f"{proved}, and none of the {count} checks of the attacks fails."
+        but = "and" if proved == NOTHING else "but"
+        return f"{proved}, {but} {failed} of {run} checks of the attacks {fail} first."
+    open_ = f"; {left} {'was' if left == 1 else 'were'} not run" if left else ""
+    return f"{proved}, and none of the {run} checks of the attacks fails{open_}."
 
 
 def _ball(evaluation: Evaluation) -> str:
@@ -84,8 +86,9 @@ def headline(evaluation: Evaluation) -> list[KeyNumber]:
     numbers = _accuracies(evaluation) if is_classifier else _errors(evaluation)
     if not evaluation.attacks:
         numbers[0] = KeyNumber("not attacked", numbers[0].name, "no attack was run", alarm=True)
-    count = Counter(flag.verdict for flag in evaluation.checks)
-    value = f"{count[FAIL]} of {count.total()}" if count else "none run"
+    count = evaluation.verdicts
+    run = count[PASS] + count[FAIL]
+    value = f"{count[FAIL]} of {run}" if run else "none run"
     remark = f"{count[PASS]} pass, {count[NOT_RUN]} not run"
     return [*numbers, KeyNumber(value, "flags fail", remark, alarm=count[FAIL] > 0)]
 
