@@ -195,7 +195,11 @@ def _words(hint: Any) -> str:
         return _WORDS[kind]
     inner = ", ".join("..." if part is Ellipsis else _words(part) for part in parts)
     name = _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
-    if name == "Tensor":
+    if name == "LpBall":
+        name = "a threat model such as otad.L2(0.5)"
+    elif kind is tuple and parts and Ellipsis not in parts:
+        return f"a tuple ({inner})"
+    elif name == "Tensor":
         name = "a torch.Tensor, dense and real, on a device such as cpu"
     elif getattr(kind, "__module__", "").startswith("torch.nn"):
         name = f"an nn.{name}" + " with a forward method" * (name == "Module")

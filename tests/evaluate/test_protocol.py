@@ -295,7 +295,7 @@ def test_attacks_on_lines_to_bank_points_need_a_plain_embedding(images) -> None:
 def test_unknown_names_and_options_are_refused(images) -> None:
     for name, options, pattern in (("fgsm", {}, "attack.*fgsm"), ("pgd", {"stepz": 3}, "stepz")):
         refuses(make_attack, name, images, **options, match=pattern)
-    refuses(suite, images, "huge", IMAGE, "classification", match=r"preset.*quick.*full.*huge")
+    refuses(suite, images, "huge", IMAGE, "classification", match=r"attacks.*quick.*full.*huge")
     with pytest.raises(InputError, match=r"name.*'pgd'"):
 
         @register_attack

@@ -190,7 +190,7 @@ def sides(**options: Any) -> dict[str, Any]:
         ({"eps": ()}, "eps.* at least one"),
         ({"eps": (0.3, 0.2)}, r"eps.*ascending.*0\.3, 0\.2"),
         ({"eps": (0.3, math.inf)}, "eps.*finite.*inf"),
-        ({"attacks": "thorough"}, "preset.*quick.*thorough"),
+        ({"attacks": "thorough"}, "attacks.*quick.*thorough"),
         ({"attacks": ["pdg"]}, "attack.*pdg"),
         ({"attacks": ["straight"]}, "straight.*bank"),
         ({"attacks": ["bpda"]}, "bpda.*pgd"),

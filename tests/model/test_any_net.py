@@ -152,6 +152,7 @@ def test_the_lift_over_features_can_be_asked_for() -> None:
     x, y = images()
     net, plain = sequential_cnn(), {"input_shape": (1, 8, 8), "key_norm": "free"}
     for metric in (
+        nn.Flatten(),
         otad.nets.PretrainedMetric(nn.Flatten(), std=0.5, **plain),
         otad.nets.LipschitzMetric((1, 8, 8), key_dim=4, widths=(4,), depth=1),
     ):
@@ -202,6 +203,11 @@ def test_one_logit_is_two_classes(tail: tuple[nn.Module, ...]) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
 
 
+class Scores(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.sum(), "scores": x.flatten(1)}
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,17 +221,32 @@ class Tokens(nn.Module):
     ("net", "y", "message"),
     [
         (Tokens(), 0, r"net: .*\(B,f\), got 'head' on \(32, 8, 8\)"),
-        (nn.Sequential(nn.Flatten(), nn.ReLU()), 0, "net: expected a last Linear layer .* none"),
+        (nn.Sequential(nn.Flatten(), nn.ReLU()), 0, "net: expected a last Linear .*end with"),
         (nn.Sequential(nn.Linear(5, 2)), 0, "net: expected a module that takes .*1, 8, 8"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Softmin(1)), 0, "net: .*in their order"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Sigmoid()), 0.5, "net: .*their order"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), 0.5, "n_outputs: .*3 for regression"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), 0.5, "net: .*one output.*int64.*got 3"),
         (nn.LSTM(8, 3), 0, "net: expected"),
+        (Scores(), 0, r"net: .*\.logits, got a mapping of loss, scores"),
     ],
 )
 def test_other_networks_are_refused(net: nn.Module, y: float, message: str) -> None:
     x, labels = data("own CNN")
     refuses(otad.defend, net, x, labels if y == 0 else x[:, 0, 0, 0], match=message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"smothness": 3.0}, "options: .*smoothness.*got 'smothness'"),
+        (
+            {"metric": otad.nets.CNNMetric((3, 8, 8), widths=(2, 2), key_dim=2)},
+            r"metric: .*\(1, 8, 8\).*got one for \(3, 8, 8\)",
+        ),
+    ],
+)
+def test_other_options_are_refused(options: dict[str, object], message: str) -> None:
+    refuses(otad.defend, make("own CNN"), *data("own CNN"), match=message, **options)
 
 
 def test_nets_are_not_changed_but_for_their_mode() -> None:

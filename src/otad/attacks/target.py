@@ -215,7 +215,8 @@ class Survivors:
 def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
     """Refuse outputs whose shape or number of classes does not fit the targets y (B,)."""
     if y.is_floating_point():
-        check_shape(outputs, name, (len(y),), "of values, as y holds values")
+        reason = "of values, as y holds floats (labels are integers)"
+        check_shape(outputs, name, (len(y),), reason)
         return
     shape = tuple(outputs.shape)
     fits = len(shape) == 2 and shape[0] == len(y) and shape[1] >= 2

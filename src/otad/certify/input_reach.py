@@ -170,10 +170,10 @@ def _embedding_reach(
     if constant is None and bound is None:
         raise InputError(
             f"{name}: expected a proved constant, as {kind} has its own embedding, got None; "
-            "without one, certify a network that transports its inputs (OTADClassifier, `otad "
-            "train`) or whose constant is proved (otad.nets.OrthogonalNet), search neighbors by a "
-            "metric of known constant (otad.nets.LipschitzMetric), or defend the inputs themselves "
-            "(inputs='pixels')"
+            "without one, search neighbors by a metric of known constant (metric=nn.Flatten() for "
+            "pixels, or otad.nets.LipschitzMetric), certify a network that transports its inputs "
+            "(OTADClassifier, `otad train`) or whose constant is proved (otad.nets.OrthogonalNet), "
+            "or do without the network (inputs='pixels')"
         )
     check_evaluation(backbone, "model.backbone")
     reached = measured.new_ones(backbone.dim)

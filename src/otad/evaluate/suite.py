@@ -141,7 +141,8 @@ def suite(
         unique = names and len(set(names)) == len(names)
         require(unique, "attacks", "at least one, each name once", names)
         return chosen, {}
-    check_choice(attacks, "preset", tuple(PRESETS))
+    expected = f"one of {', '.join(PRESETS)}, or a list of names of attacks"
+    require(attacks in PRESETS, "attacks", expected, repr(attacks))
     choices = [one for one in PRESETS[attacks] if one.affine in (None, known.affine_keys)]
     if threat is None or threat.groups is None:
         choices = [one for one in choices if not one.groups]

@@ -84,11 +84,15 @@ def check_settings(
     solver: Solver | None = None,
     metric: nn.Module | None = None,
     dim: int | None = None,
+    **unknown: Any,
 ) -> NeighborAnswerer | None:
     """Refuse settings that do not fit a bank of `points` points, before any long work is done.
 
     In local scope the answerer of these settings is returned. `dim` is the dimension of the bank,
     if it is known."""
+    for name in unknown:
+        known = "scope, smoothness, strong_convexity, solver, potential"
+        raise InputError(f"options: expected a known one, such as {known}, got {name!r}")
     local, spares = None, 0
     if is_global(scope):
         for name, given in (("solver", solver), ("metric", metric)):

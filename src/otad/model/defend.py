@@ -20,7 +20,7 @@ from otad.model.answerers import is_global
 from otad.model.bank import FeatureBank
 from otad.model.otad import OTAD, keys_of
 from otad.model.prototypes import PrototypeNet, prototype_net
-from otad.nets import Backbone, Lift, lifted_net
+from otad.nets import Backbone, Lift, Metric, PretrainedMetric, lifted_net
 from otad.nets.adapt import Adapted, adapted
 from otad.nets.lift import MARGIN
 from otad.progress import Counter
@@ -81,8 +81,11 @@ def defend(
         "auto", "features" or "pixels".
     bounds : (float, float) or None
         The lowest and the highest legal input value. If None, inputs are unbounded.
-    n_neighbors, search, resident, metric, abstain_beyond
-        As in `OTAD`. The keys of the bank are computed by the metric.
+    metric : nn.Module or None
+        As in `OTAD`. The keys of the bank are computed by it. `nn.Flatten()` compares the inputs
+        themselves, and certificates exist.
+    n_neighbors, search, resident, abstain_beyond
+        As in `OTAD`.
     bank_dtype : torch.dtype
         The precision of the bank: float32, float16 or bfloat16.
     bank_path : path or None
@@ -129,6 +132,7 @@ def defend(
     check_weights(backbone, "net")
     rows = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(rows))
+    metric = _fitting(metric, backbone)
     asked: dict[str, Any] = {"n_neighbors": n_neighbors, **answering}
     check_settings(len(rows), metric=metric, dim=backbone.dim, **asked)
     device = backbone.mean.device
@@ -191,6 +195,19 @@ def _adapted(
     task = _task(x, y)
     rows = torch.linspace(0, len(x) - 1, min(SAMPLE, len(x)), dtype=torch.float64).long()
     return adapted(net, x[rows.to(x.device)], inputs=inputs, task=task, bounds=bounds)
+
+
+def _fitting(metric: nn.Module | None, backbone: Backbone) -> nn.Module | None:
+    """Return the metric if it takes the inputs of the backbone. Flatten becomes a metric whose
+    Lipschitz constant is known."""
+    if type(metric) is nn.Flatten:
+        plain = PretrainedMetric(metric, input_shape=backbone.input_shape, key_norm="free")
+        return plain.to(backbone.mean.dtype)
+    if isinstance(metric, Metric):
+        expected = f"one for inputs of shape {backbone.input_shape} like x"
+        fits = metric.input_shape == backbone.input_shape
+        require(fits, "metric", expected, f"one for {metric.input_shape}")
+    return metric
 
 
 def _points(net: nn.Module | None, x: Tensor, y: Tensor, bounds: Bounds | None) -> Adapted:

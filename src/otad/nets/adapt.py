@@ -23,10 +23,9 @@ from otad.nets.lipschitz import LipschitzNet
 FOLLOWS = 0.9  # the share of pairs of points whose features differ in a similar direction
 _REMEDY = (
     ". An attack that changes the features changes the answer too, and no radius is certified. "
-    "Search neighbors by a metric with a known Lipschitz constant "
-    "(metric=PretrainedMetric(nn.Flatten(), ...) or LipschitzMetric of otad.nets), train with the "
-    "transport energy (OTADClassifier, `otad train`), or defend the inputs themselves "
-    "(inputs='pixels')"
+    "Search neighbors by a metric with a known Lipschitz constant (metric=nn.Flatten() for "
+    "pixels, or otad.nets.LipschitzMetric), train with the transport energy (OTADClassifier, "
+    "`otad train`), or do without the network (inputs='pixels')"
 )
 _ONE_SPACE = "embedded inputs and features must be in one space; change sizes in `embed` alone"
 
@@ -209,8 +208,12 @@ def adapted(
     if sample is None or sample.dim() < 2:
         raise InputError(f"sample: expected inputs (B,...), got {sample}")
     net, shape = unwrapped(net), tuple(sample.shape[1:])
-    found = find_head(net, sample, task=options.get("task", "classification"))
-    head = _plain_head(found.layer, options.get("task", "classification"))
+    task = options.get("task", "classification")
+    found = find_head(net, sample, task=task)
+    head = _plain_head(found.layer, task)
+    if task == "regression":
+        expected = "one output for regression (y holds floats; labels are int64)"
+        require(head.out_features == 1, "net", expected, f"{head.out_features} outputs")
     keeps_size = found.features.shape[1] == math.prod(shape) and inputs == "auto"
     follows = keeps_size and _follows(sample.to(found.features), found.features)
     title = f"{type(net).__name__}{'' if found.name == '' else '.' + found.name}"

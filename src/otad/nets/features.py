@@ -120,7 +120,8 @@ def find_head(net: nn.Module, x: Tensor, *, task: str) -> Head:
                 stack.enter_context(layer.register_forward_hook(note(name), with_kwargs=True))
         outputs = outputs_of(net(x.to(_like(net).device, copy=True)))
     expected = f"a last Linear layer of {kind}, called on features (B,f)"
-    require(called, "net", expected, "none (of a compiled module, give the one before compiling)")
+    got = "none: let it end with an nn.Linear; of a compiled module, give the one before compiling"
+    require(called, "net", expected, got)
     flat = outputs.reshape(len(outputs), -1)
     same = [one for one in called if _alike(one[3], flat)]
     name, layer, features, logits = (same or called)[-1]
@@ -152,6 +153,7 @@ def outputs_of(result: Any) -> Tensor:
         result = result[0]
     if not isinstance(result, Tensor) or result.dim() == 0:
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        got = f"a mapping of {', '.join(map(str, result))}" if isinstance(result, Mapping) else got
         raise InputError(f"net: expected outputs (B,C), or an object with .logits, got {got}")
     return result
 
@@ -189,8 +191,9 @@ def with_module(config: Any, net: nn.Module | None) -> Any:
     described = config["net"]
     if net is None and isinstance(described, Mapping) and "class" in described:
         raise InputError(
-            f"net: expected a module of the class {described['class']}, which the folder does not "
-            "contain: load it in Python, by otad.load(folder, net=make_net()), got None"
+            f"net: expected a module of the class {described['class']}, whose code the folder does "
+            "not contain, got None: load it in Python, otad.load(folder, net="
+            f"{str(described['class']).rpartition('.')[2]}())"
         )
     return {**config, "net": described if net is None else net}
 
