@@ -47,11 +47,10 @@ for _ in range(8):
 # attack that changes these features still changes the answer. If neighbors are searched among the
 # images themselves, a small change of an image cannot change its neighbors much. So this is the
 # choice for robustness.
-among_images = otad.nets.PretrainedMetric(nn.Flatten(), input_shape=x.shape[1:], key_norm="free")
 models = {
     "neighbors\nby features": otad.defend(net, train_x, train_y, bounds=(0, 1)),
     "neighbors\namong images": otad.defend(
-        net, train_x, train_y, bounds=(0, 1), metric=among_images
+        net, train_x, train_y, bounds=(0, 1), metric=nn.Flatten()
     ),
 }
 

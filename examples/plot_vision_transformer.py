@@ -52,8 +52,7 @@ for _ in range(12):
 # %%
 # Neighbors are searched among the images themselves, where a small change does not go far. A
 # warning says what was chosen for this network, and the model stores the same text:
-metric = otad.nets.PretrainedMetric(nn.Flatten(), input_shape=(1, 8, 8), key_norm="free")
-model = otad.defend(net, train_x, train_y, bounds=(0, 1), metric=metric)
+model = otad.defend(net, train_x, train_y, bounds=(0, 1), metric=nn.Flatten())
 print(model.notes["defense"]["says"])
 
 # %%

@@ -235,8 +235,7 @@ def adapted(
         inner = SequentialBackbone(features, [], head, input_shape=shape, **options)
     lift = feature_lift(inner)
     what = f"the defense works on the {lift.inner.dim} features that enter {title}: each answer is "
-    what += "a mixture of the network's own outputs for training points with similar features, "
-    what += f"without a transport step{says}"
+    what += f"a mixture of the network's own outputs for neighboring training points{says}"
     return Adapted(lift, "features", what, "" if isinstance(net, LipschitzNet) else _REMEDY)
 
 
